@@ -1,0 +1,49 @@
+# make mnist   sets up, then trains handwritten digits on eight replicas of this CPU
+# make test    sets up, then runs the tests
+#
+# ENV=xla (default) is torch 2.9 with torch_xla; ENV=torch is a current torch without it.
+
+PYTHON ?= python3
+ENV ?= xla
+VENV ?= .venv-$(ENV)
+# What the torch environment tests with; any torch from 2.9 on works.
+TORCH ?= torch==2.13.0
+PYTEST_ARGS ?=
+
+REQUIREMENTS_xla = -e '.[xla,examples,test]'
+REQUIREMENTS_torch = '$(TORCH)' -e '.[test]'
+
+.PHONY: mnist test test-all lint format bench clean help
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+$(VENV)/ready: setup.py pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)/bin/python -m pip install --quiet $(REQUIREMENTS_$(ENV))
+	touch $@
+
+mnist: $(VENV)/ready
+	$(VENV)/bin/python test/variable_train_mnist.py --target-accuracy 97
+
+test: $(VENV)/ready
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+# The slow tests too; what CI runs.
+test-all: PYTEST_ARGS += -m ''
+test-all: test
+
+lint: $(VENV)/ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: $(VENV)/ready
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: $(VENV)/ready
+	$(VENV)/bin/python tools/bench_step.py
+
+clean:
+	rm -rf .venv-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

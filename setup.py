@@ -1,0 +1,42 @@
+"""Packaging of elastic-xla; tool settings are in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import setup
+
+PACKAGES = ["variable_batch_size", "xla_replica"]
+
+setup(
+    name="elastic-xla",
+    version="0.1.0",
+    description=(
+        "PyTorch and PyTorch/XLA training whose number of accelerators, and so batch "
+        "size, changes while it runs"
+    ),
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="BSD-3-Clause",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=PACKAGES,
+    package_data={package: ["py.typed"] for package in PACKAGES},
+    # torch is pinned in the xla extra only: torch_xla needs exactly 2.9, its successor
+    # torch_tpu needs 2.11 or newer, and everybody else wants their own.
+    install_requires=["torch", "numpy", "pandas", "tensorboardX", "tqdm"],
+    extras_require={
+        "xla": ["torch_xla==2.9.0", "torch>=2.9,<2.10"],
+        "tpu": ["torch_tpu", "torch>=2.11"],
+        "examples": ["torchvision", "scikit-learn", "matplotlib"],
+        "test": ["pytest", "hypothesis", "ruff", "scikit-learn", "matplotlib"],
+    },
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)

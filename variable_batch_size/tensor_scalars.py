@@ -1,0 +1,43 @@
+"""Lets any torch optimizer take its learning rate as a tensor on the device.
+
+Torch's optimizers hand the learning rate to operators as ``alpha=`` or ``value=``. A
+tensor there is read back to the host, once per parameter and step; a Python number is
+compiled into the program whenever it is 0, 1 or -1 or equals another one. Inside
+`TensorScalars` such a call becomes the equal one that takes a tensor operand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+Tensor = torch.Tensor
+
+_REWRITES: dict[Any, tuple[str, Callable[..., Tensor]]] = {
+    Tensor.add_: ("alpha", lambda x, y, scalar: x.addcmul_(y, scalar)),
+    Tensor.add: ("alpha", lambda x, y, scalar: x.addcmul(y, scalar)),
+    torch.add: ("alpha", lambda x, y, scalar: x.addcmul(y, scalar)),
+    Tensor.addcmul_: ("value", lambda x, y, z, scalar: x.addcmul_(y * scalar, z)),
+    Tensor.addcdiv_: ("value", lambda x, y, z, scalar: x.addcdiv_(y * scalar, z)),
+}
+
+
+class TensorScalars(TorchFunctionMode):
+    """Inside, ``alpha=`` and ``value=`` of in-place updates may be tensors.
+
+    >>> with TensorScalars():
+    ...     torch.ones(2).add_(torch.ones(2), alpha=torch.tensor(0.5))
+    tensor([1.5000, 1.5000])
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        del types
+        kwargs = dict(kwargs or {})
+        if func in _REWRITES:
+            name, rewritten = _REWRITES[func]
+            if isinstance(kwargs.get(name), Tensor):
+                return rewritten(*args, kwargs.pop(name), **kwargs)
+        return func(*args, **kwargs)

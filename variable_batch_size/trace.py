@@ -1,0 +1,347 @@
+"""Traces: the global batch size of every step, read and checked.
+
+A trace file is CSV with a column ``batchsize`` and, usually, ``step``::
+
+    step,batchsize
+    0,1024
+    1,2048
+
+Spaces, a byte order mark, CRLF, blank lines, extra columns and their order do not
+matter. Everything else that is not a positive integer is a `TraceError` that names
+file, line, column and value.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TextIO, Union
+
+import numpy as np
+import pandas as pd
+
+TraceSource = Union[
+    str,
+    "os.PathLike[str]",
+    TextIO,
+    int,
+    Sequence[int],
+    range,
+    np.ndarray,
+    pd.DataFrame,
+    "Trace",
+]
+
+COLUMN = "batchsize"
+STEP_COLUMN = "step"
+_INTEGER = re.compile(r"[+-]?[0-9]+", re.ASCII)
+
+
+class TraceError(ValueError):
+    """A trace that cannot be used; the message names the place and the remedy."""
+
+
+class TraceWarning(UserWarning):
+    """A trace that can be used but looks wrong."""
+
+
+class Trace:
+    """The global batch size of every step, in samples.
+
+    Args:
+        source: A CSV path or open text file, a sequence, range or array of integers, a
+            DataFrame, another trace, or one integer for a constant batch size.
+        strict_steps: Raise instead of warn where the ``step`` column does not count
+            up by one.
+
+    Attributes:
+        batch_sizes: ``(num_steps,)`` int64, read-only, all positive.
+        endless: True for a constant, which has no last step.
+        name: What errors call the source.
+
+    Raises:
+        TraceError: A value is not a positive integer, there are none, or the file has
+            no ``batchsize`` column.
+        TypeError: ``source`` is none of the above (a bool is not an integer here).
+        FileNotFoundError: There is no such file.
+
+    >>> Trace([64, 96, 96]).batch_sizes.tolist()
+    [64, 96, 96]
+    """
+
+    def __init__(self, source: TraceSource, *, strict_steps: bool = False) -> None:
+        self.endless = False
+        self._lines: np.ndarray | None = None
+        self._first_line: int | None = None
+        steps: np.ndarray | None = None
+        if isinstance(source, Trace):
+            vars(self).update(vars(source))
+            return
+        if isinstance(source, (str, os.PathLike)):
+            self.name = os.fspath(source)
+            values, steps = self._read_csv(_text_of(source, self.name))
+        elif hasattr(source, "read"):
+            self.name = str(getattr(source, "name", "trace"))
+            values, steps = self._read_csv(_text_of_file(source, self.name))
+        elif isinstance(source, pd.DataFrame):
+            self.name = "the DataFrame"
+            values, steps = self._read_frame(source)
+        elif _is_integer(source):
+            self.name, self.endless = "the constant trace", True
+            values = self._checked([source])
+        elif isinstance(source, (Sequence, range, np.ndarray, pd.Series)):
+            self.name = f"the {type(source).__name__}"
+            values = self._checked(_flat(source, self.name))
+        else:
+            raise TypeError(
+                f"trace={source!r} of type {type(source).__name__}: allowed are a CSV "
+                "path or text file, a sequence, range or array of integers, a "
+                "DataFrame with a 'batchsize' column, or one integer"
+            )
+        if len(values) == 0:
+            raise TraceError(f"{self.name}: no steps; a trace needs at least one row")
+        values.setflags(write=False)
+        self.batch_sizes = values
+        self._check_steps(steps, strict_steps)
+
+    def __len__(self) -> int:
+        return len(self.batch_sizes)
+
+    def __repr__(self) -> str:
+        head = ", ".join(str(size) for size in self.batch_sizes[:4])
+        more = ", ..." if len(self) > 4 else ""
+        length = "endless" if self.endless else f"{len(self)} steps"
+        return f"Trace({self.name}: {length}: {head}{more})"
+
+    def place(self, row: int) -> str:
+        """Where row ``row`` (from 0) stands, for messages: file and physical line."""
+        if self._lines is not None:
+            return f"{self.name}, line {self._lines[row]}"
+        if self._first_line is not None:
+            return f"{self.name}, line {self._first_line + row}"
+        if self.endless:
+            return self.name
+        return f"{self.name}, element {row}"
+
+    # --- sources --------------------------------------------------------------------
+
+    def _read_csv(self, text: str) -> tuple[np.ndarray, np.ndarray | None]:
+        header = _read_header(text, self.name)
+        self._first_line = header.line + 1
+        columns = _parse_plain(text, header)
+        if columns is None:
+            return self._read_any_csv(text, header)
+        values = columns[COLUMN]
+        return self._checked(values), columns.get(STEP_COLUMN)
+
+    def _read_any_csv(
+        self, text: str, header: _Header
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """The reference parser: slow, takes quotes and blank lines, finds the line."""
+        cells: list[str] = []
+        steps: list[str] = []
+        lines: list[int] = []
+        reader = csv.reader(io.StringIO(text), skipinitialspace=True)
+        for row in reader:
+            if reader.line_num <= header.line or not any(cell.strip() for cell in row):
+                continue
+            if len(row) > len(header.columns):
+                raise TraceError(
+                    f"{self.name}, line {reader.line_num}: {len(row)} cells under "
+                    f"{len(header.columns)} columns {header.columns}; write numbers "
+                    "without thousands separators"
+                )
+            row += [""] * (len(header.columns) - len(row))
+            cells.append(row[header.columns.index(COLUMN)].strip())
+            lines.append(reader.line_num)
+            if STEP_COLUMN in header.columns:
+                steps.append(row[header.columns.index(STEP_COLUMN)].strip())
+        self._lines = np.asarray(lines, dtype=np.int64)
+        values = self._checked(cells, _number_of_cell)
+        return values, _numbers_or_nan(steps) if steps else None
+
+    def _read_frame(self, frame: pd.DataFrame) -> tuple[np.ndarray, np.ndarray | None]:
+        columns = [str(column).strip() for column in frame.columns]
+        _check_columns(columns, self.name)
+        values = self._checked(frame.iloc[:, columns.index(COLUMN)].to_numpy())
+        if STEP_COLUMN not in columns:
+            return values, None
+        steps = frame.iloc[:, columns.index(STEP_COLUMN)].tolist()
+        return values, _numbers_or_nan(steps)
+
+    # --- checks ---------------------------------------------------------------------
+
+    def _checked(
+        self,
+        values: Sequence[Any] | np.ndarray,
+        number: Callable[[Any], int] | None = None,
+    ) -> np.ndarray:
+        """``values`` as positive int64, or the error of the first that is not one."""
+        array = values if isinstance(values, np.ndarray) else None
+        if array is None or array.dtype.kind not in "iuf":
+            numbers = [self._number(row, v, number) for row, v in enumerate(values)]
+            return np.asarray(numbers, dtype=np.int64)
+        good = np.isfinite(array) & (array > 0) & (array < 2**62)
+        if array.dtype.kind == "f":
+            good &= array == np.floor(array)
+        if not good.all():
+            row = int(np.argmin(good))
+            self._number(row, array[row].item(), number)
+        return array.astype(np.int64)
+
+    def _number(self, row: int, value: Any, number: Callable[[Any], int] | None) -> int:
+        try:
+            result = (number or _number_of_value)(value)
+        except ValueError as error:
+            raise TraceError(f"{self.place(row)}, {COLUMN}: {error}") from None
+        if result <= 0:
+            raise TraceError(
+                f"{self.place(row)}, {COLUMN}: {value!r} must be > 0; it is the number "
+                "of samples in the step"
+            )
+        if result >= 2**62:
+            raise TraceError(f"{self.place(row)}, {COLUMN}: {value!r} is too large")
+        return result
+
+    def _check_steps(self, steps: np.ndarray | None, strict: bool) -> None:
+        if steps is None or len(steps) < 2:
+            return
+        bad = np.diff(steps) != 1  # NaN, a cell that is no number, is bad too
+        if not bad.any():
+            return
+        row = int(np.argmax(bad)) + 1
+        message = (
+            f"{self.place(row)}, {STEP_COLUMN}: {_short(steps[row])} follows "
+            f"{_short(steps[row - 1])}; steps should count up by one. Rows are used in "
+            "the order of the file"
+        )
+        if strict:
+            raise TraceError(message)
+        warnings.warn(message, TraceWarning, stacklevel=3)
+
+
+class _Header:
+    """Column names, the header's physical line, and where the rows begin."""
+
+    def __init__(self, columns: list[str], line: int, offset: int) -> None:
+        self.columns = columns
+        self.line = line
+        self.offset = offset
+
+
+def _read_header(text: str, name: str) -> _Header:
+    stream = io.StringIO(text)
+    line = 0
+    while content := stream.readline():
+        line += 1
+        if content.strip():
+            columns = [cell.strip() for cell in next(csv.reader([content.strip()]))]
+            _check_columns(columns, name)
+            return _Header(columns, line, stream.tell())
+    raise TraceError(f"{name}: no steps; the file is empty")
+
+
+def _check_columns(columns: list[str], name: str) -> None:
+    if columns.count(COLUMN) == 1:
+        return
+    hint = ""
+    if len(columns) == 2 and all(_INTEGER.fullmatch(cell) for cell in columns):
+        hint = f". The file seems to lack its header '{STEP_COLUMN},{COLUMN}'"
+    found = "one" if COLUMN not in columns else "several"
+    raise TraceError(
+        f"{name}: needs exactly one column '{COLUMN}', "
+        f"found {'none' if found == 'one' else 'several'}; columns are {columns}{hint}"
+    )
+
+
+def _parse_plain(text: str, header: _Header) -> dict[str, np.ndarray] | None:
+    """Numeric columns of a plain file, fast; None if anything is out of the ordinary.
+
+    Ordinary means: no quotes, as many commas in every line as in the header, no blank
+    line. Only then does a row's number tell its line.
+    """
+    body = text[header.offset :]
+    num_rows = body.count("\n") + (not body.endswith("\n") and bool(body))
+    num_commas = (len(header.columns) - 1) * num_rows
+    if '"' in text or num_rows == 0 or body.count(",") != num_commas:
+        return None
+    wanted = [
+        header.columns.index(c) for c in (COLUMN, STEP_COLUMN) if c in header.columns
+    ]
+    try:
+        frame = pd.read_csv(
+            io.StringIO(body),
+            header=None,
+            usecols=wanted,
+            skip_blank_lines=False,
+            skipinitialspace=True,
+        )
+    except (ValueError, pd.errors.ParserError):
+        return None
+    columns = {header.columns[i]: frame[i].to_numpy() for i in wanted}
+    plain = all(column.dtype.kind == "i" for column in columns.values())
+    return columns if plain and len(frame) == num_rows else None
+
+
+def _text_of(path: str | os.PathLike[str], name: str) -> str:
+    with open(path, encoding="utf-8-sig", newline=None) as file:
+        return _text_of_file(file, name)
+
+
+def _text_of_file(file: Any, name: str) -> str:
+    try:
+        text = file.read()
+        if isinstance(text, bytes):
+            text = text.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{name}: not UTF-8 text ({error})") from error
+    text = text.removeprefix("\ufeff")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _flat(values: Iterable[Any], name: str) -> Sequence[Any] | np.ndarray:
+    array = values.to_numpy() if isinstance(values, pd.Series) else values
+    if isinstance(array, np.ndarray) and array.ndim != 1:
+        raise TraceError(f"{name}: needs one dimension, has shape {array.shape}")
+    if isinstance(array, range):
+        return np.arange(array.start, array.stop, array.step, dtype=np.int64)
+    return array  # type: ignore[return-value]
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _number_of_value(value: Any) -> int:
+    if _is_integer(value):
+        return int(value)
+    if isinstance(value, (float, np.floating)) and float(value).is_integer():
+        return int(value)
+    raise ValueError(f"{value!r} is not an integer")
+
+
+def _number_of_cell(cell: str) -> int:
+    if not cell:
+        raise ValueError("missing batchsize: the cell is empty")
+    if _INTEGER.fullmatch(cell):
+        return int(cell)
+    try:
+        number = float(cell) if cell.isascii() and "_" not in cell else float("nan")
+    except ValueError:
+        number = float("nan")
+    if not number.is_integer():  # nan and inf are not
+        raise ValueError(f"{cell!r} is not an integer")
+    return int(number)
+
+
+def _numbers_or_nan(values: Sequence[Any]) -> np.ndarray:
+    series = pd.to_numeric(pd.Series(list(values), dtype=object), errors="coerce")
+    return series.to_numpy(dtype=np.float64, na_value=np.nan)
+
+
+def _short(step: float) -> str:
+    return str(int(step)) if np.isfinite(step) else "a cell that is no number"

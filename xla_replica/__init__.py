@@ -1,0 +1,23 @@
+"""What a replica is and how replicas sum: on TPUs, GPUs, or N of them on one CPU.
+
+The only package that names torch_xla, torch_tpu or torch.distributed. None of them is
+imported before a backend is chosen.
+"""
+
+from xla_replica.counters import Counts, count
+from xla_replica.current import current
+from xla_replica.errors import ReplicaError
+from xla_replica.launch import launch
+from xla_replica.loader import DeviceLoader
+from xla_replica.replica import LocalReplica, Replica
+
+__all__ = [
+    "Counts",
+    "DeviceLoader",
+    "LocalReplica",
+    "Replica",
+    "ReplicaError",
+    "count",
+    "current",
+    "launch",
+]

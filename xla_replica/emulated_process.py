@@ -1,0 +1,246 @@
+"""The child process in which emulated replicas live, and how their outcome comes back.
+
+The number of XLA:CPU devices is fixed when the runtime starts, and a broken collective
+ends the process, so every run has a fresh one. Its results, or the failure of one
+replica, come back through a pipe. What each replica was last doing stands in shared
+memory, where it outlives an abort.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import multiprocessing as mp
+import multiprocessing.connection
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from xla_replica import emulation
+from xla_replica.current import bound
+from xla_replica.environment import variables_set
+from xla_replica.errors import ReplicaError
+from xla_replica.loader import to_device
+
+# A process whose Python threads have not run for this long holds the interpreter lock
+# in native code; starting up (importing torch) may take a good part of it.
+FROZEN_AFTER_SECONDS = 60.0
+_STATUS_BYTES = 400
+
+
+def run_emulated(
+    fn: Callable[..., Any], args: tuple[Any, ...], num_replicas: int, timeout: float
+) -> list[Any]:
+    """Runs ``fn(rank, *args)`` on emulated replicas; returns the results by rank.
+
+    Raises:
+        ReplicaError: A replica raised, hung, left early or differed from its peers.
+        TypeError: ``fn`` or ``args`` cannot be sent to another process.
+    """
+    payload = _pickled(fn, args)
+    context = mp.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    status = context.RawArray(ctypes.c_char, _STATUS_BYTES * num_replicas)
+    heartbeat = context.RawValue(ctypes.c_double, time.monotonic())
+    process = context.Process(
+        target=_child_main,
+        args=(sender, payload, num_replicas, timeout, status, heartbeat),
+        name="emulated-replicas",
+    )
+    with variables_set(emulation.environment(num_replicas)):
+        process.start()
+    sender.close()
+    try:
+        message = _outcome(
+            process, receiver, heartbeat, max(timeout, FROZEN_AFTER_SECONDS)
+        )
+    finally:
+        process.join(5.0 if process.exitcode is None else 0)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        receiver.close()
+    if isinstance(message, str):
+        raise ReplicaError(f"{message}. {_last_seen(status, num_replicas)}")
+    kind, content = message
+    if kind == "results":
+        return content
+    rank, text, exception = content
+    if isinstance(exception, ReplicaError):
+        raise exception
+    raise ReplicaError(text, rank) from exception
+
+
+def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        return _dump((fn, args))
+    except Exception as error:  # pickle raises many kinds
+        raise TypeError(
+            f"launch: {fn!r} and its arguments must be picklable, because replicas "
+            "run in another process: pass a function defined at the top level of a "
+            f"module ({error})"
+        ) from error
+
+
+def _outcome(
+    process: Any, receiver: Any, heartbeat: Any, frozen_after: float
+) -> tuple[str, Any] | str:
+    """The child's message, or a sentence that says how it died without one."""
+    while True:
+        multiprocessing.connection.wait([receiver, process.sentinel], timeout=1.0)
+        if receiver.poll():
+            try:
+                return _load(receiver.recv_bytes())
+            except EOFError:
+                process.join()
+        if process.exitcode is not None:
+            code = process.exitcode
+            cause = f"signal {-code}" if code < 0 else f"exit status {code}"
+            hint = (
+                ": XLA aborts when replicas that run different programs have waited "
+                "15 s for each other in a collective"
+                if code == -6
+                else ""
+            )
+            return f"the process of the emulated replicas died ({cause}{hint})"
+        if time.monotonic() - heartbeat.value > frozen_after:
+            return (
+                "the process of the emulated replicas has not run any Python code for "
+                f"{frozen_after:g} s: native code holds the interpreter lock"
+            )
+
+
+def _last_seen(status: Any, num_replicas: int) -> str:
+    seen = [
+        f"replica {rank}: {text or 'not started'}"
+        for rank, text in enumerate(_read_status(status, num_replicas))
+    ]
+    return "Last seen: " + "; ".join(seen)
+
+
+def _read_status(status: Any, num_replicas: int) -> list[str]:
+    raw = bytes(status.raw)
+    rows = [
+        raw[i * _STATUS_BYTES : (i + 1) * _STATUS_BYTES] for i in range(num_replicas)
+    ]
+    return [row.split(b"\0", 1)[0].decode(errors="replace") for row in rows]
+
+
+def _dump(value: Any) -> bytes:
+    # torch.save, not a multiprocessing queue: tensors travel by value, and nothing
+    # of the child is needed once it has gone.
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _load(data: bytes) -> Any:
+    # Our own child's or parent's bytes: any picklable value is meant.
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+# --- in the child -------------------------------------------------------------------
+
+
+def _child_main(
+    sender: Any,
+    payload: bytes,
+    num_replicas: int,
+    timeout: float,
+    status: Any,
+    heartbeat: Any,
+) -> None:
+    threading.Thread(target=_beat, args=(heartbeat,), daemon=True).start()
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    outcome = _Outcome(sender)
+
+    def report(rank: int, text: str) -> None:
+        row = text.encode()[: _STATUS_BYTES - 1].ljust(_STATUS_BYTES, b"\0")
+        ctypes.memmove(
+            ctypes.addressof(status) + rank * _STATUS_BYTES, row, _STATUS_BYTES
+        )
+
+    try:
+        from torch_xla._internal import pjrt
+
+        emulator = emulation.Emulator(num_replicas, timeout, report)
+        # Before the user's module is imported: it may take names from torch_xla.
+        emulator.install()
+        fn, args = _load(payload)
+    except BaseException as error:
+        outcome.fail(None, error)
+    results: dict[int, Any] = {}
+
+    def run_replica() -> None:
+        from xla_replica.xla import XlaReplica
+
+        rank = None
+        try:
+            with emulator.replica() as rank:
+                report(rank, "computing")
+                replica = XlaReplica(f"emulated on the CPU, {num_replicas} threads")
+                with bound(replica):
+                    result = fn(rank, *args)
+                replica.sync()
+                results[rank] = to_device(result, torch.device("cpu"))
+        except BaseException as error:
+            # At once: peers would wait in a collective until XLA aborts the process.
+            outcome.fail(rank, error)
+
+    pjrt._run_thread_per_device(0, 1, run_replica, pjrt.initialize_multiprocess)
+    outcome.succeed([results[rank] for rank in range(num_replicas)])
+
+
+class _Outcome:
+    """Sends the one message of this process, then ends it."""
+
+    def __init__(self, sender: Any) -> None:
+        self._sender = sender
+        self._once = threading.Lock()
+
+    def succeed(self, results: list[Any]) -> None:
+        try:
+            message = _dump(("results", results))
+        except Exception as error:  # pickle raises many kinds
+            self.fail(None, TypeError(f"a replica's result cannot be pickled: {error}"))
+        self._end(message, 0)
+
+    def fail(self, rank: int | None, error: BaseException) -> None:
+        self._once.acquire()  # for good: the first failure is the cause
+        who = "the emulated replicas" if rank is None else f"replica {rank}"
+        trace = "".join(traceback.format_exception(error))
+        text = f"{who} raised {type(error).__name__}: {error}\n\n{trace}"
+        try:
+            message = _dump(("failure", (rank, text, error)))
+            _load(message)
+        except Exception:  # the exception itself cannot travel; its text can
+            message = _dump(("failure", (rank, text, None)))
+        self._end(message, 1)
+
+    def _end(self, message: bytes, status: int) -> None:
+        self._sender.send_bytes(message)
+        self._sender.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: threads may be stuck in native code for ever.
+        os._exit(status)
+
+
+def _beat(heartbeat: Any) -> None:
+    while True:
+        heartbeat.value = time.monotonic()
+        time.sleep(0.5)
+
+
+def _die_with_parent() -> None:
+    parent = mp.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -1,0 +1,110 @@
+"""A device loader that runs ahead of the training loop and hides no exception."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+_END = object()
+
+
+class _Failure:
+    """An exception on its way from the loading thread to the training loop."""
+
+    def __init__(self, exception: BaseException) -> None:
+        self.exception = exception
+
+
+class DeviceLoader:
+    """Iterates over ``batches`` with every tensor moved to ``device``.
+
+    On an accelerator a background thread keeps up to ``prefetch`` batches moving
+    while the training loop works. On the CPU there is nothing to move, and batches
+    come through as they are.
+
+    Args:
+        batches: Any iterable, usually a ``torch.utils.data.DataLoader``.
+        device: Where tensors go; they may sit in tuples, lists and dicts.
+        prefetch: How many moved batches may wait, at least 1.
+
+    Raises:
+        ValueError: ``prefetch`` is below 1.
+    """
+
+    def __init__(
+        self, batches: Iterable[Any], device: torch.device, prefetch: int = 2
+    ) -> None:
+        if prefetch < 1:
+            raise ValueError(f"prefetch must be at least 1, got {prefetch}")
+        self.batches = batches
+        self.device = device
+        self.prefetch = prefetch
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.device.type == "cpu":
+            yield from self.batches
+            return
+        waiting: queue.Queue[Any] = queue.Queue(self.prefetch)
+        stop = threading.Event()
+        thread = threading.Thread(
+            target=self._fill, args=(waiting, stop), name="device-loader", daemon=True
+        )
+        thread.start()
+        try:
+            while (item := waiting.get()) is not _END:
+                if isinstance(item, _Failure):
+                    raise item.exception
+                yield item
+        finally:  # also when the training loop breaks out early
+            stop.set()
+            _drain(waiting)
+            thread.join()
+
+    def _fill(self, waiting: queue.Queue[Any], stop: threading.Event) -> None:
+        last: Any = _END
+        try:
+            for batch in self.batches:
+                if not _put(waiting, to_device(batch, self.device), stop):
+                    return
+        except BaseException as error:  # the training loop raises it, whatever it is
+            last = _Failure(error)
+        _put(waiting, last, stop)
+
+
+def _put(waiting: queue.Queue[Any], item: Any, stop: threading.Event) -> bool:
+    """Puts ``item`` unless the consumer has gone; says whether it did."""
+    while not stop.is_set():
+        try:
+            waiting.put(item, timeout=0.1)
+            return True
+        except queue.Full:
+            continue
+    return False
+
+
+def _drain(waiting: queue.Queue[Any]) -> None:
+    try:
+        while True:
+            waiting.get_nowait()
+    except queue.Empty:
+        return
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """``batch`` with every tensor in it on ``device``; other leaves as they are."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return type(batch)({k: to_device(v, device) for k, v in batch.items()})
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(v, device) for v in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(to_device(v, device) for v in batch)
+    return batch

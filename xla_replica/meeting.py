@@ -1,0 +1,172 @@
+"""Where emulated replicas meet before they run a graph that holds a collective.
+
+XLA:CPU aborts the process, without a Python exception, when a replica is 15 s late
+at a collective. So replicas meet here first, in Python: they compare what they are
+about to run, nobody is let through until all have come, and every way of failing
+becomes a `ReplicaError` that names the replica, the collective and the cause.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+
+from xla_replica.errors import ReplicaError
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective that a replica has traced but not run.
+
+    Attributes:
+        call: Name, dtypes and shapes; must be equal on all replicas.
+        place: File and line of the user's call; may differ.
+    """
+
+    call: str
+    place: str
+
+    def __str__(self) -> str:
+        call = self.call if len(self.call) < 200 else f"{self.call[:200]} ...)"
+        return f"{call} at {self.place}"
+
+
+class Round:
+    """One meeting: who has come, with which collectives.
+
+    Attributes:
+        num_dispatched: How many replicas have dispatched their graph since; guarded
+            by the lock around compilation.
+    """
+
+    def __init__(self) -> None:
+        self.arrived: dict[int, tuple[Collective, ...]] = {}
+        self.open = False
+        self.num_dispatched = 0
+
+
+class Meeting:
+    """Lets replica threads through when all of them have come with equal collectives.
+
+    Args:
+        num_replicas: How many threads meet.
+        timeout: Seconds that the first to come waits for the last.
+    """
+
+    def __init__(self, num_replicas: int, timeout: float) -> None:
+        self.num_replicas = num_replicas
+        self.timeout = timeout
+        self._changed = threading.Condition()
+        self._round = Round()
+        self._returned: set[int] = set()
+        self._threads: dict[int, int] = {}
+
+    def enter(self, rank: int) -> None:
+        """Registers the calling thread as replica ``rank``."""
+        with self._changed:
+            self._threads[rank] = threading.get_ident()
+
+    def leave(self, rank: int) -> None:
+        """Replica ``rank`` has returned and will come to no further meeting."""
+        with self._changed:
+            self._returned.add(rank)
+            self._changed.notify_all()
+
+    def meet(self, rank: int, collectives: Sequence[Collective]) -> Round:
+        """Blocks until every replica has come with the same collectives.
+
+        Raises:
+            ReplicaError: A replica brought other collectives, has returned, or did
+                not come within ``timeout`` seconds.
+        """
+        with self._changed:
+            here = self._round
+            here.arrived[rank] = tuple(collectives)
+            if len(here.arrived) == self.num_replicas:
+                _check_agreement(here.arrived)
+                here.open = True
+                self._round = Round()
+                self._changed.notify_all()
+                return here
+            settled = self._changed.wait_for(
+                lambda: here.open or self._gone(here), self.timeout
+            )
+            if not settled:
+                raise self._late(here)
+            if not here.open:
+                raise self._left(here)
+            return here
+
+    def _gone(self, here: Round) -> set[int]:
+        return self._returned - set(here.arrived)
+
+    def _left(self, here: Round) -> ReplicaError:
+        gone = sorted(self._gone(here))
+        return ReplicaError(
+            f"{_name(gone)} returned while {_name(here.arrived)} wait in "
+            f"{_first(here)}. Every replica must take the same number of updates: "
+            "look for a loop that ends early or an exception that is swallowed on "
+            f"{_name(gone)}",
+            gone[0],
+        )
+
+    def _late(self, here: Round) -> ReplicaError:
+        late = sorted(set(range(self.num_replicas)) - set(here.arrived))
+        stacks = "\n".join(
+            f"{_name([rank])} is at:\n{_stack(self._threads.get(rank))}"
+            for rank in late
+        )
+        return ReplicaError(
+            f"{_name(late)} did not reach {_first(here)} within {self.timeout:g} s of "
+            f"the first of {_name(here.arrived)}. If that is mere slowness, "
+            f"raise launch(..., timeout=).\n{stacks}",
+            late[0],
+        )
+
+
+def _check_agreement(arrived: dict[int, tuple[Collective, ...]]) -> None:
+    """Raises if the replicas are about to run different collectives."""
+    longest = max(len(collectives) for collectives in arrived.values())
+    for index in range(longest):
+        ranks_by_call: dict[str, list[int]] = {}
+        for rank, collectives in sorted(arrived.items()):
+            call = collectives[index].call if index < len(collectives) else "nothing"
+            ranks_by_call.setdefault(call, []).append(rank)
+        if len(ranks_by_call) == 1:
+            continue
+        # Name first whoever is in the smallest group: most likely the one at fault.
+        groups = sorted(ranks_by_call.values(), key=len)
+        parties = "; ".join(
+            f"{_name(ranks)}: {_at(arrived[ranks[0]], index)}" for ranks in groups
+        )
+        raise ReplicaError(
+            f"replicas disagree about collective {index + 1} of the graph they are "
+            f"about to run: {parties}. Every replica must run the same collectives on "
+            "tensors of the same shapes and dtypes in the same order",
+            groups[0][0],
+        )
+
+
+def _at(collectives: tuple[Collective, ...], index: int) -> str:
+    return str(collectives[index]) if index < len(collectives) else "nothing"
+
+
+def _first(here: Round) -> str:
+    rank = min(here.arrived)
+    return ", ".join(str(collective) for collective in here.arrived[rank])
+
+
+def _name(ranks) -> str:
+    ranks = sorted(ranks)
+    numbers = ", ".join(str(rank) for rank in ranks)
+    return f"replica {numbers}" if len(ranks) == 1 else f"replicas {numbers}"
+
+
+def _stack(thread: int | None) -> str:
+    frame = sys._current_frames().get(thread) if thread is not None else None
+    if frame is None:
+        return "  (its thread is not running)\n"
+    return "".join(traceback.format_stack(frame)[-6:])

@@ -1,0 +1,84 @@
+"""The torch_xla backend: TPUs through PJRT, on one host or many, and XLA:CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from xla_replica.replica import Replica, check_source
+
+
+class XlaReplica(Replica):
+    """The calling thread's torch_xla device as a replica.
+
+    Build it inside a replica (after ``launch``), never before: torch_xla caches the
+    number of replicas at the first question for the whole process.
+    """
+
+    def __init__(self, reason: str) -> None:
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+        import torch_xla.runtime as xr
+
+        self._torch_xla, self._xm = torch_xla, xm
+        super().__init__(
+            xr.global_ordinal(), xr.world_size(), torch_xla.device(), reason
+        )
+
+    def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
+        if tensors and self.num_replicas > 1:
+            # The list form reduces in place, all tensors in one collective.
+            self._xm.all_reduce(self._xm.REDUCE_SUM, list(tensors))
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        value = tensor.detach().unsqueeze(0)
+        if self.num_replicas == 1:
+            return value.clone()
+        # Pinned layouts make torch_xla pad with the replica's own ordinal: a
+        # different graph on every replica, which hangs.
+        return self._xm.all_gather(value, dim=0, pin_layout=False)
+
+    def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+        check_source(source, self.num_replicas)
+        if not tensors or self.num_replicas == 1:
+            return
+        # Selected, not multiplied: a NaN outside the source must not survive.
+        is_source = self.scalar(self.rank == source, torch.bool)
+        with torch.no_grad():
+            chosen = [_select(is_source, tensor) for tensor in tensors]
+            self.sum_(chosen)
+            for tensor, value in zip(tensors, chosen):
+                tensor.copy_(value)
+
+    def barrier(self) -> None:
+        self.sum_([self.scalar(1.0)])
+        self.wait()
+
+    def sync(self) -> None:
+        self._torch_xla.sync()
+
+    def wait(self) -> None:
+        # sync(wait=True) returns before the execution ends.
+        self._torch_xla.sync()
+        self._xm.wait_device_ops([str(self._xm._xla_real_device(self.device))])
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if not tensors:
+            return []
+        # Syncing first keeps the pending work in the one graph every step runs.
+        self.sync()
+        return self._torch_xla._XLAC._xla_get_cpu_tensors(
+            [tensor.detach() for tensor in tensors]
+        )
+
+    def seed(self, seed: int) -> None:
+        self._torch_xla.manual_seed(seed + self.rank, device=self.device)
+
+
+def _select(is_source: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` on the source and zeros elsewhere, in a dtype that can be summed."""
+    value = tensor.detach()
+    if value.dtype == torch.bool:
+        value = value.to(torch.uint8)
+    return torch.where(is_source, value, torch.zeros_like(value))
