@@ -7,11 +7,12 @@ imported before a backend is chosen.
 from xla_replica.counters import Counts, count
 from xla_replica.current import current
 from xla_replica.errors import ReplicaError
-from xla_replica.launch import launch
+from xla_replica.launch import DEVICES, default_num_replicas, launch
 from xla_replica.loader import DeviceLoader
 from xla_replica.replica import LocalReplica, Replica
 
 __all__ = [
+    "DEVICES",
     "Counts",
     "DeviceLoader",
     "LocalReplica",
@@ -19,5 +20,6 @@ __all__ = [
     "ReplicaError",
     "count",
     "current",
+    "default_num_replicas",
     "launch",
 ]

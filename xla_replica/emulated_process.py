@@ -199,7 +199,7 @@ def _child_main(
 
 
 class _Outcome:
-    """Sends the one message of this process, then ends it."""
+    """Sends the one message of this process."""
 
     def __init__(self, sender: Any) -> None:
         self._sender = sender
@@ -210,7 +210,8 @@ class _Outcome:
             message = _dump(("results", results))
         except Exception as error:  # pickle raises many kinds
             self.fail(None, TypeError(f"a replica's result cannot be pickled: {error}"))
-        self._end(message, 0)
+        # The normal way out: what the user's code registered for the exit still runs.
+        self._send(message)
 
     def fail(self, rank: int | None, error: BaseException) -> None:
         self._once.acquire()  # for good: the first failure is the cause
@@ -222,15 +223,15 @@ class _Outcome:
             _load(message)
         except Exception:  # the exception itself cannot travel; its text can
             message = _dump(("failure", (rank, text, None)))
-        self._end(message, 1)
+        self._send(message)
+        # Not sys.exit: threads may be stuck in native code for ever.
+        os._exit(1)
 
-    def _end(self, message: bytes, status: int) -> None:
-        self._sender.send_bytes(message)
-        self._sender.close()
+    def _send(self, message: bytes) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not sys.exit: threads may be stuck in native code for ever.
-        os._exit(status)
+        self._sender.send_bytes(message)
+        self._sender.close()
 
 
 def _beat(heartbeat: Any) -> None:

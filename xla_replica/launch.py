@@ -106,6 +106,21 @@ def launch(
     return _run_processes(fn, args, num_replicas or 1, device, timeout)
 
 
+def default_num_replicas(device: str | None = None, on_cpu: int = 1) -> int | None:
+    """A script's default for ``launch(num_replicas=)``.
+
+    Returns:
+        None, which means all there are, under torchrun, on a TPU and on GPUs; on a CPU,
+        where any number can be had, ``on_cpu``.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return None
+    device = device or _default_device(on_cpu)
+    if device == "cuda" or (device == "xla" and _has_tpu()):
+        return None
+    return on_cpu
+
+
 def _default_device(num_replicas: int | None) -> str:
     if _torch_xla_is_installed() and _has_tpu():
         return "xla"

@@ -1,0 +1,92 @@
+"""The data of `variable_train_mnist.py`: handwritten digits as 8-bit images."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import NamedTuple
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+DATASETS = ("mnist", "digits", "fake")
+
+
+class Digits(NamedTuple):
+    """Images ``(N, 1, side, side)`` uint8 and labels ``(N,)`` int64, split in two."""
+
+    train_images: torch.Tensor
+    train_labels: torch.Tensor
+    test_images: torch.Tensor
+    test_labels: torch.Tensor
+
+
+def choose(name: str | None, folder: str) -> str:
+    """``name``, or MNIST if it can be had and scikit-learn's digits if not."""
+    if name is not None:
+        return name
+    try:
+        load("mnist", folder)
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[-1]
+        logger.warning(
+            "MNIST cannot be had (%s); using the 1797 real handwritten digits that "
+            "ship inside scikit-learn",
+            reason,
+        )
+        return "digits"
+    return "mnist"
+
+
+def load(name: str, folder: str) -> Digits:
+    """Loads a dataset; MNIST from ``folder``, downloaded if it is not there.
+
+    Raises:
+        ImportError: torchvision or scikit-learn is not installed.
+        OSError, RuntimeError: MNIST can be neither found nor downloaded.
+    """
+    return {"mnist": _mnist, "digits": _digits, "fake": _fake}[name](folder)
+
+
+def _mnist(folder: str) -> Digits:
+    from torchvision.datasets import MNIST
+
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(10.0)  # a machine without a network must not hang here
+    try:
+        train = MNIST(folder, train=True, download=True)
+        test = MNIST(folder, train=False, download=True)
+    finally:
+        socket.setdefaulttimeout(before)
+    return Digits(
+        train.data.unsqueeze(1), train.targets, test.data.unsqueeze(1), test.targets
+    )
+
+
+def _digits(folder: str) -> Digits:
+    del folder
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    digits = load_digits()
+    images = torch.from_numpy(digits.images * (255 / 16)).to(torch.uint8).unsqueeze(1)
+    labels = torch.from_numpy(digits.target).to(torch.int64)
+    train, test = train_test_split(
+        range(len(labels)), test_size=360, random_state=0, stratify=labels
+    )
+    return Digits(images[train], labels[train], images[test], labels[test])
+
+
+def _fake(folder: str) -> Digits:
+    """Ten random prototypes under noise: no download, learnt within an epoch."""
+    del folder
+    generator = torch.Generator().manual_seed(0)
+
+    def integers(high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, high, shape, generator=generator)
+
+    labels = integers(10, 1280)
+    images = integers(128, 10, 1, 8, 8)[labels] + integers(128, 1280, 1, 8, 8)
+    images = images.to(torch.uint8)
+    return Digits(images[:1024], labels[:1024], images[1024:], labels[1024:])

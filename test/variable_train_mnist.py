@@ -1,0 +1,280 @@
+"""Trains handwritten digits while a trace changes the global batch size at every step.
+
+    python test/variable_train_mnist.py                      # 8 replicas of this CPU
+    python test/variable_train_mnist.py --trace my.csv --rule root
+    torchrun --nproc_per_node 2 test/variable_train_mnist.py # gloo or nccl processes
+    PJRT_DEVICE=TPU python test/variable_train_mnist.py      # every chip of a TPU VM
+
+The lines that make it elastic are marked with `# elastic`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+import handwritten_digits
+import numpy as np
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from tensorboardX import SummaryWriter
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))  # a checkout that was not installed works too
+
+import variable_batch_size as vbs  # noqa: E402
+import xla_replica  # noqa: E402
+from xla_replica import Replica  # noqa: E402
+
+EPOCHS = {"mnist": 2, "digits": 30, "fake": 3}
+RULES = {
+    "constant": vbs.ConstantOptimizer,
+    "linear": vbs.LinearRuleOptimizer,
+    "linear-momentum": vbs.LinearRuleMomentumOptimizer,
+    "root": vbs.RootRuleOptimizer,
+}
+
+
+class ConvNet(nn.Sequential):
+    """Three convolutions with BatchNorm, for 8-bit images of any side from 4 on."""
+
+    def __init__(self, side: int) -> None:
+        layers: list[nn.Module] = []
+        channels = 1
+        for width, stride in ((16, 1), (32, 2), (64, 2)):
+            layers += [
+                nn.Conv2d(channels, width, 3, stride, padding=1, bias=False),
+                nn.BatchNorm2d(width),
+                nn.ReLU(),
+            ]
+            channels, side = width, -(-side // stride)
+        super().__init__(*layers, nn.Flatten(), nn.Linear(channels * side**2, 10))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return super().forward(images.float() / 255 - 0.25)
+
+
+class Recorder:
+    """Sees every update on every replica; the master shows and keeps what happened."""
+
+    def __init__(self, args: argparse.Namespace, replica: Replica, steps: int) -> None:
+        self.replica = replica
+        self.log_steps = args.log_steps
+        self.rows: list[dict[str, float]] = []
+        # Sum of losses and number of minibatches since the last logging step.
+        self.loss = torch.zeros(2, device=replica.device)
+        self._samples, self._since = 0, time.perf_counter()
+        self._shown: dict[str, object] = {}
+        self.writer = SummaryWriter(args.logdir) if replica.is_master else None
+        self.bar = tqdm(
+            total=steps, unit="step", disable=not (replica.is_master and args.progress)
+        )
+
+    def __call__(self, update: vbs.Update) -> None:
+        row = {"step": update.step, "batch_size": update.batch_size, "lr": update.lr[0]}
+        self._samples += update.batch_size
+        if update.step % self.log_steps == 0:
+            row |= self._measure()  # the only host round trip, on logging steps
+        self.rows.append(row)
+        if self.writer:
+            for name, value in row.items():
+                if name != "step":
+                    self.writer.add_scalar(f"train/{name}", value, update.step)
+            self._shown |= {"batch": update.batch_size, "lr": f"{update.lr[0]:.4f}"}
+            if "loss" in row:
+                self._shown["loss"] = f"{row['loss']:.4f}"
+                self._shown["samples/s"] = f"{row['samples_per_second']:.0f}"
+            self.bar.set_postfix(self._shown, refresh=False)
+        self.bar.update()
+
+    def _measure(self) -> dict[str, float]:
+        total = self.loss.clone()
+        self.replica.sum_([total])
+        self.loss.zero_()
+        loss, minibatches = self.replica.fetch([total])[0].tolist()
+        now = time.perf_counter()
+        rate = self._samples / (now - self._since)
+        self._samples, self._since = 0, now
+        return {"loss": loss / max(minibatches, 1), "samples_per_second": rate}
+
+    def accuracy(self, epoch: int, percent: float) -> None:
+        if self.rows:
+            self.rows[-1]["accuracy"] = percent
+        if self.writer:
+            self.writer.add_scalar("test/accuracy", percent, self.rows[-1]["step"])
+            self.bar.write(f"epoch {epoch}: test accuracy {percent:.2f} %", sys.stderr)
+
+    def close(self) -> None:
+        self.bar.close()
+        if self.writer:
+            self.writer.close()
+
+
+def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | None]:
+    """One replica. Returns test accuracy in per cent and, on the master, the history."""
+    replica = xla_replica.current()  # elastic
+    if replica.is_master:
+        logging.getLogger(__name__).info("%s, on %s", args.dataset, replica)
+    data = handwritten_digits.load(args.dataset, args.data_dir)
+    with replica.seeded(args.seed):  # elastic: the same weights on every replica
+        model = ConvNet(data.train_images.shape[-1])
+    model.to(replica.device)
+    sampler = vbs.CustomSampler(  # elastic
+        dataset=data.train_images,
+        trace=args.trace,
+        minibatch_size=args.batch_size,
+        seed=args.seed,
+        on_end=args.on_end,
+    )
+    batches = DataLoader(
+        TensorDataset(data.train_images, data.train_labels),
+        batch_sampler=sampler,
+        num_workers=args.num_workers,
+    )
+    optimizer = RULES[args.rule](  # elastic
+        torch.optim.SGD(
+            model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay
+        ),
+        sampler,
+        ref_batchsize=args.ref_batchsize,
+        max_grad_norm=args.max_grad_norm,
+    )
+    epochs = int(min(args.epochs, sampler.num_epochs))
+    plans = [sampler.schedule.plan(e, sampler.num_replicas) for e in range(epochs)]
+    recorder = Recorder(args, replica, sum(plan.num_steps for plan in plans))
+    optimizer.attach(recorder)  # elastic: once per update, idle or not
+    percent = 0.0
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)  # elastic
+        optimizer.set_epoch(epoch)  # elastic
+        model.train()
+        for images, labels in replica.loader(batches):
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+            recorder.loss += torch.stack([loss.detach(), torch.ones_like(loss)])
+            optimizer.step()
+        optimizer.average_buffers(model)  # elastic: before evaluation and checkpoints
+        percent = evaluate(model, data, args.test_batch_size, replica)
+        recorder.accuracy(epoch, percent)
+    recorder.close()
+    return percent, pd.DataFrame(recorder.rows) if replica.is_master else None
+
+
+def evaluate(
+    model: nn.Module, data: handwritten_digits.Digits, batch_size: int, replica: Replica
+) -> float:
+    """Test accuracy in per cent; each replica takes a share, in batches of one shape."""
+    mine = np.arange(replica.rank, len(data.test_labels), replica.num_replicas)
+    share = -(-len(data.test_labels) // replica.num_replicas)
+    num_batches = -(-share // batch_size)
+    padded = torch.from_numpy(np.resize(mine, num_batches * batch_size))
+    real = (torch.arange(len(padded)) < len(mine)).float()
+    correct = torch.zeros(1, device=replica.device)
+    model.eval()
+    with torch.no_grad():
+        for rows, weights in zip(padded.split(batch_size), real.split(batch_size)):
+            guesses = model(data.test_images[rows].to(replica.device)).argmax(1)
+            hits = guesses == data.test_labels[rows].to(replica.device)
+            correct += (hits * weights.to(replica.device)).sum()
+            replica.sync()
+        replica.sum_([correct])
+    return 100 * replica.fetch([correct])[0].item() / len(data.test_labels)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--trace", default=str(HERE / "variable_trace.csv"),
+        help="CSV with columns step,batchsize, or one number for a constant batch size")
+    add("--on-end", default="cycle", choices=("stop", "error", "hold", "cycle"),
+        help="what follows the trace's last step (default: it begins again)")
+    add("--rule", default="linear", choices=sorted(RULES),
+        help="how the learning rate follows the batch size (default: linear)")
+    add("--batch-size", type=int, default=32,
+        help="samples in a minibatch, the shape one replica runs (default: 32)")
+    add("--ref-batchsize", type=int, default=128,
+        help="batch size at which --lr was tuned (default: 128)")
+    add("--lr", type=float, default=0.05, help="reference learning rate (default: 0.05)")
+    add("--momentum", type=float, default=0.9, help="of SGD (default: 0.9)")
+    add("--weight-decay", type=float, default=1e-4, help="of SGD (default: 1e-4)")
+    add("--max-grad-norm", type=float, help="clip the global gradient norm (default: no)")
+    add("--epochs", type=int, help=f"default: {EPOCHS}")
+    add("--num-replicas", type=int,
+        help="default: every chip, GPU or torchrun process there is; 8 on a CPU")
+    add("--device", choices=xla_replica.DEVICES,
+        help="default: a TPU, else GPUs, else XLA on this CPU, else gloo processes")
+    add("--dataset", choices=handwritten_digits.DATASETS,
+        help="default: MNIST if it can be had, else scikit-learn's digits")
+    add("--data-dir", default="data", help="where MNIST is or goes (default: data)")
+    add("--num-workers", type=int, default=0, help="DataLoader workers (default: 0)")
+    add("--test-batch-size", type=int, default=64, help="default: 64")
+    add("--seed", type=int, default=42, help="of weights and order (default: 42)")
+    add("--log-steps", type=int, default=10,
+        help="read the loss back every so many updates (default: 10)")
+    add("--logdir", help="TensorBoard logs, history.csv and the picture "
+        "(default: runs/mnist-TIME)")
+    add("--target-accuracy", type=float,
+        help="in per cent; exit with status 1 if it is missed")
+    add("--no-progress", dest="progress", action="store_false",
+        help="no progress bar")  # fmt: skip
+    args = parser.parse_args(argv)
+    for name in ("epochs", "num_replicas", "log_steps", "test_batch_size"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if args.trace.isdecimal():
+        args.trace = int(args.trace)
+    args.logdir = args.logdir or f"runs/mnist-{time.strftime('%Y%m%d-%H%M%S')}"
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    args = parse(argv)
+    args.dataset = handwritten_digits.choose(args.dataset, args.data_dir)
+    args.epochs = args.epochs or EPOCHS[args.dataset]
+    num_replicas = args.num_replicas or xla_replica.default_num_replicas(
+        args.device, on_cpu=8
+    )
+    results = xla_replica.launch(train, (args,), num_replicas, args.device)
+    accuracy, history = results[0]
+    if history is not None:
+        report(history, args)
+    if args.target_accuracy is not None and accuracy < args.target_accuracy:
+        print(f"test accuracy {accuracy:.2f} % misses {args.target_accuracy:g} %")
+        return 1
+    return 0
+
+
+def report(history: pd.DataFrame, args: argparse.Namespace) -> None:
+    """Writes history.csv and the picture, and says where they are."""
+    folder = Path(args.logdir)
+    history = history.reindex(columns=[*history.columns.union(["loss", "accuracy"])])
+    history.to_csv(folder / "history.csv", index=False)
+    last = history["accuracy"].dropna()
+    print(
+        f"{len(history)} updates with {history['batch_size'].nunique()} distinct batch "
+        f"sizes; test accuracy {last.iloc[-1] if len(last) else float('nan'):.2f} %"
+    )
+    try:
+        from training_plot import plot
+
+        plot(history, folder / "training.png", f"{args.dataset}, rule: {args.rule}")
+        print(f"picture: {folder / 'training.png'}")
+    except ImportError:
+        print("no picture: matplotlib is not installed")
+    print(f"TensorBoard: tensorboard --logdir {os.path.relpath(folder)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
