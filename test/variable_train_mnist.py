@@ -119,7 +119,7 @@ class Recorder:
 
 
 def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | None]:
-    """One replica. Returns test accuracy in per cent and, on the master, the history."""
+    """One replica's run: test accuracy in per cent and, on the master, the history."""
     replica = xla_replica.current()  # elastic
     if replica.is_master:
         logging.getLogger(__name__).info("%s, on %s", args.dataset, replica)
@@ -171,7 +171,7 @@ def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | No
 def evaluate(
     model: nn.Module, data: handwritten_digits.Digits, batch_size: int, replica: Replica
 ) -> float:
-    """Test accuracy in per cent; each replica takes a share, in batches of one shape."""
+    """Test accuracy in per cent; replicas share the samples, in equal batches."""
     mine = np.arange(replica.rank, len(data.test_labels), replica.num_replicas)
     share = -(-len(data.test_labels) // replica.num_replicas)
     num_batches = -(-share // batch_size)
@@ -194,37 +194,80 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--trace", default=str(HERE / "variable_trace.csv"),
-        help="CSV with columns step,batchsize, or one number for a constant batch size")
-    add("--on-end", default="cycle", choices=("stop", "error", "hold", "cycle"),
-        help="what follows the trace's last step (default: it begins again)")
-    add("--rule", default="linear", choices=sorted(RULES),
-        help="how the learning rate follows the batch size (default: linear)")
-    add("--batch-size", type=int, default=32,
-        help="samples in a minibatch, the shape one replica runs (default: 32)")
-    add("--ref-batchsize", type=int, default=128,
-        help="batch size at which --lr was tuned (default: 128)")
-    add("--lr", type=float, default=0.05, help="reference learning rate (default: 0.05)")
+    add(
+        "--trace",
+        default=str(HERE / "variable_trace.csv"),
+        help="CSV with columns step,batchsize, or one number for a constant batch size",
+    )
+    add(
+        "--on-end",
+        default="cycle",
+        choices=("stop", "error", "hold", "cycle"),
+        help="what follows the trace's last step (default: it begins again)",
+    )
+    add(
+        "--rule",
+        default="linear",
+        choices=sorted(RULES),
+        help="how the learning rate follows the batch size (default: linear)",
+    )
+    add(
+        "--batch-size",
+        type=int,
+        default=32,
+        help="samples in a minibatch, the shape one replica runs (default: 32)",
+    )
+    add(
+        "--ref-batchsize",
+        type=int,
+        default=128,
+        help="batch size at which --lr was tuned (default: 128)",
+    )
+    add(
+        "--lr", type=float, default=0.05, help="reference learning rate (default: 0.05)"
+    )
     add("--momentum", type=float, default=0.9, help="of SGD (default: 0.9)")
     add("--weight-decay", type=float, default=1e-4, help="of SGD (default: 1e-4)")
-    add("--max-grad-norm", type=float, help="clip the global gradient norm (default: no)")
+    add(
+        "--max-grad-norm",
+        type=float,
+        help="clip the global gradient norm (default: no)",
+    )
     add("--epochs", type=int, help=f"default: {EPOCHS}")
-    add("--num-replicas", type=int,
-        help="default: every chip, GPU or torchrun process there is; 8 on a CPU")
-    add("--device", choices=xla_replica.DEVICES,
-        help="default: a TPU, else GPUs, else XLA on this CPU, else gloo processes")
-    add("--dataset", choices=handwritten_digits.DATASETS,
-        help="default: MNIST if it can be had, else scikit-learn's digits")
+    add(
+        "--num-replicas",
+        type=int,
+        help="default: every chip, GPU or torchrun process there is; 8 on a CPU",
+    )
+    add(
+        "--device",
+        choices=xla_replica.DEVICES,
+        help="default: a TPU, else GPUs, else XLA on this CPU, else gloo processes",
+    )
+    add(
+        "--dataset",
+        choices=handwritten_digits.DATASETS,
+        help="default: MNIST if it can be had, else scikit-learn's digits",
+    )
     add("--data-dir", default="data", help="where MNIST is or goes (default: data)")
     add("--num-workers", type=int, default=0, help="DataLoader workers (default: 0)")
     add("--test-batch-size", type=int, default=64, help="default: 64")
     add("--seed", type=int, default=42, help="of weights and order (default: 42)")
-    add("--log-steps", type=int, default=10,
-        help="read the loss back every so many updates (default: 10)")
-    add("--logdir", help="TensorBoard logs, history.csv and the picture "
-        "(default: runs/mnist-TIME)")
-    add("--target-accuracy", type=float,
-        help="in per cent; exit with status 1 if it is missed")
+    add(
+        "--log-steps",
+        type=int,
+        default=10,
+        help="read the loss back every so many updates (default: 10)",
+    )
+    add(
+        "--logdir",
+        help="TensorBoard logs, history.csv and the picture (default: runs/mnist-TIME)",
+    )
+    add(
+        "--target-accuracy",
+        type=float,
+        help="in per cent; exit with status 1 if it is missed",
+    )
     add("--no-progress", dest="progress", action="store_false",
         help="no progress bar")  # fmt: skip
     args = parser.parse_args(argv)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,11 +12,12 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 import xla_replica
+from variable_batch_size.accumulate import GradientBuffers
 from variable_batch_size.buffers import average_buffers
 from variable_batch_size.lr_rules import rule_named
+from variable_batch_size.position import Position
 from variable_batch_size.sampler import CustomSampler
-from variable_batch_size.schedule import EpochPlan
-from variable_batch_size.tensor_scalars import TensorScalars
+from variable_batch_size.scaling import scaled
 from xla_replica import Replica, ReplicaError
 
 logger = logging.getLogger(__name__)
@@ -121,12 +121,15 @@ class ElasticOptimizer(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._wrapping = False
         self._attached: list[Callable[[Update], Any]] = []
-        self._gradients: dict[nn.Parameter, torch.Tensor] = {}
         self._num_minibatches_seen = 0
-        self._last_lr: tuple[float, ...] = ()
-        self.replica.broadcast_([p.detach() for p in self._parameters()])
-        self._allocate_gradients()
-        self._begin(sampler.plan, announced=False)
+        self._last_lr = self.get_lr()
+        self._last_hyperparameters: tuple[Any, ...] | None = None
+        self._position = Position(sampler.plan, sampler.rank, announced=False)
+        self.replica.broadcast_(
+            [parameter.detach() for parameter in self._parameters()]
+        )
+        self._gradients = GradientBuffers(self.replica)
+        self._gradients.allocate(self._parameters())
 
     # --- the training loop's calls --------------------------------------------------
 
@@ -146,12 +149,12 @@ class ElasticOptimizer(Optimizer):
             raise TypeError(
                 "step(closure) is not supported: call loss.backward() before step()"
             )
-        self._follow_sampler()
-        self._adopt_gradients()
-        self._substep += 1
+        self._position = self._position.follow(self.sampler.plan)
+        self._gradients.adopt(self._position.substep)
         self._num_minibatches_seen += 1
+        is_last = self._position.count_minibatch()
         self.replica.sync()  # the minibatch graph ends here, on every replica alike
-        if self._substep < self._num_substeps[self._step]:
+        if not is_last:
             return 0
         self._update()
         return 1 + self._join_idle_steps()
@@ -167,15 +170,17 @@ class ElasticOptimizer(Optimizer):
             TraceExhausted: The trace has ended and ``on_end='error'``.
         """
         plan = self.sampler.schedule.plan(epoch, self.sampler.num_replicas)
-        if self._substep or 0 < self._step < self._plan.num_steps:
+        before = self._position
+        if before.under_way:
             logger.warning(
                 "epoch %d is abandoned after %d of %d steps",
-                self._plan.epoch,
-                self._step,
-                self._plan.num_steps,
+                before.plan.epoch,
+                before.step,
+                before.plan.num_steps,
             )
-            self._zero_gradients()
-        self._begin(plan, announced=True)
+            self._gradients.zero_()
+        self._position = Position(plan, self.sampler.rank, announced=True)
+        self._last_hyperparameters = None
         return self._join_idle_steps()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -223,13 +228,11 @@ class ElasticOptimizer(Optimizer):
     @property
     def epoch(self) -> int:
         """The epoch under way."""
-        return self._plan.epoch
+        return self._position.plan.epoch
 
     def get_bs(self) -> int:
         """Global batch size of the step under way; 0 at the end of the epoch."""
-        if self._step >= self._plan.num_steps:
-            return 0
-        return self._plan.batch_size(self._step)
+        return self._position.batch_size
 
     def get_lr(self) -> tuple[float, ...]:
         """The reference learning rate of each parameter group."""
@@ -240,13 +243,12 @@ class ElasticOptimizer(Optimizer):
         for group, value in zip(self.param_groups, values, strict=True):
             group["lr"] = value
 
-    def current_lr(self) -> float | tuple[float, ...]:
+    def current_lr(self) -> float:
         """The effective learning rate of the step under way, of the first group.
 
         At the end of an epoch: that of its last update.
         """
-        lrs = self._effective_lrs() if self.get_bs() else self._last_lr
-        return lrs[0] if lrs else self.get_lr()[0]
+        return self._last_lr[0] if self._position.ended else self._effective_lrs()[0]
 
     # --- torch's optimizer protocol, passed on to the inner optimizer ---------------
 
@@ -254,8 +256,7 @@ class ElasticOptimizer(Optimizer):
         if any(param_group is group for group in self.param_groups):
             return  # torch's constructor introduces the inner optimizer's own groups
         self.inner.add_param_group(param_group)
-        if not self._wrapping:
-            self._allocate_gradients()
+        self._gradients.allocate(self._parameters())
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state, with reference learning rates."""
@@ -275,197 +276,72 @@ class ElasticOptimizer(Optimizer):
         # that only accumulate; the inner optimizer runs them once an update.
         self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}"
 
-    # --- position in the plan -------------------------------------------------------
-
-    def _begin(self, plan: EpochPlan, announced: bool) -> None:
-        self._plan = plan
-        self._num_substeps = plan.num_substeps(self.sampler.rank)
-        self._step = 0
-        self._substep = 0
-        self._announced = announced
-        self._seen_hyperparameters: tuple[Any, ...] | None = None
-
-    def _follow_sampler(self) -> None:
-        """Moves on to the sampler's epoch, or says why it cannot."""
-        epoch, ended = self.sampler.epoch, self._step >= self._plan.num_steps
-        if epoch != self._plan.epoch:
-            under_way = (self._step, self._substep) != (0, 0) or self._announced
-            if under_way and not ended:
-                raise ValueError(
-                    f"the optimizer is at step {self._step} of epoch "
-                    f"{self._plan.epoch} and the sampler at epoch {epoch}: call "
-                    "set_epoch on both before every epoch"
-                )
-            self._begin(self.sampler.plan, announced=False)
-        elif ended:
-            raise ValueError(
-                f"step() after the last of the {self._plan.num_steps} steps of epoch "
-                f"{self._plan.epoch}: call set_epoch({self._plan.epoch + 1}) on sampler "
-                "and optimizer, and step() once per minibatch of the sampler"
-            )
-        if not self._announced:
-            self._check_first_step()
-            self._announced = True
-
-    def _check_first_step(self) -> None:
-        plan = self._plan
-        if plan.num_steps and plan.num_minibatches[0] < plan.num_replicas:
-            raise ReplicaError(
-                f"epoch {plan.epoch} begins with a step of {plan.num_minibatches[0]} "
-                f"minibatches on {plan.num_replicas} replicas: call "
-                f"optimizer.set_epoch({plan.epoch}) before iterating, where idle "
-                "replicas join that step before their first forward pass",
-                self.replica.rank,
-            )
+    # --- one update -----------------------------------------------------------------
 
     def _join_idle_steps(self) -> int:
         """Takes part in the steps in which this replica has no minibatch."""
         joined = 0
-        while self._step < self._plan.num_steps and self._num_substeps[self._step] == 0:
-            self.replica.sync()  # whatever the user left pending stays out of the update
+        while self._position.idle:
+            self.replica.sync()  # what the user left pending is no part of the update
             self._update()
             joined += 1
         return joined
-
-    # --- one update -----------------------------------------------------------------
 
     def _update(self) -> None:
         """The update graph: the same on every replica, for every batch size."""
         self._check_hyperparameters()
         lrs = self._effective_lrs()
-        num_minibatches = int(self._plan.num_minibatches[self._step])
         # Changing numbers go to the device before the collective is traced.
-        divisor = self.replica.scalar(num_minibatches)
-        with torch.no_grad(), self._scaled_groups() as gradient_factor:
-            gradients = list(self._gradients.values())
-            self.replica.sum_(gradients)
-            for gradient in gradients:
-                gradient.div_(divisor)
+        num_minibatches = self.replica.scalar(self._position.num_minibatches)
+        ratio = self._batch_ratio()
+        with (
+            torch.no_grad(),
+            scaled(self.inner, self.rule, ratio, self.replica) as step,
+        ):
+            self._gradients.average_(num_minibatches)
             if self.max_grad_norm is not None:
-                nn.utils.clip_grad_norm_(self._parameters(), self.max_grad_norm)
-            if gradient_factor is not None:
-                self._scale_gradients(gradient_factor)
-            with TensorScalars() if self.replica.compiles else contextlib.nullcontext():
-                self.inner.step()
-        self._zero_gradients()
+                self._gradients.clip_(self.max_grad_norm)
+            step()
+        self._gradients.zero_()
         self.replica.sync()
-        self._finish_update(lrs, num_minibatches)
+        self._finish_update(lrs)
 
-    def _finish_update(self, lrs: tuple[float, ...], num_minibatches: int) -> None:
+    def _finish_update(self, lrs: tuple[float, ...]) -> None:
+        position = self._position
         update = Update(
-            epoch=self._plan.epoch,
-            step=self._plan.first_step + self._step,
-            batch_size=num_minibatches * self._plan.minibatch_size,
+            epoch=position.plan.epoch,
+            step=position.plan.first_step + position.step,
+            batch_size=position.batch_size,
             lr=lrs,
-            idle=self._num_substeps[self._step] == 0,
+            idle=position.idle,
         )
+        position.next_step()
         self._last_lr = lrs
-        self._step += 1
-        self._substep = 0
         self._opt_called = True  # what torch's schedulers look at before their step
         for callback in self._attached:
             callback(update)
-        self._seen_hyperparameters = self._hyperparameters()
-        if (
-            self.log_steps
-            and update.step % self.log_steps == 0
-            and self.replica.is_master
-        ):
+        self._last_hyperparameters = self._hyperparameters()
+        if self.log_steps and self.replica.is_master:
+            self._log(update)
+
+    def _log(self, update: Update) -> None:
+        if update.step % self.log_steps == 0:
             logger.info(
                 "step %d: batch size %d, learning rate %s",
                 update.step,
                 update.batch_size,
-                ", ".join(f"{lr:.6g}" for lr in lrs),
+                ", ".join(f"{lr:.6g}" for lr in update.lr),
             )
 
     def _batch_ratio(self) -> float:
-        batch_size = self._plan.batch_size(self._step)
-        return batch_size / (self.ref_batchsize or batch_size)
+        return self._position.batch_size / (self.ref_batchsize or 1)
 
     def _effective_lrs(self) -> tuple[float, ...]:
         factor = self.rule.effective_lr_factor(self._batch_ratio())
         return tuple(lr * factor for lr in self.get_lr())
 
-    @contextlib.contextmanager
-    def _scaled_groups(self) -> Iterator[torch.Tensor | None]:
-        """Scaled learning rates stand in ``param_groups`` inside; always restored.
-
-        Yields what multiplies the gradient, for rules that scale it.
-        """
-        ratio = self._batch_ratio()
-        lr_factor, before = self.rule.lr_factor(ratio), []
-        factor = None
-        if self.rule.gradient_factor is not None:
-            factor = self.replica.scalar(self.rule.gradient_factor(ratio), _dtype(self))
-        try:
-            for group in self.param_groups:
-                scaled = ("lr", "weight_decay", "foreach")
-                before.append((group, {k: group[k] for k in scaled if k in group}))
-                group["lr"] = self._lr_value(group, group["lr"] * lr_factor)
-                if self.replica.compiles and group.get("foreach"):
-                    group["foreach"] = False  # reads a tensor learning rate back
-            yield factor
-        finally:
-            for group, values in before:
-                group.update(values)
-
-    def _lr_value(self, group: dict[str, Any], lr: float) -> float | torch.Tensor:
-        if not self.replica.compiles:
-            return lr
-        return self.replica.scalar(lr, _widest(group["params"]))
-
-    def _scale_gradients(self, factor: torch.Tensor) -> None:
-        """gradient = factor * (gradient + weight_decay * weight), decay then done."""
-        for group in self.param_groups:
-            decay = group["weight_decay"]
-            for parameter in group["params"]:
-                if parameter not in self._gradients:
-                    continue
-                if decay:
-                    sign = -1 if group["maximize"] else 1
-                    parameter.grad.add_(parameter, alpha=sign * decay)
-                parameter.grad.mul_(factor)
-            group["weight_decay"] = 0.0  # put back by _scaled_groups
-
-    # --- gradients ------------------------------------------------------------------
-
     def _parameters(self) -> list[nn.Parameter]:
-        return [
-            parameter
-            for group in self.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad
-        ]
-
-    def _allocate_gradients(self) -> None:
-        for parameter in self._parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            self._gradients[parameter] = parameter.grad
-        self.replica.sync()
-
-    def _zero_gradients(self) -> None:
-        with torch.no_grad():
-            for gradient in self._gradients.values():
-                gradient.zero_()
-
-    def _adopt_gradients(self) -> None:
-        """Takes back gradients that ``model.zero_grad()`` has detached."""
-        for parameter, gradient in self._gradients.items():
-            if parameter.grad is gradient:
-                continue
-            if self._substep:
-                raise ValueError(
-                    "gradients were replaced while this step accumulates them, so its "
-                    f"first {self._substep} minibatches would be lost: remove "
-                    "model.zero_grad() from the training loop; the optimizer zeroes "
-                    "gradients itself"
-                )
-            if parameter.grad is None:
-                gradient.zero_()
-            else:
-                gradient.copy_(parameter.grad.detach())
-            parameter.grad = gradient
+        return [p for group in self.param_groups for p in group["params"]]
 
     # --- checks ---------------------------------------------------------------------
 
@@ -481,8 +357,8 @@ class ElasticOptimizer(Optimizer):
         ref = self.ref_batchsize
         if ref is None and self.rule.name != "constant":
             raise TypeError(
-                f"rule {self.rule.name!r} needs ref_batchsize=, the batch size at which "
-                "the learning rate was tuned"
+                f"rule {self.rule.name!r} needs ref_batchsize=, the batch size at "
+                "which the learning rate was tuned"
             )
         for name, value in (
             ("ref_batchsize", ref),
@@ -510,9 +386,10 @@ class ElasticOptimizer(Optimizer):
         for parameter in (p for g in self.inner.param_groups for p in g["params"]):
             if parameter.device.type != self.replica.device.type:
                 raise ValueError(
-                    f"a parameter is on {parameter.device}, but this is {self.replica}: "
-                    "move the model with model.to(replica.device) before you build the "
-                    "optimizer, or pass replica=xla_replica.LocalReplica('cpu')"
+                    f"a parameter is on {parameter.device}, but this is "
+                    f"{self.replica}: move the model with model.to(replica.device) "
+                    "before you build the optimizer, or pass "
+                    "replica=xla_replica.LocalReplica('cpu')"
                 )
 
     def _hyperparameters(self) -> tuple[Any, ...]:
@@ -525,25 +402,15 @@ class ElasticOptimizer(Optimizer):
 
     def _check_hyperparameters(self) -> None:
         """Raises if the learning rate changed where idle replicas cannot see it."""
-        before = self._seen_hyperparameters
-        if before is None or not self._plan.has_idle_replicas:
+        before, plan = self._last_hyperparameters, self._position.plan
+        if before is None or not plan.has_idle_replicas:
             return
         if before != self._hyperparameters():
             raise ReplicaError(
                 "the learning rate or another hyperparameter changed between two "
-                f"updates of epoch {self._plan.epoch}, in which some replicas are idle "
+                f"updates of epoch {plan.epoch}, in which some replicas are idle "
                 "and join updates without running your code, so replicas would use "
                 "different values: call optimizer.attach(scheduler) once in place of "
                 "scheduler.step() in the loop, or change it between epochs",
                 self.replica.rank,
             )
-
-
-def _widest(parameters: list[nn.Parameter]) -> torch.dtype:
-    """float64 where a parameter is, else float32: the precision numbers need."""
-    wide = any(parameter.dtype == torch.float64 for parameter in parameters)
-    return torch.float64 if wide else torch.float32
-
-
-def _dtype(optimizer: Optimizer) -> torch.dtype:
-    return _widest([p for group in optimizer.param_groups for p in group["params"]])

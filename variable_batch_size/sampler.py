@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Union
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from variable_batch_size.trace import Trace, TraceSource
 
 logger = logging.getLogger(__name__)
 
-OrderProvider = Union[Callable[[int], Sequence[int]], Iterable[int]]
+OrderProvider = Callable[[int], Sequence[int]] | Iterable[int]
 
 
 class CustomSampler(Sampler[list[int]]):

@@ -150,8 +150,8 @@ class Schedule:
             row = int(np.argmax(sizes > self.capacity * unit))
             raise TraceError(
                 f"{self.trace.place(row)}: batch size {sizes[row]} exceeds epoch "
-                f"capacity: {self.num_samples} samples hold {self.capacity} minibatches "
-                f"of {unit}, {self.capacity * unit} samples"
+                f"capacity: {self.num_samples} samples hold {self.capacity} "
+                f"minibatches of {unit}, {self.capacity * unit} samples"
             )
 
     @property

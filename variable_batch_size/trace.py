@@ -19,22 +19,10 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TextIO, Union
+from typing import Any, TextIO, TypeAlias
 
 import numpy as np
 import pandas as pd
-
-TraceSource = Union[
-    str,
-    "os.PathLike[str]",
-    TextIO,
-    int,
-    Sequence[int],
-    range,
-    np.ndarray,
-    pd.DataFrame,
-    "Trace",
-]
 
 COLUMN = "batchsize"
 STEP_COLUMN = "step"
@@ -47,6 +35,12 @@ class TraceError(ValueError):
 
 class TraceWarning(UserWarning):
     """A trace that can be used but looks wrong."""
+
+
+TraceSource: TypeAlias = (
+    "str | os.PathLike[str] | TextIO | int | Sequence[int] | np.ndarray | pd.DataFrame"
+    " | Trace"
+)
 
 
 class Trace:

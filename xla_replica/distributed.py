@@ -6,6 +6,7 @@ that every backend has (TorchTPU's group lacks the coalesced ones).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -35,7 +36,8 @@ class DistributedReplica(Replica):
             for bucket in buckets(tensors, BUCKET_BYTES):
                 self._check_device(bucket[0])
                 flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-                dist.all_reduce(flat)
+                with self._named("sum_", bucket):
+                    dist.all_reduce(flat)
                 parts = flat.split([tensor.numel() for tensor in bucket])
                 for tensor, part in zip(bucket, parts):
                     tensor.copy_(part.view_as(tensor))
@@ -44,7 +46,8 @@ class DistributedReplica(Replica):
         self._check_device(tensor)
         value = tensor.detach().contiguous()
         gathered = [torch.empty_like(value) for _ in range(self.num_replicas)]
-        dist.all_gather(gathered, value)
+        with self._named("gather", [value]):
+            dist.all_gather(gathered, value)
         return torch.stack(gathered)
 
     def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
@@ -53,14 +56,31 @@ class DistributedReplica(Replica):
             for tensor in tensors:
                 self._check_device(tensor)
                 value = tensor.detach().contiguous()
-                dist.broadcast(value, source)
+                with self._named("broadcast_", [value]):
+                    dist.broadcast(value, source)
                 tensor.copy_(value)
 
     def barrier(self) -> None:
         # dist.barrier() does nothing on some backends; a sum that is read does.
         flag = torch.ones(1, device=self.device)
-        dist.all_reduce(flag)
-        flag.cpu()
+        with self._named("barrier", [flag]):
+            dist.all_reduce(flag)
+            flag.cpu()
+
+    @contextlib.contextmanager
+    def _named(self, verb: str, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Says which replica failed in which collective, and the usual causes."""
+        try:
+            yield
+        except RuntimeError as error:
+            shapes = [tuple(tensor.shape) for tensor in tensors]
+            raise ReplicaError(
+                f"replica {self.rank} of {self.num_replicas} failed in {verb} of "
+                f"{len(shapes)} {tensors[0].dtype} tensors of shapes {shapes[:4]}: a "
+                "peer raised, hung, left early, or brought other tensors. The "
+                f"{dist.get_backend()} group says: {error}",
+                self.rank,
+            ) from error
 
     def _check_device(self, tensor: torch.Tensor) -> None:
         if tensor.device.type == "xla":

@@ -81,8 +81,8 @@ class Replica(abc.ABC):
     def barrier(self) -> None:
         """Returns once every replica has called it and its device is idle."""
 
-    def sync(self) -> None:
-        """Cuts the pending lazy graph here and starts it; nothing on eager backends."""
+    def sync(self) -> None:  # noqa: B027 (nothing to do is right where nothing is lazy)
+        """Cuts the pending lazy graph here and starts it; nothing where none is."""
 
     def wait(self) -> None:
         """Cuts the pending graph and blocks until this replica's device is idle."""

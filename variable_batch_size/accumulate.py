@@ -1,0 +1,85 @@
+"""Gradients that stay allocated: accumulated, summed over replicas, zeroed in place.
+
+Kept tensors make one graph of every minibatch and one of every update: a gradient that
+is None at first and a tensor later would trace two of each, and a replica without
+gradients would bring an empty list to the collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from xla_replica import Replica
+
+
+class GradientBuffers:
+    """The ``.grad`` of every trainable parameter, allocated once.
+
+    Args:
+        replica: The replica whose gradients these are.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._gradients: dict[nn.Parameter, torch.Tensor] = {}
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in self._gradients
+
+    def allocate(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Gives every new parameter that needs one a gradient of zero."""
+        for parameter in parameters:
+            if parameter.requires_grad and parameter not in self._gradients:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                self._gradients[parameter] = parameter.grad
+        self._replica.sync()  # zeros on the device, not in the first graph
+
+    def adopt(self, num_accumulated: int) -> None:
+        """Takes back gradients that ``model.zero_grad()`` has detached.
+
+        Args:
+            num_accumulated: Minibatches that this step has already accumulated.
+
+        Raises:
+            ValueError: They would be lost.
+        """
+        for parameter, gradient in self._gradients.items():
+            if parameter.grad is gradient:
+                continue
+            if num_accumulated:
+                raise ValueError(
+                    "gradients were replaced while this step accumulates them, so its "
+                    f"first {num_accumulated} minibatches would be lost: remove "
+                    "model.zero_grad() from the training loop; the optimizer zeroes "
+                    "gradients itself"
+                )
+            with torch.no_grad():
+                if parameter.grad is None:
+                    gradient.zero_()
+                else:
+                    gradient.copy_(parameter.grad)
+            parameter.grad = gradient
+
+    def average_(self, num_minibatches: torch.Tensor) -> None:
+        """gradient = sum over replicas / number of minibatches, shape ``(1,)``.
+
+        Divided, not multiplied by a reciprocal: that would round twice.
+        """
+        gradients = list(self._gradients.values())
+        self._replica.sum_(gradients)
+        for gradient in gradients:
+            gradient.div_(num_minibatches)
+
+    def clip_(self, max_norm: float) -> None:
+        """Scales all gradients so that their global norm is at most ``max_norm``."""
+        nn.utils.clip_grad_norm_(list(self._gradients), max_norm)
+
+    def zero_(self) -> None:
+        """Sets all gradients to zero, in place."""
+        with torch.no_grad():
+            for gradient in self._gradients.values():
+                gradient.zero_()

@@ -1,0 +1,81 @@
+"""Applies a rule to one update: scales learning rate and gradient, then restores."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from variable_batch_size.lr_rules import Rule
+from variable_batch_size.tensor_scalars import TensorScalars
+from xla_replica import Replica
+
+Groups = list[dict[str, Any]]
+
+
+@contextlib.contextmanager
+def scaled(
+    optimizer: Optimizer, rule: Rule, batch_ratio: float, replica: Replica
+) -> Iterator[Callable[[], None]]:
+    """Scaled learning rates stand in ``param_groups`` inside; always restored.
+
+    Numbers are on the device when this is entered, so enter it before a collective is
+    traced.
+
+    Yields:
+        A function to call when gradients are averaged: it scales them, if the rule
+        does, and steps the optimizer.
+    """
+    groups = optimizer.param_groups
+    kept = ("lr", "weight_decay", "foreach")
+    before = [{name: group[name] for name in kept if name in group} for group in groups]
+    gradient_factor = None
+    if rule.gradient_factor is not None:
+        gradient_factor = replica.scalar(
+            rule.gradient_factor(batch_ratio),
+            _widest(parameter for group in groups for parameter in group["params"]),
+        )
+    try:
+        for group in groups:
+            _scale_lr(group, rule.lr_factor(batch_ratio), replica)
+
+        def step() -> None:
+            if gradient_factor is not None:
+                _scale_gradients(groups, gradient_factor)
+            with TensorScalars() if replica.compiles else contextlib.nullcontext():
+                optimizer.step()
+
+        yield step
+    finally:
+        for group, values in zip(groups, before):
+            group.update(values)
+
+
+def _scale_lr(group: dict[str, Any], factor: float, replica: Replica) -> None:
+    group["lr"] *= factor
+    if replica.compiles:
+        group["lr"] = replica.scalar(group["lr"], _widest(group["params"]))
+        if group.get("foreach"):
+            group["foreach"] = False  # would read a tensor learning rate back
+
+
+def _scale_gradients(groups: Groups, factor: torch.Tensor) -> None:
+    """gradient = factor * (gradient + weight_decay * weight), and no decay after."""
+    for group in groups:
+        decay = -group["weight_decay"] if group["maximize"] else group["weight_decay"]
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if decay:
+                parameter.grad.add_(parameter, alpha=decay)
+            parameter.grad.mul_(factor)
+        group["weight_decay"] = 0.0
+
+
+def _widest(parameters: Iterable[torch.Tensor]) -> torch.dtype:
+    """float64 where a parameter is, else float32: the precision numbers need."""
+    wide = any(parameter.dtype == torch.float64 for parameter in parameters)
+    return torch.float64 if wide else torch.float32
