@@ -41,7 +41,7 @@ class Position:
     @property
     def idle(self) -> bool:
         """Whether this replica has no minibatch in the step under way."""
-        return not self.ended and self._num_substeps[self.step] == 0
+        return not self.ended and bool(self._num_substeps[self.step] == 0)
 
     @property
     def num_minibatches(self) -> int:
@@ -56,7 +56,7 @@ class Position:
     def count_minibatch(self) -> bool:
         """Counts one; returns whether it was this replica's last of the step."""
         self.substep += 1
-        return self.substep == self._num_substeps[self.step]
+        return bool(self.substep == self._num_substeps[self.step])
 
     def next_step(self) -> None:
         """Moves behind the step under way."""

@@ -1,0 +1,89 @@
+"""Elastic training on any number of replicas is large-batch training in one process."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from support.elastic import OPTIMIZERS, Case, batches, elastic_run, large_batch_run
+from support.replicas import BACKENDS
+
+# Batch sizes in samples; minibatches of 4, so that a batch of 4 is one minibatch.
+RISING_AND_FALLING = (4, 8, 12, 32, 64, 40, 20, 4)
+MOSTLY_IDLE = (4, 4, 8, 4, 16)
+ONE_STEP_FILLS_THE_EPOCH = (128,)
+
+
+def exact(*trace: int, rule: str = "linear") -> Case:
+    return Case(trace, rule=rule, optimizer="sgd-heavy-ball", lr=2**-3, exact=True)
+
+
+CASES = {
+    # Powers of two keep every sum exact for these few steps: equal bit for bit.
+    "exact, idle first": exact(4, 16, 64, 4, 8),
+    "exact, full first": exact(64, 4, 16, 8, 4),
+    "exact, root": exact(16, 64, 4, 16, rule="root"),
+    "exact, constant": exact(8, 16, 4, 32, 64, rule="constant"),
+    "rising and falling": Case(RISING_AND_FALLING, epochs=4),
+    "mostly idle": Case(MOSTLY_IDLE, epochs=2, rule="root"),
+    "one step an epoch": Case(ONE_STEP_FILLS_THE_EPOCH, epochs=3, rule="constant"),
+    "clipped": Case(RISING_AND_FALLING, epochs=2, max_grad_norm=0.05),
+    **{
+        optimizer: Case(RISING_AND_FALLING, epochs=2, optimizer=optimizer, lr=2**-8)
+        for optimizer in OPTIMIZERS
+    },
+}
+
+
+def run_all(rank: int) -> dict[str, dict[str, object]]:
+    return {name: elastic_run(rank, case) for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def runs(request):
+    """(number of replicas, every case's outcome by rank): one launch for all cases."""
+    by_rank = request.param.run(run_all)
+    return request.param.num_replicas, by_rank
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_equal_a_large_batch_run(runs, name):
+    expected, _ = large_batch_run(CASES[name])
+    for outcome in runs[1]:
+        for weight, reference in zip(outcome[name]["weights"], expected):
+            if CASES[name].exact:
+                assert torch.equal(weight, reference)
+            else:
+                torch.testing.assert_close(weight, reference, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_replica_sees_every_update(runs, name):
+    """Also where it was idle, and in the same order with the same numbers."""
+    _, expected = large_batch_run(CASES[name])
+    num_replicas, by_rank = runs
+    for rank, outcome in enumerate(by_rank):
+        for update, reference in zip(outcome[name]["updates"], expected, strict=True):
+            assert update[:3] == reference[:3]
+            assert update[3] == pytest.approx(reference[3])
+        assert outcome[name]["returned"] == len(expected)
+        sizes = [len(rows) for _, rows in batches(CASES[name])]
+        minibatches = [size // CASES[name].minibatch_size for size in sizes]
+        assert outcome[name]["num_idle"] == sum(n <= rank for n in minibatches)
+
+
+@pytest.mark.parametrize("name", ["rising and falling", "mostly idle"])
+def test_every_sample_of_every_step_is_run_once(runs, name):
+    expected = itertools.chain(*(rows.tolist() for _, rows in batches(CASES[name])))
+    run = itertools.chain(*(outcome[name]["samples"] for outcome in runs[1]))
+    assert sorted(run) == sorted(expected)
+
+
+def test_the_exact_cases_leave_bits_to_spare():
+    """Else a sum might round, and equality would depend on its order."""
+    for case in CASES.values():
+        if case.exact:
+            weights, _ = large_batch_run(case)
+            assert all(((w * 2.0**46) % 1 == 0).all() for w in weights)
+            assert all((w.abs() < 2.0**4).all() for w in weights)
