@@ -62,8 +62,7 @@ def test_weights_equal_a_large_batch_run(runs, name):
 def test_every_replica_sees_every_update(runs, name):
     """Also where it was idle, and in the same order with the same numbers."""
     _, expected = large_batch_run(CASES[name])
-    num_replicas, by_rank = runs
-    for rank, outcome in enumerate(by_rank):
+    for rank, outcome in enumerate(runs[1]):
         for update, reference in zip(outcome[name]["updates"], expected, strict=True):
             assert update[:3] == reference[:3]
             assert update[3] == pytest.approx(reference[3])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,37 +20,32 @@ class _Failure:
 
 
 class DeviceLoader:
-    """Iterates over ``batches`` with every tensor moved to ``device``.
+    """Iterates over ``batches`` as ``send`` moves them, ahead of the training loop.
 
-    On an accelerator a background thread keeps up to ``prefetch`` batches moving
-    while the training loop works. On the CPU there is nothing to move, and batches
-    come through as they are.
+    A background thread keeps up to ``prefetch`` sent batches ready.
 
     Args:
         batches: Any iterable, usually a ``torch.utils.data.DataLoader``.
-        device: Where tensors go; they may sit in tuples, lists and dicts.
-        prefetch: How many moved batches may wait, at least 1.
+        send: Moves one batch to the device; called in the background thread.
+        prefetch: How many sent batches may wait, at least 1.
 
     Raises:
         ValueError: ``prefetch`` is below 1.
     """
 
     def __init__(
-        self, batches: Iterable[Any], device: torch.device, prefetch: int = 2
+        self, batches: Iterable[Any], send: Callable[[Any], Any], prefetch: int = 2
     ) -> None:
         if prefetch < 1:
             raise ValueError(f"prefetch must be at least 1, got {prefetch}")
         self.batches = batches
-        self.device = device
+        self.send = send
         self.prefetch = prefetch
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        if self.device.type == "cpu":
-            yield from self.batches
-            return
         waiting: queue.Queue[Any] = queue.Queue(self.prefetch)
         stop = threading.Event()
         thread = threading.Thread(
@@ -71,7 +66,7 @@ class DeviceLoader:
         last: Any = _END
         try:
             for batch in self.batches:
-                if not _put(waiting, to_device(batch, self.device), stop):
+                if not _put(waiting, self.send(batch), stop):
                     return
         except BaseException as error:  # the training loop raises it, whatever it is
             last = _Failure(error)

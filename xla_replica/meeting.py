@@ -38,6 +38,8 @@ class Round:
     """One meeting: who has come, with which collectives.
 
     Attributes:
+        open: Whether all have come.
+        error: What all of them raise then, if they disagree.
         num_dispatched: How many replicas have dispatched their graph since; guarded
             by the lock around compilation.
     """
@@ -45,6 +47,7 @@ class Round:
     def __init__(self) -> None:
         self.arrived: dict[int, tuple[Collective, ...]] = {}
         self.open = False
+        self.error: ReplicaError | None = None
         self.num_dispatched = 0
 
 
@@ -86,11 +89,10 @@ class Meeting:
             here = self._round
             here.arrived[rank] = tuple(collectives)
             if len(here.arrived) == self.num_replicas:
-                _check_agreement(here.arrived)
+                here.error = _disagreement(here.arrived)
                 here.open = True
                 self._round = Round()
                 self._changed.notify_all()
-                return here
             settled = self._changed.wait_for(
                 lambda: here.open or self._gone(here), self.timeout
             )
@@ -98,6 +100,8 @@ class Meeting:
                 raise self._late(here)
             if not here.open:
                 raise self._left(here)
+            if here.error is not None:
+                raise here.error
             return here
 
     def _gone(self, here: Round) -> set[int]:
@@ -127,8 +131,10 @@ class Meeting:
         )
 
 
-def _check_agreement(arrived: dict[int, tuple[Collective, ...]]) -> None:
-    """Raises if the replicas are about to run different collectives."""
+def _disagreement(
+    arrived: dict[int, tuple[Collective, ...]],
+) -> ReplicaError | None:
+    """The error if the replicas are about to run different collectives."""
     longest = max(len(collectives) for collectives in arrived.values())
     for index in range(longest):
         ranks_by_call: dict[str, list[int]] = {}
@@ -142,12 +148,13 @@ def _check_agreement(arrived: dict[int, tuple[Collective, ...]]) -> None:
         parties = "; ".join(
             f"{_name(ranks)}: {_at(arrived[ranks[0]], index)}" for ranks in groups
         )
-        raise ReplicaError(
+        return ReplicaError(
             f"replicas disagree about collective {index + 1} of the graph they are "
             f"about to run: {parties}. Every replica must run the same collectives on "
             "tensors of the same shapes and dtypes in the same order",
             groups[0][0],
         )
+    return None
 
 
 def _at(collectives: tuple[Collective, ...], index: int) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from xla_replica.loader import DeviceLoader
+from xla_replica.loader import DeviceLoader, to_device
 
 # The CPU generator belongs to the process, and emulated replicas share the process.
 _CPU_GENERATOR_LOCK = threading.RLock()
@@ -104,12 +104,22 @@ class Replica(abc.ABC):
         """
         return [tensor.detach().cpu() for tensor in tensors]
 
-    def loader(self, batches: Iterable[Any], prefetch: int = 2) -> Iterable[Any]:
-        """Batches with every tensor on this replica's device, ``prefetch`` ahead.
+    def send(self, batch: Any) -> Any:
+        """``batch`` with every tensor in it on this replica's device.
 
-        An exception in the dataset is raised here, in the training loop.
+        Tensors may sit in tuples, lists and dicts; everything else stays as it is.
         """
-        return DeviceLoader(batches, self.device, prefetch)
+        return to_device(batch, self.device)
+
+    def loader(self, batches: Iterable[Any], prefetch: int = 2) -> Iterable[Any]:
+        """``batches`` as `send` moves them, ``prefetch`` ahead of the training loop.
+
+        An exception in the dataset is raised in the training loop, at its place. On a
+        CPU, where nothing has to be moved, batches come through as they are.
+        """
+        if self.device.type == "cpu":
+            return batches
+        return DeviceLoader(batches, self.send, prefetch)
 
     def seed(self, seed: int) -> None:
         """Seeds random numbers drawn on the device, differently on every replica.

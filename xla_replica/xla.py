@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -71,6 +72,11 @@ class XlaReplica(Replica):
         return self._torch_xla._XLAC._xla_get_cpu_tensors(
             [tensor.detach() for tensor in tensors]
         )
+
+    def send(self, batch: Any) -> Any:
+        # Not tensor.to(): in the loader's thread its unfinished copy would be one of
+        # the live tensors that the training loop syncs, and so change the graph.
+        return self._xm.send_cpu_data_to_device(batch, self.device)
 
     def seed(self, seed: int) -> None:
         self._torch_xla.manual_seed(seed + self.rank, device=self.device)

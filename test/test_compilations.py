@@ -1,0 +1,149 @@
+"""After warm-up nothing that changes compiles a graph or reads the device back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.elastic import OPTIMIZERS, RULES
+from support.replicas import XLA_BACKENDS, needs_xla
+from torch import nn
+
+import variable_batch_size as vbs
+import xla_replica
+
+pytestmark = [needs_xla, pytest.mark.xla]
+
+# The learning rates that this makes, lr = 1/4 at ref 16: among them exactly 1.0, which
+# a compiled program would hold as a constant, and 0.5, the momentum. 8 replicas of 4
+# samples idle below 32.
+BATCH_SIZES = [4 * n for n in range(1, 17)]
+SAMPLES = 4 * sum(range(1, 17))
+
+
+def counted_epochs(rank: int, optimizer: str, rule: str) -> list[tuple[int, int, int]]:
+    """Compilations, transfers and fallbacks of each epoch."""
+    replica = xla_replica.current()
+    with replica.seeded(0):
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        inputs, targets = torch.randn(SAMPLES, 6), torch.randint(0, 3, (SAMPLES,))
+    model.to(replica.device)
+    sampler = vbs.CustomSampler(
+        inputs, BATCH_SIZES, minibatch_size=4, on_end="cycle", verbose=False
+    )
+    wrapper = RULES[rule](
+        OPTIMIZERS[optimizer](model.parameters(), 0.25),
+        sampler,
+        ref_batchsize=16,
+        max_grad_norm=1.0,
+    )
+    counts = []
+    for epoch in range(3):
+        if epoch == 2:
+            wrapper.set_lr((0.0,))  # what a warm-up begins with
+        replica.barrier()
+        with xla_replica.count() as count:
+            sampler.set_epoch(epoch)
+            wrapper.set_epoch(epoch)
+            for x, y in replica.loader([(inputs[m], targets[m]) for m in sampler]):
+                F.cross_entropy(model(x), y).backward()
+                wrapper.step()
+            replica.barrier()
+        counts.append((count.compilations, count.transfers, len(count.fallbacks)))
+        replica.barrier()
+    return counts
+
+
+RUNS = [
+    ("sgd-momentum", "linear"),
+    ("sgd-momentum", "linear-momentum"),
+    ("adamw", "root"),
+    ("adagrad", "linear"),
+    ("rmsprop", "linear"),
+]
+
+
+def all_counted_epochs(rank: int) -> list[list[tuple[int, int, int]]]:
+    return [counted_epochs(rank, optimizer, rule) for optimizer, rule in RUNS]
+
+
+@pytest.fixture(scope="module", params=XLA_BACKENDS)
+def counts(request):
+    return request.param.run(all_counted_epochs)
+
+
+@pytest.mark.parametrize("run", RUNS, ids="-".join)
+def test_steady_state_compiles_and_transfers_nothing(counts, run):
+    for replica in counts:
+        first, second, third = replica[RUNS.index(run)]
+        assert second == (0, 0, 0)
+        assert third == (0, 0, 0)
+        assert first[1:] == (0, 0)
+        assert first[0] > 0
+
+
+def graphs_of_first_epoch(rank: int, num_batch_sizes: int) -> int:
+    replica = xla_replica.current()
+    model = nn.Linear(6, 3).to(replica.device)
+    trace = [4 * (1 + n % num_batch_sizes) for n in range(32)]
+    inputs, targets = torch.ones(2048, 6), torch.zeros(2048, dtype=torch.int64)
+    sampler = vbs.CustomSampler(inputs, trace, minibatch_size=4)
+    inner = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    wrapper = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=16)
+    replica.barrier()
+    with xla_replica.count() as count:
+        wrapper.set_epoch(0)
+        for x, y in replica.loader([(inputs[m], targets[m]) for m in sampler]):
+            F.cross_entropy(model(x), y).backward()
+            wrapper.step()
+        replica.barrier()
+    return count.compilations
+
+
+@pytest.mark.parametrize("backend", XLA_BACKENDS)
+@pytest.mark.parametrize("num_batch_sizes", [1, 16])
+def test_three_graphs_for_any_number_of_batch_sizes(backend, num_batch_sizes):
+    """The minibatch graph, the update graph, and the update that makes momentum."""
+    assert set(backend.run(graphs_of_first_epoch, num_batch_sizes)) == {3}
+
+
+def test_the_first_epoch_is_worth_counting():
+    """Its batch sizes make idle replicas, and a learning rate of exactly one."""
+    sizes = [4 * n for n in range(1, 17)]
+    assert sizes == BATCH_SIZES
+    assert min(sizes) < 4 * 8
+    assert 1.0 in [0.25 * size / 16 for size in sizes]
+
+
+def a_fetch_is_one_transfer(rank: int) -> tuple[int, int]:
+    replica = xla_replica.current()
+    tensors = [torch.ones(3, device=replica.device) * replica.scalar(k) for k in (2, 3)]
+    replica.wait()
+    with xla_replica.count() as count:
+        values = replica.fetch(tensors)
+    assert [v.tolist() for v in values] == [[2.0] * 3, [3.0] * 3]
+    with xla_replica.count() as items:
+        assert tensors[0][0].item() == 2.0
+    return count.transfers, items.transfers
+
+
+def test_the_counter_sees_transfers():
+    from support.replicas import Backend
+
+    assert Backend("xla", 1).run(a_fetch_is_one_transfer) == [(1, 1)]
+
+
+def a_number_in_the_graph(rank: int) -> int:
+    replica = xla_replica.current()
+    x = torch.ones(3, device=replica.device)
+    replica.wait()
+    with xla_replica.count() as count:
+        for shape in (2, 3, 4):
+            x.expand(shape, 3).sum().item()
+    return count.compilations
+
+
+def test_the_counter_sees_compilations():
+    from support.replicas import Backend
+
+    assert Backend("xla", 1).run(a_number_in_the_graph) == [3]

@@ -1,0 +1,73 @@
+"""The device loader. The 'meta' device stands in for an accelerator."""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from xla_replica import DeviceLoader
+from xla_replica.loader import to_device
+
+META = torch.device("meta")
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    name: str
+
+
+def test_tensors_move_wherever_they_sit():
+    batch = {"pair": Pair(torch.ones(2), "a"), "list": [torch.ones(1), 3], "none": None}
+    moved = to_device(batch, META)
+    assert moved["pair"].x.device == META
+    assert moved["pair"].name == "a"
+    assert moved["list"][0].device == META
+    assert moved["list"][1:] == [3]
+    assert moved["none"] is None
+
+
+def send(batch):
+    return to_device(batch, META)
+
+
+def test_every_batch_comes_once_and_in_order():
+    loader = DeviceLoader([torch.ones(n) for n in range(20)], send)
+    assert len(loader) == 20
+    for _ in range(2):
+        sent = list(loader)
+        assert [len(batch) for batch in sent] == list(range(20))
+        assert all(batch.device == META for batch in sent)
+
+
+def test_an_exception_comes_through_at_its_place():
+    def batches():
+        yield torch.ones(1)
+        raise OSError("disk on fire")
+
+    loader = iter(DeviceLoader(batches(), send))
+    assert len(next(loader)) == 1
+    with pytest.raises(OSError, match="disk on fire"):
+        next(loader)
+
+
+def test_breaking_out_stops_the_thread():
+    before = threading.active_count()
+    produced = []
+
+    def batches():
+        for n in range(1000):
+            produced.append(n)
+            yield torch.ones(n)
+
+    for _ in DeviceLoader(batches(), send, prefetch=3):
+        break
+    assert threading.active_count() == before
+    assert len(produced) <= 6
+
+
+def test_prefetch_must_be_positive():
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        DeviceLoader([], send, prefetch=0)

@@ -1,0 +1,245 @@
+"""Every replica backend keeps the same promises."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.replicas import BACKENDS, SEVERAL_REPLICAS
+from torch.utils.data import DataLoader, Dataset
+
+import xla_replica
+from xla_replica import LocalReplica, ReplicaError
+
+
+def every_verb(rank: int) -> dict[str, object]:
+    replica = xla_replica.current()
+    number = replica.scalar(rank + 1)
+    sums = [
+        torch.ones(2, 3, device=replica.device) * number,
+        torch.full((4,), 0.5, dtype=torch.float64, device=replica.device),
+        torch.ones((), dtype=torch.int64, device=replica.device),
+        torch.ones(3, 2, device=replica.device).t() * number,  # not contiguous
+        torch.zeros(0, device=replica.device),
+    ]
+    replica.sync()
+    replica.sum_(sums)
+    last = replica.num_replicas - 1
+    nan = torch.full((2,), float("nan")).to(replica.device)
+    sent = [
+        torch.where(number == replica.num_replicas, 7.0 * torch.ones_like(nan), nan),
+        number == replica.num_replicas,
+        (number * 10).to(torch.int64),
+    ]
+    replica.broadcast_(sent, source=last)
+    gathered = replica.gather(number.reshape(1, 1))
+    replica.barrier()
+    with replica.seeded(3):
+        seeded = torch.rand(2)
+    replica.seed(0)
+    fetched = replica.fetch([*sums, *sent, gathered])
+    return {
+        "place": (replica.rank, replica.num_replicas, rank, replica.is_master),
+        "sums": fetched[:5],
+        "sent": fetched[5:8],
+        "gathered": fetched[8],
+        "seeded": seeded,
+        "empty": replica.fetch([]),
+        "text": str(replica),
+    }
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def outcomes(request):
+    return request.param.run(every_verb)
+
+
+def test_ranks_count_the_replicas(outcomes):
+    n = len(outcomes)
+    places = [outcome["place"] for outcome in outcomes]
+    assert places == [(rank, n, rank, rank == 0) for rank in range(n)]
+    assert f"of {n}" in outcomes[0]["text"]
+
+
+def test_sums_are_sums_of_every_dtype_and_shape(outcomes):
+    n = len(outcomes)
+    total = n * (n + 1) / 2
+    expected = [
+        torch.full((2, 3), total),
+        torch.full((4,), n / 2, dtype=torch.float64),
+        torch.tensor(n),
+        torch.full((2, 3), total),
+        torch.zeros(0),
+    ]
+    for outcome in outcomes:
+        for value, reference in zip(outcome["sums"], expected, strict=True):
+            assert torch.equal(value, reference)
+            assert value.dtype == reference.dtype
+
+
+def test_broadcast_takes_the_source_and_nothing_else(outcomes):
+    """Not even the NaN that the others hold."""
+    for outcome in outcomes:
+        values, flag, number = outcome["sent"]
+        assert values.tolist() == [7.0, 7.0]
+        assert flag.tolist() == [True]
+        assert flag.dtype == torch.bool
+        assert number.tolist() == [10 * len(outcomes)]
+
+
+def test_gather_is_in_order_of_rank(outcomes):
+    n = len(outcomes)
+    expected = torch.arange(1.0, n + 1).reshape(n, 1, 1)
+    assert all(torch.equal(outcome["gathered"], expected) for outcome in outcomes)
+
+
+def test_seeded_draws_are_equal_and_leave_no_trace(outcomes):
+    assert all(torch.equal(o["seeded"], outcomes[0]["seeded"]) for o in outcomes)
+    assert all(outcome["empty"] == [] for outcome in outcomes)
+    state = torch.random.get_rng_state()
+    with LocalReplica("cpu").seeded(3):
+        assert torch.equal(torch.rand(2), outcomes[0]["seeded"])
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+class Faulty(Dataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 5:
+            raise KeyError("sample 5 is broken")
+        return torch.tensor([index])
+
+
+def loads_and_fails(rank: int) -> list[int]:
+    replica = xla_replica.current()
+    seen = []
+    for _ in range(2):  # breaking out leaves the loader usable
+        for batch in replica.loader(DataLoader(Faulty(), batch_size=2)):
+            assert batch.device.type == replica.device.type
+            seen += replica.fetch([batch])[0].flatten().tolist()
+            break
+    broken = iter(replica.loader(DataLoader(Faulty(), batch_size=2)))
+    assert [len(next(broken)), len(next(broken))] == [2, 2]
+    with pytest.raises(KeyError, match="sample 5"):
+        next(broken)
+    return seen
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_the_loader_raises_what_the_dataset_raises(backend):
+    expected = [0, 1, 0, 1]
+    assert backend.run(loads_and_fails) == [expected] * backend.num_replicas
+
+
+def device_noise(rank: int) -> torch.Tensor:
+    replica = xla_replica.current()
+    replica.seed(1)
+    return torch.rand(4, device=replica.device).cpu()
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_seed_draws_differently_on_every_replica(backend):
+    draws = [tuple(draw.tolist()) for draw in backend.run(device_noise)]
+    assert len(set(draws)) == backend.num_replicas
+
+
+def raises(rank: int, culprit: int) -> None:
+    replica = xla_replica.current()
+    if rank == culprit:
+        raise KeyError("no such thing")
+    replica.sum_([torch.ones(1, device=replica.device)])
+    replica.wait()
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_a_replica_that_raises_ends_the_run_with_its_exception(backend):
+    with pytest.raises(ReplicaError, match="replica 2 raised KeyError") as caught:
+        backend.run(raises, 2)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.rank == 2
+    assert 'raise KeyError("no such thing")' in str(caught.value)
+
+
+def exits(rank: int) -> None:
+    if rank == 1:
+        sys.exit(3)
+    raises(rank, -1)
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_a_replica_that_exits_is_an_error(backend):
+    with pytest.raises(ReplicaError, match="replica 1"):
+        backend.run(exits)
+
+
+# --- without other replicas ---------------------------------------------------------
+
+
+def test_current_is_local_in_a_plain_script():
+    """In a process of its own: other tests may have imported torch_xla in this one."""
+    script = (
+        "import xla_replica; replica = xla_replica.current(); print(replica);"
+        "assert (replica.rank, replica.num_replicas) == (0, 1)"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "PJRT_DEVICE"}
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment
+    )
+    assert run.returncode == 0, run.stderr
+    assert "replica 0 of 1" in run.stdout
+
+
+def test_current_refuses_to_train_torchrun_processes_apart(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    with pytest.raises(ReplicaError, match="init_process_group"):
+        xla_replica.current()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"num_replicas": 0}, "num_replicas must be an integer >= 1, got 0"),
+        ({"num_replicas": True}, "num_replicas must be an integer"),
+        ({"num_replicas": 2.0}, "num_replicas must be an integer"),
+        ({"device": "gpu"}, "device='gpu' is unknown; allowed are"),
+        ({"timeout": 0}, "timeout must be positive seconds"),
+    ],
+)
+def test_launch_rejects(arguments, error):
+    with pytest.raises(ValueError, match=error):
+        xla_replica.launch(every_verb, **arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_launch_rejects_gpus_that_are_not_there():
+    with pytest.raises(ValueError, match="there are 0 GPUs"):
+        xla_replica.launch(every_verb, device="cuda")
+
+
+def test_broadcast_rejects_a_source_that_is_no_replica():
+    with pytest.raises(ValueError, match="source=1 is no replica"):
+        LocalReplica("cpu").broadcast_([torch.ones(1)], source=1)
+
+
+def test_a_single_replica_raises_its_own_exception():
+    with pytest.raises(KeyError, match="no such thing"):
+        xla_replica.launch(raises, (0,), num_replicas=1, device="cpu")
+
+
+def test_buckets_group_by_dtype_and_stay_small():
+    from xla_replica.distributed import buckets
+
+    tensors = [torch.ones(4), torch.ones(4, dtype=torch.float64), torch.ones(4)]
+    sizes = [[t.dtype for t in bucket] for bucket in buckets(tensors * 2, 32)]
+    assert sizes == [
+        [torch.float64],
+        [torch.float32] * 2,
+        [torch.float64],
+        [torch.float32] * 2,
+    ]
