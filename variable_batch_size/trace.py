@@ -194,7 +194,7 @@ class Trace:
             raise TraceError(f"{self.place(row)}, {COLUMN}: {error}") from None
         if result <= 0:
             raise TraceError(
-                f"{self.place(row)}, {COLUMN}: {value!r} must be > 0; it is the number "
+                f"{self.place(row)}, {COLUMN}: {result} must be > 0; it is the number "
                 "of samples in the step"
             )
         if result >= 2**62:

@@ -1,0 +1,183 @@
+"""The sampler: the order is a function of seed and epoch, the deal of the plan."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+import variable_batch_size as vbs
+
+
+def sampler(trace=(64, 96, 96), **options):
+    defaults = {"dataset_size": 256, "num_replicas": 1, "rank": 0}
+    return vbs.CustomSampler(trace=trace, **(defaults | options))
+
+
+def flat(minibatches) -> list[int]:
+    return list(itertools.chain(*minibatches))
+
+
+def global_order(num_replicas: int, epoch: int, **options) -> list[list[int]]:
+    """Every step's samples, sorted: what the step sees whoever runs it."""
+    samplers = [
+        sampler(num_replicas=num_replicas, rank=rank, **options)
+        for rank in range(num_replicas)
+    ]
+    for one in samplers:
+        one.set_epoch(epoch)
+    streams = [iter(one) for one in samplers]
+    plan = samplers[0].plan
+    steps = []
+    for step in range(plan.num_steps):
+        rows: list[int] = []
+        for rank, stream in enumerate(streams):
+            for _ in range(plan.num_substeps(rank)[step]):
+                rows += next(stream)
+        steps.append(sorted(rows))
+    assert all(next(stream, None) is None for stream in streams)
+    return steps
+
+
+@given(
+    st.lists(st.integers(1, 8).map(lambda n: 32 * n), min_size=1, max_size=9),
+    st.integers(2, 9),
+    st.integers(0, 3),
+)
+def test_steps_do_not_depend_on_the_number_of_replicas(trace, num_replicas, epoch):
+    expected = global_order(1, epoch, trace=trace, on_end="cycle")
+    assert global_order(num_replicas, epoch, trace=trace, on_end="cycle") == expected
+
+
+def test_the_order_is_pinned():
+    """Changing it breaks every old run: seed 42 + epoch through torch.randperm."""
+    one = sampler(trace=[4, 4], dataset_size=10, minibatch_size=2)
+    assert list(one) == [[2, 6], [1, 8], [4, 5], [0, 9]]
+    one.set_epoch(1)
+    assert list(one) == []  # the trace has ended
+    two = sampler(trace=4, dataset_size=10, minibatch_size=2)
+    two.set_epoch(1)
+    generator = torch.Generator().manual_seed(43)
+    assert flat(two) == torch.randperm(10, generator=generator)[:8].tolist()
+
+
+def test_len_is_the_number_of_batches_of_this_replica():
+    for rank, expected in enumerate([5, 3]):
+        one = sampler(num_replicas=2, rank=rank)  # 2, 3, 3 minibatches
+        assert len(one) == len(list(one)) == expected
+        loader = DataLoader(TensorDataset(torch.arange(256)), batch_sampler=one)
+        assert len(loader) == expected
+        assert sum(len(batch[0]) for batch in loader) == 32 * expected
+
+
+def test_an_idle_replica_yields_nothing():
+    one = sampler(trace=[32, 64], num_replicas=8, rank=5)
+    assert len(one) == 0
+    assert list(one) == []
+    assert one  # and is still there
+
+
+def test_dataset_or_its_size():
+    dataset = TensorDataset(torch.arange(256))
+    assert list(sampler(dataset=dataset, dataset_size=None)) == list(sampler())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loader_workers_change_nothing(num_workers):
+    loader = DataLoader(
+        TensorDataset(torch.arange(256)),
+        batch_sampler=sampler(),
+        num_workers=num_workers,
+    )
+    assert [batch[0].tolist() for batch in loader] == list(sampler())
+
+
+class Backwards:
+    """An order provider that is iterated: once an epoch, whatever its length costs."""
+
+    def __init__(self) -> None:
+        self.iterations = 0
+
+    def __iter__(self):
+        self.iterations += 1
+        return iter(range(255, -1, -1))
+
+
+def test_order_providers():
+    expected = list(range(255, -1, -1))
+    function = sampler(order=lambda epoch: np.roll(np.arange(256), epoch))
+    function.set_epoch(0)
+    assert flat(function) == list(range(256))
+    iterated = Backwards()
+    one = sampler(order=iterated)
+    assert flat(one) == expected
+    assert iterated.iterations == 1
+    assert flat(sampler(order=lambda epoch: torch.tensor(expected))) == expected
+    shuffled = sampler(order=RandomSampler(range(256)))
+    assert sorted(flat(shuffled)) == list(range(256))
+
+
+@pytest.mark.parametrize(
+    "order", [range(255), [0] * 256, range(1, 257), np.arange(256.0), []]
+)
+def test_an_order_must_be_a_permutation(order):
+    with pytest.raises(ValueError, match=r"must be a permutation of range\(256\)"):
+        list(sampler(order=order))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"rank": 1}, ValueError, "rank=1; allowed are 0 to 0"),
+        ({"rank": -1}, ValueError, "rank=-1"),
+        ({"rank": 0.0}, TypeError, "rank must be an integer"),
+        ({"num_replicas": 0}, ValueError, "num_replicas must be >= 1"),
+        ({"num_replicas": 2.0}, TypeError, "num_replicas must be an integer"),
+        ({"seed": 1.5}, TypeError, "seed must be an integer"),
+        ({"dataset_size": None}, TypeError, "either dataset= or dataset_size="),
+        ({"dataset": range(256)}, TypeError, "either dataset= or dataset_size="),
+        ({"dataset_size": 256.0}, TypeError, "dataset_size must be an integer"),
+        ({"dataset": 256, "dataset_size": None}, TypeError, "has no length"),
+        ({"trace": None}, TypeError, "needs trace="),
+        ({"dataset_size": 31}, ValueError, "fewer than one minibatch"),
+        ({"minibatch_size": 0}, ValueError, "minibatch_size must be >= 1"),
+    ],
+)
+def test_bad_arguments(options, error, message):
+    with pytest.raises(error, match=message):
+        sampler(**options)
+
+
+def test_replica_defaults_to_the_callers(monkeypatch):
+    import xla_replica
+
+    class Third(xla_replica.LocalReplica):
+        def __init__(self) -> None:
+            super().__init__("cpu")
+            self.rank, self.num_replicas = 2, 4
+
+    monkeypatch.setattr(xla_replica, "current", Third)
+    one = vbs.CustomSampler(range(256), [128, 128])
+    assert (one.rank, one.num_replicas) == (2, 4)
+
+
+def test_what_is_dropped_is_logged_on_rank_0(caplog):
+    with caplog.at_level(logging.INFO):
+        sampler(trace=[64, 96, 128])
+        sampler(trace=[64, 96, 128], num_replicas=2, rank=1)
+        sampler(trace=[64, 96, 128], verbose=False)
+    assert len(caplog.records) == 1
+    assert "2 steps from step 0 on, 96 of 256 samples dropped" in caplog.text
+
+
+def test_an_empty_epoch_warns(caplog):
+    one = sampler()
+    one.set_epoch(1)
+    assert "epoch 1 is empty" in caplog.text
+    assert one.num_epochs == 1
