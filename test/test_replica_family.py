@@ -49,6 +49,7 @@ def every_verb(rank: int) -> dict[str, object]:
         "seeded": seeded,
         "empty": replica.fetch([]),
         "text": str(replica),
+        "aliased": replica.fetch([number])[0].data_ptr() == number.data_ptr(),
     }
 
 
@@ -88,6 +89,11 @@ def test_broadcast_takes_the_source_and_nothing_else(outcomes):
         assert flag.tolist() == [True]
         assert flag.dtype == torch.bool
         assert number.tolist() == [10 * len(outcomes)]
+
+
+def test_a_fetched_tensor_is_a_copy(outcomes):
+    """Also on a CPU: what is done to the model later must not change it."""
+    assert not any(outcome["aliased"] for outcome in outcomes)
 
 
 def test_gather_is_in_order_of_rank(outcomes):

@@ -102,7 +102,7 @@ class Replica(abc.ABC):
 
         Blocks until they are computed. The only verb that reads a device back.
         """
-        return [tensor.detach().cpu() for tensor in tensors]
+        return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
 
     def send(self, batch: Any) -> Any:
         """``batch`` with every tensor in it on this replica's device.
