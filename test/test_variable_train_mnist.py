@@ -1,0 +1,164 @@
+"""The MNIST script from end to end, as a user starts it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import handwritten_digits
+import pandas as pd
+import pytest
+import variable_train_mnist
+from support.replicas import HAS_XLA, needs_xla
+
+HERE = Path(__file__).resolve().parent
+SCRIPT = HERE / "variable_train_mnist.py"
+
+
+def environment() -> dict[str, str]:
+    """Nothing of this project on the path: a checkout must do."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RANK")}
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
+def run(*arguments: object, command=(sys.executable,), cwd: Path) -> tuple[int, str]:
+    """(exit status, output) of the script."""
+    words = [*command, SCRIPT, "--no-progress", *arguments]
+    done = subprocess.run(
+        [str(word) for word in words],
+        cwd=cwd,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    return done.returncode, done.stdout
+
+
+def check_output(folder: Path, text: str, num_batch_sizes: int) -> pd.DataFrame:
+    history = pd.read_csv(folder / "history.csv")
+    assert history["batch_size"].nunique() == num_batch_sizes
+    assert history["step"].tolist() == list(range(len(history)))
+    assert history["accuracy"].notna().sum() >= 1
+    assert history["loss"].notna().sum() >= 1
+    assert (folder / "training.png").stat().st_size > 10_000
+    assert list(folder.glob("events.out.tfevents.*"))
+    assert f"{len(history)} updates with {num_batch_sizes} distinct batch" in text
+    return history
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("xla", marks=needs_xla), "cpu"], ids=str
+)
+def test_fake_digits_are_learnt_on_two_replicas(tmp_path, device):
+    status, text = run(
+        "--dataset", "fake", "--num-replicas", 2, "--device", device, "--epochs", 4,
+        "--logdir", tmp_path / "log", "--target-accuracy", 80, "--log-steps", 2,
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert status == 0, text
+    history = check_output(tmp_path / "log", text, num_batch_sizes=7)
+    # 0.05 at 128 samples, by the linear rule.
+    assert (history["lr"] / history["batch_size"]).round(9).nunique() == 1
+
+
+def test_under_torchrun(tmp_path):
+    """Two gloo processes; one of them writes, both exit alike."""
+    status, text = run(
+        "--dataset", "fake", "--epochs", 1, "--logdir", "log", "--device", "cpu",
+        command=(sys.executable, "-m", "torch.distributed.run", "--standalone",
+                 "--nproc_per_node", 2),
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert status == 0, text
+    check_output(tmp_path / "log", text, num_batch_sizes=3)
+    assert text.count("distinct batch sizes") == 1
+
+
+def test_one_process_from_the_script_s_folder(tmp_path):
+    """With another trace and rule; a missed target is the exit status."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text("step,batchsize\n0,64\n1,128\n")
+    status, text = run(
+        "--dataset", "fake", "--num-replicas", 1, "--trace", trace, "--rule", "root",
+        "--on-end", "stop", "--epochs", 3, "--logdir", tmp_path / "log",
+        "--target-accuracy", 99.9, "--device", "cpu",
+        cwd=HERE,
+    )  # fmt: skip
+    assert status == 1, text
+    history = check_output(tmp_path / "log", text, num_batch_sizes=2)
+    assert len(history) == 2  # the trace's, and no more
+    assert history["lr"].tolist() == pytest.approx([0.05 / 2**0.5, 0.05])
+    assert "misses 99.9 %" in text
+
+
+@pytest.mark.parametrize("rule", sorted(variable_train_mnist.RULES))
+def test_every_rule_trains(tmp_path, rule):
+    status, text = run(
+        "--dataset", "fake", "--num-replicas", 1, "--rule", rule, "--epochs", 1,
+        "--logdir", "log", "--device", "cpu", "--max-grad-norm", 1,
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert status == 0, text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_XLA, reason="torch_xla is not installed")
+def test_digits_reach_97_percent_on_eight_replicas(tmp_path):
+    """What `make mnist` shows."""
+    pytest.importorskip("sklearn")
+    status, text = run(
+        "--dataset", "digits", "--target-accuracy", 97, "--logdir", "log", cwd=tmp_path
+    )
+    assert status == 0, text
+    assert "on replica 0 of 8 on xla:0" in text
+    history = check_output(tmp_path / "log", text, num_batch_sizes=17)
+    assert history["accuracy"].dropna().iloc[-1] >= 97
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--epochs", 0], "--epochs must be at least 1, got 0"),
+        (["--rule", "lars"], "invalid choice: 'lars'"),
+        (["--trace", "nofile.csv", "--dataset", "fake"], "nofile.csv"),
+        (["--batch-size", 48, "--dataset", "fake"], "no multiple of minibatch_size=48"),
+    ],
+)
+def test_bad_arguments_say_so(tmp_path, arguments, message):
+    status, text = run(*arguments, "--num-replicas", 1, "--device", "cpu", cwd=tmp_path)
+    assert status not in (0, 1) or "Error" in text
+    assert message in text
+
+
+def test_help_teaches():
+    text = subprocess.run(
+        [sys.executable, SCRIPT, "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    for word in ("torchrun", "--trace", "--rule", "default: MNIST if it can be had"):
+        assert word in text
+
+
+def test_digits_stand_in_for_mnist_and_say_so(monkeypatch, caplog):
+    def offline(folder: str) -> handwritten_digits.Digits:
+        raise RuntimeError("Error downloading\nno route to host")
+
+    monkeypatch.setattr(handwritten_digits, "_mnist", offline)
+    assert handwritten_digits.choose(None, "data") == "digits"
+    assert len(caplog.records) == 1
+    assert "(no route to host); using the 1797 real handwritten" in caplog.text
+    assert handwritten_digits.choose("fake", "data") == "fake"
+
+
+@pytest.mark.parametrize("name", ["digits", "fake"])
+def test_datasets(name):
+    data = handwritten_digits.load(name, "unused")
+    for images, labels in (data[:2], data[2:]):
+        assert images.dtype == data.train_images.dtype
+        assert images.shape[1:] == (1, 8, 8)
+        assert len(images) == len(labels)
+        assert set(labels.tolist()) == set(range(10))
+    assert data.train_images.max() > 200

@@ -1,0 +1,262 @@
+"""What an elastic step costs, measured side by side.
+
+1. An elastic step against a hand-written loop that accumulates, all-reduces and steps,
+   on the same model and replicas, in alternating rounds of one run: a ratio.
+2. Compilations and time per step with 1, 4 and 16 distinct batch sizes.
+3. The schedule of a trace of ten million steps: time and memory to the first epoch.
+
+    python tools/bench_step.py --output docs/benchmarks/bench_step.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import variable_batch_size as vbs
+import xla_replica
+
+MINIBATCH = 32
+LR = 0.05
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32 * 49, 10),
+    )
+
+
+class Setup:
+    """One replica's model, data and inner optimizer; the same for both loops."""
+
+    def __init__(self, trace: list[int], num_steps: int) -> None:
+        self.replica = xla_replica.current()
+        with self.replica.seeded(0):
+            self.model = make_model()
+            minibatch = torch.randn(MINIBATCH, 1, 14, 14), torch.arange(MINIBATCH) % 10
+        self.model.to(self.replica.device)
+        self.minibatch = self.replica.send(minibatch)  # loading is not what we measure
+        self.inner = torch.optim.SGD(self.model.parameters(), LR, momentum=0.9)
+        steps = np.resize(trace, num_steps)
+        self.sampler = vbs.CustomSampler(
+            dataset_size=int(steps.sum()),
+            trace=steps,
+            minibatch_size=MINIBATCH,
+            on_end="cycle",
+            verbose=False,
+        )
+
+    def backward(self) -> None:
+        images, labels = self.minibatch
+        F.cross_entropy(self.model(images), labels).backward()
+
+
+def elastic_epoch(setup: Setup) -> Callable[[int], None]:
+    optimizer = vbs.LinearRuleOptimizer(setup.inner, setup.sampler, ref_batchsize=128)
+
+    def run(epoch: int) -> None:
+        setup.sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        for _ in range(len(setup.sampler)):
+            setup.backward()
+            optimizer.step()
+
+    return run
+
+
+def hand_written_epoch(setup: Setup) -> Callable[[int], None]:
+    """What a careful user of torch_xla writes, without any of our checks."""
+    replica, inner = setup.replica, setup.inner
+    gradients = [torch.zeros_like(p) for p in setup.model.parameters()]
+    for parameter, gradient in zip(setup.model.parameters(), gradients):
+        parameter.grad = gradient
+    replica.sync()
+    plan = setup.sampler.plan
+    substeps = plan.num_substeps(replica.rank).tolist()
+    minibatches = plan.num_minibatches.tolist()
+
+    def run(epoch: int) -> None:
+        del epoch
+        for mine, total in zip(substeps, minibatches):
+            for _ in range(mine):
+                setup.backward()
+                replica.sync()
+            divisor = replica.scalar(total)
+            replica.sum_(gradients)
+            for gradient in gradients:
+                gradient.div_(divisor)
+            inner.param_groups[0]["lr"] = LR * total * MINIBATCH / 128
+            inner.step()
+            for gradient in gradients:
+                gradient.zero_()
+            replica.sync()
+
+    return run
+
+
+def timed(
+    replica: xla_replica.Replica, run: Callable[[int], None], epoch: int
+) -> float:
+    replica.barrier()
+    start = time.perf_counter()
+    run(epoch)
+    replica.barrier()
+    return time.perf_counter() - start
+
+
+def compare_replica(
+    rank: int, trace: list[int], num_steps: int, rounds: int
+) -> dict[str, list[float]]:
+    """Seconds per step of both loops, in alternating rounds."""
+    loops = {}
+    for name, make in (("elastic", elastic_epoch), ("by hand", hand_written_epoch)):
+        setup = Setup(trace, num_steps)
+        loops[name] = (setup, make(setup))
+    seconds: dict[str, list[float]] = {name: [] for name in loops}
+    for epoch in range(rounds + 2):
+        for name, (setup, run) in loops.items():
+            elapsed = timed(setup.replica, run, epoch)
+            if epoch >= 2:  # the first two compile
+                seconds[name].append(elapsed / num_steps)
+    return seconds
+
+
+def count_replica(rank: int, num_sizes: int, num_steps: int) -> tuple[int, float]:
+    """(compilations in all, seconds per step afterwards), mean batch size constant."""
+    replica = xla_replica.current()
+    base = 2 * replica.num_replicas
+    spread = np.linspace(-base + 1, base - 1, num_sizes).round().astype(int)
+    sizes = (base + spread) if num_sizes > 1 else np.array([base])
+    assert len(set(sizes.tolist())) == num_sizes
+    setup = Setup((sizes * MINIBATCH).tolist(), num_steps)
+    run = elastic_epoch(setup)
+    replica.barrier()
+    with xla_replica.count() as counts:
+        for epoch in range(2):
+            timed(replica, run, epoch)
+    seconds = [timed(replica, run, epoch) for epoch in range(2, 5)]
+    return counts.compilations, statistics.median(seconds) / num_steps
+
+
+def schedule_of_a_long_trace(num_steps: int) -> dict[str, float]:
+    sizes = np.resize([1024, 2048, 4096, 512], num_steps)
+    start = time.perf_counter()
+    schedule = vbs.Schedule(vbs.Trace(sizes), 1_281_167, MINIBATCH)
+    schedule.plan(0, 8)
+    first = time.perf_counter() - start
+    start = time.perf_counter()
+    num_epochs = int(schedule.num_epochs)
+    every = time.perf_counter() - start
+    del schedule
+    tracemalloc.start()
+    vbs.Schedule(vbs.Trace(sizes), 1_281_167, MINIBATCH).plan(0, 8)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return {
+        "steps": num_steps,
+        "seconds_to_first_epoch": first,
+        "microseconds_per_further_epoch": 1e6 * every / num_epochs,
+        "peak_bytes_per_step": peak / num_steps,
+    }
+
+
+def versions() -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+    }
+    for name in ("torch", "torch_xla", "numpy"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", choices=xla_replica.DEVICES, help="default: as launch"
+    )
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--rounds", type=int, default=15, help="of each loop")
+    parser.add_argument("--steps", type=int, default=8, help="in a round")
+    parser.add_argument("--trace-steps", type=int, default=10**7)
+    parser.add_argument("--output", type=Path, help="JSON with results and versions")
+    args = parser.parse_args()
+    result: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "versions": versions()}
+
+    print("An elastic step against a loop written by hand (2 minibatches per replica)")
+    result["elastic_over_by_hand"] = {}
+    for num_replicas in args.replicas:
+        trace = [2 * num_replicas * MINIBATCH]
+        seconds = xla_replica.launch(
+            compare_replica, (trace, args.steps, args.rounds), num_replicas, args.device
+        )[0]
+        medians = {name: statistics.median(values) for name, values in seconds.items()}
+        pairs = zip(seconds["elastic"], seconds["by hand"])
+        ratio = statistics.median(elastic / by_hand for elastic, by_hand in pairs)
+        result["elastic_over_by_hand"][num_replicas] = {
+            "ratio": ratio,
+            "milliseconds": {name: 1e3 * value for name, value in medians.items()},
+        }
+        print(
+            f"  {num_replicas} replicas: {ratio:.3f} times "
+            f"({1e3 * medians['elastic']:.2f} ms against "
+            f"{1e3 * medians['by hand']:.2f} ms)"
+        )
+
+    print("Distinct batch sizes: compilations, time per step")
+    result["distinct_batch_sizes"] = {}
+    for num_replicas in args.replicas:
+        for num_sizes in (1, 4, 16):
+            if num_sizes > 4 * num_replicas - 1:
+                continue
+            compilations, seconds = xla_replica.launch(
+                count_replica, (num_sizes, 16), num_replicas, args.device
+            )[0]
+            result["distinct_batch_sizes"][f"{num_sizes} on {num_replicas}"] = {
+                "compilations": compilations,
+                "milliseconds": 1e3 * seconds,
+            }
+            print(
+                f"  {num_sizes:2} sizes on {num_replicas} replicas: {compilations} "
+                f"compilations, {1e3 * seconds:.2f} ms"
+            )
+
+    print(f"Schedule of a trace of {args.trace_steps:,} steps")
+    result["schedule"] = schedule_of_a_long_trace(args.trace_steps)
+    for name, value in result["schedule"].items():
+        print(f"  {name.replace('_', ' ')}: {value:,.3g}")
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(result, indent=2) + "\n")
+        print(f"saved to {args.output}")
+
+
+if __name__ == "__main__":
+    main()
