@@ -8,8 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from xla_replica import DeviceLoader
-from xla_replica.loader import to_device
+from xla_replica import DeviceLoader, LocalReplica
 
 META = torch.device("meta")
 
@@ -21,7 +20,7 @@ class Pair(NamedTuple):
 
 def test_tensors_move_wherever_they_sit():
     batch = {"pair": Pair(torch.ones(2), "a"), "list": [torch.ones(1), 3], "none": None}
-    moved = to_device(batch, META)
+    moved = send(batch)
     assert moved["pair"].x.device == META
     assert moved["pair"].name == "a"
     assert moved["list"][0].device == META
@@ -30,7 +29,7 @@ def test_tensors_move_wherever_they_sit():
 
 
 def send(batch):
-    return to_device(batch, META)
+    return LocalReplica(META).send(batch)
 
 
 def test_every_batch_comes_once_and_in_order():

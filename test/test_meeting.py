@@ -74,3 +74,12 @@ def test_who_has_left_is_not_waited_for():
     meeting.leave(1)
     with pytest.raises(ReplicaError, match="replica 1 returned while replica 0 wait"):
         meeting.meet(0, sums(4))
+
+
+def test_the_end_is_waited_for_within_the_timeout():
+    meeting = Meeting(2, timeout=0.2)
+    meeting.leave(0)
+    with pytest.raises(ReplicaError, match="replica 1 did not reach the end of its"):
+        meeting.wait_for_all_to_leave()
+    meeting.leave(1)
+    meeting.wait_for_all_to_leave()

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from support.replicas import BACKENDS, SEVERAL_REPLICAS
+from support.replicas import BACKENDS, SEVERAL_REPLICAS, Backend
 from torch.utils.data import DataLoader, Dataset
 
 import xla_replica
@@ -24,6 +24,7 @@ def every_verb(rank: int) -> dict[str, object]:
         torch.ones((), dtype=torch.int64, device=replica.device),
         torch.ones(3, 2, device=replica.device).t() * number,  # not contiguous
         torch.zeros(0, device=replica.device),
+        torch.ones(2, dtype=torch.bfloat16, device=replica.device),
     ]
     replica.sync()
     replica.sum_(sums)
@@ -33,6 +34,7 @@ def every_verb(rank: int) -> dict[str, object]:
         torch.where(number == replica.num_replicas, 7.0 * torch.ones_like(nan), nan),
         number == replica.num_replicas,
         (number * 10).to(torch.int64),
+        number.reshape(()).clone(),
     ]
     replica.broadcast_(sent, source=last)
     gathered = replica.gather(number.reshape(1, 1))
@@ -43,9 +45,9 @@ def every_verb(rank: int) -> dict[str, object]:
     fetched = replica.fetch([*sums, *sent, gathered])
     return {
         "place": (replica.rank, replica.num_replicas, rank, replica.is_master),
-        "sums": fetched[:5],
-        "sent": fetched[5:8],
-        "gathered": fetched[8],
+        "sums": fetched[:6],
+        "sent": fetched[6:10],
+        "gathered": fetched[10],
         "seeded": seeded,
         "empty": replica.fetch([]),
         "text": str(replica),
@@ -74,6 +76,7 @@ def test_sums_are_sums_of_every_dtype_and_shape(outcomes):
         torch.tensor(n),
         torch.full((2, 3), total),
         torch.zeros(0),
+        torch.full((2,), n, dtype=torch.bfloat16),
     ]
     for outcome in outcomes:
         for value, reference in zip(outcome["sums"], expected, strict=True):
@@ -84,11 +87,13 @@ def test_sums_are_sums_of_every_dtype_and_shape(outcomes):
 def test_broadcast_takes_the_source_and_nothing_else(outcomes):
     """Not even the NaN that the others hold."""
     for outcome in outcomes:
-        values, flag, number = outcome["sent"]
+        values, flag, number, scalar = outcome["sent"]
         assert values.tolist() == [7.0, 7.0]
         assert flag.tolist() == [True]
         assert flag.dtype == torch.bool
         assert number.tolist() == [10 * len(outcomes)]
+        assert scalar.shape == ()
+        assert scalar == len(outcomes)
 
 
 def test_a_fetched_tensor_is_a_copy(outcomes):
@@ -179,8 +184,43 @@ def exits(rank: int) -> None:
 
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
 def test_a_replica_that_exits_is_an_error(backend):
-    with pytest.raises(ReplicaError, match="replica 1"):
+    with pytest.raises(ReplicaError, match="replica 1 raised SystemExit: 3"):
         backend.run(exits)
+
+
+def returns_early(rank: int) -> None:
+    if rank != 1:
+        raises(rank, -1)
+
+
+def test_a_process_that_returns_early_is_an_error():
+    """Emulated replicas: see test_emulation.py."""
+    with pytest.raises(
+        ReplicaError, match=r"returned and waited 4 s|failed in sum_ of 1"
+    ):
+        Backend("cpu", 2).run(returns_early, timeout=4)
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_a_function_that_cannot_travel_is_an_error(backend):
+    with pytest.raises(TypeError, match="top level of a module"):
+        backend.run(lambda rank: rank)
+
+
+def nested(rank: int) -> tuple[str, int]:
+    [inner] = xla_replica.launch(place)
+    return inner
+
+
+def place(rank: int) -> tuple[int, int]:
+    replica = xla_replica.current()
+    assert replica.rank == rank
+    return replica.rank, replica.num_replicas
+
+
+def test_launch_joins_the_group_that_is_there():
+    """Whoever initialised it; here an outer launch."""
+    assert Backend("cpu", 2).run(nested) == [(0, 2), (1, 2)]
 
 
 # --- without other replicas ---------------------------------------------------------

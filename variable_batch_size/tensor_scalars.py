@@ -17,9 +17,10 @@ from torch.overrides import TorchFunctionMode
 Tensor = torch.Tensor
 
 _REWRITES: dict[Any, tuple[str, Callable[..., Tensor]]] = {
-    Tensor.add_: ("alpha", lambda x, y, scalar: x.addcmul_(y, scalar)),
-    Tensor.add: ("alpha", lambda x, y, scalar: x.addcmul(y, scalar)),
-    torch.add: ("alpha", lambda x, y, scalar: x.addcmul(y, scalar)),
+    # Not addcmul: torch_xla takes ten times as long to trace it.
+    Tensor.add_: ("alpha", lambda x, y, scalar: x.add_(y * scalar)),
+    Tensor.add: ("alpha", lambda x, y, scalar: x.add(y * scalar)),
+    torch.add: ("alpha", lambda x, y, scalar: x.add(y * scalar)),
     Tensor.addcmul_: ("value", lambda x, y, z, scalar: x.addcmul_(y * scalar, z)),
     Tensor.addcdiv_: ("value", lambda x, y, z, scalar: x.addcdiv_(y * scalar, z)),
 }

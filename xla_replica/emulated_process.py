@@ -9,14 +9,12 @@ memory, where it outlives an abort.
 from __future__ import annotations
 
 import ctypes
-import io
 import multiprocessing as mp
 import multiprocessing.connection
 import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +24,7 @@ from xla_replica import emulation
 from xla_replica.current import bound
 from xla_replica.environment import variables_set
 from xla_replica.errors import ReplicaError
-from xla_replica.loader import to_device
+from xla_replica.outcome import dump, dump_failure, dump_task, load, raise_failure
 
 # A process whose Python threads have not run for this long holds the interpreter lock
 # in native code; starting up (importing torch) may take a good part of it.
@@ -43,11 +41,11 @@ def run_emulated(
         ReplicaError: A replica raised, hung, left early or differed from its peers.
         TypeError: ``fn`` or ``args`` cannot be sent to another process.
     """
-    payload = _pickled(fn, args)
+    payload = dump_task(fn, args)
     context = mp.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     status = context.RawArray(ctypes.c_char, _STATUS_BYTES * num_replicas)
-    heartbeat = context.RawValue(ctypes.c_double, time.monotonic())
+    heartbeat = context.RawValue(ctypes.c_double, float("inf"))
     process = context.Process(
         target=_child_main,
         args=(sender, payload, num_replicas, timeout, status, heartbeat),
@@ -68,35 +66,21 @@ def run_emulated(
         receiver.close()
     if isinstance(message, str):
         raise ReplicaError(f"{message}. {_last_seen(status, num_replicas)}")
-    kind, content = message
-    if kind == "results":
-        return content
-    rank, text, exception = content
-    if isinstance(exception, ReplicaError):
-        raise exception
-    raise ReplicaError(text, rank) from exception
-
-
-def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    try:
-        return _dump((fn, args))
-    except Exception as error:  # pickle raises many kinds
-        raise TypeError(
-            f"launch: {fn!r} and its arguments must be picklable, because replicas "
-            "run in another process: pass a function defined at the top level of a "
-            f"module ({error})"
-        ) from error
+    succeeded, content = message
+    if not succeeded:
+        raise_failure(content)
+    return load(content)
 
 
 def _outcome(
     process: Any, receiver: Any, heartbeat: Any, frozen_after: float
-) -> tuple[str, Any] | str:
-    """The child's message, or a sentence that says how it died without one."""
+) -> tuple[bool, bytes] | str:
+    """Whether the child succeeded and what it says, or how it died without a word."""
     while True:
         multiprocessing.connection.wait([receiver, process.sentinel], timeout=1.0)
         if receiver.poll():
             try:
-                return _load(receiver.recv_bytes())
+                return receiver.recv()
             except EOFError:
                 process.join()
         if process.exitcode is not None:
@@ -132,19 +116,6 @@ def _read_status(status: Any, num_replicas: int) -> list[str]:
     return [row.split(b"\0", 1)[0].decode(errors="replace") for row in rows]
 
 
-def _dump(value: Any) -> bytes:
-    # torch.save, not a multiprocessing queue: tensors travel by value, and nothing
-    # of the child is needed once it has gone.
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def _load(data: bytes) -> Any:
-    # Our own child's or parent's bytes: any picklable value is meant.
-    return torch.load(io.BytesIO(data), weights_only=False)
-
-
 # --- in the child -------------------------------------------------------------------
 
 
@@ -173,10 +144,10 @@ def _child_main(
         emulator = emulation.Emulator(num_replicas, timeout, report)
         # Before the user's module is imported: it may take names from torch_xla.
         emulator.install()
-        fn, args = _load(payload)
+        fn, args = load(payload)
     except BaseException as error:
         outcome.fail(None, error)
-    results: dict[int, Any] = {}
+    results: dict[int, bytes] = {}
 
     def run_replica() -> None:
         from xla_replica.xla import XlaReplica
@@ -189,13 +160,20 @@ def _child_main(
                 with bound(replica):
                     result = fn(rank, *args)
                 replica.sync()
-                results[rank] = to_device(result, torch.device("cpu"))
+                results[rank] = _dump_result(result)
         except BaseException as error:
             # At once: peers would wait in a collective until XLA aborts the process.
             outcome.fail(rank, error)
 
     pjrt._run_thread_per_device(0, 1, run_replica, pjrt.initialize_multiprocess)
     outcome.succeed([results[rank] for rank in range(num_replicas)])
+
+
+def _dump_result(result: Any) -> bytes:
+    try:
+        return dump(result)
+    except Exception as error:  # pickle raises many kinds
+        raise TypeError(f"the replica's result cannot be pickled: {error}") from error
 
 
 class _Outcome:
@@ -205,32 +183,20 @@ class _Outcome:
         self._sender = sender
         self._once = threading.Lock()
 
-    def succeed(self, results: list[Any]) -> None:
-        try:
-            message = _dump(("results", results))
-        except Exception as error:  # pickle raises many kinds
-            self.fail(None, TypeError(f"a replica's result cannot be pickled: {error}"))
+    def succeed(self, results: list[bytes]) -> None:
         # The normal way out: what the user's code registered for the exit still runs.
-        self._send(message)
+        self._send(True, dump([load(result) for result in results]))
 
     def fail(self, rank: int | None, error: BaseException) -> None:
         self._once.acquire()  # for good: the first failure is the cause
-        who = "the emulated replicas" if rank is None else f"replica {rank}"
-        trace = "".join(traceback.format_exception(error))
-        text = f"{who} raised {type(error).__name__}: {error}\n\n{trace}"
-        try:
-            message = _dump(("failure", (rank, text, error)))
-            _load(message)
-        except Exception:  # the exception itself cannot travel; its text can
-            message = _dump(("failure", (rank, text, None)))
-        self._send(message)
+        self._send(False, dump_failure(rank, error))
         # Not sys.exit: threads may be stuck in native code for ever.
         os._exit(1)
 
-    def _send(self, message: bytes) -> None:
+    def _send(self, succeeded: bool, content: bytes) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        self._sender.send_bytes(message)
+        self._sender.send((succeeded, content))
         self._sender.close()
 
 

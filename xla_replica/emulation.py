@@ -96,18 +96,22 @@ class Emulator:
         rank = self._xr.global_ordinal()
         self.meeting.enter(rank)
         self._alive.append(torch.zeros(1).to(self._torch_xla.device()))  # cure 5
-        with _FetchGuard(self):
+        with _FetchGuard(self, rank):
             yield rank
             self._torch_xla.sync()
         self._report(rank, "returned")
         self.meeting.leave(rank)
+        self.meeting.wait_for_all_to_leave()
+
+    def has_pending(self, rank: int) -> bool:
+        """Whether replica ``rank`` has traced a collective that has not run."""
+        return bool(self._pending[rank])
 
     def settle(self) -> None:
-        """Syncs the calling replica if its pending graph holds a collective."""
-        if self._pending[self._xr.global_ordinal()]:
-            # Not the raw step marker: only sync resets the chain of all-reduce
-            # tokens, without which every call would be a new graph.
-            self._torch_xla.sync()
+        """Runs what the calling replica has pending."""
+        # Not the raw step marker: only sync resets the chain of all-reduce tokens,
+        # without which every call would be a new graph.
+        self._torch_xla.sync()
 
     def _announced(self, name: str, traced: Callable[..., Any]) -> Callable[..., Any]:
         """``traced``, a collective of xla_model, noted among the pending ones."""
@@ -118,7 +122,9 @@ class Emulator:
                 kwargs["pin_layout"] = False  # pinned, every replica traces another
                 args = args[:4]
             collective = Collective(_call(name, args, kwargs), _place())
-            self._pending[self._xr.global_ordinal()].append(collective)
+            rank = self._xr.global_ordinal()
+            self._pending[rank].append(collective)
+            self._report(rank, f"computing, with {collective} to be run")
             return traced(*args, **kwargs)
 
         return announce
@@ -170,32 +176,44 @@ class Emulator:
 
 _TENSOR = torch.Tensor
 _FETCHES = {
-    _TENSOR.item,
-    _TENSOR.cpu,
-    _TENSOR.tolist,
-    _TENSOR.numpy,
-    _TENSOR.__array__,
-    _TENSOR.__bool__,
-    _TENSOR.__float__,
-    _TENSOR.__int__,
-    _TENSOR.__index__,
-    _TENSOR.__contains__,
-    _TENSOR.__repr__,
-    _TENSOR.__format__,
-    _TENSOR.__deepcopy__,
-    _TENSOR.__reduce_ex__,
-    _TENSOR.is_nonzero,
-    _TENSOR.nonzero,
-    _TENSOR.equal,
-    _TENSOR.allclose,
-    _TENSOR.masked_select,
-    _TENSOR.unique,
-    torch.is_nonzero,
-    torch.nonzero,
-    torch.equal,
-    torch.allclose,
-    torch.masked_select,
-    torch.unique,
+    getattr(owner, name)
+    for owner in (torch.Tensor, torch)
+    for name in (
+        "item",
+        "cpu",
+        "tolist",
+        "numpy",
+        "__array__",
+        "__bool__",
+        "__float__",
+        "__int__",
+        "__index__",
+        "__contains__",
+        "__repr__",
+        "__format__",
+        "__deepcopy__",
+        "__reduce_ex__",
+        "allclose",
+        "argwhere",
+        "bincount",
+        "equal",
+        "is_nonzero",
+        "masked_select",
+        "nonzero",
+        "repeat_interleave",
+        "unique",
+        "unique_consecutive",
+    )
+    if callable(getattr(owner, name, None))
+    and (owner is torch.Tensor or name[0] != "_")
+}
+_MAY_FETCH = {
+    _TENSOR.copy_,
+    _TENSOR.to,
+    _TENSOR.__getitem__,
+    _TENSOR.__setitem__,
+    _TENSOR.where,
+    torch.where,
 }
 
 
@@ -203,33 +221,46 @@ class _FetchGuard(TorchFunctionMode):
     """Syncs before any call that may read the device back.
 
     Such a call compiles and runs a graph of its own, past the lock and the meeting. It
-    costs nothing where no collective is pending.
+    costs nothing where no collective is pending. It does not see what autograd's own
+    threads call: a hook that sums must not fetch.
     """
 
-    def __init__(self, emulator: Emulator) -> None:
+    def __init__(self, emulator: Emulator, rank: int) -> None:
         super().__init__()
         self._emulator = emulator
+        self._rank = rank
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         del types
         kwargs = kwargs or {}
-        if func in _FETCHES or _copies_to_host(func, args, kwargs):
+        if self._emulator.has_pending(self._rank) and (
+            func in _FETCHES or (func in _MAY_FETCH and _fetches(func, args, kwargs))
+        ):
             self._emulator.settle()
         return func(*args, **kwargs)
 
 
-def _copies_to_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    if func is _TENSOR.copy_:
-        target, source = args[0], kwargs.get("src", args[1] if len(args) > 1 else None)
-        return target.device.type == "cpu" and _on_xla(source)
-    if func is _TENSOR.to and _on_xla(args[0]):
+def _fetches(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether this call of one of `_MAY_FETCH` reads the device back."""
+    if func is _TENSOR.to:
         target = kwargs.get("device", args[1] if len(args) > 1 else None)
         if isinstance(target, torch.Tensor):
             target = target.device
-        return isinstance(target, (str, torch.device)) and (
-            torch.device(target).type == "cpu"
-        )
-    return False
+        is_device = isinstance(target, (str, torch.device))
+        return _on_xla(args[0]) and is_device and torch.device(target).type == "cpu"
+    if func in (torch.where, _TENSOR.where):
+        return len(args) + len(kwargs) == 1  # the positions of the true elements
+    if func is _TENSOR.__getitem__:
+        return _on_xla(args[0]) and _has_tensor(args[1])
+    # copy_ and item assignment, into a tensor on the host
+    return not _on_xla(args[0]) or (
+        func is _TENSOR.__setitem__ and _has_tensor(args[1])
+    )
+
+
+def _has_tensor(index: Any) -> bool:
+    indices = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(one, torch.Tensor) for one in indices)
 
 
 def _on_xla(value: Any) -> bool:

@@ -24,7 +24,7 @@ def launch(
     num_replicas: int | None = None,
     device: str | None = None,
     *,
-    timeout: float = 120.0,
+    timeout: float = 300.0,
 ) -> list[Any]:
     """Runs ``fn(rank, *args)`` on every replica and returns their results by rank.
 
@@ -41,16 +41,18 @@ def launch(
              asked for, 'xla' where torch_xla is installed, else 'cpu'
     ======== ==================================================================
 
-    Under torchrun this process already is one replica: the group is joined and ``fn``
-    called here, and the list holds this replica's result alone.
+    Under torchrun, wherever else ``WORLD_SIZE`` is set, and after
+    ``init_process_group`` this process already is one replica: its group is joined and
+    ``fn`` called here, and the list holds this replica's result alone.
 
     Args:
         fn: A function defined at the top level of a module.
         args: Arguments after the rank; picklable, as is the result.
         num_replicas: Default: every chip or GPU there is, one on a CPU.
         device: One of the table; default None.
-        timeout: Seconds that a replica may be late at a collective before the run is
-            ended with an error. On emulated replicas an exception ends it at once.
+        timeout: Seconds that a replica may be late, at a collective or behind the last
+            of its peers to return, before the run is ended with an error. On emulated
+            replicas an exception ends it at once.
 
     Raises:
         ReplicaError: A replica raised (its exception is ``__cause__``), hung, left
@@ -60,8 +62,8 @@ def launch(
         TypeError: ``fn`` or ``args`` cannot be sent to another process.
     """
     _check_arguments(num_replicas, device, timeout)
-    if _under_torchrun():
-        return _launch_under_torchrun(fn, args, num_replicas, device, timeout)
+    if _is_one_of_several_processes():
+        return _launch_here(fn, args, num_replicas, device, timeout)
     device = device or _default_device(num_replicas)
     logger.info("launching %s replicas on %s", num_replicas or "all", device)
     if device == "xla":
@@ -80,7 +82,7 @@ def launch(
     return run_processes(fn, args, num_replicas, device, timeout)
 
 
-def _launch_under_torchrun(
+def _launch_here(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     num_replicas: int | None,
@@ -91,13 +93,14 @@ def _launch_under_torchrun(
         return tpu.run_on_tpu(fn, args, num_replicas)
     if device == "xla":
         raise ValueError(
-            "device='xla' under torchrun needs a TPU: XLA replicas on a CPU live in "
-            "one process. Start the script with python, or use device='cpu'"
+            "device='xla' in one of several processes needs a TPU: XLA replicas on a "
+            "CPU live in one process. Start the script with python, or use "
+            "device='cpu'"
         )
-    from xla_replica.processes import run_under_torchrun
+    from xla_replica.processes import run_in_this_process
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return [run_under_torchrun(fn, args, num_replicas, device, timeout)]
+    return [run_in_this_process(fn, args, num_replicas, device, timeout)]
 
 
 def _check_arguments(
@@ -133,7 +136,7 @@ def default_num_replicas(device: str | None = None, on_cpu: int = 1) -> int | No
         None, which means all there are, under torchrun, on a TPU and on GPUs; on a CPU,
         where any number can be had, ``on_cpu``.
     """
-    if _under_torchrun():
+    if _is_one_of_several_processes():
         return None
     device = device or _default_device(on_cpu)
     if device == "cuda" or (device == "xla" and tpu.has_tpu()):
@@ -151,5 +154,12 @@ def _default_device(num_replicas: int | None) -> str:
     return "xla" if tpu.is_installed() else "cpu"
 
 
-def _under_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ
+def _is_one_of_several_processes() -> bool:
+    """Whether torchrun, another launcher or the user has made this a replica."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return True
+    return (
+        "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"
+    )

@@ -92,14 +92,14 @@ def _drain(waiting: queue.Queue[Any]) -> None:
         return
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """``batch`` with every tensor in it on ``device``; other leaves as they are."""
+def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``batch`` with every tensor in it replaced; other leaves as they are."""
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
+        return function(batch)
     if isinstance(batch, Mapping):
-        return type(batch)({k: to_device(v, device) for k, v in batch.items()})
+        return {key: map_tensors(value, function) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(v, device) for v in batch))
+        return type(batch)(*(map_tensors(value, function) for value in batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(to_device(v, device) for v in batch)
+        return type(batch)(map_tensors(value, function) for value in batch)
     return batch

@@ -9,10 +9,11 @@ becomes a `ReplicaError` that names the replica, the collective and the cause.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from xla_replica.errors import ReplicaError
 
@@ -78,6 +79,24 @@ class Meeting:
             self._returned.add(rank)
             self._changed.notify_all()
 
+    def wait_for_all_to_leave(self) -> None:
+        """Blocks until every replica has returned.
+
+        Raises:
+            ReplicaError: For ``timeout`` seconds no further replica has.
+        """
+        with self._changed:
+            while (num_returned := len(self._returned)) < self.num_replicas:
+                if not self._changed.wait_for(
+                    functools.partial(self._more_returned_than, num_returned),
+                    self.timeout,
+                ):
+                    late = sorted(set(range(self.num_replicas)) - self._returned)
+                    raise self._late(late, "the end of its run", self._returned)
+
+    def _more_returned_than(self, number: int) -> bool:
+        return len(self._returned) > number
+
     def meet(self, rank: int, collectives: Sequence[Collective]) -> Round:
         """Blocks until every replica has come with the same collectives.
 
@@ -97,7 +116,8 @@ class Meeting:
                 lambda: here.open or self._gone(here), self.timeout
             )
             if not settled:
-                raise self._late(here)
+                late = sorted(set(range(self.num_replicas)) - set(here.arrived))
+                raise self._late(late, _first(here), here.arrived)
             if not here.open:
                 raise self._left(here)
             if here.error is not None:
@@ -117,16 +137,17 @@ class Meeting:
             gone[0],
         )
 
-    def _late(self, here: Round) -> ReplicaError:
-        late = sorted(set(range(self.num_replicas)) - set(here.arrived))
+    def _late(
+        self, late: Sequence[int], goal: str, in_time: Iterable[int]
+    ) -> ReplicaError:
         stacks = "\n".join(
             f"{_name([rank])} is at:\n{_stack(self._threads.get(rank))}"
             for rank in late
         )
         return ReplicaError(
-            f"{_name(late)} did not reach {_first(here)} within {self.timeout:g} s of "
-            f"the first of {_name(here.arrived)}. If that is mere slowness, "
-            f"raise launch(..., timeout=).\n{stacks}",
+            f"{_name(late)} did not reach {goal} within {self.timeout:g} s of "
+            f"{_name(in_time)}. If that is mere slowness, raise "
+            f"launch(..., timeout=).\n{stacks}",
             late[0],
         )
 
@@ -166,7 +187,7 @@ def _first(here: Round) -> str:
     return ", ".join(str(collective) for collective in here.arrived[rank])
 
 
-def _name(ranks) -> str:
+def _name(ranks: Iterable[int]) -> str:
     ranks = sorted(ranks)
     numbers = ", ".join(str(rank) for rank in ranks)
     return f"replica {numbers}" if len(ranks) == 1 else f"replicas {numbers}"

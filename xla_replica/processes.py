@@ -13,10 +13,12 @@ import torch
 
 from xla_replica.current import bound
 from xla_replica.errors import ReplicaError
-from xla_replica.outcome_files import (
-    read_failure,
+from xla_replica.outcome import (
+    dump_failure,
+    dump_task,
+    load,
+    raise_failure,
     read_results,
-    write_failure,
     write_result,
 )
 
@@ -37,36 +39,40 @@ def run_processes(
     """
     import torch.multiprocessing as mp
 
+    task = dump_task(fn, args)
     with tempfile.TemporaryDirectory(prefix="xla_replica") as folder:
+        context = mp.spawn(
+            _run_replica,
+            args=(task, num_replicas, device, timeout, folder),
+            nprocs=num_replicas,
+            join=False,
+        )
         try:
-            mp.spawn(
-                _run_replica,
-                args=(fn, args, num_replicas, device, timeout, folder),
-                nprocs=num_replicas,
-            )
-        except mp.ProcessRaisedException as error:
-            rank = error.error_index
-            cause = read_failure(folder, rank)
-            if isinstance(cause, ReplicaError):
-                raise cause from None
-            what = "an exception" if cause is None else type(cause).__name__
-            raise ReplicaError(
-                f"replica {rank} raised {what}: {cause}\n{error}", rank
-            ) from cause
-        except mp.ProcessExitedException as error:
-            rank = error.error_index
-            raise ReplicaError(f"replica {rank} died: {error}", rank) from error
+            while not context.join():
+                pass
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            raise_failure(_first_failure(folder, error))
+        finally:  # also on Ctrl-C, which may reach this process alone
+            for process in context.processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
         return read_results(folder)
 
 
+def _first_failure(folder: str, error: Any) -> bytes:
+    """What the first replica to fail wrote, or that it died without a word."""
+    failures = sorted(
+        Path(folder).glob("*.failure"), key=lambda p: p.stat().st_mtime_ns
+    )
+    if failures:
+        return failures[0].read_bytes()
+    rank = error.error_index
+    return dump_failure(rank, ReplicaError(f"replica {rank} died: {error}", rank))
+
+
 def _run_replica(
-    rank: int,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    num_replicas: int,
-    device: str,
-    timeout: float,
-    folder: str,
+    rank: int, task: bytes, num_replicas: int, device: str, timeout: float, folder: str
 ) -> None:
     import torch.distributed as dist
 
@@ -74,49 +80,66 @@ def _run_replica(
         torch.cuda.set_device(rank)
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_replicas))
-    dist.init_process_group(
-        BACKENDS[device],
-        init_method=Path(folder, "meeting").as_uri(),
-        rank=rank,
-        world_size=num_replicas,
-        timeout=timedelta(seconds=timeout),
-    )
     try:
+        fn, args = load(task)
+        dist.init_process_group(
+            BACKENDS[device],
+            init_method=Path(folder, "meeting").as_uri(),
+            rank=rank,
+            world_size=num_replicas,
+            timeout=timedelta(seconds=timeout),
+        )
         write_result(folder, rank, _run_in_group(fn, args, device, "a process"))
-        dist.barrier()  # nobody tears its end down while a peer still sums
-    except Exception as error:
-        write_failure(folder, rank, error)
+        _wait_for_peers(rank, timeout)
+    except BaseException as error:  # a replica that exits has failed its peers too
+        path = Path(folder, f"{rank:06d}")
+        path.write_bytes(dump_failure(rank, error))
+        path.rename(path.with_suffix(".failure"))  # never read half-written
         raise
     dist.destroy_process_group()
 
 
-def run_under_torchrun(
+def _wait_for_peers(rank: int, timeout: float) -> None:
+    """Nobody tears its end down while a peer still sums."""
+    import torch.distributed as dist
+
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        raise ReplicaError(
+            f"replica {rank} returned and waited {timeout:g} s for its peers, which "
+            f"still run or have failed: {error}",
+            rank,
+        ) from error
+
+
+def run_in_this_process(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     num_replicas: int | None,
     device: str,
     timeout: float,
 ) -> Any:
-    """Joins torchrun's group if nobody has; runs ``fn(rank, *args)`` right here.
+    """Joins the group of this job if nobody has; runs ``fn(rank, *args)`` right here.
 
     Raises:
-        ValueError: torchrun started another number of processes.
+        ValueError: The job has another number of processes.
     """
     import torch.distributed as dist
 
-    world_size = int(os.environ["WORLD_SIZE"])
+    joined_here = not dist.is_initialized()
+    world_size = int(os.environ["WORLD_SIZE"]) if joined_here else dist.get_world_size()
     if num_replicas not in (None, world_size):
         raise ValueError(
-            f"num_replicas={num_replicas}, but torchrun started {world_size} "
-            "processes: leave num_replicas out or pass --nproc_per_node accordingly"
+            f"num_replicas={num_replicas}, but this job has {world_size} processes: "
+            "leave num_replicas out or start as many (torchrun --nproc_per_node)"
         )
-    if device == "cuda":
+    if device == "cuda" and "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    joined_here = not dist.is_initialized()
     if joined_here:
         dist.init_process_group(BACKENDS[device], timeout=timedelta(seconds=timeout))
     try:
-        return _run_in_group(fn, args, device, "launched by torchrun")
+        return _run_in_group(fn, args, device, "a process of this job")
     finally:
         if joined_here:
             dist.destroy_process_group()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from xla_replica.loader import DeviceLoader, to_device
+from xla_replica.loader import DeviceLoader, map_tensors
 
 # The CPU generator belongs to the process, and emulated replicas share the process.
 _CPU_GENERATOR_LOCK = threading.RLock()
@@ -109,7 +109,7 @@ class Replica(abc.ABC):
 
         Tensors may sit in tuples, lists and dicts; everything else stays as it is.
         """
-        return to_device(batch, self.device)
+        return map_tensors(batch, lambda t: t.to(self.device, non_blocking=True))
 
     def loader(self, batches: Iterable[Any], prefetch: int = 2) -> Iterable[Any]:
         """``batches`` as `send` moves them, ``prefetch`` ahead of the training loop.

@@ -10,7 +10,7 @@ from typing import Any
 
 from xla_replica.current import bound
 from xla_replica.environment import variables_set
-from xla_replica.outcome_files import read_results, write_result
+from xla_replica.outcome import read_results, write_result
 
 
 def is_installed() -> bool:

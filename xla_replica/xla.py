@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from xla_replica.loader import map_tensors
 from xla_replica.replica import Replica, check_source
 
 
@@ -23,19 +24,28 @@ class XlaReplica(Replica):
         import torch_xla.runtime as xr
 
         self._torch_xla, self._xm = torch_xla, xm
+        self._on_cpu = xr.device_type() == "CPU"
         super().__init__(
             xr.global_ordinal(), xr.world_size(), torch_xla.device(), reason
         )
 
     def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
-        if tensors and self.num_replicas > 1:
-            # The list form reduces in place, all tensors in one collective.
-            self._xm.all_reduce(self._xm.REDUCE_SUM, list(tensors))
+        if not tensors or self.num_replicas == 1:
+            return
+        narrow = [t for t in tensors if t.dtype == torch.bfloat16 and self._on_cpu]
+        wide = [tensor.float() for tensor in narrow]  # XLA:CPU cannot sum bfloat16
+        kept = [t for t in tensors if not any(t is other for other in narrow)]
+        # The list form reduces in place, all tensors in one collective.
+        self._xm.all_reduce(self._xm.REDUCE_SUM, [*kept, *wide])
+        for tensor, value in zip(narrow, wide):
+            tensor.copy_(value)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         value = tensor.detach().unsqueeze(0)
         if self.num_replicas == 1:
             return value.clone()
+        if tensor.dtype == torch.bfloat16 and self._on_cpu:
+            return self.gather(tensor.float()).to(torch.bfloat16)
         # Pinned layouts make torch_xla pad with the replica's own ordinal: a
         # different graph on every replica, which hangs.
         return self._xm.all_gather(value, dim=0, pin_layout=False)
@@ -45,7 +55,7 @@ class XlaReplica(Replica):
         if not tensors or self.num_replicas == 1:
             return
         # Selected, not multiplied: a NaN outside the source must not survive.
-        is_source = self.scalar(self.rank == source, torch.bool)
+        is_source = self.scalar(self.rank == source, torch.bool).reshape(())
         with torch.no_grad():
             chosen = [_select(is_source, tensor) for tensor in tensors]
             self.sum_(chosen)
@@ -76,7 +86,12 @@ class XlaReplica(Replica):
     def send(self, batch: Any) -> Any:
         # Not tensor.to(): in the loader's thread its unfinished copy would be one of
         # the live tensors that the training loop syncs, and so change the graph.
-        return self._xm.send_cpu_data_to_device(batch, self.device)
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device.type != "cpu":
+                return tensor.to(self.device)
+            return self._xm.send_cpu_data_to_device([tensor], self.device)[0]
+
+        return map_tensors(batch, move)
 
     def seed(self, seed: int) -> None:
         self._torch_xla.manual_seed(seed + self.rank, device=self.device)
