@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ class Digits(NamedTuple):
 def choose(name: str | None, folder: str) -> str:
     """``name``, or MNIST if it can be had and scikit-learn's digits if not."""
     if name is not None:
+        load(name, folder)  # downloads once, before replicas all want to
         return name
     try:
         load("mnist", folder)
@@ -50,13 +52,16 @@ def load(name: str, folder: str) -> Digits:
 
 
 def _mnist(folder: str) -> Digits:
+    from filelock import FileLock  # torch itself needs it
     from torchvision.datasets import MNIST
 
+    Path(folder).mkdir(parents=True, exist_ok=True)
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(10.0)  # a machine without a network must not hang here
     try:
-        train = MNIST(folder, train=True, download=True)
-        test = MNIST(folder, train=False, download=True)
+        with FileLock(Path(folder, "mnist.lock")):  # torchrun starts many of us
+            train = MNIST(folder, train=True, download=True)
+            test = MNIST(folder, train=False, download=True)
     finally:
         socket.setdefaulttimeout(before)
     return Digits(

@@ -20,32 +20,37 @@ class Buffers(nn.Module):
         self.register_buffer("scalar", torch.tensor(value))
         self.register_buffer("wide", torch.full((2,), value, dtype=torch.float64))
         self.register_buffer("narrow", torch.full((2,), value, dtype=torch.bfloat16))
-        self.register_buffer("table", torch.tensor([0.1, 1 / 3, 1e-30, 3e30]))
+        self.register_buffer("table", torch.tensor([0.1, 1 / 3, -3e38, -torch.inf]))
         self.register_buffer("count", torch.tensor(rank))
         self.register_buffer("empty", torch.zeros(0))
 
 
-WEIGHTS = (3.0, 0.0, 1.0)
+WEIGHTS = ((3.0, 0.0, 1.0), (0.0, 3.0, 1.0))  # also without replica 0
+MEANS = (0.5, 1.25)
 
 
-def averaged(rank: int, weights: tuple[float, ...]) -> list[torch.Tensor]:
+def averaged(rank: int) -> list[list[torch.Tensor]]:
     replica = xla_replica.current()
-    model = Buffers(rank, weights[rank]).to(replica.device)
-    vbs.average_buffers(model, weights[rank], replica)
-    return replica.fetch(list(model.buffers()))
+    outcomes = []
+    for weights in WEIGHTS:
+        model = Buffers(rank, weights[rank]).to(replica.device)
+        vbs.average_buffers(model, weights[rank], replica)
+        outcomes.append(replica.fetch(list(model.buffers())))
+    return outcomes
 
 
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
 def test_the_mean_is_weighted_and_ignores_replicas_without_samples(backend):
-    for rank, buffers in enumerate(backend.run(averaged, WEIGHTS)):
-        vector, scalar, wide, narrow, table, count, empty = buffers
-        assert torch.equal(vector, torch.full((3,), 0.5))  # (3 * 0 + 1 * 2) / 4
-        assert torch.equal(scalar, torch.tensor(0.5))
-        assert torch.equal(wide, torch.full((2,), 0.5, dtype=torch.float64))
-        assert torch.equal(narrow, torch.full((2,), 0.5, dtype=torch.bfloat16))
-        assert torch.equal(table, Buffers(0, 1.0).table)  # equal ones stay, bit for bit
-        assert count == rank
-        assert empty.numel() == 0
+    for rank, outcomes in enumerate(backend.run(averaged)):
+        for mean, buffers in zip(MEANS, outcomes, strict=True):
+            vector, scalar, wide, narrow, table, count, empty = buffers
+            assert torch.equal(vector, torch.full((3,), mean))
+            assert torch.equal(scalar, torch.tensor(mean))
+            assert torch.equal(wide, torch.full((2,), mean, dtype=torch.float64))
+            assert torch.equal(narrow, torch.full((2,), mean, dtype=torch.bfloat16))
+            assert torch.equal(table, Buffers(0, 1.0).table)  # equal: bit for bit
+            assert count == rank
+            assert empty.numel() == 0
 
 
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)

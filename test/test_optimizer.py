@@ -185,6 +185,44 @@ def test_a_scheduler_that_would_diverge_is_an_error_on_every_replica(rank):
         stepped_by_hand()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_scheduler_stepped_per_minibatch_is_an_error_on_several_replicas(rank):
+    """Nobody idles, but replica 0 runs two minibatches and replica 1 one."""
+    model, sampler, wrapper = make(trace=96, rank=rank, replicas=2)
+    scheduler = StepLR(wrapper, 1)
+
+    def stepped_every_time() -> None:
+        for _ in sampler:
+            backward(model)
+            wrapper.step()
+            scheduler.step()
+
+    if rank == 0:
+        with pytest.raises(ReplicaError, match="changed within step 0 of epoch 0"):
+            stepped_every_time()
+    else:
+        stepped_every_time()  # its own view is consistent; replica 0 ends the run
+
+
+def test_a_change_behind_set_epoch_is_an_error_where_replicas_have_joined():
+    model, _sampler, wrapper = make(trace=[32, 64, 32], replicas=2)
+    wrapper.set_epoch(0)
+    wrapper.set_lr((0.5,))  # replica 1 has done step 0 with 0.1
+    backward(model)
+    with pytest.raises(ReplicaError, match=r"before optimizer.set_epoch"):
+        wrapper.step()
+
+
+def test_a_scheduler_stepped_in_a_step_hook_is_an_error():
+    model, _sampler, wrapper = make(trace=[32, 32])
+    scheduler = StepLR(wrapper.inner, 1)
+    wrapper.register_step_post_hook(lambda *_: scheduler.step())
+    backward(model)
+    with pytest.raises(ValueError, match=r"use optimizer.attach"):
+        wrapper.step()
+    assert wrapper.get_lr() == (0.1,)
+
+
 def test_between_epochs_the_learning_rate_may_change():
     model, sampler, wrapper = idle_replica()
     for epoch in range(2):
@@ -247,6 +285,23 @@ def test_an_abandoned_epoch_warns_and_loses_its_gradients(caplog):
     assert run_epoch(model, sampler, wrapper) == [0, 1, 0, 0, 1, 0, 0, 1]
 
 
+def test_an_abandoned_epoch_is_an_error_on_several_replicas():
+    model, _, wrapper = make(trace=128, replicas=2)
+    wrapper.set_epoch(0)
+    backward(model)
+    wrapper.step()
+    with pytest.raises(
+        ReplicaError, match=r"abandoned after 0 of 2 steps, and the oth"
+    ):
+        wrapper.set_epoch(1)
+
+
+def test_set_epoch_twice_joins_idle_steps_once():
+    model, sampler, wrapper = idle_replica()
+    assert [wrapper.set_epoch(0), wrapper.set_epoch(0)] == [1, 0]
+    assert run_epoch(model, sampler, wrapper) == [3, 2]
+
+
 def test_set_epoch_behind_the_trace():
     _, sampler, wrapper = make()
     sampler.set_epoch(7)
@@ -301,6 +356,55 @@ def test_a_group_added_later_is_trained_too():
     assert wrapper.get_lr() == (0.1, 1.0)
 
 
+def test_a_group_added_behind_the_wrapper_is_an_error():
+    model, _, wrapper = make()
+    wrapper.inner.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    backward(model)
+    with pytest.raises(ValueError, match="through the wrapper's add_param_group"):
+        wrapper.step()
+
+
+def test_freezing_and_unfreezing():
+    """A frozen parameter stays, whatever its momentum; an unfrozen one is averaged."""
+    model, sampler, wrapper = make(
+        trace=64, inner=lambda ps, lr: SGD(ps, lr, momentum=0.9, weight_decay=0.1)
+    )
+    run_epoch(model, sampler, wrapper)
+    model.bias.requires_grad_(False)
+    frozen = model.bias.detach().clone()
+    for epoch in (1, 2):
+        sampler.set_epoch(epoch)
+        run_epoch(model, sampler, wrapper)
+    assert torch.equal(model.bias, frozen)
+    assert model.bias.grad is None
+    model.bias.requires_grad_(True)
+    gradients = []
+    wrapper.register_step_pre_hook(lambda *_: gradients.append(model.bias.grad.item()))
+    sampler.set_epoch(3)
+    run_epoch(model, sampler, wrapper)
+    assert gradients == [1.0] * 4
+
+
+def test_an_idle_replica_joins_with_its_kept_gradients():
+    """Even if model.zero_grad() has put None in their place."""
+    model, _sampler, wrapper = idle_replica()
+    before = model.weight.grad
+    model.zero_grad()
+    wrapper.set_epoch(0)
+    assert model.weight.grad is before
+
+
+@pytest.mark.parametrize("rule", [vbs.LinearRuleOptimizer, vbs.RootRuleOptimizer])
+def test_parameters_without_dimensions(rule):
+    scale = nn.Parameter(torch.tensor(1.0))
+    sampler = vbs.CustomSampler(range(64), 64, num_replicas=1, rank=0, verbose=False)
+    wrapper = rule(SGD([scale], 0.25), sampler, 64, replica=CPU)
+    for _ in sampler:
+        (scale * 2).backward()
+        wrapper.step()
+    assert scale.item() == 0.5
+
+
 def test_clipping_happens_after_the_average():
     model, sampler, wrapper = make(trace=[64], lr=1.0, max_grad_norm=0.5)
     run_epoch(model, sampler, wrapper)
@@ -347,6 +451,62 @@ def test_an_exception_in_the_update_restores_the_learning_rate():
         run_epoch(model, sampler, wrapper)
     assert wrapper.get_lr() == (0.1,)
     assert wrapper.param_groups[0]["weight_decay"] == 0.25
+
+
+def test_after_an_exception_training_can_go_on():
+    model, sampler, wrapper = make()
+    failures = [ArithmeticError("diverged")]
+
+    def fail_once(*_):
+        if failures:
+            raise failures.pop()
+
+    wrapper.register_step_pre_hook(fail_once)
+    returned = []
+    for _ in sampler:
+        backward(model)
+        try:
+            returned.append(wrapper.step())
+        except ArithmeticError:
+            returned.append("lost")
+    assert returned == [0, "lost", 0, 0, 1, 0, 0, 1]
+    assert torch.equal(model.weight.data, torch.full((1, 2), -0.3 * 2))
+
+
+def test_an_exception_before_an_idle_step_ends_training():
+    """The step was not joined, so there is no way on; it says so instead of hanging."""
+    model, _sampler, wrapper = idle_replica()
+    wrapper.set_epoch(0)
+
+    def fail(update):
+        raise ArithmeticError("in a callback")
+
+    wrapper.attach(fail)
+    backward(model)
+    with pytest.raises(ArithmeticError):
+        wrapper.step()
+    backward(model)
+    with pytest.raises(ReplicaError, match="replica 1 is idle in step 2 of"):
+        wrapper.step()
+
+
+def test_state_dict_hooks_run():
+    _, _, wrapper = make()
+    calls = []
+    wrapper.register_state_dict_pre_hook(lambda o: calls.append("save"))
+    wrapper.register_state_dict_post_hook(lambda o, state: calls.append("saved"))
+    wrapper.register_load_state_dict_pre_hook(lambda o, state: calls.append("load"))
+    wrapper.register_load_state_dict_post_hook(lambda o: calls.append("loaded"))
+    wrapper.load_state_dict(wrapper.state_dict())
+    assert calls == ["save", "saved", "load", "loaded"]
+
+
+def test_a_copy_is_refused():
+    import copy
+
+    _, _, wrapper = make()
+    with pytest.raises(TypeError, match=r"save optimizer.state_dict\(\) instead"):
+        copy.deepcopy(wrapper)
 
 
 def test_state_goes_to_and_from_the_inner_optimizer(tmp_path):

@@ -145,6 +145,7 @@ def test_an_order_must_be_a_permutation(order):
         ({"dataset_size": 256.0}, TypeError, "dataset_size must be an integer"),
         ({"dataset": 256, "dataset_size": None}, TypeError, "has no length"),
         ({"trace": None}, TypeError, "needs trace="),
+        ({"order": iter(range(256))}, TypeError, "order= is an iterator"),
         ({"dataset_size": 31}, ValueError, "fewer than one minibatch"),
         ({"minibatch_size": 0}, ValueError, "minibatch_size must be >= 1"),
     ],

@@ -96,9 +96,11 @@ def test_bad_files_say_where_and_why(tmp_path, content, message):
 def test_steps_out_of_order_warn_or_raise(tmp_path, content):
     path = write(tmp_path, "step,batchsize\n" + content)
     with pytest.warns(TraceWarning, match="line 3, step: "):
-        assert Trace(path).batch_sizes.tolist() == [64, 64]
-    with pytest.raises(TraceError, match="line 3, step: "):
-        Trace(path, strict_steps=True)
+        trace = Trace(path)
+    assert trace.batch_sizes.tolist() == [64, 64]
+    for source in (path, trace):
+        with pytest.raises(TraceError, match="line 3, step: "):
+            Trace(source, strict_steps=True)
 
 
 def test_a_step_that_is_no_number_warns(tmp_path):
@@ -145,6 +147,7 @@ def test_a_number_is_an_endless_trace(source):
         (True, TypeError, "trace=True of type bool"),
         (None, TypeError, "of type NoneType"),
         (6.4, TypeError, "of type float"),
+        (b"64", TypeError, "of type bytes"),
         (0, ValueError, "0 must be > 0"),
         (-1, ValueError, "-1 must be > 0"),
         ("nofile.csv", FileNotFoundError, "nofile.csv"),

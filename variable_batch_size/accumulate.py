@@ -26,17 +26,25 @@ class GradientBuffers:
         self._replica = replica
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}
 
-    def __contains__(self, parameter: object) -> bool:
-        return parameter in self._gradients
+    def refresh(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Follows ``requires_grad``: allocates the unfrozen, drops the frozen.
 
-    def allocate(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Gives every new parameter that needs one a gradient of zero."""
+        Must find the same on every replica; cheap when nothing has changed.
+        """
+        changed = False
         for parameter in parameters:
-            if parameter.requires_grad and parameter not in self._gradients:
+            if parameter.requires_grad == (parameter in self._gradients):
+                continue
+            changed = True
+            if parameter.requires_grad:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 self._gradients[parameter] = parameter.grad
-        self._replica.sync()  # zeros on the device, not in the first graph
+            else:
+                parameter.grad = None
+                del self._gradients[parameter]
+        if changed:
+            self._replica.sync()  # zeros on the device, not in the first graph
 
     def adopt(self, num_accumulated: int) -> None:
         """Takes back gradients that ``model.zero_grad()`` has detached.
@@ -57,11 +65,14 @@ class GradientBuffers:
                     "model.zero_grad() from the training loop; the optimizer zeroes "
                     "gradients itself"
                 )
-            with torch.no_grad():
-                if parameter.grad is None:
-                    gradient.zero_()
-                else:
+            if parameter.grad is not None:
+                with torch.no_grad():
                     gradient.copy_(parameter.grad)
+            parameter.grad = gradient
+
+    def rebind(self) -> None:
+        """Puts the kept gradients back in place, without what may stand there now."""
+        for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
 
     def average_(self, num_minibatches: torch.Tensor) -> None:
@@ -72,7 +83,7 @@ class GradientBuffers:
         gradients = list(self._gradients.values())
         self._replica.sum_(gradients)
         for gradient in gradients:
-            gradient.div_(num_minibatches)
+            gradient.div_(like_dimensions_of(gradient, num_minibatches))
 
     def clip_(self, max_norm: float) -> None:
         """Scales all gradients so that their global norm is at most ``max_norm``."""
@@ -83,3 +94,11 @@ class GradientBuffers:
         with torch.no_grad():
             for gradient in self._gradients.values():
                 gradient.zero_()
+
+
+def like_dimensions_of(tensor: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    """``number``, of shape ``(1,)``, as an operand that leaves the shape of ``tensor``.
+
+    With the dimensions it has it keeps its precision beside a narrower dtype.
+    """
+    return number if tensor.dim() else number.reshape(())

@@ -33,20 +33,42 @@ def average_buffers(model: nn.Module, num_samples: float, replica: Replica) -> N
         replica: The replica that the caller runs in.
     """
     buffers = [b for b in model.buffers() if b.is_floating_point() and b.numel()]
-    if not buffers:
+    if not buffers or replica.num_replicas == 1:
         return
     with torch.no_grad():
-        total = replica.scalar(num_samples)
-        weight = total.clone().reshape(())  # zero dimensions broadcast over any buffer
-        # Deviations from replica 0, not values: equal buffers then stay bit for bit.
-        reference = [buffer.detach().clone() for buffer in buffers]
-        replica.broadcast_(reference)
+        weight, is_base, total = _weights(num_samples, replica)
+        values = [buffer.detach().to(_wide(buffer.dtype)) for buffer in buffers]
+        bases = [torch.where(is_base, v, torch.zeros_like(v)) for v in values]
+        replica.sum_(bases)  # zeros from everybody else
+        # Deviations from one of them, not values: equal buffers stay bit for bit, also
+        # where they are infinite, as a mask may be.
         deviations = [
-            torch.where(weight > 0, (buffer - base) * weight, torch.zeros_like(base))
-            for buffer, base in zip(buffers, reference)
+            torch.where((v == base) | (weight == 0), torch.zeros_like(v), v - base)
+            * weight
+            for v, base in zip(values, bases)
         ]
-        replica.sum_([*deviations, total])
-        divisor = torch.clamp(total, min=1.0).reshape(())
-        for buffer, base, deviation in zip(buffers, reference, deviations):
-            buffer.copy_(base + deviation / divisor)
+        replica.sum_(deviations)
+        for buffer, base, deviation in zip(buffers, bases, deviations):
+            buffer.copy_(base + deviation / total)
     replica.sync()
+
+
+def _weights(
+    num_samples: float, replica: Replica
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """This replica's weight, whether it is the base, and the sum of all weights.
+
+    All of shape ``()`` and on the device. The base is the first replica with a weight,
+    or replica 0.
+    """
+    ranks = torch.arange(replica.num_replicas, device=replica.device)
+    is_me = ranks == replica.scalar(replica.rank, torch.int64)
+    weights = replica.gather(replica.scalar(num_samples)).reshape(-1)
+    weights = torch.where(weights.sum() > 0, weights, (ranks == 0).float())
+    has_say = weights > 0
+    is_base = has_say & (has_say.long().cumsum(0) == 1)
+    return (weights * is_me).sum(), (is_base & is_me).any(), weights.sum()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

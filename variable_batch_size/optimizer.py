@@ -121,15 +121,13 @@ class ElasticOptimizer(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._wrapping = False
         self._attached: list[Callable[[Update], Any]] = []
+        self._known: set[nn.Parameter] = set()
         self._num_minibatches_seen = 0
         self._last_lr = self.get_lr()
         self._last_hyperparameters: tuple[Any, ...] | None = None
         self._position = Position(sampler.plan, sampler.rank, announced=False)
-        self.replica.broadcast_(
-            [parameter.detach() for parameter in self._parameters()]
-        )
         self._gradients = GradientBuffers(self.replica)
-        self._gradients.allocate(self._parameters())
+        self._take_in(self._parameters())
 
     # --- the training loop's calls --------------------------------------------------
 
@@ -149,12 +147,15 @@ class ElasticOptimizer(Optimizer):
             raise TypeError(
                 "step(closure) is not supported: call loss.backward() before step()"
             )
-        self._position = self._position.follow(self.sampler.plan)
+        self._follow_sampler()
+        self._refresh_gradients()
         self._gradients.adopt(self._position.substep)
+        self._check_hyperparameters()
         self._num_minibatches_seen += 1
         is_last = self._position.count_minibatch()
         self.replica.sync()  # the minibatch graph ends here, on every replica alike
         if not is_last:
+            self._last_hyperparameters = self._hyperparameters()
             return 0
         self._update()
         return 1 + self._join_idle_steps()
@@ -168,19 +169,16 @@ class ElasticOptimizer(Optimizer):
 
         Raises:
             TraceExhausted: The trace has ended and ``on_end='error'``.
+            ReplicaError: The epoch under way has steps left, which other replicas take.
         """
-        plan = self.sampler.schedule.plan(epoch, self.sampler.num_replicas)
         before = self._position
-        if before.under_way:
-            logger.warning(
-                "epoch %d is abandoned after %d of %d steps",
-                before.plan.epoch,
-                before.step,
-                before.plan.num_steps,
-            )
-            self._gradients.zero_()
+        if before.announced and before.plan.epoch == epoch and not before.begun:
+            return 0  # a second call: idle steps are joined already
+        plan = self.sampler.schedule.plan(epoch, self.sampler.num_replicas)
+        if before.begun and not before.ended:
+            self._abandon(before)
         self._position = Position(plan, self.sampler.rank, announced=True)
-        self._last_hyperparameters = None
+        self._last_hyperparameters = self._hyperparameters()
         return self._join_idle_steps()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -253,10 +251,12 @@ class ElasticOptimizer(Optimizer):
     # --- torch's optimizer protocol, passed on to the inner optimizer ---------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group. Collective: its parameters become those of replica 0."""
         if any(param_group is group for group in self.param_groups):
             return  # torch's constructor introduces the inner optimizer's own groups
         self.inner.add_param_group(param_group)
-        self._gradients.allocate(self._parameters())
+        self._check_parameters()
+        self._take_in(self.param_groups[-1]["params"])
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state, with reference learning rates."""
@@ -265,16 +265,75 @@ class ElasticOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.inner.load_state_dict(state_dict)
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled, because it is bound "
+            "to a running replica: save optimizer.state_dict() instead"
+        )
+
     def register_step_pre_hook(self, hook: Any) -> Any:
         return self.inner.register_step_pre_hook(hook)
 
     def register_step_post_hook(self, hook: Any) -> Any:
         return self.inner.register_step_post_hook(hook)
 
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.inner.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.inner.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(
+        self, hook: Any, prepend: bool = False
+    ) -> Any:
+        return self.inner.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(
+        self, hook: Any, prepend: bool = False
+    ) -> Any:
+        return self.inner.register_load_state_dict_post_hook(hook, prepend)
+
     def _patch_step_function(self) -> None:
         # Torch would run global step hooks around every call of step(), also those
         # that only accumulate; the inner optimizer runs them once an update.
         self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}"
+
+    # --- before an update -----------------------------------------------------------
+
+    def _take_in(self, parameters: list[nn.Parameter]) -> None:
+        self.replica.broadcast_([parameter.detach() for parameter in parameters])
+        self._known.update(parameters)
+        self._gradients.refresh(parameters)
+
+    def _refresh_gradients(self) -> None:
+        parameters = self._parameters()
+        if not self._known.issuperset(parameters):
+            raise ValueError(
+                "a parameter group was added to the inner optimizer: add it through "
+                "the wrapper's add_param_group, which makes it equal on all replicas"
+            )
+        self._gradients.refresh(parameters)
+
+    def _follow_sampler(self) -> None:
+        before = self._position
+        self._position = before.follow(self.sampler.plan)
+        if self._position is not before:
+            self._last_hyperparameters = None  # it may change between epochs
+
+    def _abandon(self, position: Position) -> None:
+        """Gives up the rest of an epoch, where no other replica relies on it."""
+        left = (
+            f"epoch {position.plan.epoch} is abandoned after {position.step} of "
+            f"{position.plan.num_steps} steps"
+        )
+        if self.replica.num_replicas > 1:
+            raise ReplicaError(
+                f"{left}, and the other replicas would wait for this one: run every "
+                "minibatch of the sampler; to train less, shorten the trace",
+                self.replica.rank,
+            )
+        logger.warning(left)
+        self._gradients.zero_()
 
     # --- one update -----------------------------------------------------------------
 
@@ -282,28 +341,32 @@ class ElasticOptimizer(Optimizer):
         """Takes part in the steps in which this replica has no minibatch."""
         joined = 0
         while self._position.idle:
+            self._refresh_gradients()
+            self._gradients.rebind()
             self.replica.sync()  # what the user left pending is no part of the update
+            self._check_hyperparameters()
             self._update()
             joined += 1
         return joined
 
     def _update(self) -> None:
         """The update graph: the same on every replica, for every batch size."""
-        self._check_hyperparameters()
         lrs = self._effective_lrs()
         # Changing numbers go to the device before the collective is traced.
         num_minibatches = self.replica.scalar(self._position.num_minibatches)
-        ratio = self._batch_ratio()
-        with (
-            torch.no_grad(),
-            scaled(self.inner, self.rule, ratio, self.replica) as step,
-        ):
-            self._gradients.average_(num_minibatches)
-            if self.max_grad_norm is not None:
-                self._gradients.clip_(self.max_grad_norm)
-            step()
-        self._gradients.zero_()
-        self.replica.sync()
+        scaling = scaled(self.inner, self.rule, self._batch_ratio(), self.replica)
+        try:
+            with torch.no_grad(), scaling as step:
+                self._gradients.average_(num_minibatches)
+                if self.max_grad_norm is not None:
+                    self._gradients.clip_(self.max_grad_norm)
+                step()
+        except BaseException:
+            self._position.next_step()  # this update is lost, the next is not
+            raise
+        finally:
+            self._gradients.zero_()
+            self.replica.sync()
         self._finish_update(lrs)
 
     def _finish_update(self, lrs: tuple[float, ...]) -> None:
@@ -378,6 +441,9 @@ class ElasticOptimizer(Optimizer):
                 f"the sampler deals to replica {place[0]} of {place[1]}, but this is "
                 f"{self.replica}"
             )
+        self._check_parameters()
+
+    def _check_parameters(self) -> None:
         if any(isinstance(g["lr"], torch.Tensor) for g in self.inner.param_groups):
             raise TypeError(
                 "the reference learning rate must be a number, not a tensor, which "
@@ -401,16 +467,22 @@ class ElasticOptimizer(Optimizer):
         )
 
     def _check_hyperparameters(self) -> None:
-        """Raises if the learning rate changed where idle replicas cannot see it."""
-        before, plan = self._last_hyperparameters, self._position.plan
-        if before is None or not plan.has_idle_replicas:
+        """Raises if the learning rate changed where other replicas do not see it."""
+        before, position = self._last_hyperparameters, self._position
+        if self.replica.num_replicas == 1 or before in (None, self._hyperparameters()):
             return
-        if before != self._hyperparameters():
+        where, why = "", ""
+        if position.substep:
+            where = f"within step {position.step} of epoch {position.plan.epoch}"
+            why = "replicas accumulate different numbers of minibatches in a step"
+        elif position.plan.has_idle_replicas:
+            where = f"between two updates of epoch {position.plan.epoch}"
+            why = "idle replicas join updates without running your code"
+        if where:
             raise ReplicaError(
-                "the learning rate or another hyperparameter changed between two "
-                f"updates of epoch {plan.epoch}, in which some replicas are idle "
-                "and join updates without running your code, so replicas would use "
-                "different values: call optimizer.attach(scheduler) once in place of "
-                "scheduler.step() in the loop, or change it between epochs",
+                f"the learning rate or another hyperparameter changed {where}. There "
+                f"{why}, so replicas would use different values: call "
+                "optimizer.attach(scheduler) once in place of scheduler.step() in the "
+                "loop, or change it between epochs, before optimizer.set_epoch",
                 self.replica.rank,
             )

@@ -18,25 +18,23 @@ class Position:
     Attributes:
         step: Step under way, from 0 within the epoch.
         substep: Minibatches this replica has accumulated in it.
+        announced: See the argument; also true once the first minibatch has passed.
+        begun: Whether it has run a minibatch of this epoch.
     """
 
     def __init__(self, plan: EpochPlan, rank: int, announced: bool) -> None:
         self.plan = plan
         self.step = 0
         self.substep = 0
+        self.begun = False
         self._rank = rank
-        self._announced = announced
+        self.announced = announced
         self._num_substeps = plan.num_substeps(rank)
 
     @property
     def ended(self) -> bool:
         """Whether the last step of the epoch is done."""
         return self.step >= self.plan.num_steps
-
-    @property
-    def under_way(self) -> bool:
-        """Whether the epoch has begun and not ended."""
-        return not self.ended and (self.step, self.substep) != (0, 0)
 
     @property
     def idle(self) -> bool:
@@ -55,6 +53,7 @@ class Position:
 
     def count_minibatch(self) -> bool:
         """Counts one; returns whether it was this replica's last of the step."""
+        self.begun = True
         self.substep += 1
         return bool(self.substep == self._num_substeps[self.step])
 
@@ -76,7 +75,7 @@ class Position:
         """
         position = self
         if plan.epoch != self.plan.epoch:
-            if not self.ended and (self._announced or self.under_way):
+            if not self.ended and (self.announced or self.begun):
                 raise ValueError(
                     f"the optimizer is at step {self.step} of epoch {self.plan.epoch} "
                     f"and the sampler at epoch {plan.epoch}: call set_epoch on both "
@@ -90,11 +89,18 @@ class Position:
                 "optimizer, and step() once per minibatch of the sampler"
             )
         position._check_first_step()
+        if position.idle:
+            raise ReplicaError(
+                f"replica {self._rank} is idle in step {position.step} of epoch "
+                f"{plan.epoch} and has not joined it, because an earlier update or "
+                "callback raised an exception: go on from a checkpoint",
+                self._rank,
+            )
         return position
 
     def _check_first_step(self) -> None:
         plan = self.plan
-        if not self._announced and plan.num_minibatches[0] < plan.num_replicas:
+        if not self.announced and plan.num_minibatches[0] < plan.num_replicas:
             raise ReplicaError(
                 f"epoch {plan.epoch} begins with a step of {plan.num_minibatches[0]} "
                 f"minibatches on {plan.num_replicas} replicas: call "
@@ -102,4 +108,4 @@ class Position:
                 "replicas join that step before their first forward pass",
                 self._rank,
             )
-        self._announced = True
+        self.announced = True

@@ -78,6 +78,11 @@ class CustomSampler(Sampler[list[int]]):
             raise ValueError(f"rank={rank}; allowed are 0 to {num_replicas - 1}")
         if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
             raise TypeError(f"seed must be an integer, got {seed!r}")
+        if isinstance(order, Iterator):
+            raise TypeError(
+                "order= is an iterator, which one epoch uses up: pass a function from "
+                "the epoch to an order, or an iterable such as a torch Sampler"
+            )
         self.seed = int(seed)
         self.num_replicas = int(num_replicas)
         self.rank = int(rank)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from variable_batch_size.accumulate import like_dimensions_of
 from variable_batch_size.lr_rules import Rule
 from variable_batch_size.tensor_scalars import TensorScalars
 from xla_replica import Replica
@@ -28,6 +29,9 @@ def scaled(
     Yields:
         A function to call when gradients are averaged: it scales them, if the rule
         does, and steps the optimizer.
+
+    Raises:
+        ValueError: A step hook changed a learning rate.
     """
     groups = optimizer.param_groups
     kept = ("lr", "weight_decay", "foreach")
@@ -42,11 +46,19 @@ def scaled(
         for group in groups:
             _scale_lr(group, rule.lr_factor(batch_ratio), replica)
 
+        scaled_lrs = [group["lr"] for group in groups]
+
         def step() -> None:
             if gradient_factor is not None:
                 _scale_gradients(groups, gradient_factor)
             with TensorScalars() if replica.compiles else contextlib.nullcontext():
                 optimizer.step()
+            if any(group["lr"] is not lr for group, lr in zip(groups, scaled_lrs)):
+                raise ValueError(
+                    "a step hook changed the learning rate, which is the scaled one "
+                    "while hooks run: use optimizer.attach(...), which runs after the "
+                    "update and sees the reference learning rate"
+                )
 
         yield step
     finally:
@@ -71,7 +83,7 @@ def _scale_gradients(groups: Groups, factor: torch.Tensor) -> None:
                 continue
             if decay:
                 parameter.grad.add_(parameter, alpha=decay)
-            parameter.grad.mul_(factor)
+            parameter.grad.mul_(like_dimensions_of(parameter.grad, factor))
         group["weight_decay"] = 0.0
 
 

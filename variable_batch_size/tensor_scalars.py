@@ -36,9 +36,11 @@ class TensorScalars(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         del types
-        kwargs = dict(kwargs or {})
+        if not kwargs:
+            return func(*args)
         if func in _REWRITES:
             name, rewritten = _REWRITES[func]
             if isinstance(kwargs.get(name), Tensor):
+                kwargs = dict(kwargs)
                 return rewritten(*args, kwargs.pop(name), **kwargs)
         return func(*args, **kwargs)

@@ -74,6 +74,8 @@ class Trace:
         steps: np.ndarray | None = None
         if isinstance(source, Trace):
             vars(self).update(vars(source))
+            if strict_steps:
+                self._report_steps(strict_steps)
             return
         if isinstance(source, (str, os.PathLike)):
             self.name = os.fspath(source)
@@ -87,7 +89,9 @@ class Trace:
         elif _is_integer(source):
             self.name, self.endless = "the constant trace", True
             values = self._checked([source])
-        elif isinstance(source, (Sequence, range, np.ndarray, pd.Series)):
+        elif isinstance(
+            source, (Sequence, range, np.ndarray, pd.Series)
+        ) and not isinstance(source, (bytes, bytearray)):
             self.name = f"the {type(source).__name__}"
             values = self._checked(_flat(source, self.name))
         else:
@@ -100,7 +104,8 @@ class Trace:
             raise TraceError(f"{self.name}: no steps; a trace needs at least one row")
         values.setflags(write=False)
         self.batch_sizes = values
-        self._check_steps(steps, strict_steps)
+        self._step_problem = self._problem_of(steps)
+        self._report_steps(strict_steps)
 
     def __len__(self) -> int:
         return len(self.batch_sizes)
@@ -201,21 +206,25 @@ class Trace:
             raise TraceError(f"{self.place(row)}, {COLUMN}: {value!r} is too large")
         return result
 
-    def _check_steps(self, steps: np.ndarray | None, strict: bool) -> None:
+    def _problem_of(self, steps: np.ndarray | None) -> str | None:
         if steps is None or len(steps) < 2:
-            return
+            return None
         bad = np.diff(steps) != 1  # NaN, a cell that is no number, is bad too
         if not bad.any():
-            return
+            return None
         row = int(np.argmax(bad)) + 1
-        message = (
+        return (
             f"{self.place(row)}, {STEP_COLUMN}: {_short(steps[row])} follows "
             f"{_short(steps[row - 1])}; steps should count up by one. Rows are used in "
             "the order of the file"
         )
+
+    def _report_steps(self, strict: bool) -> None:
+        if self._step_problem is None:
+            return
         if strict:
-            raise TraceError(message)
-        warnings.warn(message, TraceWarning, stacklevel=3)
+            raise TraceError(self._step_problem)
+        warnings.warn(self._step_problem, TraceWarning, stacklevel=3)
 
 
 class _Header:

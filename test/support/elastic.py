@@ -68,6 +68,7 @@ def make(case: Case) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
         model: nn.Module = nn.Linear(6, 1)
     else:
         model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+        model.scale = nn.Parameter(torch.ones(()))  # parameters may lack dimensions
     model = model.to(case.dtype)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -85,7 +86,7 @@ def loss_of(
     """Mean over the minibatch; quadratic in the weights where sums are exact."""
     if case.exact:
         return ((model(x)[:, 0] - y) ** 2).sum() / len(x)
-    return F.cross_entropy(model(x), y.long())
+    return F.cross_entropy(model(x) * model.scale, y.long())
 
 
 def elastic_run(rank: int, case: Case) -> dict[str, object]:
