@@ -17,7 +17,10 @@ MAY_IMPORT = {
     "variable_batch_size": {"xla_replica"},
 }
 PACKAGES = sorted(MAY_IMPORT)
-WITHOUT_TORCH = {"variable_batch_size/trace.py", "variable_batch_size/schedule.py"}
+WITHOUT_TORCH = {
+    f"variable_batch_size/{name}.py"
+    for name in ("trace", "trace_csv", "schedule", "lr_rules")
+}
 RUNTIMES = ("torch_xla", "torch_tpu", "torch.distributed")
 PUBLIC = {
     "variable_batch_size": {

@@ -12,13 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from variable_batch_size.schedule import Schedule
-from variable_batch_size.trace import (
-    Trace,
-    TraceError,
-    TraceWarning,
-    _parse_plain,
-    _read_header,
-)
+from variable_batch_size.trace import Trace, TraceError, TraceWarning
+from variable_batch_size.trace_csv import parse_plain, read_header
 
 
 def write(folder: Path, content: str | bytes) -> Path:
@@ -195,12 +190,12 @@ def test_the_fast_parser_agrees_with_the_slow_one(cells, with_steps):
     header = "step,batchsize" if with_steps else "batchsize"
     rows = [f"{n},{cell}" if with_steps else cell for n, cell in enumerate(cells)]
     text = "\n".join([header, *rows]) + "\n"
-    fast = _parse_plain(text, _read_header(text, "t"))
+    fast = parse_plain(text, read_header(text, "t"))
     slow = Trace.__new__(Trace)
     slow.name, slow.endless = "t", False
     slow._lines = slow._first_line = None
     try:
-        expected = slow._read_any_csv(text, _read_header(text, "t"))[0].tolist()
+        expected = slow._read_any_csv(text, read_header(text, "t"))[0].tolist()
     except TraceError:
         with pytest.raises(TraceError):
             Trace(io.StringIO(text))

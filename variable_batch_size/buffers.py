@@ -35,6 +35,7 @@ def average_buffers(model: nn.Module, num_samples: float, replica: Replica) -> N
     buffers = [b for b in model.buffers() if b.is_floating_point() and b.numel()]
     if not buffers or replica.num_replicas == 1:
         return
+    replica.sync()  # what this replica has pending is no part of the common graph
     with torch.no_grad():
         weight, is_base, total = _weights(num_samples, replica)
         values = [buffer.detach().to(_wide(buffer.dtype)) for buffer in buffers]

@@ -9,13 +9,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 import xla_replica
 from variable_batch_size.accumulate import GradientBuffers
 from variable_batch_size.buffers import average_buffers
+from variable_batch_size.checks import (
+    HyperparameterWatch,
+    check_groups,
+    check_numbers,
+    check_optimizer,
+    check_sampler,
+)
 from variable_batch_size.lr_rules import rule_named
 from variable_batch_size.position import Position
+from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.sampler import CustomSampler
 from variable_batch_size.scaling import scaled
 from xla_replica import Replica, ReplicaError
@@ -42,20 +50,7 @@ class Update:
     idle: bool
 
 
-def _of_inner(name: str) -> property:
-    """An attribute of the wrapper that lives on the inner optimizer."""
-
-    def get(self: ElasticOptimizer) -> Any:
-        return getattr(self.inner, name)
-
-    def set(self: ElasticOptimizer, value: Any) -> None:
-        if not self._wrapping:  # torch's constructor begins with empty ones
-            setattr(self.inner, name, value)
-
-    return property(get, set)
-
-
-class ElasticOptimizer(Optimizer):
+class ElasticOptimizer(OptimizerProxy):
     """Wraps a torch optimizer so that its global batch size follows a trace.
 
     Call `step` after every ``loss.backward()``. It accumulates until this replica has
@@ -72,9 +67,8 @@ class ElasticOptimizer(Optimizer):
     adds nothing. It joins the update inside its previous `step` call, or in `set_epoch`
     where the epoch begins with such steps. `step` therefore returns how many updates it
     made, and whatever must happen once per update (an LR scheduler, a log) belongs into
-    `attach`, which runs it for these updates too. A learning rate changed by hand
-    between two updates of an epoch with idle replicas raises `ReplicaError`, because
-    replicas would use different ones.
+    `attach`, which runs it for these updates too. A learning rate changed by hand where
+    other replicas would not see it raises `ReplicaError`.
 
     Gradients are allocated at construction and zeroed in place; `zero_grad` does
     nothing. A parameter that took no part in the loss has a gradient of zero, not None.
@@ -94,10 +88,6 @@ class ElasticOptimizer(Optimizer):
         ValueError, TypeError: An argument is out of range or of the wrong type.
     """
 
-    param_groups = _of_inner("param_groups")
-    state = _of_inner("state")
-    defaults = _of_inner("defaults")
-
     def __init__(
         self,
         optimizer: Optimizer,
@@ -109,22 +99,24 @@ class ElasticOptimizer(Optimizer):
         max_grad_norm: float | None = None,
         replica: Replica | None = None,
     ) -> None:
-        self._wrapping = True
-        self.inner = optimizer
         self.sampler = sampler
         self.replica = xla_replica.current() if replica is None else replica
         self.rule = rule_named(rule)
         self.ref_batchsize = ref_batchsize
         self.log_steps = log_steps
         self.max_grad_norm = max_grad_norm
-        self._check_arguments()
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._wrapping = False
+        check_optimizer(optimizer, self.rule)
+        check_sampler(sampler, self.replica)
+        check_numbers(
+            self.rule, ref_batchsize, log_steps=log_steps, max_grad_norm=max_grad_norm
+        )
+        check_groups(optimizer.param_groups, self.replica)
+        super().__init__(optimizer)
         self._attached: list[Callable[[Update], Any]] = []
         self._known: set[nn.Parameter] = set()
         self._num_minibatches_seen = 0
         self._last_lr = self.get_lr()
-        self._last_hyperparameters: tuple[Any, ...] | None = None
+        self._watch = HyperparameterWatch()
         self._position = Position(sampler.plan, sampler.rank, announced=False)
         self._gradients = GradientBuffers(self.replica)
         self._take_in(self._parameters())
@@ -150,12 +142,12 @@ class ElasticOptimizer(Optimizer):
         self._follow_sampler()
         self._refresh_gradients()
         self._gradients.adopt(self._position.substep)
-        self._check_hyperparameters()
+        self._watch.check(self.param_groups, self._position, self.replica)
         self._num_minibatches_seen += 1
         is_last = self._position.count_minibatch()
         self.replica.sync()  # the minibatch graph ends here, on every replica alike
         if not is_last:
-            self._last_hyperparameters = self._hyperparameters()
+            self._watch.remember(self.param_groups)
             return 0
         self._update()
         return 1 + self._join_idle_steps()
@@ -178,7 +170,7 @@ class ElasticOptimizer(Optimizer):
         if before.begun and not before.ended:
             self._abandon(before)
         self._position = Position(plan, self.sampler.rank, announced=True)
-        self._last_hyperparameters = self._hyperparameters()
+        self._watch.remember(self.param_groups)
         return self._join_idle_steps()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -248,59 +240,17 @@ class ElasticOptimizer(Optimizer):
         """
         return self._last_lr[0] if self._position.ended else self._effective_lrs()[0]
 
-    # --- torch's optimizer protocol, passed on to the inner optimizer ---------------
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group. Collective: its parameters become those of replica 0."""
-        if any(param_group is group for group in self.param_groups):
-            return  # torch's constructor introduces the inner optimizer's own groups
-        self.inner.add_param_group(param_group)
-        self._check_parameters()
-        self._take_in(self.param_groups[-1]["params"])
-
-    def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state, with reference learning rates."""
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state_dict)
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            f"{type(self).__name__} cannot be copied or pickled, because it is bound "
-            "to a running replica: save optimizer.state_dict() instead"
-        )
-
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        return self.inner.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Any) -> Any:
-        return self.inner.register_step_post_hook(hook)
-
-    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        return self.inner.register_state_dict_pre_hook(hook, prepend)
-
-    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        return self.inner.register_state_dict_post_hook(hook, prepend)
-
-    def register_load_state_dict_pre_hook(
-        self, hook: Any, prepend: bool = False
-    ) -> Any:
-        return self.inner.register_load_state_dict_pre_hook(hook, prepend)
-
-    def register_load_state_dict_post_hook(
-        self, hook: Any, prepend: bool = False
-    ) -> Any:
-        return self.inner.register_load_state_dict_post_hook(hook, prepend)
-
-    def _patch_step_function(self) -> None:
-        # Torch would run global step hooks around every call of step(), also those
-        # that only accumulate; the inner optimizer runs them once an update.
-        self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}"
+        super().add_param_group(param_group)
+        if not self._wrapping:
+            check_groups(self.param_groups, self.replica)
+            self._take_in(self.param_groups[-1]["params"])
 
     # --- before an update -----------------------------------------------------------
 
     def _take_in(self, parameters: list[nn.Parameter]) -> None:
+        self.replica.sync()  # what differs between replicas is no part of the collective
         self.replica.broadcast_([parameter.detach() for parameter in parameters])
         self._known.update(parameters)
         self._gradients.refresh(parameters)
@@ -318,7 +268,7 @@ class ElasticOptimizer(Optimizer):
         before = self._position
         self._position = before.follow(self.sampler.plan)
         if self._position is not before:
-            self._last_hyperparameters = None  # it may change between epochs
+            self._watch.allow_change()  # it may change between epochs
 
     def _abandon(self, position: Position) -> None:
         """Gives up the rest of an epoch, where no other replica relies on it."""
@@ -344,7 +294,7 @@ class ElasticOptimizer(Optimizer):
             self._refresh_gradients()
             self._gradients.rebind()
             self.replica.sync()  # what the user left pending is no part of the update
-            self._check_hyperparameters()
+            self._watch.check(self.param_groups, self._position, self.replica)
             self._update()
             joined += 1
         return joined
@@ -383,7 +333,7 @@ class ElasticOptimizer(Optimizer):
         self._opt_called = True  # what torch's schedulers look at before their step
         for callback in self._attached:
             callback(update)
-        self._last_hyperparameters = self._hyperparameters()
+        self._watch.remember(self.param_groups)
         if self.log_steps and self.replica.is_master:
             self._log(update)
 
@@ -405,84 +355,3 @@ class ElasticOptimizer(Optimizer):
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
-
-    # --- checks ---------------------------------------------------------------------
-
-    def _check_arguments(self) -> None:
-        if not isinstance(self.inner, Optimizer):
-            raise TypeError(
-                f"optimizer must be a torch.optim.Optimizer, got {self.inner!r}"
-            )
-        if isinstance(self.inner, torch.optim.LBFGS):
-            raise TypeError("LBFGS evaluates the loss inside step(): not supported")
-        if not isinstance(self.sampler, CustomSampler):
-            raise TypeError(f"sampler must be a CustomSampler, got {self.sampler!r}")
-        ref = self.ref_batchsize
-        if ref is None and self.rule.name != "constant":
-            raise TypeError(
-                f"rule {self.rule.name!r} needs ref_batchsize=, the batch size at "
-                "which the learning rate was tuned"
-            )
-        for name, value in (
-            ("ref_batchsize", ref),
-            ("log_steps", self.log_steps),
-            ("max_grad_norm", self.max_grad_norm),
-        ):
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be > 0, got {value!r}")
-        if self.rule.gradient_factor and not isinstance(self.inner, SGD):
-            raise TypeError(
-                f"rule {self.rule.name!r} scales the gradient, which only SGD turns "
-                f"into a scaled step; {type(self.inner).__name__} needs another rule"
-            )
-        place = (self.sampler.rank, self.sampler.num_replicas)
-        if place != (self.replica.rank, self.replica.num_replicas):
-            raise ValueError(
-                f"the sampler deals to replica {place[0]} of {place[1]}, but this is "
-                f"{self.replica}"
-            )
-        self._check_parameters()
-
-    def _check_parameters(self) -> None:
-        if any(isinstance(g["lr"], torch.Tensor) for g in self.inner.param_groups):
-            raise TypeError(
-                "the reference learning rate must be a number, not a tensor, which "
-                "every step would read back; the wrapper brings it to the device itself"
-            )
-        for parameter in (p for g in self.inner.param_groups for p in g["params"]):
-            if parameter.device.type != self.replica.device.type:
-                raise ValueError(
-                    f"a parameter is on {parameter.device}, but this is "
-                    f"{self.replica}: move the model with model.to(replica.device) "
-                    "before you build the optimizer, or pass "
-                    "replica=xla_replica.LocalReplica('cpu')"
-                )
-
-    def _hyperparameters(self) -> tuple[Any, ...]:
-        return tuple(
-            (name, value)
-            for group in self.param_groups
-            for name, value in group.items()
-            if isinstance(value, (int, float, tuple))
-        )
-
-    def _check_hyperparameters(self) -> None:
-        """Raises if the learning rate changed where other replicas do not see it."""
-        before, position = self._last_hyperparameters, self._position
-        if self.replica.num_replicas == 1 or before in (None, self._hyperparameters()):
-            return
-        where, why = "", ""
-        if position.substep:
-            where = f"within step {position.step} of epoch {position.plan.epoch}"
-            why = "replicas accumulate different numbers of minibatches in a step"
-        elif position.plan.has_idle_replicas:
-            where = f"between two updates of epoch {position.plan.epoch}"
-            why = "idle replicas join updates without running your code"
-        if where:
-            raise ReplicaError(
-                f"the learning rate or another hyperparameter changed {where}. There "
-                f"{why}, so replicas would use different values: call "
-                "optimizer.attach(scheduler) once in place of scheduler.step() in the "
-                "loop, or change it between epochs, before optimizer.set_epoch",
-                self.replica.rank,
-            )

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 Tensor = torch.Tensor
 
 _REWRITES: dict[Any, tuple[str, Callable[..., Tensor]]] = {
-    # Not addcmul: torch_xla takes ten times as long to trace it.
+    # Not addcmul: a lazy backend takes ten times as long to trace it.
     Tensor.add_: ("alpha", lambda x, y, scalar: x.add_(y * scalar)),
     Tensor.add: ("alpha", lambda x, y, scalar: x.add(y * scalar)),
     torch.add: ("alpha", lambda x, y, scalar: x.add(y * scalar)),

@@ -16,7 +16,6 @@ from __future__ import annotations
 import csv
 import io
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TextIO, TypeAlias
@@ -24,13 +23,16 @@ from typing import Any, TextIO, TypeAlias
 import numpy as np
 import pandas as pd
 
-COLUMN = "batchsize"
-STEP_COLUMN = "step"
-_INTEGER = re.compile(r"[+-]?[0-9]+", re.ASCII)
-
-
-class TraceError(ValueError):
-    """A trace that cannot be used; the message names the place and the remedy."""
+from variable_batch_size.trace_csv import (
+    COLUMN,
+    STEP_COLUMN,
+    Header,
+    TraceError,
+    check_columns,
+    number_of_cell,
+    parse_plain,
+    read_header,
+)
 
 
 class TraceWarning(UserWarning):
@@ -129,16 +131,16 @@ class Trace:
     # --- sources --------------------------------------------------------------------
 
     def _read_csv(self, text: str) -> tuple[np.ndarray, np.ndarray | None]:
-        header = _read_header(text, self.name)
+        header = read_header(text, self.name)
         self._first_line = header.line + 1
-        columns = _parse_plain(text, header)
+        columns = parse_plain(text, header)
         if columns is None:
             return self._read_any_csv(text, header)
         values = columns[COLUMN]
         return self._checked(values), columns.get(STEP_COLUMN)
 
     def _read_any_csv(
-        self, text: str, header: _Header
+        self, text: str, header: Header
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """The reference parser: slow, takes quotes and blank lines, finds the line."""
         cells: list[str] = []
@@ -160,12 +162,12 @@ class Trace:
             if STEP_COLUMN in header.columns:
                 steps.append(row[header.columns.index(STEP_COLUMN)].strip())
         self._lines = np.asarray(lines, dtype=np.int64)
-        values = self._checked(cells, _number_of_cell)
+        values = self._checked(cells, number_of_cell)
         return values, _numbers_or_nan(steps) if steps else None
 
     def _read_frame(self, frame: pd.DataFrame) -> tuple[np.ndarray, np.ndarray | None]:
         columns = [str(column).strip() for column in frame.columns]
-        _check_columns(columns, self.name)
+        check_columns(columns, self.name)
         values = self._checked(frame.iloc[:, columns.index(COLUMN)].to_numpy())
         if STEP_COLUMN not in columns:
             return values, None
@@ -227,69 +229,6 @@ class Trace:
         warnings.warn(self._step_problem, TraceWarning, stacklevel=3)
 
 
-class _Header:
-    """Column names, the header's physical line, and where the rows begin."""
-
-    def __init__(self, columns: list[str], line: int, offset: int) -> None:
-        self.columns = columns
-        self.line = line
-        self.offset = offset
-
-
-def _read_header(text: str, name: str) -> _Header:
-    stream = io.StringIO(text)
-    line = 0
-    while content := stream.readline():
-        line += 1
-        if content.strip():
-            columns = [cell.strip() for cell in next(csv.reader([content.strip()]))]
-            _check_columns(columns, name)
-            return _Header(columns, line, stream.tell())
-    raise TraceError(f"{name}: no steps; the file is empty")
-
-
-def _check_columns(columns: list[str], name: str) -> None:
-    if columns.count(COLUMN) == 1:
-        return
-    hint = ""
-    if len(columns) == 2 and all(_INTEGER.fullmatch(cell) for cell in columns):
-        hint = f". The file seems to lack its header '{STEP_COLUMN},{COLUMN}'"
-    found = "one" if COLUMN not in columns else "several"
-    raise TraceError(
-        f"{name}: needs exactly one column '{COLUMN}', "
-        f"found {'none' if found == 'one' else 'several'}; columns are {columns}{hint}"
-    )
-
-
-def _parse_plain(text: str, header: _Header) -> dict[str, np.ndarray] | None:
-    """Numeric columns of a plain file, fast; None if anything is out of the ordinary.
-
-    Ordinary means: no quotes, as many commas in every line as in the header, no blank
-    line. Only then does a row's number tell its line.
-    """
-    body = text[header.offset :]
-    num_rows = body.count("\n") + (not body.endswith("\n") and bool(body))
-    num_commas = (len(header.columns) - 1) * num_rows
-    if '"' in text or num_rows == 0 or body.count(",") != num_commas:
-        return None
-    wanted = [
-        header.columns.index(c) for c in (COLUMN, STEP_COLUMN) if c in header.columns
-    ]
-    try:
-        frame = pd.read_csv(
-            io.StringIO(body),
-            header=None,
-            usecols=wanted,
-            skip_blank_lines=False,
-            skipinitialspace=True,
-        )
-    except (ValueError, pd.errors.ParserError):
-        return None
-    columns = {header.columns[i]: frame[i].to_numpy() for i in wanted}
-    plain = all(column.dtype.kind == "i" for column in columns.values())
-    return columns if plain and len(frame) == num_rows else None
-
-
 def _text_of(path: str | os.PathLike[str], name: str) -> str:
     with open(path, encoding="utf-8-sig", newline=None) as file:
         return _text_of_file(file, name)
@@ -325,20 +264,6 @@ def _number_of_value(value: Any) -> int:
     if isinstance(value, (float, np.floating)) and float(value).is_integer():
         return int(value)
     raise ValueError(f"{value!r} is not an integer")
-
-
-def _number_of_cell(cell: str) -> int:
-    if not cell:
-        raise ValueError("missing batchsize: the cell is empty")
-    if _INTEGER.fullmatch(cell):
-        return int(cell)
-    try:
-        number = float(cell) if cell.isascii() and "_" not in cell else float("nan")
-    except ValueError:
-        number = float("nan")
-    if not number.is_integer():  # nan and inf are not
-        raise ValueError(f"{cell!r} is not an integer")
-    return int(number)
 
 
 def _numbers_or_nan(values: Sequence[Any]) -> np.ndarray:

@@ -1,0 +1,117 @@
+"""What an optimizer wrapper refuses, and how it notices replicas drifting apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import SGD, Optimizer
+
+from variable_batch_size.lr_rules import Rule
+from variable_batch_size.position import Position
+from variable_batch_size.sampler import CustomSampler
+from xla_replica import Replica, ReplicaError
+
+
+def check_optimizer(optimizer: Optimizer, rule: Rule) -> None:
+    """Raises TypeError unless ``optimizer`` can be wrapped and ``rule`` suits it."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError("LBFGS evaluates the loss inside step(): not supported")
+    if rule.gradient_factor and not isinstance(optimizer, SGD):
+        raise TypeError(
+            f"rule {rule.name!r} scales the gradient, which only SGD turns into a "
+            f"scaled step; {type(optimizer).__name__} needs another rule"
+        )
+
+
+def check_sampler(sampler: CustomSampler, replica: Replica) -> None:
+    """Raises TypeError or ValueError unless ``sampler`` feeds ``replica``."""
+    if not isinstance(sampler, CustomSampler):
+        raise TypeError(f"sampler must be a CustomSampler, got {sampler!r}")
+    place = (sampler.rank, sampler.num_replicas)
+    if place != (replica.rank, replica.num_replicas):
+        raise ValueError(
+            f"the sampler deals to replica {place[0]} of {place[1]}, but this is "
+            f"{replica}"
+        )
+
+
+def check_numbers(rule: Rule, ref_batchsize: float | None, **numbers: Any) -> None:
+    """Raises unless the rule has its reference and all numbers are positive or None."""
+    if ref_batchsize is None and rule.name != "constant":
+        raise TypeError(
+            f"rule {rule.name!r} needs ref_batchsize=, the batch size at which the "
+            "learning rate was tuned"
+        )
+    for name, value in {"ref_batchsize": ref_batchsize, **numbers}.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} must be > 0, got {value!r}")
+
+
+def check_groups(groups: list[dict[str, Any]], replica: Replica) -> None:
+    """Raises unless learning rates are numbers and parameters on the device."""
+    if any(isinstance(group["lr"], torch.Tensor) for group in groups):
+        raise TypeError(
+            "the reference learning rate must be a number, not a tensor, which every "
+            "step would read back; the wrapper brings it to the device itself"
+        )
+    for parameter in (parameter for group in groups for parameter in group["params"]):
+        if parameter.device.type != replica.device.type:
+            raise ValueError(
+                f"a parameter is on {parameter.device}, but this is {replica}: move "
+                "the model with model.to(replica.device) before you build the "
+                "optimizer, or pass replica=xla_replica.LocalReplica('cpu')"
+            )
+
+
+class HyperparameterWatch:
+    """Notices a learning rate that changes where other replicas do not see it.
+
+    Replicas run the user's loop body different numbers of times: once per minibatch,
+    and not at all in steps in which they are idle.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, ...] | None = None
+
+    def allow_change(self) -> None:
+        """The next `check` passes."""
+        self._last = None
+
+    def remember(self, groups: list[dict[str, Any]]) -> None:
+        """From here on, a change is looked at."""
+        self._last = _numbers(groups)
+
+    def check(
+        self, groups: list[dict[str, Any]], position: Position, replica: Replica
+    ) -> None:
+        """Raises ReplicaError if replicas would use different hyperparameters."""
+        if replica.num_replicas == 1 or self._last in (None, _numbers(groups)):
+            return
+        if position.substep:
+            where = f"within step {position.step}"
+            why = "replicas accumulate different numbers of minibatches in a step"
+        elif position.plan.has_idle_replicas:
+            where = "between two updates"
+            why = "idle replicas join updates without running your code"
+        else:
+            return
+        raise ReplicaError(
+            "the learning rate or another hyperparameter changed "
+            f"{where} of epoch {position.plan.epoch}. There {why}, so replicas would "
+            "use different values: call optimizer.attach(scheduler) once in place of "
+            "scheduler.step() in the loop, or change it between epochs, before "
+            "optimizer.set_epoch",
+            replica.rank,
+        )
+
+
+def _numbers(groups: list[dict[str, Any]]) -> tuple[Any, ...]:
+    return tuple(
+        (name, value)
+        for group in groups
+        for name, value in group.items()
+        if isinstance(value, (int, float, tuple))
+    )

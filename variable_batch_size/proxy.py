@@ -1,0 +1,84 @@
+"""An optimizer that is another one to everything except `step`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+
+def _of_inner(name: str) -> property:
+    """An attribute of the proxy that lives on the inner optimizer."""
+
+    def get(self: OptimizerProxy) -> Any:
+        return getattr(self.inner, name)
+
+    def set(self: OptimizerProxy, value: Any) -> None:
+        if not self._wrapping:  # torch's constructor begins with empty ones
+            setattr(self.inner, name, value)
+
+    return property(get, set)
+
+
+class OptimizerProxy(Optimizer):
+    """Shares groups, state and hooks with ``inner``, so torch's schedulers take it.
+
+    Properties, not copies: loading a state replaces the inner optimizer's groups. Step
+    hooks run around the inner optimizer's step, so once an update.
+    """
+
+    param_groups = _of_inner("param_groups")
+    state = _of_inner("state")
+    defaults = _of_inner("defaults")
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        self._wrapping = True
+        super().__init__(inner.param_groups, inner.defaults)
+        self._wrapping = False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the inner optimizer."""
+        if not self._wrapping:  # torch's constructor introduces the groups there are
+            self.inner.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state, with reference learning rates."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the inner optimizer's state."""
+        self.inner.load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled, because it is bound "
+            "to a running replica: save optimizer.state_dict() instead"
+        )
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        return self.inner.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        return self.inner.register_step_post_hook(hook)
+
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.inner.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.inner.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(
+        self, hook: Any, prepend: bool = False
+    ) -> Any:
+        return self.inner.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(
+        self, hook: Any, prepend: bool = False
+    ) -> Any:
+        return self.inner.register_load_state_dict_post_hook(hook, prepend)
+
+    def _patch_step_function(self) -> None:
+        # Torch would run global step hooks around every call of the proxy's step(),
+        # also those that only accumulate; the inner optimizer runs them once an update.
+        self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}"
