@@ -638,3 +638,16 @@ def test_the_model_must_be_on_the_replicas_device():
     inner = SGD(model.parameters(), 0.1)
     with pytest.raises(ValueError, match=r"a parameter is on cpu, but this is replica"):
         vbs.LinearRuleOptimizer(inner, sampler, 32, replica=LocalReplica("meta"))
+
+
+def test_numbers_are_uploaded_once_and_never_shared_between_uses():
+    from variable_batch_size.scaling import Numbers
+
+    numbers = Numbers(CPU, capacity=3)
+    first = numbers.get("lr", 0.5)
+    assert first.shape == (1,)
+    assert numbers.get("lr", 0.5) is first
+    assert numbers.get("divisor", 0.5) is not first  # one tensor would be another graph
+    assert numbers.get("lr", 0.5, torch.float64).dtype == torch.float64
+    numbers.get("lr", 0.25)
+    assert numbers.get("lr", 0.5) is not first  # the oldest made room

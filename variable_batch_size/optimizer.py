@@ -25,7 +25,7 @@ from variable_batch_size.lr_rules import rule_named
 from variable_batch_size.position import Position
 from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.sampler import CustomSampler
-from variable_batch_size.scaling import scaled
+from variable_batch_size.scaling import Numbers, scaled
 from xla_replica import Replica, ReplicaError
 
 logger = logging.getLogger(__name__)
@@ -116,6 +116,7 @@ class ElasticOptimizer(OptimizerProxy):
         self._known: set[nn.Parameter] = set()
         self._num_minibatches_seen = 0
         self._last_lr = self.get_lr()
+        self._numbers = Numbers(self.replica)
         self._watch = HyperparameterWatch()
         self._position = Position(sampler.plan, sampler.rank, announced=False)
         self._gradients = GradientBuffers(self.replica)
@@ -139,8 +140,9 @@ class ElasticOptimizer(OptimizerProxy):
             raise TypeError(
                 "step(closure) is not supported: call loss.backward() before step()"
             )
-        self._follow_sampler()
-        self._refresh_gradients()
+        if self._position.substep == 0:
+            self._follow_sampler()
+            self._refresh_gradients()
         self._gradients.adopt(self._position.substep)
         self._watch.check(self.param_groups, self._position, self.replica)
         self._num_minibatches_seen += 1
@@ -250,7 +252,7 @@ class ElasticOptimizer(OptimizerProxy):
     # --- before an update -----------------------------------------------------------
 
     def _take_in(self, parameters: list[nn.Parameter]) -> None:
-        self.replica.sync()  # what differs between replicas is no part of the collective
+        self.replica.sync()  # what replicas have pending is no part of a collective
         self.replica.broadcast_([parameter.detach() for parameter in parameters])
         self._known.update(parameters)
         self._gradients.refresh(parameters)
@@ -303,11 +305,13 @@ class ElasticOptimizer(OptimizerProxy):
         """The update graph: the same on every replica, for every batch size."""
         lrs = self._effective_lrs()
         # Changing numbers go to the device before the collective is traced.
-        num_minibatches = self.replica.scalar(self._position.num_minibatches)
-        scaling = scaled(self.inner, self.rule, self._batch_ratio(), self.replica)
+        divisor = self._numbers.get("divisor", self._position.num_minibatches)
+        scaling = scaled(
+            self.inner, self.rule, self._batch_ratio(), self.replica, self._numbers
+        )
         try:
             with torch.no_grad(), scaling as step:
-                self._gradients.average_(num_minibatches)
+                self._gradients.average_(divisor)
                 if self.max_grad_norm is not None:
                     self._gradients.clip_(self.max_grad_norm)
                 step()

@@ -17,9 +17,41 @@ from xla_replica import Replica
 Groups = list[dict[str, Any]]
 
 
+class Numbers:
+    """Changing numbers on the device, uploaded once per value and use.
+
+    By use, because two uses that shared a tensor when their values are equal would
+    make another graph of it.
+
+    Args:
+        replica: Where they go.
+        capacity: Values kept; beyond it the oldest is uploaded again when it returns.
+    """
+
+    def __init__(self, replica: Replica, capacity: int = 1024) -> None:
+        self._replica = replica
+        self._capacity = capacity
+        self._kept: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def get(
+        self, use: object, value: float, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """``value`` with shape ``(1,)``; not to be changed in place."""
+        key = (use, value, dtype)
+        if key not in self._kept:
+            if len(self._kept) >= self._capacity:
+                del self._kept[next(iter(self._kept))]
+            self._kept[key] = self._replica.scalar(value, dtype)
+        return self._kept[key]
+
+
 @contextlib.contextmanager
 def scaled(
-    optimizer: Optimizer, rule: Rule, batch_ratio: float, replica: Replica
+    optimizer: Optimizer,
+    rule: Rule,
+    batch_ratio: float,
+    replica: Replica,
+    numbers: Numbers,
 ) -> Iterator[Callable[[], None]]:
     """Scaled learning rates stand in ``param_groups`` inside; always restored.
 
@@ -38,13 +70,19 @@ def scaled(
     before = [{name: group[name] for name in kept if name in group} for group in groups]
     gradient_factor = None
     if rule.gradient_factor is not None:
-        gradient_factor = replica.scalar(
+        gradient_factor = numbers.get(
+            "gradient factor",
             rule.gradient_factor(batch_ratio),
             _widest(parameter for group in groups for parameter in group["params"]),
         )
     try:
-        for group in groups:
-            _scale_lr(group, rule.lr_factor(batch_ratio), replica)
+        for index, group in enumerate(groups):
+            group["lr"] *= rule.lr_factor(batch_ratio)
+            if replica.compiles:
+                dtype = _widest(group["params"])
+                group["lr"] = numbers.get(("lr", index), group["lr"], dtype)
+                if group.get("foreach"):
+                    group["foreach"] = False  # would read a tensor learning rate back
 
         scaled_lrs = [group["lr"] for group in groups]
 
@@ -64,14 +102,6 @@ def scaled(
     finally:
         for group, values in zip(groups, before):
             group.update(values)
-
-
-def _scale_lr(group: dict[str, Any], factor: float, replica: Replica) -> None:
-    group["lr"] *= factor
-    if replica.compiles:
-        group["lr"] = replica.scalar(group["lr"], _widest(group["params"]))
-        if group.get("foreach"):
-            group["foreach"] = False  # would read a tensor learning rate back
 
 
 def _scale_gradients(groups: Groups, factor: torch.Tensor) -> None:

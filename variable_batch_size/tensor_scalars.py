@@ -34,13 +34,25 @@ class TensorScalars(TorchFunctionMode):
     tensor([1.5000, 1.5000])
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        # Optimizers negate one learning rate again for every parameter.
+        self._negatives: dict[int, tuple[Tensor, Tensor]] = {}
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         del types
         if not kwargs:
-            return func(*args)
+            return self._negative(args[0]) if func is Tensor.__neg__ else func(*args)
         if func in _REWRITES:
             name, rewritten = _REWRITES[func]
             if isinstance(kwargs.get(name), Tensor):
                 kwargs = dict(kwargs)
                 return rewritten(*args, kwargs.pop(name), **kwargs)
         return func(*args, **kwargs)
+
+    def _negative(self, number: Tensor) -> Tensor:
+        if number.dim():
+            return -number
+        if id(number) not in self._negatives:
+            self._negatives[id(number)] = (number, -number)  # kept, so its id is
+        return self._negatives[id(number)][1]

@@ -233,9 +233,9 @@ class _FetchGuard(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         del types
         kwargs = kwargs or {}
-        if self._emulator.has_pending(self._rank) and (
+        if (
             func in _FETCHES or (func in _MAY_FETCH and _fetches(func, args, kwargs))
-        ):
+        ) and self._emulator.has_pending(self._rank):
             self._emulator.settle()
         return func(*args, **kwargs)
 
