@@ -7,7 +7,10 @@ import itertools
 import pytest
 import torch
 from support.elastic import OPTIMIZERS, Case, batches, elastic_run, large_batch_run
-from support.replicas import BACKENDS
+from support.replicas import BACKENDS, SEVERAL_REPLICAS
+
+import variable_batch_size as vbs
+import xla_replica
 
 # Batch sizes in samples; minibatches of 4, so that a batch of 4 is one minibatch.
 RISING_AND_FALLING = (4, 8, 12, 32, 64, 40, 20, 4)
@@ -86,3 +89,37 @@ def test_the_exact_cases_leave_bits_to_spare():
             weights, _ = large_batch_run(case)
             assert all(((w * 2.0**46) % 1 == 0).all() for w in weights)
             assert all((w.abs() < 2.0**4).all() for w in weights)
+
+
+def branches(rank: int) -> list[float]:
+    """Each replica's loss takes another parameter, the last one's none of them."""
+    replica = xla_replica.current()
+    parameters = [
+        torch.nn.Parameter(torch.zeros(2, device=replica.device)) for _ in range(3)
+    ]
+    sampler = vbs.CustomSampler(range(24), [6, 6, 2, 6], minibatch_size=2)
+    optimizer = vbs.ConstantOptimizer(
+        torch.optim.SGD(parameters, 0.5, momentum=0.5), sampler
+    )
+    optimizer.set_epoch(0)
+    for _ in sampler:
+        used = parameters[rank] if rank < replica.num_replicas - 1 else 0
+        loss = (used * replica.scalar(1.0)).sum()
+        if loss.requires_grad:
+            loss.backward()
+        optimizer.step()
+    return [p[0].item() for p in replica.fetch([p.detach() for p in parameters])]
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_parameters_may_lack_a_gradient_on_some_replicas(backend):
+    """Steps of 3, 3, 1, 3 minibatches: a third, a third, replica 0 alone, a third."""
+    expected = []
+    for first_alone in (1.0, 0.0):
+        weight = buffer = 0.0
+        for gradient in (1 / 3, 1 / 3, first_alone, 1 / 3):
+            buffer = 0.5 * buffer + gradient
+            weight -= 0.5 * buffer
+        expected.append(pytest.approx(weight))
+    for weights in backend.run(branches):
+        assert weights == [*expected, 0.0]

@@ -140,8 +140,8 @@ class ElasticOptimizer(OptimizerProxy):
             raise TypeError(
                 "step(closure) is not supported: call loss.backward() before step()"
             )
+        self._follow_sampler()
         if self._position.substep == 0:
-            self._follow_sampler()
             self._refresh_gradients()
         self._gradients.adopt(self._position.substep)
         self._watch.check(self.param_groups, self._position, self.replica)

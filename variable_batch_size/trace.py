@@ -198,7 +198,10 @@ class Trace:
         try:
             result = (number or _number_of_value)(value)
         except ValueError as error:
-            raise TraceError(f"{self.place(row)}, {COLUMN}: {error}") from None
+            raise TraceError(
+                f"{self.place(row)}, {COLUMN}: {error}; allowed are integers > 0, the "
+                "number of samples in the step"
+            ) from None
         if result <= 0:
             raise TraceError(
                 f"{self.place(row)}, {COLUMN}: {result} must be > 0; it is the number "
