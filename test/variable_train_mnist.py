@@ -77,6 +77,8 @@ class Recorder:
         self.bar = tqdm(
             total=steps, unit="step", disable=not (replica.is_master and args.progress)
         )
+        if replica.is_master:
+            self.bar.write(f"{args.dataset}, on {replica}", sys.stderr)
 
     def __call__(self, update: vbs.Update) -> None:
         row = {"step": update.step, "batch_size": update.batch_size, "lr": update.lr[0]}
@@ -121,8 +123,6 @@ class Recorder:
 def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | None]:
     """One replica's run: test accuracy in per cent and, on the master, the history."""
     replica = xla_replica.current()  # elastic
-    if replica.is_master:
-        logging.getLogger(__name__).info("%s, on %s", args.dataset, replica)
     data = handwritten_digits.load(args.dataset, args.data_dir)
     with replica.seeded(args.seed):  # elastic: the same weights on every replica
         model = ConvNet(data.train_images.shape[-1])
