@@ -41,16 +41,13 @@ def counted_epochs(rank: int, optimizer: str, rule: str) -> list[tuple[int, int,
     for epoch in range(3):
         if epoch == 2:
             wrapper.set_lr((0.0,))  # what a warm-up begins with
-        replica.barrier()
-        with xla_replica.count() as count:
+        with xla_replica.count(replica) as count:
             sampler.set_epoch(epoch)
             wrapper.set_epoch(epoch)
             for x, y in replica.loader([(inputs[m], targets[m]) for m in sampler]):
                 F.cross_entropy(model(x), y).backward()
                 wrapper.step()
-            replica.barrier()
         counts.append((count.compilations, count.transfers, len(count.fallbacks)))
-        replica.barrier()
     return counts
 
 
@@ -90,13 +87,11 @@ def graphs_of_first_epoch(rank: int, num_batch_sizes: int) -> int:
     sampler = vbs.CustomSampler(inputs, trace, minibatch_size=4)
     inner = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     wrapper = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=16)
-    replica.barrier()
-    with xla_replica.count() as count:
+    with xla_replica.count(replica) as count:
         wrapper.set_epoch(0)
         for x, y in replica.loader([(inputs[m], targets[m]) for m in sampler]):
             F.cross_entropy(model(x), y).backward()
             wrapper.step()
-        replica.barrier()
     return count.compilations
 
 

@@ -11,6 +11,7 @@ from support.replicas import BACKENDS, SEVERAL_REPLICAS
 
 import variable_batch_size as vbs
 import xla_replica
+from xla_replica import ReplicaError
 
 # Batch sizes in samples; minibatches of 4, so that a batch of 4 is one minibatch.
 RISING_AND_FALLING = (4, 8, 12, 32, 64, 40, 20, 4)
@@ -123,3 +124,30 @@ def test_parameters_may_lack_a_gradient_on_some_replicas(backend):
         expected.append(pytest.approx(weight))
     for weights in backend.run(branches):
         assert weights == [*expected, 0.0]
+
+
+def steps_a_scheduler_by_hand(rank: int, trace: list[int], size: int, each: bool):
+    """Changes that no replica can see to be wrong: rare ones, at the end of epochs."""
+    replica = xla_replica.current()
+    parameter = torch.nn.Parameter(torch.zeros(2, device=replica.device))
+    sampler = vbs.CustomSampler(range(192), trace, minibatch_size=32, on_end="cycle")
+    optimizer = vbs.ConstantOptimizer(torch.optim.SGD([parameter], 0.1), sampler)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, size)
+    model = torch.nn.Module()
+    for epoch in range(6):
+        sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        for _ in sampler:
+            parameter.sum().backward()
+            if optimizer.step() or each:
+                scheduler.step()
+        optimizer.average_buffers(model)
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+@pytest.mark.parametrize(
+    ("trace", "size", "each"), [([96 + 64], 5, True), ([32, 64, 96], 3, False)]
+)
+def test_learning_rates_that_differ_are_found(backend, trace, size, each):
+    with pytest.raises(ReplicaError, match=r"optimizer.attach\(scheduler\)"):
+        backend.run(steps_a_scheduler_by_hand, trace, size, each)

@@ -57,20 +57,20 @@ def misbehaves(rank: int, how: str) -> torch.Tensor | None:
     ("how", "error", "seconds"),
     [
         ("hangs", r"replica 2 did not reach all_reduce\(sum, float32\[4\]\) at "
-         r"test_emulation.py:\d+ within 3 s (.|\n)*time.sleep\(600\)", 25),
+         r"test_emulation.py:\d+ within 3 s (.|\n)*time.sleep\(600\)", 60),
         ("hangs at the end", r"replica 2 did not reach the end of its run within 3 s "
-         r"of replicas 0, 1, 3(.|\n)*time.sleep\(600\)", 25),
+         r"of replicas 0, 1, 3(.|\n)*time.sleep\(600\)", 60),
         ("leaves", r"replica 2 returned while replicas? [013, ]+ wait in all_reduce",
-         20),
+         60),
         ("aborts", r"died \(signal 6.*Last seen: replica 0: .*replica 2: computing",
-         20),
+         60),
         ("brings another shape", r"disagree about collective 1 .* replica 2: all_reduce"
          r"\(sum, float32\[3\]\).* replicas 0, 1, 3: all_reduce\(sum, float32\[4\]\)",
-         20),
+         60),
         ("sums twice", r"disagree about collective 2 .* replica 2: all_reduce.*"
-         r"replicas 0, 1, 3: nothing", 20),
-        ("bakes its rank", r"replica \d compiled another program than its peers", 20),
-        ("has other work pending", r"replica \d compiled another program", 20),
+         r"replicas 0, 1, 3: nothing", 60),
+        ("bakes its rank", r"replica \d compiled another program than its peers", 60),
+        ("has other work pending", r"replica \d compiled another program", 60),
     ],
 )  # fmt: skip
 def test_a_replica_that_differs_ends_the_run(how, error, seconds):
@@ -110,7 +110,14 @@ def fetches_before_the_sync(rank: int) -> list[object]:
         replica.sum_([tensor])
         return tensor
 
+    def of_rank_0(tensor: torch.Tensor) -> torch.Tensor:
+        if rank == 0:  # what is on the host is nobody's business
+            host[0] = torch.ones(1).item()
+            host[:1].copy_(torch.ones(1))
+        return tensor
+
     host = torch.zeros(2)
+    of_rank_0(total()).tolist()
     read: list[object] = [total().tolist(), total()[0].item(), float(total()[1])]
     t = total()
     read.append(t[t > 2].tolist())
@@ -251,6 +258,15 @@ def test_replicas_die_with_their_parent(tmp_path):
     child = int(pid_file.read_text())
     parent.kill()
     parent.wait()
-    while os.path.exists(f"/proc/{child}") and time.monotonic() < deadline:
+    while is_running(child) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not os.path.exists(f"/proc/{child}")
+    assert not is_running(child)
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is there and no zombie that nobody has reaped."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

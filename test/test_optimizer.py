@@ -17,11 +17,15 @@ CPU = LocalReplica("cpu")
 
 
 class FakeReplica(LocalReplica):
-    """Replica ``rank`` of several, whose peers' gradients are all zero."""
+    """Replica ``rank`` of several, whose peers bring what it brings."""
 
     def __init__(self, rank: int, num_replicas: int) -> None:
         super().__init__("cpu")
         self.rank, self.num_replicas = rank, num_replicas
+
+    def sum_(self, tensors) -> None:
+        for tensor in tensors:
+            tensor.mul_(self.num_replicas)
 
 
 def make(
@@ -300,6 +304,22 @@ def test_set_epoch_twice_joins_idle_steps_once():
     model, sampler, wrapper = idle_replica()
     assert [wrapper.set_epoch(0), wrapper.set_epoch(0)] == [1, 0]
     assert run_epoch(model, sampler, wrapper) == [3, 2]
+
+
+def test_an_epoch_number_is_trained_once_on_several_replicas():
+    model, sampler, wrapper = make(trace=128, replicas=2)
+    wrapper.set_epoch(0)
+    run_epoch(model, sampler, wrapper)
+    with pytest.raises(ReplicaError, match="epoch 0 has been trained; another pass"):
+        wrapper.set_epoch(0)
+
+
+def test_gradients_from_before_the_wrapper_do_not_count():
+    model, sampler, _ = make(trace=32)
+    backward(model)  # a learning-rate finder's, say
+    wrapper = vbs.ConstantOptimizer(SGD(model.parameters(), 0.1), sampler, replica=CPU)
+    assert torch.equal(model.weight.grad, torch.zeros(1, 2))
+    assert wrapper.get_lr() == (0.1,)
 
 
 def test_set_epoch_behind_the_trace():

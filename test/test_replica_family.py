@@ -188,6 +188,16 @@ def test_a_replica_that_exits_is_an_error(backend):
         backend.run(exits)
 
 
+def all_exit(rank: int) -> None:
+    sys.exit(0)
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_replicas_that_all_exit_are_an_error(backend):
+    with pytest.raises(ReplicaError, match="raised SystemExit: 0"):
+        backend.run(all_exit)
+
+
 def returns_early(rank: int) -> None:
     if rank != 1:
         raises(rank, -1)
@@ -196,7 +206,7 @@ def returns_early(rank: int) -> None:
 def test_a_process_that_returns_early_is_an_error():
     """Emulated replicas: see test_emulation.py."""
     with pytest.raises(
-        ReplicaError, match=r"returned and waited 4 s|failed in sum_ of 1"
+        ReplicaError, match=r"replica 1 returned, but a peer|failed in sum_ of 1"
     ):
         Backend("cpu", 2).run(returns_early, timeout=4)
 

@@ -155,8 +155,7 @@ def count_replica(
     assert len(set(sizes.tolist())) == num_sizes
     setup = Setup((sizes * MINIBATCH).tolist(), num_steps, side)
     run = elastic_epoch(setup)
-    replica.barrier()
-    with xla_replica.count() as counts:
+    with xla_replica.count(replica) as counts:
         for epoch in range(2):
             timed(replica, run, epoch)
     seconds = [timed(replica, run, epoch) for epoch in range(2, 5)]

@@ -75,13 +75,16 @@ class GradientBuffers:
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
 
-    def average_(self, num_minibatches: torch.Tensor) -> None:
+    def average_(
+        self, num_minibatches: torch.Tensor, *passengers: torch.Tensor
+    ) -> None:
         """gradient = sum over replicas / number of minibatches, shape ``(1,)``.
 
-        Divided, not multiplied by a reciprocal: that would round twice.
+        Divided, not multiplied by a reciprocal: that would round twice. Passengers are
+        summed in the same collective and not divided.
         """
         gradients = list(self._gradients.values())
-        self._replica.sum_(gradients)
+        self._replica.sum_([*gradients, *passengers])
         for gradient in gradients:
             gradient.div_(like_dimensions_of(gradient, num_minibatches))
 

@@ -67,10 +67,11 @@ def check_groups(groups: list[dict[str, Any]], replica: Replica) -> None:
 
 
 class HyperparameterWatch:
-    """Notices a learning rate that changes where other replicas do not see it.
+    """Notices at once that a learning rate changed where other replicas do not see it.
 
     Replicas run the user's loop body different numbers of times: once per minibatch,
-    and not at all in steps in which they are idle.
+    and not at all in steps in which they are idle. What looks right from here and is
+    not, `Agreement` finds.
     """
 
     def __init__(self) -> None:
@@ -82,17 +83,17 @@ class HyperparameterWatch:
 
     def remember(self, groups: list[dict[str, Any]]) -> None:
         """From here on, a change is looked at."""
-        self._last = _numbers(groups)
+        self._last = hyperparameters(groups)
 
     def check(
         self, groups: list[dict[str, Any]], position: Position, replica: Replica
     ) -> None:
         """Raises ReplicaError if replicas would use different hyperparameters."""
-        if replica.num_replicas == 1 or self._last in (None, _numbers(groups)):
+        if replica.num_replicas == 1 or self._last in (None, hyperparameters(groups)):
             return
         if position.substep:
             where = f"within step {position.step}"
-            why = "replicas accumulate different numbers of minibatches in a step"
+            why = "replicas may accumulate different numbers of minibatches"
         elif position.plan.has_idle_replicas:
             where = "between two updates"
             why = "idle replicas join updates without running your code"
@@ -108,7 +109,8 @@ class HyperparameterWatch:
         )
 
 
-def _numbers(groups: list[dict[str, Any]]) -> tuple[Any, ...]:
+def hyperparameters(groups: list[dict[str, Any]]) -> tuple[Any, ...]:
+    """Every number in the parameter groups, by name."""
     return tuple(
         (name, value)
         for group in groups

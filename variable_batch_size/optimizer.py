@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 import xla_replica
 from variable_batch_size.accumulate import GradientBuffers
+from variable_batch_size.agreement import Agreement
 from variable_batch_size.buffers import average_buffers
 from variable_batch_size.checks import (
     HyperparameterWatch,
@@ -20,6 +21,7 @@ from variable_batch_size.checks import (
     check_numbers,
     check_optimizer,
     check_sampler,
+    hyperparameters,
 )
 from variable_batch_size.lr_rules import rule_named
 from variable_batch_size.position import Position
@@ -67,8 +69,9 @@ class ElasticOptimizer(OptimizerProxy):
     adds nothing. It joins the update inside its previous `step` call, or in `set_epoch`
     where the epoch begins with such steps. `step` therefore returns how many updates it
     made, and whatever must happen once per update (an LR scheduler, a log) belongs into
-    `attach`, which runs it for these updates too. A learning rate changed by hand where
-    other replicas would not see it raises `ReplicaError`.
+    `attach`, which runs it for these updates too. Replicas that use different learning
+    rates raise `ReplicaError`: at once where the cause is seen or reading is free, else
+    in `average_buffers` and on logging steps.
 
     Gradients are allocated at construction and zeroed in place; `zero_grad` does
     nothing. A parameter that took no part in the loss has a gradient of zero, not None.
@@ -117,6 +120,7 @@ class ElasticOptimizer(OptimizerProxy):
         self._num_minibatches_seen = 0
         self._last_lr = self.get_lr()
         self._numbers = Numbers(self.replica)
+        self._agreement = Agreement(self.replica, self._numbers)
         self._watch = HyperparameterWatch()
         self._position = Position(sampler.plan, sampler.rank, announced=False)
         self._gradients = GradientBuffers(self.replica)
@@ -166,8 +170,10 @@ class ElasticOptimizer(OptimizerProxy):
             ReplicaError: The epoch under way has steps left, which other replicas take.
         """
         before = self._position
-        if before.announced and before.plan.epoch == epoch and not before.begun:
-            return 0  # a second call: idle steps are joined already
+        if before.announced and before.plan.epoch == epoch:
+            if not before.begun:
+                return 0  # a second call: idle steps are joined already
+            self._refuse_to_repeat(before)
         plan = self.sampler.schedule.plan(epoch, self.sampler.num_replicas)
         if before.begun and not before.ended:
             self._abandon(before)
@@ -211,7 +217,12 @@ class ElasticOptimizer(OptimizerProxy):
         statistics drift apart, because replicas see different minibatches and
         different numbers of them. What it costs is two sums over the buffers. See
         `variable_batch_size.buffers` for what it cannot restore.
+
+        Raises:
+            ReplicaError: Replicas have used different hyperparameters; on an
+                accelerator this is where it is found.
         """
+        self._agreement.check()
         average_buffers(model, self._num_minibatches_seen, self.replica)
         self._num_minibatches_seen = 0
 
@@ -252,6 +263,8 @@ class ElasticOptimizer(OptimizerProxy):
     # --- before an update -----------------------------------------------------------
 
     def _take_in(self, parameters: list[nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.grad = None  # of a backward pass before this optimizer's time
         self.replica.sync()  # what replicas have pending is no part of a collective
         self.replica.broadcast_([parameter.detach() for parameter in parameters])
         self._known.update(parameters)
@@ -271,6 +284,15 @@ class ElasticOptimizer(OptimizerProxy):
         self._position = before.follow(self.sampler.plan)
         if self._position is not before:
             self._watch.allow_change()  # it may change between epochs
+
+    def _refuse_to_repeat(self, position: Position) -> None:
+        """A replica that idled all epoch takes the repetition for a second call."""
+        if position.ended and self.replica.num_replicas > 1:
+            raise ReplicaError(
+                f"epoch {position.plan.epoch} has been trained; another pass needs "
+                "another number, on several replicas",
+                self.replica.rank,
+            )
 
     def _abandon(self, position: Position) -> None:
         """Gives up the rest of an epoch, where no other replica relies on it."""
@@ -296,7 +318,6 @@ class ElasticOptimizer(OptimizerProxy):
             self._refresh_gradients()
             self._gradients.rebind()
             self.replica.sync()  # what the user left pending is no part of the update
-            self._watch.check(self.param_groups, self._position, self.replica)
             self._update()
             joined += 1
         return joined
@@ -305,18 +326,20 @@ class ElasticOptimizer(OptimizerProxy):
         """The update graph: the same on every replica, for every batch size."""
         lrs = self._effective_lrs()
         # Changing numbers go to the device before the collective is traced.
+        ballot = self._agreement.ballot(hyperparameters(self.param_groups))
         divisor = self._numbers.get("divisor", self._position.num_minibatches)
         scaling = scaled(
             self.inner, self.rule, self._batch_ratio(), self.replica, self._numbers
         )
         try:
             with torch.no_grad(), scaling as step:
-                self._gradients.average_(divisor)
+                self._gradients.average_(divisor, ballot)
+                self._agreement.count(ballot)
                 if self.max_grad_norm is not None:
                     self._gradients.clip_(self.max_grad_norm)
                 step()
         except BaseException:
-            self._position.next_step()  # this update is lost, the next is not
+            self._position.next_step()  # whatever became of this update
             raise
         finally:
             self._gradients.zero_()
@@ -338,11 +361,12 @@ class ElasticOptimizer(OptimizerProxy):
         for callback in self._attached:
             callback(update)
         self._watch.remember(self.param_groups)
-        if self.log_steps and self.replica.is_master:
+        if self.log_steps and update.step % self.log_steps == 0:
             self._log(update)
 
     def _log(self, update: Update) -> None:
-        if update.step % self.log_steps == 0:
+        self._agreement.check()
+        if self.replica.is_master:
             logger.info(
                 "step %d: batch size %d, learning rate %s",
                 update.step,

@@ -7,6 +7,8 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 
+from xla_replica.replica import Replica
+
 
 @dataclasses.dataclass
 class Counts:
@@ -45,27 +47,31 @@ def snapshot() -> Counts:
 
 
 @contextlib.contextmanager
-def count() -> Iterator[Counts]:
+def count(replica: Replica | None = None) -> Iterator[Counts]:
     """Counts compilations and device-to-host transfers of the block.
 
-    On replicas call `Replica.barrier` before and after the block, outside it, so that
-    no replica's work spills over the edges.
+    Args:
+        replica: Give it, on every replica, where replicas share a process: barriers
+            then keep what peers do before and after the block out of the counts.
 
     >>> with count() as counts:
     ...     pass  # training steps
     >>> counts.compilations, counts.transfers
     (0, 0)
     """
+    barrier = replica.barrier if replica is not None else lambda: None
     counts = Counts()
+    barrier()  # nobody is still in what came before
     before = snapshot()
-    try:
-        yield counts
-    finally:
-        after = snapshot()
-        counts.compilations = after.compilations - before.compilations
-        counts.transfers = after.transfers - before.transfers
-        counts.fallbacks = {
-            name: number - before.fallbacks.get(name, 0)
-            for name, number in after.fallbacks.items()
-            if number > before.fallbacks.get(name, 0)
-        }
+    barrier()  # nobody begins before all have looked
+    yield counts
+    barrier()
+    after = snapshot()
+    barrier()
+    counts.compilations = after.compilations - before.compilations
+    counts.transfers = after.transfers - before.transfers
+    counts.fallbacks = {
+        name: number - before.fallbacks.get(name, 0)
+        for name, number in after.fallbacks.items()
+        if number > before.fallbacks.get(name, 0)
+    }

@@ -8,6 +8,7 @@ memory, where it outlives an abort.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing as mp
 import multiprocessing.connection
@@ -78,12 +79,14 @@ def _outcome(
     """Whether the child succeeded and what it says, or how it died without a word."""
     while True:
         multiprocessing.connection.wait([receiver, process.sentinel], timeout=1.0)
+        exited = process.exitcode is not None  # before polling: its message comes first
         if receiver.poll():
             try:
                 return receiver.recv()
             except EOFError:
                 process.join()
-        if process.exitcode is not None:
+                exited = True
+        if exited:
             code = process.exitcode
             cause = f"signal {-code}" if code < 0 else f"exit status {code}"
             hint = (
@@ -189,13 +192,16 @@ class _Outcome:
 
     def fail(self, rank: int | None, error: BaseException) -> None:
         self._once.acquire()  # for good: the first failure is the cause
-        self._send(False, dump_failure(rank, error))
-        # Not sys.exit: threads may be stuck in native code for ever.
-        os._exit(1)
+        try:
+            self._send(False, dump_failure(rank, error))
+        finally:
+            # Not sys.exit: threads may be stuck in native code for ever.
+            os._exit(1)
 
     def _send(self, succeeded: bool, content: bytes) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # nobody reads any more
+            sys.stdout.flush()
+            sys.stderr.flush()
         self._sender.send((succeeded, content))
         self._sender.close()
 

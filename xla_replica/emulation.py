@@ -233,15 +233,17 @@ class _FetchGuard(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         del types
         kwargs = kwargs or {}
-        if (
-            func in _FETCHES or (func in _MAY_FETCH and _fetches(func, args, kwargs))
-        ) and self._emulator.has_pending(self._rank):
+        if (func in _FETCHES or func in _MAY_FETCH) and (
+            self._emulator.has_pending(self._rank) and _fetches(func, args, kwargs)
+        ):
             self._emulator.settle()
         return func(*args, **kwargs)
 
 
 def _fetches(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether this call of one of `_MAY_FETCH` reads the device back."""
+    """Whether this call, of one of `_FETCHES` or `_MAY_FETCH`, reads the device."""
+    if func in _FETCHES:
+        return any(_on_xla(value) for value in args)
     if func is _TENSOR.to:
         target = kwargs.get("device", args[1] if len(args) > 1 else None)
         if isinstance(target, torch.Tensor):

@@ -41,7 +41,7 @@ def launch(
              asked for, 'xla' where torch_xla is installed, else 'cpu'
     ======== ==================================================================
 
-    Under torchrun, wherever else ``WORLD_SIZE`` is set, and after
+    Under torchrun, wherever else ``WORLD_SIZE`` is above 1, and after
     ``init_process_group`` this process already is one replica: its group is joined and
     ``fn`` called here, and the list holds this replica's result alone.
 
@@ -55,9 +55,10 @@ def launch(
             replicas an exception ends it at once.
 
     Raises:
-        ReplicaError: A replica raised (its exception is ``__cause__``), hung, left
-            early or differed from its peers. A single replica in this process raises
-            its own exception unchanged.
+        ReplicaError: A replica on this CPU or these GPUs raised (its exception is
+            ``__cause__``), hung, left early or differed from its peers. A replica in
+            this very process raises its own exception unchanged, and torch_xla reports
+            those of a TPU in its way.
         ValueError: ``num_replicas`` or ``device`` does not exist here.
         TypeError: ``fn`` or ``args`` cannot be sent to another process.
     """
@@ -89,7 +90,10 @@ def _launch_here(
     device: str | None,
     timeout: float,
 ) -> list[Any]:
-    if device in (None, "xla") and tpu.has_tpu():
+    import torch.distributed as dist
+
+    joined = dist.is_available() and dist.is_initialized()
+    if device in (None, "xla") and not joined and tpu.has_tpu():
         return tpu.run_on_tpu(fn, args, num_replicas)
     if device == "xla":
         raise ValueError(
@@ -99,7 +103,9 @@ def _launch_here(
         )
     from xla_replica.processes import run_in_this_process
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device is None:
+        on_gpu = dist.get_backend() == "nccl" if joined else torch.cuda.is_available()
+        device = "cuda" if on_gpu else "cpu"
     return [run_in_this_process(fn, args, num_replicas, device, timeout)]
 
 

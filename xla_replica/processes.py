@@ -107,8 +107,8 @@ def _wait_for_peers(rank: int, timeout: float) -> None:
         dist.barrier()
     except RuntimeError as error:
         raise ReplicaError(
-            f"replica {rank} returned and waited {timeout:g} s for its peers, which "
-            f"still run or have failed: {error}",
+            f"replica {rank} returned, but a peer failed or did not return within "
+            f"{timeout:g} s: {error}",
             rank,
         ) from error
 
