@@ -57,7 +57,10 @@ def run_processes(
                 if process.is_alive():
                     process.kill()
                 process.join()
-        return read_results(folder)
+        results = read_results(folder)
+        if len(results) < num_replicas:  # some called sys.exit(0)
+            raise_failure(_first_failure(folder, None))
+        return results
 
 
 def _first_failure(folder: str, error: Any) -> bytes:
@@ -67,7 +70,7 @@ def _first_failure(folder: str, error: Any) -> bytes:
     )
     if failures:
         return failures[0].read_bytes()
-    rank = error.error_index
+    rank = None if error is None else error.error_index
     return dump_failure(rank, ReplicaError(f"replica {rank} died: {error}", rank))
 
 
