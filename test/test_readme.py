@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.torchrun import LAUNCHER, succeeded
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -64,7 +65,7 @@ def run(script: str, folder: Path, *launcher: str) -> list[float]:
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr
+    assert succeeded(done.returncode, done.stderr), done.stderr
     return [float(value) for value in re.findall(r"accuracy ([\d.]+)", done.stdout)]
 
 
@@ -87,8 +88,7 @@ def test_the_script_after_the_diff_trains_on_every_replica_alike(
 
 
 def test_the_script_after_the_diff_trains_under_torchrun(tmp_path):
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    accuracies = run(sides_of_the_diff()[1], tmp_path, *launcher)
+    accuracies = run(sides_of_the_diff()[1], tmp_path, *LAUNCHER[1:])
     assert len(accuracies) == 2
     assert len(set(accuracies)) == 1
     assert accuracies[0] > 0.9

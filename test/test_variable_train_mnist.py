@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import variable_train_mnist
 from support.replicas import HAS_XLA, needs_xla
+from support.torchrun import LAUNCHER, succeeded
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE / "variable_train_mnist.py"
@@ -69,11 +70,10 @@ def test_under_torchrun(tmp_path):
     """Two gloo processes; one of them writes, both exit alike."""
     status, text = run(
         "--dataset", "fake", "--epochs", 1, "--logdir", "log", "--device", "cpu",
-        command=(sys.executable, "-m", "torch.distributed.run", "--standalone",
-                 "--nproc_per_node", 2),
+        command=LAUNCHER,
         cwd=tmp_path,
     )  # fmt: skip
-    assert status == 0, text
+    assert succeeded(status, text), text
     check_output(tmp_path / "log", text, num_batch_sizes=3)
     assert text.count("distinct batch sizes") == 1
 

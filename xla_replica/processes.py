@@ -142,7 +142,10 @@ def run_in_this_process(
     if joined_here:
         dist.init_process_group(BACKENDS[device], timeout=timedelta(seconds=timeout))
     try:
-        return _run_in_group(fn, args, device, "a process of this job")
+        result = _run_in_group(fn, args, device, "a process of this job")
+        if joined_here:
+            _wait_for_peers(dist.get_rank(), timeout)
+        return result
     finally:
         if joined_here:
             dist.destroy_process_group()
