@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from support.replicas import BACKENDS, SEVERAL_REPLICAS, Backend
+from support.torchrun import LAUNCHER
 from torch.utils.data import DataLoader, Dataset
 
 import xla_replica
@@ -248,6 +249,32 @@ def test_current_is_local_in_a_plain_script():
     )
     assert run.returncode == 0, run.stderr
     assert "replica 0 of 1" in run.stdout
+
+
+LEAVES_NO_GROUP = """
+import gc, weakref, torch, torch.distributed as dist, xla_replica
+
+def train(rank):
+    weight = torch.ones(1, requires_grad=True)
+    torch.optim.SGD([weight], lr=0.1)  # imports what holds on to a group
+    xla_replica.current().sum_([weight.detach()])
+    return weakref.ref(dist.group.WORLD)
+
+if __name__ == "__main__":
+    [group] = xla_replica.launch(train, device="cpu")
+    gc.collect()
+    assert group() is None, gc.get_referrers(group())
+"""
+
+
+def test_the_group_of_a_torchrun_job_ends_with_it(tmp_path):
+    """A gloo thread that outlives it may abort the process while Python exits."""
+    script = tmp_path / "script.py"
+    script.write_text(LEAVES_NO_GROUP)
+    done = subprocess.run(
+        [*LAUNCHER, script], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_current_refuses_to_train_torchrun_processes_apart(monkeypatch):

@@ -85,12 +85,12 @@ def _run_replica(
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_replicas))
     try:
         fn, args = load(task)
-        dist.init_process_group(
-            BACKENDS[device],
+        _join_group(
+            device,
+            timeout,
             init_method=Path(folder, "meeting").as_uri(),
             rank=rank,
             world_size=num_replicas,
-            timeout=timedelta(seconds=timeout),
         )
         write_result(folder, rank, _run_in_group(fn, args, device, "a process"))
         _wait_for_peers(rank, timeout)
@@ -100,6 +100,22 @@ def _run_replica(
         path.rename(path.with_suffix(".failure"))  # never read half-written
         raise
     dist.destroy_process_group()
+
+
+def _join_group(device: str, timeout: float, **where: Any) -> None:
+    """Initialises the default group such that destroying it ends its threads.
+
+    torch.distributed.nn has the default group as default arguments. If it is first
+    imported while a group exists (the first torch.optim.Optimizer does, by way of
+    torch._dynamo), the group outlives destroy_process_group; a gloo thread that frees
+    its last tensor while Python exits then aborts the process, after all its work.
+    """
+    import torch.distributed as dist
+    import torch.distributed.nn  # noqa: F401  before there is a group to hold on to
+
+    dist.init_process_group(
+        BACKENDS[device], timeout=timedelta(seconds=timeout), **where
+    )
 
 
 def _wait_for_peers(rank: int, timeout: float) -> None:
@@ -140,7 +156,7 @@ def run_in_this_process(
     if device == "cuda" and "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if joined_here:
-        dist.init_process_group(BACKENDS[device], timeout=timedelta(seconds=timeout))
+        _join_group(device, timeout)
     try:
         result = _run_in_group(fn, args, device, "a process of this job")
         if joined_here:
