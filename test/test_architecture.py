@@ -19,15 +19,18 @@ MAY_IMPORT = {
 PACKAGES = sorted(MAY_IMPORT)
 WITHOUT_TORCH = {
     f"variable_batch_size/{name}.py"
-    for name in ("trace", "trace_csv", "schedule", "lr_rules")
+    for name in ("trace", "trace_csv", "schedule", "lr_rules", "adam_rules")
 }
 RUNTIMES = ("torch_xla", "torch_tpu", "torch.distributed")
 PUBLIC = {
     "variable_batch_size": {
-        "RULES", "ConstantOptimizer", "CustomSampler", "ElasticOptimizer", "EpochPlan",
-        "LinearRuleMomentumOptimizer", "LinearRuleOptimizer", "RootRuleOptimizer",
-        "Rule", "Schedule", "Trace", "TraceError", "TraceExhausted", "TraceWarning",
-        "Update", "average_buffers",
+        "RULES", "AdaScaleOptimizer", "AdamHalfLifeRuleOptimizer",
+        "AdamRootRuleOptimizer", "ConstantOptimizer", "CustomSampler",
+        "ElasticOptimizer", "EpochPlan", "LinearRuleMomentumOptimizer",
+        "LinearRuleOptimizer", "Measurements", "NoiseMeter", "NoiseOptions",
+        "PowerRuleOptimizer", "RootRuleOptimizer", "Rule", "Scaled", "Schedule",
+        "Trace", "TraceError", "TraceExhausted", "TraceWarning", "Update",
+        "average_buffers", "power",
     },
     "xla_replica": {
         "DEVICES", "Counts", "DeviceLoader", "LocalReplica", "Replica", "ReplicaError",
@@ -140,6 +143,7 @@ def test_packages_import_without_any_runtime(package):
 
 @pytest.mark.parametrize(
     "module", ["variable_batch_size.schedule", "variable_batch_size.lr_rules",
+               "variable_batch_size.adam_rules", "variable_batch_size.gradient_noise",
                "variable_batch_size.tensor_scalars", "xla_replica.counters"],
 )  # fmt: skip
 def test_docstring_examples(module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from support.elastic import OPTIMIZERS, RULES
+from support.elastic import OPTIMIZERS
 from support.replicas import XLA_BACKENDS, needs_xla
 from torch import nn
 
@@ -31,9 +31,10 @@ def counted_epochs(rank: int, optimizer: str, rule: str) -> list[tuple[int, int,
     sampler = vbs.CustomSampler(
         inputs, BATCH_SIZES, minibatch_size=4, on_end="cycle", verbose=False
     )
-    wrapper = RULES[rule](
+    wrapper = vbs.ElasticOptimizer(
         OPTIMIZERS[optimizer](model.parameters(), 0.25),
         sampler,
+        rule,
         ref_batchsize=16,
         max_grad_norm=1.0,
     )
@@ -55,8 +56,8 @@ RUNS = [
     ("sgd-momentum", "linear"),
     ("sgd-momentum", "linear-momentum"),
     ("adamw", "root"),
-    ("adagrad", "linear"),
-    ("rmsprop", "linear"),
+    ("adagrad", "root"),
+    ("rmsprop", "root"),
 ]
 
 

@@ -34,7 +34,13 @@ CASES = {
     "one step an epoch": Case(ONE_STEP_FILLS_THE_EPOCH, epochs=3, rule="constant"),
     "clipped": Case(RISING_AND_FALLING, epochs=2, max_grad_norm=0.05),
     **{
-        optimizer: Case(RISING_AND_FALLING, epochs=2, optimizer=optimizer, lr=2**-8)
+        optimizer: Case(
+            RISING_AND_FALLING,
+            epochs=2,
+            optimizer=optimizer,
+            rule="linear" if optimizer.startswith("sgd") else "root",
+            lr=2**-8,
+        )
         for optimizer in OPTIMIZERS
     },
 }

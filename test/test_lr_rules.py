@@ -1,44 +1,120 @@
-"""Every learning-rate rule: a new one is checked by being in the registry."""
+"""Every rule: a new one is checked by being in the registry."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from variable_batch_size.lr_rules import rule_named
+from variable_batch_size.lr_rules import rule_named, with_options
 
 FORMULAS = {
     "constant": lambda ratio: 1.0,
     "linear": lambda ratio: ratio,
     "linear-momentum": lambda ratio: ratio,
     "root": lambda ratio: ratio**0.5,
+    "adascale": lambda gain: gain,
+    "adam-root": lambda ratio: ratio**0.5,
+    "adam-half-life": lambda ratio: ratio**0.5,
+    "power:0.75": lambda ratio: ratio**0.75,
 }
-ratios = st.floats(1 / 1024, 1024)
+NAMES = sorted(FORMULAS)
+GROUP = {
+    "lr": 0.1,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "decoupled_weight_decay": True,
+}
+ratios = st.floats(1 / 1024, 9)
 
 
 def test_every_rule_has_its_formula_here():
-    assert FORMULAS.keys() == vbs.RULES.keys()
+    assert FORMULAS.keys() == {*vbs.RULES, "power:0.75"}
 
 
-@pytest.mark.parametrize("name", vbs.RULES)
+@pytest.mark.parametrize("name", NAMES)
 @given(ratio=ratios)
-def test_effective_factor(name, ratio):
+def test_effective_learning_rate(name, ratio):
     rule = rule_named(name)
-    assert rule.effective_lr_factor(ratio) == pytest.approx(FORMULAS[name](ratio))
+    scaled, _ = rule.update(ratio, GROUP, rule.init(), gain=ratio)
+    assert scaled.effective_lr == pytest.approx(0.1 * FORMULAS[name](ratio))
+    if scaled.gradient_factor is not None:
+        assert scaled.lr * scaled.gradient_factor == pytest.approx(scaled.effective_lr)
 
 
-@pytest.mark.parametrize("name", vbs.RULES)
-def test_identity_at_the_reference_batch(name):
-    """Exactly: an unchanged batch size must not change a run."""
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("decay_per_sample", [False, True])
+def test_identity_at_the_reference_batch(name, decay_per_sample):
+    """Exactly, for any number of updates: a constant batch must not change a run."""
+    rule = with_options(name, False, decay_per_sample)
+    state = rule.init()
+    for _ in range(100):
+        scaled, state = rule.update(1.0, GROUP, state, gain=1.0)
+        assert scaled.effective_lr == scaled.lr == 0.1
+        assert scaled.weight_decay == 0.01
+        assert scaled.gradient_factor in (None, 1.0)
+        assert scaled.betas in (None, (0.9, 0.999))
+        assert scaled.eps in (None, 1e-8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(ratio=ratios)
+def test_weight_decay_per_sample(name, ratio):
+    """lr * weight_decay, what weights shrink by, is proportional to the batch."""
+    rule = with_options(name, False, decay_per_sample=True)
+    gain = math.sqrt(ratio)
+    scaled, _ = rule.update(ratio, GROUP, rule.init(), gain=gain)
+    shrinks = scaled.lr * (scaled.gradient_factor or 1.0) * scaled.weight_decay
+    assert shrinks == pytest.approx(0.1 * 0.01 * ratio)
+
+
+@pytest.mark.parametrize("name", ["adam-root", "adam-half-life"])
+def test_adams_rules_keep_their_own_weight_decay_otherwise(name):
+    """AdamW's, which follows the learning rate, not what makes up for torch's bias."""
     rule = rule_named(name)
-    assert rule.lr_factor(1.0) == 1.0
-    assert rule.gradient_factor is None or rule.gradient_factor(1.0) == 1.0
+    state = rule.init()
+    for ratio in (4.0, 2.0, 1.0, 8.0):
+        scaled, state = rule.update(ratio, GROUP, state)
+        assert scaled.lr * scaled.weight_decay == pytest.approx(
+            scaled.effective_lr * 0.01
+        )
+        coupled, _ = rule.update(
+            ratio, {**GROUP, "decoupled_weight_decay": False}, rule.init()
+        )
+        assert coupled.weight_decay == 0.01
 
 
-def test_an_unknown_rule_names_the_known():
-    with pytest.raises(
-        ValueError, match=r"'lars' is unknown; allowed are \['constant'"
-    ):
-        rule_named("lars")
+def test_the_power_rule_holds_the_others():
+    assert vbs.power(1).lr_factor(3.0) == 3.0
+    assert vbs.power(0).lr_factor(3.0) == 1.0
+    assert rule_named("power:0.5").lr_factor(4.0) == 2.0
+    assert rule_named(vbs.power(0.25)).name == "power:0.25"
+
+
+@pytest.mark.parametrize(
+    ("rule", "error", "message"),
+    [
+        (
+            "lars",
+            ValueError,
+            r"'lars' is unknown; allowed are \['adam-half.*power",
+        ),
+        ("power", ValueError, "allowed are .* 'power:0.75'"),
+        ("power:", ValueError, "'power:' is unknown"),
+        ("power:x", ValueError, "'x' is no finite number"),
+        ("power:nan", ValueError, "'nan' is no finite number"),
+        (0.5, TypeError, "rule must be a name or a Rule, got 0.5"),
+    ],
+)
+def test_bad_names(rule, error, message):
+    with pytest.raises(error, match=message):
+        rule_named(rule)
+
+
+def test_adams_rules_have_no_momentum_correction():
+    with pytest.raises(TypeError, match="is for Adam: no momentum_correction"):
+        with_options("adam-root", True, False)

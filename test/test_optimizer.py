@@ -530,10 +530,10 @@ def test_a_copy_is_refused():
 
 
 def test_state_goes_to_and_from_the_inner_optimizer(tmp_path):
-    model, sampler, wrapper = make(inner=AdamW)
+    model, sampler, wrapper = make(inner=AdamW, cls=vbs.RootRuleOptimizer)
     run_epoch(model, sampler, wrapper)
     torch.save(wrapper.state_dict(), tmp_path / "optimizer.pt")
-    _, _, other = make(inner=AdamW)
+    _, _, other = make(inner=AdamW, cls=vbs.RootRuleOptimizer)
     other.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
     saved, loaded = wrapper.state_dict(), other.state_dict()
     assert loaded["param_groups"] == saved["param_groups"]

@@ -7,28 +7,43 @@ optimizer = vbs.LinearRuleOptimizer(inner_optimizer, sampler, ref_batchsize=128)
 """
 
 from variable_batch_size.buffers import average_buffers
-from variable_batch_size.lr_rules import RULES, Rule
-from variable_batch_size.optimizer import ElasticOptimizer, Update
+from variable_batch_size.lr_rules import RULES, Rule, Scaled, power
+from variable_batch_size.noise_meter import NoiseMeter
+from variable_batch_size.noise_options import Measurements, NoiseOptions
+from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.rule_optimizers import (
+    AdamHalfLifeRuleOptimizer,
+    AdamRootRuleOptimizer,
+    AdaScaleOptimizer,
     ConstantOptimizer,
     LinearRuleMomentumOptimizer,
     LinearRuleOptimizer,
+    PowerRuleOptimizer,
     RootRuleOptimizer,
 )
 from variable_batch_size.sampler import CustomSampler
 from variable_batch_size.schedule import EpochPlan, Schedule, TraceExhausted
 from variable_batch_size.trace import Trace, TraceError, TraceWarning
+from variable_batch_size.update import Update
 
 __all__ = [
     "RULES",
+    "AdaScaleOptimizer",
+    "AdamHalfLifeRuleOptimizer",
+    "AdamRootRuleOptimizer",
     "ConstantOptimizer",
     "CustomSampler",
     "ElasticOptimizer",
     "EpochPlan",
     "LinearRuleMomentumOptimizer",
     "LinearRuleOptimizer",
+    "Measurements",
+    "NoiseMeter",
+    "NoiseOptions",
+    "PowerRuleOptimizer",
     "RootRuleOptimizer",
     "Rule",
+    "Scaled",
     "Schedule",
     "Trace",
     "TraceError",
@@ -36,4 +51,5 @@ __all__ = [
     "TraceWarning",
     "Update",
     "average_buffers",
+    "power",
 ]

@@ -2,28 +2,78 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from variable_batch_size.lr_rules import Rule
 from variable_batch_size.position import Position
 from variable_batch_size.sampler import CustomSampler
+from variable_batch_size.schedule import Schedule
 from xla_replica import Replica, ReplicaError
+
+# Their steps are normalised, so they do not grow with the learning rate's batch factor
+# the way SGD's do.
+_ADAPTIVE = (
+    "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop",
+)  # fmt: skip
 
 
 def check_optimizer(optimizer: Optimizer, rule: Rule) -> None:
-    """Raises TypeError unless ``optimizer`` can be wrapped and ``rule`` suits it."""
+    """Raises TypeError unless ``optimizer`` can be wrapped and ``rule`` suits it.
+
+    Warns where the rule was derived for another kind of optimizer.
+    """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
+    name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("LBFGS evaluates the loss inside step(): not supported")
-    if rule.gradient_factor and not isinstance(optimizer, SGD):
+    if rule.momentum_correction and not isinstance(optimizer, SGD):
         raise TypeError(
-            f"rule {rule.name!r} scales the gradient, which only SGD turns into a "
-            f"scaled step; {type(optimizer).__name__} needs another rule"
+            f"rule {rule.name!r} with momentum correction scales the gradient, which "
+            f"only SGD turns into a scaled step; {name} needs another rule"
         )
+    if rule.beta and not isinstance(optimizer, (Adam, AdamW)):
+        raise TypeError(
+            f"rule {rule.name!r} scales Adam's betas and epsilon: it needs torch's "
+            f"Adam or AdamW, got {name}"
+        )
+    decoupled = all(g.get("decoupled_weight_decay") for g in optimizer.param_groups)
+    if rule.decay_per_sample and not (isinstance(optimizer, SGD) or decoupled):
+        raise TypeError(
+            "decay_per_sample needs weight decay that multiplies the weights: SGD's "
+            f"or AdamW's; {name} normalises it together with the gradient"
+        )
+    if name in _ADAPTIVE and rule.name.startswith(("linear", "adascale")):
+        warnings.warn(
+            f"rule {rule.name!r} is derived for SGD, whose step is proportional to the "
+            f"gradient; for {name}, whose step is normalised, noise calls for the "
+            "square root: rule 'root', or 'adam-root' for Adam and AdamW",
+            stacklevel=4,
+        )
+
+
+def check_rule(
+    optimizer: Optimizer, rule: Rule, schedule: Schedule, ref_batchsize: float | None
+) -> None:
+    """Raises ValueError if the rule has no meaning at a batch size of the trace."""
+    if rule.beta is None:
+        return
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        raise TypeError(
+            f"rule {rule.name!r} does not work with capturable=True, which computes "
+            "the bias correction on the device: leave it out; the wrapper brings the "
+            "learning rate to the device itself"
+        )
+    for batch_size in (
+        schedule.trace.batch_sizes.min(),
+        schedule.trace.batch_sizes.max(),
+    ):
+        for group in optimizer.param_groups:
+            rule.update(float(batch_size) / (ref_batchsize or 1), group, rule.init())
 
 
 def check_sampler(sampler: CustomSampler, replica: Replica) -> None:

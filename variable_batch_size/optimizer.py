@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -20,36 +19,21 @@ from variable_batch_size.checks import (
     check_groups,
     check_numbers,
     check_optimizer,
+    check_rule,
     check_sampler,
     hyperparameters,
 )
-from variable_batch_size.lr_rules import rule_named
+from variable_batch_size.lr_rules import Rule, with_options
+from variable_batch_size.noise_meter import NoiseMeter
+from variable_batch_size.noise_options import NoiseOptions
 from variable_batch_size.position import Position
 from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.sampler import CustomSampler
-from variable_batch_size.scaling import Numbers, scaled
+from variable_batch_size.scaling import Numbers, Scaling
+from variable_batch_size.update import ScheduleIn, Update, as_callback
 from xla_replica import Replica, ReplicaError
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Update:
-    """One update of the weights, as attached callbacks see it.
-
-    Attributes:
-        epoch: Epoch of the update.
-        step: Steps since the beginning of training, from 0.
-        batch_size: Global batch size, in samples.
-        lr: Effective learning rate of each parameter group.
-        idle: Whether this replica had no minibatch in the step.
-    """
-
-    epoch: int
-    step: int
-    batch_size: int
-    lr: tuple[float, ...]
-    idle: bool
 
 
 class ElasticOptimizer(OptimizerProxy):
@@ -81,10 +65,17 @@ class ElasticOptimizer(OptimizerProxy):
     Args:
         optimizer: The optimizer to wrap, built after the model was moved to its device.
         sampler: The sampler that feeds this replica.
-        rule: How the learning rate follows the batch; a key of ``lr_rules.RULES``.
+        rule: How the learning rate follows the batch; a key of ``lr_rules.RULES``,
+            ``'power:ALPHA'``, or a `Rule`.
         ref_batchsize: Batch size at which the reference learning rate was tuned.
         log_steps: Log step, batch size and learning rate every so many updates.
         max_grad_norm: Clip the summed and averaged gradient to this global norm.
+        momentum_correction: For SGD: apply the rule's factor to the gradient, inside
+            the momentum buffer; see `Rule`.
+        decay_per_sample: Scale weight decay so that weights decay by the same amount
+            per sample whatever the rule: for SGD and AdamW; see `Rule`.
+        noise: Measure gradient noise, with these options or, if True, the default ones;
+            `noise` then answers. AdaScale always does.
         replica: Default: the one the caller runs in.
 
     Raises:
@@ -95,16 +86,19 @@ class ElasticOptimizer(OptimizerProxy):
         self,
         optimizer: Optimizer,
         sampler: CustomSampler,
-        rule: str = "linear",
+        rule: str | Rule = "linear",
         ref_batchsize: int | None = None,
         log_steps: int | None = None,
         *,
         max_grad_norm: float | None = None,
+        momentum_correction: bool = False,
+        decay_per_sample: bool = False,
+        noise: NoiseOptions | bool = False,
         replica: Replica | None = None,
     ) -> None:
         self.sampler = sampler
         self.replica = xla_replica.current() if replica is None else replica
-        self.rule = rule_named(rule)
+        self.rule = with_options(rule, momentum_correction, decay_per_sample)
         self.ref_batchsize = ref_batchsize
         self.log_steps = log_steps
         self.max_grad_norm = max_grad_norm
@@ -114,16 +108,20 @@ class ElasticOptimizer(OptimizerProxy):
             self.rule, ref_batchsize, log_steps=log_steps, max_grad_norm=max_grad_norm
         )
         check_groups(optimizer.param_groups, self.replica)
+        check_rule(optimizer, self.rule, sampler.schedule, ref_batchsize)
         super().__init__(optimizer)
         self._attached: list[Callable[[Update], Any]] = []
+        self._schedule_states: list[dict[str, float]] = []  # loaded, not yet attached
         self._known: set[nn.Parameter] = set()
         self._num_minibatches_seen = 0
-        self._last_lr = self.get_lr()
+        self._last_lr: tuple[Any, ...] = self.get_lr()
         self._numbers = Numbers(self.replica)
+        self._scaling = Scaling(self.rule, self.replica, self._numbers)
         self._agreement = Agreement(self.replica, self._numbers)
         self._watch = HyperparameterWatch()
         self._position = Position(sampler.plan, sampler.rank, announced=False)
         self._gradients = GradientBuffers(self.replica)
+        self.noise = self._make_meter(noise)
         self._take_in(self._parameters())
 
     # --- the training loop's calls --------------------------------------------------
@@ -149,6 +147,8 @@ class ElasticOptimizer(OptimizerProxy):
             self._refresh_gradients()
         self._gradients.adopt(self._position.substep)
         self._watch.check(self.param_groups, self._position, self.replica)
+        if self.noise:
+            self.noise.end_minibatch()
         self._num_minibatches_seen += 1
         is_last = self._position.count_minibatch()
         self.replica.sync()  # the minibatch graph ends here, on every replica alike
@@ -185,29 +185,23 @@ class ElasticOptimizer(OptimizerProxy):
         """Does nothing: gradients are zeroed, in place, after every update."""
         del set_to_none
 
-    def attach(self, target: Any) -> None:
+    def attach(self, target: Any, unit: str = "updates", every: float = 1) -> None:
         """Runs ``target`` after every update on this replica, idle or not.
 
         Args:
-            target: A torch LR scheduler, which is stepped; or a function that takes an
-                `Update`.
+            target: A torch LR scheduler; or a function that takes an `Update`.
+            unit: What a scheduler counts: ``'updates'``, ``'samples'``, ``'epochs'``,
+                or ``'iterations'``: scale-invariant ones (`NoiseMeter.progress`).
+            every: A scheduler is stepped once every so many units.
 
         Raises:
             TypeError: It is neither, or a scheduler whose step needs a metric.
+            ValueError: ``unit`` or ``every`` is not allowed.
         """
-        if isinstance(target, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise TypeError(
-                "attach: ReduceLROnPlateau needs a metric; step it at the end of an "
-                "epoch, or attach a function that does"
-            )
-        if hasattr(target, "get_last_lr"):
-            self._attached.append(lambda update: target.step())
-        elif callable(target):
-            self._attached.append(target)
-        else:
-            raise TypeError(
-                f"attach: {target!r} is neither an LR scheduler nor a function"
-            )
+        callback = as_callback(target, unit, every, self.noise)
+        self._attached.append(callback)
+        if isinstance(callback, ScheduleIn) and self._schedule_states:
+            callback.load_state_dict(self._schedule_states.pop(0))
 
     def average_buffers(self, model: nn.Module) -> None:
         """Makes the model's floating-point buffers equal on all replicas.
@@ -251,7 +245,45 @@ class ElasticOptimizer(OptimizerProxy):
 
         At the end of an epoch: that of its last update.
         """
-        return self._last_lr[0] if self._position.ended else self._effective_lrs()[0]
+        return self._current_lrs()[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state, with reference learning rates, and under
+        ``"elastic"`` what rule, noise meter and attached schedulers have counted.
+
+        It loads into a plain torch optimizer too, and its number of replicas is none.
+        """
+        elastic = {
+            "rule": self.rule.name,
+            "scaling": self._scaling.state_dict(),
+            "noise": self.noise.state_dict() if self.noise else None,
+            "schedules": [schedule.state_dict() for schedule in self._schedules()],
+        }
+        return {**super().state_dict(), "elastic": elastic}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` gave, or the state of a plain torch optimizer.
+
+        Schedulers may be attached before or after, in the same order as they were.
+
+        Raises:
+            ValueError: It does not fit the parameter groups, or is of another rule.
+        """
+        elastic = state_dict.get("elastic", {})
+        if elastic.get("rule", self.rule.name) != self.rule.name:
+            raise ValueError(
+                f"the state is of rule {elastic['rule']!r}, and this optimizer has "
+                f"{self.rule.name!r}; to change rules, load state['state'] and "
+                "state['param_groups'] alone"
+            )
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "elastic"})
+        self._scaling.load_state_dict(elastic.get("scaling", []))
+        if self.noise and elastic.get("noise"):
+            self.noise.load_state_dict(elastic["noise"])
+        states = list(elastic.get("schedules", []))
+        for schedule, state in zip(self._schedules(), states):
+            schedule.load_state_dict(state)
+        self._schedule_states = states[len(self._schedules()) :]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group. Collective: its parameters become those of replica 0."""
@@ -269,6 +301,8 @@ class ElasticOptimizer(OptimizerProxy):
         self.replica.broadcast_([parameter.detach() for parameter in parameters])
         self._known.update(parameters)
         self._gradients.refresh(parameters)
+        if self.noise:
+            self.noise.watch(self.param_groups)
 
     def _refresh_gradients(self) -> None:
         parameters = self._parameters()
@@ -278,6 +312,8 @@ class ElasticOptimizer(OptimizerProxy):
                 "the wrapper's add_param_group, which makes it equal on all replicas"
             )
         self._gradients.refresh(parameters)
+        if self.noise:
+            self.noise.watch(self.param_groups)
 
     def _follow_sampler(self) -> None:
         before = self._position
@@ -308,6 +344,8 @@ class ElasticOptimizer(OptimizerProxy):
             )
         logger.warning(left)
         self._gradients.zero_()
+        if self.noise:
+            self.noise.discard()
 
     # --- one update -----------------------------------------------------------------
 
@@ -324,29 +362,35 @@ class ElasticOptimizer(OptimizerProxy):
 
     def _update(self) -> None:
         """The update graph: the same on every replica, for every batch size."""
-        lrs = self._effective_lrs()
         # Changing numbers go to the device before the collective is traced.
         ballot = self._agreement.ballot(hyperparameters(self.param_groups))
         divisor = self._numbers.get("divisor", self._position.num_minibatches)
-        scaling = scaled(
-            self.inner, self.rule, self._batch_ratio(), self.replica, self._numbers
-        )
+        scaling = self._scaling.applied(self.inner, self._batch_ratio())
+        noise, batch_size = self.noise, self._position.batch_size
+        if noise:
+            ratio = self._numbers.get(
+                "ratio of the gain", self._batch_ratio(), noise.dtype
+            )
         try:
             with torch.no_grad(), scaling as step:
-                self._gradients.average_(divisor, ballot)
+                squares = noise.passengers() if noise else ()
+                self._gradients.average_(divisor, ballot, *squares)
                 self._agreement.count(ballot)
+                factors = noise.update(divisor, ratio) if noise else None
                 if self.max_grad_norm is not None:
                     self._gradients.clip_(self.max_grad_norm)
-                step()
+                lrs = step(factors if self.rule.measured else None)
         except BaseException:
             self._position.next_step()  # whatever became of this update
             raise
         finally:
             self._gradients.zero_()
+            if noise:
+                noise.end_step(batch_size)
             self.replica.sync()
         self._finish_update(lrs)
 
-    def _finish_update(self, lrs: tuple[float, ...]) -> None:
+    def _finish_update(self, lrs: tuple[Any, ...]) -> None:
         position = self._position
         update = Update(
             epoch=position.plan.epoch,
@@ -354,6 +398,7 @@ class ElasticOptimizer(OptimizerProxy):
             batch_size=position.batch_size,
             lr=lrs,
             idle=position.idle,
+            ends_epoch=position.step + 1 == position.plan.num_steps,
         )
         position.next_step()
         self._last_lr = lrs
@@ -366,20 +411,55 @@ class ElasticOptimizer(OptimizerProxy):
 
     def _log(self, update: Update) -> None:
         self._agreement.check()
+        lrs = self._as_floats(update.lr)
+        measured = self.noise.measure()._asdict() if self.noise else {}
         if self.replica.is_master:
             logger.info(
-                "step %d: batch size %d, learning rate %s",
+                "step %d: batch size %d, learning rate %s%s",
                 update.step,
                 update.batch_size,
-                ", ".join(f"{lr:.6g}" for lr in update.lr),
+                ", ".join(f"{lr:.6g}" for lr in lrs),
+                "".join(
+                    f", {k.replace('_', ' ')} {v:.6g}" for k, v in measured.items()
+                ),
             )
+
+    # --- small ones -----------------------------------------------------------------
+
+    def _make_meter(self, noise: NoiseOptions | bool) -> NoiseMeter | None:
+        if noise is False and not self.rule.measured:
+            return None
+        if self.ref_batchsize is None:
+            raise TypeError("noise= needs ref_batchsize=, which gains compare with")
+        return NoiseMeter(
+            self.param_groups,
+            self.sampler.minibatch_size,
+            self.ref_batchsize,
+            self.replica,
+            noise if isinstance(noise, NoiseOptions) else NoiseOptions(),
+        )
 
     def _batch_ratio(self) -> float:
         return self._position.batch_size / (self.ref_batchsize or 1)
 
-    def _effective_lrs(self) -> tuple[float, ...]:
-        factor = self.rule.effective_lr_factor(self._batch_ratio())
-        return tuple(lr * factor for lr in self.get_lr())
+    def _current_lrs(self) -> tuple[float, ...]:
+        if self._position.ended:
+            return self._as_floats(self._last_lr)
+        if self.rule.measured:
+            factors = self.noise.lr_factors(self._position.batch_size)
+        else:
+            factor = self.rule.lr_factor(self._batch_ratio())
+            factors = (factor,) * len(self.param_groups)
+        return tuple(lr * f for lr, f in zip(self.get_lr(), factors))
+
+    def _as_floats(self, numbers: tuple[Any, ...]) -> tuple[float, ...]:
+        """Reads those that are tensors, at once."""
+        if any(isinstance(number, torch.Tensor) for number in numbers):
+            return tuple(tensor.item() for tensor in self.replica.fetch(list(numbers)))
+        return numbers
+
+    def _schedules(self) -> list[ScheduleIn]:
+        return [each for each in self._attached if isinstance(each, ScheduleIn)]
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]

@@ -6,6 +6,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from variable_batch_size.lr_rules import power
+from variable_batch_size.noise_meter import NoiseMeter
+from variable_batch_size.noise_options import NoiseOptions
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.sampler import CustomSampler
 
@@ -59,6 +62,131 @@ class RootRuleOptimizer(ElasticOptimizer):
         super().__init__(
             optimizer, sampler, "root", ref_batchsize, log_steps, **options
         )
+
+
+class PowerRuleOptimizer(ElasticOptimizer):
+    """lr * (B / ref_batchsize) ** alpha. Further options: see `ElasticOptimizer`."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        sampler: CustomSampler,
+        ref_batchsize: int,
+        alpha: float,
+        log_steps: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            optimizer, sampler, power(alpha), ref_batchsize, log_steps, **options
+        )
+
+
+class AdamRootRuleOptimizer(ElasticOptimizer):
+    """For Adam and AdamW at kappa = B / ref_batchsize times the reference batch.
+
+    Learning rate times sqrt(kappa), 1 - beta times kappa, epsilon over sqrt(kappa),
+    and bias corrections for betas that change: see `variable_batch_size.adam_rules`.
+    Needs kappa (1 - beta1) < 1. Further options: see `ElasticOptimizer`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        sampler: CustomSampler,
+        ref_batchsize: int,
+        log_steps: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            optimizer, sampler, "adam-root", ref_batchsize, log_steps, **options
+        )
+
+
+class AdamHalfLifeRuleOptimizer(ElasticOptimizer):
+    """`AdamRootRuleOptimizer` with beta ** kappa, valid at every batch size."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        sampler: CustomSampler,
+        ref_batchsize: int,
+        log_steps: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            optimizer, sampler, "adam-half-life", ref_batchsize, log_steps, **options
+        )
+
+
+class AdaScaleOptimizer(ElasticOptimizer):
+    """lr * gain: AdaScale SGD (Johnson et al. 2020, arXiv:2007.05105, Algorithm 1).
+
+    The gain says how many steps at ``ref_batchsize`` a step is worth, between 1 and
+    B / ref_batchsize. It is measured from the gradients that the step sees anyway, and
+    stays on the device. Measure training length and schedules in `progress`, the sum of
+    the gains, instead of steps.
+
+    `gain`, `current_lr`, `progress`, `noise_scale` and `efficiency` read the device.
+
+    Args:
+        optimizer: A ``torch.optim.SGD``; others get a warning.
+        sampler: See `ElasticOptimizer`.
+        log_steps: See `ElasticOptimizer`.
+        ref_batchsize: Batch size at which the learning rate was tuned.
+        time_constant, single_minibatch, per_group, causal, compat: See `NoiseOptions`.
+        options: See `ElasticOptimizer`.
+    """
+
+    noise: NoiseMeter
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        sampler: CustomSampler,
+        log_steps: int | None = None,
+        ref_batchsize: int = 32,
+        *,
+        time_constant: float = 1000.0,
+        single_minibatch: str = "skip",
+        per_group: bool = True,
+        causal: bool = False,
+        compat: str | None = None,
+        **options: Any,
+    ) -> None:
+        noise = NoiseOptions(time_constant, single_minibatch, per_group, causal, compat)
+        super().__init__(
+            optimizer,
+            sampler,
+            "adascale",
+            ref_batchsize,
+            log_steps,
+            noise=noise,
+            **options,
+        )
+
+    def current_lr(self) -> tuple[float, ...]:  # type: ignore[override]
+        """The learning rate that the step under way would have, of each group.
+
+        At the end of an epoch: that of its last update.
+        """
+        return self._current_lrs()
+
+    def gain(self, batch_size: float | None = None) -> float:
+        """Of a batch size; default: of the last update's. Over all groups."""
+        return self.noise.gain(batch_size)
+
+    @property
+    def progress(self) -> float:
+        """Scale-invariant iterations so far: the sum of the gains over all groups."""
+        return self.noise.progress
+
+    def noise_scale(self) -> float:
+        """tr Sigma / |G|^2, in samples; see `gradient_noise.noise_scale`."""
+        return self.noise.noise_scale()
+
+    def efficiency(self, batch_size: float | None = None) -> float:
+        """Progress per sample against the reference batch size."""
+        return self.noise.efficiency(batch_size)
 
 
 class LinearRuleMomentumOptimizer(ElasticOptimizer):

@@ -1,4 +1,4 @@
-"""Applies a rule to one update: scales learning rate and gradient, then restores."""
+"""Applies a rule to one update: scales hyperparameters and gradient, then restores."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ import torch
 from torch.optim import Optimizer
 
 from variable_batch_size.accumulate import like_dimensions_of
-from variable_batch_size.lr_rules import Rule
+from variable_batch_size.adam_rules import AdamState
+from variable_batch_size.lr_rules import HYPERPARAMETERS, Rule, Scaled
 from variable_batch_size.tensor_scalars import TensorScalars
 from xla_replica import Replica
 
-Groups = list[dict[str, Any]]
+Group = dict[str, Any]
+# From the gain, if the rule is measured, to a group's numbers and its next state.
+Finish = Callable[[Any], tuple[Scaled, AdamState | None]]
+Step = Callable[..., tuple[Any, ...]]
+_RESTORED = (*HYPERPARAMETERS, "foreach")
 
 
 class Numbers:
@@ -45,76 +50,178 @@ class Numbers:
         return self._kept[key]
 
 
-@contextlib.contextmanager
-def scaled(
-    optimizer: Optimizer,
-    rule: Rule,
-    batch_ratio: float,
-    replica: Replica,
-    numbers: Numbers,
-) -> Iterator[Callable[[], None]]:
-    """Scaled learning rates stand in ``param_groups`` inside; always restored.
+class Scaling:
+    """A rule, and where each parameter group stands in it.
 
-    Numbers are on the device when this is entered, so enter it before a collective is
-    traced.
-
-    Yields:
-        A function to call when gradients are averaged: it scales them, if the rule
-        does, and steps the optimizer.
-
-    Raises:
-        ValueError: A step hook changed a learning rate.
+    Args:
+        rule: The rule.
+        replica: Where updates run.
+        numbers: Uploads.
     """
-    groups = optimizer.param_groups
-    kept = ("lr", "weight_decay", "foreach")
-    before = [{name: group[name] for name in kept if name in group} for group in groups]
-    gradient_factor = None
-    if rule.gradient_factor is not None:
-        gradient_factor = numbers.get(
-            "gradient factor",
-            rule.gradient_factor(batch_ratio),
-            _widest(parameter for group in groups for parameter in group["params"]),
+
+    def __init__(self, rule: Rule, replica: Replica, numbers: Numbers) -> None:
+        self.rule = rule
+        self._replica = replica
+        self._numbers = numbers
+        self._states: list[AdamState | None] = []
+        # A rule that is measured stays on the device, where reading is not free.
+        self._on_device = replica.compiles or (
+            rule.measured and replica.device.type != "cpu"
         )
-    try:
-        for index, group in enumerate(groups):
-            group["lr"] *= rule.lr_factor(batch_ratio)
-            if replica.compiles:
-                dtype = _widest(group["params"])
-                group["lr"] = numbers.get(("lr", index), group["lr"], dtype)
-                if group.get("foreach"):
-                    group["foreach"] = False  # would read a tensor learning rate back
 
-        scaled_lrs = [group["lr"] for group in groups]
+    @contextlib.contextmanager
+    def applied(self, optimizer: Optimizer, batch_ratio: float) -> Iterator[Step]:
+        """Gives back what steps the optimizer; hyperparameters are always restored.
 
-        def step() -> None:
-            if gradient_factor is not None:
-                _scale_gradients(groups, gradient_factor)
-            with TensorScalars() if replica.compiles else contextlib.nullcontext():
+        Numbers are on the device when this is entered, so enter it before a collective
+        is traced.
+
+        Yields:
+            A function to call when gradients are averaged, with the ``(G,)`` learning
+            rate factors if the rule is measured: it scales hyperparameters and
+            gradients, steps the optimizer, and returns the effective learning rate of
+            each group, a float or a tensor of shape ``(1,)``.
+
+        Raises:
+            ValueError: A step hook changed a learning rate, or the rule has no meaning
+                at this batch ratio.
+        """
+        groups = optimizer.param_groups
+        self._begin_states(optimizer)
+        ready = [
+            self._prepare(index, group, batch_ratio)
+            for index, group in enumerate(groups)
+        ]
+        before = [{k: group[k] for k in _RESTORED if k in group} for group in groups]
+
+        def step(factors: torch.Tensor | None = None) -> tuple[Any, ...]:
+            gains = self._by_group(factors, len(groups))
+            outcomes = [finish(gain) for finish, gain in zip(ready, gains)]
+            with self._tensor_scalars():
+                for group, (scaled, _) in zip(groups, outcomes):
+                    self._hand_over(group, scaled)
+                handed = [group["lr"] for group in groups]
                 optimizer.step()
-            if any(group["lr"] is not lr for group, lr in zip(groups, scaled_lrs)):
+            if any(group["lr"] is not lr for group, lr in zip(groups, handed)):
                 raise ValueError(
                     "a step hook changed the learning rate, which is the scaled one "
                     "while hooks run: use optimizer.attach(...), which runs after the "
                     "update and sees the reference learning rate"
                 )
+            self._states = [state for _, state in outcomes]
+            return tuple(scaled.effective_lr for scaled, _ in outcomes)
 
-        yield step
-    finally:
-        for group, values in zip(groups, before):
-            group.update(values)
+        try:
+            yield step
+        finally:
+            for group, values in zip(groups, before):
+                group.update(values)
 
+    def state_dict(self) -> list[Any]:
+        """Of each parameter group: None, or the numbers of an `AdamState`."""
+        return [
+            None if state is None else [state.num_updates, state.products]
+            for state in self._states
+        ]
 
-def _scale_gradients(groups: Groups, factor: torch.Tensor) -> None:
-    """gradient = factor * (gradient + weight_decay * weight), and no decay after."""
-    for group in groups:
-        decay = -group["weight_decay"] if group["maximize"] else group["weight_decay"]
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            if decay:
-                parameter.grad.add_(parameter, alpha=decay)
-            parameter.grad.mul_(like_dimensions_of(parameter.grad, factor))
+    def load_state_dict(self, states: list[Any]) -> None:
+        """Takes what `state_dict` gave; an empty list forgets all history."""
+        self._states = [
+            None if state is None else AdamState(state[0], state[1] and (*state[1],))
+            for state in states
+        ]
+
+    # --- before the collective ------------------------------------------------------
+
+    def _begin_states(self, optimizer: Optimizer) -> None:
+        """A new group's state: the inner optimizer may have made updates already."""
+        for group in optimizer.param_groups[len(self._states) :]:
+            steps = [
+                int(optimizer.state[p]["step"])
+                for p in group["params"]
+                if self.rule.beta and "step" in optimizer.state.get(p, ())
+            ]
+            self._states.append(self.rule.init(max(steps, default=0)))
+
+    def _prepare(self, index: int, group: Group, batch_ratio: float) -> Finish:
+        """What is left to do when the gain is known; uploads what will be needed."""
+        dtype = _widest(group["params"])
+
+        def upload(name: str, value: float) -> torch.Tensor:
+            return self._numbers.get((name, index), value, dtype)
+
+        decay = group.get("weight_decay", 0.0)
+        if self.rule.measured:
+            inputs = {**group}
+            ratio: Any = batch_ratio
+            if self._on_device:
+                inputs["lr"] = upload("lr", group["lr"])
+                if self.rule.decay_per_sample and decay:
+                    inputs["weight_decay"] = upload("weight decay", decay)
+                    ratio = upload("batch ratio", batch_ratio)
+            return lambda gain: self.rule.update(ratio, inputs, None, gain)
+        scaled, state = self.rule.update(batch_ratio, group, self._states[index])
+        if self._on_device:
+            scaled = scaled._replace(lr=upload("lr", scaled.lr))
+            if scaled.gradient_factor is not None:
+                factor = upload("gradient factor", scaled.gradient_factor)
+                scaled = scaled._replace(gradient_factor=factor)
+            if decay and (self.rule.decay_per_sample or self.rule.beta):
+                decay = upload("weight decay", scaled.weight_decay)
+                scaled = scaled._replace(weight_decay=decay)
+        return lambda gain: (scaled, state)
+
+    # --- behind it ------------------------------------------------------------------
+
+    def _by_group(self, factors: torch.Tensor | None, num_groups: int) -> list[Any]:
+        if factors is None:
+            return [None] * num_groups
+        return list(factors.split(1)) if self._on_device else factors.tolist()
+
+    def _tensor_scalars(self) -> contextlib.AbstractContextManager[Any]:
+        if not self._on_device:
+            return contextlib.nullcontext()
+        return TensorScalars(self._replica.scalar if self._replica.compiles else None)
+
+    def _hand_over(self, group: Group, scaled: Scaled) -> None:
+        """Writes the numbers into the group; does what torch cannot do with them."""
+        group["lr"] = scaled.lr
+        if scaled.betas is not None:
+            group["betas"], group["eps"] = scaled.betas, scaled.eps
+        if self._on_device and group.get("foreach"):
+            group["foreach"] = False  # would read a tensor learning rate back
+        decay = scaled.weight_decay
+        if "weight_decay" in group:
+            group["weight_decay"] = decay
+        if scaled.gradient_factor is None and not isinstance(decay, torch.Tensor):
+            return
+        if group.get("decoupled_weight_decay"):
+            for parameter in _trained(group):
+                parameter.mul_(like_dimensions_of(parameter, 1 - scaled.lr * decay))
+        else:
+            _scale_gradients(group, decay, scaled.gradient_factor)
         group["weight_decay"] = 0.0
+
+
+def _scale_gradients(group: Group, decay: Any, factor: Any) -> None:
+    """gradient = factor * (gradient + decay * weight)."""
+    decays = isinstance(decay, torch.Tensor) or decay != 0
+    if group.get("maximize"):
+        decay = -decay
+    for parameter in _trained(group):
+        gradient = parameter.grad
+        if isinstance(decay, torch.Tensor):
+            gradient.add_(parameter * like_dimensions_of(parameter, decay))
+        elif decays:
+            gradient.add_(parameter, alpha=decay)
+        if isinstance(factor, torch.Tensor):
+            gradient.mul_(like_dimensions_of(gradient, factor))
+        elif factor is not None:
+            gradient.mul_(factor)
+
+
+def _trained(group: Group) -> list[torch.Tensor]:
+    return [parameter for parameter in group["params"] if parameter.grad is not None]
 
 
 def _widest(parameters: Iterable[torch.Tensor]) -> torch.dtype:

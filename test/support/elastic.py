@@ -29,12 +29,6 @@ OPTIMIZERS = {
     "rmsprop": lambda ps, lr: torch.optim.RMSprop(ps, lr, momentum=0.5, centered=True),
     "nadam": lambda ps, lr: torch.optim.NAdam(ps, lr),
 }
-RULES = {
-    "constant": vbs.ConstantOptimizer,
-    "linear": vbs.LinearRuleOptimizer,
-    "linear-momentum": vbs.LinearRuleMomentumOptimizer,
-    "root": vbs.RootRuleOptimizer,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,10 +91,11 @@ def elastic_run(rank: int, case: Case) -> dict[str, object]:
     sampler = vbs.CustomSampler(
         inputs, case.trace, minibatch_size=case.minibatch_size, on_end="cycle"
     )
-    optimizer = RULES[case.rule](
+    optimizer = vbs.ElasticOptimizer(
         OPTIMIZERS[case.optimizer](model.parameters(), case.lr),
         sampler,
-        ref_batchsize=case.ref_batchsize,
+        case.rule,
+        case.ref_batchsize,
         max_grad_norm=case.max_grad_norm,
     )
     updates: list[vbs.Update] = []

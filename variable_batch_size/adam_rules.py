@@ -1,0 +1,125 @@
+"""Adam when the batch size changes: which betas and epsilon, and how to bias-correct.
+
+Adam as a discretised stochastic differential equation (Malladi et al. 2022,
+arXiv:2205.10287, Definition 5.2): at kappa times the batch, learning rate times
+sqrt(kappa), 1 - beta times kappa, epsilon over sqrt(kappa).
+
+With betas that change, a moving average m_t = beta_t m_(t-1) + (1 - beta_t) g_t has the
+weight 1 - prod(beta_t) and is to be divided by it. torch divides by 1 - beta_t ** t, of
+the current beta. `update` therefore hands torch's Adam a learning rate and an epsilon
+that make up for the difference, so the optimizer itself stays torch's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+Beta = Callable[[float, float], float]
+
+
+def sde_beta(beta: float, batch_ratio: float) -> float:
+    """1 - kappa (1 - beta): the SDE scaling rule (arXiv:2205.10287, Definition 5.2).
+
+    >>> round(sde_beta(0.999, 4.0), 6)
+    0.996
+
+    Raises:
+        ValueError: kappa (1 - beta) >= 1, where nothing would be left of the average.
+    """
+    scaled = 1 - batch_ratio * (1 - beta)
+    if scaled < 1e-9:  # not 0: what rounds to it is no beta either
+        raise ValueError(
+            f"rule 'adam-root' at batch ratio {batch_ratio:g} would make beta={beta} "
+            f"into {scaled:g}, which must be > 0: use rule 'adam-half-life' "
+            "(beta ** ratio, which agrees with it where 1 - beta is small), raise "
+            "ref_batchsize, or a beta closer to 1"
+        )
+    return scaled
+
+
+def half_life_beta(beta: float, batch_ratio: float) -> float:
+    """beta ** kappa: the average's half-life stays the same number of samples.
+
+    Equal to `sde_beta` to first order in 1 - beta, and valid at every batch ratio
+    (Marek et al. 2025, arXiv:2507.07101, keep beta2's half-life in tokens).
+
+    >>> round(half_life_beta(0.9, 2.0), 6)
+    0.81
+    """
+    return beta**batch_ratio
+
+
+class AdamState(NamedTuple):
+    """The history of one parameter group's betas.
+
+    Attributes:
+        num_updates: Updates made.
+        products: prod(beta1_t) and prod(beta2_t) over them; None while every batch
+            ratio was one, where torch's own bias correction is right.
+    """
+
+    num_updates: int
+    products: tuple[float, float] | None = None
+
+
+class Handed(NamedTuple):
+    """What makes torch's Adam take the right step.
+
+    Attributes:
+        lr: Its learning rate.
+        betas: Its betas.
+        eps: Its epsilon.
+        decay_factor: Multiplies the weight decay of AdamW, which multiplies it by
+            ``lr`` again.
+    """
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    decay_factor: float = 1.0
+
+
+def update(
+    beta: Beta,
+    batch_ratio: float,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    state: AdamState,
+) -> tuple[Handed, AdamState]:
+    """One update's numbers, and the next state.
+
+    The step wanted is lr / C1 * m / (sqrt(v / C2) + eps / sqrt(kappa)) with
+    C = 1 - prod(beta_t); torch takes lr' / c1 * m / (sqrt(v / c2) + eps') with
+    c = 1 - beta_t ** t. Multiplying numerator and denominator by k = sqrt(C2 / c2):
+    eps' = k eps / sqrt(kappa) and lr' = k lr c1 / C1.
+
+    Args:
+        beta: `sde_beta` or `half_life_beta`.
+        batch_ratio: kappa.
+        lr: The learning rate wanted, already scaled.
+        betas: Those tuned at batch ratio one.
+        eps: The one tuned at batch ratio one.
+        state: The group's history.
+    """
+    t = state.num_updates + 1
+    products = state.products
+    if batch_ratio == 1:
+        if products is None:
+            return Handed(lr, betas, eps), AdamState(t)
+        scaled = betas
+    else:
+        scaled = (beta(betas[0], batch_ratio), beta(betas[1], batch_ratio))
+    if products is None:
+        products = (betas[0] ** (t - 1), betas[1] ** (t - 1))
+    products = (products[0] * scaled[0], products[1] * scaled[1])
+    wanted = [1 - product for product in products]
+    torchs = [1 - b**t for b in scaled]
+    k = math.sqrt(wanted[1] / torchs[1])
+    adjustment = k * torchs[0] / wanted[0]
+    handed = Handed(
+        lr * adjustment, scaled, k * eps / math.sqrt(batch_ratio), 1 / adjustment
+    )
+    return handed, AdamState(t, products)

@@ -1,0 +1,136 @@
+"""Squared norms of every minibatch's gradients, without keeping a copy of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+Groups = list[dict[str, Any]]
+
+
+class GradientSquares:
+    """Sees every gradient inside the backward pass, before it is accumulated.
+
+    Args:
+        dtype: What squares are added up in.
+        device: Where the parameters are.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self._device = device
+        self._parameters: list[nn.Parameter] = []
+        self._group_of: list[int] = []
+        self._index: dict[nn.Parameter, int] = {}
+        self._num_groups = 0
+        # The node that accumulates a parameter's gradient, and our hook's handle. The
+        # node is kept because a parameter does not keep it.
+        self._hooks: dict[int, tuple[Any, Any]] = {}
+        self._collected: dict[int, torch.Tensor] = {}
+        self._repeated = False
+
+    def watch(self, groups: Groups) -> list[nn.Parameter]:
+        """Sees the gradients of all trainable parameters from now on.
+
+        Cheap when nothing has changed. A parameter whose data was replaced has a new
+        node, and gets a new hook.
+
+        Returns:
+            The parameters that were not known before.
+        """
+        new = []
+        self._num_groups = len(groups)
+        for group_index, group in enumerate(groups):
+            for parameter in group["params"]:
+                if not parameter.requires_grad:
+                    continue
+                if parameter not in self._index:
+                    self._index[parameter] = len(self._parameters)
+                    self._parameters.append(parameter)
+                    self._group_of.append(group_index)
+                    new.append(parameter)
+                self._hook(self._index[parameter])
+        return new
+
+    def _hook(self, index: int) -> None:
+        node = torch.autograd.graph.get_gradient_edge(self._parameters[index]).node
+        known = self._hooks.get(index)
+        if known and known[0] is node:
+            return
+        if known:
+            known[1].remove()
+        handle = node.register_prehook(_collector(weakref.ref(self), index))
+        self._hooks[index] = (node, handle)
+
+    def collect(self, index: int, gradient: torch.Tensor) -> None:
+        """Takes note of a gradient of this minibatch."""
+        self._repeated |= index in self._collected
+        self._collected[index] = squared_norm(gradient, self.dtype)
+
+    def take(self) -> torch.Tensor | None:
+        """``(G,)``: the squares of the minibatch, once; None if it had no gradients.
+
+        Raises:
+            ValueError: The minibatch had several backward passes.
+        """
+        collected, repeated = self._collected, self._repeated
+        self.discard()
+        if repeated:
+            raise ValueError(
+                "a parameter received two gradients within one minibatch, so the "
+                "square of their sum is not known: call backward() once per step(), on "
+                "the sum of the losses (and checkpoint with use_reentrant=False)"
+            )
+        return self.by_group(collected) if collected else None
+
+    def discard(self) -> None:
+        """Forgets the minibatch."""
+        self._collected, self._repeated = {}, False
+
+    def gradients(self) -> dict[int, torch.Tensor]:
+        """What stands in ``.grad``, by the parameter's index."""
+        return {
+            index: parameter.grad
+            for index, parameter in enumerate(self._parameters)
+            if parameter.grad is not None
+        }
+
+    def by_group(self, numbers: dict[int, torch.Tensor]) -> torch.Tensor:
+        """``(G,)``: sums over each parameter group of 0-d tensors by index."""
+        members: list[list[torch.Tensor]] = [[] for _ in range(self._num_groups)]
+        for index in sorted(numbers):  # one order, whatever the backward pass's was
+            members[self._group_of[index]].append(numbers[index])
+        nothing = torch.zeros(1, dtype=self.dtype, device=self._device)
+        return torch.cat(
+            [
+                torch.stack(group).sum().reshape(1) if group else nothing
+                for group in members
+            ]
+        )
+
+
+def squared_norm(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """||gradient||^2, 0-d, added up in ``dtype``."""
+    gradient = gradient.detach()
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+    # Not a dot product, which a TPU computes from bfloat16 factors.
+    wide = gradient.to(dtype)
+    return (wide * wide).sum()
+
+
+def _collector(
+    squares: weakref.ref[GradientSquares], index: int
+) -> Callable[[Sequence[torch.Tensor | None]], None]:
+    """A hook that keeps nothing alive: the garbage collector cannot see into a node."""
+
+    def hook(gradients: Sequence[torch.Tensor | None]) -> None:
+        owner = squares()
+        if owner is not None and gradients[0] is not None:
+            owner.collect(index, gradients[0])
+
+    return hook

@@ -1,0 +1,327 @@
+"""Measures gradient noise while training: the mutable shell of `gradient_noise`.
+
+The squares of each minibatch's gradients are summed over replicas together with the
+gradients themselves, so the statistics cost no collective, no graph and no host round
+trip of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from variable_batch_size import gradient_noise
+from variable_batch_size.gradient_noise import Averages, Estimate
+from variable_batch_size.gradient_squares import GradientSquares, squared_norm
+from variable_batch_size.noise_options import Measurements, NoiseOptions
+from xla_replica import Replica
+
+Groups = list[dict[str, Any]]
+_STATE = (
+    "variance", "square", "weight",
+    "difference_variance", "difference_square", "difference_weight",
+    "whole", "fraction",
+)  # fmt: skip
+
+
+class NoiseMeter:
+    """Statistics of the gradients of one optimizer, on the device.
+
+    `measure`, `gain`, `group_gains`, `noise_scale`, `efficiency` and `progress` read
+    the device back: ask them on logging steps.
+
+    Args:
+        groups: The optimizer's parameter groups.
+        minibatch_size: b, in samples.
+        ref_batchsize: The batch size that gains compare with.
+        replica: The replica whose gradients these are.
+        options: See `NoiseOptions`.
+
+    Attributes:
+        dtype: Of all statistics: float64 where a parameter is, else float32.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        minibatch_size: int,
+        ref_batchsize: float,
+        replica: Replica,
+        options: NoiseOptions,
+    ) -> None:
+        self.options = options
+        self.minibatch_size = minibatch_size
+        self.ref_batchsize = ref_batchsize
+        self._replica = replica
+        self._batch_size: float = ref_batchsize  # of the last update
+        wide = any(p.dtype == torch.float64 for g in groups for p in g["params"])
+        self.dtype = torch.float64 if wide else torch.float32
+        self._gradients = GradientSquares(self.dtype, replica.device)
+        self._averages, self._squares = self._none(0), self._vector(0)
+        # Of the 'difference' option: averages, and what they compare with.
+        self._differences, self._previous_square = self._none(0), self._vector(0)
+        self._previous: list[torch.Tensor] = []
+        self._previous_is_single = torch.zeros(
+            1, dtype=torch.bool, device=replica.device
+        )
+        # Whole steps and a fraction: one float would lose fractions as the sum grows.
+        self._whole = torch.zeros(1, dtype=torch.int64, device=replica.device)
+        self._fraction = self._vector(1)
+        self._bounds = (0.0, 0.0)
+        self.watch(groups)
+
+    # --- while training -------------------------------------------------------------
+
+    def watch(self, groups: Groups) -> None:
+        """Sees the gradients of all trainable parameters from now on."""
+        self._grow(len(groups) - len(self._squares))
+        for parameter in self._gradients.watch(groups):
+            if self.options.single_minibatch == "difference":
+                self._previous.append(torch.zeros_like(parameter).detach())
+
+    def end_minibatch(self) -> None:
+        """Adds the minibatch's squares to the step's, in the minibatch's graph.
+
+        Raises:
+            ValueError: The minibatch had several backward passes.
+        """
+        squares = self._gradients.take()
+        if squares is not None:
+            self._squares.add_(squares)
+
+    def passengers(self) -> list[torch.Tensor]:
+        """What is to be summed over replicas together with the gradients: ``(G,)``."""
+        return [self._squares]
+
+    def update(
+        self, num_minibatches: torch.Tensor, batch_ratio: torch.Tensor
+    ) -> torch.Tensor:
+        """Takes in the step whose averaged gradients stand in ``.grad``.
+
+        Args:
+            num_minibatches: ``(1,)``, of the step, over all replicas.
+            batch_ratio: ``(1,)`` of ``dtype``: its batch size over ``ref_batchsize``.
+
+        Returns:
+            ``(G,)``: what multiplies the learning rate of each parameter group.
+        """
+        before = self._estimate()
+        gradients = self._gradients.gradients()
+        mean_square = self._gradients.by_group(
+            {i: squared_norm(g, self.dtype) for i, g in gradients.items()}
+        )
+        self._averages = gradient_noise.average(
+            self._averages,
+            gradient_noise.estimate(
+                self._squares, mean_square, num_minibatches, self.minibatch_size
+            ),
+            num_minibatches,
+            self.options.time_constant,
+            valid=num_minibatches > 1,
+        )
+        if self._previous:
+            self._compare_with_previous(gradients, mean_square, num_minibatches)
+        estimate = before if self.options.causal else self._estimate()
+        ratio = num_minibatches.to(self.dtype) if self.options.compat else batch_ratio
+        overall = gradient_noise.gain(estimate.overall(), ratio, self._base)
+        self._advance(overall)
+        if self.options.per_group:
+            gains = gradient_noise.gain(estimate, ratio, self._base)
+        else:
+            gains = overall.expand(len(self._squares))
+        return gains * self._lr_factor if self.options.compat else gains
+
+    def end_step(self, batch_size: float) -> None:
+        """Makes ready for the next step; ``batch_size`` was this one's."""
+        self.discard()
+        self._batch_size = batch_size
+        low, high = self._bounds
+        ratio = batch_size / self._base
+        self._bounds = (low + min(1.0, ratio), high + max(1.0, ratio))
+
+    def discard(self) -> None:
+        """Forgets the minibatches of the step under way."""
+        self._gradients.discard()
+        with torch.no_grad():
+            self._squares.zero_()
+
+    # --- what can be asked ----------------------------------------------------------
+
+    @property
+    def progress(self) -> float:
+        """Steps at the reference batch size that training so far is worth.
+
+        Scale-invariant iterations: the sum of the overall gains (arXiv:2007.05105).
+        """
+        self._fetch_progress(self._replica.fetch([self._whole, self._fraction]))
+        return self._bounds[0]
+
+    @property
+    def progress_bounds(self) -> tuple[float, float]:
+        """What `progress` lies between, as far as the host knows: reads nothing.
+
+        Each update adds between 1 and its batch ratio; `progress` makes both exact.
+        """
+        return self._bounds
+
+    def measure(self) -> Measurements:
+        """Everything at once, with a single read of the device."""
+        overall = self._read().overall()
+        variance, square = overall.variance.item(), overall.square.item()
+        gain = self._gains_of(overall, self._batch_size)[0]
+        known = variance > 0 or square > 0
+        return Measurements(
+            gain=gain,
+            noise_scale=gradient_noise.noise_scale(variance, square),
+            efficiency=gain * self._base / self._batch_size if known else math.nan,
+            progress=self._bounds[0],
+            variance=variance,
+            square=square,
+        )
+
+    def gain(self, batch_size: float | None = None) -> float:
+        """The overall gain of a batch size; default: that of the last update."""
+        return self._gains_of(self._read().overall(), batch_size)[0]
+
+    def lr_factors(self, batch_size: float | None = None) -> tuple[float, ...]:
+        """What multiplies the learning rate of each parameter group."""
+        estimate = self._read()
+        if not self.options.per_group:
+            num_groups = len(self._squares)
+            estimate = Estimate(*(x.expand(num_groups) for x in estimate.overall()))
+        gains = self._gains_of(estimate, batch_size)
+        return tuple(gain * self._lr_factor for gain in gains)
+
+    def noise_scale(self) -> float:
+        """tr Sigma / |G|^2, in samples."""
+        return self.measure().noise_scale
+
+    def efficiency(self, batch_size: float | None = None) -> float:
+        """Progress per sample against the reference; default: of the last batch."""
+        return self.gain(batch_size) * self._base / (batch_size or self._batch_size)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Averages and progress, on the CPU: a few numbers per parameter group."""
+        tensors = [*self._averages, *self._differences, self._whole, self._fraction]
+        return dict(zip(_STATE, self._replica.fetch(tensors)))
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Takes what `state_dict` gave.
+
+        Raises:
+            ValueError: It is of another number of parameter groups, or no such state.
+        """
+        if set(state) != set(_STATE):
+            raise ValueError(
+                f"this is no state of a NoiseMeter: it has {sorted(state)}, expected "
+                f"are {sorted(_STATE)}"
+            )
+        if len(state["variance"]) != len(self._squares):
+            raise ValueError(
+                f"the state is of {len(state['variance'])} parameter groups, and the "
+                f"optimizer has {len(self._squares)}"
+            )
+        device = self._replica.device
+        loaded = [state[name].to(self.dtype).to(device) for name in _STATE]
+        self._averages, self._differences = (
+            Averages(*loaded[:3]),
+            Averages(*loaded[3:6]),
+        )
+        self._whole, self._fraction = state["whole"].to(device), loaded[7]
+        self._previous_is_single = torch.zeros(1, dtype=torch.bool).to(device)
+        self._fetch_progress([state["whole"], state["fraction"]])
+        self._replica.sync()
+
+    # --- how ------------------------------------------------------------------------
+
+    @property
+    def _base(self) -> float:
+        """The batch size whose gain is one."""
+        return self.minibatch_size if self.options.compat else self.ref_batchsize
+
+    @property
+    def _lr_factor(self) -> float:
+        """What multiplies a gain before it multiplies a learning rate."""
+        return self._base / self.ref_batchsize
+
+    def _estimate(self) -> Estimate:
+        if not self._previous:
+            return self._averages.estimate()
+        return _best(self._averages, self._differences)
+
+    def _advance(self, gain: torch.Tensor) -> None:
+        total = self._fraction + gain
+        self._whole = self._whole + total.floor().to(torch.int64)
+        self._fraction = total - total.floor()
+
+    def _compare_with_previous(
+        self,
+        gradients: dict[int, torch.Tensor],
+        mean_square: torch.Tensor,
+        num_minibatches: torch.Tensor,
+    ) -> None:
+        single = num_minibatches == 1
+        product = self._gradients.by_group(
+            {
+                i: (g.to(self.dtype) * self._previous[i].to(self.dtype)).sum()
+                for i, g in gradients.items()
+            }
+        )
+        self._differences = gradient_noise.average(
+            self._differences,
+            gradient_noise.estimate_from_differences(
+                mean_square, self._previous_square, product, self.minibatch_size
+            ),
+            num_minibatches,
+            self.options.time_constant,
+            valid=single & self._previous_is_single,
+        )
+        self._previous_square, self._previous_is_single = mean_square, single
+        for index, gradient in gradients.items():
+            self._previous[index].copy_(gradient)
+
+    def _read(self) -> Estimate:
+        """On the CPU, in float64, by group."""
+        state = self.state_dict()
+        self._fetch_progress([state["whole"], state["fraction"]])
+        numbers = [state[name].double() for name in _STATE[:6]]
+        return _best(Averages(*numbers[:3]), Averages(*numbers[3:]))
+
+    def _gains_of(self, estimate: Estimate, batch_size: float | None) -> list[float]:
+        ratio = (self._batch_size if batch_size is None else batch_size) / self._base
+        numbers = torch.tensor([ratio], dtype=estimate.variance.dtype)
+        return gradient_noise.gain(estimate, numbers, self._base).tolist()
+
+    def _fetch_progress(self, whole_and_fraction: list[torch.Tensor]) -> None:
+        value = sum(number.item() for number in whole_and_fraction)
+        self._bounds = (value, value)
+
+    def _vector(self, length: int) -> torch.Tensor:
+        return torch.zeros(length, dtype=self.dtype, device=self._replica.device)
+
+    def _none(self, num_groups: int) -> Averages:
+        return gradient_noise.no_averages(num_groups, self.dtype, self._replica.device)
+
+    def _grow(self, num_new: int) -> None:
+        """Makes room for new parameter groups, of which nothing is known."""
+        if num_new == 0:
+            return
+
+        def join(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+            return torch.cat([old, new])
+
+        new = self._none(num_new)
+        self._averages = Averages(*map(join, self._averages, new))
+        self._differences = Averages(*map(join, self._differences, new))
+        self._squares = join(self._squares, self._vector(num_new))
+        self._previous_square = join(self._previous_square, self._vector(num_new))
+        self._replica.sync()  # zeros on the device, not in the first graph
+
+
+def _best(averages: Averages, differences: Averages) -> Estimate:
+    """From steps of several minibatches; else from differences, if there are."""
+    known = averages.weight > 0
+    pairs = zip(averages.estimate(), differences.estimate())
+    return Estimate(*(torch.where(known, mine, other) for mine, other in pairs))

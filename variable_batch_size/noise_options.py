@@ -1,0 +1,73 @@
+"""How gradient noise is measured, and what a measurement says."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+
+@dataclasses.dataclass(frozen=True)
+class NoiseOptions:
+    """How gradient noise is measured and used.
+
+    Attributes:
+        time_constant: Of the moving averages, in minibatches.
+        single_minibatch: What a step of one minibatch, which has no variance to
+            measure, does to the averages: ``'skip'`` leaves them as they are;
+            ``'difference'`` compares it with the step before, until a step of several
+            minibatches has been seen. Biased, and costs a copy of the gradients.
+        per_group: Each parameter group has its own gain; otherwise all have the
+            overall one.
+        causal: The gain comes from the steps before this one, so that a step's noise
+            does not choose its own learning rate.
+        compat: ``'reference'``: the gain against one minibatch instead of against
+            ``ref_batchsize``, and the learning rate times minibatch_size /
+            ref_batchsize, as the earlier implementation defined it. It is then not the
+            reference learning rate at the reference batch size.
+
+    Raises:
+        ValueError: An option is none of these.
+    """
+
+    time_constant: float = 1000.0
+    single_minibatch: str = "skip"
+    per_group: bool = True
+    causal: bool = False
+    compat: str | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.time_constant > 0 and math.isfinite(self.time_constant)):
+            raise ValueError(
+                "time_constant must be a positive number of minibatches, got "
+                f"{self.time_constant!r}"
+            )
+        for name, allowed in (
+            ("single_minibatch", ("skip", "difference")),
+            ("compat", (None, "reference")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}; allowed are "
+                    f"{', '.join(map(repr, allowed))}"
+                )
+
+
+class Measurements(NamedTuple):
+    """What is known of the gradients, over all parameter groups.
+
+    Attributes:
+        gain: Steps at the reference batch size that the last step is worth.
+        noise_scale: tr Sigma / |G|^2, in samples.
+        efficiency: Progress per sample, against the reference batch size.
+        progress: Steps at the reference batch size that training is worth so far.
+        variance: tr Sigma of one sample.
+        square: |G|^2.
+    """
+
+    gain: float
+    noise_scale: float
+    efficiency: float
+    progress: float
+    variance: float
+    square: float

@@ -1,0 +1,134 @@
+"""What follows an update of the weights: callbacks, and LR schedulers in any unit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from variable_batch_size.noise_meter import NoiseMeter
+
+UNITS = ("updates", "samples", "epochs", "iterations")
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """One update of the weights, as attached callbacks see it.
+
+    Attributes:
+        epoch: Epoch of the update.
+        step: Steps since the beginning of training, from 0.
+        batch_size: Global batch size, in samples.
+        lr: Effective learning rate of each parameter group. Where it is measured from
+            the gradients (AdaScale) on an accelerator, a tensor of shape ``(1,)``, so
+            ``float(lr[0])`` reads the device: do so on logging steps.
+        idle: Whether this replica had no minibatch in the step.
+        ends_epoch: Whether it is the last update of its epoch.
+    """
+
+    epoch: int
+    step: int
+    batch_size: int
+    lr: tuple[Any, ...]
+    idle: bool
+    ends_epoch: bool
+
+
+def as_callback(
+    target: Any, unit: str, every: float, noise: NoiseMeter | None
+) -> Callable[[Update], Any]:
+    """What is to be called after every update.
+
+    Raises:
+        TypeError: ``target`` is neither an LR scheduler nor a function, is a scheduler
+            whose step needs a metric, or is a function with a unit; or scale-invariant
+            iterations are not measured.
+        ValueError: ``unit`` is unknown or ``every`` not positive.
+    """
+    if isinstance(target, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise TypeError(
+            "attach: ReduceLROnPlateau needs a metric; step it at the end of an epoch, "
+            "or attach a function that does"
+        )
+    if unit not in UNITS:
+        raise ValueError(f"attach: unit={unit!r}; allowed are {', '.join(UNITS)}")
+    if not (isinstance(every, (int, float)) and 0 < every < math.inf):
+        raise ValueError(f"attach: every must be a positive number, got {every!r}")
+    if hasattr(target, "get_last_lr"):
+        return ScheduleIn(target, unit, every, noise)
+    if not callable(target):
+        raise TypeError(f"attach: {target!r} is neither an LR scheduler nor a function")
+    if (unit, every) != ("updates", 1):
+        raise TypeError(
+            "attach: unit= and every= are for LR schedulers; a function runs after "
+            "every update and can look at it"
+        )
+    return target
+
+
+class ScheduleIn:
+    """Steps an LR scheduler whenever training has come so many units further.
+
+    Args:
+        scheduler: A torch LR scheduler of the reference learning rate.
+        unit: One of `UNITS`; ``iterations`` are scale-invariant ones, those of the
+            noise meter's `progress`. The device is read for them only where what the
+            host knows of the progress leaves open whether the scheduler is due.
+        every: Units per step of the scheduler; may be a fraction.
+        noise: Measures progress.
+
+    Attributes:
+        done: Units since it was attached; a lower bound of iterations.
+        ticks: Steps of the scheduler since then.
+    """
+
+    def __init__(
+        self, scheduler: Any, unit: str, every: float, noise: NoiseMeter | None
+    ) -> None:
+        if unit == "iterations" and noise is None:
+            raise TypeError(
+                "attach: unit='iterations' counts measured gains: use "
+                "AdaScaleOptimizer, or another rule with noise=True"
+            )
+        self.scheduler = scheduler
+        self.unit = unit
+        self.every = every
+        self.done = 0.0
+        self.ticks = 0
+        self._noise = noise
+        self._begin = noise.progress if unit == "iterations" and noise else 0.0
+
+    def __call__(self, update: Update) -> None:
+        if self.unit == "iterations":
+            self.done = self._iterations()
+        else:
+            self.done += {
+                "updates": 1,
+                "samples": update.batch_size,
+                "epochs": int(update.ends_epoch),
+            }[self.unit]
+        due = math.floor(self.done / self.every)
+        while self.ticks < due:
+            self.scheduler.step()
+            self.ticks += 1
+
+    def _iterations(self) -> float:
+        assert self._noise is not None
+        low, high = (bound - self._begin for bound in self._noise.progress_bounds)
+        slack = 1e-5 * (1 + high)  # the device adds up what the host only bounds
+        sure = math.floor((low - slack) / self.every)
+        if sure == math.floor((high + slack) / self.every):
+            return max(low - slack, 0.0)
+        return self._noise.progress - self._begin
+
+    def state_dict(self) -> dict[str, float]:
+        """Where it stands; the scheduler has a state of its own."""
+        return {"done": self.done, "ticks": self.ticks, "begin": self._begin}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Takes what `state_dict` gave."""
+        self.done, self.ticks = state["done"], int(state["ticks"])
+        self._begin = state["begin"]
