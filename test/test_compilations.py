@@ -58,6 +58,8 @@ RUNS = [
     ("adamw", "root"),
     ("adagrad", "root"),
     ("rmsprop", "root"),
+    ("sgd-momentum", "adascale"),
+    ("adamw", "adam-half-life"),
 ]
 
 

@@ -54,5 +54,17 @@ BACKENDS = [
     _row("xla", 5),
     _row("xla", 8),
 ]
+# One row of each backend and kind, the rest for slow runs: for families whose programs
+# take long to compile.
+FEW_BACKENDS = [
+    _row("cpu", 1),
+    _row("cpu", 3),
+    _row("cpu", 8, slow=True),
+    _row("xla", 1, slow=True),
+    _row("xla", 2, slow=True),
+    _row("xla", 5, slow=True),
+    _row("xla", 8),
+]
 XLA_BACKENDS = [_row("xla", 1), _row("xla", 8)]
+ONE_XLA_BACKEND = [_row("xla", 1), _row("xla", 8, slow=True)]
 SEVERAL_REPLICAS = [_row("cpu", 3), _row("xla", 3)]
