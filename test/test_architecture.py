@@ -30,7 +30,7 @@ PUBLIC = {
         "LinearRuleOptimizer", "Measurements", "NoiseMeter", "NoiseOptions",
         "PowerRuleOptimizer", "RootRuleOptimizer", "Rule", "Scaled", "Schedule",
         "Trace", "TraceError", "TraceExhausted", "TraceWarning", "Update",
-        "average_buffers", "power",
+        "average_buffers", "power", "rule_named",
     },
     "xla_replica": {
         "DEVICES", "Counts", "DeviceLoader", "LocalReplica", "Replica", "ReplicaError",

@@ -14,6 +14,8 @@ import variable_train_mnist
 from support.replicas import HAS_XLA, needs_xla
 from support.torchrun import LAUNCHER
 
+import variable_batch_size as vbs
+
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE / "variable_train_mnist.py"
 
@@ -95,24 +97,54 @@ def test_one_process_from_the_script_s_folder(tmp_path):
     assert "misses 99.9 %" in text
 
 
-@pytest.mark.parametrize("rule", sorted(variable_train_mnist.RULES))
-def test_every_rule_trains(tmp_path, rule):
-    status, text = run(
-        "--dataset", "fake", "--num-replicas", 1, "--rule", rule, "--epochs", 1,
-        "--logdir", "log", "--device", "cpu", "--max-grad-norm", 1,
-        cwd=tmp_path,
+@pytest.mark.parametrize("rule", [*vbs.RULES, "power:0.75"])
+def test_every_rule_trains(tmp_path, rule, capsys):
+    status = variable_train_mnist.main(
+        ["--dataset", "fake", "--num-replicas", "1", "--rule", rule, "--epochs", "1",
+         "--logdir", str(tmp_path / "log"), "--device", "cpu", "--max-grad-norm", "1",
+         "--no-progress"]
     )  # fmt: skip
-    assert status == 0, text
+    assert status == 0
+    check_output(tmp_path / "log", capsys.readouterr().out, num_batch_sizes=3)
+
+
+def test_adascale_trains_for_so_many_iterations(tmp_path, capsys):
+    """Whole epochs until the gains add up; what was measured is there to look at."""
+    arguments = [
+        "--dataset", "fake", "--num-replicas", "2", "--rule", "adascale",
+        "--iterations", "12", "--logdir", str(tmp_path / "log"), "--device", "cpu",
+        "--no-progress", "--log-steps", "1",
+    ]  # fmt: skip
+    assert variable_train_mnist.main(arguments) == 0
+    history = pd.read_csv(tmp_path / "log" / "history.csv")
+    assert history["progress"].iloc[-1] >= 12
+    before_last_epoch = history[history["accuracy"].notna()].iloc[-2]
+    assert before_last_epoch["progress"] < 12
+    ratios = history["batch_size"] / 128
+    assert (history["gain"] <= ratios.clip(lower=1) * 1.000001).all()
+    assert (history["gain"] >= ratios.clip(upper=1) * 0.999999).all()
+    assert (history["gain"] / ratios).tolist() == pytest.approx(
+        history["efficiency"].tolist()
+    )
+    assert history["progress"].tolist() == pytest.approx(
+        history["gain"].cumsum().tolist(), rel=1e-4
+    )
+    assert history["lr"].tolist() == pytest.approx(
+        (0.05 * history["gain"]).tolist(), rel=1e-4
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_XLA, reason="torch_xla is not installed")
-def test_digits_reach_97_percent_on_eight_replicas(tmp_path):
+@pytest.mark.parametrize("rule", ["linear", "adascale"])
+def test_digits_reach_97_percent_on_eight_replicas(tmp_path, rule):
     """What `make mnist` shows."""
     pytest.importorskip("sklearn")
     status, text = run(
-        "--dataset", "digits", "--target-accuracy", 97, "--logdir", "log", cwd=tmp_path
-    )
+        "--dataset", "digits", "--target-accuracy", 97, "--logdir", "log",
+        "--rule", rule,
+        cwd=tmp_path,
+    )  # fmt: skip
     assert status == 0, text
     assert "on replica 0 of 8 on xla:0" in text
     history = check_output(tmp_path / "log", text, num_batch_sizes=17)
@@ -123,7 +155,7 @@ def test_digits_reach_97_percent_on_eight_replicas(tmp_path):
     ("arguments", "message"),
     [
         (["--epochs", 0], "--epochs must be at least 1, got 0"),
-        (["--rule", "lars"], "invalid choice: 'lars'"),
+        (["--rule", "lars"], "--rule: rule='lars' is unknown; allowed are"),
         (["--trace", "nofile.csv", "--dataset", "fake"], "nofile.csv"),
         (["--batch-size", 48, "--dataset", "fake"], "no multiple of minibatch_size=48"),
     ],

@@ -1,4 +1,4 @@
-"""Draws a training run: batch size, effective learning rate, loss and accuracy."""
+"""Draws a training run: batch size, learning rate, what was measured, accuracy."""
 
 from __future__ import annotations
 
@@ -6,13 +6,25 @@ from pathlib import Path
 
 import pandas as pd
 
+# Column, label, colour; the last is annotated with its last value.
+PANELS = (
+    ("batch_size", "global batch size\n(samples)", "C0"),
+    ("lr", "effective\nlearning rate", "C1"),
+    ("gain", "gain (steps at\nthe reference)", "C4"),
+    ("noise_scale", "gradient noise\nscale (samples)", "C5"),
+    ("efficiency", "statistical\nefficiency", "C6"),
+    ("loss", "training loss", "C2"),
+    ("accuracy", "test accuracy\n(%)", "C3"),
+)
+
 
 def plot(history: pd.DataFrame, path: Path, title: str) -> None:
     """Writes a PNG.
 
     Args:
         history: Columns ``step``, ``batch_size``, ``lr``, ``loss``, ``accuracy`` (in
-            per cent); the last two may be NaN where they were not measured.
+            per cent), NaN where they were not measured; and, if gradient noise was,
+            ``gain``, ``noise_scale`` and ``efficiency``.
         path: The file to write.
         title: Its heading.
     """
@@ -21,14 +33,9 @@ def plot(history: pd.DataFrame, path: Path, title: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    panels = (
-        ("batch_size", "global batch size\n(samples)", "C0"),
-        ("lr", "effective\nlearning rate", "C1"),
-        ("loss", "training loss", "C2"),
-        ("accuracy", "test accuracy\n(%)", "C3"),
-    )
+    panels = [panel for panel in PANELS if panel[0] in history]
     figure, axes = plt.subplots(
-        len(panels), sharex=True, figsize=(9, 8), layout="constrained"
+        len(panels), sharex=True, figsize=(9, 2 * len(panels)), layout="constrained"
     )
     for axis, (column, label, color) in zip(axes, panels):
         measured = history.dropna(subset=[column])
@@ -40,7 +47,8 @@ def plot(history: pd.DataFrame, path: Path, title: str) -> None:
         )  # fmt: skip
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
-    axes[2].set_yscale("log")
+        if column in ("loss", "noise_scale") and (measured[column] > 0).any():
+            axis.set_yscale("log")
     axes[-1].set_xlabel("step (update of the weights)")
     last = history["accuracy"].dropna()
     if len(last):

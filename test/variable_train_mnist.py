@@ -2,6 +2,7 @@
 
     python test/variable_train_mnist.py                      # 8 replicas of this CPU
     python test/variable_train_mnist.py --trace my.csv --rule root
+    python test/variable_train_mnist.py --rule adascale --iterations 400
     torchrun --nproc_per_node 2 test/variable_train_mnist.py # gloo or nccl processes
     PJRT_DEVICE=TPU python test/variable_train_mnist.py      # every chip of a TPU VM
 
@@ -35,12 +36,7 @@ import xla_replica  # noqa: E402
 from xla_replica import Replica  # noqa: E402
 
 EPOCHS = {"mnist": 2, "digits": 30, "fake": 3}
-RULES = {
-    "constant": vbs.ConstantOptimizer,
-    "linear": vbs.LinearRuleOptimizer,
-    "linear-momentum": vbs.LinearRuleMomentumOptimizer,
-    "root": vbs.RootRuleOptimizer,
-}
+LEARNING_RATES = {"sgd": 0.05, "adamw": 0.002}
 
 
 class ConvNet(nn.Sequential):
@@ -65,13 +61,23 @@ class ConvNet(nn.Sequential):
 class Recorder:
     """Sees every update on every replica; the master shows and keeps what happened."""
 
-    def __init__(self, args: argparse.Namespace, replica: Replica, steps: int) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        replica: Replica,
+        steps: int | None,
+        noise: vbs.NoiseMeter | None,
+    ) -> None:
         self.replica = replica
         self.log_steps = args.log_steps
+        self.noise = noise
         self.rows: list[dict[str, float]] = []
+        # Rows whose learning rate is still on the device, where AdaScale computes it.
+        self._unread: list[tuple[dict[str, float], torch.Tensor]] = []
         # Sum of losses and number of minibatches since the last logging step.
         self.loss = torch.zeros(2, device=replica.device)
         self._samples, self._since = 0, time.perf_counter()
+        self._written = 0  # rows that TensorBoard has
         self._shown: dict[str, object] = {}
         self.writer = SummaryWriter(args.logdir) if replica.is_master else None
         self.bar = tqdm(
@@ -81,20 +87,19 @@ class Recorder:
             self.bar.write(f"{args.dataset}, on {replica}", sys.stderr)
 
     def __call__(self, update: vbs.Update) -> None:
-        row = {"step": update.step, "batch_size": update.batch_size, "lr": update.lr[0]}
+        row = {"step": update.step, "batch_size": update.batch_size}
+        if isinstance(update.lr[0], torch.Tensor):
+            self._unread.append((row, update.lr[0]))
+        else:
+            row["lr"] = update.lr[0]
+        self.rows.append(row)
         self._samples += update.batch_size
         if update.step % self.log_steps == 0:
             row |= self._measure()  # the only host round trip, on logging steps
-        self.rows.append(row)
-        if self.writer:
-            for name, value in row.items():
-                if name != "step":
-                    self.writer.add_scalar(f"train/{name}", value, update.step)
-            self._shown |= {"batch": update.batch_size, "lr": f"{update.lr[0]:.4f}"}
-            if "loss" in row:
-                self._shown["loss"] = f"{row['loss']:.4f}"
-                self._shown["samples/s"] = f"{row['samples_per_second']:.0f}"
-            self.bar.set_postfix(self._shown, refresh=False)
+            self._read_lrs()
+            self._write()
+        self._shown["batch"] = update.batch_size
+        self.bar.set_postfix(self._shown, refresh=False)
         self.bar.update()
 
     def _measure(self) -> dict[str, float]:
@@ -105,7 +110,32 @@ class Recorder:
         now = time.perf_counter()
         rate = self._samples / (now - self._since)
         self._samples, self._since = 0, now
-        return {"loss": loss / max(minibatches, 1), "samples_per_second": rate}
+        found = {"loss": loss / max(minibatches, 1), "samples_per_second": rate}
+        if self.noise and self.replica.is_master:
+            found |= self.noise.measure()._asdict()
+        return found
+
+    def _read_lrs(self) -> None:
+        lrs = self.replica.fetch([lr for _, lr in self._unread])
+        for (row, _), lr in zip(self._unread, lrs):
+            row["lr"] = lr.item()
+        self._unread = []
+
+    def _write(self) -> None:
+        """Everything since the last logging step goes to TensorBoard."""
+        if not self.writer:
+            return
+        for row in self.rows[self._written :]:
+            for name in row.keys() - {"step", "accuracy"}:
+                self.writer.add_scalar(f"train/{name}", row[name], row["step"])
+        self._written = len(self.rows)
+        self._shown |= {
+            "lr": f"{row['lr']:.4f}",
+            "loss": f"{row['loss']:.4f}",
+            "samples/s": f"{row['samples_per_second']:.0f}",
+        }
+        if "gain" in row:
+            self._shown["gain"] = f"{row['gain']:.2f}"
 
     def accuracy(self, epoch: int, percent: float) -> None:
         if self.rows:
@@ -115,6 +145,7 @@ class Recorder:
             self.bar.write(f"epoch {epoch}: test accuracy {percent:.2f} %", sys.stderr)
 
     def close(self) -> None:
+        self._read_lrs()
         self.bar.close()
         if self.writer:
             self.writer.close()
@@ -139,17 +170,18 @@ def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | No
         batch_sampler=sampler,
         num_workers=args.num_workers,
     )
-    optimizer = RULES[args.rule](  # elastic
-        torch.optim.SGD(
-            model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay
-        ),
+    optimizer = vbs.ElasticOptimizer(  # elastic
+        inner_optimizer(args, model),
         sampler,
-        ref_batchsize=args.ref_batchsize,
+        args.rule,
+        args.ref_batchsize,
         max_grad_norm=args.max_grad_norm,
+        noise=args.measure_noise,
     )
     epochs = int(min(args.epochs, sampler.num_epochs))
     plans = [sampler.schedule.plan(e, sampler.num_replicas) for e in range(epochs)]
-    recorder = Recorder(args, replica, sum(plan.num_steps for plan in plans))
+    steps = None if args.iterations else sum(plan.num_steps for plan in plans)
+    recorder = Recorder(args, replica, steps, optimizer.noise)
     optimizer.attach(recorder)  # elastic: once per update, idle or not
     percent = 0.0
     for epoch in range(epochs):
@@ -164,8 +196,22 @@ def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | No
         optimizer.average_buffers(model)  # elastic: before evaluation and checkpoints
         percent = evaluate(model, data, args.test_batch_size, replica)
         recorder.accuracy(epoch, percent)
+        if args.iterations and optimizer.noise.progress >= args.iterations:
+            break  # elastic: training length that no batch size changes
     recorder.close()
     return percent, pd.DataFrame(recorder.rows) if replica.is_master else None
+
+
+def inner_optimizer(
+    args: argparse.Namespace, model: nn.Module
+) -> torch.optim.Optimizer:
+    if args.optimizer == "adamw":
+        return torch.optim.AdamW(
+            model.parameters(), args.lr, weight_decay=args.weight_decay
+        )
+    return torch.optim.SGD(
+        model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay
+    )
 
 
 def evaluate(
@@ -208,8 +254,25 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--rule",
         default="linear",
-        choices=sorted(RULES),
-        help="how the learning rate follows the batch size (default: linear)",
+        help=f"how the learning rate follows the batch size: {', '.join(vbs.RULES)}, "
+        "or power:ALPHA (default: linear)",
+    )
+    add(
+        "--optimizer",
+        choices=sorted(LEARNING_RATES),
+        help="default: adamw for the rules that begin with adam-, else sgd",
+    )
+    add(
+        "--measure-noise",
+        action="store_true",
+        help="log gain, gradient noise scale and efficiency under any rule "
+        "(adascale always does)",
+    )
+    add(
+        "--iterations",
+        type=float,
+        help="train until the gains add up to so many steps at --ref-batchsize, in "
+        "whole epochs; sets --measure-noise (default: --epochs decides)",
     )
     add(
         "--batch-size",
@@ -223,9 +286,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default=128,
         help="batch size at which --lr was tuned (default: 128)",
     )
-    add(
-        "--lr", type=float, default=0.05, help="reference learning rate (default: 0.05)"
-    )
+    add("--lr", type=float, help=f"reference learning rate (default: {LEARNING_RATES})")
     add("--momentum", type=float, default=0.9, help="of SGD (default: 0.9)")
     add("--weight-decay", type=float, default=1e-4, help="of SGD (default: 1e-4)")
     add(
@@ -275,6 +336,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    try:
+        vbs.rule_named(args.rule)
+    except ValueError as error:
+        parser.error(f"--rule: {error}")
+    adam = args.rule.startswith("adam-")
+    args.optimizer = args.optimizer or ("adamw" if adam else "sgd")
+    args.lr = LEARNING_RATES[args.optimizer] if args.lr is None else args.lr
+    args.measure_noise |= args.iterations is not None
     if args.trace.isdecimal():
         args.trace = int(args.trace)
     args.logdir = args.logdir or f"runs/mnist-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -285,7 +354,8 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     args = parse(argv)
     args.dataset = handwritten_digits.choose(args.dataset, args.data_dir)
-    args.epochs = args.epochs or EPOCHS[args.dataset]
+    if args.epochs is None:
+        args.epochs = 10_000 if args.iterations else EPOCHS[args.dataset]
     num_replicas = args.num_replicas or xla_replica.default_num_replicas(
         args.device, on_cpu=8
     )
@@ -302,7 +372,9 @@ def main(argv: list[str] | None = None) -> int:
 def report(history: pd.DataFrame, args: argparse.Namespace) -> None:
     """Writes history.csv and the picture, and says where they are."""
     folder = Path(args.logdir)
-    history = history.reindex(columns=[*history.columns.union(["loss", "accuracy"])])
+    first = ["step", "batch_size", "lr", "loss", "accuracy"]
+    rest = [column for column in history.columns if column not in first]
+    history = history.reindex(columns=[*first, *rest])
     history.to_csv(folder / "history.csv", index=False)
     last = history["accuracy"].dropna()
     print(

@@ -7,7 +7,7 @@ optimizer = vbs.LinearRuleOptimizer(inner_optimizer, sampler, ref_batchsize=128)
 """
 
 from variable_batch_size.buffers import average_buffers
-from variable_batch_size.lr_rules import RULES, Rule, Scaled, power
+from variable_batch_size.lr_rules import RULES, Rule, Scaled, power, rule_named
 from variable_batch_size.noise_meter import NoiseMeter
 from variable_batch_size.noise_options import Measurements, NoiseOptions
 from variable_batch_size.optimizer import ElasticOptimizer
@@ -52,4 +52,5 @@ __all__ = [
     "Update",
     "average_buffers",
     "power",
+    "rule_named",
 ]
