@@ -1,0 +1,345 @@
+"""Gradient noise as training measures it: any split, any backward pass, any dtype."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+from support.replicas import BACKENDS
+from torch import nn
+from torch.optim import SGD
+
+import variable_batch_size as vbs
+import xla_replica
+from xla_replica import LocalReplica
+
+CPU = LocalReplica("cpu")
+
+# Minibatch gradients (n, d); tr Sigma, |G|^2 and the gain over one minibatch.
+CLOSED_FORMS = {
+    "orthonormal": (torch.eye(4).tolist(), 1.0, 0.0, 4.0),
+    "1 and 3": ([[1.0], [3.0]], 2.0, 3.0, 1.25),
+    "1 to 8": ([[float(n)] for n in range(1, 9)], 6.0, 19.5, 1.259259),
+}
+
+
+def one_step(rank: int, rows: list[list[float]]) -> tuple[tuple[float, ...], int]:
+    """One update whose minibatch gradients are ``rows``, dealt to the replicas."""
+    replica = xla_replica.current()
+    weight = nn.Parameter(torch.zeros(len(rows[0]), device=replica.device))
+    sampler = vbs.CustomSampler(
+        dataset_size=len(rows), trace=[len(rows)], minibatch_size=1, verbose=False
+    )
+    optimizer = vbs.AdaScaleOptimizer(SGD([weight], 1.0), sampler, ref_batchsize=1)
+    optimizer.set_epoch(0)
+    batches = [torch.tensor(rows[index]) for (index,) in sampler]
+    for row in replica.loader(batches):
+        (weight * row).sum().backward()
+        optimizer.step()
+    return optimizer.noise.measure(), len(batches)
+
+
+def all_steps(rank: int) -> dict[str, tuple[tuple[float, ...], int]]:
+    return {name: one_step(rank, case[0]) for name, case in CLOSED_FORMS.items()}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_closed_forms_for_every_split(backend):
+    """1 to 8 replicas of 8 to 0 substeps: the same numbers, idle replicas present."""
+    by_rank = backend.run(all_steps)
+    for name, (rows, variance, square, gain) in CLOSED_FORMS.items():
+        assert sum(outcome[name][1] for outcome in by_rank) == len(rows)
+        for outcome in by_rank:
+            found = outcome[name][0]
+            assert found.variance == pytest.approx(variance, abs=1e-5)
+            assert found.square == pytest.approx(square, abs=1e-5)
+            assert found.gain == pytest.approx(gain, abs=1e-5)
+            assert found.progress == pytest.approx(gain, abs=1e-5)
+            assert found.efficiency == pytest.approx(gain / len(rows), abs=1e-5)
+            scale = variance / square if square else math.inf
+            assert found.noise_scale == pytest.approx(scale, rel=1e-5)
+
+
+def make(
+    trace=(4,), parameters=None, inner=SGD, cls=vbs.AdaScaleOptimizer, **options
+):  # fmt: skip
+    """(parameters, optimizer) with minibatches of one sample, reference 1."""
+    parameters = parameters or [nn.Parameter(torch.zeros(3))]
+    sampler = vbs.CustomSampler(
+        range(64), trace, num_replicas=1, rank=0, minibatch_size=1, verbose=False,
+        on_end="cycle",
+    )  # fmt: skip
+    options = {"ref_batchsize": 1, "replica": CPU} | options
+    return parameters, cls(inner(parameters, 0.01), sampler, **options)
+
+
+def step(optimizer, parameter, rows) -> None:
+    for row in rows:
+        (parameter * torch.as_tensor(row, dtype=parameter.dtype)).sum().backward()
+        optimizer.step()
+
+
+BASIS = torch.eye(3)
+
+
+def test_before_any_update_nothing_is_known():
+    _, optimizer = make()
+    found = optimizer.noise.measure()
+    assert found.gain == 1.0
+    assert found.progress == 0.0
+    assert math.isnan(found.noise_scale)
+    assert math.isnan(found.efficiency)
+    assert optimizer.gain(8) == 1.0
+    assert optimizer.current_lr() == (0.01,)
+
+
+def test_any_batch_size_can_be_asked_for():
+    [parameter], optimizer = make(trace=(2,))
+    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    assert optimizer.gain() == pytest.approx(1.25)
+    assert optimizer.gain(1) == 1.0
+    noise_scale = 2 / 3
+    assert optimizer.noise_scale() == pytest.approx(noise_scale)
+    for batch_size in (2, 7, 100):
+        efficiency = (1 + noise_scale) / (batch_size + noise_scale)
+        assert optimizer.efficiency(batch_size) == pytest.approx(efficiency)
+        assert optimizer.gain(batch_size) == pytest.approx(batch_size * efficiency)
+    assert optimizer.current_lr() == (pytest.approx(0.0125),)
+
+
+def test_squares_are_measured_before_clipping():
+    [parameter], optimizer = make(trace=(2,), max_grad_norm=1e-3)
+    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    assert optimizer.noise.measure().variance == pytest.approx(2.0)
+
+
+def test_gradients_that_are_not_finite_leave_the_statistics_alone():
+    [parameter], optimizer = make(trace=(2,))
+    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    before = optimizer.noise.measure()
+    step(optimizer, parameter, [[math.inf, 0, 0], [3.0, 0, 0]])
+    step(optimizer, parameter, [[1.0, math.nan, 0], [3.0, 0, 0]])
+    after = optimizer.noise.measure()
+    assert after[:3] == before[:3]
+    assert after.progress == pytest.approx(3 * before.gain)
+
+
+def test_a_single_minibatch_leaves_the_statistics_alone():
+    [parameter], optimizer = make(trace=(2, 1, 1))
+    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0], [7.0, 0, 0], [9.0, 0, 0]])
+    found = optimizer.noise.measure()
+    assert (found.variance, found.square) == pytest.approx((2.0, 3.0))
+    assert found.gain == 1.0
+
+
+def test_differences_serve_until_there_is_something_better():
+    [parameter], optimizer = make(trace=(1, 1, 2), single_minibatch="difference")
+    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    found = optimizer.noise.measure()  # |3 - 1|^2 / 2 and 3 * 1
+    assert (found.variance, found.square) == pytest.approx((2.0, 3.0))
+    step(optimizer, parameter, [[1.0, 0, 0], [2.0, 0, 0]])
+    found = optimizer.noise.measure()
+    assert (found.variance, found.square) == pytest.approx((0.5, 2.0))
+
+
+def test_a_copy_of_the_gradients_is_kept_only_for_differences():
+    for option, copies in (("skip", 0), ("difference", 1)):
+        [parameter], optimizer = make(single_minibatch=option)
+        step(optimizer, parameter, BASIS[[0, 1, 2, 0]])
+        state = [
+            value
+            for name, value in vars(optimizer.noise).items()
+            if isinstance(value, list)
+        ]
+        assert sum(len(tensors) for tensors in state) == copies
+
+
+def test_a_parameter_group_added_later_starts_from_nothing():
+    [parameter], optimizer = make(trace=(2,))
+    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    other = nn.Parameter(torch.zeros(3))
+    optimizer.add_param_group({"params": [other], "lr": 0.5})
+    assert optimizer.noise.lr_factors(2) == pytest.approx((1.25, 1.0))
+    for scale in (1.0, 3.0):
+        ((parameter + 2 * other) * torch.tensor([scale, 0, 0])).sum().backward()
+        optimizer.step()
+    assert optimizer.noise.lr_factors(2) == pytest.approx((1.25, 1.25))
+    assert optimizer.noise.measure().variance == pytest.approx(2.0 + 4 * 2.0)
+
+
+def test_frozen_parameters_take_no_part():
+    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    _, optimizer = make(trace=(2,), parameters=parameters)
+    parameters[1].requires_grad_(False)
+    step(optimizer, parameters[0], [[1.0, 0, 0], [3.0, 0, 0]])
+    assert optimizer.noise.measure().variance == pytest.approx(2.0)
+    parameters[1].requires_grad_(True)
+    step(optimizer, parameters[0] + parameters[1], [[1.0, 0, 0], [3.0, 0, 0]])
+    decay = math.exp(-2 / 1000)
+    expected = (2.0 * decay + 4.0) / (1 + decay)
+    assert optimizer.noise.measure().variance == pytest.approx(expected)
+
+
+def test_a_parameter_whose_data_was_replaced_is_still_seen():
+    [parameter], optimizer = make(trace=(2,))
+    parameter.data = parameter.data.clone()
+    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    assert optimizer.noise.measure().variance == pytest.approx(2.0)
+
+
+def test_a_parameter_used_twice_has_one_gradient():
+    [parameter], optimizer = make(trace=(2,))
+    for scale in (1.0, 3.0):
+        (parameter[0] * scale / 2 + parameter[0] * scale / 2).backward()
+        optimizer.step()
+    assert optimizer.noise.measure().variance == pytest.approx(2.0)
+
+
+def test_autograd_grad_is_no_minibatch():
+    [parameter], optimizer = make(trace=(2,))
+    for scale in (1.0, 3.0):
+        loss = (parameter[0] + 1) ** 2 * scale / 2
+        (gradient,) = torch.autograd.grad(loss, parameter, create_graph=True)
+        (scale * parameter[0] + 0 * gradient.sum()).backward()
+        optimizer.step()
+    assert optimizer.noise.measure().variance == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_layers(use_reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    [parameter], optimizer = make(trace=(2,))
+    for scale in (1.0, 3.0):
+        x = torch.tensor([scale, 0, 0], requires_grad=True)
+        checkpoint(
+            lambda x: parameter * x, x, use_reentrant=use_reentrant
+        ).sum().backward()
+        optimizer.step()
+    assert optimizer.noise.measure().variance == pytest.approx(2.0)
+
+
+def test_two_backward_passes_in_a_minibatch_are_an_error():
+    [parameter], optimizer = make(trace=(2,))
+    parameter.sum().backward()
+    parameter.sum().backward()
+    with pytest.raises(
+        ValueError, match=r"two gradients within one minibatch.*once per"
+    ):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_squares_of_narrow_gradients_are_added_up_in_float32(dtype):
+    """300^2 and 4096 times 0.1^2 overflow or vanish in half precision."""
+    parameter = nn.Parameter(torch.zeros(4096, dtype=dtype))
+    _, optimizer = make(trace=(2,), parameters=[parameter])
+    step(optimizer, parameter, [[300.0] * 4096, [300.0] * 4096])
+    found = optimizer.noise.measure()
+    assert found.square == pytest.approx(300.0**2 * 4096, rel=1e-3)
+    assert abs(found.variance) < 1e-3 * found.square
+
+
+def test_deleting_everything_frees_the_model():
+    """Hooks inside autograd's nodes are invisible to the garbage collector."""
+    [parameter], optimizer = make(trace=(2,), single_minibatch="difference")
+    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    watched = [weakref.ref(optimizer), weakref.ref(parameter)]
+    del parameter, optimizer
+    gc.collect()
+    assert [reference() for reference in watched] == [None, None]
+
+
+def test_other_rules_measure_too():
+    [parameter], optimizer = make(
+        trace=(2,), cls=vbs.LinearRuleOptimizer, noise=vbs.NoiseOptions(per_group=False)
+    )
+    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    assert optimizer.noise.gain() == pytest.approx(1.25)
+    assert optimizer.noise.lr_factors() == (pytest.approx(1.25),)
+    assert optimizer.current_lr() == pytest.approx(0.02)
+
+
+def test_compat_is_the_gain_over_one_minibatch():
+    """lr * (b / B0) * gain, and at the reference batch size not lr."""
+    [parameter], optimizer = make(trace=(2,), ref_batchsize=2, compat="reference")
+    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    assert optimizer.gain() == pytest.approx(1.25)
+    assert optimizer.current_lr() == (pytest.approx(0.01 * 1.25 / 2),)
+    assert optimizer.progress == pytest.approx(1.25)
+
+
+def test_progress_lies_between_what_the_host_knows():
+    [parameter], optimizer = make(trace=(2, 8, 1, 4))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        step(optimizer, parameter, torch.randn(15, 3, generator=generator))
+    low, high = optimizer.noise.progress_bounds
+    assert low < high
+    progress = optimizer.progress
+    assert low <= progress <= high
+    assert optimizer.noise.progress_bounds == (progress, progress)
+
+
+def test_progress_keeps_its_fractions_when_it_is_large():
+    [parameter], optimizer = make(trace=(2,))
+    state = optimizer.state_dict()
+    state["elastic"]["noise"]["whole"] += 2**40
+    optimizer.load_state_dict(state)
+    for _ in range(4):
+        step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    assert optimizer.progress - 2**40 == pytest.approx(5.0, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"time_constant": 0}, ValueError, "time_constant must be a positive number"),
+        ({"time_constant": math.inf}, ValueError, "time_constant must be a positive"),
+        ({"single_minibatch": "no"}, ValueError, "'no'; allowed are 'skip', 'differ"),
+        (
+            {"compat": "seed"},
+            ValueError,
+            "compat='seed'; allowed are None, 'reference'",
+        ),
+    ],
+)
+def test_bad_options(options, error, message):
+    with pytest.raises(error, match=message):
+        make(**options)
+
+
+def test_noise_needs_a_reference():
+    with pytest.raises(TypeError, match="noise= needs ref_batchsize="):
+        make(cls=vbs.ConstantOptimizer, ref_batchsize=None, noise=True)
+
+
+def test_a_state_of_other_parameter_groups_is_refused():
+    _, optimizer = make()
+    state = optimizer.noise.state_dict()
+    with pytest.raises(ValueError, match="no state of a NoiseMeter"):
+        optimizer.noise.load_state_dict({"variance": state["variance"]})
+    wide = {name: torch.cat([tensor, tensor]) for name, tensor in state.items()}
+    with pytest.raises(
+        ValueError, match="of 2 parameter groups, and the optimizer has"
+    ):
+        optimizer.noise.load_state_dict(wide)
+
+
+def test_a_state_of_another_rule_is_refused():
+    _, linear = make(cls=vbs.LinearRuleOptimizer)
+    _, optimizer = make()
+    with pytest.raises(
+        ValueError, match="of rule 'linear', and this optimizer has 'ada"
+    ):
+        optimizer.load_state_dict(linear.state_dict())
+
+
+def test_the_log_shows_what_was_measured(caplog):
+    [parameter], optimizer = make(trace=(2,), log_steps=1)
+    with caplog.at_level("INFO"):
+        step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    assert "learning rate 0.0125, gain 1.25, noise scale 0.6666" in caplog.text

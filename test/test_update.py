@@ -1,0 +1,199 @@
+"""Schedulers driven by updates, samples, epochs and scale-invariant iterations."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.replicas import BACKENDS
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    LinearLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+import variable_batch_size as vbs
+import xla_replica
+from xla_replica import LocalReplica
+
+# In samples; minibatches of 2, so 8 replicas take 4 substeps and idle, by turns.
+TRACE = (2, 64, 8, 22, 2, 30)
+NUM_SAMPLES = 100  # two epochs of the trace: 96 and, again, 96 + ...
+EVERY = {"updates": 2, "samples": 25, "epochs": 1, "iterations": 3.5}
+
+
+def train(rank: int, unit: str, every: float) -> dict[str, object]:
+    """Reference learning rates that updates begin with; 0.5 ** ticks."""
+    replica = xla_replica.current()
+    weight = nn.Parameter(torch.zeros(3, device=replica.device))
+    sampler = vbs.CustomSampler(
+        dataset_size=NUM_SAMPLES, trace=TRACE, minibatch_size=2, on_end="cycle",
+        verbose=False,
+    )  # fmt: skip
+    optimizer = vbs.ElasticOptimizer(
+        SGD([weight], 1.0), sampler, "constant", 8, noise=unit == "iterations"
+    )
+    scheduler = ExponentialLR(optimizer, 0.5)
+    optimizer.attach(scheduler, unit, every)
+    updates: list[vbs.Update] = []
+    progress: list[float] = []
+    optimizer.attach(updates.append)
+    if unit == "iterations":
+        optimizer.attach(lambda update: progress.append(optimizer.noise.progress))
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        batches = [torch.tensor([1.0, m[0] % 5, m[0] % 3]) for m in sampler]
+        for row in replica.loader(batches):
+            (weight * row).sum().backward()
+            optimizer.step()
+    return {
+        "lrs": [update.lr[0] for update in updates],
+        "sizes": [update.batch_size for update in updates],
+        "ends": [update.ends_epoch for update in updates],
+        "progress": progress,
+        "last": optimizer.get_lr()[0],
+    }
+
+
+def train_all(rank: int) -> dict[str, dict[str, object]]:
+    return {unit: train(rank, unit, every) for unit, every in EVERY.items()}
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def outcomes(request):
+    return request.param.run(train_all)
+
+
+@pytest.mark.parametrize("unit", EVERY)
+def test_the_scheduler_has_ticked_as_often_as_units_have_passed(outcomes, unit):
+    for outcome in outcomes:
+        found = outcome[unit]
+        count = {
+            "updates": [1] * len(found["sizes"]),
+            "samples": found["sizes"],
+            "epochs": found["ends"],
+        }
+        done, ticks = 0.0, [0]
+        for index in range(len(found["sizes"])):
+            if unit == "iterations":
+                done = found["progress"][index]
+            else:
+                done += count[unit][index]
+            ticks.append(math.floor(done / EVERY[unit]))
+        assert [*found["lrs"], found["last"]] == [0.5**tick for tick in ticks]
+        assert ticks[-1] >= 3
+
+
+def test_epochs_end_where_they_end(outcomes):
+    assert sum(outcomes[0]["epochs"]["ends"]) == 4
+
+
+def make(unit: str = "updates", every: float = 1, noise: bool = True, **options):
+    weight = nn.Parameter(torch.zeros(1))
+    sampler = vbs.CustomSampler(
+        range(64), 8, num_replicas=1, rank=0, minibatch_size=2, verbose=False
+    )
+    optimizer = vbs.ElasticOptimizer(
+        SGD([weight], 1.0), sampler, "constant", 2, noise=noise,
+        replica=LocalReplica("cpu"),
+    )  # fmt: skip
+    return weight, optimizer
+
+
+def run(weight, optimizer, updates: int) -> None:
+    for index in range(4 * updates):
+        (weight * (1 + index % 4)).sum().backward()
+        optimizer.step()
+        if not optimizer.get_bs():
+            epoch = optimizer.epoch + 1
+            optimizer.sampler.set_epoch(epoch)
+            optimizer.set_epoch(epoch)
+
+
+def test_fractions_and_composed_schedulers():
+    weight, optimizer = make()
+    warm_up = LinearLR(optimizer, 0.5, total_iters=16)
+    chain = SequentialLR(
+        optimizer, [warm_up, CosineAnnealingLR(optimizer, 32)], milestones=[16]
+    )
+    optimizer.attach(chain, "samples", 0.5)  # 16 ticks an update
+    run(weight, optimizer, 2)
+    assert optimizer.get_lr()[0] == pytest.approx(0.5 + 0.5 * math.cos(math.pi / 2))
+
+
+def test_iterations_are_read_only_when_the_scheduler_may_be_due():
+    weight, optimizer = make()
+    optimizer.attach(StepLR(optimizer, 1, 0.5), "iterations", 100)
+    reads = []
+    fetch = optimizer.replica.fetch
+
+    def counting(tensors):
+        reads.extend(tensor for tensor in tensors if tensor.dtype == torch.int64)
+        return fetch(tensors)
+
+    optimizer.replica.fetch = counting
+    run(weight, optimizer, 24)  # between 24 and 96 iterations
+    assert len(reads) == 0
+    run(weight, optimizer, 400)
+    progress = optimizer.noise.progress
+    assert optimizer.get_lr()[0] == 0.5 ** math.floor(progress / 100)
+    assert progress / 100 > 3
+    assert len(reads) < 150
+
+
+@pytest.mark.parametrize("unit", EVERY)
+@pytest.mark.parametrize("attach_first", [False, True])
+def test_a_saved_state_knows_how_far_its_schedulers_are(unit, attach_first, tmp_path):
+    weight, optimizer = make()
+    scheduler = StepLR(optimizer, 1, 0.5)
+    optimizer.attach(scheduler, unit, EVERY[unit])
+    run(weight, optimizer, 9)
+    torch.save((optimizer.state_dict(), scheduler.state_dict()), tmp_path / "state")
+    run(weight, optimizer, 9)
+    again, other = make()
+    state, of_scheduler = torch.load(tmp_path / "state")
+    restored = StepLR(other, 1, 0.5)
+    if attach_first:
+        other.attach(restored, unit, EVERY[unit])
+    other.load_state_dict(state)
+    restored.load_state_dict(of_scheduler)
+    if not attach_first:
+        other.attach(restored, unit, EVERY[unit])
+    other.sampler.set_epoch(1)
+    other.set_epoch(1)
+    run(again, other, 1)  # where the first one stood: 9 updates, one into epoch 1
+    other.load_state_dict(state)
+    restored.load_state_dict(of_scheduler)
+    run(again, other, 9)
+    assert other.get_lr() == optimizer.get_lr()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("minutes",), ValueError, "'minutes'; allowed are updates, samples, epochs"),
+        (("samples", 0), ValueError, "every must be a positive number, got 0"),
+        (("samples", math.inf), ValueError, "every must be a positive number, got inf"),
+        (("samples", "9"), ValueError, "every must be a positive number, got '9'"),
+        (("iterations",), TypeError, "use AdaScaleOptimizer, or .* noise=True"),
+    ],
+)
+def test_bad_units(arguments, error, message):
+    _, optimizer = make(noise=False)
+    with pytest.raises(error, match=message):
+        optimizer.attach(StepLR(optimizer, 1), *arguments)
+
+
+def test_a_function_has_no_unit_and_a_plateau_no_place():
+    _, optimizer = make()
+    with pytest.raises(TypeError, match="unit= and every= are for LR schedulers"):
+        optimizer.attach(print, "samples", 10)
+    with pytest.raises(TypeError, match="ReduceLROnPlateau needs a metric"):
+        optimizer.attach(ReduceLROnPlateau(optimizer), "epochs")
