@@ -148,9 +148,7 @@ def averaged(steps: list[tuple[float, float, int]], time_constant: float) -> Est
         averages = average(
             averages,
             Estimate(vector(variance), vector(square)),
-            vector(n),
-            time_constant,
-            valid=vector(n) > 1,
+            vector(gradient_noise.weight_of(n, time_constant)),
         )
     return averages.estimate()
 
@@ -188,7 +186,7 @@ def test_alternating_batch_sizes_show_no_transient():
     truth = Estimate(vector(6.0), vector(2.0))
     averages = no_averages(1, F64)
     for n in [2, 8, 2, 64, 4] * 5:
-        averages = average(averages, truth, vector(n), 100, valid=vector(n) > 1)
+        averages = average(averages, truth, vector(gradient_noise.weight_of(n, 100)))
         for found, true in zip(averages.estimate(), truth):
             assert found.item() == pytest.approx(true.item(), rel=1e-12)
 

@@ -661,7 +661,7 @@ def test_the_model_must_be_on_the_replicas_device():
 
 
 def test_numbers_are_uploaded_once_and_never_shared_between_uses():
-    from variable_batch_size.scaling import Numbers
+    from variable_batch_size.numbers import Numbers
 
     numbers = Numbers(CPU, capacity=3)
     first = numbers.get("lr", 0.5)

@@ -47,6 +47,16 @@ def sides_of_the_diff() -> tuple[str, str]:
     return before, after
 
 
+def with_adascale() -> str:
+    """The elastic script with the README's second diff applied."""
+    diff = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)[1].splitlines()
+    before = "\n".join(line[1:] for line in diff if not line.startswith("+"))
+    after = "\n".join(line[1:] for line in diff if not line.startswith("-"))
+    script = sides_of_the_diff()[1]
+    assert script.count(before) == 1
+    return script.replace(before, after)
+
+
 def run(script: str, folder: Path, *launcher: str) -> list[float]:
     """The accuracies that the script's replicas print."""
     (folder / "my_project.py").write_text(MY_PROJECT)
@@ -94,6 +104,18 @@ def test_the_script_after_the_diff_trains_under_torchrun(tmp_path):
     assert accuracies[0] > 0.9
 
 
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_the_script_with_adascale_trains_on_every_replica_alike(tmp_path, num_replicas):
+    launch = "xla_replica.launch(train)"
+    script = with_adascale().replace(
+        launch, launch[:-1] + f", num_replicas={num_replicas})"
+    )
+    accuracies = run(script, tmp_path)
+    assert len(accuracies) == num_replicas
+    assert len(set(accuracies)) == 1
+    assert accuracies[0] > 0.9
+
+
 def test_the_diff_is_as_short_as_it_says():
     diff = re.search(r"```diff\n(.*?)```", README, re.DOTALL).group(1).splitlines()
     added = [line for line in diff if line.startswith("+")]
@@ -101,8 +123,12 @@ def test_the_diff_is_as_short_as_it_says():
 
 
 def test_what_the_readme_links_to_is_there():
-    for target in re.findall(r"\]\(([^)]+)\)", README):
-        assert (ROOT / target).exists(), target
+    for target in re.findall(r"\]\((?!https:)([^)]+)\)", README):
+        path, _, anchor = target.partition("#")
+        assert (ROOT / path).exists(), target
+        if anchor:
+            text = (ROOT / path).read_text(encoding="utf-8").lower()
+            assert f"\n## {anchor.replace('-', ' ')}\n" in text, target
 
 
 def test_the_readme_names_make_targets_and_python_versions_that_exist():

@@ -2,8 +2,9 @@
 
 1. An elastic step against a hand-written loop that accumulates, all-reduces and steps,
    on the same model and replicas, in alternating rounds of one run: a ratio.
-2. Compilations and time per step with 1, 4 and 16 distinct batch sizes.
-3. The schedule of a trace of ten million steps: time and memory to the first epoch.
+2. The same of AdaScale, which measures gradient noise, against the linear rule.
+3. Compilations and time per step with 1, 4 and 16 distinct batch sizes.
+4. The schedule of a trace of ten million steps: time and memory to the first epoch.
 
     python tools/bench_step.py --output docs/benchmarks/bench_step.json
 """
@@ -72,8 +73,18 @@ class Setup:
         F.cross_entropy(self.model(images), labels).backward()
 
 
-def elastic_epoch(setup: Setup) -> Callable[[int], None]:
-    optimizer = vbs.LinearRuleOptimizer(setup.inner, setup.sampler, ref_batchsize=128)
+def linear_epoch(setup: Setup) -> Callable[[int], None]:
+    return elastic_epoch(setup, vbs.LinearRuleOptimizer)
+
+
+def adascale_epoch(setup: Setup) -> Callable[[int], None]:
+    return elastic_epoch(setup, vbs.AdaScaleOptimizer)
+
+
+def elastic_epoch(
+    setup: Setup, wrapper: type[vbs.ElasticOptimizer]
+) -> Callable[[int], None]:
+    optimizer = wrapper(setup.inner, setup.sampler, ref_batchsize=128)
 
     def run(epoch: int) -> None:
         setup.sampler.set_epoch(epoch)
@@ -125,14 +136,26 @@ def timed(
     return time.perf_counter() - start
 
 
+LOOPS = {
+    "by hand": hand_written_epoch,
+    "linear": linear_epoch,
+    "adascale": adascale_epoch,
+}
+
+
 def compare_replica(
-    rank: int, trace: list[int], num_steps: int, rounds: int, side: int
+    rank: int,
+    names: tuple[str, str],
+    trace: list[int],
+    num_steps: int,
+    rounds: int,
+    side: int,
 ) -> dict[str, list[float]]:
-    """Seconds per step of both loops, in alternating rounds."""
+    """Seconds per step of two loops, in alternating rounds."""
     loops = {}
-    for name, make in (("elastic", elastic_epoch), ("by hand", hand_written_epoch)):
+    for name in names:
         setup = Setup(trace, num_steps, side)
-        loops[name] = (setup, make(setup))
+        loops[name] = (setup, LOOPS[name](setup))
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     for epoch in range(rounds + 2):
         # Each goes first every other round: what comes second finds warmer caches.
@@ -154,7 +177,7 @@ def count_replica(
     sizes = (base + spread) if num_sizes > 1 else np.array([base])
     assert len(set(sizes.tolist())) == num_sizes
     setup = Setup((sizes * MINIBATCH).tolist(), num_steps, side)
-    run = elastic_epoch(setup)
+    run = linear_epoch(setup)
     with xla_replica.count(replica) as counts:
         for epoch in range(2):
             timed(replica, run, epoch)
@@ -198,6 +221,26 @@ def versions() -> dict[str, Any]:
     return found
 
 
+def compare(
+    names: tuple[str, str], num_replicas: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    """The median over rounds of the ratio of their times."""
+    trace = [2 * num_replicas * MINIBATCH]
+    seconds = xla_replica.launch(
+        compare_replica,
+        (names, trace, args.steps, args.rounds, args.side),
+        num_replicas,
+        args.device,
+    )[0]
+    pairs = zip(seconds[names[0]], seconds[names[1]])
+    return {
+        "ratio": statistics.median(mine / other for mine, other in pairs),
+        "milliseconds": {
+            name: 1e3 * statistics.median(values) for name, values in seconds.items()
+        },
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -215,28 +258,18 @@ def main() -> None:
     result: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "versions": versions()}
     result["image_side"] = args.side
 
-    print("An elastic step against a loop written by hand (2 minibatches per replica)")
-    result["elastic_over_by_hand"] = {}
-    for num_replicas in args.replicas:
-        trace = [2 * num_replicas * MINIBATCH]
-        seconds = xla_replica.launch(
-            compare_replica,
-            (trace, args.steps, args.rounds, args.side),
-            num_replicas,
-            args.device,
-        )[0]
-        medians = {name: statistics.median(values) for name, values in seconds.items()}
-        pairs = zip(seconds["elastic"], seconds["by hand"])
-        ratio = statistics.median(elastic / by_hand for elastic, by_hand in pairs)
-        result["elastic_over_by_hand"][num_replicas] = {
-            "ratio": ratio,
-            "milliseconds": {name: 1e3 * value for name, value in medians.items()},
-        }
-        print(
-            f"  {num_replicas} replicas: {ratio:.3f} times "
-            f"({1e3 * medians['elastic']:.2f} ms against "
-            f"{1e3 * medians['by hand']:.2f} ms)"
-        )
+    print("Whole steps of two minibatches per replica, against each other")
+    for names in (("linear", "by hand"), ("adascale", "linear")):
+        key = " over ".join(names)
+        result[key] = {}
+        for num_replicas in args.replicas:
+            compared = compare(names, num_replicas, args)
+            result[key][num_replicas] = compared
+            times = " against ".join(
+                f"{value:.2f} ms" for value in compared["milliseconds"].values()
+            )
+            ratio = compared["ratio"]
+            print(f"  {key} on {num_replicas} replicas: {ratio:.3f} times ({times})")
 
     print("Distinct batch sizes: compilations, time per step")
     result["distinct_batch_sizes"] = {}

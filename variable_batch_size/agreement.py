@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from variable_batch_size.scaling import Numbers
+from variable_batch_size.numbers import Numbers
 from xla_replica import Replica, ReplicaError
 
 # float32 holds integers below this exactly, in whatever order they are summed.

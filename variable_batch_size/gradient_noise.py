@@ -33,6 +33,8 @@ class Estimate(NamedTuple):
 
     def overall(self) -> Estimate:
         """``(1,)``: of all groups together."""
+        if len(self.variance) == 1:
+            return self
         return Estimate(self.variance.sum().reshape(1), self.square.sum().reshape(1))
 
 
@@ -114,30 +116,32 @@ def estimate_from_differences(
     return Estimate(minibatch_size * variance, product)
 
 
-def average(
-    averages: Averages,
-    new: Estimate,
-    num_minibatches: Tensor,
-    time_constant: float,
-    valid: Tensor,
-) -> Averages:
-    """Averages that include one step's estimate, which weighs 1 - exp(-n / T).
+def weight_of(num_minibatches: int, time_constant: float) -> float:
+    """What a step weighs in the averages: 1 - exp(-n / T), and 0 for one minibatch.
+
+    Args:
+        num_minibatches: n; a single one has no variance to measure.
+        time_constant: T, in minibatches, whatever the number of them in a step.
+    """
+    if num_minibatches < 2:
+        return 0.0
+    return -math.expm1(-num_minibatches / time_constant)
+
+
+def average(averages: Averages, new: Estimate, weight: Tensor) -> Averages:
+    """Averages that include one step's estimate.
 
     Args:
         averages: The ones so far.
-        new: The step's estimate.
-        num_minibatches: ``(1,)``: n.
-        time_constant: T, in minibatches, whatever the number of them in a step.
-        valid: ``(1,)`` bool: whether the estimate counts. One that is not finite does
-            not count either: averages then stay as they are.
+        new: The step's estimate. If it is not finite, averages stay as they are.
+        weight: ``(1,)``: see `weight_of`. With 0 they stay, too.
     """
-    valid = valid & (new.variance.isfinite() & new.square.isfinite()).all()
-    decay = -num_minibatches.to(averages.weight.dtype) / time_constant
-    kept, added = decay.exp(), -decay.expm1()
+    finite = (new.variance + new.square).isfinite().all()
+    values = (*new, torch.ones_like(averages.weight))
     return Averages(
         *(
-            torch.where(valid, kept * old + added * value, old)
-            for old, value in zip(averages, (*new, torch.ones_like(averages.weight)))
+            torch.where(finite, old + weight * (value - old), old)
+            for old, value in zip(averages, values)
         )
     )
 
@@ -163,16 +167,12 @@ def gain(estimate: Estimate, batch_ratio: Tensor, ref_batchsize: float) -> Tenso
     """
     variance = estimate.variance.clamp(min=0)
     square = ref_batchsize * estimate.square.clamp(min=0)
-    one = torch.ones_like(batch_ratio)
-    lowest = torch.minimum(batch_ratio, one)
-    # Divided by the larger, so that neither overflows nor vanishes.
-    larger = torch.maximum(variance, square)
-    known = larger > 0
-    scale = torch.where(known, larger, 1.0)
-    variance, square = variance / scale, square / scale
-    ratio = batch_ratio * (square + variance) / (batch_ratio * square + variance)
-    ratio = torch.where(known, ratio, lowest)
-    return torch.minimum(torch.maximum(ratio, lowest), torch.maximum(batch_ratio, one))
+    total = variance + square
+    # Shares of the total first: the products would overflow before the sum does.
+    ratio = batch_ratio / (batch_ratio * (square / total) + variance / total)
+    lowest = batch_ratio.clamp(max=1)
+    ratio = torch.where(total > 0, ratio, lowest)
+    return torch.clamp(ratio, lowest, batch_ratio.clamp(min=1))
 
 
 def noise_scale(variance: float, square: float) -> float:

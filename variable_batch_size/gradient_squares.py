@@ -104,18 +104,18 @@ class GradientSquares:
         members: list[list[torch.Tensor]] = [[] for _ in range(self._num_groups)]
         for index in sorted(numbers):  # one order, whatever the backward pass's was
             members[self._group_of[index]].append(numbers[index])
+        sums = [torch.stack(each).sum(0, keepdim=True) for each in members if each]
+        if len(sums) == 1 == self._num_groups:
+            return sums[0]
         nothing = torch.zeros(1, dtype=self.dtype, device=self._device)
-        return torch.cat(
-            [
-                torch.stack(group).sum().reshape(1) if group else nothing
-                for group in members
-            ]
-        )
+        found = iter(sums)
+        return torch.cat([next(found) if each else nothing for each in members])
 
 
 def squared_norm(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """||gradient||^2, 0-d, added up in ``dtype``."""
-    gradient = gradient.detach()
+    if gradient.requires_grad:  # of backward(create_graph=True)
+        gradient = gradient.detach()
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
     # Not a dot product, which a TPU computes from bfloat16 factors.

@@ -60,7 +60,7 @@ class Rule:
         momentum_correction: The factor multiplies the gradient, weight decay included,
             instead of the learning rate. For SGD this puts it inside the momentum
             buffer, so that a step's contribution keeps the factor of its own batch
-            (Goyal et al. 2017, arXiv:1706.02677, 3, eq. 9).
+            (Goyal et al. 2017, arXiv:1706.02677, 3, eq. 10).
         decay_per_sample: Weight decay becomes ``weight_decay * ratio / factor``, so
             that weights decay by the same amount per sample whatever the rule: for SGD
             and decoupled weight decay.

@@ -16,6 +16,7 @@ from variable_batch_size import gradient_noise
 from variable_batch_size.gradient_noise import Averages, Estimate
 from variable_batch_size.gradient_squares import GradientSquares, squared_norm
 from variable_batch_size.noise_options import Measurements, NoiseOptions
+from variable_batch_size.numbers import Numbers
 from xla_replica import Replica
 
 Groups = list[dict[str, Any]]
@@ -37,6 +38,7 @@ class NoiseMeter:
         minibatch_size: b, in samples.
         ref_batchsize: The batch size that gains compare with.
         replica: The replica whose gradients these are.
+        numbers: Uploads.
         options: See `NoiseOptions`.
 
     Attributes:
@@ -49,12 +51,15 @@ class NoiseMeter:
         minibatch_size: int,
         ref_batchsize: float,
         replica: Replica,
+        numbers: Numbers,
         options: NoiseOptions,
     ) -> None:
         self.options = options
         self.minibatch_size = minibatch_size
         self.ref_batchsize = ref_batchsize
         self._replica = replica
+        self._numbers = numbers
+        self._num_minibatches = 0  # of the last update
         self._batch_size: float = ref_batchsize  # of the last update
         wide = any(p.dtype == torch.float64 for g in groups for p in g["params"])
         self.dtype = torch.float64 if wide else torch.float32
@@ -63,9 +68,7 @@ class NoiseMeter:
         # Of the 'difference' option: averages, and what they compare with.
         self._differences, self._previous_square = self._none(0), self._vector(0)
         self._previous: list[torch.Tensor] = []
-        self._previous_is_single = torch.zeros(
-            1, dtype=torch.bool, device=replica.device
-        )
+        self._previous_is_single = False
         # Whole steps and a fraction: one float would lose fractions as the sum grows.
         self._whole = torch.zeros(1, dtype=torch.int64, device=replica.device)
         self._fraction = self._vector(1)
@@ -91,18 +94,39 @@ class NoiseMeter:
         if squares is not None:
             self._squares.add_(squares)
 
-    def passengers(self) -> list[torch.Tensor]:
-        """What is to be summed over replicas together with the gradients: ``(G,)``."""
-        return [self._squares]
-
-    def update(
-        self, num_minibatches: torch.Tensor, batch_ratio: torch.Tensor
-    ) -> torch.Tensor:
-        """Takes in the step whose averaged gradients stand in ``.grad``.
+    def begin_update(self, num_minibatches: int, batch_size: int) -> list[torch.Tensor]:
+        """Uploads what changes from update to update, ahead of the collective.
 
         Args:
-            num_minibatches: ``(1,)``, of the step, over all replicas.
-            batch_ratio: ``(1,)`` of ``dtype``: its batch size over ``ref_batchsize``.
+            num_minibatches: Of the step, over all replicas.
+            batch_size: Of the step, in samples.
+
+        Returns:
+            What is to be summed over replicas together with the gradients: ``(G,)``.
+        """
+        self._num_minibatches, self._batch_size = num_minibatches, batch_size
+        time_constant = self.options.time_constant
+        single = num_minibatches == 1
+        # Two successive single ones make one estimate, which counts as one minibatch.
+        compared = -math.expm1(-1 / time_constant) if self._previous_is_single else 0.0
+        values = {
+            "minibatches": num_minibatches,
+            "ratio": batch_size / self._base,
+            "weight": gradient_noise.weight_of(num_minibatches, time_constant),
+            "weight of the difference": compared if single else 0.0,
+        }
+        self._uploaded = {
+            name: self._numbers.get((name, "of the noise meter"), value, self.dtype)
+            for name, value in values.items()
+        }
+        self._previous_is_single = single
+        low, high = self._bounds
+        ratio = values["ratio"]
+        self._bounds = (low + min(1.0, ratio), high + max(1.0, ratio))
+        return [self._squares]
+
+    def update(self) -> torch.Tensor:
+        """Takes in the step whose averaged gradients stand in ``.grad``.
 
         Returns:
             ``(G,)``: what multiplies the learning rate of each parameter group.
@@ -115,34 +139,27 @@ class NoiseMeter:
         self._averages = gradient_noise.average(
             self._averages,
             gradient_noise.estimate(
-                self._squares, mean_square, num_minibatches, self.minibatch_size
+                self._squares,
+                mean_square,
+                self._uploaded["minibatches"],
+                self.minibatch_size,
             ),
-            num_minibatches,
-            self.options.time_constant,
-            valid=num_minibatches > 1,
+            self._uploaded["weight"],
         )
         if self._previous:
-            self._compare_with_previous(gradients, mean_square, num_minibatches)
+            self._compare_with_previous(gradients, mean_square)
         estimate = before if self.options.causal else self._estimate()
-        ratio = num_minibatches.to(self.dtype) if self.options.compat else batch_ratio
+        ratio = self._uploaded["ratio"]
         overall = gradient_noise.gain(estimate.overall(), ratio, self._base)
         self._advance(overall)
-        if self.options.per_group:
+        if self.options.per_group and len(self._squares) > 1:
             gains = gradient_noise.gain(estimate, ratio, self._base)
         else:
             gains = overall.expand(len(self._squares))
         return gains * self._lr_factor if self.options.compat else gains
 
-    def end_step(self, batch_size: float) -> None:
-        """Makes ready for the next step; ``batch_size`` was this one's."""
-        self.discard()
-        self._batch_size = batch_size
-        low, high = self._bounds
-        ratio = batch_size / self._base
-        self._bounds = (low + min(1.0, ratio), high + max(1.0, ratio))
-
-    def discard(self) -> None:
-        """Forgets the minibatches of the step under way."""
+    def end_step(self) -> None:
+        """Forgets the minibatches of the step."""
         self._gradients.discard()
         with torch.no_grad():
             self._squares.zero_()
@@ -230,7 +247,7 @@ class NoiseMeter:
             Averages(*loaded[3:6]),
         )
         self._whole, self._fraction = state["whole"].to(device), loaded[7]
-        self._previous_is_single = torch.zeros(1, dtype=torch.bool).to(device)
+        self._previous_is_single = False
         self._fetch_progress([state["whole"], state["fraction"]])
         self._replica.sync()
 
@@ -257,12 +274,8 @@ class NoiseMeter:
         self._fraction = total - total.floor()
 
     def _compare_with_previous(
-        self,
-        gradients: dict[int, torch.Tensor],
-        mean_square: torch.Tensor,
-        num_minibatches: torch.Tensor,
+        self, gradients: dict[int, torch.Tensor], mean_square: torch.Tensor
     ) -> None:
-        single = num_minibatches == 1
         product = self._gradients.by_group(
             {
                 i: (g.to(self.dtype) * self._previous[i].to(self.dtype)).sum()
@@ -274,11 +287,9 @@ class NoiseMeter:
             gradient_noise.estimate_from_differences(
                 mean_square, self._previous_square, product, self.minibatch_size
             ),
-            num_minibatches,
-            self.options.time_constant,
-            valid=single & self._previous_is_single,
+            self._uploaded["weight of the difference"],
         )
-        self._previous_square, self._previous_is_single = mean_square, single
+        self._previous_square = mean_square
         for index, gradient in gradients.items():
             self._previous[index].copy_(gradient)
 

@@ -26,10 +26,11 @@ from variable_batch_size.checks import (
 from variable_batch_size.lr_rules import Rule, with_options
 from variable_batch_size.noise_meter import NoiseMeter
 from variable_batch_size.noise_options import NoiseOptions
+from variable_batch_size.numbers import Numbers
 from variable_batch_size.position import Position
 from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.sampler import CustomSampler
-from variable_batch_size.scaling import Numbers, Scaling
+from variable_batch_size.scaling import Scaling
 from variable_batch_size.update import ScheduleIn, Update, as_callback
 from xla_replica import Replica, ReplicaError
 
@@ -345,7 +346,7 @@ class ElasticOptimizer(OptimizerProxy):
         logger.warning(left)
         self._gradients.zero_()
         if self.noise:
-            self.noise.discard()
+            self.noise.end_step()
 
     # --- one update -----------------------------------------------------------------
 
@@ -364,19 +365,17 @@ class ElasticOptimizer(OptimizerProxy):
         """The update graph: the same on every replica, for every batch size."""
         # Changing numbers go to the device before the collective is traced.
         ballot = self._agreement.ballot(hyperparameters(self.param_groups))
-        divisor = self._numbers.get("divisor", self._position.num_minibatches)
+        num_minibatches = self._position.num_minibatches
+        divisor = self._numbers.get("divisor", num_minibatches)
         scaling = self._scaling.applied(self.inner, self._batch_ratio())
-        noise, batch_size = self.noise, self._position.batch_size
+        noise, squares = self.noise, []
         if noise:
-            ratio = self._numbers.get(
-                "ratio of the gain", self._batch_ratio(), noise.dtype
-            )
+            squares = noise.begin_update(num_minibatches, self._position.batch_size)
         try:
             with torch.no_grad(), scaling as step:
-                squares = noise.passengers() if noise else ()
                 self._gradients.average_(divisor, ballot, *squares)
                 self._agreement.count(ballot)
-                factors = noise.update(divisor, ratio) if noise else None
+                factors = noise.update() if noise else None
                 if self.max_grad_norm is not None:
                     self._gradients.clip_(self.max_grad_norm)
                 lrs = step(factors if self.rule.measured else None)
@@ -386,7 +385,7 @@ class ElasticOptimizer(OptimizerProxy):
         finally:
             self._gradients.zero_()
             if noise:
-                noise.end_step(batch_size)
+                noise.end_step()
             self.replica.sync()
         self._finish_update(lrs)
 
@@ -436,6 +435,7 @@ class ElasticOptimizer(OptimizerProxy):
             self.sampler.minibatch_size,
             self.ref_batchsize,
             self.replica,
+            self._numbers,
             noise if isinstance(noise, NoiseOptions) else NoiseOptions(),
         )
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from variable_batch_size.accumulate import like_dimensions_of
 from variable_batch_size.adam_rules import AdamState
 from variable_batch_size.lr_rules import HYPERPARAMETERS, Rule, Scaled
+from variable_batch_size.numbers import Numbers
 from variable_batch_size.tensor_scalars import TensorScalars
 from xla_replica import Replica
 
@@ -20,34 +21,6 @@ Group = dict[str, Any]
 Finish = Callable[[Any], tuple[Scaled, AdamState | None]]
 Step = Callable[..., tuple[Any, ...]]
 _RESTORED = (*HYPERPARAMETERS, "foreach")
-
-
-class Numbers:
-    """Changing numbers on the device, uploaded once per value and use.
-
-    By use, because two uses that shared a tensor when their values are equal would
-    make another graph of it.
-
-    Args:
-        replica: Where they go.
-        capacity: Values kept; beyond it the oldest is uploaded again when it returns.
-    """
-
-    def __init__(self, replica: Replica, capacity: int = 1024) -> None:
-        self._replica = replica
-        self._capacity = capacity
-        self._kept: dict[tuple[object, ...], torch.Tensor] = {}
-
-    def get(
-        self, use: object, value: float, dtype: torch.dtype = torch.float32
-    ) -> torch.Tensor:
-        """``value`` with shape ``(1,)``; not to be changed in place."""
-        key = (use, value, dtype)
-        if key not in self._kept:
-            if len(self._kept) >= self._capacity:
-                del self._kept[next(iter(self._kept))]
-            self._kept[key] = self._replica.scalar(value, dtype)
-        return self._kept[key]
 
 
 class Scaling:

@@ -1,0 +1,35 @@
+"""Numbers that change from step to step, as tensors on the device."""
+
+from __future__ import annotations
+
+import torch
+
+from xla_replica import Replica
+
+
+class Numbers:
+    """Changing numbers on the device, uploaded once per value and use.
+
+    By use, because two uses that shared a tensor when their values are equal would
+    make another graph of it.
+
+    Args:
+        replica: Where they go.
+        capacity: Values kept; beyond it the oldest is uploaded again when it returns.
+    """
+
+    def __init__(self, replica: Replica, capacity: int = 1024) -> None:
+        self._replica = replica
+        self._capacity = capacity
+        self._kept: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def get(
+        self, use: object, value: float, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """``value`` with shape ``(1,)``; not to be changed in place."""
+        key = (use, value, dtype)
+        if key not in self._kept:
+            if len(self._kept) >= self._capacity:
+                del self._kept[next(iter(self._kept))]
+            self._kept[key] = self._replica.scalar(value, dtype)
+        return self._kept[key]
