@@ -117,6 +117,59 @@ def test_a_ratio_of_one_is_torchs_own_bit_for_bit(rule, inner, dtype, run):
         assert torch.equal(ours, plain)
 
 
+def test_betas_that_a_scheduler_cycles(run):
+    """torch's own while every ratio is one; then the true weights of all gradients."""
+    rule, state = rule_named("adam-half-life"), rule_named("adam-half-life").init()
+    product = 1.0
+    for step, kappa in enumerate([1.0] * 10 + [2.0, 1.0, 4.0]):
+        betas = (0.85 + 0.01 * (step % 10), 0.999)
+        scaled, state = rule.update(
+            kappa, {"lr": LR, "betas": betas, "eps": EPS}, state
+        )
+        product *= betas[0] ** kappa
+        if step < 10:
+            assert scaled.lr == LR
+            assert scaled.betas == betas
+        assert state.products[0] == pytest.approx(product)
+
+
+def unfreezing(own_group: bool) -> tuple[list[float], list[float]]:
+    """Steps of a weight with gradient one that begins to train after 20 updates."""
+    early, late = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+    late.requires_grad_(False)
+    groups = [[early], [late]] if own_group else [[early, late]]
+    sampler = vbs.CustomSampler(
+        dataset_size=10_000, trace=(4, 8, 8, 16, 4, 8, 12), num_replicas=1, rank=0,
+        minibatch_size=4, verbose=False, on_end="cycle",
+    )  # fmt: skip
+    wrapper = vbs.AdamRootRuleOptimizer(
+        torch.optim.Adam([{"params": g} for g in groups], LR, (0.9, 0.99), 0.0),
+        sampler,
+        ref_batchsize=4,
+    )
+    updates = []
+    wrapper.attach(updates.append)
+    steps, expected = [], []
+    while len(updates) < 40:
+        before = late.item()
+        (early + late).sum().backward()
+        if wrapper.step():
+            late.requires_grad_(len(updates) >= 20)
+            steps.append(before - late.item())
+            expected.append(updates[-1].lr[0] if len(updates) > 20 else 0.0)
+    return steps, expected
+
+
+def test_a_group_that_begins_to_train_later_has_its_own_history():
+    steps, expected = unfreezing(own_group=True)
+    assert steps == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_group_with_two_histories_is_refused():
+    with pytest.raises(ValueError, match="put parameters that begin to train"):
+        unfreezing(own_group=False)
+
+
 def test_betas_where_both_forms_agree_to_first_order():
     for kappa in (0.5, 1.0, 2.0):
         assert sde_beta(0.9999, kappa) == pytest.approx(

@@ -116,5 +116,7 @@ def test_bad_names(rule, error, message):
 
 
 def test_adams_rules_have_no_momentum_correction():
-    with pytest.raises(TypeError, match="is for Adam: no momentum_correction"):
+    with pytest.raises(TypeError, match="can be neither measured nor take a mom"):
         with_options("adam-root", True, False)
+    with pytest.raises(TypeError, match="rule 'x' changes Adam's betas"):
+        vbs.Rule("x", lambda gain: gain, measured=True, beta=lambda b, k: b)

@@ -176,11 +176,6 @@ def test_frozen_parameters_take_no_part():
     parameters[1].requires_grad_(False)
     step(optimizer, parameters[0], [[1.0, 0, 0], [3.0, 0, 0]])
     assert optimizer.noise.measure().variance == pytest.approx(2.0)
-    parameters[1].requires_grad_(True)
-    step(optimizer, parameters[0] + parameters[1], [[1.0, 0, 0], [3.0, 0, 0]])
-    decay = math.exp(-2 / 1000)
-    expected = (2.0 * decay + 4.0) / (1 + decay)
-    assert optimizer.noise.measure().variance == pytest.approx(expected)
 
 
 def test_a_parameter_whose_data_was_replaced_is_still_seen():
@@ -222,6 +217,52 @@ def test_checkpointed_layers(use_reentrant):
     assert optimizer.noise.measure().variance == pytest.approx(2.0)
 
 
+def test_gradients_that_were_thrown_away_do_not_count():
+    """Of an adversarial example, say."""
+    [parameter], optimizer = make(trace=(2,))
+    for scale in (1.0, 3.0):
+        if scale == 1.0:  # later, the accumulated ones would go too: an error
+            (parameter * 100).sum().backward()
+            parameter.grad = None
+        (parameter[0] * scale).backward()
+        optimizer.step()
+    assert optimizer.noise.measure().variance == pytest.approx(2.0)
+
+
+def test_complex_parameters():
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.complex64))
+    _, optimizer = make(trace=(2,), parameters=[parameter])
+    for scale in (1j, 3j):
+        (parameter * scale).sum().real.backward()
+        optimizer.step()
+    found = optimizer.noise.measure()
+    assert (found.variance, found.square) == pytest.approx((2.0, 3.0))
+
+
+def test_a_parameter_that_begins_to_train_within_a_step_makes_it_not_count():
+    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    parameters[1].requires_grad_(False)
+    _, optimizer = make(trace=(2,), parameters=parameters)
+    parameters[1].requires_grad_(True)
+    for _ in range(2):
+        step(optimizer, parameters[0] + parameters[1], [[1.0, 0, 0], [3.0, 0, 0]])
+    assert optimizer.noise.measure().variance == pytest.approx(4.0)
+    assert optimizer.progress == pytest.approx(1 + 1.25)
+
+
+def test_a_parameter_that_an_attached_function_unfreezes_is_seen_at_once():
+    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    parameters[1].requires_grad_(False)
+    _, optimizer = make(trace=(2,), parameters=parameters)
+    optimizer.attach(lambda update: parameters[1].requires_grad_(True))
+    step(optimizer, parameters[0], [[1.0, 0, 0], [3.0, 0, 0]])
+    assert optimizer.noise.measure().variance == pytest.approx(2.0)
+    step(optimizer, parameters[0] + parameters[1], [[1.0, 0, 0], [3.0, 0, 0]])
+    decay = math.exp(-2 / 1000)
+    expected = (2.0 * decay + 4.0) / (1 + decay)
+    assert optimizer.noise.measure().variance == pytest.approx(expected)
+
+
 def test_two_backward_passes_in_a_minibatch_are_an_error():
     [parameter], optimizer = make(trace=(2,))
     parameter.sum().backward()
@@ -251,6 +292,25 @@ def test_deleting_everything_frees_the_model():
     del parameter, optimizer
     gc.collect()
     assert [reference() for reference in watched] == [None, None]
+
+
+def test_a_failed_update_is_no_progress():
+    [parameter], optimizer = make(trace=(4,))
+    optimizer._agreement.count = lambda ballot: 1 / 0
+    for _ in range(3):
+        step(optimizer, parameter, [[1.0, 0, 0]])
+    with pytest.raises(ZeroDivisionError):
+        step(optimizer, parameter, [[1.0, 0, 0]])
+    assert optimizer.noise.progress_bounds == (0.0, 0.0)
+
+
+def test_a_saved_state_answers_as_before():
+    [parameter], optimizer = make(trace=(2,))
+    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    _, other = make(trace=(2,))
+    other.load_state_dict(optimizer.state_dict())
+    assert other.noise.measure() == optimizer.noise.measure()
+    assert other.noise.progress_bounds == (optimizer.progress,) * 2
 
 
 def test_other_rules_measure_too():
@@ -298,6 +358,7 @@ def test_progress_keeps_its_fractions_when_it_is_large():
     ("options", "error", "message"),
     [
         ({"time_constant": 0}, ValueError, "time_constant must be a positive number"),
+        ({"time_constant": "a"}, ValueError, "time_constant must be a positive number"),
         ({"time_constant": math.inf}, ValueError, "time_constant must be a positive"),
         ({"single_minibatch": "no"}, ValueError, "'no'; allowed are 'skip', 'differ"),
         (
@@ -310,6 +371,30 @@ def test_progress_keeps_its_fractions_when_it_is_large():
 def test_bad_options(options, error, message):
     with pytest.raises(error, match=message):
         make(**options)
+
+
+@pytest.mark.parametrize("noise", [None, {"time_constant": 10}, 1])
+def test_noise_is_a_switch_or_options(noise):
+    with pytest.raises(TypeError, match="noise must be a bool or NoiseOptions"):
+        make(cls=vbs.LinearRuleOptimizer, noise=noise)
+
+
+def test_batch_sizes_that_cannot_be():
+    [parameter], optimizer = make(trace=(2,))
+    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    for ask in (optimizer.gain, optimizer.efficiency):
+        with pytest.raises(ValueError, match="batch_size must be > 0, got 0"):
+            ask(0)
+
+
+def test_a_measured_rule_of_ones_own():
+    rule = vbs.Rule("sqrt-gain", lambda gain: gain**0.5, measured=True)
+    [parameter], optimizer = make(trace=(2,), cls=vbs.ElasticOptimizer, rule=rule)
+    updates = []
+    optimizer.attach(updates.append)
+    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    assert updates[0].lr == (pytest.approx(0.01 * 1.25**0.5),)
+    assert optimizer.current_lr() == pytest.approx(updates[0].lr[0])
 
 
 def test_noise_needs_a_reference():

@@ -40,9 +40,8 @@ def make(
         range(256), trace, num_replicas=replicas, rank=rank, verbose=False
     )
     replica = FakeReplica(rank, replicas)
-    wrapper = cls(
-        inner(model.parameters(), lr), sampler, 32, replica=replica, **options
-    )
+    options = {"ref_batchsize": 32, "replica": replica} | options
+    wrapper = cls(inner(model.parameters(), lr), sampler, **options)
     return model, sampler, wrapper
 
 
@@ -671,3 +670,32 @@ def test_numbers_are_uploaded_once_and_never_shared_between_uses():
     assert numbers.get("lr", 0.5, torch.float64).dtype == torch.float64
     numbers.get("lr", 0.25)
     assert numbers.get("lr", 0.5) is not first  # the oldest made room
+
+
+def test_a_scaler_of_gradients_is_refused():
+    model, _, wrapper = make()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    with pytest.raises(TypeError, match="GradScaler is not supported"):
+        scaler.step(wrapper)
+
+
+def test_a_group_that_is_refused_is_not_added():
+    _, _, wrapper = make()
+    with pytest.raises(TypeError, match="must be a number, not a tensor"):
+        wrapper.add_param_group(
+            {"params": nn.Parameter(torch.ones(1)), "lr": torch.tensor(0.1)}
+        )
+    assert len(wrapper.param_groups) == 1
+
+
+@pytest.mark.parametrize("factor", [-1.0, float("nan"), None])
+def test_a_rule_without_a_factor_is_refused_at_once(factor):
+    with pytest.raises(ValueError, match=r"rule 'mine' makes the factor .* finite"):
+        make(cls=vbs.ElasticOptimizer, rule=vbs.Rule("mine", lambda ratio: factor))
+
+
+def test_learning_rates_for_every_group():
+    _, _, wrapper = make()
+    with pytest.raises(ValueError, match="one learning rate for each of 1 parameter"):
+        wrapper.set_lr((0.1, 0.2))

@@ -175,6 +175,18 @@ def test_a_saved_state_knows_how_far_its_schedulers_are(unit, attach_first, tmp_
     assert other.get_lr() == optimizer.get_lr()
 
 
+def test_states_wait_for_their_schedulers_and_know_them():
+    weight, optimizer = make()
+    optimizer.attach(StepLR(optimizer, 1), "samples", 8)
+    run(weight, optimizer, 3)
+    _, other = make()
+    other.load_state_dict(optimizer.state_dict())
+    kept = [each.state_dict()["elastic"]["schedules"] for each in (optimizer, other)]
+    assert kept[0] == kept[1]
+    with pytest.raises(ValueError, match=r"counted samples by 8, .* epochs by 1"):
+        other.attach(StepLR(other, 1), "epochs")
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -195,5 +207,7 @@ def test_a_function_has_no_unit_and_a_plateau_no_place():
     _, optimizer = make()
     with pytest.raises(TypeError, match="unit= and every= are for LR schedulers"):
         optimizer.attach(print, "samples", 10)
+    with pytest.raises(TypeError, match="neither an LR scheduler nor a function"):
+        optimizer.attach(StepLR)
     with pytest.raises(TypeError, match="ReduceLROnPlateau needs a metric"):
         optimizer.attach(ReduceLROnPlateau(optimizer), "epochs")

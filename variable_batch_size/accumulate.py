@@ -26,10 +26,13 @@ class GradientBuffers:
         self._replica = replica
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}
 
-    def refresh(self, parameters: Iterable[nn.Parameter]) -> None:
+    def refresh(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Follows ``requires_grad``: allocates the unfrozen, drops the frozen.
 
         Must find the same on every replica; cheap when nothing has changed.
+
+        Returns:
+            Whether something has.
         """
         changed = False
         for parameter in parameters:
@@ -45,6 +48,7 @@ class GradientBuffers:
                 del self._gradients[parameter]
         if changed:
             self._replica.sync()  # zeros on the device, not in the first graph
+        return changed
 
     def adopt(self, num_accumulated: int) -> None:
         """Takes back gradients that ``model.zero_grad()`` has detached.

@@ -56,12 +56,16 @@ class AdamState(NamedTuple):
 
     Attributes:
         num_updates: Updates made.
-        products: prod(beta1_t) and prod(beta2_t) over them; None while every batch
-            ratio was one, where torch's own bias correction is right.
+        products: prod(beta1_t) and prod(beta2_t) over them; None if all had the betas
+            of the next update.
+        pristine: Whether every batch ratio was one. As long as that is so the optimizer
+            stays torch's own to the last bit, with torch's bias correction, even where
+            a scheduler cycles betas.
     """
 
     num_updates: int
     products: tuple[float, float] | None = None
+    pristine: bool = True
 
 
 class Handed(NamedTuple):
@@ -105,16 +109,14 @@ def update(
         state: The group's history.
     """
     t = state.num_updates + 1
-    products = state.products
     if batch_ratio == 1:
-        if products is None:
-            return Handed(lr, betas, eps), AdamState(t)
-        scaled = betas
+        scaled = (betas[0], betas[1])
     else:
         scaled = (beta(betas[0], batch_ratio), beta(betas[1], batch_ratio))
-    if products is None:
-        products = (betas[0] ** (t - 1), betas[1] ** (t - 1))
-    products = (products[0] * scaled[0], products[1] * scaled[1])
+    before = state.products or tuple(b ** (t - 1) for b in betas)
+    products = (before[0] * scaled[0], before[1] * scaled[1])
+    if state.pristine and batch_ratio == 1:
+        return Handed(lr, scaled, eps), AdamState(t, products)
     wanted = [1 - product for product in products]
     torchs = [1 - b**t for b in scaled]
     k = math.sqrt(wanted[1] / torchs[1])
@@ -122,4 +124,4 @@ def update(
     handed = Handed(
         lr * adjustment, scaled, k * eps / math.sqrt(batch_ratio), 1 / adjustment
     )
-    return handed, AdamState(t, products)
+    return handed, AdamState(t, products, pristine=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import warnings
 from typing import Any
 
@@ -57,23 +59,43 @@ def check_optimizer(optimizer: Optimizer, rule: Rule) -> None:
 
 
 def check_rule(
-    optimizer: Optimizer, rule: Rule, schedule: Schedule, ref_batchsize: float | None
+    groups: list[dict[str, Any]],
+    rule: Rule,
+    schedule: Schedule,
+    ref_batchsize: float | None,
 ) -> None:
-    """Raises ValueError if the rule has no meaning at a batch size of the trace."""
-    if rule.beta is None:
-        return
-    if any(group.get("capturable") for group in optimizer.param_groups):
+    """Tries the rule on the smallest and the largest batch size of the trace.
+
+    Raises:
+        ValueError: It has no meaning there.
+        TypeError: It does not work with an option of the optimizer.
+    """
+    sizes = schedule.trace.batch_sizes
+    for batch_size in (sizes.min(), sizes.max()):
+        ratio = float(batch_size) / (ref_batchsize or 1)
+        factor = rule.lr_factor(ratio)
+        if not (isinstance(factor, numbers.Real) and 0 <= factor < math.inf):
+            raise ValueError(
+                f"rule {rule.name!r} makes the factor {factor!r} of batch ratio "
+                f"{ratio:g}; it must be a finite number >= 0"
+            )
+        if rule.decay_per_sample and not factor > 0:
+            raise ValueError(
+                f"rule {rule.name!r} makes the factor 0 of batch ratio {ratio:g}, by "
+                "which decay_per_sample divides"
+            )
+        for group in groups if rule.beta else ():
+            _check_group(group, rule)
+            rule.update(ratio, group, rule.init())
+
+
+def _check_group(group: dict[str, Any], rule: Rule) -> None:
+    if group.get("capturable"):
         raise TypeError(
             f"rule {rule.name!r} does not work with capturable=True, which computes "
             "the bias correction on the device: leave it out; the wrapper brings the "
             "learning rate to the device itself"
         )
-    for batch_size in (
-        schedule.trace.batch_sizes.min(),
-        schedule.trace.batch_sizes.max(),
-    ):
-        for group in optimizer.param_groups:
-            rule.update(float(batch_size) / (ref_batchsize or 1), group, rule.init())
 
 
 def check_sampler(sampler: CustomSampler, replica: Replica) -> None:
@@ -88,15 +110,19 @@ def check_sampler(sampler: CustomSampler, replica: Replica) -> None:
         )
 
 
-def check_numbers(rule: Rule, ref_batchsize: float | None, **numbers: Any) -> None:
+def check_numbers(rule: Rule, ref_batchsize: float | None, **given: Any) -> None:
     """Raises unless the rule has its reference and all numbers are positive or None."""
     if ref_batchsize is None and rule.name != "constant":
         raise TypeError(
             f"rule {rule.name!r} needs ref_batchsize=, the batch size at which the "
             "learning rate was tuned"
         )
-    for name, value in {"ref_batchsize": ref_batchsize, **numbers}.items():
-        if value is not None and not value > 0:
+    for name, value in {"ref_batchsize": ref_batchsize, **given}.items():
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(f"{name} must be a number, got {value!r}")
+        if not 0 < value < math.inf:
             raise ValueError(f"{name} must be > 0, got {value!r}")
 
 

@@ -25,19 +25,15 @@ class GradientSquares:
         self._device = device
         self._parameters: list[nn.Parameter] = []
         self._group_of: list[int] = []
-        self._index: dict[nn.Parameter, int] = {}
+        self._known: set[nn.Parameter] = set()
         self._num_groups = 0
-        # The node that accumulates a parameter's gradient, and our hook's handle. The
-        # node is kept because a parameter does not keep it.
-        self._hooks: dict[int, tuple[Any, Any]] = {}
+        # The nodes that accumulate gradients, kept because parameters do not keep them.
+        self._nodes: list[Any] = []
         self._collected: dict[int, torch.Tensor] = {}
         self._repeated = False
 
     def watch(self, groups: Groups) -> list[nn.Parameter]:
         """Sees the gradients of all trainable parameters from now on.
-
-        Cheap when nothing has changed. A parameter whose data was replaced has a new
-        node, and gets a new hook.
 
         Returns:
             The parameters that were not known before.
@@ -46,29 +42,25 @@ class GradientSquares:
         self._num_groups = len(groups)
         for group_index, group in enumerate(groups):
             for parameter in group["params"]:
-                if not parameter.requires_grad:
-                    continue
-                if parameter not in self._index:
-                    self._index[parameter] = len(self._parameters)
-                    self._parameters.append(parameter)
+                if parameter.requires_grad and parameter not in self._known:
+                    self._known.add(parameter)
+                    self._hook(parameter)
                     self._group_of.append(group_index)
                     new.append(parameter)
-                self._hook(self._index[parameter])
         return new
 
-    def _hook(self, index: int) -> None:
-        node = torch.autograd.graph.get_gradient_edge(self._parameters[index]).node
-        known = self._hooks.get(index)
-        if known and known[0] is node:
-            return
-        if known:
-            known[1].remove()
-        handle = node.register_prehook(_collector(weakref.ref(self), index))
-        self._hooks[index] = (node, handle)
+    def _hook(self, parameter: nn.Parameter) -> None:
+        # On the node, not the tensor: torch.autograd.grad does not run it, and hooks of
+        # the tensor have had their say.
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        node.register_prehook(_collector(weakref.ref(self), len(self._parameters)))
+        self._nodes.append(node)
+        self._parameters.append(parameter)
 
     def collect(self, index: int, gradient: torch.Tensor) -> None:
         """Takes note of a gradient of this minibatch."""
-        self._repeated |= index in self._collected
+        if index in self._collected and self._parameters[index].grad is not None:
+            self._repeated = True  # else the one before was thrown away
         self._collected[index] = squared_norm(gradient, self.dtype)
 
     def take(self) -> torch.Tensor | None:
@@ -83,9 +75,15 @@ class GradientSquares:
             raise ValueError(
                 "a parameter received two gradients within one minibatch, so the "
                 "square of their sum is not known: call backward() once per step(), on "
-                "the sum of the losses (and checkpoint with use_reentrant=False)"
+                "the sum of the losses (and checkpoint with use_reentrant=False). To "
+                "throw gradients away, model.zero_grad(set_to_none=True)"
             )
         return self.by_group(collected) if collected else None
+
+    @property
+    def has_some(self) -> bool:
+        """Whether a backward pass has run in this minibatch."""
+        return bool(self._collected)
 
     def discard(self) -> None:
         """Forgets the minibatch."""
@@ -118,6 +116,8 @@ def squared_norm(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         gradient = gradient.detach()
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient)
     # Not a dot product, which a TPU computes from bfloat16 factors.
     wide = gradient.to(dtype)
     return (wide * wide).sum()

@@ -73,6 +73,13 @@ class Rule:
     momentum_correction: bool = False
     decay_per_sample: bool = False
 
+    def __post_init__(self) -> None:
+        if self.beta and (self.measured or self.momentum_correction):
+            raise TypeError(
+                f"rule {self.name!r} changes Adam's betas, so it can be neither "
+                "measured nor take a momentum_correction, which are for SGD"
+            )
+
     def init(self, num_updates: int = 0) -> AdamState | None:
         """The state of one parameter group before its first update.
 
@@ -215,8 +222,6 @@ def with_options(
         TypeError: The rule changes betas, and a momentum correction was asked for.
     """
     found = rule_named(rule)
-    if momentum_correction and found.beta:
-        raise TypeError(f"rule {found.name!r} is for Adam: no momentum_correction")
     return dataclasses.replace(
         found,
         momentum_correction=found.momentum_correction or momentum_correction,

@@ -23,14 +23,14 @@ Groups = list[dict[str, Any]]
 _STATE = (
     "variance", "square", "weight",
     "difference_variance", "difference_square", "difference_weight",
-    "whole", "fraction",
+    "whole", "fraction", "batch_size",
 )  # fmt: skip
 
 
 class NoiseMeter:
     """Statistics of the gradients of one optimizer, on the device.
 
-    `measure`, `gain`, `group_gains`, `noise_scale`, `efficiency` and `progress` read
+    `measure`, `gain`, `lr_factors`, `noise_scale`, `efficiency` and `progress` read
     the device back: ask them on logging steps.
 
     Args:
@@ -59,7 +59,6 @@ class NoiseMeter:
         self.ref_batchsize = ref_batchsize
         self._replica = replica
         self._numbers = numbers
-        self._num_minibatches = 0  # of the last update
         self._batch_size: float = ref_batchsize  # of the last update
         wide = any(p.dtype == torch.float64 for g in groups for p in g["params"])
         self.dtype = torch.float64 if wide else torch.float32
@@ -78,11 +77,19 @@ class NoiseMeter:
     # --- while training -------------------------------------------------------------
 
     def watch(self, groups: Groups) -> None:
-        """Sees the gradients of all trainable parameters from now on."""
+        """Sees the gradients of all trainable parameters from now on.
+
+        To be called whenever there are other ones. Where that is noticed behind the
+        first backward pass of a step, its squares are not all known, and the step does
+        not count: on no replica, since the sum over them is not finite.
+        """
+        self._previous_is_single = False  # which may lack them
         self._grow(len(groups) - len(self._squares))
-        for parameter in self._gradients.watch(groups):
-            if self.options.single_minibatch == "difference":
-                self._previous.append(torch.zeros_like(parameter).detach())
+        new = self._gradients.watch(groups)
+        if new and self._gradients.has_some:
+            self._squares.fill_(math.nan)
+        if self.options.single_minibatch == "difference":
+            self._previous += [torch.zeros_like(p).detach() for p in new]
 
     def end_minibatch(self) -> None:
         """Adds the minibatch's squares to the step's, in the minibatch's graph.
@@ -104,7 +111,7 @@ class NoiseMeter:
         Returns:
             What is to be summed over replicas together with the gradients: ``(G,)``.
         """
-        self._num_minibatches, self._batch_size = num_minibatches, batch_size
+        self._batch_size = batch_size
         time_constant = self.options.time_constant
         single = num_minibatches == 1
         # Two successive single ones make one estimate, which counts as one minibatch.
@@ -120,9 +127,6 @@ class NoiseMeter:
             for name, value in values.items()
         }
         self._previous_is_single = single
-        low, high = self._bounds
-        ratio = values["ratio"]
-        self._bounds = (low + min(1.0, ratio), high + max(1.0, ratio))
         return [self._squares]
 
     def update(self) -> torch.Tensor:
@@ -156,6 +160,8 @@ class NoiseMeter:
             gains = gradient_noise.gain(estimate, ratio, self._base)
         else:
             gains = overall.expand(len(self._squares))
+        (low, high), added = self._bounds, self._batch_size / self._base
+        self._bounds = (low + min(1.0, added), high + max(1.0, added))
         return gains * self._lr_factor if self.options.compat else gains
 
     def end_step(self) -> None:
@@ -187,19 +193,22 @@ class NoiseMeter:
         """Everything at once, with a single read of the device."""
         overall = self._read().overall()
         variance, square = overall.variance.item(), overall.square.item()
-        gain = self._gains_of(overall, self._batch_size)[0]
-        known = variance > 0 or square > 0
+        gain = self._gains_of(overall, None)[0]
         return Measurements(
             gain=gain,
             noise_scale=gradient_noise.noise_scale(variance, square),
-            efficiency=gain * self._base / self._batch_size if known else math.nan,
+            efficiency=self._efficiency(overall, None),
             progress=self._bounds[0],
             variance=variance,
             square=square,
         )
 
     def gain(self, batch_size: float | None = None) -> float:
-        """The overall gain of a batch size; default: that of the last update."""
+        """The overall gain of a batch size; default: that of the last update.
+
+        Raises:
+            ValueError: The batch size is not positive.
+        """
         return self._gains_of(self._read().overall(), batch_size)[0]
 
     def lr_factors(self, batch_size: float | None = None) -> tuple[float, ...]:
@@ -212,17 +221,21 @@ class NoiseMeter:
         return tuple(gain * self._lr_factor for gain in gains)
 
     def noise_scale(self) -> float:
-        """tr Sigma / |G|^2, in samples."""
+        """tr Sigma / |G|^2, in samples; NaN where nothing is known."""
         return self.measure().noise_scale
 
     def efficiency(self, batch_size: float | None = None) -> float:
-        """Progress per sample against the reference; default: of the last batch."""
-        return self.gain(batch_size) * self._base / (batch_size or self._batch_size)
+        """Progress per sample against the reference; default: of the last batch.
+
+        NaN where nothing is known.
+        """
+        return self._efficiency(self._read().overall(), batch_size)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Averages and progress, on the CPU: a few numbers per parameter group."""
         tensors = [*self._averages, *self._differences, self._whole, self._fraction]
-        return dict(zip(_STATE, self._replica.fetch(tensors)))
+        last = torch.tensor([self._batch_size], dtype=torch.float64)
+        return dict(zip(_STATE, [*self._replica.fetch(tensors), last]))
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Takes what `state_dict` gave.
@@ -241,13 +254,14 @@ class NoiseMeter:
                 f"optimizer has {len(self._squares)}"
             )
         device = self._replica.device
-        loaded = [state[name].to(self.dtype).to(device) for name in _STATE]
+        loaded = [state[name].to(self.dtype).to(device) for name in _STATE[:8]]
         self._averages, self._differences = (
             Averages(*loaded[:3]),
             Averages(*loaded[3:6]),
         )
         self._whole, self._fraction = state["whole"].to(device), loaded[7]
         self._previous_is_single = False
+        self._batch_size = state["batch_size"].item()
         self._fetch_progress([state["whole"], state["fraction"]])
         self._replica.sync()
 
@@ -277,10 +291,7 @@ class NoiseMeter:
         self, gradients: dict[int, torch.Tensor], mean_square: torch.Tensor
     ) -> None:
         product = self._gradients.by_group(
-            {
-                i: (g.to(self.dtype) * self._previous[i].to(self.dtype)).sum()
-                for i, g in gradients.items()
-            }
+            {i: self._product(g, self._previous[i]) for i, g in gradients.items()}
         )
         self._differences = gradient_noise.average(
             self._differences,
@@ -293,6 +304,11 @@ class NoiseMeter:
         for index, gradient in gradients.items():
             self._previous[index].copy_(gradient)
 
+    def _product(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        if one.is_complex():
+            one, other = torch.view_as_real(one), torch.view_as_real(other)
+        return (one.to(self.dtype) * other.to(self.dtype)).sum()
+
     def _read(self) -> Estimate:
         """On the CPU, in float64, by group."""
         state = self.state_dict()
@@ -301,9 +317,20 @@ class NoiseMeter:
         return _best(Averages(*numbers[:3]), Averages(*numbers[3:]))
 
     def _gains_of(self, estimate: Estimate, batch_size: float | None) -> list[float]:
-        ratio = (self._batch_size if batch_size is None else batch_size) / self._base
-        numbers = torch.tensor([ratio], dtype=estimate.variance.dtype)
-        return gradient_noise.gain(estimate, numbers, self._base).tolist()
+        ratio = torch.tensor([self._ratio(batch_size)], dtype=estimate.variance.dtype)
+        return gradient_noise.gain(estimate, ratio, self._base).tolist()
+
+    def _efficiency(self, overall: Estimate, batch_size: float | None) -> float:
+        if not (overall.variance > 0 or overall.square > 0):
+            return math.nan
+        gain = self._gains_of(overall, batch_size)[0]
+        return gradient_noise.efficiency(gain, self._ratio(batch_size))
+
+    def _ratio(self, batch_size: float | None) -> float:
+        batch_size = self._batch_size if batch_size is None else batch_size
+        if not batch_size > 0:
+            raise ValueError(f"batch_size must be > 0, got {batch_size!r}")
+        return batch_size / self._base
 
     def _fetch_progress(self, whole_and_fraction: list[torch.Tensor]) -> None:
         value = sum(number.item() for number in whole_and_fraction)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from typing import NamedTuple
 
 
@@ -16,7 +17,8 @@ class NoiseOptions:
         single_minibatch: What a step of one minibatch, which has no variance to
             measure, does to the averages: ``'skip'`` leaves them as they are;
             ``'difference'`` compares it with the step before, until a step of several
-            minibatches has been seen. Biased, and costs a copy of the gradients.
+            minibatches has been seen. Biased, and costs a copy of the gradients; the
+            first such step after loading a state has nothing to compare with.
         per_group: Each parameter group has its own gain; otherwise all have the
             overall one.
         causal: The gain comes from the steps before this one, so that a step's noise
@@ -37,7 +39,8 @@ class NoiseOptions:
     compat: str | None = None
 
     def __post_init__(self) -> None:
-        if not (self.time_constant > 0 and math.isfinite(self.time_constant)):
+        is_number = isinstance(self.time_constant, numbers.Real)
+        if not (is_number and 0 < self.time_constant < math.inf):
             raise ValueError(
                 "time_constant must be a positive number of minibatches, got "
                 f"{self.time_constant!r}"
@@ -57,7 +60,8 @@ class Measurements(NamedTuple):
     """What is known of the gradients, over all parameter groups.
 
     Attributes:
-        gain: Steps at the reference batch size that the last step is worth.
+        gain: Steps at the reference batch size that one of the last batch size is
+            worth, by what is known now.
         noise_scale: tr Sigma / |G|^2, in samples.
         efficiency: Progress per sample, against the reference batch size.
         progress: Steps at the reference batch size that training is worth so far.

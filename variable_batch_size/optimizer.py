@@ -108,8 +108,7 @@ class ElasticOptimizer(OptimizerProxy):
         check_numbers(
             self.rule, ref_batchsize, log_steps=log_steps, max_grad_norm=max_grad_norm
         )
-        check_groups(optimizer.param_groups, self.replica)
-        check_rule(optimizer, self.rule, sampler.schedule, ref_batchsize)
+        self._check_groups(optimizer.param_groups)
         super().__init__(optimizer)
         self._attached: list[Callable[[Update], Any]] = []
         self._schedule_states: list[dict[str, float]] = []  # loaded, not yet attached
@@ -144,6 +143,12 @@ class ElasticOptimizer(OptimizerProxy):
                 "step(closure) is not supported: call loss.backward() before step()"
             )
         self._follow_sampler()
+        if getattr(self, "grad_scale", None) is not None:
+            raise TypeError(
+                "GradScaler is not supported: it would unscale gradients that are "
+                "accumulated, on each replica by itself. Train in bfloat16, which "
+                "needs no scaling"
+            )
         if self._position.substep == 0:
             self._refresh_gradients()
         self._gradients.adopt(self._position.substep)
@@ -179,6 +184,7 @@ class ElasticOptimizer(OptimizerProxy):
         if before.begun and not before.ended:
             self._abandon(before)
         self._position = Position(plan, self.sampler.rank, announced=True)
+        self._refresh_gradients()
         self._watch.remember(self.param_groups)
         return self._join_idle_steps()
 
@@ -238,7 +244,12 @@ class ElasticOptimizer(OptimizerProxy):
 
     def set_lr(self, values: tuple[float, ...]) -> None:
         """Sets the reference learning rate of each parameter group."""
-        for group, value in zip(self.param_groups, values, strict=True):
+        if len(values) != len(self.param_groups):
+            raise ValueError(
+                f"set_lr needs one learning rate for each of "
+                f"{len(self.param_groups)} parameter groups, got {values!r}"
+            )
+        for group, value in zip(self.param_groups, values):
             group["lr"] = value
 
     def current_lr(self) -> float:
@@ -258,7 +269,10 @@ class ElasticOptimizer(OptimizerProxy):
             "rule": self.rule.name,
             "scaling": self._scaling.state_dict(),
             "noise": self.noise.state_dict() if self.noise else None,
-            "schedules": [schedule.state_dict() for schedule in self._schedules()],
+            "schedules": [
+                *(schedule.state_dict() for schedule in self._schedules()),
+                *self._schedule_states,
+            ],
         }
         return {**super().state_dict(), "elastic": elastic}
 
@@ -277,21 +291,30 @@ class ElasticOptimizer(OptimizerProxy):
                 f"{self.rule.name!r}; to change rules, load state['state'] and "
                 "state['param_groups'] alone"
             )
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != "elastic"})
-        self._scaling.load_state_dict(elastic.get("scaling", []))
-        if self.noise and elastic.get("noise"):
-            self.noise.load_state_dict(elastic["noise"])
         states = list(elastic.get("schedules", []))
         for schedule, state in zip(self._schedules(), states):
             schedule.load_state_dict(state)
+        if self.noise and elastic.get("noise"):
+            self.noise.load_state_dict(elastic["noise"])
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "elastic"})
+        self._scaling.load_state_dict(elastic.get("scaling", []))
         self._schedule_states = states[len(self._schedules()) :]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group. Collective: its parameters become those of replica 0."""
+        if self._wrapping:
+            return
+        params = param_group["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        param_group = {**param_group, "params": params}
+        unnamed = [p[1] if isinstance(p, tuple) else p for p in params]
+        self._check_groups([{**self.defaults, **param_group, "params": unnamed}])
         super().add_param_group(param_group)
-        if not self._wrapping:
-            check_groups(self.param_groups, self.replica)
-            self._take_in(self.param_groups[-1]["params"])
+        self._take_in(self.param_groups[-1]["params"])
+
+    def _check_groups(self, groups: list[dict[str, Any]]) -> None:
+        check_groups(groups, self.replica)
+        check_rule(groups, self.rule, self.sampler.schedule, self.ref_batchsize)
 
     # --- before an update -----------------------------------------------------------
 
@@ -301,8 +324,8 @@ class ElasticOptimizer(OptimizerProxy):
         self.replica.sync()  # what replicas have pending is no part of a collective
         self.replica.broadcast_([parameter.detach() for parameter in parameters])
         self._known.update(parameters)
-        self._gradients.refresh(parameters)
-        if self.noise:
+        changed = self._gradients.refresh(parameters)
+        if changed and self.noise:
             self.noise.watch(self.param_groups)
 
     def _refresh_gradients(self) -> None:
@@ -312,8 +335,8 @@ class ElasticOptimizer(OptimizerProxy):
                 "a parameter group was added to the inner optimizer: add it through "
                 "the wrapper's add_param_group, which makes it equal on all replicas"
             )
-        self._gradients.refresh(parameters)
-        if self.noise:
+        changed = self._gradients.refresh(parameters)
+        if changed and self.noise:
             self.noise.watch(self.param_groups)
 
     def _follow_sampler(self) -> None:
@@ -404,6 +427,7 @@ class ElasticOptimizer(OptimizerProxy):
         self._opt_called = True  # what torch's schedulers look at before their step
         for callback in self._attached:
             callback(update)
+        self._refresh_gradients()  # they may have frozen or unfrozen parameters
         self._watch.remember(self.param_groups)
         if self.log_steps and update.step % self.log_steps == 0:
             self._log(update)
@@ -426,6 +450,8 @@ class ElasticOptimizer(OptimizerProxy):
     # --- small ones -----------------------------------------------------------------
 
     def _make_meter(self, noise: NoiseOptions | bool) -> NoiseMeter | None:
+        if not isinstance(noise, (bool, NoiseOptions)):
+            raise TypeError(f"noise must be a bool or NoiseOptions, got {noise!r}")
         if noise is False and not self.rule.measured:
             return None
         if self.ref_batchsize is None:
@@ -446,7 +472,8 @@ class ElasticOptimizer(OptimizerProxy):
         if self._position.ended:
             return self._as_floats(self._last_lr)
         if self.rule.measured:
-            factors = self.noise.lr_factors(self._position.batch_size)
+            gains = self.noise.lr_factors(self._position.batch_size)
+            factors = tuple(self.rule.lr_factor(gain) for gain in gains)
         else:
             factor = self.rule.lr_factor(self._batch_ratio())
             factors = (factor,) * len(self.param_groups)

@@ -31,6 +31,10 @@ class OptimizerProxy(Optimizer):
     state = _of_inner("state")
     defaults = _of_inner("defaults")
 
+    # GradScaler then hands its scale to step(), which refuses it, instead of unscaling
+    # gradients behind its back.
+    _step_supports_amp_scaling = True
+
     def __init__(self, inner: Optimizer) -> None:
         self.inner = inner
         self._wrapping = True

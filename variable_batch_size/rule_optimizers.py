@@ -131,7 +131,8 @@ class AdaScaleOptimizer(ElasticOptimizer):
     Args:
         optimizer: A ``torch.optim.SGD``; others get a warning.
         sampler: See `ElasticOptimizer`.
-        log_steps: See `ElasticOptimizer`.
+        log_steps: See `ElasticOptimizer`. Third here, not fourth as elsewhere: as users
+            of the earlier implementation write it.
         ref_batchsize: Batch size at which the learning rate was tuned.
         time_constant, single_minibatch, per_group, causal, compat: See `NoiseOptions`.
         options: See `ElasticOptimizer`.

@@ -37,6 +37,7 @@ class Scaling:
         self._replica = replica
         self._numbers = numbers
         self._states: list[AdamState | None] = []
+        self._trained: list[list[int]] = []  # ids of parameters, by group
         # A rule that is measured stays on the device, where reading is not free.
         self._on_device = replica.compiles or (
             rule.measured and replica.device.type != "cpu"
@@ -60,6 +61,8 @@ class Scaling:
                 at this batch ratio.
         """
         groups = optimizer.param_groups
+        if self.rule.beta:
+            self._check_histories(optimizer)
         self._begin_states(optimizer)
         ready = [
             self._prepare(index, group, batch_ratio)
@@ -81,7 +84,9 @@ class Scaling:
                     "while hooks run: use optimizer.attach(...), which runs after the "
                     "update and sees the reference learning rate"
                 )
-            self._states = [state for _, state in outcomes]
+            for index, (_, state) in enumerate(outcomes):
+                if not self.rule.beta or _trained(groups[index]):
+                    self._states[index] = state
             return tuple(scaled.effective_lr for scaled, _ in outcomes)
 
         try:
@@ -92,29 +97,46 @@ class Scaling:
 
     def state_dict(self) -> list[Any]:
         """Of each parameter group: None, or the numbers of an `AdamState`."""
-        return [
-            None if state is None else [state.num_updates, state.products]
-            for state in self._states
-        ]
+        return [None if state is None else list(state) for state in self._states]
 
     def load_state_dict(self, states: list[Any]) -> None:
         """Takes what `state_dict` gave; an empty list forgets all history."""
         self._states = [
-            None if state is None else AdamState(state[0], state[1] and (*state[1],))
+            None if state is None else AdamState(state[0], (*state[1],), state[2])
             for state in states
         ]
+        self._trained = []
 
     # --- before the collective ------------------------------------------------------
 
     def _begin_states(self, optimizer: Optimizer) -> None:
         """A new group's state: the inner optimizer may have made updates already."""
         for group in optimizer.param_groups[len(self._states) :]:
-            steps = [
-                int(optimizer.state[p]["step"])
-                for p in group["params"]
-                if self.rule.beta and "step" in optimizer.state.get(p, ())
-            ]
+            steps = _steps(optimizer, group) if self.rule.beta else set()
             self._states.append(self.rule.init(max(steps, default=0)))
+
+    def _check_histories(self, optimizer: Optimizer) -> None:
+        """One learning rate cannot correct the bias of two histories.
+
+        Looks at the optimizer's own counters only when other parameters are trained
+        than in the update before.
+
+        Raises:
+            ValueError: Parameters of one group have made different numbers of updates.
+        """
+        trained = [[id(p) for p in _trained(g)] for g in optimizer.param_groups]
+        if trained == self._trained:
+            return
+        for index, group in enumerate(optimizer.param_groups):
+            steps = _steps(optimizer, group)
+            if len(steps) > 1:
+                raise ValueError(
+                    f"rule {self.rule.name!r}: parameters of group {index} have made "
+                    f"{sorted(steps)} updates, and their averages need different bias "
+                    "corrections, which one group cannot have: put parameters that "
+                    "begin to train later into a group of their own"
+                )
+        self._trained = trained
 
     def _prepare(self, index: int, group: Group, batch_ratio: float) -> Finish:
         """What is left to do when the gain is known; uploads what will be needed."""
@@ -160,8 +182,10 @@ class Scaling:
         """Writes the numbers into the group; does what torch cannot do with them."""
         group["lr"] = scaled.lr
         if scaled.betas is not None:
-            group["betas"], group["eps"] = scaled.betas, scaled.eps
-        if self._on_device and group.get("foreach"):
+            group["betas"] = scaled.betas
+        if scaled.eps is not None:
+            group["eps"] = scaled.eps
+        if self._on_device and "foreach" in group and not group.get("fused"):
             group["foreach"] = False  # would read a tensor learning rate back
         decay = scaled.weight_decay
         if "weight_decay" in group:
@@ -191,6 +215,14 @@ def _scale_gradients(group: Group, decay: Any, factor: Any) -> None:
             gradient.mul_(like_dimensions_of(gradient, factor))
         elif factor is not None:
             gradient.mul_(factor)
+
+
+def _steps(optimizer: Optimizer, group: Group) -> set[int]:
+    """Numbers of updates that the group's trained parameters have made."""
+    return {
+        int(optimizer.state.get(parameter, {}).get("step", 0))
+        for parameter in _trained(group)
+    }
 
 
 def _trained(group: Group) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -55,11 +56,11 @@ def as_callback(
         )
     if unit not in UNITS:
         raise ValueError(f"attach: unit={unit!r}; allowed are {', '.join(UNITS)}")
-    if not (isinstance(every, (int, float)) and 0 < every < math.inf):
+    if not (isinstance(every, numbers.Real) and 0 < every < math.inf):
         raise ValueError(f"attach: every must be a positive number, got {every!r}")
-    if hasattr(target, "get_last_lr"):
+    if hasattr(target, "get_last_lr") and not isinstance(target, type):
         return ScheduleIn(target, unit, every, noise)
-    if not callable(target):
+    if not callable(target) or isinstance(target, type):
         raise TypeError(f"attach: {target!r} is neither an LR scheduler nor a function")
     if (unit, every) != ("updates", 1):
         raise TypeError(
@@ -77,7 +78,8 @@ class ScheduleIn:
         unit: One of `UNITS`; ``iterations`` are scale-invariant ones, those of the
             noise meter's `progress`. The device is read for them only where what the
             host knows of the progress leaves open whether the scheduler is due.
-        every: Units per step of the scheduler; may be a fraction.
+        every: Units per step of the scheduler. With a fraction it may be stepped
+            several times after one update.
         noise: Measures progress.
 
     Attributes:
@@ -124,11 +126,27 @@ class ScheduleIn:
             return max(low - slack, 0.0)
         return self._noise.progress - self._begin
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, Any]:
         """Where it stands; the scheduler has a state of its own."""
-        return {"done": self.done, "ticks": self.ticks, "begin": self._begin}
+        return {
+            "unit": self.unit,
+            "every": self.every,
+            "done": self.done,
+            "ticks": self.ticks,
+            "begin": self._begin,
+        }
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Takes what `state_dict` gave."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave.
+
+        Raises:
+            ValueError: It is of a scheduler in another unit.
+        """
+        if (state["unit"], state["every"]) != (self.unit, self.every):
+            raise ValueError(
+                f"the saved scheduler counted {state['unit']} by {state['every']}, and "
+                f"the one attached in its place counts {self.unit} by {self.every}: "
+                "attach the same schedulers in the same order"
+            )
         self.done, self.ticks = state["done"], int(state["ticks"])
         self._begin = state["begin"]
