@@ -13,11 +13,60 @@ from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.sampler import CustomSampler
 
 
-class ConstantOptimizer(ElasticOptimizer):
+class _NamedRuleOptimizer(ElasticOptimizer):
+    """What the rules share that need nothing but their reference."""
+
+    _rule: str
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        sampler: CustomSampler,
+        ref_batchsize: int | None,
+        log_steps: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            optimizer, sampler, self._rule, ref_batchsize, log_steps, **options
+        )
+
+
+class LinearRuleOptimizer(_NamedRuleOptimizer):
+    """lr * B / ref_batchsize. Further options are those of `ElasticOptimizer`."""
+
+    _rule = "linear"
+
+
+class RootRuleOptimizer(_NamedRuleOptimizer):
+    """lr * sqrt(B / ref_batchsize). Further options: see `ElasticOptimizer`."""
+
+    _rule = "root"
+
+
+class AdamRootRuleOptimizer(_NamedRuleOptimizer):
+    """For Adam and AdamW at kappa = B / ref_batchsize times the reference batch.
+
+    Learning rate times sqrt(kappa), 1 - beta times kappa, epsilon over sqrt(kappa),
+    and bias corrections for betas that change: see `variable_batch_size.adam_rules`.
+    Needs kappa (1 - beta1) < 1. Further options: see `ElasticOptimizer`.
+    """
+
+    _rule = "adam-root"
+
+
+class AdamHalfLifeRuleOptimizer(_NamedRuleOptimizer):
+    """`AdamRootRuleOptimizer` with beta ** kappa, valid at every batch size."""
+
+    _rule = "adam-half-life"
+
+
+class ConstantOptimizer(_NamedRuleOptimizer):
     """The learning rate stays; ``ref_batchsize`` is accepted and unused.
 
     Further options are those of `ElasticOptimizer`.
     """
+
+    _rule = "constant"
 
     def __init__(
         self,
@@ -27,41 +76,7 @@ class ConstantOptimizer(ElasticOptimizer):
         log_steps: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(
-            optimizer, sampler, "constant", ref_batchsize, log_steps, **options
-        )
-
-
-class LinearRuleOptimizer(ElasticOptimizer):
-    """lr * B / ref_batchsize. Further options are those of `ElasticOptimizer`."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        sampler: CustomSampler,
-        ref_batchsize: int,
-        log_steps: int | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            optimizer, sampler, "linear", ref_batchsize, log_steps, **options
-        )
-
-
-class RootRuleOptimizer(ElasticOptimizer):
-    """lr * sqrt(B / ref_batchsize). Further options: see `ElasticOptimizer`."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        sampler: CustomSampler,
-        ref_batchsize: int,
-        log_steps: int | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            optimizer, sampler, "root", ref_batchsize, log_steps, **options
-        )
+        super().__init__(optimizer, sampler, ref_batchsize, log_steps, **options)
 
 
 class PowerRuleOptimizer(ElasticOptimizer):
@@ -78,43 +93,6 @@ class PowerRuleOptimizer(ElasticOptimizer):
     ) -> None:
         super().__init__(
             optimizer, sampler, power(alpha), ref_batchsize, log_steps, **options
-        )
-
-
-class AdamRootRuleOptimizer(ElasticOptimizer):
-    """For Adam and AdamW at kappa = B / ref_batchsize times the reference batch.
-
-    Learning rate times sqrt(kappa), 1 - beta times kappa, epsilon over sqrt(kappa),
-    and bias corrections for betas that change: see `variable_batch_size.adam_rules`.
-    Needs kappa (1 - beta1) < 1. Further options: see `ElasticOptimizer`.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        sampler: CustomSampler,
-        ref_batchsize: int,
-        log_steps: int | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            optimizer, sampler, "adam-root", ref_batchsize, log_steps, **options
-        )
-
-
-class AdamHalfLifeRuleOptimizer(ElasticOptimizer):
-    """`AdamRootRuleOptimizer` with beta ** kappa, valid at every batch size."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        sampler: CustomSampler,
-        ref_batchsize: int,
-        log_steps: int | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            optimizer, sampler, "adam-half-life", ref_batchsize, log_steps, **options
         )
 
 
