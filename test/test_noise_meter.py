@@ -149,12 +149,7 @@ def test_a_copy_of_the_gradients_is_kept_only_for_differences():
     for option, copies in (("skip", 0), ("difference", 1)):
         [parameter], optimizer = make(single_minibatch=option)
         step(optimizer, parameter, BASIS[[0, 1, 2, 0]])
-        state = [
-            value
-            for name, value in vars(optimizer.noise).items()
-            if isinstance(value, list)
-        ]
-        assert sum(len(tensors) for tensors in state) == copies
+        assert len(optimizer.noise._differences._previous) == copies
 
 
 def test_a_parameter_group_added_later_starts_from_nothing():
@@ -168,6 +163,14 @@ def test_a_parameter_group_added_later_starts_from_nothing():
         optimizer.step()
     assert optimizer.noise.lr_factors(2) == pytest.approx((1.25, 1.25))
     assert optimizer.noise.measure().variance == pytest.approx(2.0 + 4 * 2.0)
+
+
+def test_a_frozen_group_added_later():
+    [parameter], optimizer = make(trace=(2,))
+    frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+    optimizer.add_param_group({"params": frozen})
+    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    assert optimizer.noise.lr_factors() == pytest.approx((1.25, 1.0))
 
 
 def test_frozen_parameters_take_no_part():
@@ -412,6 +415,13 @@ def test_a_state_of_other_parameter_groups_is_refused():
         ValueError, match="of 2 parameter groups, and the optimizer has"
     ):
         optimizer.noise.load_state_dict(wide)
+
+
+def test_a_state_of_another_reference_is_refused():
+    _, optimizer = make(ref_batchsize=2)
+    _, other = make(ref_batchsize=1)
+    with pytest.raises(ValueError, match="counts steps of 2 samples, and this opt"):
+        other.load_state_dict(optimizer.state_dict())
 
 
 def test_a_state_of_another_rule_is_refused():

@@ -699,3 +699,34 @@ def test_learning_rates_for_every_group():
     _, _, wrapper = make()
     with pytest.raises(ValueError, match="one learning rate for each of 1 parameter"):
         wrapper.set_lr((0.1, 0.2))
+
+
+@pytest.mark.parametrize("rule", ["linear", "adascale"])
+def test_a_rule_that_suits_another_optimizer_warns(rule):
+    with pytest.warns(UserWarning, match=f"'{rule}' is derived for SGD.*for AdamW"):
+        make(inner=AdamW, cls=vbs.ElasticOptimizer, rule=rule)
+
+
+@pytest.mark.parametrize(
+    ("inner", "options", "message"),
+    [
+        (SGD, {"rule": "adam-root"}, "needs torch's Adam or AdamW, got SGD"),
+        (torch.optim.RAdam, {"rule": "adam-half-life"}, "Adam or AdamW, got RAdam"),
+        (AdamW, {"rule": "root", "momentum_correction": True}, "only SGD turns into"),
+        (
+            torch.optim.Adam,
+            {"rule": "root", "decay_per_sample": True},
+            "decay_per_sample needs weight decay that multiplies the weights",
+        ),
+        (
+            lambda ps, lr: AdamW(ps, lr, capturable=True),
+            {"rule": "adam-root"},
+            "does not work with capturable=True",
+        ),
+    ],
+)
+def test_a_rule_that_does_not_work_with_the_optimizer_is_refused(
+    inner, options, message
+):
+    with pytest.raises(TypeError, match=message):
+        make(inner=inner, cls=vbs.ElasticOptimizer, **options)

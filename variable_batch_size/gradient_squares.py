@@ -112,15 +112,27 @@ class GradientSquares:
 
 def squared_norm(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """||gradient||^2, 0-d, added up in ``dtype``."""
+    return inner_product(gradient, gradient, dtype)
+
+
+def inner_product(
+    one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """The real part of <one, other>, 0-d, added up in ``dtype``."""
+    left = _real(one, dtype)
+    right = left if other is one else _real(other, dtype)
+    # Not a dot product, which a TPU computes from bfloat16 factors.
+    return (left * right).sum()
+
+
+def _real(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if gradient.requires_grad:  # of backward(create_graph=True)
         gradient = gradient.detach()
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
     if gradient.is_complex():
         gradient = torch.view_as_real(gradient)
-    # Not a dot product, which a TPU computes from bfloat16 factors.
-    wide = gradient.to(dtype)
-    return (wide * wide).sum()
+    return gradient.to(dtype)
 
 
 def _collector(

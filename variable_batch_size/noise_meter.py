@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from variable_batch_size import gradient_noise
+from variable_batch_size.gradient_differences import GradientDifferences
 from variable_batch_size.gradient_noise import Averages, Estimate
 from variable_batch_size.gradient_squares import GradientSquares, squared_norm
 from variable_batch_size.noise_options import Measurements, NoiseOptions
 from variable_batch_size.numbers import Numbers
+from variable_batch_size.progress import Progress
 from xla_replica import Replica
 
 Groups = list[dict[str, Any]]
@@ -64,14 +66,10 @@ class NoiseMeter:
         self.dtype = torch.float64 if wide else torch.float32
         self._gradients = GradientSquares(self.dtype, replica.device)
         self._averages, self._squares = self._none(0), self._vector(0)
-        # Of the 'difference' option: averages, and what they compare with.
-        self._differences, self._previous_square = self._none(0), self._vector(0)
-        self._previous: list[torch.Tensor] = []
-        self._previous_is_single = False
-        # Whole steps and a fraction: one float would lose fractions as the sum grows.
-        self._whole = torch.zeros(1, dtype=torch.int64, device=replica.device)
-        self._fraction = self._vector(1)
-        self._bounds = (0.0, 0.0)
+        self._differences = GradientDifferences(
+            self._gradients, minibatch_size, self._none(0)
+        )
+        self._progress = Progress(replica, self.dtype)
         self.watch(groups)
 
     # --- while training -------------------------------------------------------------
@@ -83,13 +81,13 @@ class NoiseMeter:
         first backward pass of a step, its squares are not all known, and the step does
         not count: on no replica, since the sum over them is not finite.
         """
-        self._previous_is_single = False  # which may lack them
+        self._differences.forget()
         self._grow(len(groups) - len(self._squares))
         new = self._gradients.watch(groups)
         if new and self._gradients.has_some:
             self._squares.fill_(math.nan)
-        if self.options.single_minibatch == "difference":
-            self._previous += [torch.zeros_like(p).detach() for p in new]
+        if self._compares:
+            self._differences.watch(new)
 
     def end_minibatch(self) -> None:
         """Adds the minibatch's squares to the step's, in the minibatch's graph.
@@ -113,20 +111,18 @@ class NoiseMeter:
         """
         self._batch_size = batch_size
         time_constant = self.options.time_constant
-        single = num_minibatches == 1
-        # Two successive single ones make one estimate, which counts as one minibatch.
-        compared = -math.expm1(-1 / time_constant) if self._previous_is_single else 0.0
         values = {
             "minibatches": num_minibatches,
             "ratio": batch_size / self._base,
             "weight": gradient_noise.weight_of(num_minibatches, time_constant),
-            "weight of the difference": compared if single else 0.0,
+            "weight of the difference": self._differences.weight(
+                num_minibatches, time_constant
+            ),
         }
         self._uploaded = {
             name: self._numbers.get((name, "of the noise meter"), value, self.dtype)
             for name, value in values.items()
         }
-        self._previous_is_single = single
         return [self._squares]
 
     def update(self) -> torch.Tensor:
@@ -150,18 +146,18 @@ class NoiseMeter:
             ),
             self._uploaded["weight"],
         )
-        if self._previous:
-            self._compare_with_previous(gradients, mean_square)
+        if self._compares:
+            self._differences.update(
+                mean_square, self._uploaded["weight of the difference"]
+            )
         estimate = before if self.options.causal else self._estimate()
         ratio = self._uploaded["ratio"]
         overall = gradient_noise.gain(estimate.overall(), ratio, self._base)
-        self._advance(overall)
+        self._progress.add(overall, self._batch_size / self._base)
         if self.options.per_group and len(self._squares) > 1:
             gains = gradient_noise.gain(estimate, ratio, self._base)
         else:
             gains = overall.expand(len(self._squares))
-        (low, high), added = self._bounds, self._batch_size / self._base
-        self._bounds = (low + min(1.0, added), high + max(1.0, added))
         return gains * self._lr_factor if self.options.compat else gains
 
     def end_step(self) -> None:
@@ -178,8 +174,7 @@ class NoiseMeter:
 
         Scale-invariant iterations: the sum of the overall gains (arXiv:2007.05105).
         """
-        self._fetch_progress(self._replica.fetch([self._whole, self._fraction]))
-        return self._bounds[0]
+        return self._progress.read()
 
     @property
     def progress_bounds(self) -> tuple[float, float]:
@@ -187,7 +182,7 @@ class NoiseMeter:
 
         Each update adds between 1 and its batch ratio; `progress` makes both exact.
         """
-        return self._bounds
+        return self._progress.bounds
 
     def measure(self) -> Measurements:
         """Everything at once, with a single read of the device."""
@@ -198,7 +193,7 @@ class NoiseMeter:
             gain=gain,
             noise_scale=gradient_noise.noise_scale(variance, square),
             efficiency=self._efficiency(overall, None),
-            progress=self._bounds[0],
+            progress=self._progress.bounds[0],
             variance=variance,
             square=square,
         )
@@ -233,9 +228,11 @@ class NoiseMeter:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Averages and progress, on the CPU: a few numbers per parameter group."""
-        tensors = [*self._averages, *self._differences, self._whole, self._fraction]
+        averages = [*self._averages, *self._differences.averages]
+        progress = [self._progress.whole, self._progress.fraction]
         last = torch.tensor([self._batch_size], dtype=torch.float64)
-        return dict(zip(_STATE, [*self._replica.fetch(tensors), last]))
+        fetched = self._replica.fetch([*averages, *progress])
+        return dict(zip(_STATE, [*fetched, last]))
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Takes what `state_dict` gave.
@@ -254,15 +251,12 @@ class NoiseMeter:
                 f"optimizer has {len(self._squares)}"
             )
         device = self._replica.device
-        loaded = [state[name].to(self.dtype).to(device) for name in _STATE[:8]]
-        self._averages, self._differences = (
-            Averages(*loaded[:3]),
-            Averages(*loaded[3:6]),
-        )
-        self._whole, self._fraction = state["whole"].to(device), loaded[7]
-        self._previous_is_single = False
+        loaded = [state[name].to(self.dtype).to(device) for name in _STATE[:6]]
+        self._averages = Averages(*loaded[:3])
+        self._differences.averages = Averages(*loaded[3:])
+        self._differences.forget()
         self._batch_size = state["batch_size"].item()
-        self._fetch_progress([state["whole"], state["fraction"]])
+        self._progress.load(state["whole"], state["fraction"])
         self._replica.sync()
 
     # --- how ------------------------------------------------------------------------
@@ -277,42 +271,19 @@ class NoiseMeter:
         """What multiplies a gain before it multiplies a learning rate."""
         return self._base / self.ref_batchsize
 
+    @property
+    def _compares(self) -> bool:
+        return self.options.single_minibatch == "difference"
+
     def _estimate(self) -> Estimate:
-        if not self._previous:
+        if not self._compares:
             return self._averages.estimate()
-        return _best(self._averages, self._differences)
-
-    def _advance(self, gain: torch.Tensor) -> None:
-        total = self._fraction + gain
-        self._whole = self._whole + total.floor().to(torch.int64)
-        self._fraction = total - total.floor()
-
-    def _compare_with_previous(
-        self, gradients: dict[int, torch.Tensor], mean_square: torch.Tensor
-    ) -> None:
-        product = self._gradients.by_group(
-            {i: self._product(g, self._previous[i]) for i, g in gradients.items()}
-        )
-        self._differences = gradient_noise.average(
-            self._differences,
-            gradient_noise.estimate_from_differences(
-                mean_square, self._previous_square, product, self.minibatch_size
-            ),
-            self._uploaded["weight of the difference"],
-        )
-        self._previous_square = mean_square
-        for index, gradient in gradients.items():
-            self._previous[index].copy_(gradient)
-
-    def _product(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        if one.is_complex():
-            one, other = torch.view_as_real(one), torch.view_as_real(other)
-        return (one.to(self.dtype) * other.to(self.dtype)).sum()
+        return _best(self._averages, self._differences.averages)
 
     def _read(self) -> Estimate:
         """On the CPU, in float64, by group."""
         state = self.state_dict()
-        self._fetch_progress([state["whole"], state["fraction"]])
+        self._progress.note(state["whole"], state["fraction"])
         numbers = [state[name].double() for name in _STATE[:6]]
         return _best(Averages(*numbers[:3]), Averages(*numbers[3:]))
 
@@ -332,10 +303,6 @@ class NoiseMeter:
             raise ValueError(f"batch_size must be > 0, got {batch_size!r}")
         return batch_size / self._base
 
-    def _fetch_progress(self, whole_and_fraction: list[torch.Tensor]) -> None:
-        value = sum(number.item() for number in whole_and_fraction)
-        self._bounds = (value, value)
-
     def _vector(self, length: int) -> torch.Tensor:
         return torch.zeros(length, dtype=self.dtype, device=self._replica.device)
 
@@ -347,14 +314,12 @@ class NoiseMeter:
         if num_new == 0:
             return
 
-        def join(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-            return torch.cat([old, new])
+        def grown(old: Averages) -> Averages:
+            return Averages(*map(_join, old, self._none(num_new)))
 
-        new = self._none(num_new)
-        self._averages = Averages(*map(join, self._averages, new))
-        self._differences = Averages(*map(join, self._differences, new))
-        self._squares = join(self._squares, self._vector(num_new))
-        self._previous_square = join(self._previous_square, self._vector(num_new))
+        self._averages = grown(self._averages)
+        self._differences.grow(grown(self._differences.averages), num_new)
+        self._squares = _join(self._squares, self._vector(num_new))
         self._replica.sync()  # zeros on the device, not in the first graph
 
 
@@ -363,3 +328,7 @@ def _best(averages: Averages, differences: Averages) -> Estimate:
     known = averages.weight > 0
     pairs = zip(averages.estimate(), differences.estimate())
     return Estimate(*(torch.where(known, mine, other) for mine, other in pairs))
+
+
+def _join(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    return torch.cat([old, new])

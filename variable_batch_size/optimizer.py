@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from variable_batch_size.position import Position
 from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.sampler import CustomSampler
 from variable_batch_size.scaling import Scaling
-from variable_batch_size.update import ScheduleIn, Update, as_callback
+from variable_batch_size.update import Attached, Update
 from xla_replica import Replica, ReplicaError
 
 logger = logging.getLogger(__name__)
@@ -110,8 +109,6 @@ class ElasticOptimizer(OptimizerProxy):
         )
         self._check_groups(optimizer.param_groups)
         super().__init__(optimizer)
-        self._attached: list[Callable[[Update], Any]] = []
-        self._schedule_states: list[dict[str, float]] = []  # loaded, not yet attached
         self._known: set[nn.Parameter] = set()
         self._num_minibatches_seen = 0
         self._last_lr: tuple[Any, ...] = self.get_lr()
@@ -122,6 +119,7 @@ class ElasticOptimizer(OptimizerProxy):
         self._position = Position(sampler.plan, sampler.rank, announced=False)
         self._gradients = GradientBuffers(self.replica)
         self.noise = self._make_meter(noise)
+        self._attached = Attached(self.noise)
         self._take_in(self._parameters())
 
     # --- the training loop's calls --------------------------------------------------
@@ -142,13 +140,13 @@ class ElasticOptimizer(OptimizerProxy):
             raise TypeError(
                 "step(closure) is not supported: call loss.backward() before step()"
             )
-        self._follow_sampler()
         if getattr(self, "grad_scale", None) is not None:
             raise TypeError(
                 "GradScaler is not supported: it would unscale gradients that are "
                 "accumulated, on each replica by itself. Train in bfloat16, which "
                 "needs no scaling"
             )
+        self._follow_sampler()
         if self._position.substep == 0:
             self._refresh_gradients()
         self._gradients.adopt(self._position.substep)
@@ -205,10 +203,7 @@ class ElasticOptimizer(OptimizerProxy):
             TypeError: It is neither, or a scheduler whose step needs a metric.
             ValueError: ``unit`` or ``every`` is not allowed.
         """
-        callback = as_callback(target, unit, every, self.noise)
-        self._attached.append(callback)
-        if isinstance(callback, ScheduleIn) and self._schedule_states:
-            callback.load_state_dict(self._schedule_states.pop(0))
+        self._attached.add(target, unit, every)
 
     def average_buffers(self, model: nn.Module) -> None:
         """Makes the model's floating-point buffers equal on all replicas.
@@ -267,12 +262,10 @@ class ElasticOptimizer(OptimizerProxy):
         """
         elastic = {
             "rule": self.rule.name,
+            "ref_batchsize": self.ref_batchsize,
             "scaling": self._scaling.state_dict(),
             "noise": self.noise.state_dict() if self.noise else None,
-            "schedules": [
-                *(schedule.state_dict() for schedule in self._schedules()),
-                *self._schedule_states,
-            ],
+            "schedules": self._attached.state_dict(),
         }
         return {**super().state_dict(), "elastic": elastic}
 
@@ -291,14 +284,16 @@ class ElasticOptimizer(OptimizerProxy):
                 f"{self.rule.name!r}; to change rules, load state['state'] and "
                 "state['param_groups'] alone"
             )
-        states = list(elastic.get("schedules", []))
-        for schedule, state in zip(self._schedules(), states):
-            schedule.load_state_dict(state)
+        self._attached.load_state_dict(elastic.get("schedules", []))
         if self.noise and elastic.get("noise"):
+            if elastic["ref_batchsize"] != self.ref_batchsize:
+                raise ValueError(
+                    f"the state's progress counts steps of {elastic['ref_batchsize']} "
+                    f"samples, and this optimizer's ref_batchsize={self.ref_batchsize}"
+                )
             self.noise.load_state_dict(elastic["noise"])
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "elastic"})
         self._scaling.load_state_dict(elastic.get("scaling", []))
-        self._schedule_states = states[len(self._schedules()) :]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group. Collective: its parameters become those of replica 0."""
@@ -324,8 +319,8 @@ class ElasticOptimizer(OptimizerProxy):
         self.replica.sync()  # what replicas have pending is no part of a collective
         self.replica.broadcast_([parameter.detach() for parameter in parameters])
         self._known.update(parameters)
-        changed = self._gradients.refresh(parameters)
-        if changed and self.noise:
+        self._gradients.refresh(parameters)
+        if self.noise:
             self.noise.watch(self.param_groups)
 
     def _refresh_gradients(self) -> None:
@@ -425,8 +420,7 @@ class ElasticOptimizer(OptimizerProxy):
         position.next_step()
         self._last_lr = lrs
         self._opt_called = True  # what torch's schedulers look at before their step
-        for callback in self._attached:
-            callback(update)
+        self._attached.run(update)
         self._refresh_gradients()  # they may have frozen or unfrozen parameters
         self._watch.remember(self.param_groups)
         if self.log_steps and update.step % self.log_steps == 0:
@@ -484,9 +478,6 @@ class ElasticOptimizer(OptimizerProxy):
         if any(isinstance(number, torch.Tensor) for number in numbers):
             return tuple(tensor.item() for tensor in self.replica.fetch(list(numbers)))
         return numbers
-
-    def _schedules(self) -> list[ScheduleIn]:
-        return [each for each in self._attached if isinstance(each, ScheduleIn)]
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]

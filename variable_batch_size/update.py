@@ -38,6 +38,42 @@ class Update:
     ends_epoch: bool
 
 
+class Attached:
+    """What runs after every update, and where its schedulers stand."""
+
+    def __init__(self, noise: NoiseMeter | None) -> None:
+        self._noise = noise
+        self._callbacks: list[Callable[[Update], Any]] = []
+        self._waiting: list[dict[str, Any]] = []  # states of schedulers yet to come
+
+    def add(self, target: Any, unit: str, every: float) -> None:
+        """See `as_callback`; a scheduler takes the next loaded state that waits."""
+        callback = as_callback(target, unit, every, self._noise)
+        if isinstance(callback, ScheduleIn) and self._waiting:
+            callback.load_state_dict(self._waiting[0])
+            del self._waiting[0]
+        self._callbacks.append(callback)
+
+    def run(self, update: Update) -> None:
+        """Calls them all, in the order in which they were attached."""
+        for callback in self._callbacks:
+            callback(update)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Of the schedulers, in order."""
+        return [each.state_dict() for each in self._schedules()] + self._waiting
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Takes what `state_dict` gave; states of schedulers to come wait for them."""
+        schedules = self._schedules()
+        for schedule, state in zip(schedules, states):
+            schedule.load_state_dict(state)
+        self._waiting = list(states[len(schedules) :])
+
+    def _schedules(self) -> list[ScheduleIn]:
+        return [each for each in self._callbacks if isinstance(each, ScheduleIn)]
+
+
 def as_callback(
     target: Any, unit: str, every: float, noise: NoiseMeter | None
 ) -> Callable[[Update], Any]:
