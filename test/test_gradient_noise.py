@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from variable_batch_size import gradient_noise
-from variable_batch_size.gradient_noise import Averages, Estimate, average, no_averages
+from variable_batch_size.gradient_noise import average, no_statistics, weight_of
 
 F64 = torch.float64
 
@@ -19,14 +19,18 @@ def vector(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=F64)
 
 
-def estimate_of(gradients: torch.Tensor, minibatch_size: int = 1) -> Estimate:
-    """From ``(..., n, d)`` minibatch gradients: ``(...)`` in place of groups."""
-    n = gradients.shape[-2]
+def statistics(variance, square, weight=1.0, dtype=F64) -> torch.Tensor:
+    """``(3, 1)``."""
+    return torch.tensor([[variance], [square], [weight]], dtype=dtype)
+
+
+def estimate_of(gradients: torch.Tensor, minibatch_size: int = 1) -> torch.Tensor:
+    """From ``(G, n, d)`` minibatch gradients: ``(3, G)``."""
+    matrix = gradient_noise.coefficients(gradients.shape[1], minibatch_size)
     return gradient_noise.estimate(
-        (gradients**2).sum((-1, -2)),
-        (gradients.mean(-2) ** 2).sum(-1),
-        vector(n),
-        minibatch_size,
+        (gradients**2).sum((1, 2)),
+        (gradients.mean(1) ** 2).sum(1),
+        torch.tensor(matrix, dtype=F64),
     )
 
 
@@ -42,8 +46,7 @@ CLOSED_FORMS = {
 def test_closed_forms(name):
     gradients, variance, square, gain = CLOSED_FORMS[name]
     estimate = estimate_of(gradients[None])
-    assert estimate.variance.item() == pytest.approx(variance, abs=1e-12)
-    assert estimate.square.item() == pytest.approx(square, abs=1e-12)
+    assert estimate[:, 0].tolist() == pytest.approx([variance, square, 1], abs=1e-12)
     ratio = vector(len(gradients))
     found = gradient_noise.gain(estimate, ratio, 1.0)
     assert found.item() == pytest.approx(gain, abs=1e-6)
@@ -60,8 +63,8 @@ def test_the_estimators_are_unbiased(num_minibatches):
     gradients = mean + noise * spread / math.sqrt(minibatch)
     estimate = estimate_of(gradients, minibatch)
     truth = (spread**2).sum().item(), (mean**2).sum().item()
-    assert estimate.variance.mean().item() == pytest.approx(truth[0], rel=0.02)
-    assert estimate.square.mean().item() == pytest.approx(truth[1], rel=0.05)
+    assert estimate[0].mean().item() == pytest.approx(truth[0], rel=0.02)
+    assert estimate[1].mean().item() == pytest.approx(truth[1], rel=0.05)
 
 
 def test_the_difference_estimator_is_unbiased_without_drift():
@@ -71,8 +74,8 @@ def test_the_difference_estimator_is_unbiased_without_drift():
     estimate = gradient_noise.estimate_from_differences(
         (second**2).sum(1), (first**2).sum(1), (first * second).sum(1), 4
     )
-    assert estimate.variance.mean().item() == pytest.approx(4 * 3, rel=0.02)
-    assert estimate.square.mean().item() == pytest.approx(0.75, rel=0.05)
+    assert estimate[0].mean().item() == pytest.approx(4 * 3, rel=0.02)
+    assert estimate[1].mean().item() == pytest.approx(0.75, rel=0.05)
 
 
 any_number = st.floats(-(2.0**100), 2.0**100, width=32)
@@ -82,9 +85,7 @@ ratios = st.floats(2**-12, 2**12, width=32)
 @given(variance=any_number, square=any_number, ratio=ratios, ref=st.integers(1, 4096))
 def test_the_gain_keeps_its_bounds(variance, square, ratio, ref):
     for dtype in (torch.float32, F64):
-        estimate = Estimate(
-            torch.tensor([variance], dtype=dtype), torch.tensor([square], dtype=dtype)
-        )
+        estimate = statistics(variance, square, dtype=dtype)
         kappa = torch.tensor([ratio], dtype=dtype)
         gain = gradient_noise.gain(estimate, kappa, ref).item()
         assert min(1, ratio) <= gain <= max(1, ratio)
@@ -92,7 +93,7 @@ def test_the_gain_keeps_its_bounds(variance, square, ratio, ref):
 
 @given(variance=any_number, square=any_number, ref=st.integers(1, 4096))
 def test_the_gain_is_exactly_one_at_the_reference(variance, square, ref):
-    estimate = Estimate(torch.tensor([variance]), torch.tensor([square]))
+    estimate = statistics(variance, square, dtype=torch.float32)
     assert gradient_noise.gain(estimate, torch.ones(1), ref).item() == 1.0
 
 
@@ -103,9 +104,7 @@ positive = st.floats(1e-3, 1e3)
 def test_the_gain_is_the_papers(variance, square, ratio):
     """(sigma^2 + mu^2) / (sigma^2 / S + mu^2), and (B/B0) (B0 + N) / (B + N)."""
     ref = 32
-    gain = gradient_noise.gain(
-        Estimate(vector(variance), vector(square)), vector(ratio), ref
-    ).item()
+    gain = gradient_noise.gain(statistics(variance, square), vector(ratio), ref).item()
     sigma2 = variance / ref
     assert gain == pytest.approx((sigma2 + square) / (sigma2 / ratio + square))
     scale = gradient_noise.noise_scale(variance, square)
@@ -129,7 +128,7 @@ def test_the_gain_is_the_papers(variance, square, ratio):
     ],
 )
 def test_the_edges_of_the_gain(variance, square, ratio, gain):
-    estimate = Estimate(torch.tensor([variance]), torch.tensor([square]))
+    estimate = statistics(variance, square, dtype=torch.float32)
     found = gradient_noise.gain(estimate, torch.tensor([ratio]), 1)
     assert found.item() == pytest.approx(gain)
 
@@ -141,16 +140,13 @@ def test_noise_scale():
     assert math.isnan(gradient_noise.noise_scale(0.0, 0.0))
 
 
-def averaged(steps: list[tuple[float, float, int]], time_constant: float) -> Estimate:
-    """Of steps of (variance, square, number of minibatches)."""
-    averages = no_averages(1, F64)
+def averaged(steps: list[tuple[float, float, int]], time_constant: float) -> list:
+    """[variance, square] of steps of (variance, square, number of minibatches)."""
+    averages = no_statistics(1, F64)
     for variance, square, n in steps:
-        averages = average(
-            averages,
-            Estimate(vector(variance), vector(square)),
-            vector(gradient_noise.weight_of(n, time_constant)),
-        )
-    return averages.estimate()
+        weight = vector(weight_of(n, time_constant))
+        averages = average(averages, statistics(variance, square), weight)
+    return gradient_noise.unbiased(averages)[:2, 0].tolist()
 
 
 def test_averages_weigh_by_minibatches_and_have_no_bias():
@@ -162,16 +158,16 @@ def test_averages_weigh_by_minibatches_and_have_no_bias():
     for index, found in enumerate(averaged(steps, 10)):
         values = [step[index] for step in steps]
         mean = sum(w * v for w, v in zip(weights, values)) / sum(weights)
-        assert found.item() == pytest.approx(mean)
+        assert found == pytest.approx(mean)
 
 
 def test_the_first_estimate_counts_in_full():
-    assert averaged([(3.0, 2.0, 2)], 1000).variance.item() == pytest.approx(3.0)
+    assert averaged([(3.0, 2.0, 2)], 1000) == pytest.approx([3.0, 2.0])
 
 
 def test_nothing_known_is_zero():
-    estimate = no_averages(2).estimate()
-    assert estimate.variance.tolist() == estimate.square.tolist() == [0.0, 0.0]
+    assert averaged([], 1000) == [0.0, 0.0]
+    assert averaged([(3.0, 2.0, 1)], 1000) == [0.0, 0.0]
 
 
 def test_single_minibatches_and_what_is_not_finite_leave_averages_alone():
@@ -181,21 +177,26 @@ def test_single_minibatches_and_what_is_not_finite_leave_averages_alone():
         assert found == averaged([*known, *known], 10)
 
 
+def test_one_minibatch_has_no_estimate():
+    assert estimate_of(torch.ones(1, 1, 3, dtype=F64)).tolist() == [[0.0]] * 3
+
+
 def test_alternating_batch_sizes_show_no_transient():
     """Statistics are per sample: a new batch size needs no time to settle."""
-    truth = Estimate(vector(6.0), vector(2.0))
-    averages = no_averages(1, F64)
-    for n in [2, 8, 2, 64, 4] * 5:
-        averages = average(averages, truth, vector(gradient_noise.weight_of(n, 100)))
-        for found, true in zip(averages.estimate(), truth):
-            assert found.item() == pytest.approx(true.item(), rel=1e-12)
+    sizes = [2, 8, 2, 64, 4] * 5
+    found = averaged([(6.0, 2.0, n) for n in sizes], 100)
+    assert found == pytest.approx([6.0, 2.0], rel=1e-12)
 
 
-def test_groups_add_up():
-    estimate = Estimate(vector(1.0, 2.0), vector(3.0, -1.0))
-    assert [x.tolist() for x in estimate.overall()] == [[3.0], [2.0]]
+def test_groups_add_up_and_unknown_ones_count_for_nothing():
+    """Weights may differ: a group that was added later knows less."""
+    averages = torch.tensor([[2.0, 3.0, 0.0], [4.0, 1.0, 0.0], [0.5, 0.25, 0.0]])
+    assert gradient_noise.unbiased(averages)[0].tolist() == [4.0, 12.0, 0.0]
+    assert gradient_noise.overall(averages)[:2].tolist() == [[16.0], [12.0]]
 
 
-def test_a_new_group_is_unknown_and_old_ones_stay():
-    averages = Averages(vector(2.0, 0.0), vector(4.0, 0.0), vector(0.5, 0.0))
-    assert averages.estimate().variance.tolist() == [4.0, 0.0]
+def test_a_fallback_serves_where_nothing_is_known():
+    averages = torch.tensor([[2.0, 0.0], [4.0, 0.0], [0.5, 0.0]])
+    fallback = torch.tensor([[7.0, 7.0], [8.0, 8.0], [1.0, 1.0]])
+    best = gradient_noise.best(averages, fallback)
+    assert best.tolist() == [[2.0, 7.0], [4.0, 8.0], [0.5, 1.0]]

@@ -409,8 +409,8 @@ def test_a_state_of_other_parameter_groups_is_refused():
     _, optimizer = make()
     state = optimizer.noise.state_dict()
     with pytest.raises(ValueError, match="no state of a NoiseMeter"):
-        optimizer.noise.load_state_dict({"variance": state["variance"]})
-    wide = {name: torch.cat([tensor, tensor]) for name, tensor in state.items()}
+        optimizer.noise.load_state_dict({"averages": state["averages"]})
+    wide = {**state, "averages": torch.zeros(3, 2)}
     with pytest.raises(
         ValueError, match="of 2 parameter groups, and the optimizer has"
     ):

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from variable_batch_size import gradient_noise
-from variable_batch_size.gradient_noise import Averages
 from variable_batch_size.gradient_squares import GradientSquares, inner_product
 
 
@@ -19,17 +18,17 @@ class GradientDifferences:
     Args:
         gradients: Where gradients stand.
         minibatch_size: b, in samples.
-        averages: Of nothing, ``(G,)`` each.
+        averages: ``(3, G)``, of nothing.
     """
 
     def __init__(
-        self, gradients: GradientSquares, minibatch_size: int, averages: Averages
+        self, gradients: GradientSquares, minibatch_size: int, averages: torch.Tensor
     ) -> None:
         self.averages = averages
         self._gradients = gradients
         self._minibatch_size = minibatch_size
         self._previous: list[torch.Tensor] = []
-        self._previous_square = torch.zeros_like(averages.square)
+        self._previous_square = torch.zeros_like(averages[1])
         self._previous_is_single = False
 
     def forget(self) -> None:
@@ -40,7 +39,7 @@ class GradientDifferences:
         """Makes room for new parameters."""
         self._previous += [torch.zeros_like(p).detach() for p in new]
 
-    def grow(self, averages: Averages, num_new: int) -> None:
+    def grow(self, averages: torch.Tensor, num_new: int) -> None:
         """Makes room for new parameter groups, of which nothing is known."""
         self.averages = averages
         zeros = self._previous_square.new_zeros(num_new)

@@ -7,92 +7,74 @@ the covariance of a single sample's. Everything below needs two sums of a step,
 
     A = sum_i ||g_i||^2    and    Q = ||mean_i g_i||^2,
 
-and does not depend on which replica ran which minibatch. Shapes: G parameter groups.
+and does not depend on which replica ran which minibatch. Operands are tensors where a
+lazy backend would upload a Python number in every step.
+
+**Statistics** are tensors of shape ``(3, G)`` for G parameter groups: tr Sigma of one
+sample, |G|^2, and the weight they carry. An estimate has weight 1; averages begin with
+weight 0, and dividing by it removes the bias towards the zeros they begin with.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 
 Tensor = torch.Tensor
+Matrix = tuple[tuple[float, ...], ...]
 
 
-class Estimate(NamedTuple):
-    """Of tr Sigma and |G|^2, for each parameter group; either may be negative.
-
-    Attributes:
-        variance: ``(G,)``, tr Sigma of one sample.
-        square: ``(G,)``, |G|^2.
-    """
-
-    variance: Tensor
-    square: Tensor
-
-    def overall(self) -> Estimate:
-        """``(1,)``: of all groups together."""
-        if len(self.variance) == 1:
-            return self
-        return Estimate(self.variance.sum().reshape(1), self.square.sum().reshape(1))
-
-
-class Averages(NamedTuple):
-    """Exponential moving averages of estimates, before division by their weight.
-
-    Attributes:
-        variance: ``(G,)``.
-        square: ``(G,)``.
-        weight: ``(G,)``: 0 before the first estimate, then rising to 1. Dividing by it
-            removes the bias towards the zeros that averages begin with.
-    """
-
-    variance: Tensor
-    square: Tensor
-    weight: Tensor
-
-    def estimate(self) -> Estimate:
-        """The averages; zero where there has been no estimate."""
-        weight = torch.where(self.weight > 0, self.weight, 1.0)
-        return Estimate(self.variance / weight, self.square / weight)
-
-
-def no_averages(
+def no_statistics(
     num_groups: int,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-) -> Averages:
-    """Averages before the first estimate."""
-    return Averages(
-        *(torch.zeros(num_groups, dtype=dtype, device=device) for _ in range(3))
-    )
+) -> Tensor:
+    """``(3, G)``: nothing is known yet."""
+    return torch.zeros(3, num_groups, dtype=dtype, device=device)
 
 
-def estimate(
-    minibatch_squares: Tensor,
-    mean_square: Tensor,
-    num_minibatches: Tensor,
-    minibatch_size: int,
-) -> Estimate:
-    """Unbiased estimates from one step of at least two minibatches.
+def coefficients(num_minibatches: int, minibatch_size: int) -> Matrix:
+    """Unbiased estimates from one step, linear in A and Q: ``(3, 3)``.
 
     The variance of a minibatch gradient is v = (A - n Q) / (n - 1); tr Sigma = b v and
     |G|^2 = Q - v / n. The same numbers as McCandlish et al. 2018 (arXiv:1812.06162,
     A.1) with batches of b and B samples.
 
-    >>> estimate(torch.tensor([10.0]), torch.tensor([4.0]), torch.tensor([2.0]), 1)
-    Estimate(variance=tensor([2.]), square=tensor([3.]))
+    Args:
+        num_minibatches: n. One has no variance to measure: all zeros.
+        minibatch_size: b, in samples.
+
+    Returns:
+        What multiplies (A, Q, 1) to make (tr Sigma, |G|^2, 1).
+    """
+    n, b = num_minibatches, minibatch_size
+    if n < 2:
+        return ((0.0,) * 3,) * 3
+    return (
+        (b / (n - 1), -b * n / (n - 1), 0.0),
+        (-1 / (n * (n - 1)), n / (n - 1), 0.0),
+        (0.0, 0.0, 1.0),
+    )
+
+
+def estimate(minibatch_squares: Tensor, mean_square: Tensor, matrix: Tensor) -> Tensor:
+    """``(3, G)``: statistics of one step, of weight 1.
+
+    >>> matrix = torch.tensor(coefficients(num_minibatches=2, minibatch_size=1))
+    >>> estimate(torch.tensor([10.0]), torch.tensor([4.0]), matrix)
+    tensor([[2.],
+            [3.],
+            [1.]])
 
     Args:
         minibatch_squares: ``(G,)``: A.
         mean_square: ``(G,)``: Q.
-        num_minibatches: ``(1,)``: n. With 1 the result means nothing.
-        minibatch_size: b, in samples.
+        matrix: ``(3, 3)``: `coefficients`; or ``(3, 3, 1)``, which saves an operation.
     """
-    n = num_minibatches.to(mean_square.dtype)
-    variance = (minibatch_squares - n * mean_square) / (n - 1).clamp(min=1)
-    return Estimate(minibatch_size * variance, mean_square - variance / n)
+    sums = torch.stack([minibatch_squares, mean_square, torch.ones_like(mean_square)])
+    # Not a matrix product, which a TPU computes from bfloat16 factors.
+    return (matrix.reshape(3, 3, 1) * sums).sum(1)
 
 
 def estimate_from_differences(
@@ -100,8 +82,8 @@ def estimate_from_differences(
     previous_square: Tensor,
     product: Tensor,
     minibatch_size: int,
-) -> Estimate:
-    """From two successive steps of one minibatch each: biased, better than nothing.
+) -> Tensor:
+    """``(3, G)``: from two successive steps of one minibatch each; biased.
 
     |G|^2 = g_t . g_(t-1) and v = ||g_t - g_(t-1)||^2 / 2, which takes the drift of the
     true gradient between the steps for noise.
@@ -113,7 +95,7 @@ def estimate_from_differences(
         minibatch_size: b, in samples.
     """
     variance = (mean_square + previous_square) / 2 - product
-    return Estimate(minibatch_size * variance, product)
+    return torch.stack([minibatch_size * variance, product, torch.ones_like(product)])
 
 
 def weight_of(num_minibatches: int, time_constant: float) -> float:
@@ -128,25 +110,39 @@ def weight_of(num_minibatches: int, time_constant: float) -> float:
     return -math.expm1(-num_minibatches / time_constant)
 
 
-def average(averages: Averages, new: Estimate, weight: Tensor) -> Averages:
-    """Averages that include one step's estimate.
+def average(averages: Tensor, new: Tensor, weight: Tensor) -> Tensor:
+    """``(3, G)``: averages that include one step's estimate.
 
     Args:
         averages: The ones so far.
         new: The step's estimate. If it is not finite, averages stay as they are.
         weight: ``(1,)``: see `weight_of`. With 0 they stay, too.
     """
-    finite = (new.variance + new.square).isfinite().all()
-    values = (*new, torch.ones_like(averages.weight))
-    return Averages(
-        *(
-            torch.where(finite, old + weight * (value - old), old)
-            for old, value in zip(averages, values)
-        )
-    )
+    finite = (new - new == 0).all()  # inf - inf and nan - nan are nan
+    return torch.where(finite, averages + weight * (new - averages), averages)
 
 
-def gain(estimate: Estimate, batch_ratio: Tensor, ref_batchsize: float) -> Tensor:
+def unbiased(averages: Tensor) -> Tensor:
+    """``(3, G)``: averages divided by their weight; zeros where nothing is known."""
+    weight = averages[2]
+    return averages / torch.where(weight > 0, weight, 1.0)
+
+
+def overall(statistics: Tensor) -> Tensor:
+    """``(3, 1)``: of all groups together; the weight is then of no use."""
+    if statistics.shape[1] == 1:
+        return statistics
+    return unbiased(statistics).sum(1, keepdim=True)
+
+
+def best(averages: Tensor, fallback: Tensor) -> Tensor:
+    """``(3, G)``: the averages where they know something, else the fallback."""
+    return torch.where(averages[2] > 0, averages, fallback)
+
+
+def gain(
+    statistics: Tensor, batch_ratio: Tensor, ref_batchsize: float | Tensor
+) -> Tensor:
     """``(G,)``: steps at the reference batch size that one step of this one is worth.
 
     r = kappa (B0 + N) / (B + N) with N = tr Sigma / |G|^2, the noise scale: kappa where
@@ -154,25 +150,27 @@ def gain(estimate: Estimate, batch_ratio: Tensor, ref_batchsize: float) -> Tenso
     (arXiv:2007.05105), Algorithm 1, with sigma^2 = tr Sigma / B0 and S = kappa;
     here also for batches below the reference.
 
-    Negative estimates count as zero, and where both are, nothing is known and r is its
-    lower bound. Always min(1, kappa) <= r <= max(1, kappa).
+    The weight does not matter. Negative numbers count as zero, and where both are,
+    nothing is known and r is its lower bound.
+    Always min(1, kappa) <= r <= max(1, kappa).
 
-    >>> gain(Estimate(torch.ones(1), torch.ones(1)), torch.tensor([4.0]), 1)
+    >>> gain(torch.ones(3, 1), torch.tensor([4.0]), ref_batchsize=1)
     tensor([1.6000])
 
     Args:
-        estimate: Of tr Sigma and |G|^2.
+        statistics: ``(3, G)``.
         batch_ratio: ``(1,)``: kappa = B / B0.
-        ref_batchsize: B0, in samples.
+        ref_batchsize: B0, in samples: a number, or ``(1,)``.
     """
-    variance = estimate.variance.clamp(min=0)
-    square = ref_batchsize * estimate.square.clamp(min=0)
+    variance, square, _ = statistics.relu().unbind()
+    square = ref_batchsize * square
     total = variance + square
     # Shares of the total first: the products would overflow before the sum does.
     ratio = batch_ratio / (batch_ratio * (square / total) + variance / total)
-    lowest = batch_ratio.clamp(max=1)
+    one = torch.ones_like(batch_ratio)
+    lowest = torch.minimum(batch_ratio, one)
     ratio = torch.where(total > 0, ratio, lowest)
-    return torch.clamp(ratio, lowest, batch_ratio.clamp(min=1))
+    return torch.clamp(ratio, lowest, torch.maximum(batch_ratio, one))
 
 
 def noise_scale(variance: float, square: float) -> float:

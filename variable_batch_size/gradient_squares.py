@@ -61,7 +61,9 @@ class GradientSquares:
         """Takes note of a gradient of this minibatch."""
         if index in self._collected and self._parameters[index].grad is not None:
             self._repeated = True  # else the one before was thrown away
-        self._collected[index] = squared_norm(gradient, self.dtype)
+        if gradient.requires_grad:  # of backward(create_graph=True)
+            gradient = gradient.detach()
+        self._collected[index] = square(gradient, self.dtype)
 
     def take(self) -> torch.Tensor | None:
         """``(G,)``: the squares of the minibatch, once; None if it had no gradients.
@@ -97,6 +99,11 @@ class GradientSquares:
             if parameter.grad is not None
         }
 
+    def of_gradients(self) -> torch.Tensor:
+        """``(G,)``: ||gradient||^2 of what stands in ``.grad``, by group."""
+        gradients = self.gradients().items()
+        return self.by_group({i: square(g, self.dtype) for i, g in gradients})
+
     def by_group(self, numbers: dict[int, torch.Tensor]) -> torch.Tensor:
         """``(G,)``: sums over each parameter group of 0-d tensors by index."""
         members: list[list[torch.Tensor]] = [[] for _ in range(self._num_groups)]
@@ -110,8 +117,10 @@ class GradientSquares:
         return torch.cat([next(found) if each else nothing for each in members])
 
 
-def squared_norm(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def square(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """||gradient||^2, 0-d, added up in ``dtype``."""
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
     return inner_product(gradient, gradient, dtype)
 
 
@@ -119,20 +128,11 @@ def inner_product(
     one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """The real part of <one, other>, 0-d, added up in ``dtype``."""
-    left = _real(one, dtype)
-    right = left if other is one else _real(other, dtype)
-    # Not a dot product, which a TPU computes from bfloat16 factors.
-    return (left * right).sum()
-
-
-def _real(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if gradient.requires_grad:  # of backward(create_graph=True)
-        gradient = gradient.detach()
-    if gradient.is_sparse:
-        gradient = gradient.coalesce().values()
-    if gradient.is_complex():
-        gradient = torch.view_as_real(gradient)
-    return gradient.to(dtype)
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    # Not a dot product, which a TPU computes from bfloat16 factors; and not a norm,
+    # which torch_xla makes three times as many operations of.
+    return (one.to(dtype) * other.to(dtype)).sum()
 
 
 def _collector(

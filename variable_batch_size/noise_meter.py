@@ -14,19 +14,14 @@ import torch
 
 from variable_batch_size import gradient_noise
 from variable_batch_size.gradient_differences import GradientDifferences
-from variable_batch_size.gradient_noise import Averages, Estimate
-from variable_batch_size.gradient_squares import GradientSquares, squared_norm
+from variable_batch_size.gradient_squares import GradientSquares
 from variable_batch_size.noise_options import Measurements, NoiseOptions
 from variable_batch_size.numbers import Numbers
 from variable_batch_size.progress import Progress
 from xla_replica import Replica
 
 Groups = list[dict[str, Any]]
-_STATE = (
-    "variance", "square", "weight",
-    "difference_variance", "difference_square", "difference_weight",
-    "whole", "fraction", "batch_size",
-)  # fmt: skip
+_STATE = ("averages", "differences", "whole", "fraction", "batch_size")
 
 
 class NoiseMeter:
@@ -97,7 +92,7 @@ class NoiseMeter:
         """
         squares = self._gradients.take()
         if squares is not None:
-            self._squares.add_(squares)
+            self._squares = self._squares + squares
 
     def begin_update(self, num_minibatches: int, batch_size: int) -> list[torch.Tensor]:
         """Uploads what changes from update to update, ahead of the collective.
@@ -111,13 +106,16 @@ class NoiseMeter:
         """
         self._batch_size = batch_size
         time_constant = self.options.time_constant
+        compared = self._differences.weight(num_minibatches, time_constant)
+        ratio = batch_size / self._base
         values = {
-            "minibatches": num_minibatches,
-            "ratio": batch_size / self._base,
-            "weight": gradient_noise.weight_of(num_minibatches, time_constant),
-            "weight of the difference": self._differences.weight(
-                num_minibatches, time_constant
+            "coefficients": gradient_noise.coefficients(
+                num_minibatches, self.minibatch_size
             ),
+            "base": self._base,
+            "ratio": ratio,
+            "weight": gradient_noise.weight_of(num_minibatches, time_constant),
+            "weight of the difference": compared,
         }
         self._uploaded = {
             name: self._numbers.get((name, "of the noise meter"), value, self.dtype)
@@ -131,33 +129,26 @@ class NoiseMeter:
         Returns:
             ``(G,)``: what multiplies the learning rate of each parameter group.
         """
-        before = self._estimate()
-        gradients = self._gradients.gradients()
-        mean_square = self._gradients.by_group(
-            {i: squared_norm(g, self.dtype) for i, g in gradients.items()}
+        before = self._statistics()
+        mean_square = self._gradients.of_gradients()
+        new = gradient_noise.estimate(
+            self._squares, mean_square, self._uploaded["coefficients"]
         )
         self._averages = gradient_noise.average(
-            self._averages,
-            gradient_noise.estimate(
-                self._squares,
-                mean_square,
-                self._uploaded["minibatches"],
-                self.minibatch_size,
-            ),
-            self._uploaded["weight"],
+            self._averages, new, self._uploaded["weight"]
         )
         if self._compares:
             self._differences.update(
                 mean_square, self._uploaded["weight of the difference"]
             )
-        estimate = before if self.options.causal else self._estimate()
-        ratio = self._uploaded["ratio"]
-        overall = gradient_noise.gain(estimate.overall(), ratio, self._base)
-        self._progress.add(overall, self._batch_size / self._base)
+        statistics = before if self.options.causal else self._statistics()
+        ratio, base = self._uploaded["ratio"], self._uploaded["base"]
+        gain = gradient_noise.gain(gradient_noise.overall(statistics), ratio, base)
+        self._progress.add(gain, self._batch_size / self._base)
         if self.options.per_group and len(self._squares) > 1:
-            gains = gradient_noise.gain(estimate, ratio, self._base)
+            gains = gradient_noise.gain(statistics, ratio, base)
         else:
-            gains = overall.expand(len(self._squares))
+            gains = gain.expand(len(self._squares))
         return gains * self._lr_factor if self.options.compat else gains
 
     def end_step(self) -> None:
@@ -186,11 +177,10 @@ class NoiseMeter:
 
     def measure(self) -> Measurements:
         """Everything at once, with a single read of the device."""
-        overall = self._read().overall()
-        variance, square = overall.variance.item(), overall.square.item()
-        gain = self._gains_of(overall, None)[0]
+        overall = gradient_noise.overall(gradient_noise.unbiased(self._read()))
+        variance, square = overall[:2, 0].tolist()
         return Measurements(
-            gain=gain,
+            gain=self._gains_of(overall, None)[0],
             noise_scale=gradient_noise.noise_scale(variance, square),
             efficiency=self._efficiency(overall, None),
             progress=self._progress.bounds[0],
@@ -204,15 +194,15 @@ class NoiseMeter:
         Raises:
             ValueError: The batch size is not positive.
         """
-        return self._gains_of(self._read().overall(), batch_size)[0]
+        return self._gains_of(gradient_noise.overall(self._read()), batch_size)[0]
 
     def lr_factors(self, batch_size: float | None = None) -> tuple[float, ...]:
         """What multiplies the learning rate of each parameter group."""
-        estimate = self._read()
+        statistics = self._read()
         if not self.options.per_group:
-            num_groups = len(self._squares)
-            estimate = Estimate(*(x.expand(num_groups) for x in estimate.overall()))
-        gains = self._gains_of(estimate, batch_size)
+            together = gradient_noise.overall(statistics)
+            statistics = together.expand(-1, len(self._squares))
+        gains = self._gains_of(statistics, batch_size)
         return tuple(gain * self._lr_factor for gain in gains)
 
     def noise_scale(self) -> float:
@@ -224,15 +214,14 @@ class NoiseMeter:
 
         NaN where nothing is known.
         """
-        return self._efficiency(self._read().overall(), batch_size)
+        return self._efficiency(gradient_noise.overall(self._read()), batch_size)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Averages and progress, on the CPU: a few numbers per parameter group."""
-        averages = [*self._averages, *self._differences.averages]
-        progress = [self._progress.whole, self._progress.fraction]
+        tensors = [self._averages, self._differences.averages]
+        tensors += [self._progress.whole, self._progress.fraction]
         last = torch.tensor([self._batch_size], dtype=torch.float64)
-        fetched = self._replica.fetch([*averages, *progress])
-        return dict(zip(_STATE, [*fetched, last]))
+        return dict(zip(_STATE, [*self._replica.fetch(tensors), last]))
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Takes what `state_dict` gave.
@@ -245,15 +234,15 @@ class NoiseMeter:
                 f"this is no state of a NoiseMeter: it has {sorted(state)}, expected "
                 f"are {sorted(_STATE)}"
             )
-        if len(state["variance"]) != len(self._squares):
+        num_groups = state["averages"].shape[-1]
+        if num_groups != len(self._squares):
             raise ValueError(
-                f"the state is of {len(state['variance'])} parameter groups, and the "
-                f"optimizer has {len(self._squares)}"
+                f"the state is of {num_groups} parameter groups, and the optimizer has "
+                f"{len(self._squares)}"
             )
         device = self._replica.device
-        loaded = [state[name].to(self.dtype).to(device) for name in _STATE[:6]]
-        self._averages = Averages(*loaded[:3])
-        self._differences.averages = Averages(*loaded[3:])
+        self._averages = state["averages"].to(self.dtype).to(device)
+        self._differences.averages = state["differences"].to(self.dtype).to(device)
         self._differences.forget()
         self._batch_size = state["batch_size"].item()
         self._progress.load(state["whole"], state["fraction"])
@@ -275,24 +264,26 @@ class NoiseMeter:
     def _compares(self) -> bool:
         return self.options.single_minibatch == "difference"
 
-    def _estimate(self) -> Estimate:
+    def _statistics(self) -> torch.Tensor:
         if not self._compares:
-            return self._averages.estimate()
-        return _best(self._averages, self._differences.averages)
+            return self._averages
+        return gradient_noise.best(self._averages, self._differences.averages)
 
-    def _read(self) -> Estimate:
-        """On the CPU, in float64, by group."""
+    def _read(self) -> torch.Tensor:
+        """``(3, G)``, on the CPU, in float64."""
         state = self.state_dict()
         self._progress.note(state["whole"], state["fraction"])
-        numbers = [state[name].double() for name in _STATE[:6]]
-        return _best(Averages(*numbers[:3]), Averages(*numbers[3:]))
+        averages, differences = state["averages"], state["differences"]
+        return gradient_noise.best(averages.double(), differences.double())
 
-    def _gains_of(self, estimate: Estimate, batch_size: float | None) -> list[float]:
-        ratio = torch.tensor([self._ratio(batch_size)], dtype=estimate.variance.dtype)
-        return gradient_noise.gain(estimate, ratio, self._base).tolist()
+    def _gains_of(
+        self, statistics: torch.Tensor, batch_size: float | None
+    ) -> list[float]:
+        ratio = torch.tensor([self._ratio(batch_size)], dtype=statistics.dtype)
+        return gradient_noise.gain(statistics, ratio, self._base).tolist()
 
-    def _efficiency(self, overall: Estimate, batch_size: float | None) -> float:
-        if not (overall.variance > 0 or overall.square > 0):
+    def _efficiency(self, overall: torch.Tensor, batch_size: float | None) -> float:
+        if not (overall[:2] > 0).any():
             return math.nan
         gain = self._gains_of(overall, batch_size)[0]
         return gradient_noise.efficiency(gain, self._ratio(batch_size))
@@ -306,29 +297,19 @@ class NoiseMeter:
     def _vector(self, length: int) -> torch.Tensor:
         return torch.zeros(length, dtype=self.dtype, device=self._replica.device)
 
-    def _none(self, num_groups: int) -> Averages:
-        return gradient_noise.no_averages(num_groups, self.dtype, self._replica.device)
+    def _none(self, num_groups: int) -> torch.Tensor:
+        device = self._replica.device
+        return gradient_noise.no_statistics(num_groups, self.dtype, device)
 
     def _grow(self, num_new: int) -> None:
         """Makes room for new parameter groups, of which nothing is known."""
         if num_new == 0:
             return
 
-        def grown(old: Averages) -> Averages:
-            return Averages(*map(_join, old, self._none(num_new)))
+        def grown(old: torch.Tensor) -> torch.Tensor:
+            return torch.cat([old, self._none(num_new)], dim=1)
 
         self._averages = grown(self._averages)
         self._differences.grow(grown(self._differences.averages), num_new)
-        self._squares = _join(self._squares, self._vector(num_new))
+        self._squares = torch.cat([self._squares, self._vector(num_new)])
         self._replica.sync()  # zeros on the device, not in the first graph
-
-
-def _best(averages: Averages, differences: Averages) -> Estimate:
-    """From steps of several minibatches; else from differences, if there are."""
-    known = averages.weight > 0
-    pairs = zip(averages.estimate(), differences.estimate())
-    return Estimate(*(torch.where(known, mine, other) for mine, other in pairs))
-
-
-def _join(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    return torch.cat([old, new])

@@ -24,12 +24,19 @@ class Numbers:
         self._kept: dict[tuple[object, ...], torch.Tensor] = {}
 
     def get(
-        self, use: object, value: float, dtype: torch.dtype = torch.float32
+        self,
+        use: object,
+        value: float | tuple[tuple[float, ...], ...],
+        dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
-        """``value`` with shape ``(1,)``; not to be changed in place."""
+        """A number, with shape ``(1,)``, or a matrix; not to be changed in place."""
         key = (use, value, dtype)
         if key not in self._kept:
             if len(self._kept) >= self._capacity:
                 del self._kept[next(iter(self._kept))]
-            self._kept[key] = self._replica.scalar(value, dtype)
+            if isinstance(value, tuple):
+                tensor = self._replica.send(torch.tensor(value, dtype=dtype))
+            else:
+                tensor = self._replica.scalar(value, dtype)
+            self._kept[key] = tensor
         return self._kept[key]

@@ -25,8 +25,9 @@ class Progress:
     def add(self, gain: torch.Tensor, batch_ratio: float) -> None:
         """Adds one update's gain, ``(1,)``, between 1 and the batch ratio."""
         total = self.fraction + gain
-        self.whole = self.whole + total.floor().to(torch.int64)
-        self.fraction = total - total.floor()
+        whole = total.floor()
+        self.whole = self.whole + whole.to(torch.int64)
+        self.fraction = total - whole
         low, high = self.bounds
         self.bounds = (low + min(1.0, batch_ratio), high + max(1.0, batch_ratio))
 
