@@ -35,26 +35,27 @@ MINIBATCH = 32
 LR = 0.05
 
 
-def make_model(side: int) -> nn.Module:
-    """The network of variable_train_mnist.py: 11 parameter tensors."""
+def make_model(side: int, width: int) -> nn.Module:
+    """The network of variable_train_mnist.py, ``width`` times as wide: 11 tensors."""
     layers: list[nn.Module] = []
-    for channels, width, stride in ((1, 16, 1), (16, 32, 2), (32, 64, 2)):
+    channels = 1
+    for new, stride in ((16 * width, 1), (32 * width, 2), (64 * width, 2)):
         layers += [
-            nn.Conv2d(channels, width, 3, stride, padding=1, bias=False),
-            nn.BatchNorm2d(width),
+            nn.Conv2d(channels, new, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(new),
             nn.ReLU(),
         ]
-        side = -(-side // stride)
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * side**2, 10))
+        channels, side = new, -(-side // stride)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * side**2, 10))
 
 
 class Setup:
     """One replica's model, data and inner optimizer; the same for both loops."""
 
-    def __init__(self, trace: list[int], num_steps: int, side: int) -> None:
+    def __init__(self, trace: list[int], num_steps: int, side: int, width: int) -> None:
         self.replica = xla_replica.current()
         with self.replica.seeded(0):
-            self.model = make_model(side)
+            self.model = make_model(side, width)
             images = torch.randn(MINIBATCH, 1, side, side)
         self.model.to(self.replica.device)
         self.minibatch = self.replica.send((images, torch.arange(MINIBATCH) % 10))
@@ -150,11 +151,12 @@ def compare_replica(
     num_steps: int,
     rounds: int,
     side: int,
+    width: int,
 ) -> dict[str, list[float]]:
     """Seconds per step of two loops, in alternating rounds."""
     loops = {}
     for name in names:
-        setup = Setup(trace, num_steps, side)
+        setup = Setup(trace, num_steps, side, width)
         loops[name] = (setup, LOOPS[name](setup))
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     for epoch in range(rounds + 2):
@@ -168,7 +170,7 @@ def compare_replica(
 
 
 def count_replica(
-    rank: int, num_sizes: int, num_steps: int, side: int
+    rank: int, num_sizes: int, num_steps: int, side: int, width: int
 ) -> tuple[int, float]:
     """(compilations in all, seconds per step afterwards), mean batch size constant."""
     replica = xla_replica.current()
@@ -176,7 +178,7 @@ def count_replica(
     spread = np.linspace(-base + 1, base - 1, num_sizes).round().astype(int)
     sizes = (base + spread) if num_sizes > 1 else np.array([base])
     assert len(set(sizes.tolist())) == num_sizes
-    setup = Setup((sizes * MINIBATCH).tolist(), num_steps, side)
+    setup = Setup((sizes * MINIBATCH).tolist(), num_steps, side, width)
     run = linear_epoch(setup)
     with xla_replica.count(replica) as counts:
         for epoch in range(2):
@@ -228,7 +230,7 @@ def compare(
     trace = [2 * num_replicas * MINIBATCH]
     seconds = xla_replica.launch(
         compare_replica,
-        (names, trace, args.steps, args.rounds, args.side),
+        (names, trace, args.steps, args.rounds, args.side, args.width),
         num_replicas,
         args.device,
     )[0]
@@ -252,11 +254,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="of each loop")
     parser.add_argument("--steps", type=int, default=8, help="in a round")
     parser.add_argument("--side", type=int, default=28, help="of an image, in pixels")
+    parser.add_argument("--width", type=int, default=1, help="of the network: times")
     parser.add_argument("--trace-steps", type=int, default=10**7)
     parser.add_argument("--output", type=Path, help="JSON with results and versions")
     args = parser.parse_args()
     result: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "versions": versions()}
-    result["image_side"] = args.side
+    result["image_side"], result["width"] = args.side, args.width
 
     print("Whole steps of two minibatches per replica, against each other")
     for names in (("linear", "by hand"), ("adascale", "linear")):
@@ -278,7 +281,10 @@ def main() -> None:
             if num_sizes > 4 * num_replicas - 1:
                 continue
             compilations, seconds = xla_replica.launch(
-                count_replica, (num_sizes, 16, args.side), num_replicas, args.device
+                count_replica,
+                (num_sizes, 16, args.side, args.width),
+                num_replicas,
+                args.device,
             )[0]
             result["distinct_batch_sizes"][f"{num_sizes} on {num_replicas}"] = {
                 "compilations": compilations,
