@@ -253,6 +253,17 @@ def test_a_parameter_that_begins_to_train_within_a_step_makes_it_not_count():
     assert optimizer.progress == pytest.approx(1 + 1.25)
 
 
+def test_so_does_one_that_trains_alone():
+    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    parameters[1].requires_grad_(False)
+    _, optimizer = make(trace=(2,), parameters=parameters)
+    parameters[1].requires_grad_(True)
+    step(optimizer, parameters[1], [[1.0, 0, 0], [3.0, 0, 0]])
+    assert optimizer.noise.measure().square == 0.0
+    step(optimizer, parameters[1], [[1.0, 0, 0], [3.0, 0, 0]])
+    assert optimizer.noise.measure().square == pytest.approx(3.0)
+
+
 def test_a_parameter_that_an_attached_function_unfreezes_is_seen_at_once():
     parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
     parameters[1].requires_grad_(False)

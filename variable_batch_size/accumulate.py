@@ -26,10 +26,17 @@ class GradientBuffers:
         self._replica = replica
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}
 
-    def refresh(self, parameters: Iterable[nn.Parameter]) -> bool:
+    def refresh(
+        self, parameters: Iterable[nn.Parameter], behind_backward: bool = False
+    ) -> bool:
         """Follows ``requires_grad``: allocates the unfrozen, drops the frozen.
 
         Must find the same on every replica; cheap when nothing has changed.
+
+        Args:
+            parameters: All there are.
+            behind_backward: Whether a minibatch's gradients stand in ``.grad``. Then a
+                new parameter's gradient is of that minibatch, else of none that counts.
 
         Returns:
             Whether something has.
@@ -40,7 +47,7 @@ class GradientBuffers:
                 continue
             changed = True
             if parameter.requires_grad:
-                if parameter.grad is None:
+                if parameter.grad is None or not behind_backward:
                     parameter.grad = torch.zeros_like(parameter)
                 self._gradients[parameter] = parameter.grad
             else:

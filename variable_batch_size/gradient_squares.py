@@ -82,11 +82,6 @@ class GradientSquares:
             )
         return self.by_group(collected) if collected else None
 
-    @property
-    def has_some(self) -> bool:
-        """Whether a backward pass has run in this minibatch."""
-        return bool(self._collected)
-
     def discard(self) -> None:
         """Forgets the minibatch."""
         self._collected, self._repeated = {}, False

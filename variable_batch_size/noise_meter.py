@@ -69,7 +69,7 @@ class NoiseMeter:
 
     # --- while training -------------------------------------------------------------
 
-    def watch(self, groups: Groups) -> None:
+    def watch(self, groups: Groups, behind_backward: bool = False) -> None:
         """Sees the gradients of all trainable parameters from now on.
 
         To be called whenever there are other ones. Where that is noticed behind the
@@ -79,7 +79,7 @@ class NoiseMeter:
         self._differences.forget()
         self._grow(len(groups) - len(self._squares))
         new = self._gradients.watch(groups)
-        if new and self._gradients.has_some:
+        if new and behind_backward:
             self._squares.fill_(math.nan)
         if self._compares:
             self._differences.watch(new)

@@ -148,7 +148,7 @@ class ElasticOptimizer(OptimizerProxy):
             )
         self._follow_sampler()
         if self._position.substep == 0:
-            self._refresh_gradients()
+            self._refresh_gradients(behind_backward=True)
         self._gradients.adopt(self._position.substep)
         self._watch.check(self.param_groups, self._position, self.replica)
         if self.noise:
@@ -323,16 +323,16 @@ class ElasticOptimizer(OptimizerProxy):
         if self.noise:
             self.noise.watch(self.param_groups)
 
-    def _refresh_gradients(self) -> None:
+    def _refresh_gradients(self, behind_backward: bool = False) -> None:
         parameters = self._parameters()
         if not self._known.issuperset(parameters):
             raise ValueError(
                 "a parameter group was added to the inner optimizer: add it through "
                 "the wrapper's add_param_group, which makes it equal on all replicas"
             )
-        changed = self._gradients.refresh(parameters)
+        changed = self._gradients.refresh(parameters, behind_backward)
         if changed and self.noise:
-            self.noise.watch(self.param_groups)
+            self.noise.watch(self.param_groups, behind_backward)
 
     def _follow_sampler(self) -> None:
         before = self._position
