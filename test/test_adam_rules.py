@@ -170,6 +170,25 @@ def test_a_group_with_two_histories_is_refused():
         unfreezing(own_group=False)
 
 
+def test_a_frozen_group_survives_a_checkpoint():
+    def make():
+        weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+        weights[1].requires_grad_(False)
+        sampler = vbs.CustomSampler(
+            range(64), 8, num_replicas=1, rank=0, minibatch_size=4, verbose=False
+        )
+        inner = torch.optim.Adam([{"params": [w]} for w in weights], LR)
+        return weights, vbs.AdamRootRuleOptimizer(inner, sampler, ref_batchsize=4)
+
+    weights, wrapper = make()
+    for _ in range(4):
+        weights[0].sum().backward()
+        wrapper.step()
+    _, other = make()
+    other.load_state_dict(wrapper.state_dict())
+    assert other.state_dict()["elastic"] == wrapper.state_dict()["elastic"]
+
+
 def test_betas_where_both_forms_agree_to_first_order():
     for kappa in (0.5, 1.0, 2.0):
         assert sde_beta(0.9999, kappa) == pytest.approx(

@@ -232,6 +232,15 @@ def test_gradients_that_were_thrown_away_do_not_count():
     assert optimizer.noise.measure().variance == pytest.approx(2.0)
 
 
+def test_a_discarded_pass_through_other_parameters_does_not_count():
+    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    _, optimizer = make(trace=(2,), parameters=parameters)
+    (parameters[1] * 100).sum().backward()
+    parameters[1].grad = None
+    step(optimizer, parameters[0], [[1.0, 0, 0], [3.0, 0, 0]])
+    assert optimizer.noise.measure().variance == pytest.approx(2.0)
+
+
 def test_complex_parameters():
     parameter = nn.Parameter(torch.zeros(1, dtype=torch.complex64))
     _, optimizer = make(trace=(2,), parameters=[parameter])
@@ -251,6 +260,16 @@ def test_a_parameter_that_begins_to_train_within_a_step_makes_it_not_count():
         step(optimizer, parameters[0] + parameters[1], [[1.0, 0, 0], [3.0, 0, 0]])
     assert optimizer.noise.measure().variance == pytest.approx(4.0)
     assert optimizer.progress == pytest.approx(1 + 1.25)
+
+
+def test_requires_grad_may_not_change_between_minibatches():
+    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    parameters[1].requires_grad_(False)
+    _, optimizer = make(trace=(2,), parameters=parameters)
+    step(optimizer, parameters[0], [[1.0, 0, 0]])
+    parameters[1].requires_grad_(True)
+    with pytest.raises(ValueError, match="changed between the minibatches of one step"):
+        step(optimizer, parameters[0] + parameters[1], [[3.0, 0, 0]])
 
 
 def test_so_does_one_that_trains_alone():
@@ -411,6 +430,12 @@ def test_a_measured_rule_of_ones_own():
     assert optimizer.current_lr() == pytest.approx(updates[0].lr[0])
 
 
+def test_a_measured_rule_that_would_read_the_gain_is_refused():
+    rule = vbs.Rule("sqrt-gain", math.sqrt, measured=True)
+    with pytest.raises(TypeError, match=r"gain \*\* 0.5, in place of math.sqrt"):
+        make(cls=vbs.ElasticOptimizer, rule=rule)
+
+
 def test_noise_needs_a_reference():
     with pytest.raises(TypeError, match="noise= needs ref_batchsize="):
         make(cls=vbs.ConstantOptimizer, ref_batchsize=None, noise=True)
@@ -421,6 +446,8 @@ def test_a_state_of_other_parameter_groups_is_refused():
     state = optimizer.noise.state_dict()
     with pytest.raises(ValueError, match="no state of a NoiseMeter"):
         optimizer.noise.load_state_dict({"averages": state["averages"]})
+    with pytest.raises(ValueError, match="over 7 samples, and this meter's over 1"):
+        optimizer.noise.load_state_dict({**state, "base": torch.tensor([7.0])})
     wide = {**state, "averages": torch.zeros(3, 2)}
     with pytest.raises(
         ValueError, match="of 2 parameter groups, and the optimizer has"

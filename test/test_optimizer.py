@@ -676,8 +676,10 @@ def test_a_scaler_of_gradients_is_refused():
     model, _, wrapper = make()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(torch.ones(1, 2)).sum()).backward()
-    with pytest.raises(TypeError, match="GradScaler is not supported"):
-        scaler.step(wrapper)
+    for prepare in (lambda: None, lambda: scaler.unscale_(wrapper)):
+        prepare()
+        with pytest.raises(TypeError, match="GradScaler is not supported"):
+            scaler.step(wrapper)
 
 
 def test_a_group_that_is_refused_is_not_added():

@@ -175,6 +175,17 @@ def test_a_saved_state_knows_how_far_its_schedulers_are(unit, attach_first, tmp_
     assert other.get_lr() == optimizer.get_lr()
 
 
+def test_a_scheduler_without_a_state_begins_where_the_meter_does():
+    weight, optimizer = make()
+    run(weight, optimizer, 12)
+    again, other = make()
+    other.attach(StepLR(other, 1, 0.5), "iterations", 1000)
+    other.load_state_dict(optimizer.state_dict())
+    run(again, other, 3)
+    assert other.get_lr() == (1.0,)
+    assert other.state_dict()["elastic"]["schedules"][0]["done"] <= 3 * 4
+
+
 def test_states_wait_for_their_schedulers_and_know_them():
     weight, optimizer = make()
     optimizer.attach(StepLR(optimizer, 1), "samples", 8)

@@ -57,6 +57,19 @@ class GradientBuffers:
             self._replica.sync()  # zeros on the device, not in the first graph
         return changed
 
+    def check_unchanged(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Refuses what replicas with fewer minibatches could not follow.
+
+        Raises:
+            ValueError: Other parameters are trained than when the step began.
+        """
+        if any(p.requires_grad != (p in self._gradients) for p in parameters):
+            raise ValueError(
+                "requires_grad of a parameter changed between the minibatches of one "
+                "step: freeze and unfreeze between steps, in a function that you "
+                "attach, or between epochs"
+            )
+
     def adopt(self, num_accumulated: int) -> None:
         """Takes back gradients that ``model.zero_grad()`` has detached.
 
@@ -76,9 +89,11 @@ class GradientBuffers:
                     "model.zero_grad() from the training loop; the optimizer zeroes "
                     "gradients itself"
                 )
-            if parameter.grad is not None:
-                with torch.no_grad():
+            with torch.no_grad():
+                if parameter.grad is not None:
                     gradient.copy_(parameter.grad)
+                else:  # thrown away, and no part of this minibatch
+                    gradient.zero_()
             parameter.grad = gradient
 
     def rebind(self) -> None:

@@ -82,6 +82,14 @@ class GradientSquares:
             )
         return self.by_group(collected) if collected else None
 
+    def drop_discarded(self) -> None:
+        """Forgets what no longer stands in ``.grad``."""
+        self._collected = {
+            index: value
+            for index, value in self._collected.items()
+            if self._parameters[index].grad is not None
+        }
+
     def discard(self) -> None:
         """Forgets the minibatch."""
         self._collected, self._repeated = {}, False

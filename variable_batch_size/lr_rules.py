@@ -54,7 +54,7 @@ class Rule:
         name: What it is called in messages and, if registered, in `RULES`.
         lr_factor: From the batch ratio to what multiplies every learning rate.
         measured: ``lr_factor`` takes the gain, which is measured from the gradients, in
-            place of the batch ratio.
+            place of the batch ratio: a tensor, where it must not be read.
         beta: From (beta, batch ratio) to the beta of this update: for Adam alone, whose
             epsilon is then divided by sqrt(batch ratio) too.
         momentum_correction: The factor multiplies the gradient, weight decay included,

@@ -21,7 +21,7 @@ from variable_batch_size.progress import Progress
 from xla_replica import Replica
 
 Groups = list[dict[str, Any]]
-_STATE = ("averages", "differences", "whole", "fraction", "batch_size")
+_STATE = ("averages", "differences", "whole", "fraction", "batch_size", "base")
 
 
 class NoiseMeter:
@@ -33,7 +33,8 @@ class NoiseMeter:
     Args:
         groups: The optimizer's parameter groups.
         minibatch_size: b, in samples.
-        ref_batchsize: The batch size that gains compare with.
+        ref_batchsize: The batch size that gains compare with; under
+            ``compat='reference'`` they compare with one minibatch instead.
         replica: The replica whose gradients these are.
         numbers: Uploads.
         options: See `NoiseOptions`.
@@ -83,6 +84,10 @@ class NoiseMeter:
             self._squares.fill_(math.nan)
         if self._compares:
             self._differences.watch(new)
+
+    def drop_discarded(self) -> None:
+        """Forgets gradients that `model.zero_grad` has thrown away meanwhile."""
+        self._gradients.drop_discarded()
 
     def end_minibatch(self) -> None:
         """Adds the minibatch's squares to the step's, in the minibatch's graph.
@@ -168,6 +173,11 @@ class NoiseMeter:
         return self._progress.read()
 
     @property
+    def last_read_progress(self) -> float:
+        """What `progress` was when the device was last read."""
+        return self._progress.last_read
+
+    @property
     def progress_bounds(self) -> tuple[float, float]:
         """What `progress` lies between, as far as the host knows: reads nothing.
 
@@ -220,15 +230,11 @@ class NoiseMeter:
         """Averages and progress, on the CPU: a few numbers per parameter group."""
         tensors = [self._averages, self._differences.averages]
         tensors += [self._progress.whole, self._progress.fraction]
-        last = torch.tensor([self._batch_size], dtype=torch.float64)
-        return dict(zip(_STATE, [*self._replica.fetch(tensors), last]))
+        sizes = torch.tensor([self._batch_size, self._base], dtype=torch.float64)
+        return dict(zip(_STATE, [*self._replica.fetch(tensors), *sizes.split(1)]))
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Takes what `state_dict` gave.
-
-        Raises:
-            ValueError: It is of another number of parameter groups, or no such state.
-        """
+    def check_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Raises ValueError unless `load_state_dict` can take ``state``."""
         if set(state) != set(_STATE):
             raise ValueError(
                 f"this is no state of a NoiseMeter: it has {sorted(state)}, expected "
@@ -240,6 +246,21 @@ class NoiseMeter:
                 f"the state is of {num_groups} parameter groups, and the optimizer has "
                 f"{len(self._squares)}"
             )
+        if state["base"].item() != self._base:
+            raise ValueError(
+                f"the state's gains are over {state['base'].item():g} samples, and "
+                f"this meter's over {self._base:g}: use the same ref_batchsize and "
+                "compat"
+            )
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Takes what `state_dict` gave.
+
+        Raises:
+            ValueError: It is of other parameter groups, of gains over another batch
+                size, or no such state.
+        """
+        self.check_state(state)
         device = self._replica.device
         self._averages = state["averages"].to(self.dtype).to(device)
         self._differences.averages = state["differences"].to(self.dtype).to(device)

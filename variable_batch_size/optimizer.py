@@ -140,7 +140,7 @@ class ElasticOptimizer(OptimizerProxy):
             raise TypeError(
                 "step(closure) is not supported: call loss.backward() before step()"
             )
-        if getattr(self, "grad_scale", None) is not None:
+        if getattr(self, "found_inf", None) is not None:
             raise TypeError(
                 "GradScaler is not supported: it would unscale gradients that are "
                 "accumulated, on each replica by itself. Train in bfloat16, which "
@@ -149,6 +149,10 @@ class ElasticOptimizer(OptimizerProxy):
         self._follow_sampler()
         if self._position.substep == 0:
             self._refresh_gradients(behind_backward=True)
+        else:
+            self._gradients.check_unchanged(self._parameters())
+        if self.noise:
+            self.noise.drop_discarded()
         self._gradients.adopt(self._position.substep)
         self._watch.check(self.param_groups, self._position, self.replica)
         if self.noise:
@@ -258,7 +262,8 @@ class ElasticOptimizer(OptimizerProxy):
         """The inner optimizer's state, with reference learning rates, and under
         ``"elastic"`` what rule, noise meter and attached schedulers have counted.
 
-        It loads into a plain torch optimizer too, and its number of replicas is none.
+        It loads into a plain torch optimizer too, and does not depend on the number of
+        replicas.
         """
         elastic = {
             "rule": self.rule.name,
@@ -278,22 +283,31 @@ class ElasticOptimizer(OptimizerProxy):
             ValueError: It does not fit the parameter groups, or is of another rule.
         """
         elastic = state_dict.get("elastic", {})
+        of_noise = elastic.get("noise") if self.noise else None
+        self._check_state(elastic, of_noise)
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "elastic"})
+        self._scaling.load_state_dict(elastic.get("scaling", []))
+        if of_noise:
+            self.noise.load_state_dict(of_noise)
+        self._attached.load_state_dict(elastic.get("schedules", []))
+
+    def _check_state(self, elastic: dict[str, Any], of_noise: Any) -> None:
+        """Before anything is touched."""
         if elastic.get("rule", self.rule.name) != self.rule.name:
             raise ValueError(
                 f"the state is of rule {elastic['rule']!r}, and this optimizer has "
                 f"{self.rule.name!r}; to change rules, load state['state'] and "
                 "state['param_groups'] alone"
             )
-        self._attached.load_state_dict(elastic.get("schedules", []))
-        if self.noise and elastic.get("noise"):
-            if elastic["ref_batchsize"] != self.ref_batchsize:
-                raise ValueError(
-                    f"the state's progress counts steps of {elastic['ref_batchsize']} "
-                    f"samples, and this optimizer's ref_batchsize={self.ref_batchsize}"
-                )
-            self.noise.load_state_dict(elastic["noise"])
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != "elastic"})
-        self._scaling.load_state_dict(elastic.get("scaling", []))
+        self._attached.check_state(elastic.get("schedules", []))
+        if not of_noise:
+            return
+        if elastic["ref_batchsize"] != self.ref_batchsize:
+            raise ValueError(
+                f"the state's progress counts steps of {elastic['ref_batchsize']} "
+                f"samples, and this optimizer's ref_batchsize={self.ref_batchsize}"
+            )
+        self.noise.check_state(of_noise)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group. Collective: its parameters become those of replica 0."""
@@ -382,7 +396,8 @@ class ElasticOptimizer(OptimizerProxy):
     def _update(self) -> None:
         """The update graph: the same on every replica, for every batch size."""
         # Changing numbers go to the device before the collective is traced.
-        ballot = self._agreement.ballot(hyperparameters(self.param_groups))
+        own = (*hyperparameters(self.param_groups), *self._scaling.state_dict())
+        ballot = self._agreement.ballot(own)
         num_minibatches = self._position.num_minibatches
         divisor = self._numbers.get("divisor", num_minibatches)
         scaling = self._scaling.applied(self.inner, self._batch_ratio())

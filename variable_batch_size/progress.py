@@ -21,6 +21,7 @@ class Progress:
         self.whole = torch.zeros(1, dtype=torch.int64, device=replica.device)
         self.fraction = torch.zeros(1, dtype=dtype, device=replica.device)
         self.bounds = (0.0, 0.0)
+        self.last_read = 0.0
 
     def add(self, gain: torch.Tensor, batch_ratio: float) -> None:
         """Adds one update's gain, ``(1,)``, between 1 and the batch ratio."""
@@ -38,7 +39,7 @@ class Progress:
     def note(self, whole: torch.Tensor, fraction: torch.Tensor) -> float:
         """Takes what was read of `whole` and `fraction`; returns the sum."""
         value = whole.item() + fraction.item()
-        self.bounds = (value, value)
+        self.bounds, self.last_read = (value, value), value
         return value
 
     def load(self, whole: torch.Tensor, fraction: torch.Tensor) -> None:

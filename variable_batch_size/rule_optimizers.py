@@ -107,7 +107,7 @@ class AdaScaleOptimizer(ElasticOptimizer):
     `gain`, `current_lr`, `progress`, `noise_scale` and `efficiency` read the device.
 
     Args:
-        optimizer: A ``torch.optim.SGD``; others get a warning.
+        optimizer: A ``torch.optim.SGD``; Adam and its kin get a warning.
         sampler: See `ElasticOptimizer`.
         log_steps: See `ElasticOptimizer`. Third here, not fourth as elsewhere: as users
             of the earlier implementation write it.

@@ -61,9 +61,9 @@ class Scaling:
                 at this batch ratio.
         """
         groups = optimizer.param_groups
+        self._begin_states(optimizer)
         if self.rule.beta:
             self._check_histories(optimizer)
-        self._begin_states(optimizer)
         ready = [
             self._prepare(index, group, batch_ratio)
             for index, group in enumerate(groups)
@@ -78,15 +78,15 @@ class Scaling:
                     self._hand_over(group, scaled)
                 handed = [group["lr"] for group in groups]
                 optimizer.step()
+            for index, (_, state) in enumerate(outcomes):
+                if not self.rule.beta or _trained(groups[index]):
+                    self._states[index] = state
             if any(group["lr"] is not lr for group, lr in zip(groups, handed)):
                 raise ValueError(
                     "a step hook changed the learning rate, which is the scaled one "
                     "while hooks run: use optimizer.attach(...), which runs after the "
                     "update and sees the reference learning rate"
                 )
-            for index, (_, state) in enumerate(outcomes):
-                if not self.rule.beta or _trained(groups[index]):
-                    self._states[index] = state
             return tuple(scaled.effective_lr for scaled, _ in outcomes)
 
         try:
@@ -102,7 +102,9 @@ class Scaling:
     def load_state_dict(self, states: list[Any]) -> None:
         """Takes what `state_dict` gave; an empty list forgets all history."""
         self._states = [
-            None if state is None else AdamState(state[0], (*state[1],), state[2])
+            None
+            if state is None
+            else AdamState(state[0], state[1] and (*state[1],), state[2])
             for state in states
         ]
         self._trained = []
@@ -112,7 +114,7 @@ class Scaling:
     def _begin_states(self, optimizer: Optimizer) -> None:
         """A new group's state: the inner optimizer may have made updates already."""
         for group in optimizer.param_groups[len(self._states) :]:
-            steps = _steps(optimizer, group) if self.rule.beta else set()
+            steps = _steps(optimizer, group["params"]) if self.rule.beta else set()
             self._states.append(self.rule.init(max(steps, default=0)))
 
     def _check_histories(self, optimizer: Optimizer) -> None:
@@ -128,13 +130,15 @@ class Scaling:
         if trained == self._trained:
             return
         for index, group in enumerate(optimizer.param_groups):
-            steps = _steps(optimizer, group)
-            if len(steps) > 1:
+            steps = _steps(optimizer, _trained(group))
+            history = self._states[index].num_updates
+            if steps and steps != {history}:
                 raise ValueError(
                     f"rule {self.rule.name!r}: parameters of group {index} have made "
-                    f"{sorted(steps)} updates, and their averages need different bias "
-                    "corrections, which one group cannot have: put parameters that "
-                    "begin to train later into a group of their own"
+                    f"{sorted(steps)} updates and the group {history}, so their "
+                    "averages need different bias corrections, which one group cannot "
+                    "have: put parameters that begin to train later into a group of "
+                    "their own"
                 )
         self._trained = trained
 
@@ -217,11 +221,11 @@ def _scale_gradients(group: Group, decay: Any, factor: Any) -> None:
             gradient.mul_(factor)
 
 
-def _steps(optimizer: Optimizer, group: Group) -> set[int]:
-    """Numbers of updates that the group's trained parameters have made."""
+def _steps(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> set[int]:
+    """Numbers of updates that the parameters have made."""
     return {
         int(optimizer.state.get(parameter, {}).get("step", 0))
-        for parameter in _trained(group)
+        for parameter in parameters
     }
 
 

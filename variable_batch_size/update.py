@@ -63,11 +63,21 @@ class Attached:
         """Of the schedulers, in order."""
         return [each.state_dict() for each in self._schedules()] + self._waiting
 
+    def check_state(self, states: list[dict[str, Any]]) -> None:
+        """Raises ValueError unless `load_state_dict` can take ``states``."""
+        for schedule, state in zip(self._schedules(), states):
+            schedule.check_state(state)
+
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Takes what `state_dict` gave; states of schedulers to come wait for them."""
+        """Takes what `state_dict` gave; states of schedulers to come wait for them.
+
+        A scheduler without a state begins here, after the meter has loaded its own.
+        """
         schedules = self._schedules()
         for schedule, state in zip(schedules, states):
             schedule.load_state_dict(state)
+        for schedule in schedules[len(states) :]:
+            schedule.begin_here()
         self._waiting = list(states[len(schedules) :])
 
     def _schedules(self) -> list[ScheduleIn]:
@@ -156,7 +166,8 @@ class ScheduleIn:
     def _iterations(self) -> float:
         assert self._noise is not None
         low, high = (bound - self._begin for bound in self._noise.progress_bounds)
-        slack = 1e-5 * (1 + high)  # the device adds up what the host only bounds
+        # Of what the device has added up, rounding, since it was last read.
+        slack = 1e-5 * (1 + high + self._begin - self._noise.last_read_progress)
         sure = math.floor((low - slack) / self.every)
         if sure == math.floor((high + slack) / self.every):
             return max(low - slack, 0.0)
@@ -172,17 +183,22 @@ class ScheduleIn:
             "begin": self._begin,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what `state_dict` gave.
-
-        Raises:
-            ValueError: It is of a scheduler in another unit.
-        """
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raises ValueError if it is of a scheduler in another unit."""
         if (state["unit"], state["every"]) != (self.unit, self.every):
             raise ValueError(
                 f"the saved scheduler counted {state['unit']} by {state['every']}, and "
                 f"the one attached in its place counts {self.unit} by {self.every}: "
                 "attach the same schedulers in the same order"
             )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave; see `check_state`."""
+        self.check_state(state)
         self.done, self.ticks = state["done"], int(state["ticks"])
         self._begin = state["begin"]
+
+    def begin_here(self) -> None:
+        """Goes on counting from the meter's progress, which has just been loaded."""
+        if self.unit == "iterations" and self._noise is not None:
+            self._begin = self._noise.progress - self.done
