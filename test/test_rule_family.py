@@ -128,7 +128,7 @@ def in_dtype(rank: int, name: str, dtype: torch.dtype) -> tuple[set, bool, objec
     return (
         {w.dtype for w in training.weights},
         all(each.item() for each in replica.fetch(finite)),
-        {t.dtype for k, t in state.items() if k not in ("whole", "batch_size")},
+        {t.dtype for k, t in state.items() if k in ("averages", "fraction")},
     )
 
 
