@@ -134,7 +134,7 @@ def inner_product(
     if one.is_complex():
         one, other = torch.view_as_real(one), torch.view_as_real(other)
     # Not a dot product, which a TPU computes from bfloat16 factors; and not a norm,
-    # which torch_xla makes three times as many operations of.
+    # which XLA makes three times as many operations of.
     return (one.to(dtype) * other.to(dtype)).sum()
 
 
