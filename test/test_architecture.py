@@ -59,12 +59,14 @@ def modules(package: str) -> list[Path]:
 
 def test_every_package_is_packaged():
     script = "import setup, json; print(json.dumps(setup.PACKAGES))"
-    code = f"import sys, setuptools; setuptools.setup = lambda **_: None; {script}"
+    # A stand-in: setuptools need not be installed, and nothing is to be set up.
+    stand_in = "sys.modules['setuptools'] = types.SimpleNamespace(setup=lambda **_: 0)"
     run = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", f"import sys, types; {stand_in}; {script}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
-    if "No module named 'setuptools'" in run.stderr:
-        pytest.skip("setuptools is not installed here")
     assert run.returncode == 0, run.stderr
     folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert folders == set(PACKAGES)

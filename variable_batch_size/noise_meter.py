@@ -16,7 +16,7 @@ from variable_batch_size import gradient_noise
 from variable_batch_size.gradient_differences import GradientDifferences
 from variable_batch_size.gradient_squares import GradientSquares
 from variable_batch_size.noise_options import Measurements, NoiseOptions
-from variable_batch_size.numbers import Numbers
+from variable_batch_size.numbers import Numbers, widest
 from variable_batch_size.progress import Progress
 from xla_replica import Replica
 
@@ -58,8 +58,7 @@ class NoiseMeter:
         self._replica = replica
         self._numbers = numbers
         self._batch_size: float = ref_batchsize  # of the last update
-        wide = any(p.dtype == torch.float64 for g in groups for p in g["params"])
-        self.dtype = torch.float64 if wide else torch.float32
+        self.dtype = widest(p for group in groups for p in group["params"])
         self._gradients = GradientSquares(self.dtype, replica.device)
         self._averages, self._squares = self._none(0), self._vector(0)
         self._differences = GradientDifferences(

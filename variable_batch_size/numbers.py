@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from xla_replica import Replica
@@ -40,3 +42,9 @@ class Numbers:
                 tensor = self._replica.scalar(value, dtype)
             self._kept[key] = tensor
         return self._kept[key]
+
+
+def widest(parameters: Iterable[torch.Tensor]) -> torch.dtype:
+    """float64 where a parameter is, else float32: the precision numbers need."""
+    wide = any(parameter.dtype == torch.float64 for parameter in parameters)
+    return torch.float64 if wide else torch.float32

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from variable_batch_size.accumulate import like_dimensions_of
 from variable_batch_size.adam_rules import AdamState
 from variable_batch_size.lr_rules import HYPERPARAMETERS, Rule, Scaled
-from variable_batch_size.numbers import Numbers
+from variable_batch_size.numbers import Numbers, widest
 from variable_batch_size.tensor_scalars import TensorScalars
 from xla_replica import Replica
 
@@ -144,7 +144,7 @@ class Scaling:
 
     def _prepare(self, index: int, group: Group, batch_ratio: float) -> Finish:
         """What is left to do when the gain is known; uploads what will be needed."""
-        dtype = _widest(group["params"])
+        dtype = widest(group["params"])
 
         def upload(name: str, value: float) -> torch.Tensor:
             return self._numbers.get((name, index), value, dtype)
@@ -231,9 +231,3 @@ def _steps(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> set[int]
 
 def _trained(group: Group) -> list[torch.Tensor]:
     return [parameter for parameter in group["params"] if parameter.grad is not None]
-
-
-def _widest(parameters: Iterable[torch.Tensor]) -> torch.dtype:
-    """float64 where a parameter is, else float32: the precision numbers need."""
-    wide = any(parameter.dtype == torch.float64 for parameter in parameters)
-    return torch.float64 if wide else torch.float32
