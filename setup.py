@@ -4,7 +4,7 @@ from pathlib import Path
 
 from setuptools import setup
 
-PACKAGES = ["variable_batch_size", "xla_replica"]
+PACKAGES = ["grab_xla", "grab_xla.balancers", "variable_batch_size", "xla_replica"]
 
 setup(
     name="elastic-xla",
@@ -19,7 +19,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=PACKAGES,
-    package_data={package: ["py.typed"] for package in PACKAGES},
+    package_data={package: ["py.typed"] for package in PACKAGES if "." not in package},
     # torch is pinned in the xla extra only: torch_xla needs exactly 2.9, its successor
     # torch_tpu needs 2.11 or newer, and everybody else wants their own.
     install_requires=["torch", "numpy", "pandas", "tensorboardX", "tqdm"],
