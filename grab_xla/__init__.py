@@ -8,4 +8,16 @@ loader = DataLoader(dataset, batch_size=32, sampler=sampler)
 sampler.step(per_sample_grads)  # a dict of (B, *shape) tensors, once per batch
 """
 
-__all__: list[str] = []
+from grab_xla.balancers import BALANCE_TYPES, Balancer, Ordering, ordering_named
+from grab_xla.decisions import Decisions
+from grab_xla.sampler import GraBSampler, GraBWarning
+
+__all__ = [
+    "BALANCE_TYPES",
+    "Balancer",
+    "Decisions",
+    "GraBSampler",
+    "GraBWarning",
+    "Ordering",
+    "ordering_named",
+]

@@ -22,10 +22,13 @@ PACKAGES = sorted(MAY_IMPORT)
 WITHOUT_TORCH = {
     f"variable_batch_size/{name}.py"
     for name in ("trace", "trace_csv", "schedule", "lr_rules", "adam_rules")
-}
+} | {"grab_xla/reorder.py", "grab_xla/dealing.py"}
 RUNTIMES = ("torch_xla", "torch_tpu", "torch.distributed")
 PUBLIC = {
-    "grab_xla": set(),
+    "grab_xla": {
+        "BALANCE_TYPES", "Balancer", "Decisions", "GraBSampler", "GraBWarning",
+        "Ordering", "ordering_named",
+    },
     "variable_batch_size": {
         "RULES", "AdaScaleOptimizer", "AdamHalfLifeRuleOptimizer",
         "AdamRootRuleOptimizer", "ConstantOptimizer", "CustomSampler",
@@ -154,7 +157,8 @@ def test_packages_import_without_any_runtime(package):
 @pytest.mark.parametrize(
     "module", ["variable_batch_size.schedule", "variable_batch_size.lr_rules",
                "variable_batch_size.adam_rules", "variable_batch_size.gradient_noise",
-               "variable_batch_size.tensor_scalars", "xla_replica.counters"],
+               "variable_batch_size.tensor_scalars", "xla_replica.counters",
+               "grab_xla.reorder", "grab_xla.dealing"],
 )  # fmt: skip
 def test_docstring_examples(module):
     import doctest

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from xla_replica.errors import ReplicaError
-from xla_replica.replica import Replica, check_source, default_device
+from xla_replica.replica import Replica, check_parts, check_source, default_device
 
 # Gradients are summed in flat buckets: one call per bucket is fast, and the second
 # copy of the gradients never exceeds one bucket (or the largest tensor).
@@ -49,6 +49,15 @@ class DistributedReplica(Replica):
         with self._named("gather", [value]):
             dist.all_gather(gathered, value)
         return torch.stack(gathered)
+
+    def exchange(self, tensor: torch.Tensor) -> torch.Tensor:
+        check_parts(tensor, self.num_replicas)
+        self._check_device(tensor)
+        value = tensor.detach().contiguous()
+        received = torch.empty_like(value)
+        with self._named("exchange", [value]):
+            dist.all_to_all_single(received, value)
+        return received
 
     def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         check_source(source, self.num_replicas)

@@ -74,6 +74,17 @@ class Replica(abc.ABC):
         """Returns ``(num_replicas, *tensor.shape)``: every replica's tensor."""
 
     @abc.abstractmethod
+    def exchange(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Deals the parts of a tensor to the replicas: an all-to-all.
+
+        Args:
+            tensor: ``(num_replicas, ...)``; ``tensor[r]`` is for replica r.
+
+        Returns:
+            The same shape; ``[r]`` is what replica r had for this one.
+        """
+
+    @abc.abstractmethod
     def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Replaces each tensor by that of replica ``source``, in place."""
 
@@ -162,6 +173,10 @@ class LocalReplica(Replica):
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().clone().unsqueeze(0)
 
+    def exchange(self, tensor: torch.Tensor) -> torch.Tensor:
+        check_parts(tensor, self.num_replicas)
+        return tensor.detach().clone()
+
     def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         del tensors
         check_source(source, self.num_replicas)
@@ -186,4 +201,13 @@ def check_source(source: int, num_replicas: int) -> None:
         raise ValueError(
             f"broadcast_: source={source} is no replica; allowed are 0 to "
             f"{num_replicas - 1}"
+        )
+
+
+def check_parts(tensor: torch.Tensor, num_replicas: int) -> None:
+    """Raises ValueError unless there is one part for every replica."""
+    if tensor.dim() == 0 or len(tensor) != num_replicas:
+        raise ValueError(
+            f"exchange: a tensor of shape {tuple(tensor.shape)} has no part for each "
+            f"of {num_replicas} replicas; its first dimension must be {num_replicas}"
         )

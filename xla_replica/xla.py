@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from xla_replica.loader import map_tensors
-from xla_replica.replica import Replica, check_source
+from xla_replica.replica import Replica, check_parts, check_source
 
 
 class XlaReplica(Replica):
@@ -49,6 +49,14 @@ class XlaReplica(Replica):
         # Pinned layouts make torch_xla pad with the replica's own ordinal: a
         # different graph on every replica, which hangs.
         return self._xm.all_gather(value, dim=0, pin_layout=False)
+
+    def exchange(self, tensor: torch.Tensor) -> torch.Tensor:
+        check_parts(tensor, self.num_replicas)
+        if self.num_replicas == 1:
+            return tensor.detach().clone()
+        if tensor.dtype == torch.bfloat16 and self._on_cpu:
+            return self.exchange(tensor.float()).to(torch.bfloat16)
+        return self._xm.all_to_all(tensor.detach(), 0, 0, self.num_replicas)
 
     def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         check_source(source, self.num_replicas)

@@ -1,0 +1,61 @@
+"""Batch balance: all signs of a step from one accumulator, without a Gram matrix."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+
+from grab_xla.balancers.base import State
+from grab_xla.balancers.mean import MeanBalance
+from grab_xla.decisions import Decisions, zero_unless
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchBalance(MeanBalance):
+    """Mean balance whose signs see the accumulator at the beginning of the step only.
+
+    Cheap, and worse the larger the step: herding grows with the samples in it. It
+    depends on how the epoch is cut into steps.
+
+    Attributes:
+        batch_size: Accepted for code that passes it; nothing reads it.
+    """
+
+    centres_update: ClassVar[bool] = True
+
+    batch_size: int | None = None
+
+    def balance(
+        self, state: State, rows_RD: torch.Tensor, decide: Decisions
+    ) -> tuple[State, torch.Tensor]:
+        vectors = self.vectors(state, rows_RD)
+        squares = (vectors * vectors).sum(1)
+        products = decide.whole(torch.stack([vectors @ state["sums"][0], squares]))
+        finite = torch.isfinite(products[1])
+        # The mean of what was balanced so far, as in grab-sampler; it matters where
+        # signs are drawn.
+        inner = products[0] / state["count"].clamp(min=1)
+        thresholds = decide.thresholds_RN
+        below = decide.below(inner, None if thresholds is None else thresholds[:, 0])
+        seen = finite.to(vectors.dtype)
+        signs = torch.where(below, seen, -seen)
+        vectors = zero_unless(vectors, finite)
+        sums = torch.addmm(state["sums"], torch.stack([signs, seen]), vectors)
+        if not self.centres_update:
+            raw = signs.sum() * state["mean"]
+            sums = torch.cat([sums[:1] + raw, sums[1:]])
+        new_state = {**state, "sums": sums, "count": state["count"] + seen.sum()}
+        return new_state, signs.to(self.code_dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UncentredBatchBalance(BatchBalance):
+    """Batch balance as grab-sampler 0.1.3 has it: the accumulator sums raw gradients.
+
+    For comparisons: unless the mean gradient is nearly zero, orders are several times
+    worse than random ones.
+    """
+
+    centres_update: ClassVar[bool] = False

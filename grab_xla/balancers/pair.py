@@ -1,0 +1,110 @@
+"""Pair balance: differences of neighbours need no estimate of the mean.
+
+Algorithms 1 and 2 (PairBalance, CD-GraB) of Cooper et al., arXiv:2302.00845.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from grab_xla.balancers.base import Balancer, State
+from grab_xla.balancers.checks import check_integer
+from grab_xla.decisions import Decisions, finite_rows, zero_unless
+from grab_xla.reorder import reorder_interleaved
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairBalance(Balancer):
+    """Balances differences of pairs; one goes to the front, its partner to the back.
+
+    With W workers, worker w owns the samples at positions w, w + W, w + 2W ... of the
+    order, for ever, and its pairs are among its own samples: coordinated pair balance.
+    All workers share one accumulator; pair t of worker 0 comes before that of worker 1.
+    A sample without a partner at the end of an epoch goes to the middle.
+
+    State: ``sums`` (1, columns), the accumulator; ``pending`` (k, columns), gradients
+    of the last k < 2W samples, which wait for partners.
+
+    Attributes:
+        num_workers: Shards that are ordered for themselves. It is part of the order:
+            choose it once for a training, whatever the number of replicas.
+    """
+
+    num_workers: int = 1
+
+    def __post_init__(self) -> None:
+        check_integer("num_workers", self.num_workers, 1)
+
+    def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
+        like = {"dtype": dtype, "device": device}
+        return {
+            "sums": torch.zeros(1, num_columns, **like),
+            "pending": torch.zeros(0, num_columns, **like),
+        }
+
+    def begin_epoch(self, state: State) -> State:
+        sums = torch.zeros_like(state["sums"])
+        return {"sums": sums, "pending": state["pending"][:0]}
+
+    def balance(
+        self, state: State, rows_RD: torch.Tensor, decide: Decisions
+    ) -> tuple[State, torch.Tensor]:
+        rows, thresholds = self._with_pending(state["pending"], rows_RD, decide)
+        size = 2 * self.num_workers
+        end = len(rows) // size * size
+        blocks = rows[:end].unflatten(0, (-1, 2, self.num_workers))
+        differences = (blocks[:, 0] - blocks[:, 1]).flatten(0, 1)
+        if thresholds is not None:
+            drawn = thresholds[:end].unflatten(0, (-1, 2, self.num_workers))
+            thresholds = drawn[:, 1].reshape(-1, 1)  # the partner's, which came last
+        sums, signs = self._signs(state["sums"], differences, thresholds, decide)
+        codes = signs.unflatten(0, (-1, 1, self.num_workers)) if end else signs
+        codes = torch.cat([codes, -codes], dim=1).flatten() if end else signs
+        # A copy: a view would keep the whole batch alive.
+        new_state = {"sums": sums, "pending": rows[end:].clone()}
+        return new_state, codes.to(self.code_dtype)
+
+    def _with_pending(
+        self, pending: torch.Tensor, rows_RD: torch.Tensor, decide: Decisions
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows and thresholds with those of the samples that wait in front."""
+        thresholds = decide.thresholds_RN
+        if len(pending) == 0:
+            return rows_RD, thresholds
+        if thresholds is not None:  # only partners' are read: any number will do
+            unread = torch.zeros_like(thresholds[:1]).expand(len(pending), -1)
+            thresholds = torch.cat([unread, thresholds])
+        return torch.cat([pending, rows_RD]), thresholds
+
+    def _signs(
+        self,
+        sums: torch.Tensor,
+        differences_PD: torch.Tensor,
+        thresholds_P1: torch.Tensor | None,
+        decide: Decisions,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The new accumulator, and ``(P,)`` the signs of the pairs."""
+        signs = [sums.new_zeros(0)]
+        for vectors, limits in decide.tiles(differences_PD, thresholds_P1):
+            gram, products = decide.gram(vectors, sums)
+            finite = finite_rows(gram)
+            signs.append(
+                decide.signs(
+                    products[:, 0],
+                    gram,
+                    finite,
+                    None if limits is None else limits[:, 0],
+                )
+            )
+            vectors = zero_unless(vectors, finite)
+            sums = torch.addmm(sums, signs[-1].unsqueeze(0), vectors)
+        return sums, torch.cat(signs[1:] or signs)
+
+    def next_order(
+        self, order: np.ndarray, codes: np.ndarray, generator: torch.Generator
+    ) -> np.ndarray:
+        del generator
+        return reorder_interleaved(order, codes, self.num_workers)

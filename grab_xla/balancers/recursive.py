@@ -1,0 +1,109 @@
+"""Recursive balance: every half of a balancing is balanced again."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+
+from grab_xla.balancers.base import State
+from grab_xla.balancers.checks import check_integer
+from grab_xla.balancers.mean import MeanBalance
+from grab_xla.decisions import Decisions, finite_rows, zero_unless
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecursiveBalance(MeanBalance):
+    """A sample walks from the root of a binary tree to a leaf by its sign at each node.
+
+    Every node has an accumulator; +1 leads to the left. The next order is that of the
+    leaves, each with its positives as they came and its negatives reversed. Depth 0 is
+    mean balance.
+
+    State: that of mean balance, but ``sums`` has 2^(depth + 1) - 1 accumulators above
+    the plain sum; node v has the children 2v + 1 and 2v + 2.
+
+    Attributes:
+        depth: Levels below the root.
+    """
+
+    code_dtype: ClassVar[torch.dtype] = torch.int32
+
+    depth: int = 5
+
+    def __post_init__(self) -> None:
+        check_integer("depth", self.depth, 0)
+
+    @property
+    def num_draws(self) -> int:
+        return self.depth + 1
+
+    @property
+    def num_leaves(self) -> int:
+        return 2**self.depth
+
+    @property
+    def _num_nodes(self) -> int:
+        return 2 ** (self.depth + 1) - 1
+
+    def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
+        state = super().init(num_columns, dtype, device)
+        sums = torch.zeros(self._num_nodes + 1, num_columns, dtype=dtype, device=device)
+        return {**state, "sums": sums}
+
+    def begin_epoch(self, state: State) -> State:
+        off_by = state["sums"][self._num_nodes :] / state["count"].clamp(min=1)
+        return {
+            **state,
+            "mean": state["mean"] + off_by,
+            "sums": torch.zeros_like(state["sums"]),
+            "count": torch.zeros_like(state["count"]),
+        }
+
+    def balance(
+        self, state: State, rows_RD: torch.Tensor, decide: Decisions
+    ) -> tuple[State, torch.Tensor]:
+        sums, count, codes = state["sums"], state["count"], []
+        for rows, thresholds in decide.tiles(rows_RD, decide.thresholds_RN):
+            vectors = self.vectors(state, rows)
+            gram, products = decide.gram(vectors, sums[: self._num_nodes])
+            finite = finite_rows(gram)
+            walked, code = self._walk(gram, products, finite, thresholds, decide)
+            seen = finite.to(sums.dtype)
+            weights = torch.cat([walked, seen.unsqueeze(1)], dim=1)
+            sums = torch.addmm(sums, weights.T, zero_unless(vectors, finite))
+            count = count + seen.sum()
+            codes.append(code.to(self.code_dtype))
+        return {**state, "sums": sums, "count": count}, torch.cat(codes)
+
+    def _walk(
+        self,
+        gram_RR: torch.Tensor,
+        products_RV: torch.Tensor,
+        finite_R: torch.Tensor,
+        thresholds_RN: torch.Tensor | None,
+        decide: Decisions,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(R, V)`` signs at the nodes a sample passes, 0 elsewhere; ``(R,)`` codes.
+
+        Level by level: at one level, samples at the same node follow one another.
+        """
+        nodes = torch.arange(self._num_nodes, device=gram_RR.device)
+        node = torch.zeros_like(finite_R, dtype=nodes.dtype)
+        signs_RV = torch.zeros_like(products_RV)
+        signs = finite_R
+        for level in range(self.depth + 1):
+            is_here = node.unsqueeze(1) == nodes
+            products = torch.where(is_here, products_RV, torch.zeros_like(products_RV))
+            together = node.unsqueeze(1) == node
+            signs = decide.signs(
+                products.sum(1),
+                torch.where(together, gram_RR, torch.zeros_like(gram_RR)),
+                finite_R,
+                None if thresholds_RN is None else thresholds_RN[:, level],
+            )
+            signs_RV = signs_RV + is_here * signs.unsqueeze(1)
+            leaf = node - (2**level - 1)
+            node = 2 * node + 1 + (signs < 0).to(node.dtype)
+        return signs_RV, signs * (leaf + 1)

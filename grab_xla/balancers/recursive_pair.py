@@ -1,0 +1,111 @@
+"""Recursive pair balance: a tree of pairs over each batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+
+from grab_xla.balancers.base import Balancer, State
+from grab_xla.balancers.checks import check_integer
+from grab_xla.decisions import Decisions, zero_unless
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecursivePairBalance(Balancer):
+    """Sorts each block of ``batch_size`` samples by a tree of pair balancings.
+
+    At every node neighbours are paired; of each pair one goes left and one right. All
+    pairs of a node meet its accumulator as it was before the block, so no sign waits
+    for another. The next order takes column after column of the sorted blocks, every
+    other one backwards. A block is cut at the end of a step: choose a power of two that
+    divides the number of samples per step (over all replicas). A short block is filled
+    with zeros, which are taken out again.
+
+    State: ``sums`` (batch_size - 1, columns), an accumulator for every node; node v has
+    the children 2v + 1 and 2v + 2.
+
+    Attributes:
+        batch_size: Samples of a block, a power of two from 2 on.
+    """
+
+    code_dtype: ClassVar[torch.dtype] = torch.int32
+
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        check_integer("batch_size", self.batch_size, 2)
+        if self.batch_size & (self.batch_size - 1):
+            raise ValueError(
+                f"batch_size={self.batch_size}: 'recursive-pair' needs a power of two "
+                "(the batch may be a multiple of it, or smaller)"
+            )
+
+    @property
+    def num_leaves(self) -> int:
+        return self.batch_size
+
+    @property
+    def num_draws(self) -> int:
+        return self.batch_size.bit_length() - 1
+
+    def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
+        shape = (self.batch_size - 1, num_columns)
+        return {"sums": torch.zeros(shape, dtype=dtype, device=device)}
+
+    def balance(
+        self, state: State, rows_RD: torch.Tensor, decide: Decisions
+    ) -> tuple[State, torch.Tensor]:
+        sums, codes = state["sums"], []
+        blocks = dataclasses.replace(decide, tile_size=self.batch_size)
+        for rows, thresholds in blocks.tiles(rows_RD, decide.thresholds_RN):
+            squares = (rows * rows).sum(1, keepdim=True)
+            products = decide.whole(torch.cat([rows @ sums.T, squares], dim=1))
+            finite = torch.isfinite(products[:, -1])
+            products = torch.where(finite.unsqueeze(1), products, 0 * squares.detach())
+            weights, code = self._sort(products[:, :-1], thresholds, decide)
+            # Samples that are not there, or not finite, have no weight.
+            code = torch.where(finite, code[: len(rows)], torch.zeros_like(code[:1]))
+            sums = torch.addmm(sums, weights[: len(rows)].T, zero_unless(rows, finite))
+            codes.append(code.to(self.code_dtype))
+        return {"sums": sums}, torch.cat(codes)
+
+    def _sort(
+        self,
+        products_RV: torch.Tensor,
+        thresholds_RN: torch.Tensor | None,
+        decide: Decisions,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(b, V)`` signs of the samples at the nodes, and ``(b,)`` codes.
+
+        ``items`` holds the samples as the tree has sorted them so far, node by node.
+        """
+        size, device = self.batch_size, products_RV.device
+        absent = products_RV.new_zeros(size - len(products_RV), size - 1)
+        products_VR = torch.cat([products_RV, absent]).T
+        items = torch.arange(size, device=device).reshape(1, size)
+        weights = []
+        for level in range(self.num_draws):
+            nodes = products_VR[2**level - 1 : 2 ** (level + 1) - 1]
+            first, second = items[:, 0::2], items[:, 1::2]
+            differences = nodes.gather(1, first) - nodes.gather(1, second)
+            limits = None
+            if thresholds_RN is not None:
+                drawn = thresholds_RN[:, level]
+                limits = drawn[first.clamp(max=len(drawn) - 1)]
+            wins = decide.below(differences, limits)
+            left, right = (
+                torch.where(wins, first, second),
+                torch.where(wins, second, first),
+            )
+            ones = torch.ones_like(differences)
+            signs = torch.zeros_like(nodes)
+            signs = signs.scatter(1, left, ones).scatter(1, right, -ones)
+            weights.append(signs)
+            items = torch.stack([left, right], dim=1).flatten(0, 1)
+        column = torch.arange(size, device=device)
+        # Columns are leaves: the even ones forwards, the odd ones backwards.
+        of_column = torch.where(column % 2 == 0, column + 1, -column - 1)
+        codes = torch.zeros_like(column).scatter(0, items.flatten(), of_column)
+        return torch.cat(weights).T, codes

@@ -1,0 +1,134 @@
+"""Signs from inner products: what every balancer shares.
+
+Balancing decides on one vector z after the other: its sign is +1 where its inner
+product p with the signed sum ``a`` of those before it lies below a threshold, and then
+``a += sign * z``. With K = Z Z^T and u = Z a of a tile of vectors, all p follow without
+touching a vector again: ``p_i = u_i + sum_{j<i} sign_j K_ij``. This is exact, so a tile
+of any size gives the same signs.
+
+The recursion is solved as a fixed point, ``p <- u + strictly_lower(K) sign(p)``: after
+k rounds at least the first k + 1 signs are right, and rounds beyond that change
+nothing. So a compiled backend unrolls ``tile - 1`` rounds of four operations, without a
+gather, a branch or a read-back, and a CPU stops at the first round that changes nothing.
+
+Axes: R rows of a tile, D columns (parameters, or this replica's share of them), V
+accumulators.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import torch
+
+TIES = ("negative", "positive")
+
+
+def no_sum(tensors: list[torch.Tensor]) -> None:
+    """One shard holds every column: partial inner products are whole."""
+    del tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class Decisions:
+    """How signs are decided in one step.
+
+    Attributes:
+        tie: The sign at p equal to the threshold. 'negative' is the convention of
+            grab-sampler, 'positive' that of the papers' code.
+        thresholds_RN: ``(rows, draws)``, what p must lie below for +1; None means 0.
+            The self-balancing walk (Alweiss, Liu and Sawhney, arXiv:2006.14009) takes
+            +1 with probability 1/2 - p / 2c, which is p < c (1 - 2 uniform).
+        sum_: Adds partial inner products over the shards of the columns, in place.
+        tile_size: Rows whose inner products are formed at once; None means all.
+    """
+
+    tie: str = "negative"
+    thresholds_RN: torch.Tensor | None = None
+    sum_: Callable[[list[torch.Tensor]], None] = no_sum
+    tile_size: int | None = None
+
+    def tiles(
+        self, rows_RD: torch.Tensor, thresholds_RN: torch.Tensor | None = None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Tiles of rows and of what belongs to each row, in order."""
+        size = self.tile_size or max(len(rows_RD), 1)
+        for start in range(0, len(rows_RD), size):
+            own = slice(start, start + size)
+            yield rows_RD[own], None if thresholds_RN is None else thresholds_RN[own]
+
+    def whole(self, partial: torch.Tensor) -> torch.Tensor:
+        """A partial inner product summed over the shards of the columns."""
+        self.sum_([partial])
+        return partial
+
+    def gram(
+        self, rows_RD: torch.Tensor, vectors_VD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(R, R)`` and ``(R, V)``: inner products with one another and with others.
+
+        One sum over the shards. A row that is not finite spoils its own row and column
+        of the first and its own row of the second, nothing else.
+        """
+        products = torch.cat([rows_RD @ rows_RD.T, rows_RD @ vectors_VD.T], dim=1)
+        self.sum_([products])
+        num_rows = len(rows_RD)
+        return products[:, :num_rows], products[:, num_rows:]
+
+    def below(
+        self, products: torch.Tensor, thresholds: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Where the sign is +1, bool in the shape of ``products``."""
+        limit = torch.zeros_like(products) if thresholds is None else thresholds
+        return products < limit if self.tie == "negative" else products <= limit
+
+    def signs(
+        self,
+        products_R: torch.Tensor,
+        gram_RR: torch.Tensor,
+        finite_R: torch.Tensor,
+        thresholds_R: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The signs of R vectors that are balanced one after the other.
+
+        Args:
+            products_R: With the accumulator as it stands before the first of them.
+            gram_RR: With one another.
+            finite_R: bool; the others get sign 0 and no say in what follows.
+            thresholds_R: See the class.
+
+        Returns:
+            ``(R,)`` of the dtype of ``products_R``: +1, -1 or 0.
+        """
+        positive = finite_R.to(products_R.dtype)
+        negative = -positive
+        products = torch.where(finite_R, products_R, torch.zeros_like(products_R))
+        both = finite_R & finite_R.unsqueeze(1)
+        gram = torch.where(both, gram_RR, torch.zeros_like(gram_RR))
+        # Row i, columns j < i: what earlier signs add to p_i.
+        earlier = torch.tril(gram, diagonal=-1)
+        on_cpu = products.device.type == "cpu"
+        below = self.below(products, thresholds_R)
+        for _ in range(len(products) - 1):
+            signs = torch.where(below, positive, negative)
+            before = below
+            below = self.below(products + torch.mv(earlier, signs), thresholds_R)
+            if on_cpu and torch.equal(before, below):
+                break
+        return torch.where(below, positive, negative)
+
+
+def finite_rows(gram_RR: torch.Tensor) -> torch.Tensor:
+    """``(R,)`` bool: the rows whose squared norm is finite."""
+    return torch.isfinite(torch.diagonal(gram_RR))
+
+
+def zero_unless(rows_RD: torch.Tensor, finite_R: torch.Tensor) -> torch.Tensor:
+    """The rows with zeros in place of those that are not finite.
+
+    On a CPU, where looking is free, the rows themselves when all of them are finite.
+    """
+    if rows_RD.device.type == "cpu" and bool(finite_R.all()):
+        return rows_RD
+    return torch.where(finite_R.unsqueeze(1), rows_RD, torch.zeros_like(rows_RD))

@@ -1,0 +1,89 @@
+"""Per-sample gradients as rows of one matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+
+class Rows:
+    """Turns a dict of per-sample gradients into ``(B, d)``, parameter after parameter.
+
+    Args:
+        parameters: Name to tensor; only shapes are kept.
+        dtype: Of the rows.
+        device: Of the rows.
+
+    Raises:
+        TypeError: ``parameters`` is no mapping of tensors.
+        ValueError: It is empty.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        if not isinstance(parameters, Mapping) or not all(
+            isinstance(value, torch.Tensor) for value in parameters.values()
+        ):
+            raise TypeError(
+                "trainable_params must map names to tensors, such as "
+                f"dict(model.named_parameters()); got {type(parameters).__name__}"
+            )
+        if not parameters:
+            raise ValueError("trainable_params is empty: there is nothing to balance")
+        self._shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        self._dtype, self._device = dtype, device
+        self.num_columns = sum(p.numel() for p in parameters.values())
+
+    def __call__(
+        self, per_sample_grads: Mapping[str, torch.Tensor], batched: bool = True
+    ) -> torch.Tensor:
+        """``(B, d)`` rows, detached, in the dtype and on the device of this object.
+
+        Args:
+            per_sample_grads: ``(B, *shape)`` for every parameter; ``shape`` of one
+                sample when not ``batched``.
+
+        Raises:
+            ValueError, TypeError: Names or shapes are not those of the parameters.
+        """
+        self._check(per_sample_grads, batched)
+        parts = []
+        for name in self._shapes:
+            grad = per_sample_grads[name].detach()
+            rows = grad.reshape(len(grad) if batched else 1, -1)
+            parts.append(rows.to(device=self._device, dtype=self._dtype))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _check(self, grads: Mapping[str, torch.Tensor], batched: bool) -> None:
+        if not isinstance(grads, Mapping):
+            raise TypeError(
+                "step() takes a dict from parameter names to per-sample gradients, "
+                f"got {type(grads).__name__}"
+            )
+        if grads.keys() != self._shapes.keys():
+            missing = sorted(self._shapes.keys() - grads.keys())
+            unknown = sorted(grads.keys() - self._shapes.keys())
+            raise ValueError(
+                "step() needs the gradients of exactly the parameters that the sampler "
+                f"was built with; missing {missing[:5]}, unknown {unknown[:5]}"
+            )
+        sizes = set()
+        for name, shape in self._shapes.items():
+            received = tuple(grads[name].shape)
+            if received[batched:] != shape or len(received) != len(shape) + batched:
+                wanted = f"(B, {str(shape)[1:]}" if batched else str(shape)
+                raise ValueError(
+                    f"step(): the gradient of {name!r} has shape {received}; a "
+                    f"parameter of shape {shape} needs {wanted}"
+                )
+            sizes.add(received[0] if batched else 1)
+        if len(sizes) > 1:
+            raise ValueError(
+                "step(): parameters have gradients of different numbers of samples: "
+                f"{sorted(sizes)}"
+            )

@@ -1,0 +1,359 @@
+"""`GraBSampler`: the order of every epoch from the gradients of the one before."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Sampler
+
+from grab_xla.balancers import Balancer, ordering_named
+from grab_xla.columns import Columns
+from grab_xla.dealing import Dealing
+from grab_xla.engine import Engine
+from grab_xla.held import HeldMinibatches
+from grab_xla.options import generator_for, replica_for
+from grab_xla.reorder import KEEP
+from grab_xla.rows import Rows
+from grab_xla.saved import check_same, saved_version
+
+
+class GraBWarning(UserWarning):
+    """Something about an order that its user should know."""
+
+
+class GraBSampler(Sampler[int]):
+    """Orders each epoch's samples so that their gradients balance (GraB).
+
+    Give it to a DataLoader as ``sampler`` and call `step` with the per-sample gradients
+    of every batch. Each ``iter()`` begins the next epoch, whose order follows from the
+    gradients seen since the last one; where none were seen, it is the same order again.
+
+    Args:
+        data_source: Anything with a length.
+        trainable_params: Name to parameter; gradients come under the same names.
+        balance_type: A name in `BALANCE_TYPES`.
+        device: Where balancing runs. Default: that of the replica.
+        timer: Anything that makes a context from a name, such as grab-sampler's timer.
+        record_orders: Keep every epoch's order in `orders_history`.
+        num_replicas, rank: Default: of the replica that the caller runs in. 1 and 0
+            make a sampler of its own on every replica.
+        scheme: How replicas balance together, 'sharded' or 'gather'; see `Columns`.
+        drop_last: With several replicas, leave out the last samples of an order that
+            cannot be dealt evenly, rather than repeat its first ones.
+        generator: CPU generator, the only source of randomness. Default: a new one
+            with ``seed``. Replicas need equal ones.
+        seed: Of that generator, and of random projections.
+        random_first_epoch: Begin with a shuffle, not with 0, 1, 2 ...
+        normalize_grads: Divide every (projected) gradient by its norm.
+        prob_balance: Draw signs by the self-balancing walk instead of the better one.
+        prob_balance_c: The walk's constant c.
+        tie: Sign at an inner product of exactly zero, such as that of each epoch's
+            first sample: 'negative' (grab-sampler) or 'positive' (the papers' code).
+        tile_size: Rows whose inner products are formed at once. Any number gives the
+            same signs; the default depends on the backend.
+        dtype: Of the balance state; gradients are converted.
+        **balance_options: Of the balance type: the fields of its class.
+
+    Attributes:
+        epoch: Number of the epoch under way, from 0.
+        order: ``(num_samples,)`` int64, its order.
+        orders_history: With ``record_orders``, the orders of all epochs so far.
+
+    Raises:
+        TypeError: An option is unknown, missing, or of the wrong type.
+        ValueError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        data_source: Sized,
+        trainable_params: Mapping[str, torch.Tensor],
+        balance_type: str = "mean",
+        device: torch.device | str | None = None,
+        timer: Callable[[str], Any] | None = None,
+        record_orders: bool = False,
+        *,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        scheme: str = "sharded",
+        drop_last: bool = False,
+        generator: torch.Generator | None = None,
+        seed: int = 42,
+        random_first_epoch: bool = True,
+        normalize_grads: bool = False,
+        prob_balance: bool = False,
+        prob_balance_c: float = 30,
+        tie: str = "negative",
+        tile_size: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        **balance_options: Any,
+    ) -> None:
+        self.num_samples = len(data_source)
+        self.balance_type = str(getattr(balance_type, "value", balance_type))
+        self._ordering = ordering_named(self.balance_type, **balance_options)
+        self._replica = replica_for(num_replicas, rank)
+        self.device = torch.device(self._replica.device if device is None else device)
+        self._timer = timer or (lambda name: contextlib.nullcontext())
+        self._normalize = normalize_grads
+        self._generator = generator_for(generator, seed)
+        self._rows = Rows(trainable_params, dtype, self.device)
+        self._engine: Engine | None = None
+        if isinstance(self._ordering, Balancer):
+            self._engine = Engine(
+                self._ordering,
+                Columns(self._replica, self._rows.num_columns, scheme),
+                self._replica,
+                self.device,
+                dtype=dtype,
+                tie=tie,
+                tile_size=tile_size,
+                walk_constant=prob_balance_c if prob_balance else None,
+            )
+        self._held = HeldMinibatches(self._replica, self._rows.num_columns, dtype)
+        self._dealing = Dealing(
+            self.num_samples, self._replica.num_replicas, self._replica.rank, drop_last
+        )
+        self.epoch = 0
+        self.order = self._ordering.first_order(
+            self.num_samples, random_first_epoch, self._generator
+        )
+        self.orders_history: list[list[int]] = []
+        self._record_orders = record_orders
+        self._drawn_from = self._generator.get_state()
+        self._begun = False
+        self._resumed = False
+        self._start = 0  # position at which the pass over the order began
+        self._given_for: int | None = None  # epoch that an elastic sampler asked for
+        self._warned = False
+
+    def __len__(self) -> int:
+        """Samples that this replica runs in a pass over the order."""
+        return self._dealing.length(self._start)
+
+    def __iter__(self) -> Iterator[int]:
+        """Begins the next epoch, or goes on with a restored one."""
+        self._given_for = None
+        self._advance()
+        return iter(self._own.tolist())
+
+    def __call__(self, epoch: int) -> np.ndarray:
+        """The whole order of an epoch of an elastic sampler.
+
+        For ``variable_batch_size.CustomSampler(..., order=sampler)``, which cuts it
+        into the minibatches of its trace. With several replicas, gradients are
+        balanced at the update: ``optimizer.attach(sampler.after_update)``.
+
+        Raises:
+            ValueError: ``epoch`` lies behind the one under way.
+        """
+        if self._given_for is not None and epoch < self._given_for:
+            raise ValueError(
+                f"the order of epoch {epoch} is gone: epoch {self._given_for} is under "
+                "way, and orders follow from gradients"
+            )
+        if self._given_for is None or epoch > self._given_for:
+            self._advance()
+        self._resumed = False
+        self._given_for = epoch
+        return self.order.copy()
+
+    @property
+    def num_seen(self) -> int:
+        """Samples of the order under way whose gradients have been balanced."""
+        return 0 if self._engine is None else self._engine.num_seen
+
+    def step(
+        self,
+        per_sample_grads: Mapping[str, torch.Tensor],
+        batch: bool = True,
+        *,
+        indices: Sequence[int] | torch.Tensor | None = None,
+    ) -> None:
+        """Takes the gradients of the next samples of the order.
+
+        With several replicas a collective: every replica calls it once per batch, with
+        as many samples. Under an elastic sampler on several replicas gradients are
+        kept until the update, see `after_update`.
+
+        Args:
+            per_sample_grads: ``(B, *shape)`` for every parameter. A constant factor
+                changes no order, one that differs between batches does.
+            batch: False for one sample without a batch axis.
+            indices: ``(B,)`` the samples that these are gradients of, to be checked
+                against the order. Keep them on the CPU: looking is a transfer.
+
+        Raises:
+            ValueError, TypeError: Names, shapes or number of gradients are not those
+                expected, or ``indices`` are not the next samples of the order.
+        """
+        if self._engine is None:
+            return
+        with self._timer("sorter_step"), torch.no_grad():
+            rows = self._rows(per_sample_grads, batch)
+            self._check_samples(len(rows), indices)
+            if self._normalize:
+                rows = torch.nn.functional.normalize(rows, dim=1)
+            if self._given_for is not None and self._replica.num_replicas > 1:
+                self._held.append(rows)
+                return
+            everyone = self._engine.columns.of_all_replicas(rows)
+            left = self._dealing.end(self._start) - self.num_seen
+            # In the order's order, and without repeated samples.
+            self._engine.balance(everyone.transpose(0, 1).flatten(0, 1)[:left])
+
+    def after_update(self, update: Any) -> None:
+        """Balances the minibatches of all replicas that an update was made of.
+
+        Attach it to the elastic optimizer, which calls it once per update on every
+        replica, idle or not: ``optimizer.attach(sampler.after_update)``.
+
+        Args:
+            update: With ``batch_size`` and ``minibatch_size``, in samples.
+
+        Raises:
+            ValueError: `step` was not called once for each of this replica's
+                minibatches.
+        """
+        if self._engine is None or self._replica.num_replicas == 1:
+            return
+        with torch.no_grad():
+            self._held.balance(self._engine, update.batch_size, update.minibatch_size)
+
+    def update_v(self, second_moment: torch.Tensor) -> None:
+        """Gives 'adamean' the ``(d,)`` second moment that gradients are divided by.
+
+        Raises:
+            TypeError: The balance type has no use for one.
+            ValueError: It is not a number for every (projected) parameter.
+        """
+        if self._engine is None or not hasattr(self._ordering, "with_second_moment"):
+            raise TypeError(
+                f"update_v: balance_type={self.balance_type!r} does not scale gradients"
+            )
+        self._engine.update_second_moment(second_moment)
+
+    @property
+    def _own(self) -> np.ndarray:
+        return self._dealing.own(self.order, self._start)
+
+    def _advance(self) -> None:
+        """Begins an epoch unless the one under way has not been used."""
+        if self._resumed:
+            self._resumed, self._start = False, self.num_seen
+            return
+        self._held.check_empty()
+        self._start = 0
+        if self._begun:
+            if self._engine is not None and self.num_seen == 0:
+                return
+            codes = np.zeros(0) if self._engine is None else self._engine.codes()
+            self._warn_of(codes)
+            with self._timer("reset_epoch"):
+                self.order = self._ordering.next_order(
+                    self.order, codes, self._generator
+                )
+            self.epoch += 1
+        self._begun = True
+        if self._record_orders:
+            self.orders_history.append(self.order.tolist())
+        self._drawn_from = self._generator.get_state()
+        if self._engine is not None:
+            self._engine.begin_epoch(self.num_samples, self._generator)
+
+    def _check_samples(
+        self, num_rows: int, indices: Sequence[int] | torch.Tensor | None
+    ) -> None:
+        """Raises ValueError unless these can be the next samples."""
+        if not self._begun:
+            raise ValueError(
+                "step() before the first epoch: iterate over the sampler (or its "
+                "DataLoader) first"
+            )
+        expected = self._next_samples(num_rows)
+        if len(expected) < num_rows:
+            raise ValueError(
+                f"step() with {num_rows} samples, but only {len(expected)} are left of "
+                f"epoch {self.epoch} on this replica: iter(sampler) begins the next one"
+            )
+        if indices is None:
+            return
+        received = torch.as_tensor(indices).cpu().numpy().reshape(-1)
+        if not np.array_equal(received, expected):
+            raise ValueError(
+                f"step(): indices are {received[:8].tolist()}..., but the next "
+                f"{num_rows} samples of the order are {expected[:8].tolist()}...: call "
+                "step() once per batch, in the order in which the loader gives them"
+            )
+
+    def _next_samples(self, num_rows: int) -> np.ndarray:
+        """The samples that this replica runs next, at most ``num_rows``."""
+        if self._given_for is None:
+            done = -(-(self.num_seen - self._start) // self._replica.num_replicas)
+            return self._own[done : done + num_rows]
+        turn = len(self._held) * self._replica.num_replicas + self._replica.rank
+        first = self.num_seen + turn * num_rows
+        return self.order[first : first + num_rows]
+
+    def _warn_of(self, codes: np.ndarray) -> None:
+        if codes.dtype.kind == "f":
+            bad = np.flatnonzero(~np.isfinite(codes))
+        else:
+            bad = np.flatnonzero(codes == KEEP)
+        if len(bad) and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the gradients of {len(bad)} samples of epoch {self.epoch} were not "
+                f"finite, such as sample {self.order[bad[0]]}; they keep their places "
+                "and have no say in the balance. Later ones are not reported",
+                GraBWarning,
+                stacklevel=3,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the orders to come depend on; no number of replicas.
+
+        Collective where replicas share the columns. Minibatches kept for an update
+        that has not come are not in it: a restored run repeats that step.
+        """
+        engine = None if self._engine is None else self._engine.state_dict()
+        return {
+            "version": saved_version(),
+            "balance_type": self.balance_type,
+            "options": repr(self._ordering),
+            "num_samples": self.num_samples,
+            "num_columns": self._rows.num_columns,
+            "epoch": self.epoch,
+            "order": torch.from_numpy(self.order.copy()),
+            "begun": self._begun,
+            "given_for": self._given_for,
+            "generator": self._generator.get_state(),
+            "drawn_from": self._drawn_from,
+            "engine": engine,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken, on any number of replicas.
+
+        The next ``iter()`` gives what is left of that epoch.
+
+        Raises:
+            ValueError: It is the state of another data set, model or balance type.
+        """
+        check_same(state, self.state_dict())
+        self.epoch = state["epoch"]
+        self.order = state["order"].numpy().copy()
+        self._begun, self._given_for = state["begun"], state["given_for"]
+        self._resumed = self._begun
+        self._start = 0
+        if self._engine is not None:
+            self._generator.set_state(state["drawn_from"])
+            self._engine.draw(self.num_samples, self._generator)
+            self._engine.load_state_dict(state["engine"])
+        self._drawn_from = state["drawn_from"]
+        self._generator.set_state(state["generator"])
+        self._held.clear()
