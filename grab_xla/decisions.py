@@ -8,8 +8,8 @@ of any size gives the same signs.
 
 The recursion is solved as a fixed point, ``p <- u + strictly_lower(K) sign(p)``: after
 k rounds at least the first k + 1 signs are right, and rounds beyond that change
-nothing. So a compiled backend unrolls ``tile - 1`` rounds of four operations, without a
-gather, a branch or a read-back, and a CPU stops at the first round that changes nothing.
+nothing. So a compiled backend unrolls ``tile - 1`` rounds of four operations, without
+a gather, a branch or a read-back, and a CPU stops where a round changes nothing.
 
 Axes: R rows of a tile, D columns (parameters, or this replica's share of them), V
 accumulators.
@@ -42,12 +42,14 @@ class Decisions:
             +1 with probability 1/2 - p / 2c, which is p < c (1 - 2 uniform).
         sum_: Adds partial inner products over the shards of the columns, in place.
         tile_size: Rows whose inner products are formed at once; None means all.
+        loops: On a CPU, balance in a compiled loop instead; see `compiled_loop`.
     """
 
     tie: str = "negative"
     thresholds_RN: torch.Tensor | None = None
     sum_: Callable[[list[torch.Tensor]], None] = no_sum
     tile_size: int | None = None
+    loops: bool = False
 
     def tiles(
         self, rows_RD: torch.Tensor, thresholds_RN: torch.Tensor | None = None

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import torch
 
+from grab_xla import compiled_loop
 from grab_xla.balancers import Balancer, State
 from grab_xla.balancers.checks import check_integer, check_positive
 from grab_xla.columns import Columns
 from grab_xla.decisions import TIES, Decisions
 from xla_replica import Replica
 
-# Rows whose inner products are formed at once on a CPU: few enough that a tile of
-# vectors stays in the cache (docs/benchmarks/grab.json). Elsewhere a step is one tile.
-CPU_TILE_SIZE = 8
+# Rows whose inner products are formed at once on a CPU without the compiled loop: few,
+# for a tile of vectors to stay in the cache. Elsewhere a step is one tile.
+CPU_TILE_SIZE = 4
 
 
 class Engine:
@@ -55,9 +57,18 @@ class Engine:
             check_integer("tile_size", tile_size, 1)
         if walk_constant is not None:
             check_positive("prob_balance_c", walk_constant)
-        if tile_size is None and device.type == "cpu" and not columns.shards:
+        on_cpu = device.type == "cpu" and not columns.shards
+        loops = (
+            on_cpu
+            and tile_size is None
+            and dtype in compiled_loop.DTYPES
+            and compiled_loop.available()
+        )
+        if on_cpu and tile_size is None:
             tile_size = CPU_TILE_SIZE
-        self._decisions = Decisions(tie=tie, sum_=columns.sum_, tile_size=tile_size)
+        self._decisions = Decisions(
+            tie=tie, sum_=columns.sum_, tile_size=tile_size, loops=loops
+        )
         self.state: State = balancer.init(columns.num_own, dtype, device)
         self._codes: list[torch.Tensor] = []
         self._uniforms: torch.Tensor | None = None
@@ -85,8 +96,8 @@ class Engine:
         if self._uniforms is not None and self._walk_constant is not None:
             drawn = self._uniforms[self.num_seen : self.num_seen + len(rows_RD)]
             thresholds = self._walk_constant * (1 - 2 * drawn)
-            decide = Decisions(
-                decide.tie, thresholds.to(self._device), decide.sum_, decide.tile_size
+            decide = dataclasses.replace(
+                decide, thresholds_RN=thresholds.to(self._device)
             )
         self.state, codes = self.balancer.balance(self.state, rows_RD, decide)
         self._codes.append(codes)

@@ -30,7 +30,8 @@ class BatchBalance(MeanBalance):
     def balance(
         self, state: State, rows_RD: torch.Tensor, decide: Decisions
     ) -> tuple[State, torch.Tensor]:
-        vectors = self.vectors(state, rows_RD)
+        rows, centre = self.centred(state, rows_RD)
+        vectors = rows - centre
         squares = (vectors * vectors).sum(1)
         products = decide.whole(torch.stack([vectors @ state["sums"][0], squares]))
         finite = torch.isfinite(products[1])

@@ -7,21 +7,22 @@ what is centred, and by which estimate of the mean.
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import torch
 
 from grab_xla.balancers.base import Balancer, State
 from grab_xla.balancers.checks import check_positive, check_probability
+from grab_xla.compiled_loop import balance_in_sequence
 from grab_xla.decisions import Decisions, finite_rows, zero_unless
-
-ACCUMULATOR, DEVIATIONS = 0, 1  # rows of state["sums"]
 
 
 class Centred(Balancer):
     """Balances ``(row - centre) / scale``; what these are is the subclass's.
 
-    State: ``sums`` (2, columns), the signed and the plain sum of what was balanced in
-    this epoch; ``count`` (1,), how many; besides, what the subclass keeps.
+    State: ``sums`` (accumulators + 1, columns), signed sums and, last, the plain sum
+    of what was balanced in this epoch; ``count`` (1,), of how many; ``mean`` (1,
+    columns), the estimate; besides, what the subclass keeps.
     """
 
     def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
@@ -32,30 +33,54 @@ class Centred(Balancer):
             "count": torch.zeros(1, **like),
         }
 
-    def vectors(self, state: State, rows_RD: torch.Tensor) -> torch.Tensor:
-        """What is balanced."""
-        return rows_RD - state["mean"]
+    depth: ClassVar[int] = 0
+
+    def centred(
+        self, state: State, rows_RD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(R, columns)``, ``(1, columns)``: their difference is what is balanced."""
+        return rows_RD, state["mean"]
 
     def balance(
         self, state: State, rows_RD: torch.Tensor, decide: Decisions
     ) -> tuple[State, torch.Tensor]:
-        sums, count, codes = state["sums"], state["count"], []
-        for rows, thresholds in decide.tiles(rows_RD, decide.thresholds_RN):
-            vectors = self.vectors(state, rows)
-            gram, products = decide.gram(vectors, sums[:1])
-            finite = finite_rows(gram)
-            signs = decide.signs(
-                products[:, 0],
-                gram,
-                finite,
-                None if thresholds is None else thresholds[:, 0],
+        rows, centre = self.centred(state, rows_RD)
+        if decide.loops:
+            sums, codes = balance_in_sequence(
+                rows,
+                centre,
+                state["sums"],
+                decide.thresholds_RN,
+                depth=self.depth,
+                tie_positive=decide.tie == "positive",
             )
+            count = state["count"] + torch.count_nonzero(codes)
+            return {**state, "sums": sums, "count": count}, codes.to(self.code_dtype)
+        sums, count, parts = state["sums"], state["count"], []
+        for tile, thresholds in decide.tiles(rows, decide.thresholds_RN):
+            vectors = tile - centre
+            gram, products = decide.gram(vectors, sums[:-1])
+            finite = finite_rows(gram)
+            signs, codes = self.walk(gram, products, finite, thresholds, decide)
             seen = finite.to(sums.dtype)
-            weights = torch.stack([signs, seen])
-            sums = torch.addmm(sums, weights, zero_unless(vectors, finite))
+            weights = torch.cat([signs, seen.unsqueeze(1)], dim=1)
+            sums = torch.addmm(sums, weights.T, zero_unless(vectors, finite))
             count = count + seen.sum()
-            codes.append(signs.to(self.code_dtype))
-        return {**state, "sums": sums, "count": count}, torch.cat(codes)
+            parts.append(codes.to(self.code_dtype))
+        return {**state, "sums": sums, "count": count}, torch.cat(parts)
+
+    def walk(
+        self,
+        gram_RR: torch.Tensor,
+        products_RV: torch.Tensor,
+        finite_R: torch.Tensor,
+        thresholds_RN: torch.Tensor | None,
+        decide: Decisions,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(R, V)`` signs at the accumulators, and ``(R,)`` codes."""
+        limits = None if thresholds_RN is None else thresholds_RN[:, 0]
+        signs = decide.signs(products_RV[:, 0], gram_RR, finite_R, limits)
+        return signs.unsqueeze(1), signs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +89,7 @@ class MeanBalance(Centred):
 
     def begin_epoch(self, state: State) -> State:
         # The deviations' mean is what the estimate was off by.
-        off_by = state["sums"][DEVIATIONS:] / state["count"].clamp(min=1)
+        off_by = state["sums"][-1:] / state["count"].clamp(min=1)
         return {
             **state,
             "mean": state["mean"] + off_by,
@@ -77,10 +102,11 @@ class MeanBalance(Centred):
 class SignBalance(MeanBalance):
     """Mean balance of the signs of the gradients' entries."""
 
-    def vectors(self, state: State, rows_RD: torch.Tensor) -> torch.Tensor:
+    def centred(
+        self, state: State, rows_RD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         # The sign of an infinity is finite: a sample with one must still be noticed.
-        signs = torch.sign(rows_RD) + (rows_RD - rows_RD)
-        return signs - state["mean"]
+        return torch.sign(rows_RD) + (rows_RD - rows_RD), state["mean"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,13 +129,15 @@ class AdaMeanBalance(MeanBalance):
         state = super().init(num_columns, dtype, device)
         return {**state, "scale": torch.ones_like(state["mean"])}
 
-    def vectors(self, state: State, rows_RD: torch.Tensor) -> torch.Tensor:
-        return (rows_RD - state["mean"]) / state["scale"]
+    def centred(
+        self, state: State, rows_RD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return scaled(state, rows_RD)
 
     def begin_epoch(self, state: State) -> State:
         # Deviations were divided by the scale; the mean is kept in the gradients' unit.
-        off_by = state["sums"][DEVIATIONS:] * state["scale"]
-        sums = torch.cat([state["sums"][:DEVIATIONS], off_by])
+        off_by = state["sums"][-1:] * state["scale"]
+        sums = torch.cat([state["sums"][:-1], off_by])
         return super().begin_epoch({**state, "sums": sums})
 
     def with_second_moment(self, state: State, second_moment: torch.Tensor) -> State:
@@ -118,8 +146,8 @@ class AdaMeanBalance(MeanBalance):
         The epoch's deviations so far are brought to the new unit.
         """
         scale = second_moment.reshape(1, -1).sqrt() + self.eps
-        rescaled = state["sums"][DEVIATIONS:] * (state["scale"] / scale)
-        sums = torch.cat([state["sums"][:DEVIATIONS], rescaled])
+        rescaled = state["sums"][-1:] * (state["scale"] / scale)
+        sums = torch.cat([state["sums"][:-1], rescaled])
         return {**state, "sums": sums, "scale": scale}
 
 
@@ -200,8 +228,10 @@ class AdaEMABalance(Centred):
         zeroed = {name: torch.zeros_like(state[name]) for name in ("sums", "count")}
         return {**state, **zeroed}
 
-    def vectors(self, state: State, rows_RD: torch.Tensor) -> torch.Tensor:
-        return (rows_RD - state["mean"]) / state["scale"]
+    def centred(
+        self, state: State, rows_RD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return scaled(state, rows_RD)
 
     def balance(
         self, state: State, rows_RD: torch.Tensor, decide: Decisions
@@ -225,6 +255,11 @@ class AdaEMABalance(Centred):
             "scale": second.sqrt() + self.eps,
         }
         return super().balance(state, rows_RD, decide)
+
+
+def scaled(state: State, rows_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows that are centred and divided, less nothing."""
+    return (rows_RD - state["mean"]) / state["scale"], torch.zeros_like(state["mean"])
 
 
 def batch_mean(

@@ -12,6 +12,7 @@ import torch
 
 from grab_xla.balancers.base import Balancer, State
 from grab_xla.balancers.checks import check_integer
+from grab_xla.compiled_loop import balance_in_sequence
 from grab_xla.decisions import Decisions, finite_rows, zero_unless
 from grab_xla.reorder import reorder_interleaved
 
@@ -55,17 +56,26 @@ class PairBalance(Balancer):
         rows, thresholds = self._with_pending(state["pending"], rows_RD, decide)
         size = 2 * self.num_workers
         end = len(rows) // size * size
-        blocks = rows[:end].unflatten(0, (-1, 2, self.num_workers))
-        differences = (blocks[:, 0] - blocks[:, 1]).flatten(0, 1)
-        if thresholds is not None:
-            drawn = thresholds[:end].unflatten(0, (-1, 2, self.num_workers))
-            thresholds = drawn[:, 1].reshape(-1, 1)  # the partner's, which came last
-        sums, signs = self._signs(state["sums"], differences, thresholds, decide)
-        codes = signs.unflatten(0, (-1, 1, self.num_workers)) if end else signs
-        codes = torch.cat([codes, -codes], dim=1).flatten() if end else signs
         # A copy: a view would keep the whole batch alive.
-        new_state = {"sums": sums, "pending": rows[end:].clone()}
-        return new_state, codes.to(self.code_dtype)
+        pending = rows[end:].clone()
+        if end == 0:
+            none = torch.zeros(0, dtype=self.code_dtype, device=rows.device)
+            return {**state, "pending": pending}, none
+        first, second = self._partners(rows[:end])
+        if thresholds is not None:
+            # The partner's, which came last.
+            thresholds = self._partners(thresholds[:end])[1]
+        sums, signs = self._signs(state["sums"], first, second, thresholds, decide)
+        signs = signs.unflatten(0, (-1, 1, self.num_workers))
+        codes = torch.cat([signs, -signs], dim=1).flatten().to(self.code_dtype)
+        return {"sums": sums, "pending": pending}, codes
+
+    def _partners(self, rows_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(R / 2, N)`` each: the first and the second samples of the pairs."""
+        if self.num_workers == 1:
+            return rows_RN[0::2], rows_RN[1::2]
+        blocks = rows_RN.unflatten(0, (-1, 2, self.num_workers))
+        return blocks[:, 0].flatten(0, 1), blocks[:, 1].flatten(0, 1)
 
     def _with_pending(
         self, pending: torch.Tensor, rows_RD: torch.Tensor, decide: Decisions
@@ -82,26 +92,29 @@ class PairBalance(Balancer):
     def _signs(
         self,
         sums: torch.Tensor,
-        differences_PD: torch.Tensor,
-        thresholds_P1: torch.Tensor | None,
+        first_PD: torch.Tensor,
+        second_PD: torch.Tensor,
+        thresholds_PN: torch.Tensor | None,
         decide: Decisions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The new accumulator, and ``(P,)`` the signs of the pairs."""
-        signs = [sums.new_zeros(0)]
-        for vectors, limits in decide.tiles(differences_PD, thresholds_P1):
+        if decide.loops:
+            return balance_in_sequence(
+                first_PD,
+                second_PD,
+                sums,
+                thresholds_PN,
+                tie_positive=decide.tie == "positive",
+            )
+        parts = []
+        for vectors, limits in decide.tiles(first_PD - second_PD, thresholds_PN):
             gram, products = decide.gram(vectors, sums)
             finite = finite_rows(gram)
-            signs.append(
-                decide.signs(
-                    products[:, 0],
-                    gram,
-                    finite,
-                    None if limits is None else limits[:, 0],
-                )
-            )
-            vectors = zero_unless(vectors, finite)
-            sums = torch.addmm(sums, signs[-1].unsqueeze(0), vectors)
-        return sums, torch.cat(signs[1:] or signs)
+            limits = None if limits is None else limits[:, 0]
+            signs = decide.signs(products[:, 0], gram, finite, limits)
+            sums = torch.addmm(sums, signs.unsqueeze(0), zero_unless(vectors, finite))
+            parts.append(signs)
+        return sums, torch.cat(parts)
 
     def next_order(
         self, order: np.ndarray, codes: np.ndarray, generator: torch.Generator

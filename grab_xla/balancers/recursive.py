@@ -10,7 +10,7 @@ import torch
 from grab_xla.balancers.base import State
 from grab_xla.balancers.checks import check_integer
 from grab_xla.balancers.mean import MeanBalance
-from grab_xla.decisions import Decisions, finite_rows, zero_unless
+from grab_xla.decisions import Decisions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,8 +21,8 @@ class RecursiveBalance(MeanBalance):
     leaves, each with its positives as they came and its negatives reversed. Depth 0 is
     mean balance.
 
-    State: that of mean balance, but ``sums`` has 2^(depth + 1) - 1 accumulators above
-    the plain sum; node v has the children 2v + 1 and 2v + 2.
+    State: that of mean balance with 2^(depth + 1) - 1 accumulators; node v has the
+    children 2v + 1 and 2v + 2.
 
     Attributes:
         depth: Levels below the root.
@@ -30,7 +30,7 @@ class RecursiveBalance(MeanBalance):
 
     code_dtype: ClassVar[torch.dtype] = torch.int32
 
-    depth: int = 5
+    depth: int = 5  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         check_integer("depth", self.depth, 0)
@@ -52,32 +52,7 @@ class RecursiveBalance(MeanBalance):
         sums = torch.zeros(self._num_nodes + 1, num_columns, dtype=dtype, device=device)
         return {**state, "sums": sums}
 
-    def begin_epoch(self, state: State) -> State:
-        off_by = state["sums"][self._num_nodes :] / state["count"].clamp(min=1)
-        return {
-            **state,
-            "mean": state["mean"] + off_by,
-            "sums": torch.zeros_like(state["sums"]),
-            "count": torch.zeros_like(state["count"]),
-        }
-
-    def balance(
-        self, state: State, rows_RD: torch.Tensor, decide: Decisions
-    ) -> tuple[State, torch.Tensor]:
-        sums, count, codes = state["sums"], state["count"], []
-        for rows, thresholds in decide.tiles(rows_RD, decide.thresholds_RN):
-            vectors = self.vectors(state, rows)
-            gram, products = decide.gram(vectors, sums[: self._num_nodes])
-            finite = finite_rows(gram)
-            walked, code = self._walk(gram, products, finite, thresholds, decide)
-            seen = finite.to(sums.dtype)
-            weights = torch.cat([walked, seen.unsqueeze(1)], dim=1)
-            sums = torch.addmm(sums, weights.T, zero_unless(vectors, finite))
-            count = count + seen.sum()
-            codes.append(code.to(self.code_dtype))
-        return {**state, "sums": sums, "count": count}, torch.cat(codes)
-
-    def _walk(
+    def walk(
         self,
         gram_RR: torch.Tensor,
         products_RV: torch.Tensor,

@@ -1,0 +1,133 @@
+"""Balancing on a CPU: one vector after the other, in a loop that Numba compiles.
+
+A CPU gains nothing from inner products of whole tiles: reading every gradient twice
+from its cache is cheaper than multiplying it with its neighbours (docs/benchmarks has
+the numbers). The loop decides as `Decisions.signs` does and serves where one replica
+holds all columns. Without Numba the tiles do.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+DTYPES = (torch.float32, torch.float64)
+
+
+def available() -> bool:
+    """Whether Numba is installed."""
+    return importlib.util.find_spec("numba") is not None
+
+
+def balance_in_sequence(
+    minuends: torch.Tensor,
+    subtrahends: torch.Tensor,
+    sums: torch.Tensor,
+    thresholds: torch.Tensor | None,
+    *,
+    depth: int = 0,
+    tie_positive: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Balances ``minuend - subtrahend``, row after row, down a tree of accumulators.
+
+    Args:
+        minuends: ``(R, D)`` float32 or float64 on the CPU; rows may be strided.
+        subtrahends: ``(R, D)``, or ``(1, D)`` for all rows.
+        sums: ``(V, D)`` or ``(V + 1, D)``: the accumulators of a tree of ``depth``
+            levels below the root, V = 2^(depth + 1) - 1; the row behind them is the
+            plain sum of what was balanced.
+        thresholds: ``(R, depth + 1)`` or None for zeros; see `Decisions`.
+        tie_positive: The sign where an inner product equals its threshold.
+
+    Returns:
+        The new sums, and ``(R,)`` int32 codes; see `reorder`.
+    """
+    num_rows = len(minuends)
+    sums = sums.clone(memory_format=torch.contiguous_format)
+    codes = np.zeros(num_rows, dtype=np.int32)
+    if thresholds is None:
+        thresholds = torch.zeros(1, 1, dtype=sums.dtype).expand(num_rows, depth + 1)
+    if num_rows:
+        _compiled()(
+            *_rows(minuends),
+            *_rows(subtrahends),
+            sums.numpy(),
+            np.ascontiguousarray(thresholds.numpy()),
+            depth,
+            tie_positive,
+            codes,
+        )
+    return sums, torch.from_numpy(codes)
+
+
+def _rows(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
+    """The tensor's memory as contiguous rows, and how many of them a step is.
+
+    Views of every other row stay views: pairs are differences of such.
+    """
+    num_columns = tensor.shape[1]
+    if len(tensor) == 1:
+        return tensor.contiguous().numpy(), 0
+    step, rest = divmod(tensor.stride(0), max(num_columns, 1))
+    if rest or step < 1 or (num_columns > 1 and tensor.stride(1) != 1):
+        return tensor.contiguous().numpy(), 1
+    shape = ((len(tensor) - 1) * step + 1, num_columns)
+    return tensor.as_strided(shape, (num_columns, 1)).numpy(), step
+
+
+def _loop(
+    x: Any,
+    x_step: int,
+    y: Any,
+    y_step: int,
+    sums: Any,
+    thresholds: Any,
+    depth: int,
+    tie_positive: bool,
+    codes: Any,
+) -> None:
+    """What Numba compiles: rows of x minus rows of y, balanced into ``sums``."""
+    num_columns = sums.shape[1]
+    num_nodes = 2 ** (depth + 1) - 1
+    for i in range(len(codes)):
+        a, b = x[i * x_step], y[i * y_step]
+        node = 0
+        for level in range(depth + 1):
+            total = sums[node]
+            product = sums.dtype.type(0)
+            square = sums.dtype.type(0)
+            for j in range(num_columns):
+                z = a[j] - b[j]
+                product += z * total[j]
+                square += z * z
+            if not math.isfinite(square):
+                break
+            limit = thresholds[i, level]
+            positive = product < limit or (tie_positive and product == limit)
+            if positive:
+                for j in range(num_columns):
+                    total[j] += a[j] - b[j]
+            else:
+                for j in range(num_columns):
+                    total[j] -= a[j] - b[j]
+            leaf = node - (2**level - 1)
+            codes[i] = leaf + 1 if positive else -(leaf + 1)
+            node = 2 * node + (1 if positive else 2)
+        if codes[i] != 0 and len(sums) > num_nodes:
+            total = sums[num_nodes]
+            for j in range(num_columns):
+                total[j] += a[j] - b[j]
+
+
+@functools.cache
+def _compiled() -> Callable[..., None]:
+    import numba
+
+    # Sums may be formed in any order, so that they vectorise; NaN stays NaN.
+    return numba.njit(fastmath={"reassoc", "contract", "nsz"}, cache=True)(_loop)
