@@ -95,13 +95,13 @@ def _loop(
     """What Numba compiles: rows of x minus rows of y, balanced into ``sums``."""
     num_columns = sums.shape[1]
     num_nodes = 2 ** (depth + 1) - 1
+    one = sums.dtype.type(1)
     for i in range(len(codes)):
         a, b = x[i * x_step], y[i * y_step]
         node = 0
         for level in range(depth + 1):
             total = sums[node]
-            product = sums.dtype.type(0)
-            square = sums.dtype.type(0)
+            product = square = one - one
             for j in range(num_columns):
                 z = a[j] - b[j]
                 product += z * total[j]
@@ -110,19 +110,19 @@ def _loop(
                 break
             limit = thresholds[i, level]
             positive = product < limit or (tie_positive and product == limit)
-            if positive:
+            sign = one if positive else -one
+            if level == depth and len(sums) > num_nodes:
+                plain = sums[num_nodes]
                 for j in range(num_columns):
-                    total[j] += a[j] - b[j]
+                    z = a[j] - b[j]
+                    total[j] += sign * z
+                    plain[j] += z
             else:
                 for j in range(num_columns):
-                    total[j] -= a[j] - b[j]
+                    total[j] += sign * (a[j] - b[j])
             leaf = node - (2**level - 1)
             codes[i] = leaf + 1 if positive else -(leaf + 1)
             node = 2 * node + (1 if positive else 2)
-        if codes[i] != 0 and len(sums) > num_nodes:
-            total = sums[num_nodes]
-            for j in range(num_columns):
-                total[j] += a[j] - b[j]
 
 
 @functools.cache
