@@ -155,6 +155,25 @@ def check_groups(groups: list[dict[str, Any]], replica: Replica) -> None:
             )
 
 
+def check_step(closure: Any, found_inf: Any) -> None:
+    """Raises TypeError unless ``step()`` was called plainly.
+
+    Args:
+        closure: What it was given.
+        found_inf: What torch's GradScaler leaves on an optimizer that it steps.
+    """
+    if closure is not None:
+        raise TypeError(
+            "step(closure) is not supported: call loss.backward() before step()"
+        )
+    if found_inf is not None:
+        raise TypeError(
+            "GradScaler is not supported: it would unscale gradients that are "
+            "accumulated, on each replica by itself. Train in bfloat16, which "
+            "needs no scaling"
+        )
+
+
 class HyperparameterWatch:
     """Notices at once that a learning rate changed where other replicas do not see it.
 

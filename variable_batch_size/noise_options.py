@@ -56,6 +56,28 @@ class NoiseOptions:
                 )
 
 
+def chosen_options(
+    noise: NoiseOptions | bool, required: bool, ref_batchsize: float | None
+) -> NoiseOptions | None:
+    """The options that ``noise=`` asks for; None where nothing is to be measured.
+
+    Args:
+        noise: What the user gave.
+        required: Whether the rule needs a measurement in any case.
+        ref_batchsize: What the user gave.
+
+    Raises:
+        TypeError: It is no such thing, or there is no reference.
+    """
+    if not isinstance(noise, (bool, NoiseOptions)):
+        raise TypeError(f"noise must be a bool or NoiseOptions, got {noise!r}")
+    if noise is False and not required:
+        return None
+    if ref_batchsize is None:
+        raise TypeError("noise= needs ref_batchsize=, which gains compare with")
+    return noise if isinstance(noise, NoiseOptions) else NoiseOptions()
+
+
 class Measurements(NamedTuple):
     """What is known of the gradients, over all parameter groups.
 

@@ -1,8 +1,9 @@
-"""Numbers that change from step to step, as tensors on the device."""
+"""Numbers that change from step to step, as tensors on the device, and back."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -48,3 +49,10 @@ def widest(parameters: Iterable[torch.Tensor]) -> torch.dtype:
     """float64 where a parameter is, else float32: the precision numbers need."""
     wide = any(parameter.dtype == torch.float64 for parameter in parameters)
     return torch.float64 if wide else torch.float32
+
+
+def as_floats(numbers: tuple[Any, ...], replica: Replica) -> tuple[float, ...]:
+    """Reads those that are tensors, at once."""
+    if any(isinstance(number, torch.Tensor) for number in numbers):
+        return tuple(tensor.item() for tensor in replica.fetch(list(numbers)))
+    return numbers

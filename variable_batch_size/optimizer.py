@@ -10,28 +10,30 @@ from torch import nn
 from torch.optim import Optimizer
 
 import xla_replica
-from variable_batch_size.accumulate import GradientBuffers
 from variable_batch_size.agreement import Agreement
 from variable_batch_size.buffers import average_buffers
 from variable_batch_size.checks import (
-    HyperparameterWatch,
     check_groups,
     check_numbers,
     check_optimizer,
     check_rule,
     check_sampler,
-    hyperparameters,
+    check_step,
 )
+from variable_batch_size.elastic_state import ElasticState
 from variable_batch_size.lr_rules import Rule, with_options
 from variable_batch_size.noise_meter import NoiseMeter
-from variable_batch_size.noise_options import NoiseOptions
-from variable_batch_size.numbers import Numbers
-from variable_batch_size.position import Position
+from variable_batch_size.noise_options import NoiseOptions, chosen_options
+from variable_batch_size.numbers import Numbers, as_floats
 from variable_batch_size.proxy import OptimizerProxy
+from variable_batch_size.report import describe, lrs_to_come
 from variable_batch_size.sampler import CustomSampler
 from variable_batch_size.scaling import Scaling
-from variable_batch_size.update import Attached, Update
-from xla_replica import Replica, ReplicaError
+from variable_batch_size.step_gradients import StepGradients, parameters_of
+from variable_batch_size.steps import Steps
+from variable_batch_size.update import Attached
+from variable_batch_size.update_graph import UpdateGraph
+from xla_replica import Replica
 
 logger = logging.getLogger(__name__)
 
@@ -109,18 +111,18 @@ class ElasticOptimizer(OptimizerProxy):
         )
         self._check_groups(optimizer.param_groups)
         super().__init__(optimizer)
-        self._known: set[nn.Parameter] = set()
-        self._num_minibatches_seen = 0
         self._last_lr: tuple[Any, ...] = self.get_lr()
-        self._numbers = Numbers(self.replica)
-        self._scaling = Scaling(self.rule, self.replica, self._numbers)
-        self._agreement = Agreement(self.replica, self._numbers)
-        self._watch = HyperparameterWatch()
-        self._position = Position(sampler.plan, sampler.rank, announced=False)
-        self._gradients = GradientBuffers(self.replica)
-        self.noise = self._make_meter(noise)
+        numbers = Numbers(self.replica)
+        self._scaling = Scaling(self.rule, self.replica, numbers)
+        self._agreement = Agreement(self.replica, numbers)
+        self.noise = self._make_meter(noise, numbers)
         self._attached = Attached(self.noise)
-        self._take_in(self._parameters())
+        self._gradients = gradients = StepGradients(optimizer, self.replica, self.noise)
+        self._steps = Steps(sampler.plan, self.replica, optimizer, gradients)
+        self._update_graph = UpdateGraph(
+            optimizer, self.replica, numbers, self._scaling, self._agreement, gradients
+        )
+        gradients.take_in(parameters_of(optimizer))
 
     # --- the training loop's calls --------------------------------------------------
 
@@ -136,32 +138,8 @@ class ElasticOptimizer(OptimizerProxy):
                 loop ran more minibatches than the sampler yields.
             ReplicaError: Going on would make replicas disagree.
         """
-        if closure is not None:
-            raise TypeError(
-                "step(closure) is not supported: call loss.backward() before step()"
-            )
-        if getattr(self, "found_inf", None) is not None:
-            raise TypeError(
-                "GradScaler is not supported: it would unscale gradients that are "
-                "accumulated, on each replica by itself. Train in bfloat16, which "
-                "needs no scaling"
-            )
-        self._follow_sampler()
-        if self._position.substep == 0:
-            self._refresh_gradients(behind_backward=True)
-        else:
-            self._gradients.check_unchanged(self._parameters())
-        if self.noise:
-            self.noise.drop_discarded()
-        self._gradients.adopt(self._position.substep)
-        self._watch.check(self.param_groups, self._position, self.replica)
-        if self.noise:
-            self.noise.end_minibatch()
-        self._num_minibatches_seen += 1
-        is_last = self._position.count_minibatch()
-        self.replica.sync()  # the minibatch graph ends here, on every replica alike
-        if not is_last:
-            self._watch.remember(self.param_groups)
+        check_step(closure, getattr(self, "found_inf", None))
+        if not self._steps.end_minibatch(self.sampler.plan):
             return 0
         self._update()
         return 1 + self._join_idle_steps()
@@ -177,17 +155,10 @@ class ElasticOptimizer(OptimizerProxy):
             TraceExhausted: The trace has ended and ``on_end='error'``.
             ReplicaError: The epoch under way has steps left, which other replicas take.
         """
-        before = self._position
-        if before.announced and before.plan.epoch == epoch:
-            if not before.begun:
-                return 0  # a second call: idle steps are joined already
-            self._refuse_to_repeat(before)
+        if self._steps.stands_before(epoch):
+            return 0
         plan = self.sampler.schedule.plan(epoch, self.sampler.num_replicas)
-        if before.begun and not before.ended:
-            self._abandon(before)
-        self._position = Position(plan, self.sampler.rank, announced=True)
-        self._refresh_gradients()
-        self._watch.remember(self.param_groups)
+        self._steps.begin_epoch(plan)
         return self._join_idle_steps()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -223,91 +194,8 @@ class ElasticOptimizer(OptimizerProxy):
                 accelerator this is where it is found.
         """
         self._agreement.check()
-        average_buffers(model, self._num_minibatches_seen, self.replica)
-        self._num_minibatches_seen = 0
-
-    # --- what can be asked ----------------------------------------------------------
-
-    @property
-    def epoch(self) -> int:
-        """The epoch under way."""
-        return self._position.plan.epoch
-
-    def get_bs(self) -> int:
-        """Global batch size of the step under way; 0 at the end of the epoch."""
-        return self._position.batch_size
-
-    def get_lr(self) -> tuple[float, ...]:
-        """The reference learning rate of each parameter group."""
-        return tuple(float(group["lr"]) for group in self.param_groups)
-
-    def set_lr(self, values: tuple[float, ...]) -> None:
-        """Sets the reference learning rate of each parameter group."""
-        if len(values) != len(self.param_groups):
-            raise ValueError(
-                f"set_lr needs one learning rate for each of "
-                f"{len(self.param_groups)} parameter groups, got {values!r}"
-            )
-        for group, value in zip(self.param_groups, values):
-            group["lr"] = value
-
-    def current_lr(self) -> float:
-        """The effective learning rate of the step under way, of the first group.
-
-        At the end of an epoch: that of its last update.
-        """
-        return self._current_lrs()[0]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state, with reference learning rates, and under
-        ``"elastic"`` what rule, noise meter and attached schedulers have counted.
-
-        It loads into a plain torch optimizer too, and does not depend on the number of
-        replicas.
-        """
-        elastic = {
-            "rule": self.rule.name,
-            "ref_batchsize": self.ref_batchsize,
-            "scaling": self._scaling.state_dict(),
-            "noise": self.noise.state_dict() if self.noise else None,
-            "schedules": self._attached.state_dict(),
-        }
-        return {**super().state_dict(), "elastic": elastic}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` gave, or the state of a plain torch optimizer.
-
-        Schedulers may be attached before or after, in the same order as they were.
-
-        Raises:
-            ValueError: It does not fit the parameter groups, or is of another rule.
-        """
-        elastic = state_dict.get("elastic", {})
-        of_noise = elastic.get("noise") if self.noise else None
-        self._check_state(elastic, of_noise)
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != "elastic"})
-        self._scaling.load_state_dict(elastic.get("scaling", []))
-        if of_noise:
-            self.noise.load_state_dict(of_noise)
-        self._attached.load_state_dict(elastic.get("schedules", []))
-
-    def _check_state(self, elastic: dict[str, Any], of_noise: Any) -> None:
-        """Before anything is touched."""
-        if elastic.get("rule", self.rule.name) != self.rule.name:
-            raise ValueError(
-                f"the state is of rule {elastic['rule']!r}, and this optimizer has "
-                f"{self.rule.name!r}; to change rules, load state['state'] and "
-                "state['param_groups'] alone"
-            )
-        self._attached.check_state(elastic.get("schedules", []))
-        if not of_noise:
-            return
-        if elastic["ref_batchsize"] != self.ref_batchsize:
-            raise ValueError(
-                f"the state's progress counts steps of {elastic['ref_batchsize']} "
-                f"samples, and this optimizer's ref_batchsize={self.ref_batchsize}"
-            )
-        self.noise.check_state(of_noise)
+        average_buffers(model, self._steps.num_minibatches_seen, self.replica)
+        self._steps.num_minibatches_seen = 0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group. Collective: its parameters become those of replica 0."""
@@ -319,180 +207,102 @@ class ElasticOptimizer(OptimizerProxy):
         unnamed = [p[1] if isinstance(p, tuple) else p for p in params]
         self._check_groups([{**self.defaults, **param_group, "params": unnamed}])
         super().add_param_group(param_group)
-        self._take_in(self.param_groups[-1]["params"])
+        self._gradients.take_in(self.param_groups[-1]["params"])
 
-    def _check_groups(self, groups: list[dict[str, Any]]) -> None:
-        check_groups(groups, self.replica)
-        check_rule(groups, self.rule, self.sampler.schedule, self.ref_batchsize)
+    # --- what can be asked ----------------------------------------------------------
 
-    # --- before an update -----------------------------------------------------------
+    @property
+    def epoch(self) -> int:
+        """The epoch under way."""
+        return self._steps.position.plan.epoch
 
-    def _take_in(self, parameters: list[nn.Parameter]) -> None:
-        for parameter in parameters:
-            parameter.grad = None  # of a backward pass before this optimizer's time
-        self.replica.sync()  # what replicas have pending is no part of a collective
-        self.replica.broadcast_([parameter.detach() for parameter in parameters])
-        self._known.update(parameters)
-        self._gradients.refresh(parameters)
-        if self.noise:
-            self.noise.watch(self.param_groups)
+    def get_bs(self) -> int:
+        """Global batch size of the step under way; 0 at the end of the epoch."""
+        return self._steps.position.batch_size
 
-    def _refresh_gradients(self, behind_backward: bool = False) -> None:
-        parameters = self._parameters()
-        if not self._known.issuperset(parameters):
-            raise ValueError(
-                "a parameter group was added to the inner optimizer: add it through "
-                "the wrapper's add_param_group, which makes it equal on all replicas"
-            )
-        changed = self._gradients.refresh(parameters, behind_backward)
-        if changed and self.noise:
-            self.noise.watch(self.param_groups, behind_backward)
+    def current_lr(self) -> float:
+        """The effective learning rate of the step under way, of the first group.
 
-    def _follow_sampler(self) -> None:
-        before = self._position
-        self._position = before.follow(self.sampler.plan)
-        if self._position is not before:
-            self._watch.allow_change()  # it may change between epochs
+        At the end of an epoch: that of its last update.
+        """
+        return self._current_lrs()[0]
 
-    def _refuse_to_repeat(self, position: Position) -> None:
-        """A replica that idled all epoch takes the repetition for a second call."""
-        if position.ended and self.replica.num_replicas > 1:
-            raise ReplicaError(
-                f"epoch {position.plan.epoch} has been trained; another pass needs "
-                "another number, on several replicas",
-                self.replica.rank,
-            )
+    # --- what is saved --------------------------------------------------------------
 
-    def _abandon(self, position: Position) -> None:
-        """Gives up the rest of an epoch, where no other replica relies on it."""
-        left = (
-            f"epoch {position.plan.epoch} is abandoned after {position.step} of "
-            f"{position.plan.num_steps} steps"
-        )
-        if self.replica.num_replicas > 1:
-            raise ReplicaError(
-                f"{left}, and the other replicas would wait for this one: run every "
-                "minibatch of the sampler; to train less, shorten the trace",
-                self.replica.rank,
-            )
-        logger.warning(left)
-        self._gradients.zero_()
-        if self.noise:
-            self.noise.end_step()
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state, with reference learning rates, and under
+        ``"elastic"`` what rule, noise meter and attached schedulers have counted.
 
-    # --- one update -----------------------------------------------------------------
+        It loads into a plain torch optimizer too, and does not depend on the number of
+        replicas.
+        """
+        elastic = self._elastic_state().state_dict()
+        return {**super().state_dict(), "elastic": elastic}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` gave, or the state of a plain torch optimizer.
+
+        Schedulers may be attached before or after, in the same order as they were.
+
+        Raises:
+            ValueError: It does not fit the parameter groups, or is of another rule.
+        """
+        elastic, own = state_dict.get("elastic", {}), self._elastic_state()
+        own.check_state(elastic)
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "elastic"})
+        own.load_state_dict(elastic)
+
+    # --- how ------------------------------------------------------------------------
 
     def _join_idle_steps(self) -> int:
         """Takes part in the steps in which this replica has no minibatch."""
         joined = 0
-        while self._position.idle:
-            self._refresh_gradients()
-            self._gradients.rebind()
-            self.replica.sync()  # what the user left pending is no part of the update
+        while self._steps.begin_idle_step():
             self._update()
             joined += 1
         return joined
 
     def _update(self) -> None:
-        """The update graph: the same on every replica, for every batch size."""
-        # Changing numbers go to the device before the collective is traced.
-        own = (*hyperparameters(self.param_groups), *self._scaling.state_dict())
-        ballot = self._agreement.ballot(own)
-        num_minibatches = self._position.num_minibatches
-        divisor = self._numbers.get("divisor", num_minibatches)
-        scaling = self._scaling.applied(self.inner, self._batch_ratio())
-        noise, squares = self.noise, []
-        if noise:
-            squares = noise.begin_update(num_minibatches, self._position.batch_size)
-        try:
-            with torch.no_grad(), scaling as step:
-                self._gradients.average_(divisor, ballot, *squares)
-                self._agreement.count(ballot)
-                factors = noise.update() if noise else None
-                if self.max_grad_norm is not None:
-                    self._gradients.clip_(self.max_grad_norm)
-                lrs = step(factors if self.rule.measured else None)
-        except BaseException:
-            self._position.next_step()  # whatever became of this update
-            raise
-        finally:
-            self._gradients.zero_()
-            if noise:
-                noise.end_step()
-            self.replica.sync()
-        self._finish_update(lrs)
-
-    def _finish_update(self, lrs: tuple[Any, ...]) -> None:
-        position = self._position
-        update = Update(
-            epoch=position.plan.epoch,
-            step=position.plan.first_step + position.step,
-            batch_size=position.batch_size,
-            lr=lrs,
-            idle=position.idle,
-            ends_epoch=position.step + 1 == position.plan.num_steps,
-        )
-        position.next_step()
-        self._last_lr = lrs
+        position = self._steps.position
+        ratio = position.batch_size / (self.ref_batchsize or 1)
+        update = self._update_graph.run(position, ratio, self.max_grad_norm)
+        self._last_lr = update.lr
         self._opt_called = True  # what torch's schedulers look at before their step
         self._attached.run(update)
-        self._refresh_gradients()  # they may have frozen or unfrozen parameters
-        self._watch.remember(self.param_groups)
+        self._steps.end_update()
         if self.log_steps and update.step % self.log_steps == 0:
-            self._log(update)
+            self._agreement.check()
+            line = describe(update, self.noise, self.replica)
+            if self.replica.is_master:
+                logger.info(line)
 
-    def _log(self, update: Update) -> None:
-        self._agreement.check()
-        lrs = self._as_floats(update.lr)
-        measured = self.noise.measure()._asdict() if self.noise else {}
-        if self.replica.is_master:
-            logger.info(
-                "step %d: batch size %d, learning rate %s%s",
-                update.step,
-                update.batch_size,
-                ", ".join(f"{lr:.6g}" for lr in lrs),
-                "".join(
-                    f", {k.replace('_', ' ')} {v:.6g}" for k, v in measured.items()
-                ),
-            )
+    def _check_groups(self, groups: list[dict[str, Any]]) -> None:
+        check_groups(groups, self.replica)
+        check_rule(groups, self.rule, self.sampler.schedule, self.ref_batchsize)
 
-    # --- small ones -----------------------------------------------------------------
-
-    def _make_meter(self, noise: NoiseOptions | bool) -> NoiseMeter | None:
-        if not isinstance(noise, (bool, NoiseOptions)):
-            raise TypeError(f"noise must be a bool or NoiseOptions, got {noise!r}")
-        if noise is False and not self.rule.measured:
+    def _make_meter(
+        self, noise: NoiseOptions | bool, numbers: Numbers
+    ) -> NoiseMeter | None:
+        options = chosen_options(noise, self.rule.measured, self.ref_batchsize)
+        if options is None:
             return None
-        if self.ref_batchsize is None:
-            raise TypeError("noise= needs ref_batchsize=, which gains compare with")
         return NoiseMeter(
             self.param_groups,
             self.sampler.minibatch_size,
             self.ref_batchsize,
             self.replica,
-            self._numbers,
-            noise if isinstance(noise, NoiseOptions) else NoiseOptions(),
+            numbers,
+            options,
         )
 
-    def _batch_ratio(self) -> float:
-        return self._position.batch_size / (self.ref_batchsize or 1)
+    def _elastic_state(self) -> ElasticState:
+        return ElasticState(
+            self.rule, self.ref_batchsize, self._scaling, self.noise, self._attached
+        )
 
     def _current_lrs(self) -> tuple[float, ...]:
-        if self._position.ended:
-            return self._as_floats(self._last_lr)
-        if self.rule.measured:
-            gains = self.noise.lr_factors(self._position.batch_size)
-            factors = tuple(self.rule.lr_factor(gain) for gain in gains)
-        else:
-            factor = self.rule.lr_factor(self._batch_ratio())
-            factors = (factor,) * len(self.param_groups)
-        return tuple(lr * f for lr, f in zip(self.get_lr(), factors))
-
-    def _as_floats(self, numbers: tuple[Any, ...]) -> tuple[float, ...]:
-        """Reads those that are tensors, at once."""
-        if any(isinstance(number, torch.Tensor) for number in numbers):
-            return tuple(tensor.item() for tensor in self.replica.fetch(list(numbers)))
-        return numbers
-
-    def _parameters(self) -> list[nn.Parameter]:
-        return [p for group in self.param_groups for p in group["params"]]
+        position = self._steps.position
+        if position.ended:
+            return as_floats(self._last_lr, self.replica)
+        lrs, batch_size = self.get_lr(), position.batch_size
+        return lrs_to_come(lrs, self.rule, self.noise, batch_size, self.ref_batchsize)

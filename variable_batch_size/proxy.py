@@ -46,6 +46,20 @@ class OptimizerProxy(Optimizer):
         if not self._wrapping:  # torch's constructor introduces the groups there are
             self.inner.add_param_group(param_group)
 
+    def get_lr(self) -> tuple[float, ...]:
+        """The reference learning rate of each parameter group."""
+        return tuple(float(group["lr"]) for group in self.param_groups)
+
+    def set_lr(self, values: tuple[float, ...]) -> None:
+        """Sets the reference learning rate of each parameter group."""
+        if len(values) != len(self.param_groups):
+            raise ValueError(
+                f"set_lr needs one learning rate for each of "
+                f"{len(self.param_groups)} parameter groups, got {values!r}"
+            )
+        for group, value in zip(self.param_groups, values):
+            group["lr"] = value
+
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state, with reference learning rates."""
         return self.inner.state_dict()
