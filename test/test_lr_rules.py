@@ -1,12 +1,15 @@
-"""Every rule: a new one is checked by being in the registry."""
+"""Every rule: a new one is checked by being in the registry; and what is refused."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.wrapping import make
+from torch.optim import SGD, AdamW
 
 import variable_batch_size as vbs
 from variable_batch_size.lr_rules import rule_named, with_options
@@ -120,3 +123,43 @@ def test_adams_rules_have_no_momentum_correction():
         with_options("adam-root", True, False)
     with pytest.raises(TypeError, match="rule 'x' changes Adam's betas"):
         vbs.Rule("x", lambda gain: gain, measured=True, beta=lambda b, k: b)
+
+
+# --- a rule, a trace and an optimizer that do not go together -----------------------
+
+
+@pytest.mark.parametrize("factor", [-1.0, float("nan"), None])
+def test_a_rule_without_a_factor_is_refused_at_once(factor):
+    with pytest.raises(ValueError, match=r"rule 'mine' makes the factor .* finite"):
+        make(cls=vbs.ElasticOptimizer, rule=vbs.Rule("mine", lambda ratio: factor))
+
+
+@pytest.mark.parametrize("rule", ["linear", "adascale"])
+def test_a_rule_that_suits_another_optimizer_warns(rule):
+    with pytest.warns(UserWarning, match=f"'{rule}' is derived for SGD.*for AdamW"):
+        make(inner=AdamW, cls=vbs.ElasticOptimizer, rule=rule)
+
+
+@pytest.mark.parametrize(
+    ("inner", "options", "message"),
+    [
+        (SGD, {"rule": "adam-root"}, "needs torch's Adam or AdamW, got SGD"),
+        (torch.optim.RAdam, {"rule": "adam-half-life"}, "Adam or AdamW, got RAdam"),
+        (AdamW, {"rule": "root", "momentum_correction": True}, "only SGD turns into"),
+        (
+            torch.optim.Adam,
+            {"rule": "root", "decay_per_sample": True},
+            "decay_per_sample needs weight decay that multiplies the weights",
+        ),
+        (
+            lambda ps, lr: AdamW(ps, lr, capturable=True),
+            {"rule": "adam-root"},
+            "does not work with capturable=True",
+        ),
+    ],
+)
+def test_a_rule_that_does_not_work_with_the_optimizer_is_refused(
+    inner, options, message
+):
+    with pytest.raises(TypeError, match=message):
+        make(inner=inner, cls=vbs.ElasticOptimizer, **options)

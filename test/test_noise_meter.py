@@ -1,22 +1,18 @@
-"""Gradient noise as training measures it: any split, any backward pass, any dtype."""
+"""Gradient noise as training measures it, over any split of a step over replicas."""
 
 from __future__ import annotations
 
-import gc
 import math
-import weakref
 
 import pytest
 import torch
+from support.noise import make, step
 from support.replicas import BACKENDS
 from torch import nn
 from torch.optim import SGD
 
 import variable_batch_size as vbs
 import xla_replica
-from xla_replica import LocalReplica
-
-CPU = LocalReplica("cpu")
 
 # Minibatch gradients (n, d); tr Sigma, |G|^2 and the gain over one minibatch.
 CLOSED_FORMS = {
@@ -61,25 +57,6 @@ def test_closed_forms_for_every_split(backend):
             assert found.efficiency == pytest.approx(gain / len(rows), abs=1e-5)
             scale = variance / square if square else math.inf
             assert found.noise_scale == pytest.approx(scale, rel=1e-5)
-
-
-def make(
-    trace=(4,), parameters=None, inner=SGD, cls=vbs.AdaScaleOptimizer, **options
-):  # fmt: skip
-    """(parameters, optimizer) with minibatches of one sample, reference 1."""
-    parameters = parameters or [nn.Parameter(torch.zeros(3))]
-    sampler = vbs.CustomSampler(
-        range(64), trace, num_replicas=1, rank=0, minibatch_size=1, verbose=False,
-        on_end="cycle",
-    )  # fmt: skip
-    options = {"ref_batchsize": 1, "replica": CPU} | options
-    return parameters, cls(inner(parameters, 0.01), sampler, **options)
-
-
-def step(optimizer, parameter, rows) -> None:
-    for row in rows:
-        (parameter * torch.as_tensor(row, dtype=parameter.dtype)).sum().backward()
-        optimizer.step()
 
 
 BASIS = torch.eye(3)
@@ -171,160 +148,6 @@ def test_a_frozen_group_added_later():
     optimizer.add_param_group({"params": frozen})
     step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
     assert optimizer.noise.lr_factors() == pytest.approx((1.25, 1.0))
-
-
-def test_frozen_parameters_take_no_part():
-    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    _, optimizer = make(trace=(2,), parameters=parameters)
-    parameters[1].requires_grad_(False)
-    step(optimizer, parameters[0], [[1.0, 0, 0], [3.0, 0, 0]])
-    assert optimizer.noise.measure().variance == pytest.approx(2.0)
-
-
-def test_a_parameter_whose_data_was_replaced_is_still_seen():
-    [parameter], optimizer = make(trace=(2,))
-    parameter.data = parameter.data.clone()
-    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
-    assert optimizer.noise.measure().variance == pytest.approx(2.0)
-
-
-def test_a_parameter_used_twice_has_one_gradient():
-    [parameter], optimizer = make(trace=(2,))
-    for scale in (1.0, 3.0):
-        (parameter[0] * scale / 2 + parameter[0] * scale / 2).backward()
-        optimizer.step()
-    assert optimizer.noise.measure().variance == pytest.approx(2.0)
-
-
-def test_autograd_grad_is_no_minibatch():
-    [parameter], optimizer = make(trace=(2,))
-    for scale in (1.0, 3.0):
-        loss = (parameter[0] + 1) ** 2 * scale / 2
-        (gradient,) = torch.autograd.grad(loss, parameter, create_graph=True)
-        (scale * parameter[0] + 0 * gradient.sum()).backward()
-        optimizer.step()
-    assert optimizer.noise.measure().variance == pytest.approx(2.0)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointed_layers(use_reentrant):
-    from torch.utils.checkpoint import checkpoint
-
-    [parameter], optimizer = make(trace=(2,))
-    for scale in (1.0, 3.0):
-        x = torch.tensor([scale, 0, 0], requires_grad=True)
-        checkpoint(
-            lambda x: parameter * x, x, use_reentrant=use_reentrant
-        ).sum().backward()
-        optimizer.step()
-    assert optimizer.noise.measure().variance == pytest.approx(2.0)
-
-
-def test_gradients_that_were_thrown_away_do_not_count():
-    """Of an adversarial example, say."""
-    [parameter], optimizer = make(trace=(2,))
-    for scale in (1.0, 3.0):
-        if scale == 1.0:  # later, the accumulated ones would go too: an error
-            (parameter * 100).sum().backward()
-            parameter.grad = None
-        (parameter[0] * scale).backward()
-        optimizer.step()
-    assert optimizer.noise.measure().variance == pytest.approx(2.0)
-
-
-def test_a_discarded_pass_through_other_parameters_does_not_count():
-    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    _, optimizer = make(trace=(2,), parameters=parameters)
-    (parameters[1] * 100).sum().backward()
-    parameters[1].grad = None
-    step(optimizer, parameters[0], [[1.0, 0, 0], [3.0, 0, 0]])
-    assert optimizer.noise.measure().variance == pytest.approx(2.0)
-
-
-def test_complex_parameters():
-    parameter = nn.Parameter(torch.zeros(1, dtype=torch.complex64))
-    _, optimizer = make(trace=(2,), parameters=[parameter])
-    for scale in (1j, 3j):
-        (parameter * scale).sum().real.backward()
-        optimizer.step()
-    found = optimizer.noise.measure()
-    assert (found.variance, found.square) == pytest.approx((2.0, 3.0))
-
-
-def test_a_parameter_that_begins_to_train_within_a_step_makes_it_not_count():
-    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    parameters[1].requires_grad_(False)
-    _, optimizer = make(trace=(2,), parameters=parameters)
-    parameters[1].requires_grad_(True)
-    for _ in range(2):
-        step(optimizer, parameters[0] + parameters[1], [[1.0, 0, 0], [3.0, 0, 0]])
-    assert optimizer.noise.measure().variance == pytest.approx(4.0)
-    assert optimizer.progress == pytest.approx(1 + 1.25)
-
-
-def test_requires_grad_may_not_change_between_minibatches():
-    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    parameters[1].requires_grad_(False)
-    _, optimizer = make(trace=(2,), parameters=parameters)
-    step(optimizer, parameters[0], [[1.0, 0, 0]])
-    parameters[1].requires_grad_(True)
-    with pytest.raises(ValueError, match="changed between the minibatches of one step"):
-        step(optimizer, parameters[0] + parameters[1], [[3.0, 0, 0]])
-
-
-def test_so_does_one_that_trains_alone():
-    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    parameters[1].requires_grad_(False)
-    _, optimizer = make(trace=(2,), parameters=parameters)
-    parameters[1].requires_grad_(True)
-    step(optimizer, parameters[1], [[1.0, 0, 0], [3.0, 0, 0]])
-    assert optimizer.noise.measure().square == 0.0
-    step(optimizer, parameters[1], [[1.0, 0, 0], [3.0, 0, 0]])
-    assert optimizer.noise.measure().square == pytest.approx(3.0)
-
-
-def test_a_parameter_that_an_attached_function_unfreezes_is_seen_at_once():
-    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    parameters[1].requires_grad_(False)
-    _, optimizer = make(trace=(2,), parameters=parameters)
-    optimizer.attach(lambda update: parameters[1].requires_grad_(True))
-    step(optimizer, parameters[0], [[1.0, 0, 0], [3.0, 0, 0]])
-    assert optimizer.noise.measure().variance == pytest.approx(2.0)
-    step(optimizer, parameters[0] + parameters[1], [[1.0, 0, 0], [3.0, 0, 0]])
-    decay = math.exp(-2 / 1000)
-    expected = (2.0 * decay + 4.0) / (1 + decay)
-    assert optimizer.noise.measure().variance == pytest.approx(expected)
-
-
-def test_two_backward_passes_in_a_minibatch_are_an_error():
-    [parameter], optimizer = make(trace=(2,))
-    parameter.sum().backward()
-    parameter.sum().backward()
-    with pytest.raises(
-        ValueError, match=r"two gradients within one minibatch.*once per"
-    ):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_squares_of_narrow_gradients_are_added_up_in_float32(dtype):
-    """300^2 and 4096 times 0.1^2 overflow or vanish in half precision."""
-    parameter = nn.Parameter(torch.zeros(4096, dtype=dtype))
-    _, optimizer = make(trace=(2,), parameters=[parameter])
-    step(optimizer, parameter, [[300.0] * 4096, [300.0] * 4096])
-    found = optimizer.noise.measure()
-    assert found.square == pytest.approx(300.0**2 * 4096, rel=1e-3)
-    assert abs(found.variance) < 1e-3 * found.square
-
-
-def test_deleting_everything_frees_the_model():
-    """Hooks inside autograd's nodes are invisible to the garbage collector."""
-    [parameter], optimizer = make(trace=(2,), single_minibatch="difference")
-    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
-    watched = [weakref.ref(optimizer), weakref.ref(parameter)]
-    del parameter, optimizer
-    gc.collect()
-    assert [reference() for reference in watched] == [None, None]
 
 
 def test_a_failed_update_is_no_progress():
@@ -453,22 +276,6 @@ def test_a_state_of_other_parameter_groups_is_refused():
         ValueError, match="of 2 parameter groups, and the optimizer has"
     ):
         optimizer.noise.load_state_dict(wide)
-
-
-def test_a_state_of_another_reference_is_refused():
-    _, optimizer = make(ref_batchsize=2)
-    _, other = make(ref_batchsize=1)
-    with pytest.raises(ValueError, match="counts steps of 2 samples, and this opt"):
-        other.load_state_dict(optimizer.state_dict())
-
-
-def test_a_state_of_another_rule_is_refused():
-    _, linear = make(cls=vbs.LinearRuleOptimizer)
-    _, optimizer = make()
-    with pytest.raises(
-        ValueError, match="of rule 'linear', and this optimizer has 'ada"
-    ):
-        optimizer.load_state_dict(linear.state_dict())
 
 
 def test_the_log_shows_what_was_measured(caplog):

@@ -6,13 +6,16 @@ import math
 
 import pytest
 import torch
+from support import wrapping
 from support.replicas import BACKENDS
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     ExponentialLR,
+    LambdaLR,
     LinearLR,
+    OneCycleLR,
     ReduceLROnPlateau,
     SequentialLR,
     StepLR,
@@ -20,7 +23,7 @@ from torch.optim.lr_scheduler import (
 
 import variable_batch_size as vbs
 import xla_replica
-from xla_replica import LocalReplica
+from xla_replica import LocalReplica, ReplicaError
 
 # In samples; minibatches of 2, so 8 replicas take 4 substeps and idle, by turns.
 TRACE = (2, 64, 8, 22, 2, 30)
@@ -222,3 +225,111 @@ def test_a_function_has_no_unit_and_a_plateau_no_place():
         optimizer.attach(StepLR)
     with pytest.raises(TypeError, match="ReduceLROnPlateau needs a metric"):
         optimizer.attach(ReduceLROnPlateau(optimizer), "epochs")
+
+
+# --- stepped by the user, or attached; on idle replicas -----------------------------
+
+
+@pytest.mark.parametrize("on_inner", [False, True])
+def test_a_scheduler_sees_the_reference_learning_rate(on_inner):
+    model, sampler, wrapper = wrapping.make()
+    scheduler = StepLR(wrapper.inner if on_inner else wrapper, 1, gamma=0.5)
+    used = []
+    wrapper.register_step_pre_hook(lambda o, *_: used.append(o.param_groups[0]["lr"]))
+    for _ in sampler:
+        wrapping.backward(model)
+        if wrapper.step():
+            scheduler.step()
+    assert used == pytest.approx([0.2, 0.3 / 2, 0.3 / 4])
+    assert scheduler.get_last_lr() == [*wrapper.get_lr()] == pytest.approx([0.1 / 8])
+
+
+def test_one_cycle_on_the_wrapper():
+    model, sampler, wrapper = wrapping.make(
+        inner=lambda ps, lr: SGD(ps, lr, momentum=0.9), trace=32
+    )
+    scheduler = OneCycleLR(wrapper, max_lr=1.0, total_steps=8)
+    lrs = []
+    wrapper.attach(lambda update: lrs.append(update.lr[0]))
+    wrapper.attach(scheduler)
+    for _, _ in zip(range(7), sampler):
+        wrapping.backward(model)
+        wrapper.step()
+    assert lrs[0] == pytest.approx(1.0 / 25)
+    assert max(lrs) == pytest.approx(1.0, rel=0.1)
+
+
+def test_an_attached_scheduler_sees_every_update_on_an_idle_replica():
+    histories = []
+    for rank in (0, 1):
+        model, sampler, wrapper = wrapping.make(
+            trace=[32, 64, 32, 32, 64, 32], rank=rank, replicas=2
+        )
+        updates = []
+        wrapper.attach(updates.append)
+        wrapper.attach(LambdaLR(wrapper, lambda n: 1 / (n + 1)))
+        wrapper.set_epoch(0)
+        wrapping.run_epoch(model, sampler, wrapper)
+        histories.append([(u.epoch, u.step, u.batch_size, u.lr) for u in updates])
+        idle = [u.idle for u in updates]
+        assert idle == ([False] * 6, [True, False, True, True, False, True])[rank]
+    assert histories[0] == histories[1]
+    assert [lr for *_, (lr,) in histories[0]] == pytest.approx(
+        [0.1, 0.1, 0.1 / 3, 0.1 / 4, 0.2 / 5, 0.1 / 6]
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_scheduler_that_would_diverge_is_an_error_on_every_replica(rank):
+    """Stepped by hand it would miss the joined updates; so it never gets that far."""
+    model, sampler, wrapper = wrapping.make(
+        trace=[32, 64, 32, 32, 64, 32], rank=rank, replicas=2
+    )
+    scheduler = StepLR(wrapper, 1)
+    wrapper.set_epoch(0)
+
+    def stepped_by_hand() -> None:
+        for _ in sampler:
+            wrapping.backward(model)
+            if wrapper.step():
+                scheduler.step()
+
+    with pytest.raises(ReplicaError, match=r"call optimizer.attach\(scheduler\)"):
+        stepped_by_hand()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_scheduler_stepped_per_minibatch_is_an_error_on_several_replicas(rank):
+    """Nobody idles, but replica 0 runs two minibatches and replica 1 one."""
+    model, sampler, wrapper = wrapping.make(trace=96, rank=rank, replicas=2)
+    scheduler = StepLR(wrapper, 1)
+
+    def stepped_every_time() -> None:
+        for _ in sampler:
+            wrapping.backward(model)
+            wrapper.step()
+            scheduler.step()
+
+    if rank == 0:
+        with pytest.raises(ReplicaError, match="changed within step 0 of epoch 0"):
+            stepped_every_time()
+    else:
+        stepped_every_time()  # its own view is consistent; replica 0 ends the run
+
+
+def test_a_scheduler_stepped_in_a_step_hook_is_an_error():
+    model, _sampler, wrapper = wrapping.make(trace=[32, 32])
+    scheduler = StepLR(wrapper.inner, 1)
+    wrapper.register_step_post_hook(lambda *_: scheduler.step())
+    wrapping.backward(model)
+    with pytest.raises(ValueError, match=r"use optimizer.attach"):
+        wrapper.step()
+    assert wrapper.get_lr() == (0.1,)
+
+
+def test_attach_takes_schedulers_and_functions_only():
+    _, _, wrapper = wrapping.make()
+    with pytest.raises(TypeError, match="needs a metric"):
+        wrapper.attach(ReduceLROnPlateau(wrapper))
+    with pytest.raises(TypeError, match="neither an LR scheduler nor a function"):
+        wrapper.attach(3)

@@ -1,0 +1,31 @@
+"""An optimizer that measures noise, and minibatches of given gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.optim import SGD
+
+import variable_batch_size as vbs
+from xla_replica import LocalReplica
+
+CPU = LocalReplica("cpu")
+
+
+def make(
+    trace=(4,), parameters=None, inner=SGD, cls=vbs.AdaScaleOptimizer, **options
+):  # fmt: skip
+    """(parameters, optimizer) with minibatches of one sample, reference 1."""
+    parameters = parameters or [nn.Parameter(torch.zeros(3))]
+    sampler = vbs.CustomSampler(
+        range(64), trace, num_replicas=1, rank=0, minibatch_size=1, verbose=False,
+        on_end="cycle",
+    )  # fmt: skip
+    options = {"ref_batchsize": 1, "replica": CPU} | options
+    return parameters, cls(inner(parameters, 0.01), sampler, **options)
+
+
+def step(optimizer, parameter, rows) -> None:
+    for row in rows:
+        (parameter * torch.as_tensor(row, dtype=parameter.dtype)).sum().backward()
+        optimizer.step()

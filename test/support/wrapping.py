@@ -1,0 +1,59 @@
+"""Wrappers on one replica, real or one of several that bring what it brings."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.optim import SGD
+
+import variable_batch_size as vbs
+from xla_replica import LocalReplica
+
+CPU = LocalReplica("cpu")
+
+
+class FakeReplica(LocalReplica):
+    """Replica ``rank`` of several, whose peers bring what it brings."""
+
+    def __init__(self, rank: int, num_replicas: int) -> None:
+        super().__init__("cpu")
+        self.rank, self.num_replicas = rank, num_replicas
+
+    def sum_(self, tensors) -> None:
+        for tensor in tensors:
+            tensor.mul_(self.num_replicas)
+
+
+def make(
+    trace=(64, 96, 96), inner=SGD, cls=vbs.LinearRuleOptimizer, rank=0, replicas=1,
+    lr=0.1, **options,
+):  # fmt: skip
+    """(model, sampler, wrapper) over 256 samples in minibatches of 32."""
+    model = nn.Linear(2, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    sampler = vbs.CustomSampler(
+        range(256), trace, num_replicas=replicas, rank=rank, verbose=False
+    )
+    replica = FakeReplica(rank, replicas)
+    options = {"ref_batchsize": 32, "replica": replica} | options
+    wrapper = cls(inner(model.parameters(), lr), sampler, **options)
+    return model, sampler, wrapper
+
+
+def idle_replica(**options):
+    """Replica 1 of 2: idle in steps 0, 2, 3 and 5 of its first epoch."""
+    return make(trace=[32, 64, 32, 32, 64, 32], rank=1, replicas=2, **options)
+
+
+def backward(model: nn.Module) -> None:
+    """A minibatch whose gradient is one everywhere."""
+    model(torch.ones(1, 2)).sum().backward()
+
+
+def run_epoch(model, sampler, wrapper) -> list[int]:
+    returned = []
+    for _ in sampler:
+        backward(model)
+        returned.append(wrapper.step())
+    return returned

@@ -1,0 +1,64 @@
+"""What a wrapper saves and loads, and what it refuses to load.
+
+That training resumes is checked of rules in test_rule_family.py, of schedulers in
+test_update.py and of the noise meter in test_noise_meter.py.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from support import noise
+from support.wrapping import make, run_epoch
+from torch.optim import AdamW
+
+import variable_batch_size as vbs
+
+
+def test_state_goes_to_and_from_the_inner_optimizer(tmp_path):
+    model, sampler, wrapper = make(inner=AdamW, cls=vbs.RootRuleOptimizer)
+    run_epoch(model, sampler, wrapper)
+    torch.save(wrapper.state_dict(), tmp_path / "optimizer.pt")
+    _, _, other = make(inner=AdamW, cls=vbs.RootRuleOptimizer)
+    other.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
+    saved, loaded = wrapper.state_dict(), other.state_dict()
+    assert loaded["param_groups"] == saved["param_groups"]
+    for key, state in saved["state"].items():
+        for name, value in state.items():
+            assert torch.equal(loaded["state"][key][name], value)
+    assert other.param_groups is other.inner.param_groups
+
+
+def test_state_dict_hooks_run():
+    _, _, wrapper = make()
+    calls = []
+    wrapper.register_state_dict_pre_hook(lambda o: calls.append("save"))
+    wrapper.register_state_dict_post_hook(lambda o, state: calls.append("saved"))
+    wrapper.register_load_state_dict_pre_hook(lambda o, state: calls.append("load"))
+    wrapper.register_load_state_dict_post_hook(lambda o: calls.append("loaded"))
+    wrapper.load_state_dict(wrapper.state_dict())
+    assert calls == ["save", "saved", "load", "loaded"]
+
+
+def test_a_copy_is_refused():
+    _, _, wrapper = make()
+    with pytest.raises(TypeError, match=r"save optimizer.state_dict\(\) instead"):
+        copy.deepcopy(wrapper)
+
+
+def test_a_state_of_another_reference_is_refused():
+    _, optimizer = noise.make(ref_batchsize=2)
+    _, other = noise.make(ref_batchsize=1)
+    with pytest.raises(ValueError, match="counts steps of 2 samples, and this opt"):
+        other.load_state_dict(optimizer.state_dict())
+
+
+def test_a_state_of_another_rule_is_refused():
+    _, linear = noise.make(cls=vbs.LinearRuleOptimizer)
+    _, optimizer = noise.make()
+    with pytest.raises(
+        ValueError, match="of rule 'linear', and this optimizer has 'ada"
+    ):
+        optimizer.load_state_dict(linear.state_dict())
