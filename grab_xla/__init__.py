@@ -10,6 +10,7 @@ sampler.step(per_sample_grads)  # a dict of (B, *shape) tensors, once per batch
 
 from grab_xla.balancers import BALANCE_TYPES, Balancer, Ordering, ordering_named
 from grab_xla.decisions import Decisions
+from grab_xla.herding import Herding, RunningHerding, herding
 from grab_xla.sampler import GraBSampler, GraBWarning
 
 __all__ = [
@@ -18,6 +19,9 @@ __all__ = [
     "Decisions",
     "GraBSampler",
     "GraBWarning",
+    "Herding",
     "Ordering",
+    "RunningHerding",
+    "herding",
     "ordering_named",
 ]

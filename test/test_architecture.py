@@ -27,7 +27,7 @@ RUNTIMES = ("torch_xla", "torch_tpu", "torch.distributed")
 PUBLIC = {
     "grab_xla": {
         "BALANCE_TYPES", "Balancer", "Decisions", "GraBSampler", "GraBWarning",
-        "Ordering", "ordering_named",
+        "Herding", "Ordering", "RunningHerding", "herding", "ordering_named",
     },
     "variable_batch_size": {
         "RULES", "AdaScaleOptimizer", "AdamHalfLifeRuleOptimizer",
@@ -158,7 +158,8 @@ def test_packages_import_without_any_runtime(package):
     "module", ["variable_batch_size.schedule", "variable_batch_size.lr_rules",
                "variable_batch_size.adam_rules", "variable_batch_size.gradient_noise",
                "variable_batch_size.tensor_scalars", "xla_replica.counters",
-               "grab_xla.reorder", "grab_xla.dealing", "grab_xla.projection"],
+               "grab_xla.herding", "grab_xla.reorder", "grab_xla.dealing",
+               "grab_xla.projection"],
 )  # fmt: skip
 def test_docstring_examples(module):
     import doctest
