@@ -23,6 +23,7 @@ class Update:
         epoch: Epoch of the update.
         step: Steps since the beginning of training, from 0.
         batch_size: Global batch size, in samples.
+        minibatch_size: Samples of each minibatch that it was dealt in.
         lr: Effective learning rate of each parameter group. Where it is measured from
             the gradients (AdaScale) on an accelerator, a tensor of shape ``(1,)``, so
             ``float(lr[0])`` reads the device: do so on logging steps.
@@ -33,6 +34,7 @@ class Update:
     epoch: int
     step: int
     batch_size: int
+    minibatch_size: int
     lr: tuple[Any, ...]
     idle: bool
     ends_epoch: bool

@@ -87,6 +87,7 @@ class UpdateGraph:
             epoch=position.plan.epoch,
             step=position.plan.first_step + position.step,
             batch_size=position.batch_size,
+            minibatch_size=position.plan.minibatch_size,
             lr=lrs,
             idle=position.idle,
             ends_epoch=position.step + 1 == position.plan.num_steps,
