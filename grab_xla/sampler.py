@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
@@ -16,7 +17,9 @@ from grab_xla.columns import Columns
 from grab_xla.dealing import Dealing
 from grab_xla.engine import Engine
 from grab_xla.held import HeldMinibatches
+from grab_xla.instruments import Instruments
 from grab_xla.options import generator_for, replica_for
+from grab_xla.projection import projection
 from grab_xla.reorder import KEEP
 from grab_xla.rows import Rows
 from grab_xla.saved import check_same, saved_version
@@ -49,6 +52,10 @@ class GraBSampler(Sampler[int]):
             with ``seed``. Replicas need equal ones.
         seed: Of that generator, and of random projections.
         random_first_epoch: Begin with a shuffle, not with 0, 1, 2 ...
+        random_projection: Balance fewer numbers: 'jl', 'jl_sparse' or 'kron'; see
+            `projection`.
+        pi_eps: By which factor a projection may change distances.
+        kron_order: Factors of the 'kron' projection.
         normalize_grads: Divide every (projected) gradient by its norm.
         prob_balance: Draw signs by the self-balancing walk instead of the better one.
         prob_balance_c: The walk's constant c.
@@ -57,6 +64,13 @@ class GraBSampler(Sampler[int]):
         tile_size: Rows whose inner products are formed at once. Any number gives the
             same signs; the default depends on the backend.
         dtype: Of the balance state; gradients are converted.
+        record_norm: Keep the norms that `grad_norms` reads.
+        record_herding: Keep what `herding` and `avg_grad_error` read; see
+            `Instruments` for this and the next option.
+        stale_mean_herding: Centre by the mean of the epoch before, in O(d) memory,
+            instead of keeping all gradients of an epoch.
+        cuda_herding: Accepted for code that passes it; gradients are kept where they
+            are balanced.
         **balance_options: Of the balance type: the fields of its class.
 
     Attributes:
@@ -85,14 +99,22 @@ class GraBSampler(Sampler[int]):
         generator: torch.Generator | None = None,
         seed: int = 42,
         random_first_epoch: bool = True,
+        random_projection: str = "none",
+        pi_eps: float = 0.1,
+        kron_order: int = 2,
         normalize_grads: bool = False,
         prob_balance: bool = False,
         prob_balance_c: float = 30,
         tie: str = "negative",
         tile_size: int | None = None,
         dtype: torch.dtype = torch.float32,
+        record_norm: bool = False,
+        record_herding: bool = False,
+        stale_mean_herding: bool = False,
+        cuda_herding: bool = False,
         **balance_options: Any,
     ) -> None:
+        del cuda_herding
         self.num_samples = len(data_source)
         self.balance_type = str(getattr(balance_type, "value", balance_type))
         self._ordering = ordering_named(self.balance_type, **balance_options)
@@ -102,19 +124,39 @@ class GraBSampler(Sampler[int]):
         self._normalize = normalize_grads
         self._generator = generator_for(generator, seed)
         self._rows = Rows(trainable_params, dtype, self.device)
+        self._project = projection(
+            getattr(random_projection, "value", random_projection),
+            self._rows.num_columns,
+            self.num_samples,
+            pi_eps,
+            kron_order,
+            seed,
+            dtype,
+            self.device,
+        )
+        columns = Columns(self._replica, self._project.num_outputs, scheme)
         self._engine: Engine | None = None
         if isinstance(self._ordering, Balancer):
+            herding = "running" if stale_mean_herding else "exact"
             self._engine = Engine(
                 self._ordering,
-                Columns(self._replica, self._rows.num_columns, scheme),
+                columns,
                 self._replica,
                 self.device,
                 dtype=dtype,
                 tie=tie,
                 tile_size=tile_size,
                 walk_constant=prob_balance_c if prob_balance else None,
+                instruments=Instruments(
+                    columns,
+                    self._replica,
+                    self.device,
+                    dtype,
+                    norms=record_norm,
+                    herding=herding if record_herding else None,
+                ),
             )
-        self._held = HeldMinibatches(self._replica, self._rows.num_columns, dtype)
+        self._held = HeldMinibatches(self._replica, columns.num_columns, dtype)
         self._dealing = Dealing(
             self.num_samples, self._replica.num_replicas, self._replica.rank, drop_last
         )
@@ -196,6 +238,7 @@ class GraBSampler(Sampler[int]):
         with self._timer("sorter_step"), torch.no_grad():
             rows = self._rows(per_sample_grads, batch)
             self._check_samples(len(rows), indices)
+            rows = self._project(rows)
             if self._normalize:
                 rows = torch.nn.functional.normalize(rows, dim=1)
             if self._given_for is not None and self._replica.num_replicas > 1:
@@ -236,6 +279,45 @@ class GraBSampler(Sampler[int]):
                 f"update_v: balance_type={self.balance_type!r} does not scale gradients"
             )
         self._engine.update_second_moment(second_moment)
+
+    @property
+    def grad_norms(self) -> list[float]:
+        """With ``record_norm``: the gradients' norms in the order visited."""
+        return [] if self._engine is None else self._engine.instruments.norms()
+
+    @property
+    def herding(self) -> float:
+        """With ``record_herding``: largest infinity norm of a prefix sum so far."""
+        return self._herding()[0]
+
+    @property
+    def avg_grad_error(self) -> float:
+        """With ``record_herding``: largest 2-norm of a prefix sum so far."""
+        return self._herding()[1]
+
+    def _herding(self) -> tuple[float, float]:
+        if self._engine is None:
+            return -math.inf, -math.inf
+        return self._engine.instruments.herding()
+
+    def scalars(self) -> dict[str, float]:
+        """What TensorBoard should draw of the epoch under way; reads the device.
+
+        Collective where replicas share the columns.
+        """
+        values: dict[str, float] = {}
+        infinity, euclidean = self._herding()
+        if infinity > -math.inf:
+            values |= {"herding": infinity, "avg_grad_error": euclidean}
+        norms = self.grad_norms
+        if norms:
+            values |= {"norm/mean": sum(norms) / len(norms), "norm/max": max(norms)}
+        return values
+
+    @property
+    def sorter(self) -> GraBSampler:
+        """This sampler: grab-sampler keeps some of the above in an object behind it."""
+        return self
 
     @property
     def _own(self) -> np.ndarray:
@@ -326,7 +408,7 @@ class GraBSampler(Sampler[int]):
             "balance_type": self.balance_type,
             "options": repr(self._ordering),
             "num_samples": self.num_samples,
-            "num_columns": self._rows.num_columns,
+            "num_columns": self._project.num_outputs,
             "epoch": self.epoch,
             "order": torch.from_numpy(self.order.copy()),
             "begun": self._begun,
