@@ -430,7 +430,6 @@ class GraBSampler(Sampler[int]):
         self.epoch = state["epoch"]
         self.order = state["order"].numpy().copy()
         self._begun, self._given_for = state["begun"], state["given_for"]
-        self._resumed = self._begun
         self._start = 0
         if self._engine is not None:
             self._generator.set_state(state["drawn_from"])
@@ -439,3 +438,5 @@ class GraBSampler(Sampler[int]):
         self._drawn_from = state["drawn_from"]
         self._generator.set_state(state["generator"])
         self._held.clear()
+        # A finished epoch is not gone on with: the next iter() begins another.
+        self._resumed = self._begun and self.num_seen < self._dealing.end(0)
