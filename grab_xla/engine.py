@@ -147,7 +147,8 @@ class Engine:
         state = {}
         for name, value in saved["state"].items():
             value = value.to(self._dtype)
-            own = self.columns.own(value) if value.dim() == 2 else value
+            fill = self.balancer.fills.get(name, 0.0)
+            own = self.columns.own(value, fill) if value.dim() == 2 else value
             state[name] = own.clone().to(self._device)
         self.state = state
         codes = saved["codes"]

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Sampler
 
 from grab_xla.balancers import Balancer, ordering_named
+from grab_xla.balancers.ntk import NTKEigen
 from grab_xla.columns import Columns
 from grab_xla.dealing import Dealing
 from grab_xla.engine import Engine
@@ -172,6 +173,7 @@ class GraBSampler(Sampler[int]):
         self._start = 0  # position at which the pass over the order began
         self._given_for: int | None = None  # epoch that an elastic sampler asked for
         self._warned = False
+        self._computed: np.ndarray | None = None
 
     def __len__(self) -> int:
         """Samples that this replica runs in a pass over the order."""
@@ -280,6 +282,27 @@ class GraBSampler(Sampler[int]):
             )
         self._engine.update_second_moment(second_moment)
 
+    def compute_order(
+        self,
+        model: torch.nn.Module,
+        params: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        loss_fn: Callable[[Any, torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Computes the next epoch's order of 'ntk-eigen' at these parameters.
+
+        Args:
+            model: This and what follows: see `grab_xla.ntk.per_sample_gradients`.
+
+        Raises:
+            TypeError: The balance type computes no order.
+        """
+        if not isinstance(self._ordering, NTKEigen):
+            raise TypeError(
+                f"compute_order: balance_type={self.balance_type!r} computes no order"
+            )
+        self._computed = self._ordering.order_of(model, params, buffers, loss_fn)
+
     @property
     def grad_norms(self) -> list[float]:
         """With ``record_norm``: the gradients' norms in the order visited."""
@@ -341,6 +364,8 @@ class GraBSampler(Sampler[int]):
                 )
             self.epoch += 1
         self._begun = True
+        if self._computed is not None:
+            self.order, self._computed = self._computed, None
         if self._record_orders:
             self.orders_history.append(self.order.tolist())
         self._drawn_from = self._generator.get_state()

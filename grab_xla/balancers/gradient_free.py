@@ -56,7 +56,8 @@ class FixedOrder(Ordering):
         orders: A permutation of ``range(num_samples)``.
     """
 
-    orders: Sequence[int] | Any
+    # Not in the fingerprint of a saved state: the order itself is saved.
+    orders: Sequence[int] | Any = dataclasses.field(repr=False)
 
     def first_order(
         self, num_samples: int, shuffled: bool, generator: torch.Generator

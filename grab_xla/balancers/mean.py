@@ -7,6 +7,7 @@ what is centred, and by which estimate of the mean.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -119,6 +120,8 @@ class AdaMeanBalance(MeanBalance):
     Attributes:
         eps: Added to the root.
     """
+
+    fills: ClassVar[Mapping[str, float]] = {"scale": 1.0}
 
     eps: float = 1e-8
 
