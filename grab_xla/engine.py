@@ -73,6 +73,8 @@ class Engine:
             tie=tie, sum_=columns.sum_, tile_size=tile_size, loops=loops
         )
         self.state: State = balancer.init(columns.num_own, dtype, device)
+        # Zeros become data, or the first epoch would begin with a program of its own.
+        self._replica.sync()
         self.instruments = instruments
         self._codes: list[torch.Tensor] = []
         self._uniforms: torch.Tensor | None = None

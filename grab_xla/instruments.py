@@ -42,24 +42,24 @@ class Instruments:
     ) -> None:
         self._columns, self._replica = columns, replica
         self._keeps_norms, self._herding = norms, herding
+        self._dtype = dtype
         self._running = RunningHerding(dtype, device)
-        zeros = self._running.init(columns.num_own)["prefix"]
-        self._mean, self._sum = zeros, zeros
-        self._begin()
-
-    def _begin(self) -> None:
-        self._state = self._running.init(self._columns.num_own)
-        self._squares: list[torch.Tensor] = []
-        self._vectors: list[torch.Tensor] = []
-        self._prefixes: list[PrefixNorms] = []
+        if herding == "running":
+            self._sum = self._running.init(columns.num_own)["prefix"]
         self._num_seen = 0
 
     def begin_epoch(self) -> None:
         """Forgets the epoch before, but for its mean."""
-        if self._num_seen:
-            self._mean = self._sum / self._num_seen
-        self._sum = torch.zeros_like(self._sum)
-        self._begin()
+        if self._herding == "running":
+            # A tensor and no condition: the same program in the first epoch as later.
+            count = self._replica.scalar(max(self._num_seen, 1), self._dtype)
+            self._mean = self._sum / count
+            self._sum = torch.zeros_like(self._sum)
+            self._state = self._running.init(self._columns.num_own)
+        self._squares: list[torch.Tensor] = []
+        self._vectors: list[torch.Tensor] = []
+        self._prefixes: list[PrefixNorms] = []
+        self._num_seen = 0
 
     def observe(self, rows_RD: torch.Tensor) -> None:
         """Takes the next vectors, own columns of each."""

@@ -48,7 +48,9 @@ class PairBalance(Balancer):
 
     def begin_epoch(self, state: State) -> State:
         sums = torch.zeros_like(state["sums"])
-        return {"sums": sums, "pending": state["pending"][:0]}
+        # Nobody waits; not a slice, whose program would depend on how many did.
+        none = state["pending"].new_zeros(0, sums.shape[1])
+        return {"sums": sums, "pending": none}
 
     def balance(
         self, state: State, rows_RD: torch.Tensor, decide: Decisions
