@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import ordering
 from support.ordering import BALANCING, KINDS
-from support.replicas import _row
+from support.replicas import row
 
 import xla_replica
 
@@ -82,25 +82,28 @@ def alone() -> dict[str, Outcome]:
     return outcomes
 
 
+def _case(scheme: str, device: str, num_replicas: int, slow: bool = False):
+    marked = row(device, num_replicas, slow)
+    case = (scheme, marked.values[0])
+    return pytest.param(case, marks=marked.marks, id=f"{scheme}-{marked.id}")
+
+
 @pytest.fixture(
     scope="module",
     params=[
-        *(("sharded", row) for row in [("cpu", 3), ("xla", 1), ("xla", 2), ("xla", 8)]),
-        ("sharded", ("xla", 4)),
-        ("gather", ("cpu", 3)),
-        ("gather", ("xla", 2)),
+        _case("sharded", "cpu", 3),
+        _case("sharded", "xla", 1, slow=True),
+        _case("sharded", "xla", 2),
+        _case("sharded", "xla", 4, slow=True),
+        _case("sharded", "xla", 8, slow=True),
+        _case("gather", "cpu", 3),
+        _case("gather", "xla", 2, slow=True),
     ],
-    ids=lambda param: f"{param[0]}-{param[1][0]}-{param[1][1]}",
 )
 def together(request, alone):
-    scheme, (device, num_replicas) = request.param
-    backend = _row(device, num_replicas)
-    for mark in backend.marks:
-        if mark.name == "skipif" and mark.args[0]:
-            pytest.skip(mark.kwargs["reason"])
+    scheme, backend = request.param
     saved = {name: outcome.state for name, outcome in alone.items()}
-    options = {"scheme": scheme}
-    return backend.values[0].run(run_all, saved, options, timeout=120)
+    return backend.run(run_all, saved, {"scheme": scheme}, timeout=180)
 
 
 @pytest.mark.parametrize("name", BALANCING)
