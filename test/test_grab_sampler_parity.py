@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import grab_sampler
 import pytest
 import torch
-from support import grab_sampler
 
 from grab_xla import GraBSampler
 
@@ -23,6 +23,18 @@ def package(tmp_path_factory):
     with grab_sampler.imported(folder) as imported:
         yield imported
     torch.utils.data.Sampler.__init__ = init
+
+
+def theirs_of(package, n, balance_type, **options):
+    return package.GraBSampler(
+        range(n),
+        {"w": torch.zeros(D, dtype=torch.float64)},
+        balance_type,
+        "cpu",
+        random_first_epoch=False,
+        dtype=torch.float64,
+        **options,
+    )
 
 
 def ours(n, balance_type, **options):
@@ -76,7 +88,7 @@ def test_orders_are_equal(
     package, balance_type, options, size, normalize_grads, tile_size
 ):
     options = {**options, "normalize_grads": normalize_grads}
-    theirs = grab_sampler.sampler(package, 90, D, balance_type, **options)
+    theirs = theirs_of(package, 90, balance_type, **options)
     mine = ours(90, balance_type, tile_size=tile_size, **options)
     assert_same_orders(theirs, mine, 90, size)
 
@@ -86,7 +98,7 @@ def test_orders_are_equal(
 def test_recursive_pairs_are_equal(package, size, normalize_grads):
     """The blocks are the batches: it needs whole ones of a power of two."""
     options = {"batch_size": size, "normalize_grads": normalize_grads}
-    theirs = grab_sampler.sampler(package, 96, D, "recursive-pair", **options)
+    theirs = theirs_of(package, 96, "recursive-pair", **options)
     mine = ours(96, "recursive-pair", **options)
     assert_same_orders(theirs, mine, 96, size)
 
@@ -97,9 +109,7 @@ def test_projected_orders_are_equal(package, balance_type, kind):
     """Given the same projection: each package draws its own."""
     with pytest.warns(UserWarning, match="reduces nothing"):
         mine = ours(90, balance_type, random_projection=kind, pi_eps=0.9)
-    theirs = grab_sampler.sampler(
-        package, 90, D, balance_type, random_projection=kind, pi_eps=0.9
-    )
+    theirs = theirs_of(package, 90, balance_type, random_projection=kind, pi_eps=0.9)
     assert theirs.sorter.PI.dd == mine._project.num_outputs
     theirs.sorter.PI.project = mine._project
     assert_same_orders(theirs, mine, 90, 7)
@@ -109,7 +119,7 @@ def test_uncentred_batches_are_equal(package):
     """The one with the defect, for comparisons. It runs in the default dtype only."""
     torch.set_default_dtype(torch.float64)
     try:
-        theirs = grab_sampler.sampler(package, 90, D, "batch", batch_size=7)
+        theirs = theirs_of(package, 90, "batch", batch_size=7)
         mine = ours(90, "batch-uncentred")
         assert_same_orders(theirs, mine, 90, 7)
     finally:
@@ -123,7 +133,7 @@ def test_moving_averages_agree_but_for_ties(package, balance_type):
     Over the first batch the centred gradients sum to zero, so that exact ties come up,
     and rounding decides them.
     """
-    theirs = grab_sampler.sampler(package, 90, D, balance_type)
+    theirs = theirs_of(package, 90, balance_type)
     mine = ours(90, balance_type, tile_size=1)
     compared = near_ties = 0
     for epoch in range(3):

@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 VERSION = "0.1.3"
 STAND_INS = ("torch_sparse", "torchopt", "torchopt.typing", "absl", "overrides")
 
@@ -73,16 +71,3 @@ def _stand_in(name: str) -> types.ModuleType:
 def _accept_a_data_source(self: object, data_source: object = None) -> None:
     """What torch's Sampler did before 2.10."""
     del self, data_source
-
-
-def sampler(package: Any, n: int, d: int, balance_type: str, **options: Any) -> Any:
-    """Its GraBSampler on the CPU in float64, beginning with 0, 1, 2 ..."""
-    return package.GraBSampler(
-        range(n),
-        {"w": torch.zeros(d, dtype=torch.float64)},
-        balance_type,
-        "cpu",
-        random_first_epoch=False,
-        dtype=torch.float64,
-        **options,
-    )
