@@ -87,3 +87,10 @@ class Rows:
                 "step(): parameters have gradients of different numbers of samples: "
                 f"{sorted(sizes)}"
             )
+
+
+def normalized(rows_BD: torch.Tensor) -> torch.Tensor:
+    """Rows of norm one; zeros stay zeros, and what has no finite norm becomes NaN."""
+    norms = torch.linalg.vector_norm(rows_BD, dim=1, keepdim=True)
+    divisors = torch.where(torch.isfinite(norms), norms.clamp(min=1e-12), torch.nan)
+    return rows_BD / divisors

@@ -22,7 +22,7 @@ from grab_xla.instruments import Instruments
 from grab_xla.options import generator_for, replica_for
 from grab_xla.projection import projection
 from grab_xla.reorder import KEEP
-from grab_xla.rows import Rows
+from grab_xla.rows import Rows, normalized
 from grab_xla.saved import check_same, saved_version
 
 
@@ -201,6 +201,8 @@ class GraBSampler(Sampler[int]):
                 "way, and orders follow from gradients"
             )
         if self._given_for is None or epoch > self._given_for:
+            # The elastic sampler knows where it stands: nothing is left to go on with.
+            self._resumed = False
             self._advance()
         self._resumed = False
         self._given_for = epoch
@@ -242,7 +244,7 @@ class GraBSampler(Sampler[int]):
             self._check_samples(len(rows), indices)
             rows = self._project(rows)
             if self._normalize:
-                rows = torch.nn.functional.normalize(rows, dim=1)
+                rows = normalized(rows)
             if self._given_for is not None and self._replica.num_replicas > 1:
                 self._held.append(rows)
                 return
@@ -258,7 +260,8 @@ class GraBSampler(Sampler[int]):
         replica, idle or not: ``optimizer.attach(sampler.after_update)``.
 
         Args:
-            update: With ``batch_size`` and ``minibatch_size``, in samples.
+            update: With its ``epoch``, and ``batch_size`` and ``minibatch_size`` in
+                samples.
 
         Raises:
             ValueError: `step` was not called once for each of this replica's
@@ -266,6 +269,8 @@ class GraBSampler(Sampler[int]):
         """
         if self._engine is None or self._replica.num_replicas == 1:
             return
+        # An idle replica may get here before it asks for the epoch's order.
+        self(update.epoch)
         with torch.no_grad():
             self._held.balance(self._engine, update.batch_size, update.minibatch_size)
 

@@ -135,7 +135,8 @@ def test_what_is_not_finite_keeps_its_place(name, tile_size):
         for epoch in range(3):
             order = list(sampler)
             rows = ordering.gradients(epoch)[order]
-            rows[5, 2], rows[20, 0], rows[21, 12] = np.nan, np.inf, -np.inf
+            rows[5, 2] = np.nan
+            rows[20:22, 12] = np.inf  # also where the difference would be nothing
             places = {place: order[place] for place in (5, 20, 21)}
             for start in range(0, 48, 8):
                 sampler.step(ordering.as_dict(rows[start : start + 8]))

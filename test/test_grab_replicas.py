@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from support import ordering
-from support.ordering import BALANCING, KINDS
+from support.ordering import KINDS, TIE_FREE
 from support.replicas import row
 
 import xla_replica
@@ -68,14 +68,14 @@ def run_all(
     rank: int, saved: dict[str, Any], options: dict[str, Any]
 ) -> dict[str, Outcome]:
     del rank
-    return {name: run(name, saved[name], **options) for name in BALANCING}
+    return {name: run(name, saved[name], **options) for name in TIE_FREE}
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Outcome]:
     """One replica on the CPU, and what a resumed run is to give."""
     outcomes = {}
-    for name in BALANCING:
+    for name in TIE_FREE:
         outcome = run(name, None)
         whole = train(KINDS[name].sampler(NUM_SAMPLES), 0, 7)
         outcomes[name] = outcome._replace(resumed=whole[4:])
@@ -106,13 +106,13 @@ def together(request, alone):
     return backend.run(run_all, saved, {"scheme": scheme}, timeout=180)
 
 
-@pytest.mark.parametrize("name", BALANCING)
+@pytest.mark.parametrize("name", TIE_FREE)
 def test_orders_are_those_of_one_replica(together, alone, name):
     for outcome in together:
         assert outcome[name].orders == alone[name].orders
 
 
-@pytest.mark.parametrize("name", BALANCING)
+@pytest.mark.parametrize("name", TIE_FREE)
 def test_accumulators_are_those_of_one_replica(together, alone, name):
     for outcome in together:
         assert outcome[name].accumulators.keys() == alone[name].accumulators.keys()
@@ -121,13 +121,13 @@ def test_accumulators_are_those_of_one_replica(together, alone, name):
             torch.testing.assert_close(received, value, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", BALANCING)
+@pytest.mark.parametrize("name", TIE_FREE)
 def test_a_run_saved_by_one_replica_goes_on_with_several(together, alone, name):
     for outcome in together:
         assert outcome[name].resumed == alone[name].resumed
 
 
-@pytest.mark.parametrize("name", BALANCING)
+@pytest.mark.parametrize("name", TIE_FREE)
 def test_a_run_saved_by_several_goes_on_with_one(together, alone, name):
     sampler = KINDS[name].sampler(NUM_SAMPLES)
     sampler.load_state_dict(together[0][name].state)

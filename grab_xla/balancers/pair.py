@@ -13,7 +13,7 @@ import torch
 from grab_xla.balancers.base import Balancer, State
 from grab_xla.balancers.checks import check_integer
 from grab_xla.compiled_loop import balance_in_sequence
-from grab_xla.decisions import Decisions, finite_rows, zero_unless
+from grab_xla.decisions import Decisions, finite_rows, spoil
 from grab_xla.reorder import reorder_interleaved
 
 
@@ -109,12 +109,13 @@ class PairBalance(Balancer):
                 tie_positive=decide.tie == "positive",
             )
         parts = []
-        for vectors, limits in decide.tiles(first_PD - second_PD, thresholds_PN):
+        differences = spoil(first_PD - second_PD, first_PD, second_PD)
+        for vectors, limits in decide.tiles(differences, thresholds_PN):
             gram, products = decide.gram(vectors, sums)
             finite = finite_rows(gram)
             limits = None if limits is None else limits[:, 0]
             signs = decide.signs(products[:, 0], gram, finite, limits)
-            sums = torch.addmm(sums, signs.unsqueeze(0), zero_unless(vectors, finite))
+            sums = torch.addmm(sums, signs.unsqueeze(0), vectors)
             parts.append(signs)
         return sums, torch.cat(parts)
 
