@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
@@ -20,14 +19,10 @@ from grab_xla.engine import Engine
 from grab_xla.held import HeldMinibatches
 from grab_xla.instruments import Instruments
 from grab_xla.options import generator_for, replica_for
+from grab_xla.orders import Orders
 from grab_xla.projection import projection
-from grab_xla.reorder import KEEP
 from grab_xla.rows import Rows, normalized
 from grab_xla.saved import check_same, saved_version
-
-
-class GraBWarning(UserWarning):
-    """Something about an order that its user should know."""
 
 
 class GraBSampler(Sampler[int]):
@@ -74,11 +69,6 @@ class GraBSampler(Sampler[int]):
             are balanced.
         **balance_options: Of the balance type: the fields of its class.
 
-    Attributes:
-        epoch: Number of the epoch under way, from 0.
-        order: ``(num_samples,)`` int64, its order.
-        orders_history: With ``record_orders``, the orders of all epochs so far.
-
     Raises:
         TypeError: An option is unknown, missing, or of the wrong type.
         ValueError: An argument is out of range.
@@ -118,12 +108,11 @@ class GraBSampler(Sampler[int]):
         del cuda_herding
         self.num_samples = len(data_source)
         self.balance_type = str(getattr(balance_type, "value", balance_type))
-        self._ordering = ordering_named(self.balance_type, **balance_options)
+        ordering = ordering_named(self.balance_type, **balance_options)
         self._replica = replica_for(num_replicas, rank)
         self.device = torch.device(self._replica.device if device is None else device)
         self._timer = timer or (lambda name: contextlib.nullcontext())
         self._normalize = normalize_grads
-        self._generator = generator_for(generator, seed)
         self._rows = Rows(trainable_params, dtype, self.device)
         self._project = projection(
             getattr(random_projection, "value", random_projection),
@@ -137,10 +126,10 @@ class GraBSampler(Sampler[int]):
         )
         columns = Columns(self._replica, self._project.num_outputs, scheme)
         self._engine: Engine | None = None
-        if isinstance(self._ordering, Balancer):
+        if isinstance(ordering, Balancer):
             herding = "running" if stale_mean_herding else "exact"
             self._engine = Engine(
-                self._ordering,
+                ordering,
                 columns,
                 self._replica,
                 self.device,
@@ -161,19 +150,16 @@ class GraBSampler(Sampler[int]):
         self._dealing = Dealing(
             self.num_samples, self._replica.num_replicas, self._replica.rank, drop_last
         )
-        self.epoch = 0
-        self.order = self._ordering.first_order(
-            self.num_samples, random_first_epoch, self._generator
+        self._orders = Orders(
+            ordering,
+            self.num_samples,
+            random_first_epoch,
+            generator_for(generator, seed),
+            record_orders,
         )
-        self.orders_history: list[list[int]] = []
-        self._record_orders = record_orders
-        self._drawn_from = self._generator.get_state()
-        self._begun = False
         self._resumed = False
         self._start = 0  # position at which the pass over the order began
         self._given_for: int | None = None  # epoch that an elastic sampler asked for
-        self._warned = False
-        self._computed: np.ndarray | None = None
 
     def __len__(self) -> int:
         """Samples that this replica runs in a pass over the order."""
@@ -207,6 +193,21 @@ class GraBSampler(Sampler[int]):
         self._resumed = False
         self._given_for = epoch
         return self.order.copy()
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch under way, from 0."""
+        return self._orders.epoch
+
+    @property
+    def order(self) -> np.ndarray:
+        """``(num_samples,)`` int64: its order, of all replicas."""
+        return self._orders.order
+
+    @property
+    def orders_history(self) -> list[list[int]]:
+        """With ``record_orders``, the orders of all epochs so far."""
+        return self._orders.history
 
     @property
     def num_seen(self) -> int:
@@ -281,7 +282,9 @@ class GraBSampler(Sampler[int]):
             TypeError: The balance type has no use for one.
             ValueError: It is not a number for every (projected) parameter.
         """
-        if self._engine is None or not hasattr(self._ordering, "with_second_moment"):
+        if self._engine is None or not hasattr(
+            self._orders.ordering, "with_second_moment"
+        ):
             raise TypeError(
                 f"update_v: balance_type={self.balance_type!r} does not scale gradients"
             )
@@ -302,11 +305,12 @@ class GraBSampler(Sampler[int]):
         Raises:
             TypeError: The balance type computes no order.
         """
-        if not isinstance(self._ordering, NTKEigen):
+        ordering = self._orders.ordering
+        if not isinstance(ordering, NTKEigen):
             raise TypeError(
                 f"compute_order: balance_type={self.balance_type!r} computes no order"
             )
-        self._computed = self._ordering.order_of(model, params, buffers, loss_fn)
+        self._orders.give(ordering.order_of(model, params, buffers, loss_fn))
 
     @property
     def grad_norms(self) -> list[float]:
@@ -358,30 +362,21 @@ class GraBSampler(Sampler[int]):
             return
         self._held.check_empty()
         self._start = 0
-        if self._begun:
-            if self._engine is not None and self.num_seen == 0:
+        codes = np.zeros(0, dtype=np.int64)
+        if self._engine is not None and self._orders.begun:
+            if self.num_seen == 0:
                 return
-            codes = np.zeros(0) if self._engine is None else self._engine.codes()
-            self._warn_of(codes)
-            with self._timer("reset_epoch"):
-                self.order = self._ordering.next_order(
-                    self.order, codes, self._generator
-                )
-            self.epoch += 1
-        self._begun = True
-        if self._computed is not None:
-            self.order, self._computed = self._computed, None
-        if self._record_orders:
-            self.orders_history.append(self.order.tolist())
-        self._drawn_from = self._generator.get_state()
-        if self._engine is not None:
-            self._engine.begin_epoch(self.num_samples, self._generator)
+            codes = self._engine.codes()
+        with self._timer("reset_epoch"):
+            self._orders.advance(codes)
+            if self._engine is not None:
+                self._engine.begin_epoch(self.num_samples, self._orders.generator)
 
     def _check_samples(
         self, num_rows: int, indices: Sequence[int] | torch.Tensor | None
     ) -> None:
         """Raises ValueError unless these can be the next samples."""
-        if not self._begun:
+        if not self._orders.begun:
             raise ValueError(
                 "step() before the first epoch: iterate over the sampler (or its "
                 "DataLoader) first"
@@ -411,21 +406,6 @@ class GraBSampler(Sampler[int]):
         first = self.num_seen + turn * num_rows
         return self.order[first : first + num_rows]
 
-    def _warn_of(self, codes: np.ndarray) -> None:
-        if codes.dtype.kind == "f":
-            bad = np.flatnonzero(~np.isfinite(codes))
-        else:
-            bad = np.flatnonzero(codes == KEEP)
-        if len(bad) and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"the gradients of {len(bad)} samples of epoch {self.epoch} were not "
-                f"finite, such as sample {self.order[bad[0]]}; they keep their places "
-                "and have no say in the balance. Later ones are not reported",
-                GraBWarning,
-                stacklevel=3,
-            )
-
     def state_dict(self) -> dict[str, Any]:
         """Everything that the orders to come depend on; no number of replicas.
 
@@ -436,15 +416,11 @@ class GraBSampler(Sampler[int]):
         return {
             "version": saved_version(),
             "balance_type": self.balance_type,
-            "options": repr(self._ordering),
+            "options": repr(self._orders.ordering),
             "num_samples": self.num_samples,
             "num_columns": self._project.num_outputs,
-            "epoch": self.epoch,
-            "order": torch.from_numpy(self.order.copy()),
-            "begun": self._begun,
             "given_for": self._given_for,
-            "generator": self._generator.get_state(),
-            "drawn_from": self._drawn_from,
+            **self._orders.state_dict(),
             "engine": engine,
         }
 
@@ -457,16 +433,13 @@ class GraBSampler(Sampler[int]):
             ValueError: It is the state of another data set, model or balance type.
         """
         check_same(state, self.state_dict())
-        self.epoch = state["epoch"]
-        self.order = state["order"].numpy().copy()
-        self._begun, self._given_for = state["begun"], state["given_for"]
-        self._start = 0
+        self._given_for, self._start = state["given_for"], 0
         if self._engine is not None:
-            self._generator.set_state(state["drawn_from"])
-            self._engine.draw(self.num_samples, self._generator)
+            # The epoch's random numbers are drawn again rather than saved.
+            self._orders.generator.set_state(state["drawn_from"])
+            self._engine.draw(self.num_samples, self._orders.generator)
             self._engine.load_state_dict(state["engine"])
-        self._drawn_from = state["drawn_from"]
-        self._generator.set_state(state["generator"])
+        self._orders.load_state_dict(state)
         self._held.clear()
         # A finished epoch is not gone on with: the next iter() begins another.
-        self._resumed = self._begun and self.num_seen < self._dealing.end(0)
+        self._resumed = self._orders.begun and self.num_seen < self._dealing.end(0)
