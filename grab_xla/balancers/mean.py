@@ -1,7 +1,7 @@
 """Mean balance and its relatives: one vector after the other, centred by an estimate.
 
-Algorithm 4 of Lu, Guo and De Sa (arXiv:2205.10733) and its variants: what differs is
-what is centred, and by which estimate of the mean.
+GraB of Lu, Guo and De Sa (arXiv:2205.10733) and its variants: what differs is what is
+centred, and by which estimate of the mean.
 """
 
 from __future__ import annotations

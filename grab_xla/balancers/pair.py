@@ -1,6 +1,6 @@
 """Pair balance: differences of neighbours need no estimate of the mean.
 
-Algorithms 1 and 2 (PairBalance, CD-GraB) of Cooper et al., arXiv:2302.00845.
+PairBalance and CD-GraB of Cooper et al., arXiv:2302.00845.
 """
 
 from __future__ import annotations
