@@ -111,6 +111,10 @@ class Engine:
         self._codes.append(codes)
         self.num_seen += len(rows_RD)
 
+    def skip(self, num_rows: int) -> None:
+        """Counts the next samples without a look at their gradients."""
+        self.num_seen += num_rows
+
     def codes(self) -> np.ndarray:
         """The codes so far: one transfer."""
         codes = [part for part in self._codes if len(part)]

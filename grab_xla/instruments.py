@@ -46,7 +46,18 @@ class Instruments:
         self._running = RunningHerding(dtype, device)
         if herding == "running":
             self._sum = self._running.init(columns.num_own)["prefix"]
+        self._forget()
+
+    def _forget(self) -> None:
+        self._squares: list[torch.Tensor] = []
+        self._vectors: list[torch.Tensor] = []
+        self._prefixes: list[PrefixNorms] = []
         self._num_seen = 0
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is kept."""
+        return self._keeps_norms or self._herding is not None
 
     def begin_epoch(self) -> None:
         """Forgets the epoch before, but for its mean."""
@@ -56,10 +67,7 @@ class Instruments:
             self._mean = self._sum / count
             self._sum = torch.zeros_like(self._sum)
             self._state = self._running.init(self._columns.num_own)
-        self._squares: list[torch.Tensor] = []
-        self._vectors: list[torch.Tensor] = []
-        self._prefixes: list[PrefixNorms] = []
-        self._num_seen = 0
+        self._forget()
 
     def observe(self, rows_RD: torch.Tensor) -> None:
         """Takes the next vectors, own columns of each."""

@@ -12,6 +12,8 @@ import torch
 from torch.utils.data import Sampler
 
 from grab_xla.balancers import Balancer, ordering_named
+from grab_xla.balancers.gradient_free import Unbalanced
+from grab_xla.balancers.mean import AdaMeanBalance
 from grab_xla.balancers.ntk import NTKEigen
 from grab_xla.columns import Columns
 from grab_xla.dealing import Dealing
@@ -125,27 +127,27 @@ class GraBSampler(Sampler[int]):
             self.device,
         )
         columns = Columns(self._replica, self._project.num_outputs, scheme)
-        self._engine: Engine | None = None
-        if isinstance(ordering, Balancer):
-            herding = "running" if stale_mean_herding else "exact"
-            self._engine = Engine(
-                ordering,
+        herding = "running" if stale_mean_herding else "exact"
+        self._engine = Engine(
+            ordering
+            if isinstance(ordering, Balancer)
+            else Unbalanced(ordering=ordering),
+            columns,
+            self._replica,
+            self.device,
+            dtype=dtype,
+            tie=tie,
+            tile_size=tile_size,
+            walk_constant=prob_balance_c if prob_balance else None,
+            instruments=Instruments(
                 columns,
                 self._replica,
                 self.device,
-                dtype=dtype,
-                tie=tie,
-                tile_size=tile_size,
-                walk_constant=prob_balance_c if prob_balance else None,
-                instruments=Instruments(
-                    columns,
-                    self._replica,
-                    self.device,
-                    dtype,
-                    norms=record_norm,
-                    herding=herding if record_herding else None,
-                ),
-            )
+                dtype,
+                norms=record_norm,
+                herding=herding if record_herding else None,
+            ),
+        )
         self._held = HeldMinibatches(self._replica, columns.num_columns, dtype)
         self._dealing = Dealing(
             self.num_samples, self._replica.num_replicas, self._replica.rank, drop_last
@@ -190,7 +192,7 @@ class GraBSampler(Sampler[int]):
             # The elastic sampler knows where it stands: nothing is left to go on with.
             self._resumed = False
             self._advance()
-        self._resumed = False
+        self._resumed, self._start = False, 0
         self._given_for = epoch
         return self.order.copy()
 
@@ -211,8 +213,8 @@ class GraBSampler(Sampler[int]):
 
     @property
     def num_seen(self) -> int:
-        """Samples of the order under way whose gradients have been balanced."""
-        return 0 if self._engine is None else self._engine.num_seen
+        """Samples of the order under way whose gradients `step` has taken."""
+        return self._engine.num_seen
 
     def step(
         self,
@@ -238,19 +240,22 @@ class GraBSampler(Sampler[int]):
             ValueError, TypeError: Names, shapes or number of gradients are not those
                 expected, or ``indices`` are not the next samples of the order.
         """
-        if self._engine is None:
+        num_rows = self._rows.count(per_sample_grads, batch)
+        self._check_samples(num_rows, indices)
+        together = self._given_for is not None and self._replica.num_replicas > 1
+        left = self._dealing.end(self._start) - self.num_seen
+        if not self._looks:
+            if not together:
+                self._engine.skip(min(num_rows * self._replica.num_replicas, left))
             return
         with self._timer("sorter_step"), torch.no_grad():
-            rows = self._rows(per_sample_grads, batch)
-            self._check_samples(len(rows), indices)
-            rows = self._project(rows)
+            rows = self._project(self._rows(per_sample_grads, batch))
             if self._normalize:
                 rows = normalized(rows)
-            if self._given_for is not None and self._replica.num_replicas > 1:
+            if together:
                 self._held.append(rows)
                 return
             everyone = self._engine.columns.of_all_replicas(rows)
-            left = self._dealing.end(self._start) - self.num_seen
             # In the order's order, and without repeated samples.
             self._engine.balance(everyone.transpose(0, 1).flatten(0, 1)[:left])
 
@@ -268,10 +273,13 @@ class GraBSampler(Sampler[int]):
             ValueError: `step` was not called once for each of this replica's
                 minibatches.
         """
-        if self._engine is None or self._replica.num_replicas == 1:
+        if self._replica.num_replicas == 1:
             return
         # An idle replica may get here before it asks for the epoch's order.
         self(update.epoch)
+        if not self._looks:
+            self._engine.skip(update.batch_size)
+            return
         with torch.no_grad():
             self._held.balance(self._engine, update.batch_size, update.minibatch_size)
 
@@ -282,9 +290,7 @@ class GraBSampler(Sampler[int]):
             TypeError: The balance type has no use for one.
             ValueError: It is not a number for every (projected) parameter.
         """
-        if self._engine is None or not hasattr(
-            self._orders.ordering, "with_second_moment"
-        ):
+        if not isinstance(self._orders.ordering, AdaMeanBalance):
             raise TypeError(
                 f"update_v: balance_type={self.balance_type!r} does not scale gradients"
             )
@@ -315,22 +321,17 @@ class GraBSampler(Sampler[int]):
     @property
     def grad_norms(self) -> list[float]:
         """With ``record_norm``: the gradients' norms in the order visited."""
-        return [] if self._engine is None else self._engine.instruments.norms()
+        return self._engine.instruments.norms()
 
     @property
     def herding(self) -> float:
         """With ``record_herding``: largest infinity norm of a prefix sum so far."""
-        return self._herding()[0]
+        return self._engine.instruments.herding()[0]
 
     @property
     def avg_grad_error(self) -> float:
         """With ``record_herding``: largest 2-norm of a prefix sum so far."""
-        return self._herding()[1]
-
-    def _herding(self) -> tuple[float, float]:
-        if self._engine is None:
-            return -math.inf, -math.inf
-        return self._engine.instruments.herding()
+        return self._engine.instruments.herding()[1]
 
     def scalars(self) -> dict[str, float]:
         """What TensorBoard should draw of the epoch under way; reads the device.
@@ -338,7 +339,7 @@ class GraBSampler(Sampler[int]):
         Collective where replicas share the columns.
         """
         values: dict[str, float] = {}
-        infinity, euclidean = self._herding()
+        infinity, euclidean = self._engine.instruments.herding()
         if infinity > -math.inf:
             values |= {"herding": infinity, "avg_grad_error": euclidean}
         norms = self.grad_norms
@@ -352,25 +353,28 @@ class GraBSampler(Sampler[int]):
         return self
 
     @property
+    def _looks(self) -> bool:
+        """Whether gradients are of any use."""
+        return self._orders.ordering.needs_gradients or self._engine.instruments.on
+
+    @property
     def _own(self) -> np.ndarray:
         return self._dealing.own(self.order, self._start)
 
     def _advance(self) -> None:
         """Begins an epoch unless the one under way has not been used."""
         if self._resumed:
-            self._resumed, self._start = False, self.num_seen
+            self._resumed = False
             return
         self._held.check_empty()
         self._start = 0
-        codes = np.zeros(0, dtype=np.int64)
-        if self._engine is not None and self._orders.begun:
-            if self.num_seen == 0:
-                return
-            codes = self._engine.codes()
+        needs_gradients = self._orders.ordering.needs_gradients
+        if self._orders.begun and needs_gradients and self.num_seen == 0:
+            return
+        codes = self._engine.codes()
         with self._timer("reset_epoch"):
             self._orders.advance(codes)
-            if self._engine is not None:
-                self._engine.begin_epoch(self.num_samples, self._orders.generator)
+            self._engine.begin_epoch(self.num_samples, self._orders.generator)
 
     def _check_samples(
         self, num_rows: int, indices: Sequence[int] | torch.Tensor | None
@@ -412,7 +416,6 @@ class GraBSampler(Sampler[int]):
         Collective where replicas share the columns. Minibatches kept for an update
         that has not come are not in it: a restored run repeats that step.
         """
-        engine = None if self._engine is None else self._engine.state_dict()
         return {
             "version": saved_version(),
             "balance_type": self.balance_type,
@@ -421,7 +424,7 @@ class GraBSampler(Sampler[int]):
             "num_columns": self._project.num_outputs,
             "given_for": self._given_for,
             **self._orders.state_dict(),
-            "engine": engine,
+            "engine": self._engine.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -433,13 +436,13 @@ class GraBSampler(Sampler[int]):
             ValueError: It is the state of another data set, model or balance type.
         """
         check_same(state, self.state_dict())
-        self._given_for, self._start = state["given_for"], 0
-        if self._engine is not None:
-            # The epoch's random numbers are drawn again rather than saved.
-            self._orders.generator.set_state(state["drawn_from"])
-            self._engine.draw(self.num_samples, self._orders.generator)
-            self._engine.load_state_dict(state["engine"])
+        self._given_for = state["given_for"]
+        # The epoch's random numbers are drawn again rather than saved.
+        self._orders.generator.set_state(state["drawn_from"])
+        self._engine.draw(self.num_samples, self._orders.generator)
+        self._engine.load_state_dict(state["engine"])
         self._orders.load_state_dict(state)
         self._held.clear()
         # A finished epoch is not gone on with: the next iter() begins another.
-        self._resumed = self._orders.begun and self.num_seen < self._dealing.end(0)
+        self._resumed = 0 < self.num_seen < self._dealing.end(0)
+        self._start = self.num_seen if self._resumed else 0

@@ -164,9 +164,9 @@ def test_a_saved_run_goes_on_where_it_was(name, steps, tmp_path):
         rows, left = ordering.gradients(1), order[8 * steps :]
         for batch in ordering.batches(left, 8):
             undisturbed.step(ordering.as_dict(rows[batch]), indices=batch)
-        if not BALANCE_TYPES[kind.name].needs_gradients:
-            assert list(restored) == order
-        elif left:
+        # Nothing of an order that needs no gradients was used: it goes on to the next.
+        if left and (steps or BALANCE_TYPES[kind.name].needs_gradients):
+            assert len(restored) == len(left)
             assert list(restored) == left
             for batch in ordering.batches(left, 8):
                 restored.step(ordering.as_dict(rows[batch]), indices=batch)

@@ -176,7 +176,7 @@ def test_names_and_arguments_of_grab_sampler_are_taken():
 
 def test_running_herding_is_around_the_mean_of_the_epoch_before():
     sampler = KINDS["so"].sampler(N)
-    assert sampler.herding == -np.inf  # needs no gradients, and has none
+    assert sampler.herding == -np.inf
     options = {"record_herding": True, "stale_mean_herding": True}
     sampler = KINDS["norm"].sampler(N, **options)
     rows = ordering.gradients(0, N)
@@ -187,6 +187,20 @@ def test_running_herding_is_around_the_mean_of_the_epoch_before():
         expected = herding(rows, order, centre)
         assert sampler.herding == pytest.approx(float(expected.infinity))
         assert sampler.avg_grad_error == pytest.approx(float(expected.euclidean))
+
+
+def test_baselines_can_be_measured():
+    sampler = KINDS["rr"].sampler(N, record_herding=True, record_norm=True)
+    rows = ordering.gradients(0, N)
+    orders = []
+    for _ in range(2):
+        orders.append(list(sampler))
+        for batch in ordering.batches(orders[-1], 5):
+            sampler.step(ordering.as_dict(rows[batch]), indices=batch)
+        expected = herding(rows, orders[-1])
+        assert sampler.herding == pytest.approx(float(expected.infinity))
+        assert len(sampler.grad_norms) == N
+    assert orders[0] != orders[1]
 
 
 def test_adaptive_mean_divides_by_what_it_is_given():
