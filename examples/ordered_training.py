@@ -6,11 +6,9 @@ What `GraBSampler` asks of a training loop stands in `Run`, marked with `# order
 from __future__ import annotations
 
 import argparse
-import itertools
 import time
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import per_sample
@@ -95,7 +93,7 @@ class Run:
 
     Orders that follow from gradients are trained with the mean of per-sample gradients;
     the others by an ordinary backward pass, so that their time is what it would be
-    without a balancing sampler.
+    without a balancing sampler, unless their herding is to be measured.
     """
 
     def __init__(
@@ -122,9 +120,8 @@ class Run:
             splits.train, args.batch_size // replica.num_replicas, sampler=self.sampler
         )
         self.steps_per_epoch = len(self.loader)
-        self.balances = isinstance(
-            ordering_named(order, **order_options(order, args)), Balancer
-        )
+        ordering = ordering_named(order, **order_options(order, args))
+        self.balances = isinstance(ordering, Balancer) or args.herding is not None
         self.per_sample_grads = per_sample.form_for(self.model, replica)
         self.loss = torch.zeros(2, device=replica.device)  # sum and steps since logged
         self.epoch, self.step = 0, 0  # done: epochs, steps of the next one
@@ -154,7 +151,7 @@ class Run:
     def _train_epoch(self) -> None:
         self.model.train()
         since = time.perf_counter()
-        for inputs, targets in self.replica.loader(self._rest_of_epoch()):
+        for inputs, targets in self.replica.loader(self.loader):
             self._update(inputs, targets)
             self.step += 1
             if self._num_steps() % self.args.log_steps == 0:
@@ -168,12 +165,6 @@ class Run:
         self.seconds += time.perf_counter() - since
         self.epoch, self.step = self.epoch + 1, 0
 
-    def _rest_of_epoch(self) -> Iterable[Any]:
-        if self.balances:
-            return self.loader  # order: after a restart, what is left of the epoch
-        # Without gradients the sampler does not know how far an epoch has come.
-        return itertools.islice(self.loader, self.step, None)
-
     def _update(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         if self.balances:
             losses, grads = self.per_sample_grads(self.params, inputs, targets)
@@ -183,6 +174,7 @@ class Run:
         else:
             loss = per_sample.mean_loss(self.model(inputs), targets)
             means = list(torch.autograd.grad(loss, list(self.params.values())))
+            self.sampler.count(len(inputs))  # order: so that it can be saved here
         self.replica.sum_(means)
         for param, mean in zip(self.params.values(), means):
             param.grad = mean / self.replica.num_replicas
@@ -246,8 +238,6 @@ class Run:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.sampler.load_state_dict(state["sampler"])  # order
-        if self.step == 0 and not self.balances:
-            iter(self.sampler)  # order: it would give the epoch that is done once more
         torch.set_rng_state(state["generator"])
 
 

@@ -242,22 +242,42 @@ class GraBSampler(Sampler[int]):
         """
         num_rows = self._rows.count(per_sample_grads, batch)
         self._check_samples(num_rows, indices)
-        together = self._given_for is not None and self._replica.num_replicas > 1
-        left = self._dealing.end(self._start) - self.num_seen
         if not self._looks:
-            if not together:
-                self._engine.skip(min(num_rows * self._replica.num_replicas, left))
+            self.count(num_rows)
             return
         with self._timer("sorter_step"), torch.no_grad():
             rows = self._project(self._rows(per_sample_grads, batch))
             if self._normalize:
                 rows = normalized(rows)
-            if together:
+            if self._given_for is not None and self._replica.num_replicas > 1:
                 self._held.append(rows)
                 return
             everyone = self._engine.columns.of_all_replicas(rows)
+            left = self._dealing.end(self._start) - self.num_seen
             # In the order's order, and without repeated samples.
             self._engine.balance(everyone.transpose(0, 1).flatten(0, 1)[:left])
+
+    def count(self, num_samples: int) -> None:
+        """In place of `step` for an order that needs no gradients.
+
+        Only a run that saves the middle of an epoch has to call either.
+
+        Args:
+            num_samples: That this replica has used since the last call.
+
+        Raises:
+            TypeError: The balance type needs gradients.
+            ValueError: The epoch has not so many left.
+        """
+        if self._looks:
+            raise TypeError(
+                f"count: balance_type={self.balance_type!r} or an instrument needs "
+                "gradients: call step()"
+            )
+        self._check_samples(num_samples, None)
+        if self._given_for is None or self._replica.num_replicas == 1:
+            left = self._dealing.end(self._start) - self.num_seen
+            self._engine.skip(min(num_samples * self._replica.num_replicas, left))
 
     def after_update(self, update: Any) -> None:
         """Balances the minibatches of all replicas that an update was made of.
