@@ -1,8 +1,8 @@
 """Balancing on a CPU: one vector after the other, in a loop that Numba compiles.
 
-A CPU gains nothing from inner products of whole tiles: reading every gradient twice
-from its cache is cheaper than multiplying it with its neighbours (docs/benchmarks has
-the numbers). The loop decides as `Decisions.signs` does and serves where one replica
+A CPU gains nothing from inner products of whole tiles: going through every gradient
+once more is cheaper than multiplying it with its neighbours (docs/benchmarks has the
+numbers). The loop decides as `Decisions.signs` does and serves where one replica
 holds all columns. Without Numba the tiles do.
 """
 
@@ -54,7 +54,8 @@ def balance_in_sequence(
     if thresholds is None:
         thresholds = torch.zeros(1, 1, dtype=sums.dtype).expand(num_rows, depth + 1)
     if num_rows:
-        _compiled()(
+        loop = _compiled(_chain if depth == 0 else _tree)
+        loop(
             *_rows(minuends),
             *_rows(subtrahends),
             sums.numpy(),
@@ -81,7 +82,67 @@ def _rows(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
     return tensor.as_strided(shape, (num_columns, 1)).numpy(), step
 
 
-def _loop(
+def _chain(
+    x: Any,
+    x_step: int,
+    y: Any,
+    y_step: int,
+    sums: Any,
+    thresholds: Any,
+    depth: int,
+    tie_positive: bool,
+    codes: Any,
+) -> None:
+    """`_tree` of depth 0 in one pass over memory for each row.
+
+    A row is added to the accumulator in the same pass that forms the inner product of
+    the accumulator with the row behind it.
+    """
+    num_rows, num_columns = len(codes), sums.shape[1]
+    zero = sums.dtype.type(0)
+    one = sums.dtype.type(1)
+    total, plain = sums[0], sums[-1]
+    keeps_plain = len(sums) > 1 + depth
+    product = square = zero
+    for j in range(num_columns):
+        z = x[0, j] - y[0, j]
+        product += z * total[j]
+        square += z * z
+    for i in range(num_rows):
+        a, b = x[i * x_step], y[i * y_step]
+        following = min(i + 1, num_rows - 1)
+        c, d = x[following * x_step], y[following * y_step]
+        finite = math.isfinite(square)
+        limit = thresholds[i, 0]
+        positive = product < limit or (tie_positive and product == limit)
+        sign = one if positive else -one
+        product = square = zero
+        if not finite:
+            for j in range(num_columns):
+                z = c[j] - d[j]
+                product += z * total[j]
+                square += z * z
+            continue
+        codes[i] = 1 if positive else -1
+        if keeps_plain:
+            for j in range(num_columns):
+                z = a[j] - b[j]
+                plain[j] += z
+                new = total[j] + sign * z
+                total[j] = new
+                z = c[j] - d[j]
+                product += z * new
+                square += z * z
+        else:
+            for j in range(num_columns):
+                new = total[j] + sign * (a[j] - b[j])
+                total[j] = new
+                z = c[j] - d[j]
+                product += z * new
+                square += z * z
+
+
+def _tree(
     x: Any,
     x_step: int,
     y: Any,
@@ -126,8 +187,8 @@ def _loop(
 
 
 @functools.cache
-def _compiled() -> Callable[..., None]:
+def _compiled(loop: Callable[..., None]) -> Callable[..., None]:
     import numba
 
     # Sums may be formed in any order, so that they vectorise; NaN stays NaN.
-    return numba.njit(fastmath={"reassoc", "contract", "nsz"}, cache=True)(_loop)
+    return numba.njit(fastmath={"reassoc", "contract", "nsz"}, cache=True)(loop)

@@ -61,15 +61,16 @@ def test_signs_are_those_of_the_loop(rows, tie_positive, walks, data):
     assert sums[0].tolist() == total.tolist()
 
 
-def test_the_compiled_loop_is_the_python_it_was_made_of(monkeypatch):
+@pytest.mark.parametrize("depth", [0, 2])
+def test_the_compiled_loop_is_the_python_it_was_made_of(monkeypatch, depth):
     """Whether Numba is there or not."""
     x, y = torch.randn(6, 5), torch.randn(1, 5)
-    sums, limits = torch.randn(8, 5), torch.randn(6, 3)
+    sums, limits = torch.randn(2 ** (depth + 1), 5), torch.randn(6, depth + 1)
     if compiled_loop.available():
-        fast = compiled_loop.balance_in_sequence(x, y, sums, limits, depth=2)
-    monkeypatch.setattr(compiled_loop, "_compiled", lambda: compiled_loop._loop)
-    slow = compiled_loop.balance_in_sequence(x, y, sums, limits, depth=2)
-    assert slow[1].abs().max() <= 4
+        fast = compiled_loop.balance_in_sequence(x, y, sums, limits, depth=depth)
+    monkeypatch.setattr(compiled_loop, "_compiled", lambda loop: loop)
+    slow = compiled_loop.balance_in_sequence(x, y, sums, limits, depth=depth)
+    assert slow[1].abs().max() <= 2**depth
     if compiled_loop.available():
         assert torch.equal(fast[1], slow[1])
         torch.testing.assert_close(fast[0], slow[0])
