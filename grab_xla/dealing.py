@@ -49,4 +49,4 @@ class Dealing:
         steps = np.arange(self.length(start)) * self.num_replicas
         positions = start + self.rank + steps
         used = np.concatenate([order[start : self.end(start)], order])
-        return used[positions - start]
+        return used[(positions - start) % len(used)]

@@ -39,6 +39,7 @@ class Decisions:
         tie: The sign at p equal to the threshold. 'negative' is the convention of
             grab-sampler, 'positive' that of the papers' code.
         thresholds_RN: ``(rows, draws)``, what p must lie below for +1; None means 0.
+            Of the samples that wait for a partner, too, in front of the others.
             The self-balancing walk (Alweiss, Liu and Sawhney, arXiv:2006.14009) takes
             +1 with probability 1/2 - p / 2c, which is p < c (1 - 2 uniform).
         sum_: Adds partial inner products over the shards of the columns, in place.

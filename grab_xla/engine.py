@@ -54,6 +54,10 @@ class Engine:
         self.columns, self._replica = columns, replica
         self._device, self._dtype = device, dtype
         self._walk_constant = walk_constant
+        if dtype not in compiled_loop.DTYPES:
+            raise ValueError(
+                f"dtype={dtype}; sums over an epoch need torch.float32 or torch.float64"
+            )
         if tie not in TIES:
             raise ValueError(f"tie={tie!r}; allowed are {', '.join(TIES)}")
         if tile_size is not None:
@@ -61,12 +65,7 @@ class Engine:
         if walk_constant is not None:
             check_positive("prob_balance_c", walk_constant)
         on_cpu = device.type == "cpu" and not columns.shards
-        loops = (
-            on_cpu
-            and tile_size is None
-            and dtype in compiled_loop.DTYPES
-            and compiled_loop.available()
-        )
+        loops = on_cpu and tile_size is None and compiled_loop.available()
         if on_cpu and tile_size is None:
             tile_size = CPU_TILE_SIZE
         self._decisions = Decisions(
@@ -102,7 +101,8 @@ class Engine:
         self.instruments.observe(rows_RD)
         decide = self._decisions
         if self._uniforms is not None and self._walk_constant is not None:
-            drawn = self._uniforms[self.num_seen : self.num_seen + len(rows_RD)]
+            first = self.num_seen - self.balancer.num_pending(self.state)
+            drawn = self._uniforms[first : self.num_seen + len(rows_RD)]
             thresholds = self._walk_constant * (1 - 2 * drawn)
             decide = dataclasses.replace(
                 decide, thresholds_RN=thresholds.to(self._device)
@@ -134,6 +134,8 @@ class Engine:
             )
         own = self.columns.own(value)
         self.state = self.balancer.with_second_moment(self.state, own)
+        # Which columns are own is in the program: it must not be that of a collective.
+        self._replica.sync()
 
     def state_dict(self) -> dict[str, Any]:
         """Whole vectors on the CPU, whatever the number of replicas. Collective."""
@@ -160,3 +162,4 @@ class Engine:
         codes = saved["codes"]
         self._codes = [codes.to(self._device)] if len(codes) else []
         self.num_seen = saved["num_seen"]
+        self.instruments.begin_epoch()

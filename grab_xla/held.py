@@ -25,30 +25,37 @@ class HeldMinibatches:
         self._num_columns, self._dtype = num_columns, dtype
         self._minibatches: list[torch.Tensor] = []
         self._nothing: torch.Tensor | None = None
+        self._attached = False
 
     def __len__(self) -> int:
         return len(self._minibatches)
 
     def append(self, rows_BD: torch.Tensor) -> None:
-        """Keeps one minibatch."""
-        self._minibatches.append(rows_BD)
+        """Keeps a copy of one minibatch: gradients may be zeroed before the update."""
+        self._minibatches.append(rows_BD.clone())
 
     def clear(self) -> None:
         """Forgets them."""
         self._minibatches = []
 
-    def check_empty(self) -> None:
-        """Raises ValueError if an update never came."""
-        if self._minibatches:
+    def abandon(self) -> None:
+        """Forgets the minibatches of a step that was left before its update.
+
+        Raises:
+            ValueError: No update has ever come.
+        """
+        num_minibatches = len(self)
+        self.clear()
+        if num_minibatches and not self._attached:
             raise ValueError(
-                f"{len(self._minibatches)} minibatches of gradients were never "
-                "balanced: with several replicas, call "
-                "optimizer.attach(sampler.after_update) once, and sampler.step() "
-                "before optimizer.step()"
+                f"{num_minibatches} minibatches of gradients were never balanced: with "
+                "several replicas, call optimizer.attach(sampler.after_update) once, "
+                "and sampler.step() before optimizer.step()"
             )
 
     def balance(self, engine: Engine, batch_size: int, minibatch_size: int) -> None:
         """Balances all minibatches of an update, in the order's order. Collective."""
+        self._attached = True
         num_replicas, rank = self._replica.num_replicas, self._replica.rank
         num_minibatches = batch_size // minibatch_size
         num_own = max(0, -(-(num_minibatches - rank) // num_replicas))

@@ -75,8 +75,11 @@ class Instruments:
         if self._keeps_norms:
             self._squares.append(rows_RD.square().sum(1))
         if self._herding == "exact":
-            self._vectors.append(rows_RD.clone())
+            # What is not finite is not balanced either.
+            kept = torch.where(torch.isfinite(rows_RD), rows_RD, 0.0)
+            self._vectors.append(kept)
         elif self._herding == "running":
+            rows_RD = torch.where(torch.isfinite(rows_RD), rows_RD, self._mean)
             self._state, norms = self._running.advance(self._state, rows_RD, self._mean)
             self._prefixes.append(norms)
             self._sum = self._sum + rows_RD.sum(0)

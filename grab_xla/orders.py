@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from grab_xla.balancers import Ordering
+from grab_xla.balancers.gradient_free import checked_permutation
 from grab_xla.reorder import KEEP
 
 
@@ -44,7 +45,9 @@ class Orders:
         record: bool,
     ) -> None:
         self.ordering, self.generator = ordering, generator
-        self.order = ordering.first_order(num_samples, shuffled, generator)
+        self.order = self._checked(
+            ordering.first_order(num_samples, shuffled, generator), num_samples
+        )
         self.epoch, self.begun = 0, False
         self.history: list[list[int]] = []
         self.drawn_from = generator.get_state()
@@ -52,8 +55,22 @@ class Orders:
         self._given: np.ndarray | None = None
 
     def give(self, order: np.ndarray) -> None:
-        """Makes ``order`` that of the next epoch to begin."""
-        self._given = order
+        """Makes ``order`` that of the next epoch to begin.
+
+        Raises:
+            ValueError: It is no permutation of the samples.
+        """
+        self._given = self._checked(order, len(self.order))
+
+    @property
+    def has_given(self) -> bool:
+        """Whether an order waits for the next epoch."""
+        return self._given is not None
+
+    def _checked(self, order: np.ndarray, num_samples: int) -> np.ndarray:
+        if not self.ordering.is_permutation:
+            return order
+        return checked_permutation("the order", order, num_samples)
 
     def advance(self, codes: np.ndarray) -> None:
         """Begins the first epoch, or the next one given this one's codes."""
@@ -88,12 +105,14 @@ class Orders:
             "begun": self.begun,
             "generator": self.generator.get_state(),
             "drawn_from": self.drawn_from,
+            "given": None if self._given is None else torch.from_numpy(self._given),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what `state_dict` gave."""
         self.epoch, self.begun = state["epoch"], state["begun"]
-        self.order = state["order"].numpy().copy()
-        self.drawn_from = state["drawn_from"]
-        self.generator.set_state(state["generator"])
-        self._given = None
+        self.order = state["order"].cpu().numpy().copy()
+        self.drawn_from = state["drawn_from"].cpu()
+        self.generator.set_state(state["generator"].cpu())
+        given = state["given"]
+        self._given = None if given is None else given.cpu().numpy().copy()

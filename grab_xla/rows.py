@@ -55,7 +55,8 @@ class Rows:
         parts = []
         for name in self._shapes:
             grad = per_sample_grads[name].detach()
-            rows = grad.reshape(len(grad) if batched else 1, -1)
+            grad = grad if batched else grad.unsqueeze(0)
+            rows = grad.flatten(1) if grad.dim() > 1 else grad.unsqueeze(1)
             parts.append(rows.to(device=self._device, dtype=self._dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 

@@ -20,7 +20,7 @@ from grab_xla.dealing import Dealing
 from grab_xla.engine import Engine
 from grab_xla.held import HeldMinibatches
 from grab_xla.instruments import Instruments
-from grab_xla.options import generator_for, replica_for
+from grab_xla.options import check_same_order, generator_for, replica_for
 from grab_xla.orders import Orders
 from grab_xla.projection import projection
 from grab_xla.rows import Rows, normalized
@@ -109,15 +109,18 @@ class GraBSampler(Sampler[int]):
     ) -> None:
         del cuda_herding
         self.num_samples = len(data_source)
+        if self.num_samples == 0:
+            raise ValueError("data_source is empty: there is nothing to order")
         self.balance_type = str(getattr(balance_type, "value", balance_type))
         ordering = ordering_named(self.balance_type, **balance_options)
-        self._replica = replica_for(num_replicas, rank)
+        self._replica = replica_for(num_replicas, rank, device)
         self.device = torch.device(self._replica.device if device is None else device)
-        self._timer = timer or (lambda name: contextlib.nullcontext())
+        self._timer = timer or contextlib.nullcontext
         self._normalize = normalize_grads
         self._rows = Rows(trainable_params, dtype, self.device)
+        kind = str(getattr(random_projection, "value", random_projection))
         self._project = projection(
-            getattr(random_projection, "value", random_projection),
+            kind,
             self._rows.num_columns,
             self.num_samples,
             pi_eps,
@@ -126,6 +129,14 @@ class GraBSampler(Sampler[int]):
             dtype,
             self.device,
         )
+        self._settings = {
+            "random_projection": (kind, pi_eps, kron_order, seed)
+            if kind != "none"
+            else kind,
+            "normalize_grads": normalize_grads,
+            "tie": tie,
+            "prob_balance": prob_balance_c if prob_balance else None,
+        }
         columns = Columns(self._replica, self._project.num_outputs, scheme)
         herding = "running" if stale_mean_herding else "exact"
         self._engine = Engine(
@@ -159,6 +170,7 @@ class GraBSampler(Sampler[int]):
             generator_for(generator, seed),
             record_orders,
         )
+        check_same_order(self._orders.order, self._replica)
         self._resumed = False
         self._start = 0  # position at which the pass over the order began
         self._given_for: int | None = None  # epoch that an elastic sampler asked for
@@ -242,6 +254,8 @@ class GraBSampler(Sampler[int]):
         """
         num_rows = self._rows.count(per_sample_grads, batch)
         self._check_samples(num_rows, indices)
+        if num_rows == 0:
+            return
         if not self._looks:
             self.count(num_rows)
             return
@@ -360,7 +374,7 @@ class GraBSampler(Sampler[int]):
         """
         values: dict[str, float] = {}
         infinity, euclidean = self._engine.instruments.herding()
-        if infinity > -math.inf:
+        if infinity != -math.inf:
             values |= {"herding": infinity, "avg_grad_error": euclidean}
         norms = self.grad_norms
         if norms:
@@ -383,11 +397,12 @@ class GraBSampler(Sampler[int]):
 
     def _advance(self) -> None:
         """Begins an epoch unless the one under way has not been used."""
-        if self._resumed:
-            self._resumed = False
+        # Looking at what is left of a restored epoch changes nothing either.
+        unused = self._resumed and self.num_seen == self._start
+        if unused and not self._orders.has_given:
             return
-        self._held.check_empty()
-        self._start = 0
+        self._held.abandon()
+        self._resumed, self._start = False, 0
         needs_gradients = self._orders.ordering.needs_gradients
         if self._orders.begun and needs_gradients and self.num_seen == 0:
             return
@@ -440,6 +455,7 @@ class GraBSampler(Sampler[int]):
             "version": saved_version(),
             "balance_type": self.balance_type,
             "options": repr(self._orders.ordering),
+            "settings": self._settings,
             "num_samples": self.num_samples,
             "num_columns": self._project.num_outputs,
             "given_for": self._given_for,
@@ -458,7 +474,7 @@ class GraBSampler(Sampler[int]):
         check_same(state, self.state_dict())
         self._given_for = state["given_for"]
         # The epoch's random numbers are drawn again rather than saved.
-        self._orders.generator.set_state(state["drawn_from"])
+        self._orders.generator.set_state(state["drawn_from"].cpu())
         self._engine.draw(self.num_samples, self._orders.generator)
         self._engine.load_state_dict(state["engine"])
         self._orders.load_state_dict(state)

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 VERSION = 1
-_MUST_AGREE = ("version", "balance_type", "options", "num_samples", "num_columns")
+_MUST_AGREE = (
+    "version",
+    "balance_type",
+    "options",
+    "settings",
+    "num_samples",
+    "num_columns",
+)
 
 
 def saved_version() -> int:

@@ -83,6 +83,11 @@ class Balancer(Ordering, abc.ABC):
         """Leaves that codes name; see `reorder`."""
         return 1
 
+    def num_pending(self, state: State) -> int:
+        """Samples that wait for a partner."""
+        del state
+        return 0
+
     @abc.abstractmethod
     def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
         """The state before the first epoch."""

@@ -146,9 +146,11 @@ class AdaMeanBalance(MeanBalance):
     def with_second_moment(self, state: State, second_moment: torch.Tensor) -> State:
         """The state from now on, given ``(columns,)`` second moments.
 
-        The epoch's deviations so far are brought to the new unit.
+        The epoch's deviations so far are brought to the new unit. Where one is
+        negative or not finite, the scale stays.
         """
         scale = second_moment.reshape(1, -1).sqrt() + self.eps
+        scale = torch.where(torch.isfinite(scale), scale, state["scale"])
         rescaled = state["sums"][-1:] * (state["scale"] / scale)
         sums = torch.cat([state["sums"][:-1], rescaled])
         return {**state, "sums": sums, "scale": scale}

@@ -46,6 +46,9 @@ class PairBalance(Balancer):
             "pending": torch.zeros(0, num_columns, **like),
         }
 
+    def num_pending(self, state: State) -> int:
+        return len(state["pending"])
+
     def begin_epoch(self, state: State) -> State:
         sums = torch.zeros_like(state["sums"])
         # Nobody waits; not a slice, whose program would depend on how many did.
@@ -55,7 +58,9 @@ class PairBalance(Balancer):
     def balance(
         self, state: State, rows_RD: torch.Tensor, decide: Decisions
     ) -> tuple[State, torch.Tensor]:
-        rows, thresholds = self._with_pending(state["pending"], rows_RD, decide)
+        rows, thresholds = rows_RD, decide.thresholds_RN
+        if self.num_pending(state):
+            rows = torch.cat([state["pending"], rows])
         size = 2 * self.num_workers
         end = len(rows) // size * size
         # A copy: a view would keep the whole batch alive.
@@ -78,18 +83,6 @@ class PairBalance(Balancer):
             return rows_RN[0::2], rows_RN[1::2]
         blocks = rows_RN.unflatten(0, (-1, 2, self.num_workers))
         return blocks[:, 0].flatten(0, 1), blocks[:, 1].flatten(0, 1)
-
-    def _with_pending(
-        self, pending: torch.Tensor, rows_RD: torch.Tensor, decide: Decisions
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows and thresholds with those of the samples that wait in front."""
-        thresholds = decide.thresholds_RN
-        if len(pending) == 0:
-            return rows_RD, thresholds
-        if thresholds is not None:  # only partners' are read: any number will do
-            unread = torch.zeros_like(thresholds[:1]).expand(len(pending), -1)
-            thresholds = torch.cat([unread, thresholds])
-        return torch.cat([pending, rows_RD]), thresholds
 
     def _signs(
         self,
