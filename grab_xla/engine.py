@@ -10,7 +10,7 @@ import torch
 
 from grab_xla import compiled_loop
 from grab_xla.balancers import Balancer, State
-from grab_xla.balancers.checks import check_integer, check_positive
+from grab_xla.checks import check_integer, check_positive
 from grab_xla.columns import Columns
 from grab_xla.decisions import TIES, Decisions
 from grab_xla.instruments import Instruments

@@ -15,8 +15,6 @@ from grab_xla.columns import Columns
 from grab_xla.herding import Herding, PrefixNorms, RunningHerding
 from xla_replica import Replica
 
-HERDING = ("exact", "running")
-
 
 class Instruments:
     """Norms and herding of the epoch under way.

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 import warnings
 
 import torch
 
+from grab_xla.checks import check_integer
 from grab_xla.projection_kinds import PROJECTIONS, Tables, Tensor
 
 
@@ -72,7 +72,7 @@ def johnson_lindenstrauss_min_dim(num_samples: int, eps: float) -> int:
     Raises:
         ValueError: One of them is out of its range.
     """
-    _check_integer("num_samples", num_samples)
+    check_integer("num_samples", num_samples, 1)
     if not 0 < eps < 1:
         raise ValueError(f"eps must be between 0 and 1, exclusive, got {eps!r}")
     return int(4 * math.log(num_samples) / (eps**2 / 2 - eps**3 / 3))
@@ -122,12 +122,13 @@ def projection(
     if not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating dtype, got {dtype}")
     for name, value in {"num_inputs": num_inputs, "order": order}.items():
-        _check_integer(name, value)
+        check_integer(name, value, 1)
     if kind == "none":
         return Projection(kind, num_inputs, num_inputs)
     wanted = max(1, johnson_lindenstrauss_min_dim(num_samples, eps))
     if num_outputs is not None:
-        wanted = _check_integer("num_outputs", num_outputs)
+        check_integer("num_outputs", num_outputs, 1)
+        wanted = int(num_outputs)
     rounded = PROJECTIONS[kind].round_up(wanted, order)
     if rounded >= num_inputs:
         source = f"num_samples={num_samples}, eps={eps}"
@@ -142,11 +143,3 @@ def projection(
     tables = PROJECTIONS[kind].build(rounded, num_inputs, order, generator, dtype)
     moved = tuple(table.to(device) for table in tables)
     return Projection(kind, num_inputs, rounded, moved)
-
-
-def _check_integer(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be >= 1, got {value!r}")
-    return int(value)

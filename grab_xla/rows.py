@@ -45,13 +45,9 @@ class Rows:
         """``(B, d)`` rows, detached, in the dtype and on the device of this object.
 
         Args:
-            per_sample_grads: ``(B, *shape)`` for every parameter; ``shape`` of one
-                sample when not ``batched``.
-
-        Raises:
-            ValueError, TypeError: Names or shapes are not those of the parameters.
+            per_sample_grads: What `count` accepts: ``(B, *shape)`` for every
+                parameter; ``shape`` of one sample when not ``batched``.
         """
-        self.count(per_sample_grads, batched)
         parts = []
         for name in self._shapes:
             grad = per_sample_grads[name].detach()
@@ -61,7 +57,11 @@ class Rows:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def count(self, grads: Mapping[str, torch.Tensor], batched: bool = True) -> int:
-        """How many samples these are gradients of; raises as the call does."""
+        """How many samples these are gradients of.
+
+        Raises:
+            ValueError, TypeError: Names or shapes are not those of the parameters.
+        """
         if not isinstance(grads, Mapping):
             raise TypeError(
                 "step() takes a dict from parameter names to per-sample gradients, "

@@ -24,7 +24,7 @@ from grab_xla.options import check_same_order, generator_for, replica_for
 from grab_xla.orders import Orders
 from grab_xla.projection import projection
 from grab_xla.rows import Rows, normalized
-from grab_xla.saved import check_same, saved_version
+from grab_xla.saved import VERSION, check_same
 
 
 class GraBSampler(Sampler[int]):
@@ -449,8 +449,12 @@ class GraBSampler(Sampler[int]):
         Collective where replicas share the columns. Minibatches kept for an update
         that has not come are not in it: a restored run repeats that step.
         """
+        return {**self._description(), "engine": self._engine.state_dict()}
+
+    def _description(self) -> dict[str, Any]:
+        """The part of a state that is on the host: nothing is read or summed."""
         return {
-            "version": saved_version(),
+            "version": VERSION,
             "balance_type": self.balance_type,
             "options": repr(self._orders.ordering),
             "settings": self._settings,
@@ -458,7 +462,6 @@ class GraBSampler(Sampler[int]):
             "num_columns": self._project.num_outputs,
             "given_for": self._given_for,
             **self._orders.state_dict(),
-            "engine": self._engine.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -469,7 +472,7 @@ class GraBSampler(Sampler[int]):
         Raises:
             ValueError: It is the state of another data set, model or balance type.
         """
-        check_same(state, self.state_dict())
+        check_same(state, {**self._description(), "engine": None})
         self._given_for = state["given_for"]
         # The epoch's random numbers are drawn again rather than saved.
         self._orders.generator.set_state(state["drawn_from"].cpu())

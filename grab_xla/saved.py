@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-VERSION = 1
+VERSION = 1  # of the form of `GraBSampler.state_dict`
 _MUST_AGREE = (
     "version",
     "balance_type",
@@ -14,11 +14,6 @@ _MUST_AGREE = (
     "num_samples",
     "num_columns",
 )
-
-
-def saved_version() -> int:
-    """Of the form of `GraBSampler.state_dict`."""
-    return VERSION
 
 
 def check_same(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from grab_xla.balancers.base import Balancer, State
-from grab_xla.balancers.checks import check_positive, check_probability
+from grab_xla.checks import check_positive, check_probability
 from grab_xla.compiled_loop import balance_in_sequence
 from grab_xla.decisions import Decisions, finite_rows, spoil, without_nan
 
@@ -29,7 +29,7 @@ class Centred(Balancer):
     def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
         like = {"dtype": dtype, "device": device}
         return {
-            "sums": torch.zeros(2, num_columns, **like),
+            "sums": torch.zeros(2 ** (self.depth + 1), num_columns, **like),
             "mean": torch.zeros(1, num_columns, **like),
             "count": torch.zeros(1, **like),
         }

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from grab_xla.balancers.base import Ordering
-from grab_xla.balancers.checks import check_integer
+from grab_xla.checks import check_integer
 from grab_xla.ntk import LossFn, empirical_ntk
 from grab_xla.offline import eigen_order, ntk_fixed_order
 

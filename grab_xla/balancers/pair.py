@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from grab_xla.balancers.base import Balancer, State
-from grab_xla.balancers.checks import check_integer
+from grab_xla.checks import check_integer
 from grab_xla.compiled_loop import balance_in_sequence
 from grab_xla.decisions import Decisions, finite_rows, spoil
 from grab_xla.reorder import reorder_interleaved

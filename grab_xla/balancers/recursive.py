@@ -7,9 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from grab_xla.balancers.base import State
-from grab_xla.balancers.checks import check_integer
 from grab_xla.balancers.mean import MeanBalance
+from grab_xla.checks import check_integer
 from grab_xla.decisions import Decisions
 
 
@@ -46,11 +45,6 @@ class RecursiveBalance(MeanBalance):
     @property
     def _num_nodes(self) -> int:
         return 2 ** (self.depth + 1) - 1
-
-    def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
-        state = super().init(num_columns, dtype, device)
-        sums = torch.zeros(self._num_nodes + 1, num_columns, dtype=dtype, device=device)
-        return {**state, "sums": sums}
 
     def walk(
         self,

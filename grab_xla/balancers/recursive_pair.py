@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from grab_xla.balancers.base import Balancer, State
-from grab_xla.balancers.checks import check_integer
+from grab_xla.checks import check_integer
 from grab_xla.decisions import Decisions, without_nan
 
 

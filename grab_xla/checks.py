@@ -1,4 +1,4 @@
-"""Checks of the options of balance types."""
+"""Checks of options."""
 
 from __future__ import annotations
 
