@@ -1,0 +1,35 @@
+"""Every sample's gradient, norm and inner products, fast and never silently wrong.
+
+One forward pass of an ordinary module is recorded, one backward pass computes the
+gradients of activations, and all answers come from the same factors, most of them
+without forming a gradient.
+"""
+
+from per_sample_grad.calls import Call
+from per_sample_grad.capture import Capture, capture
+from per_sample_grad.contributions import Dense, Lookup, Outer
+from per_sample_grad.errors import (
+    CouplingError,
+    CoverageError,
+    PerSampleError,
+    Refusal,
+)
+from per_sample_grad.factors import Factors
+from per_sample_grad.layers import register_rule
+from per_sample_grad.plan import Plan
+
+__all__ = [
+    "Call",
+    "Capture",
+    "CouplingError",
+    "CoverageError",
+    "Dense",
+    "Factors",
+    "Lookup",
+    "Outer",
+    "PerSampleError",
+    "Plan",
+    "Refusal",
+    "capture",
+    "register_rule",
+]
