@@ -8,6 +8,7 @@ without forming a gradient.
 from per_sample_grad.calls import Call
 from per_sample_grad.capture import Capture, capture
 from per_sample_grad.contributions import Dense, Lookup, Outer
+from per_sample_grad.coverage import Coverage, ParameterCoverage, coverage
 from per_sample_grad.errors import (
     CouplingError,
     CoverageError,
@@ -15,21 +16,42 @@ from per_sample_grad.errors import (
     Refusal,
 )
 from per_sample_grad.factors import Factors
+from per_sample_grad.functional import (
+    cross_gram,
+    per_sample_factors,
+    per_sample_grad_dot,
+    per_sample_grad_norms,
+    per_sample_grads,
+    per_sample_gram,
+    weighted_grad,
+)
 from per_sample_grad.layers import register_rule
+from per_sample_grad.losses import token_cross_entropy
 from per_sample_grad.plan import Plan
 
 __all__ = [
     "Call",
     "Capture",
     "CouplingError",
+    "Coverage",
     "CoverageError",
     "Dense",
     "Factors",
     "Lookup",
     "Outer",
+    "ParameterCoverage",
     "PerSampleError",
     "Plan",
     "Refusal",
     "capture",
+    "coverage",
+    "cross_gram",
+    "per_sample_factors",
+    "per_sample_grad_dot",
+    "per_sample_grad_norms",
+    "per_sample_grads",
+    "per_sample_gram",
     "register_rule",
+    "token_cross_entropy",
+    "weighted_grad",
 ]

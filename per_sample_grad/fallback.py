@@ -16,6 +16,8 @@ def loop(
     losses: torch.Tensor, params: Mapping[str, torch.Tensor]
 ) -> dict[str, Contribution]:
     """B backward passes, one per sample: exact for whatever autograd can do."""
+    if not params:
+        return {}
     rows = [
         torch.autograd.grad(
             loss, list(params.values()), retain_graph=True, allow_unused=True

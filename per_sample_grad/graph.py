@@ -72,10 +72,12 @@ class Reached:
         regions: The positions, among those given, of the calls.
         outside: How many uses outside these calls each parameter has; none are left
             out.
+        structure: A hash of the operations outside these calls.
     """
 
     regions: frozenset[int]
     outside: Mapping[str, int]
+    structure: int
 
 
 def walk(
@@ -94,6 +96,7 @@ def walk(
     outside: dict[str, int] = {}
     stack: list[Node | None] = [losses.grad_fn]
     seen: set[Node] = set()
+    operations: list[str] = []
     while stack:
         node = stack.pop()
         if node is None or node in seen:
@@ -106,6 +109,7 @@ def walk(
             continue
         following = [following for following, _ in node.next_functions]
         _refuse_opaque(node)
+        operations.append(node.name())
         stack.extend(following)
         for leaf in following:
             variable = getattr(leaf, "variable", None)
@@ -113,7 +117,7 @@ def walk(
                 name = names[id(variable)]
                 outside[name] = outside.get(name, 0) + 1
     _count_leaf_inputs(by_output.values(), reached, names, outside)
-    return Reached(frozenset(reached), outside)
+    return Reached(frozenset(reached), outside, hash(tuple(operations)))
 
 
 def _count_leaf_inputs(

@@ -31,9 +31,11 @@ PUBLIC = {
         "Herding", "Ordering", "RunningHerding", "herding", "ordering_named",
     },
     "per_sample_grad": {
-        "Call", "Capture", "CouplingError", "CoverageError", "Dense", "Factors",
-        "Lookup", "Outer", "PerSampleError", "Plan", "Refusal", "capture",
-        "register_rule",
+        "Call", "Capture", "CouplingError", "Coverage", "CoverageError", "Dense",
+        "Factors", "Lookup", "Outer", "ParameterCoverage", "PerSampleError", "Plan",
+        "Refusal", "capture", "coverage", "cross_gram", "per_sample_factors",
+        "per_sample_grad_dot", "per_sample_grad_norms", "per_sample_grads",
+        "per_sample_gram", "register_rule", "token_cross_entropy", "weighted_grad",
     },
     "variable_batch_size": {
         "RULES", "AdaScaleOptimizer", "AdamHalfLifeRuleOptimizer",
@@ -167,7 +169,7 @@ def test_packages_import_without_any_runtime(package):
                "grab_xla.herding", "grab_xla.reorder", "grab_xla.dealing",
                "grab_xla.projection", "per_sample_grad.capture",
                "per_sample_grad.contributions",
-               "per_sample_grad.layers.registry"],
+               "per_sample_grad.layers.registry", "per_sample_grad.losses"],
 )  # fmt: skip
 def test_docstring_examples(module):
     import doctest

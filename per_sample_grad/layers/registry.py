@@ -80,9 +80,12 @@ def register_rule(
 def rule_of(module: nn.Module) -> Rule | None:
     """The rule for this very module, or None.
 
-    None too where its ``forward`` was replaced on the instance: what it then computes
-    is unknown.
+    None too where its ``forward`` was replaced on the instance, or a parameter by an
+    ordinary tensor (weight norm, pruning): what it then computes is unknown.
     """
-    if "forward" in vars(module):
+    attributes = vars(module)
+    if "forward" in attributes:
+        return None
+    if any(isinstance(value, torch.Tensor) for value in attributes.values()):
         return None
     return RULES.get(type(module))

@@ -152,7 +152,48 @@ LAYERS = [
          lambda batch: (torch.randn(batch, 5, 3), torch.randn(batch, 5, 4))),
 ]  # fmt: skip
 
+
+def attention(**options: object) -> nn.Module:
+    """Self-attention with a causal mask and two padded keys."""
+
+    def attend(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[1]
+        causal = torch.ones(length, length, device=x.device).triu(1).bool()
+        padded = (torch.arange(length, device=x.device) > length - 2).expand(len(x), -1)
+        padding = torch.where(padded, -torch.inf, 0.0).to(x.dtype)
+        causal = torch.where(causal, -torch.inf, 0.0).to(x.dtype)
+        out, _ = m.inner(
+            x, x, x, attn_mask=causal, key_padding_mask=padding, need_weights=False
+        )
+        return out
+
+    return Apply(attend, inner=nn.MultiheadAttention(4, 2, batch_first=True, **options))
+
+
+def cross_attention(**options: object) -> nn.Module:
+    def attend(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x, y = x.transpose(0, 1), y.transpose(0, 1)
+        return m.inner(x, key=y, value=torch.tanh(y))[0].transpose(0, 1)
+
+    return Apply(attend, inner=nn.MultiheadAttention(4, 2, **options))
+
+
+def pairs(second: int, width: int) -> Callable[[int], tuple[torch.Tensor, ...]]:
+    return lambda batch: (torch.randn(batch, 5, 4), torch.randn(batch, second, width))
+
+
 TRAPS = [
+    Case("attention", attention, (5, 4)),
+    Case("attention-nobias", lambda: attention(bias=False), (5, 4)),
+    Case("attention-cross", cross_attention, pairs(3, 4), {"batch_dim": 1}),
+    Case("attention-widths", lambda: cross_attention(kdim=3, vdim=3), pairs(7, 3),
+         {"batch_dim": 1}),
+    Case("encoder-layer", lambda: nn.TransformerEncoderLayer(
+        4, 2, 8, batch_first=True), (5, 4)),
+    Case("encoder-layer-time-first", lambda: Apply(
+        lambda m, x: m.inner(x.transpose(0, 1)).transpose(0, 1),
+        inner=nn.TransformerEncoderLayer(4, 2, 8, norm_first=True)), (3, 4),
+        {"batch_dim": 1}),
     Case("linear-twice", twice(lambda: nn.Linear(3, 3)), (3,)),
     Case("linear-twice-tokens", twice(lambda: nn.Linear(3, 3)), (4, 3)),
     Case("conv-twice", twice(lambda: nn.Conv2d(2, 2, 3, padding=1)), (2, 4, 4)),
