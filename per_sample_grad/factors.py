@@ -10,6 +10,7 @@ from per_sample_grad import contributions as forms
 from per_sample_grad import products
 from per_sample_grad.contributions import Contribution, Dense, Lookup, Outer
 from per_sample_grad.plan import Choice, Method, Plan, Quantity, choose
+from per_sample_grad.sketch import sketch
 
 
 class Factors:
@@ -133,6 +134,19 @@ class Factors:
             name: torch.stack([self._weighted(name, row) for row in rows.unbind()])
             for name in self.shapes
         }
+
+    def sketch(self, size: int, *, seed: int = 0) -> torch.Tensor:
+        """Random sketches of all gradients: ``(B, size)``, without forming one.
+
+        Linear in the gradient, the same map for every batch and device with the same
+        names, shapes and seed. Inner products of sketches are those of the gradients
+        in expectation over seeds; see `per_sample_grad.sketch`.
+        """
+        if size < 1:
+            raise ValueError(f"sketch({size}); give at least 1 number per sample")
+        merged = [(n, shape, self._merged[n]) for n, shape in self.shapes.items()]
+        found = sketch(merged, len(self), size, seed, self._budget)
+        return self._sum([] if found is None else [found], (len(self), size))
 
     def materialize(self) -> dict[str, torch.Tensor]:
         """Every gradient: ``(B, *shape)`` by name. B times the model's size."""

@@ -1,9 +1,9 @@
-"""Frozen normalisation on torch_xla, whose own backward pass fails there.
+"""Frozen normalisation on lazy XLA tensors, whose own backward pass fails there.
 
-torch_xla 2.9 raises in the backward pass of a BatchNorm or InstanceNorm that uses
-running statistics ("The size of mean should be compatible with feature count"). During
-a capture such a module's output is therefore computed again from arithmetic: equal up
-to rounding, and the module's own operation is never run.
+The XLA backend of torch 2.9 raises in the backward pass of a BatchNorm or InstanceNorm
+that uses running statistics ("The size of mean should be compatible with feature
+count"). During a capture such a module's output is therefore computed again from
+arithmetic: equal up to rounding, and the module's own operation is never run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 
 def needs_arithmetic(module: nn.Module) -> bool:
-    """Whether this is a normalisation with running statistics on a torch_xla device."""
+    """Whether this is a normalisation with running statistics on an XLA device."""
     return (
         isinstance(module, _BatchNorm | _InstanceNorm)
         and not module.training

@@ -164,7 +164,7 @@ def noise(
         terms = grad.to(accumulation_dtype(grad.dtype)).norm()
         for value in tensors_in((use.call.args, use.call.kwargs)):
             if value.is_floating_point() and value.numel():
-                terms = terms * value.abs().amax().clamp(min=1).to(terms.dtype)
+                terms = terms * value.abs().max().clamp(min=1).to(terms.dtype)
         terms = terms * (_ROUNDINGS * torch.finfo(grad.dtype).eps)
         for param in use.call.module.parameters():
             name = names.get(id(param))

@@ -151,14 +151,19 @@ def counted(rank: int, name: str) -> tuple[int, int, dict[str, int]]:
             losses = loss_of(model(x), y)
         factors = recorded.backward(losses)
         direction = factors.weighted_sum(torch.ones(4, device=replica.device))
-        answers = [factors.norms(), factors.gram(), factors.dot(direction)]
+        answers = [
+            factors.norms(),
+            factors.gram(),
+            factors.dot(direction),
+            factors.sketch(8),
+        ]
         del recorded, losses, factors, direction
         return replica.fetch(answers)
 
     step()  # compared with autograd
     with xla_replica.count() as counts:
         for _ in range(20):
-            norms, gram, _ = step()
+            norms, gram, _, _ = step()
             torch.testing.assert_close(gram.diagonal(), norms**2, rtol=1e-4, atol=1e-5)
     return counts.compilations, counts.transfers, counts.fallbacks
 
