@@ -28,6 +28,8 @@ from per_sample_grad.functional import (
 from per_sample_grad.layers import register_rule
 from per_sample_grad.losses import token_cross_entropy
 from per_sample_grad.plan import Plan
+from per_sample_grad.pool import score_pool
+from per_sample_grad.pool_scores import PoolScores
 
 __all__ = [
     "Call",
@@ -42,6 +44,7 @@ __all__ = [
     "ParameterCoverage",
     "PerSampleError",
     "Plan",
+    "PoolScores",
     "Refusal",
     "capture",
     "coverage",
@@ -52,6 +55,7 @@ __all__ = [
     "per_sample_grads",
     "per_sample_gram",
     "register_rule",
+    "score_pool",
     "token_cross_entropy",
     "weighted_grad",
 ]

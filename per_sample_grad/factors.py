@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -11,6 +13,22 @@ from per_sample_grad import products
 from per_sample_grad.contributions import Contribution, Dense, Lookup, Outer
 from per_sample_grad.plan import Choice, Method, Plan, Quantity, choose
 from per_sample_grad.sketch import sketch
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _in_full_precision(
+    method: Callable[Concatenate[Factors, _P], _T],
+) -> Callable[Concatenate[Factors, _P], _T]:
+    """Whatever autocast the caller is in: sums are in float32 or wider, no graph."""
+
+    @functools.wraps(method)
+    def answer(self: Factors, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with torch.no_grad(), torch.autocast(self.losses.device.type, enabled=False):
+            return method(self, *args, **kwargs)
+
+    return answer
 
 
 class Factors:
@@ -67,12 +85,14 @@ class Factors:
             {name: self._choice(quantity, name, other) for name in self.shapes},
         )
 
+    @_in_full_precision
     def norms(self, *, squared: bool = False) -> torch.Tensor:
         """``‖g_i‖`` over all parameters: ``(B,)``, never negative."""
         terms = [self._squared_norms(name) for name in self.shapes]
         total = self._sum(terms, (len(self),)).clamp(min=0)
         return total if squared else total.sqrt()
 
+    @_in_full_precision
     def norms_by_parameter(self, *, squared: bool = False) -> dict[str, torch.Tensor]:
         """``‖g_i‖`` of each parameter: ``(B,)`` by name."""
         found = {name: self._squared_norms(name).clamp(min=0) for name in self.shapes}
@@ -80,12 +100,14 @@ class Factors:
             found if squared else {name: value.sqrt() for name, value in found.items()}
         )
 
+    @_in_full_precision
     def gram(self) -> torch.Tensor:
         """``⟨g_i, g_j⟩``: ``(B, B)``, symmetric."""
         terms = [self._gram(name, self) for name in self.shapes]
         total = self._sum(terms, (len(self), len(self)))
         return (total + total.T) / 2
 
+    @_in_full_precision
     def cross_gram(self, other: Factors) -> torch.Tensor:
         """``⟨g_i, g'_j⟩`` with the samples of another batch: ``(B, B')``."""
         if self.shapes != other.shapes:
@@ -98,6 +120,7 @@ class Factors:
         terms = [self._gram(name, other) for name in self.shapes]
         return self._sum(terms, (len(self), len(other)))
 
+    @_in_full_precision
     def dot(self, vectors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """``⟨v, g_i⟩``: ``(B,)``, or ``(B, K)`` for K vectors.
 
@@ -116,6 +139,7 @@ class Factors:
             columns.append(self._sum(terms, (len(self),)))
         return torch.stack(columns, 1) if many else columns[0]
 
+    @_in_full_precision
     def weighted_sum(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """``Σ_i w_i g_i`` by name: of the parameter's shape, or ``(K, *shape)``.
 
@@ -135,6 +159,7 @@ class Factors:
             for name in self.shapes
         }
 
+    @_in_full_precision
     def sketch(self, size: int, *, seed: int = 0) -> torch.Tensor:
         """Random sketches of all gradients: ``(B, size)``, without forming one.
 
@@ -148,6 +173,7 @@ class Factors:
         found = sketch(merged, len(self), size, seed, self._budget)
         return self._sum([] if found is None else [found], (len(self), size))
 
+    @_in_full_precision
     def materialize(self) -> dict[str, torch.Tensor]:
         """Every gradient: ``(B, *shape)`` by name. B times the model's size."""
         found = {}

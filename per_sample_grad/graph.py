@@ -20,6 +20,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from per_sample_grad.calls import tensors_in
 from per_sample_grad.errors import CoverageError
 
+# Nodes of views that keep the elements and their order.
+_RESHAPES = ("ViewBackward0",)
 # Nodes that run a graph of their own in which parameters would not be seen.
 _OPAQUE = ("CheckpointFunctionBackward",)
 
@@ -40,19 +42,18 @@ class Region:
 def edge_of(output: torch.Tensor) -> GradientEdge:
     """Where the gradient of ``output`` arrives, whatever is done to it in place later.
 
-    An in-place operation on a view gives the view a new history, from its base: the
-    edge of a base of the same elements in the same order stays.
+    An in-place operation on a view gives the view a new history, from its base. The
+    edge of the base stays, and where the view only changes the shape (a Linear of many
+    dimensions) its gradient is the output's.
     """
+    edge = get_gradient_edge(output)
     base = output._base if output._is_view() else None
-    if (
-        base is not None
-        and base.requires_grad
-        and base.numel() == output.numel()
-        and base.is_contiguous()
-        and output.is_contiguous()
-    ):
-        return get_gradient_edge(base)
-    return get_gradient_edge(output)
+    if base is not None and base.requires_grad and edge.node.name() in _RESHAPES:
+        # By the node: strides say nothing on a lazy backend.
+        below = get_gradient_edge(base)
+        if edge.node.next_functions == ((below.node, below.output_nr),):
+            return below
+    return edge
 
 
 def input_nodes(arguments: Any) -> tuple[Node, ...]:
