@@ -152,19 +152,29 @@ def merge(contributions: Sequence[Contribution]) -> list[Contribution]:
                 denses.append(contribution)
     merged: list[Contribution] = []
     for alike in outers.values():
-        left = torch.cat([outer.left for outer in alike], 2)
-        right = torch.cat([outer.right for outer in alike], 2)
-        merged.append(alike[0] if len(alike) == 1 else Outer(left, right))
+        merged.append(alike[0] if len(alike) == 1 else _joined_outers(alike))
     if lookups:
-        index = torch.cat([lookup.index for lookup in lookups], 1)
-        values = torch.cat([lookup.values for lookup in lookups], 1)
-        merged.append(lookups[0] if len(lookups) == 1 else Lookup(index, values))
+        merged.append(lookups[0] if len(lookups) == 1 else _joined_lookups(lookups))
     if denses:
         total = denses[0].values
         for dense in denses[1:]:
             total = total + dense.values
         merged.append(Dense(total))
     return merged
+
+
+def _joined_outers(outers: Sequence[Outer]) -> Outer:
+    return Outer(
+        torch.cat([outer.left for outer in outers], 2),
+        torch.cat([outer.right for outer in outers], 2),
+    )
+
+
+def _joined_lookups(lookups: Sequence[Lookup]) -> Lookup:
+    return Lookup(
+        torch.cat([lookup.index for lookup in lookups], 1),
+        torch.cat([lookup.values for lookup in lookups], 1),
+    )
 
 
 def columns(
@@ -221,6 +231,10 @@ def weighted_sum(
     match contribution:
         case Outer(left, right):
             scaled = left * weights[:, None, None, None]
+            p, q = left.shape[3], right.shape[3]
+            if p * q <= left.shape[2] * (p + q):
+                # Forming gradients writes less than bringing positions together.
+                return (scaled.transpose(2, 3) @ right).sum(0).reshape(shape)
             by_group = scaled.transpose(0, 1).flatten(1, 2).transpose(1, 2)
             return (by_group @ right.transpose(0, 1).flatten(1, 2)).reshape(shape)
         case Lookup(index, values):

@@ -156,7 +156,8 @@ def test_another_models_parts_are_an_error(tmp_path):
 
 def scored(rank: int, folder: str | None) -> np.ndarray:
     replica = xla_replica.current()
-    model = make_model().to(replica.device)
+    with replica.seeded(0):  # threads share a generator
+        model = make_model().to(replica.device)
     options = {"batch_size": 4, "part_size": 4, "progress": False}
     return psg.score_pool(model, Pool(), folder=folder, **options).scores
 

@@ -11,6 +11,8 @@ from test_per_sample_family import TOLERANCES, agree
 from torch import nn
 
 import per_sample_grad as psg
+from per_sample_grad.layers.convolution import padding_widths
+from per_sample_grad.layers.patches import _by_slices, padded, patches
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even")
 FEW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -117,3 +119,17 @@ def test_drawn_layers_equal_the_loop(cases):
         agree(case, recorded.backward(losses), truth, TOLERANCES[dtype])
 
     check()
+
+
+@given(case=convolutions(), batch=st.integers(1, 3))
+@FEW
+def test_slices_see_what_views_see(case, batch):
+    """What XLA runs, here."""
+    model, (x,) = case.make(torch.float32, batch)
+    with torch.no_grad():
+        positions = model(x).shape[2:]
+    around = padded(x, padding_widths(model), model.padding_mode)
+    shape = (model.kernel_size, model.stride, model.dilation, positions)
+    torch.testing.assert_close(
+        patches(around, *shape), _by_slices(around, *shape), rtol=0, atol=0
+    )
