@@ -127,10 +127,12 @@ class _Run:
                 start, stop = parts.interval(number)
                 found = parts.load(number)
                 if found is None:
-                    found = self._scored(start, stop)
+                    found = self._scored(start, stop, bar)
                     parts.save(number, found)
                 scores[start:stop] = found
-                bar.update((stop - start) * replica.num_replicas)
+                # All the replicas', about; exact at the end of a part.
+                bar.n = min(parts.count, stop)
+                bar.refresh()
         if replica.num_replicas == 1:
             return scores
         # Zeros elsewhere, so that the sum is exact.
@@ -138,7 +140,7 @@ class _Run:
         replica.sum_([total])
         return replica.fetch([total])[0].numpy()
 
-    def _scored(self, start: int, stop: int) -> np.ndarray:
+    def _scored(self, start: int, stop: int, bar: tqdm[Any]) -> np.ndarray:
         """Scores of an interval of the pool; one transfer to the host."""
         found = []
         batches = self.source.batches(start, stop)
@@ -150,6 +152,7 @@ class _Run:
             assert total is not None
             found.append(total / len(self.scorings))
             self.replica.sync()
+            bar.update(self.source.batch_size)
         values = torch.cat(self.replica.fetch(found))
         return values[: stop - start].float().numpy()
 

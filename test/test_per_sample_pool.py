@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -231,3 +235,48 @@ def test_options_are_checked():
         psg.score_pool(model, Pool())
     with pytest.raises(TypeError, match="no length"):
         psg.score_pool(model, Stream(), batch_size=2)
+
+
+def test_the_example_answers_four_ways_alike():
+    script = Path(__file__).parent.parent / "examples" / "score_pool.py"
+    run = subprocess.run(
+        [sys.executable, str(script), "--pool", "20", "--batch-size", "5"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(script.parent.parent)},
+    )
+    assert run.returncode == 0, run.stderr
+    differences = [float(line.split()[-1]) for line in run.stdout.splitlines()[:4]]
+    assert len(differences) == 4
+    assert max(differences) <= 1e-5
+
+
+class Numbers(Dataset):
+    """A pool of any size that takes no memory."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((8,), (index % 97) / 97.0), index % CLASSES
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_take_no_more_memory_than_ten(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, CLASSES))
+    options = {"batch_size": 500, "progress": False}
+    psg.score_pool(model, Numbers(10_000), **options)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = psg.score_pool(model, Numbers(100_000), folder=tmp_path, **options)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 20 * 1024  # KiB: the scores, and what a process drifts by
+    # The pool repeats itself, and so do its scores.
+    assert len(found) == 100_000
+    period = 97 * CLASSES
+    np.testing.assert_allclose(
+        found.scores[:period], found.scores[period : 2 * period], rtol=1e-5
+    )

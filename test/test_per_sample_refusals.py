@@ -77,10 +77,13 @@ UNSEEN = [
     Case("pruned", pruned, (3,)),
     Case("weight-as-input", weight_as_input, (3,)),
     Case("patched-forward", patched, (3,)),
+    Case("lstm", lambda: Apply(
+        lambda m, x: m.inner(x)[0], inner=nn.LSTM(3, 2, batch_first=True)), (4, 3)),
     Case("unbatched-conv", lambda: Apply(
         lambda m, x: torch.stack([m.inner(item) for item in x]),
         inner=nn.Conv1d(3, 3, 1)), (3, 4)),
 ]  # fmt: skip
+BY_NAME = {case.name: case for case in UNSEEN}
 
 
 @pytest.mark.parametrize("case", UNSEEN, ids=lambda case: case.name)
@@ -96,7 +99,7 @@ def test_what_no_rule_accounts_for_is_an_error(case):
 @pytest.mark.parametrize("fallback", ["loop", "batched"])
 @pytest.mark.parametrize(
     "case",
-    [c for c in UNSEEN if c.name not in ("positions-square", "pruned")],
+    [c for c in UNSEEN if c.name not in ("positions-square", "pruned", "lstm")],
     ids=lambda case: case.name,
 )
 def test_and_exact_by_a_fallback(case, fallback):
@@ -110,6 +113,14 @@ def test_and_exact_by_a_fallback(case, fallback):
     grads = flat(truth)
     assert error(factors.gram(), grads @ grads.T) <= 1e-10
     assert error(factors.norms(), grads.norm(dim=1)) <= 1e-10
+
+
+def test_a_recurrent_network_by_a_loop():
+    case = BY_NAME["lstm"]
+    model, inputs = case.make(torch.float64)
+    truth = oracle(case, model, inputs)
+    norms = psg.per_sample_grad_norms(model, fold, inputs, fallback="loop")
+    assert error(norms, flat(truth).norm(dim=1)) <= 1e-10
 
 
 def time_first() -> nn.Module:
