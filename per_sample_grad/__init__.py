@@ -23,6 +23,7 @@ from per_sample_grad.functional import (
     per_sample_grad_norms,
     per_sample_grads,
     per_sample_gram,
+    vectorized_grads,
     weighted_grad,
 )
 from per_sample_grad.layers import register_rule
@@ -57,5 +58,6 @@ __all__ = [
     "register_rule",
     "score_pool",
     "token_cross_entropy",
+    "vectorized_grads",
     "weighted_grad",
 ]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from per_sample_grad.capture import capture
+from per_sample_grad.errors import PerSampleError
 from per_sample_grad.factors import Factors
 
 LossFunction = Callable[..., torch.Tensor]
@@ -74,6 +75,52 @@ def weighted_grad(
 ) -> dict[str, torch.Tensor]:
     """``Σ_i w_i g_i`` by name; see `Factors.weighted_sum`."""
     return per_sample_factors(model, loss_fn, batch, **options).weighted_sum(weights)
+
+
+def vectorized_grads(
+    loss_fn: Callable[..., torch.Tensor],
+    params: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    *batch: torch.Tensor,
+    randomness: str = "error",
+    chunk_size: int | None = None,
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Gradients and losses in the functional style: ``vmap(grad_and_value(loss_fn))``.
+
+    A drop-in for samplers written for `torch.func`, where that is safe: it forms all
+    gradients, and it is refused on XLA. `per_sample_grads` needs neither.
+
+    Args:
+        loss_fn: ``loss_fn(params, buffers, *sample)`` gives one number; a sample has
+            no batch dimension.
+        params: By name.
+        buffers: By name; not changed.
+        *batch: Tensors ``(B, ...)``.
+        randomness: Of random operations such as dropout: ``"error"``,
+            ``"different"`` for each sample, or ``"same"``.
+        chunk_size: Samples at a time; None: all.
+
+    Returns:
+        Gradients ``(B, *shape)`` by name, and losses ``(B,)``.
+
+    Raises:
+        PerSampleError: Tensors are on XLA, where functional transforms of some
+            operations silently return zeros.
+    """
+    for name, tensor in (*params.items(), *enumerate(batch)):
+        if tensor.device.type == "xla":
+            raise PerSampleError(
+                f"vectorized_grads: {name} is on {tensor.device}, where functional "
+                "transforms return zeros for some operations (kl_div, std, selu, ...); "
+                "use per_sample_grads, which runs there"
+            )
+    transformed = torch.func.vmap(
+        torch.func.grad_and_value(loss_fn),
+        in_dims=(None, None, *(0 for _ in batch)),
+        randomness=randomness,
+        chunk_size=chunk_size,
+    )
+    return transformed(dict(params), dict(buffers), *batch)
 
 
 def cross_gram(first: Factors, second: Factors) -> torch.Tensor:

@@ -36,7 +36,8 @@ PUBLIC = {
         "PoolScores", "Refusal", "capture", "coverage", "cross_gram",
         "per_sample_factors", "per_sample_grad_dot", "per_sample_grad_norms",
         "per_sample_grads",         "per_sample_gram", "register_rule", "score_pool",
-        "token_cross_entropy", "weighted_grad",
+        "token_cross_entropy", "vectorized_grads",
+        "weighted_grad",
     },
     "variable_batch_size": {
         "RULES", "AdaScaleOptimizer", "AdamHalfLifeRuleOptimizer",

@@ -154,3 +154,22 @@ def test_cancelling_positions_stay_finite_and_can_be_exact():
     for method in ("factored", "materialized"):
         norms = psg.per_sample_grad_norms(model, losses, (x,), method=method)
         assert all(math.isfinite(norm) and norm >= 0 for norm in norms.tolist())
+
+
+def test_the_functional_style_gives_the_same():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x, y = torch.randn(5, 3), torch.randint(0, 2, (5,))
+    params = {name: param.detach() for name, param in model.named_parameters()}
+
+    def loss(params: dict, buffers: dict, x: torch.Tensor, y: torch.Tensor):
+        out = torch.func.functional_call(model, (params, buffers), (x.unsqueeze(0),))
+        return F.cross_entropy(out, y.unsqueeze(0))
+
+    def losses_of(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(m(x), y, reduction="none")
+
+    grads, losses = psg.vectorized_grads(loss, params, {}, x, y, chunk_size=2)
+    torch.testing.assert_close(losses, losses_of(model, x, y).detach())
+    expected = psg.per_sample_grads(model, losses_of, (x, y))
+    for name in params:
+        torch.testing.assert_close(grads[name], expected[name])

@@ -184,7 +184,7 @@ def counted(rank: int) -> tuple[int, int, dict[str, int]]:
     replica = xla_replica.current()
     model = make_model().to(replica.device)
     options = {"batch_size": 4, "part_size": 8, "progress": False}
-    psg.score_pool(model, Pool(8), **options)
+    psg.score_pool(model, Pool(16), **options)
     with xla_replica.count() as counts:
         psg.score_pool(model, Pool(), **options)
     return counts.compilations, counts.transfers, counts.fallbacks
