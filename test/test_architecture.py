@@ -14,7 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MAY_IMPORT = {
-    "grab_xla": {"xla_replica"},
+    "grab_xla": {"per_sample_grad", "xla_replica"},
+    "per_sample_grad": {"xla_replica"},
     "xla_replica": set(),
     "variable_batch_size": {"xla_replica"},
 }
@@ -28,6 +29,15 @@ PUBLIC = {
     "grab_xla": {
         "BALANCE_TYPES", "Balancer", "Decisions", "GraBSampler", "GraBWarning",
         "Herding", "Ordering", "RunningHerding", "herding", "ordering_named",
+    },
+    "per_sample_grad": {
+        "Call", "Capture", "CouplingError", "Coverage", "CoverageError", "Dense",
+        "Factors", "Lookup", "Outer", "ParameterCoverage", "PerSampleError", "Plan",
+        "PoolScores", "Refusal", "capture", "coverage", "cross_gram",
+        "per_sample_factors", "per_sample_grad_dot", "per_sample_grad_norms",
+        "per_sample_grads", "per_sample_gram", "register_rule", "score_pool",
+        "token_cross_entropy", "vectorized_grads",
+        "weighted_grad",
     },
     "variable_batch_size": {
         "RULES", "AdaScaleOptimizer", "AdamHalfLifeRuleOptimizer",
@@ -159,7 +169,9 @@ def test_packages_import_without_any_runtime(package):
                "variable_batch_size.adam_rules", "variable_batch_size.gradient_noise",
                "variable_batch_size.tensor_scalars", "xla_replica.counters",
                "grab_xla.herding", "grab_xla.reorder", "grab_xla.dealing",
-               "grab_xla.projection", "grab_xla.offline"],
+               "grab_xla.projection", "grab_xla.offline", "per_sample_grad.capture",
+               "per_sample_grad.contributions",
+               "per_sample_grad.layers.registry", "per_sample_grad.losses"],
 )  # fmt: skip
 def test_docstring_examples(module):
     import doctest
