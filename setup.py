@@ -4,7 +4,13 @@ from pathlib import Path
 
 from setuptools import setup
 
-PACKAGES = ["grab_xla", "grab_xla.balancers", "variable_batch_size", "xla_replica"]
+PACKAGES = [
+    "grab_xla",
+    "grab_xla.balancers",
+    "rigl_xla",
+    "variable_batch_size",
+    "xla_replica",
+]
 
 setup(
     name="elastic-xla",

@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MAY_IMPORT = {
     "grab_xla": {"xla_replica"},
+    "rigl_xla": {"xla_replica"},
     "xla_replica": set(),
     "variable_batch_size": {"xla_replica"},
 }
@@ -23,12 +24,14 @@ WITHOUT_TORCH = {
     f"variable_batch_size/{name}.py"
     for name in ("trace", "trace_csv", "schedule", "lr_rules", "adam_rules")
 } | {"grab_xla/reorder.py", "grab_xla/dealing.py"}
+WITHOUT_TORCH |= {"rigl_xla/distribution.py", "rigl_xla/schedule.py"}
 RUNTIMES = ("torch_xla", "torch_tpu", "torch.distributed")
 PUBLIC = {
     "grab_xla": {
         "BALANCE_TYPES", "Balancer", "Decisions", "GraBSampler", "GraBWarning",
         "Herding", "Ordering", "RunningHerding", "herding", "ordering_named",
     },
+    "rigl_xla": set(),
     "variable_batch_size": {
         "RULES", "AdaScaleOptimizer", "AdamHalfLifeRuleOptimizer",
         "AdamRootRuleOptimizer", "ConstantOptimizer", "CustomSampler",
@@ -159,7 +162,8 @@ def test_packages_import_without_any_runtime(package):
                "variable_batch_size.adam_rules", "variable_batch_size.gradient_noise",
                "variable_batch_size.tensor_scalars", "xla_replica.counters",
                "grab_xla.herding", "grab_xla.reorder", "grab_xla.dealing",
-               "grab_xla.projection"],
+               "grab_xla.projection", "rigl_xla.distribution", "rigl_xla.schedule",
+               "rigl_xla.masks"],
 )  # fmt: skip
 def test_docstring_examples(module):
     import doctest

@@ -1,0 +1,3 @@
+"""Sparse training whose topology follows the gradient, without a host round trip."""
+
+__all__: list[str] = []
