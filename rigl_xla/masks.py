@@ -30,7 +30,7 @@ def top(
     on the device.
 
     Args:
-        scores_LN: Any float dtype, without NaN.
+        scores_LN: Any float dtype. With NaN the result means nothing.
         counts_L: Integers from 0 to N, on the scores' device.
         host_counts: The same numbers. Give them where scores are on a CPU: one
             threshold is then found faster than a row is sorted.
@@ -58,10 +58,11 @@ def _top_1(scores_N: torch.Tensor, count: int) -> torch.Tensor:
     if count == 0:
         return torch.zeros_like(scores_N, dtype=torch.bool)
     size = len(scores_N)
-    chosen_N = scores_N >= scores_N.kthvalue(size - count + 1).values
+    threshold = scores_N.kthvalue(size - count + 1).values
+    chosen_N = scores_N >= threshold
     surplus = int(chosen_N.sum()) - count
-    if surplus:  # ties at the threshold: the last ones go
-        ties = (scores_N == scores_N[chosen_N].amin()).nonzero().squeeze(1)
+    if surplus > 0:  # ties at the threshold: the last ones go
+        ties = (scores_N == threshold).nonzero().squeeze(1)
         chosen_N[ties[len(ties) - surplus :]] = False
     return chosen_N
 
@@ -130,6 +131,9 @@ def drop_and_grow_rows(
 
 def is_finite(scores_LN: torch.Tensor) -> torch.Tensor:
     """bool ``(1,)``: no score of any layer is NaN or infinite."""
+    if scores_LN.device.type == "cpu":  # one pass and no temporary
+        low, high = torch.aminmax(scores_LN)
+        return (torch.isfinite(low) & torch.isfinite(high)).reshape(1)
     return torch.isfinite(scores_LN).all().reshape(1)
 
 

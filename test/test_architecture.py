@@ -31,7 +31,10 @@ PUBLIC = {
         "BALANCE_TYPES", "Balancer", "Decisions", "GraBSampler", "GraBWarning",
         "Herding", "Ordering", "RunningHerding", "herding", "ordering_named",
     },
-    "rigl_xla": set(),
+    "rigl_xla": {
+        "ANNEALINGS", "DISTRIBUTIONS", "METHODS", "SCORES", "Layer", "LayerReport",
+        "Report", "RigLScheduler", "UpdateSchedule", "Weight", "allocate", "weights_of",
+    },
     "variable_batch_size": {
         "RULES", "AdaScaleOptimizer", "AdamHalfLifeRuleOptimizer",
         "AdamRootRuleOptimizer", "ConstantOptimizer", "CustomSampler",
@@ -163,7 +166,7 @@ def test_packages_import_without_any_runtime(package):
                "variable_batch_size.tensor_scalars", "xla_replica.counters",
                "grab_xla.herding", "grab_xla.reorder", "grab_xla.dealing",
                "grab_xla.projection", "rigl_xla.distribution", "rigl_xla.schedule",
-               "rigl_xla.masks"],
+               "rigl_xla.masks", "rigl_xla.structure"],
 )  # fmt: skip
 def test_docstring_examples(module):
     import doctest

@@ -77,8 +77,8 @@ def test_adjusted_uniform_reaches_the_sparsity_of_the_whole(sparsity):
 
 
 def test_adjusted_uniform_says_when_dense_layers_are_too_large():
+    shapes = {"stem": (8, 3, 3, 3), "body": (64, 256)}
     with pytest.raises(ValueError, match="16384 of 16600 weights"):
-        shapes = {"stem": (8, 3, 3, 3), "body": (64, 256)}
         allocate(shapes, 0.9, "adjusted-uniform", {"body": 0.0}, dense_first=False)
 
 

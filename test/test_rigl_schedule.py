@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -45,7 +46,7 @@ def test_every_annealing_begins_at_alpha_and_does_not_rise(annealing):
     schedule = UpdateSchedule(T_end=100, alpha=0.4, annealing=annealing)
     fractions = [schedule.drop_fraction(t) for t in range(100)]
     assert fractions[0] == pytest.approx(0.4)
-    assert all(a >= b >= 0 for a, b in zip(fractions, fractions[1:]))
+    assert all(a >= b >= 0 for a, b in itertools.pairwise(fractions))
 
 
 @pytest.mark.parametrize(
