@@ -87,6 +87,17 @@ def weights_of(
     return list(found.values())
 
 
+def check_bound(weights: Iterable[Weight]) -> None:
+    """Raises ValueError if modules have other parameters by now."""
+    replaced = [weight.name for weight in weights if weight.is_replaced]
+    if replaced:
+        raise ValueError(
+            f"the model has other parameters now than when this pruner was built: "
+            f"{replaced[0]!r} and {len(replaced) - 1} more. Moving a model to XLA "
+            "does that; build optimizer and pruner after the move"
+        )
+
+
 def named(weights: list[Weight], pattern: str) -> list[str]:
     """Names of the weights that a pattern means.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -85,6 +85,13 @@ class Options:
                 "topology stays: about 0.75 times the number of steps of the whole "
                 "run; or static_topo=True for a topology that never changes"
             )
+        last = (schedule.T_end or 0) - 1
+        if self.scores().gradual and self.is_sparse and last < schedule.delta:
+            raise ValueError(
+                f"T_end={schedule.T_end} is not past the first update at step "
+                f"delta={schedule.delta}, so method={self.method!r} would leave all "
+                "dense; lower delta or raise T_end"
+            )
 
     @property
     def is_sparse(self) -> bool:
@@ -157,8 +164,12 @@ class Options:
         return list((self.sparsities or {}).values())
 
 
-def check_owner(weights: Iterable[Weight], optimizer: Any) -> None:
-    """Raises ValueError or TypeError unless the optimizer trains all the weights."""
+def check_owner(weights: Sequence[Weight], optimizer: Any, pruner: object) -> None:
+    """Raises unless the optimizer trains all the weights, and no other pruner does.
+
+    Raises:
+        ValueError, TypeError: As said.
+    """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer is a {type(optimizer).__name__}; it must be a torch optimizer, "
@@ -172,3 +183,9 @@ def check_owner(weights: Iterable[Weight], optimizer: Any) -> None:
             "it from this model's parameters, after the model was moved to its "
             "device, or put these into exclude="
         )
+    for weight in weights:
+        if getattr(weight.parameter, "_rigl_xla", pruner) is not pruner:
+            raise ValueError(
+                f"{weight.name!r} is already kept sparse by another RigLScheduler: "
+                "close() that one first"
+            )

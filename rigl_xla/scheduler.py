@@ -13,16 +13,17 @@ from torch.optim import Optimizer
 
 import xla_replica
 from rigl_xla import saved
+from rigl_xla.collect import collect_, next_counts
 from rigl_xla.compat import RigLTorchNames
-from rigl_xla.distribution import Distribution, num_inactive
+from rigl_xla.distribution import Distribution
 from rigl_xla.drift import check_equal
 from rigl_xla.initial import first_layer_state
-from rigl_xla.layers import Selector, Weight
+from rigl_xla.layers import Selector, Weight, check_bound
 from rigl_xla.methods import Score
 from rigl_xla.options import Options, check_owner
 from rigl_xla.report import Report, describe
-from rigl_xla.schedule import UpdateSchedule, gradual_sparsity
-from rigl_xla.update import Moment, SparseLayer, install_, keep_, new_masks
+from rigl_xla.schedule import UpdateSchedule
+from rigl_xla.update import Moment, SparseLayer, install_, new_masks
 from xla_replica import Replica
 
 logger = logging.getLogger(__name__)
@@ -270,14 +271,7 @@ class RigLScheduler(RigLTorchNames):
         schedule: UpdateSchedule,
     ) -> None:
         """Takes hold of the model, whose sparse weights are ``layers``."""
-        check_owner([layer.weight for layer in layers], self.optimizer)
-        for layer in layers:
-            holder = getattr(layer.weight.parameter, "_rigl_xla", self)
-            if holder is not self:
-                raise ValueError(
-                    f"{layer.name!r} is already kept sparse by another RigLScheduler: "
-                    "close() that one first"
-                )
+        check_owner([layer.weight for layer in layers], self.optimizer, self)
         self.close()
         self.options, self.schedule = options, schedule
         self.step = 0
@@ -306,25 +300,29 @@ class RigLScheduler(RigLTorchNames):
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del optimizer, args, kwargs
-        for layer in self._layers:
-            layer.follow(layer.data.device)
-            keep_(layer.data, layer.mask)
+        self.apply_mask_to_weights()
         if not self.options.skip_step:
             self._end_step()
 
     @torch.no_grad()
     def _end_step(self) -> bool:
         """Counts a step; changes the topology if it is time, and says so."""
-        self._check_bound()
+        check_bound(layer.weight for layer in self._layers)
         self.step += 1
         if self._collects and self._layers:
-            self._collect()
+            running = self._method.collects == "always"
+            momentum = self.options.momentum if running else None
+            num_steps = self.schedule.grad_accumulation_n
+            collect_(self._layers, self.replica, num_steps, momentum)
         due = self._method.updates and self.schedule.is_update(self.step)
         if due and self._layers:
             self._update()
         if due:
             self.rigl_steps += 1
         self._collects = self._will_collect()
+        if not self._collects:
+            for layer in self._layers:
+                layer.gradient = None
         return due
 
     def _will_collect(self) -> bool:
@@ -334,33 +332,12 @@ class RigLScheduler(RigLTorchNames):
             return schedule.T_end is not None and self.step + 1 < schedule.T_end
         return collects == "updates" and schedule.collects(self.step + 1)
 
-    def _collect(self) -> None:
-        """Adds the step's dense gradients, of all replicas, to those collected."""
-        pending = []
-        for layer in self._layers:
-            own, layer.pending = layer.pending, None
-            # A layer outside of the loss, or a replica without a minibatch.
-            pending.append(torch.zeros_like(layer.data) if own is None else own)
-        if self.replica.num_replicas > 1:
-            pending = [tensor.clone() for tensor in pending]  # others may hold them
-            self.replica.sync()  # what this replica did before is no part of the sum
-            self.replica.sum_(pending)
-        for layer, dense in zip(self._layers, pending):
-            if self._method.collects == "always":
-                dense = dense * (1 - self.options.momentum)
-                past, keep = layer.gradient, self.options.momentum
-                layer.gradient = dense if past is None else past * keep + dense
-                continue
-            if self.schedule.grad_accumulation_n > 1:
-                dense = dense / self.schedule.grad_accumulation_n
-            past = layer.gradient
-            layer.gradient = dense if past is None else past + dense
-
     def _update(self) -> None:
-        counts = [self._counts(layer) for layer in self._layers]
+        counts = [
+            next_counts(layer, self._method, self.schedule, self.step)
+            for layer in self._layers
+        ]
         moment = Moment(self.step, self.rigl_steps + 1, self.options.seed)
-        for layer in self._layers:
-            layer.follow(layer.data.device)
         found = new_masks(
             self._layers,
             self._method,
@@ -374,26 +351,3 @@ class RigLScheduler(RigLTorchNames):
             if self._method.collects != "always":
                 layer.gradient = None
         logger.debug("step %d: topology update %d", self.step, moment.update)
-
-    def _counts(self, layer: SparseLayer) -> tuple[int, int]:
-        """Connections that the layer is to keep and to grow."""
-        if self._method.gradual:
-            schedule = self.schedule
-            assert schedule.T_end is not None
-            # Of the last update, so that it reaches the final sparsity.
-            end = (schedule.T_end - 1) // schedule.delta * schedule.delta
-            sparsity = gradual_sparsity(self.step, layer.sparsity, 0, end)
-            left = layer.size - num_inactive(sparsity, layer.size)
-            return min(left, layer.num_active), 0
-        dropped = self.schedule.num_dropped(self.step, layer.num_active)
-        grown = dropped if self._method.grow is not None else 0
-        return layer.num_active - dropped, grown
-
-    def _check_bound(self) -> None:
-        replaced = [layer.name for layer in self._layers if layer.weight.is_replaced]
-        if replaced:
-            raise ValueError(
-                f"the model has other parameters now than when this pruner was built: "
-                f"{replaced[0]!r} and {len(replaced) - 1} more. Moving a model to XLA "
-                "does that; build optimizer and pruner after the move"
-            )

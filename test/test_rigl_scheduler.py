@@ -360,6 +360,7 @@ BAD = [
     ({"sparsity_distribution": "unifrom"}, ValueError, "allowed are"),
     ({"method": "rigel"}, ValueError, "allowed are"),
     ({"method": "gmp", "grow": "random"}, ValueError, "grows no connections"),
+    ({"method": "gmp", "T_end": 3}, ValueError, "would leave all dense"),
     ({"method": "static", "drop": "random"}, ValueError, "nothing to do"),
     ({"grow": "magnitud"}, ValueError, "allowed are"),
     ({"grow": 3}, TypeError, "a function of"),

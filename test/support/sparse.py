@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rigl_xla import RigLScheduler
+from xla_replica import LocalReplica
 
 OPTIMIZERS = {
     "sgd": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, weight_decay=1e-3),
@@ -26,8 +27,7 @@ OPTIMIZERS = {
 
 def convnet(seed: int = 0) -> nn.Module:
     """Images ``(B, 1, 8, 8)`` to 10 logits; the weights 0, 2, 5 and 7 can be sparse."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with LocalReplica("cpu").seeded(seed):  # emulated replicas share a generator
         return nn.Sequential(
             nn.Conv2d(1, 8, 3),
             nn.Tanh(),
