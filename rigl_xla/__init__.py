@@ -9,8 +9,18 @@ if pruner():
 """
 
 from rigl_xla.distribution import DISTRIBUTIONS, allocate
+from rigl_xla.flops import (
+    LayerCost,
+    gradual_training_ratio,
+    inference_flops,
+    inference_macs,
+    inference_ratio,
+    size_in_bytes,
+    training_ratio,
+)
 from rigl_xla.layers import Weight, weights_of
 from rigl_xla.methods import METHODS, SCORES, Layer
+from rigl_xla.positions import costs_of
 from rigl_xla.report import LayerReport, Report
 from rigl_xla.schedule import ANNEALINGS, UpdateSchedule
 from rigl_xla.scheduler import RigLScheduler
@@ -21,11 +31,19 @@ __all__ = [
     "METHODS",
     "SCORES",
     "Layer",
+    "LayerCost",
     "LayerReport",
     "Report",
     "RigLScheduler",
     "UpdateSchedule",
     "Weight",
     "allocate",
+    "costs_of",
+    "gradual_training_ratio",
+    "inference_flops",
+    "inference_macs",
+    "inference_ratio",
+    "size_in_bytes",
+    "training_ratio",
     "weights_of",
 ]

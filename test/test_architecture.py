@@ -24,7 +24,11 @@ WITHOUT_TORCH = {
     f"variable_batch_size/{name}.py"
     for name in ("trace", "trace_csv", "schedule", "lr_rules", "adam_rules")
 } | {"grab_xla/reorder.py", "grab_xla/dealing.py"}
-WITHOUT_TORCH |= {"rigl_xla/distribution.py", "rigl_xla/schedule.py"}
+WITHOUT_TORCH |= {
+    "rigl_xla/distribution.py",
+    "rigl_xla/schedule.py",
+    "rigl_xla/flops.py",
+}
 RUNTIMES = ("torch_xla", "torch_tpu", "torch.distributed")
 PUBLIC = {
     "grab_xla": {
@@ -32,8 +36,11 @@ PUBLIC = {
         "Herding", "Ordering", "RunningHerding", "herding", "ordering_named",
     },
     "rigl_xla": {
-        "ANNEALINGS", "DISTRIBUTIONS", "METHODS", "SCORES", "Layer", "LayerReport",
-        "Report", "RigLScheduler", "UpdateSchedule", "Weight", "allocate", "weights_of",
+        "ANNEALINGS", "DISTRIBUTIONS", "METHODS", "SCORES", "Layer", "LayerCost",
+        "LayerReport", "Report", "RigLScheduler", "UpdateSchedule", "Weight",
+        "allocate", "costs_of", "gradual_training_ratio", "inference_flops",
+        "inference_macs", "inference_ratio", "size_in_bytes", "training_ratio",
+        "weights_of",
     },
     "variable_batch_size": {
         "RULES", "AdaScaleOptimizer", "AdamHalfLifeRuleOptimizer",
@@ -166,7 +173,7 @@ def test_packages_import_without_any_runtime(package):
                "variable_batch_size.tensor_scalars", "xla_replica.counters",
                "grab_xla.herding", "grab_xla.reorder", "grab_xla.dealing",
                "grab_xla.projection", "rigl_xla.distribution", "rigl_xla.schedule",
-               "rigl_xla.masks", "rigl_xla.structure"],
+               "rigl_xla.masks", "rigl_xla.structure", "rigl_xla.flops"],
 )  # fmt: skip
 def test_docstring_examples(module):
     import doctest

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from support.replicas import BACKENDS, Backend, needs_xla
+from support.replicas import FEW_BACKENDS, SEVERAL_REPLICAS, Backend, needs_xla
 from support.sparse import batch, convnet, equal, pruned
 
 import variable_batch_size as vbs
@@ -70,12 +70,12 @@ def check_run(backend: Backend, kind: str, ddp: bool = False) -> None:
         assert equal(masks, run_of_one(kind))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FEW_BACKENDS)
 def test_replicas_choose_as_one_process_on_all_their_data(backend):
     check_run(backend, "rigl")
 
 
-@pytest.mark.parametrize("backend", BACKENDS[1:2] + BACKENDS[6:7])
+@pytest.mark.parametrize("backend", [FEW_BACKENDS[1], FEW_BACKENDS[4]])
 @pytest.mark.parametrize("kind", sorted(set(OPTIONS) - {"rigl"}))
 def test_so_do_the_other_methods(backend, kind):
     check_run(backend, kind)
@@ -92,7 +92,9 @@ def elastic_run(rank: int) -> dict[str, torch.Tensor]:
     model = convnet().double().to(replica.device)
     images, labels = batch(0, 256)
     dataset = torch.utils.data.TensorDataset(images.double(), labels)
-    sampler = vbs.CustomSampler(dataset, [4, 24, 12, 8], 4, on_end="cycle", seed=0)
+    sampler = vbs.CustomSampler(
+        dataset, [4, 24, 12, 8], minibatch_size=4, on_end="cycle"
+    )
     optimizer = vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=16)
     pruner = pruned(model, optimizer, skip_step=False, T_end=30, delta=2)
     sampler.set_epoch(0)
@@ -114,34 +116,36 @@ def elastic_run_of_one() -> dict[str, torch.Tensor]:
     return elastic_run(0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FEW_BACKENDS)
 def test_inside_the_elastic_wrapper_with_idle_replicas(backend):
     for masks in backend.run(elastic_run):
         assert equal(masks, elastic_run_of_one())
 
 
-def drift(rank: int, what: str) -> str:
+def drift(rank: int) -> list[str]:
+    """What is said of equal replicas, of other weights, and of other masks."""
     replica = xla_replica.current()
-    model = convnet().to(replica.device)
-    with torch.no_grad():
+    messages = []
+    for what in ("nothing", "weights", "masks"):
+        model = convnet().to(replica.device)
         if what == "weights":
-            model[5].weight.mul_(replica.scalar(1 + rank))
-    seed = rank if what == "masks" else 0
-    pruner = pruned(model, sgd(model), seed=seed)
-    try:
-        pruner.check_replicas()
-    except ReplicaError as error:
-        return str(error)
-    return ""
+            with torch.no_grad():
+                model[5].weight.mul_(replica.scalar(1 + rank))
+        pruner = pruned(model, sgd(model), seed=rank if what == "masks" else 0)
+        try:
+            pruner.check_replicas()
+            messages.append("")
+        except ReplicaError as error:
+            messages.append(str(error))
+    return messages
 
 
-@pytest.mark.parametrize("backend", BACKENDS[2:3] + BACKENDS[7:8])
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
 def test_drift_is_found(backend):
-    assert backend.run(drift, "nothing") == [""] * 3
-    for message in backend.run(drift, "weights"):
-        assert message.startswith("weights differ between replicas in ['5.weight']")
-    for message in backend.run(drift, "masks"):
-        assert message.startswith("masks differ between replicas in ['2.weight', '5")
+    for nothing, weights, masks in backend.run(drift):
+        assert nothing == ""
+        assert weights.startswith("weights differ between replicas in ['5.weight']")
+        assert masks.startswith("masks differ between replicas in ['2.weight', '5")
 
 
 def counted_run(rank: int, kind: str):
@@ -169,7 +173,13 @@ def counted_run(rank: int, kind: str):
 
 @needs_xla
 @pytest.mark.xla
-@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "rigl",
+        *(pytest.param(k, marks=pytest.mark.slow) for k in OPTIONS if k != "rigl"),
+    ],
+)
 def test_after_the_first_update_nothing_compiles_and_nothing_is_read(kind):
     [(counts, masks)] = xla_replica.launch(counted_run, (kind,), 1, "xla")
     assert counts[0][0] <= (6 if kind in ("window", "snfs") else 4), counts
