@@ -30,14 +30,18 @@ def collect_(
         num_steps: The mean is of so many steps; this one adds its share.
         momentum: Instead, a running mean that keeps so much of its past.
     """
+    several = replica.num_replicas > 1
+    if several:
+        # What is pending may hold a collective of others: it must be the same program
+        # on a replica that had a minibatch and on one that had none.
+        replica.sync()
     pending = []
     for layer in layers:
         own, layer.pending = layer.pending, None
         # A layer outside of the loss, or a replica without a minibatch.
         pending.append(torch.zeros_like(layer.data) if own is None else own)
-    if replica.num_replicas > 1:
-        pending = [tensor.clone() for tensor in pending]  # others may hold them
-        replica.sync()  # what this replica did before is no part of the sum
+    if several:
+        replica.sync()  # zeros, like gradients, enter the sum as data
         replica.sum_(pending)
     for layer, dense in zip(layers, pending):
         past = layer.gradient

@@ -293,8 +293,9 @@ class RigLScheduler(RigLTorchNames):
         """Runs in the backward pass, before gradients accumulate or are reduced."""
         layer.follow(grad.device)
         if self._collects:
-            dense = grad.detach()
-            layer.pending = dense if layer.pending is None else layer.pending + dense
+            dense, before = grad.detach(), layer.pending
+            # A copy: autograd may have given the same tensor to someone else.
+            layer.pending = dense.clone() if before is None else before + dense
         return torch.where(layer.mask, grad, grad.new_zeros(()))
 
     @torch.no_grad()

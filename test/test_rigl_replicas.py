@@ -56,6 +56,7 @@ def run_of(rank: int, kind: str, ddp: bool = False) -> dict[str, torch.Tensor]:
         replica.sync()
     pruner.check_replicas()
     assert pruner.rigl_steps >= 3
+    replica.barrier()  # nobody leaves the process group while others reduce
     masks = replica.fetch(list(pruner.masks.values()))
     return dict(zip(pruner.masks, masks))
 
