@@ -16,6 +16,7 @@ from rigl_xla.schedule import UpdateSchedule
 from rigl_xla.structure import Rows, n_of_m, rows_of
 
 INITIAL_MASKS = ("random", "magnitude")
+INITIAL_WEIGHTS = ("rescale", "fan-in")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Options:
     grow: str | Score | None = None
     structure: str | None = None
     initial_masks: str = "random"
+    initial_weights: str | None = None
     sparsities: Mapping[str, float] | None = None
     include: Iterable[Selector] = ()
     exclude: Iterable[Selector] = ()
@@ -60,6 +62,11 @@ class Options:
             raise ValueError(
                 f"initial_masks={self.initial_masks!r} is not known; allowed are "
                 f"{INITIAL_MASKS}"
+            )
+        if self.initial_weights not in (None, *INITIAL_WEIGHTS):
+            raise ValueError(
+                f"initial_weights={self.initial_weights!r} is not known; allowed are "
+                f"{INITIAL_WEIGHTS}, or None to keep the model's"
             )
         if not 0 <= self.momentum < 1:
             raise ValueError(

@@ -17,7 +17,7 @@ from rigl_xla.collect import collect_, next_counts
 from rigl_xla.compat import RigLTorchNames
 from rigl_xla.distribution import Distribution
 from rigl_xla.drift import check_equal
-from rigl_xla.initial import first_layer_state
+from rigl_xla.initial import first_layer_state, set_weights_
 from rigl_xla.layers import Selector, Weight, check_bound
 from rigl_xla.methods import Score
 from rigl_xla.options import Options, check_owner
@@ -82,6 +82,9 @@ class RigLScheduler(RigLTorchNames):
         structure: A pattern that masks keep: ``'2:4'`` and the like, along input
             channels, or ``'constant-fan-in'``.
         initial_masks: ``'random'`` or ``'magnitude'``.
+        initial_weights: ``'rescale'`` (over the root of the layer's density) or
+            ``'fan-in'`` (drawn anew, variance 2 / active inputs): without norms, very
+            sparse networks need it. Default: the model's own.
         sparsities: Sparsities of single weights, by pattern of their names; 0 is
             dense. They are outside of the budget that the others share.
         include: Further weights that may be sparse; see `weights_of`.
@@ -117,6 +120,7 @@ class RigLScheduler(RigLTorchNames):
         grow: str | Score | None = None,
         structure: str | None = None,
         initial_masks: str = "random",
+        initial_weights: str | None = None,
         sparsities: Mapping[str, float] | None = None,
         include: Iterable[Selector] = (),
         exclude: Iterable[Selector] = (),
@@ -137,6 +141,7 @@ class RigLScheduler(RigLTorchNames):
             grow=grow,
             structure=structure,
             initial_masks=initial_masks,
+            initial_weights=initial_weights,
             sparsities=sparsities,
             include=tuple(include),
             exclude=tuple(exclude),
@@ -161,6 +166,10 @@ class RigLScheduler(RigLTorchNames):
             if sparse[weight.name] > 0
         ]
         self._adopt(weights, layers, options, schedule)
+        if initial_weights is not None:
+            for layer in layers:
+                set_weights_(layer, initial_weights, seed)
+            self.apply_mask_to_weights()
 
     # --- the training loop's calls --------------------------------------------------
 

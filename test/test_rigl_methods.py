@@ -117,6 +117,38 @@ def test_magnitude_masks_keep_the_largest_weights():
     assert counts(pruner) == [231, 820, 32]
 
 
+def test_rescaled_weights_are_the_models_over_the_root_of_the_density():
+    model = convnet()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    pruner = pruned(model, sgd(model), initial_weights="rescale")
+    for name, mask in pruner.masks.items():
+        expected = before[name] * mask / mask.float().mean().sqrt()
+        assert torch.allclose(model.get_parameter(name), expected)
+    assert torch.equal(model[5].bias, before["5.bias"])
+
+
+def test_fan_in_weights_have_the_variance_of_their_inputs():
+    layer = nn.Linear(2000, 50)
+    pruner = pruned(layer, sgd(layer), initial_weights="fan-in")
+    mask = pruner.masks["weight"]
+    for row, active in zip(layer.weight.detach(), mask):
+        assert not row[~active].any()
+        variance = row[active].square().mean() * int(active.sum())
+        assert 1.4 < float(variance) < 2.7  # 2, of 400 numbers
+    again = nn.Linear(2000, 50)
+    pruned(again, sgd(again), initial_weights="fan-in")
+    assert torch.equal(layer.weight, again.weight)
+
+
+def test_a_resumed_run_keeps_its_weights():
+    model = convnet()
+    pruner = pruned(model, sgd(model))
+    state, before = pruner.state_dict(), copy.deepcopy(model.state_dict())
+    pruner.close()
+    pruned(model, sgd(model), initial_weights="fan-in", state_dict=state)
+    assert equal(before, model.state_dict())
+
+
 def test_scores_of_ones_own():
     """Here: lowest index stays, highest index grows."""
     seen = []

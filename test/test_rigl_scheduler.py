@@ -365,6 +365,7 @@ BAD = [
     ({"grow": "magnitud"}, ValueError, "allowed are"),
     ({"grow": 3}, TypeError, "a function of"),
     ({"initial_masks": "snipe"}, ValueError, "allowed are"),
+    ({"initial_weights": "he"}, ValueError, "allowed are"),
     ({"sparsities": {"nothing": 0.5}}, ValueError, "the name of no weight"),
     ({"sparsities": {"5": 1.0}}, ValueError, "from 0 to below 1"),
     ({"exclude": [nn.Conv2d, nn.Linear]}, ValueError, "no weight is left"),
