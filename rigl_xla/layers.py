@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
+from torch.utils.weak import WeakIdKeyDictionary
 
 # What a user names layers by: a pattern, a type of module, or a question.
 Selector = str | type | Callable[[str, nn.Parameter], bool]
+
+# Parameter to whoever keeps it sparse: not an attribute, which torch.save would pickle.
+holders: MutableMapping[nn.Parameter, weakref.ref[Any]] = WeakIdKeyDictionary()
 
 _WRAPPERS = ("_orig_mod.", "module.")  # torch.compile; DDP and DataParallel
 _ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rigl_xla.distribution import Distribution, allocate, distribution_named
-from rigl_xla.layers import Selector, Weight, named, weights_of
+from rigl_xla.layers import Selector, Weight, holders, named, weights_of
 from rigl_xla.methods import Method, Score, method_named
 from rigl_xla.schedule import UpdateSchedule
 from rigl_xla.structure import Rows, n_of_m, rows_of
@@ -191,7 +191,8 @@ def check_owner(weights: Sequence[Weight], optimizer: Any, pruner: object) -> No
             "device, or put these into exclude="
         )
     for weight in weights:
-        if getattr(weight.parameter, "_rigl_xla", pruner) is not pruner:
+        holder = holders.get(weight.parameter)
+        if holder is not None and holder() not in (None, pruner):
             raise ValueError(
                 f"{weight.name!r} is already kept sparse by another RigLScheduler: "
                 "close() that one first"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from rigl_xla.compat import RigLTorchNames
 from rigl_xla.distribution import Distribution
 from rigl_xla.drift import check_equal
 from rigl_xla.initial import first_layer_state, set_weights_
-from rigl_xla.layers import Selector, Weight, check_bound
+from rigl_xla.layers import Selector, Weight, check_bound, holders
 from rigl_xla.methods import Score
 from rigl_xla.options import Options, check_owner
 from rigl_xla.report import Report, describe
@@ -189,13 +190,14 @@ class RigLScheduler(RigLTorchNames):
 
     def close(self) -> None:
         """Lets go of model and optimizer, which stay as they are; may be repeated."""
+        if not self._handles:
+            return
         for handle in self._handles:
             handle.remove()
         self._handles = []
         for layer in self._layers:
             layer.pending = layer.gradient = None
-            if getattr(layer.weight.parameter, "_rigl_xla", None) is self:
-                del layer.weight.parameter._rigl_xla
+            holders.pop(layer.weight.parameter, None)
 
     def __enter__(self) -> RigLScheduler:
         return self
@@ -289,7 +291,7 @@ class RigLScheduler(RigLTorchNames):
         self._weights, self._layers = list(weights), list(layers)
         self._collects = self._will_collect()
         for layer in self._layers:
-            layer.weight.parameter._rigl_xla = self
+            holders[layer.weight.parameter] = weakref.ref(self)
             hook = functools.partial(self._mask_gradient, layer)
             self._handles.append(layer.weight.parameter.register_hook(hook))
         if self._layers:

@@ -154,7 +154,7 @@ def counted_run(rank: int, kind: str):
     replica = xla_replica.current()
     model = convnet().double().to(replica.device)
     optimizer = sgd(model)
-    pruner = pruned(model, optimizer, **{**OPTIONS[kind], "delta": 10, "T_end": 101})
+    pruner = pruned(model, optimizer, **{**OPTIONS[kind], "delta": 10, "T_end": 102})
     counts, masks = [], []
     for first in range(0, 100, 10):
         with xla_replica.count(replica) as count:

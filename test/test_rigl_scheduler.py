@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -281,6 +282,20 @@ def test_close_lets_go():
     optimizer.step()
     assert (model[5].weight != 0).float().mean() > 0.5  # no more than 0.2 before
     pruned(model, optimizer).close()
+
+
+def test_a_sparse_model_is_pickled_and_copied_without_its_pruner():
+    model = convnet()
+    optimizer = sgd(model)
+    pruner = pruned(model, optimizer)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (torch.load(file, weights_only=False), copy.deepcopy(model)):
+        assert equal(other.state_dict(), model.state_dict())
+        pruned(other, sgd(other)).close()
+    train(model, optimizer, pruner, range(4))
+    assert pruner.rigl_steps == 1
 
 
 def test_memory_is_shared_throughout():
