@@ -32,8 +32,10 @@ setup(
     extras_require={
         "xla": ["torch_xla==2.9.0", "torch>=2.9,<2.10"],
         "tpu": ["torch_tpu", "torch>=2.11"],
-        "examples": ["torchvision", "scikit-learn", "matplotlib"],
-        "test": ["pytest", "hypothesis", "ruff", "scikit-learn", "matplotlib"],
+        # Balancing on a CPU: without it, a few times slower.
+        "grab": ["numba"],
+        "examples": ["torchvision", "scikit-learn", "matplotlib", "numba"],
+        "test": ["pytest", "hypothesis", "ruff", "scikit-learn", "matplotlib", "numba"],
     },
     classifiers=[
         "Development Status :: 3 - Alpha",

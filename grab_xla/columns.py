@@ -65,20 +65,27 @@ class Columns:
         if self.shards:
             self._replica.sum_(partial)
 
-    def own(self, vectors_VD: torch.Tensor) -> torch.Tensor:
-        """``(V, num_own)``: this replica's columns of whole vectors."""
+    def own(self, vectors_VD: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
+        """``(V, num_own)``: this replica's columns of whole vectors.
+
+        Args:
+            vectors_VD: ``(V, d)``.
+            fill: In the columns behind the last.
+        """
         if not self.shards:
             return vectors_VD
         first = self._replica.rank * self.num_own
-        return self._filled(vectors_VD)[:, first : first + self.num_own].clone()
+        return self._filled(vectors_VD, fill)[:, first : first + self.num_own].clone()
 
     def whole(self, vectors_VD: torch.Tensor) -> torch.Tensor:
         """``(V, d)``: the vectors whose columns the replicas hold. Collective."""
-        if not self.shards or len(vectors_VD) == 0:
-            return vectors_VD[:, : self.num_columns]
+        if len(vectors_VD) == 0:
+            return vectors_VD.new_zeros(0, self.num_columns)
+        if not self.shards:
+            return vectors_VD
         parts = self._replica.gather(vectors_VD)
         return parts.transpose(0, 1).flatten(1)[:, : self.num_columns]
 
-    def _filled(self, vectors_VD: torch.Tensor) -> torch.Tensor:
+    def _filled(self, vectors_VD: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
         missing = self._num_filled - self.num_columns
-        return torch.nn.functional.pad(vectors_VD, (0, missing))
+        return torch.nn.functional.pad(vectors_VD, (0, missing), value=fill)

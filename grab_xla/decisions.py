@@ -18,6 +18,7 @@ accumulators.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -70,13 +71,24 @@ class Decisions:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``(R, R)`` and ``(R, V)``: inner products with one another and with others.
 
-        One sum over the shards. A row that is not finite spoils its own row and column
-        of the first and its own row of the second, nothing else.
+        One sum over the shards. A spoilt row spoils its own row and column of the
+        first and its own row of the second, nothing else.
         """
-        products = torch.cat([rows_RD @ rows_RD.T, rows_RD @ vectors_VD.T], dim=1)
-        self.sum_([products])
-        num_rows = len(rows_RD)
-        return products[:, :num_rows], products[:, num_rows:]
+        products = [rows_RD @ rows_RD.T, rows_RD @ vectors_VD.T]
+        self.sum_(products)
+        return products[0], products[1]
+
+    def centred_gram(
+        self, rows_RD: torch.Tensor, centre_1D: torch.Tensor, vectors_VD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`gram` of ``rows - centre``, without forming the differences."""
+        others = torch.cat([vectors_VD, centre_1D])
+        products = [rows_RD @ rows_RD.T, rows_RD @ others.T, centre_1D @ others.T]
+        self.sum_(products)
+        gram, with_others, of_centre = products
+        with_centre = with_others[:, -1:]
+        gram = gram - with_centre - with_centre.T + of_centre[:, -1:]
+        return gram, with_others[:, :-1] - of_centre[:, :-1]
 
     def below(
         self, products: torch.Tensor, thresholds: torch.Tensor | None
@@ -126,11 +138,26 @@ def finite_rows(gram_RR: torch.Tensor) -> torch.Tensor:
     return torch.isfinite(torch.diagonal(gram_RR))
 
 
-def zero_unless(rows_RD: torch.Tensor, finite_R: torch.Tensor) -> torch.Tensor:
-    """The rows with zeros in place of those that are not finite.
+def spoilt(dtype: torch.dtype) -> float:
+    """What stands for an entry that is not finite; see `without_nan`."""
+    return torch.finfo(dtype).max / 4
 
-    On a CPU, where looking is free, the rows themselves when all of them are finite.
+
+def without_nan(rows_RD: torch.Tensor) -> torch.Tensor:
+    """The rows with a huge number in place of what is not finite.
+
+    Its square overflows, so that the row is noticed by its norm; but its product with
+    a weight of 0 is 0, so that nobody has to go through all rows again to leave it out.
     """
-    if rows_RD.device.type == "cpu" and bool(finite_R.all()):
-        return rows_RD
-    return torch.where(finite_R.unsqueeze(1), rows_RD, torch.zeros_like(rows_RD))
+    if rows_RD.device.type == "cpu" and math.isfinite(float(rows_RD.sum())):
+        return rows_RD  # where looking is free
+    huge = spoilt(rows_RD.dtype)
+    return torch.nan_to_num(rows_RD, nan=huge, posinf=huge, neginf=huge)
+
+
+def spoil(values_RD: torch.Tensor, *sources_RD: torch.Tensor) -> torch.Tensor:
+    """``values``, made huge where one of the rows they come from is not finite."""
+    huge = spoilt(values_RD.dtype)
+    for source in sources_RD:
+        values_RD = torch.where(source.abs() < huge, values_RD, huge)
+    return values_RD

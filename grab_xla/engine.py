@@ -13,6 +13,7 @@ from grab_xla.balancers import Balancer, State
 from grab_xla.balancers.checks import check_integer, check_positive
 from grab_xla.columns import Columns
 from grab_xla.decisions import TIES, Decisions
+from grab_xla.instruments import Instruments
 from xla_replica import Replica
 
 # Rows whose inner products are formed at once on a CPU without the compiled loop: few,
@@ -33,6 +34,7 @@ class Engine:
         tie: See `Decisions`.
         tile_size: See `Decisions`; None chooses by backend.
         walk_constant: c of the self-balancing walk; None decides deterministically.
+        instruments: See every row that is balanced.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Engine:
         tie: str,
         tile_size: int | None,
         walk_constant: float | None,
+        instruments: Instruments,
     ) -> None:
         self.balancer = balancer
         self.columns, self._replica = columns, replica
@@ -70,6 +73,9 @@ class Engine:
             tie=tie, sum_=columns.sum_, tile_size=tile_size, loops=loops
         )
         self.state: State = balancer.init(columns.num_own, dtype, device)
+        # Zeros become data, or the first epoch would begin with a program of its own.
+        self._replica.sync()
+        self.instruments = instruments
         self._codes: list[torch.Tensor] = []
         self._uniforms: torch.Tensor | None = None
         self.num_seen = 0
@@ -79,6 +85,7 @@ class Engine:
         """Forgets codes, draws the epoch's random numbers and resets the state."""
         self.state = self.balancer.begin_epoch(self.state)
         self._codes, self.num_seen = [], 0
+        self.instruments.begin_epoch()
         self.draw(num_samples, generator)
         # Its own graph: that of a step is then the same in the first and other steps.
         self._replica.sync()
@@ -92,6 +99,7 @@ class Engine:
     @torch.no_grad()
     def balance(self, rows_RD: torch.Tensor) -> None:
         """Balances the next R samples, own columns of each. Collective if sharded."""
+        self.instruments.observe(rows_RD)
         decide = self._decisions
         if self._uniforms is not None and self._walk_constant is not None:
             drawn = self._uniforms[self.num_seen : self.num_seen + len(rows_RD)]
@@ -103,13 +111,17 @@ class Engine:
         self._codes.append(codes)
         self.num_seen += len(rows_RD)
 
+    def skip(self, num_rows: int) -> None:
+        """Counts the next samples without a look at their gradients."""
+        self.num_seen += num_rows
+
     def codes(self) -> np.ndarray:
         """The codes so far: one transfer."""
         codes = [part for part in self._codes if len(part)]
         if not codes:
             return np.zeros(0, dtype=np.int64)
         fetched = torch.cat(self._replica.fetch(codes))
-        self._codes = self._codes[:0] + codes
+        self._codes = codes
         return fetched.numpy()
 
     def update_second_moment(self, second_moment: torch.Tensor) -> None:
@@ -141,7 +153,8 @@ class Engine:
         state = {}
         for name, value in saved["state"].items():
             value = value.to(self._dtype)
-            own = self.columns.own(value) if value.dim() == 2 else value
+            fill = self.balancer.fills.get(name, 0.0)
+            own = self.columns.own(value, fill) if value.dim() == 2 else value
             state[name] = own.clone().to(self._device)
         self.state = state
         codes = saved["codes"]

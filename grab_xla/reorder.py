@@ -7,9 +7,9 @@ A balancer gives every visited sample one integer, its code: where the sample go
 - ``0``: nowhere. The gradient was not finite; the sample keeps its place.
 
 Balancers without a tree have one leaf, so that their codes are the signs of the papers
-(Algorithm 2 of Lu, Guo and De Sa, arXiv:2205.10733): the next order is the positives as
-they came, then the negatives reversed. Samples that no step saw go to the middle, where
-the two meet: at either end they could be the ones that are cut off in every epoch.
+(Lu, Guo and De Sa, arXiv:2205.10733): the next order is the positives as they came,
+then the negatives reversed. Samples that no step saw go to the middle, where the two
+meet: at either end they could be the ones that are cut off in every epoch.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def reorder_interleaved(
     """The next order where worker w owns ``order[w::num_workers]``; see `reorder`.
 
     Each worker's samples are reordered among themselves, as coordinated balancing
-    (Algorithm 2 of Cooper et al., arXiv:2302.00845) does.
+    (CD-GraB; Cooper et al., arXiv:2302.00845) does.
     """
     following = np.empty_like(order)
     for worker in range(num_workers):

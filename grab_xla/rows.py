@@ -51,7 +51,7 @@ class Rows:
         Raises:
             ValueError, TypeError: Names or shapes are not those of the parameters.
         """
-        self._check(per_sample_grads, batched)
+        self.count(per_sample_grads, batched)
         parts = []
         for name in self._shapes:
             grad = per_sample_grads[name].detach()
@@ -59,7 +59,8 @@ class Rows:
             parts.append(rows.to(device=self._device, dtype=self._dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def _check(self, grads: Mapping[str, torch.Tensor], batched: bool) -> None:
+    def count(self, grads: Mapping[str, torch.Tensor], batched: bool = True) -> int:
+        """How many samples these are gradients of; raises as the call does."""
         if not isinstance(grads, Mapping):
             raise TypeError(
                 "step() takes a dict from parameter names to per-sample gradients, "
@@ -87,3 +88,11 @@ class Rows:
                 "step(): parameters have gradients of different numbers of samples: "
                 f"{sorted(sizes)}"
             )
+        return sizes.pop()
+
+
+def normalized(rows_BD: torch.Tensor) -> torch.Tensor:
+    """Rows of norm one; zeros stay zeros, and what has no finite norm becomes NaN."""
+    norms = torch.linalg.vector_norm(rows_BD, dim=1, keepdim=True)
+    divisors = torch.where(torch.isfinite(norms), norms.clamp(min=1e-12), torch.nan)
+    return rows_BD / divisors

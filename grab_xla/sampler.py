@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
@@ -12,18 +12,19 @@ import torch
 from torch.utils.data import Sampler
 
 from grab_xla.balancers import Balancer, ordering_named
+from grab_xla.balancers.gradient_free import Unbalanced
+from grab_xla.balancers.mean import AdaMeanBalance
+from grab_xla.balancers.ntk import NTKEigen
 from grab_xla.columns import Columns
 from grab_xla.dealing import Dealing
 from grab_xla.engine import Engine
 from grab_xla.held import HeldMinibatches
+from grab_xla.instruments import Instruments
 from grab_xla.options import generator_for, replica_for
-from grab_xla.reorder import KEEP
-from grab_xla.rows import Rows
+from grab_xla.orders import Orders
+from grab_xla.projection import projection
+from grab_xla.rows import Rows, normalized
 from grab_xla.saved import check_same, saved_version
-
-
-class GraBWarning(UserWarning):
-    """Something about an order that its user should know."""
 
 
 class GraBSampler(Sampler[int]):
@@ -49,6 +50,10 @@ class GraBSampler(Sampler[int]):
             with ``seed``. Replicas need equal ones.
         seed: Of that generator, and of random projections.
         random_first_epoch: Begin with a shuffle, not with 0, 1, 2 ...
+        random_projection: Balance fewer numbers: 'jl', 'jl_sparse' or 'kron'; see
+            `projection`.
+        pi_eps: By which factor a projection may change distances.
+        kron_order: Factors of the 'kron' projection.
         normalize_grads: Divide every (projected) gradient by its norm.
         prob_balance: Draw signs by the self-balancing walk instead of the better one.
         prob_balance_c: The walk's constant c.
@@ -57,12 +62,14 @@ class GraBSampler(Sampler[int]):
         tile_size: Rows whose inner products are formed at once. Any number gives the
             same signs; the default depends on the backend.
         dtype: Of the balance state; gradients are converted.
+        record_norm: Keep the norms that `grad_norms` reads.
+        record_herding: Keep what `herding` and `avg_grad_error` read; see
+            `Instruments` for this and the next option.
+        stale_mean_herding: Centre by the mean of the epoch before, in O(d) memory,
+            instead of keeping all gradients of an epoch.
+        cuda_herding: Accepted for code that passes it; gradients are kept where they
+            are balanced.
         **balance_options: Of the balance type: the fields of its class.
-
-    Attributes:
-        epoch: Number of the epoch under way, from 0.
-        order: ``(num_samples,)`` int64, its order.
-        orders_history: With ``record_orders``, the orders of all epochs so far.
 
     Raises:
         TypeError: An option is unknown, missing, or of the wrong type.
@@ -85,51 +92,76 @@ class GraBSampler(Sampler[int]):
         generator: torch.Generator | None = None,
         seed: int = 42,
         random_first_epoch: bool = True,
+        random_projection: str = "none",
+        pi_eps: float = 0.1,
+        kron_order: int = 2,
         normalize_grads: bool = False,
         prob_balance: bool = False,
         prob_balance_c: float = 30,
         tie: str = "negative",
         tile_size: int | None = None,
         dtype: torch.dtype = torch.float32,
+        record_norm: bool = False,
+        record_herding: bool = False,
+        stale_mean_herding: bool = False,
+        cuda_herding: bool = False,
         **balance_options: Any,
     ) -> None:
+        del cuda_herding
         self.num_samples = len(data_source)
         self.balance_type = str(getattr(balance_type, "value", balance_type))
-        self._ordering = ordering_named(self.balance_type, **balance_options)
+        ordering = ordering_named(self.balance_type, **balance_options)
         self._replica = replica_for(num_replicas, rank)
         self.device = torch.device(self._replica.device if device is None else device)
         self._timer = timer or (lambda name: contextlib.nullcontext())
         self._normalize = normalize_grads
-        self._generator = generator_for(generator, seed)
         self._rows = Rows(trainable_params, dtype, self.device)
-        self._engine: Engine | None = None
-        if isinstance(self._ordering, Balancer):
-            self._engine = Engine(
-                self._ordering,
-                Columns(self._replica, self._rows.num_columns, scheme),
+        self._project = projection(
+            getattr(random_projection, "value", random_projection),
+            self._rows.num_columns,
+            self.num_samples,
+            pi_eps,
+            kron_order,
+            seed,
+            dtype,
+            self.device,
+        )
+        columns = Columns(self._replica, self._project.num_outputs, scheme)
+        herding = "running" if stale_mean_herding else "exact"
+        self._engine = Engine(
+            ordering
+            if isinstance(ordering, Balancer)
+            else Unbalanced(ordering=ordering),
+            columns,
+            self._replica,
+            self.device,
+            dtype=dtype,
+            tie=tie,
+            tile_size=tile_size,
+            walk_constant=prob_balance_c if prob_balance else None,
+            instruments=Instruments(
+                columns,
                 self._replica,
                 self.device,
-                dtype=dtype,
-                tie=tie,
-                tile_size=tile_size,
-                walk_constant=prob_balance_c if prob_balance else None,
-            )
-        self._held = HeldMinibatches(self._replica, self._rows.num_columns, dtype)
+                dtype,
+                norms=record_norm,
+                herding=herding if record_herding else None,
+            ),
+        )
+        self._held = HeldMinibatches(self._replica, columns.num_columns, dtype)
         self._dealing = Dealing(
             self.num_samples, self._replica.num_replicas, self._replica.rank, drop_last
         )
-        self.epoch = 0
-        self.order = self._ordering.first_order(
-            self.num_samples, random_first_epoch, self._generator
+        self._orders = Orders(
+            ordering,
+            self.num_samples,
+            random_first_epoch,
+            generator_for(generator, seed),
+            record_orders,
         )
-        self.orders_history: list[list[int]] = []
-        self._record_orders = record_orders
-        self._drawn_from = self._generator.get_state()
-        self._begun = False
         self._resumed = False
         self._start = 0  # position at which the pass over the order began
         self._given_for: int | None = None  # epoch that an elastic sampler asked for
-        self._warned = False
 
     def __len__(self) -> int:
         """Samples that this replica runs in a pass over the order."""
@@ -157,15 +189,32 @@ class GraBSampler(Sampler[int]):
                 "way, and orders follow from gradients"
             )
         if self._given_for is None or epoch > self._given_for:
+            # The elastic sampler knows where it stands: nothing is left to go on with.
+            self._resumed = False
             self._advance()
-        self._resumed = False
+        self._resumed, self._start = False, 0
         self._given_for = epoch
         return self.order.copy()
 
     @property
+    def epoch(self) -> int:
+        """Number of the epoch under way, from 0."""
+        return self._orders.epoch
+
+    @property
+    def order(self) -> np.ndarray:
+        """``(num_samples,)`` int64: its order, of all replicas."""
+        return self._orders.order
+
+    @property
+    def orders_history(self) -> list[list[int]]:
+        """With ``record_orders``, the orders of all epochs so far."""
+        return self._orders.history
+
+    @property
     def num_seen(self) -> int:
-        """Samples of the order under way whose gradients have been balanced."""
-        return 0 if self._engine is None else self._engine.num_seen
+        """Samples of the order under way whose gradients `step` has taken."""
+        return self._engine.num_seen
 
     def step(
         self,
@@ -191,18 +240,22 @@ class GraBSampler(Sampler[int]):
             ValueError, TypeError: Names, shapes or number of gradients are not those
                 expected, or ``indices`` are not the next samples of the order.
         """
-        if self._engine is None:
+        num_rows = self._rows.count(per_sample_grads, batch)
+        self._check_samples(num_rows, indices)
+        together = self._given_for is not None and self._replica.num_replicas > 1
+        left = self._dealing.end(self._start) - self.num_seen
+        if not self._looks:
+            if not together:
+                self._engine.skip(min(num_rows * self._replica.num_replicas, left))
             return
         with self._timer("sorter_step"), torch.no_grad():
-            rows = self._rows(per_sample_grads, batch)
-            self._check_samples(len(rows), indices)
+            rows = self._project(self._rows(per_sample_grads, batch))
             if self._normalize:
-                rows = torch.nn.functional.normalize(rows, dim=1)
-            if self._given_for is not None and self._replica.num_replicas > 1:
+                rows = normalized(rows)
+            if together:
                 self._held.append(rows)
                 return
             everyone = self._engine.columns.of_all_replicas(rows)
-            left = self._dealing.end(self._start) - self.num_seen
             # In the order's order, and without repeated samples.
             self._engine.balance(everyone.transpose(0, 1).flatten(0, 1)[:left])
 
@@ -213,13 +266,19 @@ class GraBSampler(Sampler[int]):
         replica, idle or not: ``optimizer.attach(sampler.after_update)``.
 
         Args:
-            update: With ``batch_size`` and ``minibatch_size``, in samples.
+            update: With its ``epoch``, and ``batch_size`` and ``minibatch_size`` in
+                samples.
 
         Raises:
             ValueError: `step` was not called once for each of this replica's
                 minibatches.
         """
-        if self._engine is None or self._replica.num_replicas == 1:
+        if self._replica.num_replicas == 1:
+            return
+        # An idle replica may get here before it asks for the epoch's order.
+        self(update.epoch)
+        if not self._looks:
+            self._engine.skip(update.batch_size)
             return
         with torch.no_grad():
             self._held.balance(self._engine, update.batch_size, update.minibatch_size)
@@ -231,11 +290,72 @@ class GraBSampler(Sampler[int]):
             TypeError: The balance type has no use for one.
             ValueError: It is not a number for every (projected) parameter.
         """
-        if self._engine is None or not hasattr(self._ordering, "with_second_moment"):
+        if not isinstance(self._orders.ordering, AdaMeanBalance):
             raise TypeError(
                 f"update_v: balance_type={self.balance_type!r} does not scale gradients"
             )
         self._engine.update_second_moment(second_moment)
+
+    def compute_order(
+        self,
+        model: torch.nn.Module,
+        params: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        loss_fn: Callable[[Any, torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Computes the next epoch's order of 'ntk-eigen' at these parameters.
+
+        Args:
+            model: This and what follows: see `grab_xla.ntk.per_sample_gradients`.
+
+        Raises:
+            TypeError: The balance type computes no order.
+        """
+        ordering = self._orders.ordering
+        if not isinstance(ordering, NTKEigen):
+            raise TypeError(
+                f"compute_order: balance_type={self.balance_type!r} computes no order"
+            )
+        self._orders.give(ordering.order_of(model, params, buffers, loss_fn))
+
+    @property
+    def grad_norms(self) -> list[float]:
+        """With ``record_norm``: the gradients' norms in the order visited."""
+        return self._engine.instruments.norms()
+
+    @property
+    def herding(self) -> float:
+        """With ``record_herding``: largest infinity norm of a prefix sum so far."""
+        return self._engine.instruments.herding()[0]
+
+    @property
+    def avg_grad_error(self) -> float:
+        """With ``record_herding``: largest 2-norm of a prefix sum so far."""
+        return self._engine.instruments.herding()[1]
+
+    def scalars(self) -> dict[str, float]:
+        """What TensorBoard should draw of the epoch under way; reads the device.
+
+        Collective where replicas share the columns.
+        """
+        values: dict[str, float] = {}
+        infinity, euclidean = self._engine.instruments.herding()
+        if infinity > -math.inf:
+            values |= {"herding": infinity, "avg_grad_error": euclidean}
+        norms = self.grad_norms
+        if norms:
+            values |= {"norm/mean": sum(norms) / len(norms), "norm/max": max(norms)}
+        return values
+
+    @property
+    def sorter(self) -> GraBSampler:
+        """This sampler: grab-sampler keeps some of the above in an object behind it."""
+        return self
+
+    @property
+    def _looks(self) -> bool:
+        """Whether gradients are of any use."""
+        return self._orders.ordering.needs_gradients or self._engine.instruments.on
 
     @property
     def _own(self) -> np.ndarray:
@@ -244,32 +364,23 @@ class GraBSampler(Sampler[int]):
     def _advance(self) -> None:
         """Begins an epoch unless the one under way has not been used."""
         if self._resumed:
-            self._resumed, self._start = False, self.num_seen
+            self._resumed = False
             return
         self._held.check_empty()
         self._start = 0
-        if self._begun:
-            if self._engine is not None and self.num_seen == 0:
-                return
-            codes = np.zeros(0) if self._engine is None else self._engine.codes()
-            self._warn_of(codes)
-            with self._timer("reset_epoch"):
-                self.order = self._ordering.next_order(
-                    self.order, codes, self._generator
-                )
-            self.epoch += 1
-        self._begun = True
-        if self._record_orders:
-            self.orders_history.append(self.order.tolist())
-        self._drawn_from = self._generator.get_state()
-        if self._engine is not None:
-            self._engine.begin_epoch(self.num_samples, self._generator)
+        needs_gradients = self._orders.ordering.needs_gradients
+        if self._orders.begun and needs_gradients and self.num_seen == 0:
+            return
+        codes = self._engine.codes()
+        with self._timer("reset_epoch"):
+            self._orders.advance(codes)
+            self._engine.begin_epoch(self.num_samples, self._orders.generator)
 
     def _check_samples(
         self, num_rows: int, indices: Sequence[int] | torch.Tensor | None
     ) -> None:
         """Raises ValueError unless these can be the next samples."""
-        if not self._begun:
+        if not self._orders.begun:
             raise ValueError(
                 "step() before the first epoch: iterate over the sampler (or its "
                 "DataLoader) first"
@@ -299,41 +410,21 @@ class GraBSampler(Sampler[int]):
         first = self.num_seen + turn * num_rows
         return self.order[first : first + num_rows]
 
-    def _warn_of(self, codes: np.ndarray) -> None:
-        if codes.dtype.kind == "f":
-            bad = np.flatnonzero(~np.isfinite(codes))
-        else:
-            bad = np.flatnonzero(codes == KEEP)
-        if len(bad) and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"the gradients of {len(bad)} samples of epoch {self.epoch} were not "
-                f"finite, such as sample {self.order[bad[0]]}; they keep their places "
-                "and have no say in the balance. Later ones are not reported",
-                GraBWarning,
-                stacklevel=3,
-            )
-
     def state_dict(self) -> dict[str, Any]:
         """Everything that the orders to come depend on; no number of replicas.
 
         Collective where replicas share the columns. Minibatches kept for an update
         that has not come are not in it: a restored run repeats that step.
         """
-        engine = None if self._engine is None else self._engine.state_dict()
         return {
             "version": saved_version(),
             "balance_type": self.balance_type,
-            "options": repr(self._ordering),
+            "options": repr(self._orders.ordering),
             "num_samples": self.num_samples,
-            "num_columns": self._rows.num_columns,
-            "epoch": self.epoch,
-            "order": torch.from_numpy(self.order.copy()),
-            "begun": self._begun,
+            "num_columns": self._project.num_outputs,
             "given_for": self._given_for,
-            "generator": self._generator.get_state(),
-            "drawn_from": self._drawn_from,
-            "engine": engine,
+            **self._orders.state_dict(),
+            "engine": self._engine.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -345,15 +436,13 @@ class GraBSampler(Sampler[int]):
             ValueError: It is the state of another data set, model or balance type.
         """
         check_same(state, self.state_dict())
-        self.epoch = state["epoch"]
-        self.order = state["order"].numpy().copy()
-        self._begun, self._given_for = state["begun"], state["given_for"]
-        self._resumed = self._begun
-        self._start = 0
-        if self._engine is not None:
-            self._generator.set_state(state["drawn_from"])
-            self._engine.draw(self.num_samples, self._generator)
-            self._engine.load_state_dict(state["engine"])
-        self._drawn_from = state["drawn_from"]
-        self._generator.set_state(state["generator"])
+        self._given_for = state["given_for"]
+        # The epoch's random numbers are drawn again rather than saved.
+        self._orders.generator.set_state(state["drawn_from"])
+        self._engine.draw(self.num_samples, self._orders.generator)
+        self._engine.load_state_dict(state["engine"])
+        self._orders.load_state_dict(state)
         self._held.clear()
+        # A finished epoch is not gone on with: the next iter() begins another.
+        self._resumed = 0 < self.num_seen < self._dealing.end(0)
+        self._start = self.num_seen if self._resumed else 0

@@ -172,8 +172,9 @@ def test_packages_import_without_any_runtime(package):
                "variable_batch_size.adam_rules", "variable_batch_size.gradient_noise",
                "variable_batch_size.tensor_scalars", "xla_replica.counters",
                "grab_xla.herding", "grab_xla.reorder", "grab_xla.dealing",
-               "grab_xla.projection", "rigl_xla.distribution", "rigl_xla.schedule",
-               "rigl_xla.masks", "rigl_xla.structure", "rigl_xla.flops"],
+               "grab_xla.projection", "grab_xla.offline", "rigl_xla.distribution",
+               "rigl_xla.schedule", "rigl_xla.masks", "rigl_xla.structure",
+               "rigl_xla.flops"],
 )  # fmt: skip
 def test_docstring_examples(module):
     import doctest

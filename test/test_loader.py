@@ -67,6 +67,23 @@ def test_breaking_out_stops_the_thread():
     assert len(produced) <= 6
 
 
+def test_an_epoch_begins_in_the_thread_of_the_training_loop():
+    """A sampler may compute its order on the device at the first batch."""
+    threads = []
+
+    class Batches:
+        def __iter__(self):
+            threads.append(threading.current_thread())
+            yield torch.ones(1)
+            threads.append(threading.current_thread())
+            yield torch.ones(1)
+
+    assert len(list(DeviceLoader(Batches(), send))) == 2
+    assert threads[0] is threading.current_thread()
+    assert threads[1] is not threading.current_thread()
+    assert list(DeviceLoader([], send)) == []
+
+
 def test_prefetch_must_be_positive():
     with pytest.raises(ValueError, match="at least 1, got 0"):
         DeviceLoader([], send, prefetch=0)

@@ -39,16 +39,22 @@ def every_verb(rank: int) -> dict[str, object]:
     ]
     replica.broadcast_(sent, source=last)
     gathered = replica.gather(number.reshape(1, 1))
+    receivers = torch.arange(replica.num_replicas, device=replica.device)
+    sender = (number - 1).expand(replica.num_replicas)
+    parts = torch.stack([sender, receivers.float()], dim=1).unsqueeze(2)
+    exchanged = replica.exchange(parts.to(torch.float64))
+    narrow = replica.exchange(parts.to(torch.bfloat16))
     replica.barrier()
     with replica.seeded(3):
         seeded = torch.rand(2)
     replica.seed(0)
-    fetched = replica.fetch([*sums, *sent, gathered])
+    fetched = replica.fetch([*sums, *sent, gathered, exchanged, narrow])
     return {
         "place": (replica.rank, replica.num_replicas, rank, replica.is_master),
         "sums": fetched[:6],
         "sent": fetched[6:10],
         "gathered": fetched[10],
+        "exchanged": fetched[11:],
         "seeded": seeded,
         "empty": replica.fetch([]),
         "text": str(replica),
@@ -106,6 +112,25 @@ def test_gather_is_in_order_of_rank(outcomes):
     n = len(outcomes)
     expected = torch.arange(1.0, n + 1).reshape(n, 1, 1)
     assert all(torch.equal(outcome["gathered"], expected) for outcome in outcomes)
+
+
+def test_an_exchange_gives_each_replica_what_the_others_had_for_it(outcomes):
+    n = len(outcomes)
+    for rank, outcome in enumerate(outcomes):
+        expected = [[[sender], [rank]] for sender in range(n)]
+        for received in outcome["exchanged"]:
+            assert received.tolist() == expected
+        assert outcome["exchanged"][0].dtype == torch.float64
+        assert outcome["exchanged"][1].dtype == torch.bfloat16
+
+
+def test_an_exchange_has_a_part_for_everybody():
+    replica = LocalReplica("cpu")
+    part = torch.ones(1, 2)
+    assert torch.equal(replica.exchange(part), part)
+    for wrong in (torch.ones(2, 2), torch.ones(())):
+        with pytest.raises(ValueError, match="first dimension must be 1"):
+            replica.exchange(wrong)
 
 
 def test_seeded_draws_are_equal_and_leave_no_trace(outcomes):

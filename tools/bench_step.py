@@ -12,10 +12,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import json
-import os
-import platform
 import statistics
 import time
 import tracemalloc
@@ -26,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from record import save
 from torch import nn
 
 import variable_batch_size as vbs
@@ -209,20 +206,6 @@ def schedule_of_a_long_trace(num_steps: int) -> dict[str, float]:
     }
 
 
-def versions() -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-    }
-    for name in ("torch", "torch_xla", "numpy"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
-
-
 def compare(
     names: tuple[str, str], num_replicas: int, args: argparse.Namespace
 ) -> dict[str, Any]:
@@ -258,8 +241,7 @@ def main() -> None:
     parser.add_argument("--trace-steps", type=int, default=10**7)
     parser.add_argument("--output", type=Path, help="JSON with results and versions")
     args = parser.parse_args()
-    result: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "versions": versions()}
-    result["image_side"], result["width"] = args.side, args.width
+    result: dict[str, Any] = {"image_side": args.side, "width": args.width}
 
     print("Whole steps of two minibatches per replica, against each other")
     for names in (("linear", "by hand"), ("adascale", "linear")):
@@ -300,9 +282,7 @@ def main() -> None:
     for name, value in result["schedule"].items():
         print(f"  {name.replace('_', ' ')}: {value:,.3g}")
     if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=2) + "\n")
-        print(f"saved to {args.output}")
+        save(args.output, result)
 
 
 if __name__ == "__main__":

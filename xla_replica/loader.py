@@ -22,11 +22,14 @@ class _Failure:
 class DeviceLoader:
     """Iterates over ``batches`` as ``send`` moves them, ahead of the training loop.
 
-    A background thread keeps up to ``prefetch`` sent batches ready.
+    A background thread keeps up to ``prefetch`` sent batches ready. The first batch is
+    made in the caller's thread, which owns the device: there a sampler may begin its
+    epoch by work on the device.
 
     Args:
         batches: Any iterable, usually a ``torch.utils.data.DataLoader``.
-        send: Moves one batch to the device; called in the background thread.
+        send: Moves one batch to the device; called in the background thread, but for
+            the first batch.
         prefetch: How many sent batches may wait, at least 1.
 
     Raises:
@@ -46,13 +49,22 @@ class DeviceLoader:
         return len(self.batches)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.batches)
+        try:
+            first = next(batches)
+        except StopIteration:
+            return
         waiting: queue.Queue[Any] = queue.Queue(self.prefetch)
         stop = threading.Event()
         thread = threading.Thread(
-            target=self._fill, args=(waiting, stop), name="device-loader", daemon=True
+            target=self._fill,
+            args=(batches, waiting, stop),
+            name="device-loader",
+            daemon=True,
         )
         thread.start()
         try:
+            yield self.send(first)
             while (item := waiting.get()) is not _END:
                 if isinstance(item, _Failure):
                     raise item.exception
@@ -62,10 +74,15 @@ class DeviceLoader:
             _drain(waiting)
             thread.join()
 
-    def _fill(self, waiting: queue.Queue[Any], stop: threading.Event) -> None:
+    def _fill(
+        self,
+        batches: Iterator[Any],
+        waiting: queue.Queue[Any],
+        stop: threading.Event,
+    ) -> None:
         last: Any = _END
         try:
-            for batch in self.batches:
+            for batch in batches:
                 if not _put(waiting, self.send(batch), stop):
                     return
         except BaseException as error:  # the training loop raises it, whatever it is

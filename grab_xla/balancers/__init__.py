@@ -21,6 +21,7 @@ from grab_xla.balancers.mean import (
     SignBalance,
 )
 from grab_xla.balancers.norm import NormOrder
+from grab_xla.balancers.ntk import NTKEigen, NTKFixedBalance, NTKFixedEigen
 from grab_xla.balancers.pair import PairBalance
 from grab_xla.balancers.recursive import RecursiveBalance
 from grab_xla.balancers.recursive_pair import RecursivePairBalance
@@ -43,6 +44,9 @@ BALANCE_TYPES: dict[str, type[Ordering]] = {
     "adaema": AdaEMABalance,
     "sign": SignBalance,
     "norm": NormOrder,
+    "ntk-fixed": NTKFixedBalance,
+    "ntk-eigen": NTKEigen,
+    "ntk-fixed-eigen": NTKFixedEigen,
 }
 
 

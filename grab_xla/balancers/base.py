@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -64,9 +65,12 @@ class Balancer(Ordering, abc.ABC):
 
     Class attributes:
         code_dtype: Of the codes, which stay on the device for a whole epoch.
+        fills: By name, what tensors of the state hold in columns that no parameter
+            has, where those of a shard are filled up; 0 if not named.
     """
 
     needs_gradients: ClassVar[bool] = True
+    fills: ClassVar[Mapping[str, float]] = {}
     code_dtype: ClassVar[torch.dtype] = torch.int8
 
     @property

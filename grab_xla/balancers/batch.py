@@ -9,7 +9,7 @@ import torch
 
 from grab_xla.balancers.base import State
 from grab_xla.balancers.mean import MeanBalance
-from grab_xla.decisions import Decisions, zero_unless
+from grab_xla.decisions import Decisions, without_nan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class BatchBalance(MeanBalance):
     def balance(
         self, state: State, rows_RD: torch.Tensor, decide: Decisions
     ) -> tuple[State, torch.Tensor]:
-        rows, centre = self.centred(state, rows_RD)
+        rows, centre = self.centred(state, without_nan(rows_RD))
         vectors = rows - centre
         squares = (vectors * vectors).sum(1)
         products = decide.whole(torch.stack([vectors @ state["sums"][0], squares]))
@@ -42,7 +42,6 @@ class BatchBalance(MeanBalance):
         below = decide.below(inner, None if thresholds is None else thresholds[:, 0])
         seen = finite.to(vectors.dtype)
         signs = torch.where(below, seen, -seen)
-        vectors = zero_unless(vectors, finite)
         sums = torch.addmm(state["sums"], torch.stack([signs, seen]), vectors)
         if not self.centres_update:
             raw = signs.sum() * state["mean"]

@@ -9,7 +9,31 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from grab_xla.balancers.base import Ordering
+from grab_xla.balancers.base import Balancer, Ordering, State
+from grab_xla.decisions import Decisions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unbalanced(Balancer):
+    """Looks at gradients and balances nothing, so that baselines can be measured.
+
+    Attributes:
+        ordering: Whose orders these are.
+    """
+
+    needs_gradients: ClassVar[bool] = False
+
+    ordering: Ordering
+
+    def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
+        del num_columns, dtype, device
+        return {}
+
+    def balance(
+        self, state: State, rows_RD: torch.Tensor, decide: Decisions
+    ) -> tuple[State, torch.Tensor]:
+        del decide
+        return state, torch.zeros(0, dtype=self.code_dtype, device=rows_RD.device)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +80,8 @@ class FixedOrder(Ordering):
         orders: A permutation of ``range(num_samples)``.
     """
 
-    orders: Sequence[int] | Any
+    # Not in the fingerprint of a saved state: the order itself is saved.
+    orders: Sequence[int] | Any = dataclasses.field(repr=False)
 
     def first_order(
         self, num_samples: int, shuffled: bool, generator: torch.Generator

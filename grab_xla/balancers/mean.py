@@ -1,12 +1,13 @@
 """Mean balance and its relatives: one vector after the other, centred by an estimate.
 
-Algorithm 4 of Lu, Guo and De Sa (arXiv:2205.10733) and its variants: what differs is
-what is centred, and by which estimate of the mean.
+GraB of Lu, Guo and De Sa (arXiv:2205.10733) and its variants: what differs is what is
+centred, and by which estimate of the mean.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from grab_xla.balancers.base import Balancer, State
 from grab_xla.balancers.checks import check_positive, check_probability
 from grab_xla.compiled_loop import balance_in_sequence
-from grab_xla.decisions import Decisions, finite_rows, zero_unless
+from grab_xla.decisions import Decisions, finite_rows, spoil, without_nan
 
 
 class Centred(Balancer):
@@ -56,15 +57,16 @@ class Centred(Balancer):
             )
             count = state["count"] + torch.count_nonzero(codes)
             return {**state, "sums": sums, "count": count}, codes.to(self.code_dtype)
+        rows = without_nan(rows)
         sums, count, parts = state["sums"], state["count"], []
         for tile, thresholds in decide.tiles(rows, decide.thresholds_RN):
-            vectors = tile - centre
-            gram, products = decide.gram(vectors, sums[:-1])
+            gram, products = decide.centred_gram(tile, centre, sums[:-1])
             finite = finite_rows(gram)
             signs, codes = self.walk(gram, products, finite, thresholds, decide)
             seen = finite.to(sums.dtype)
-            weights = torch.cat([signs, seen.unsqueeze(1)], dim=1)
-            sums = torch.addmm(sums, weights.T, zero_unless(vectors, finite))
+            weights = torch.cat([signs, seen.unsqueeze(1)], dim=1).T
+            off_centre = weights.sum(1, keepdim=True) * centre
+            sums = torch.addmm(sums, weights, tile) - off_centre
             count = count + seen.sum()
             parts.append(codes.to(self.code_dtype))
         return {**state, "sums": sums, "count": count}, torch.cat(parts)
@@ -105,8 +107,7 @@ class SignBalance(MeanBalance):
     def centred(
         self, state: State, rows_RD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # The sign of an infinity is finite: a sample with one must still be noticed.
-        return torch.sign(rows_RD) + (rows_RD - rows_RD), state["mean"]
+        return spoil(torch.sign(rows_RD), rows_RD), state["mean"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,6 +120,8 @@ class AdaMeanBalance(MeanBalance):
     Attributes:
         eps: Added to the root.
     """
+
+    fills: ClassVar[Mapping[str, float]] = {"scale": 1.0}
 
     eps: float = 1e-8
 
@@ -259,18 +262,20 @@ class AdaEMABalance(Centred):
 
 def scaled(state: State, rows_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows that are centred and divided, less nothing."""
-    return (rows_RD - state["mean"]) / state["scale"], torch.zeros_like(state["mean"])
+    vectors = spoil((rows_RD - state["mean"]) / state["scale"], rows_RD)
+    return vectors, torch.zeros_like(state["mean"])
 
 
 def batch_mean(
     rows_RD: torch.Tensor, decide: Decisions
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(1, columns)`` mean of the finite rows, and ``(1,)`` whether there is any."""
+    rows_RD = without_nan(rows_RD)
     squares = decide.whole((rows_RD * rows_RD).sum(1))
     finite = torch.isfinite(squares)
     weights = finite.to(rows_RD.dtype).unsqueeze(0)
     count = weights.sum(1)
-    return weights @ zero_unless(rows_RD, finite) / count.clamp(min=1), count > 0
+    return weights @ rows_RD / count.clamp(min=1), count > 0
 
 
 def unbiased(missing: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from grab_xla.balancers.base import Balancer, State
 from grab_xla.balancers.checks import check_integer
-from grab_xla.decisions import Decisions, zero_unless
+from grab_xla.decisions import Decisions, without_nan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,15 +59,22 @@ class RecursivePairBalance(Balancer):
     ) -> tuple[State, torch.Tensor]:
         sums, codes = state["sums"], []
         blocks = dataclasses.replace(decide, tile_size=self.batch_size)
-        for rows, thresholds in blocks.tiles(rows_RD, decide.thresholds_RN):
+        for rows, thresholds in blocks.tiles(
+            without_nan(rows_RD), decide.thresholds_RN
+        ):
             squares = (rows * rows).sum(1, keepdim=True)
             products = decide.whole(torch.cat([rows @ sums.T, squares], dim=1))
             finite = torch.isfinite(products[:, -1])
-            products = torch.where(finite.unsqueeze(1), products, 0 * squares.detach())
+            products = torch.where(
+                finite.unsqueeze(1), products, torch.zeros_like(products)
+            )
             weights, code = self._sort(products[:, :-1], thresholds, decide)
-            # Samples that are not there, or not finite, have no weight.
             code = torch.where(finite, code[: len(rows)], torch.zeros_like(code[:1]))
-            sums = torch.addmm(sums, weights[: len(rows)].T, zero_unless(rows, finite))
+            # A spoilt sample takes part with products of 0 and is not added.
+            weights = torch.where(
+                finite.unsqueeze(1), weights[: len(rows)], torch.zeros_like(weights[:1])
+            )
+            sums = torch.addmm(sums, weights.T, rows)
             codes.append(code.to(self.code_dtype))
         return {"sums": sums}, torch.cat(codes)
 

@@ -32,7 +32,8 @@ class Backend(NamedTuple):
         )
 
 
-def _row(device: str, num_replicas: int, slow: bool = False):
+def row(device: str, num_replicas: int, slow: bool = False):
+    """A backend as a parameter of a test; ``slow`` keeps it for slow runs."""
     marks = [pytest.mark.slow] if slow else []
     if device == "xla":
         marks += [needs_xla, pytest.mark.xla]
@@ -43,28 +44,28 @@ def _row(device: str, num_replicas: int, slow: bool = False):
 
 
 BACKENDS = [
-    _row("cpu", 1),
-    _row("cpu", 2),
-    _row("cpu", 3),
-    _row("cpu", 5, slow=True),
-    _row("cpu", 8, slow=True),
-    _row("xla", 1),
-    _row("xla", 2),
-    _row("xla", 3),
-    _row("xla", 5),
-    _row("xla", 8),
+    row("cpu", 1),
+    row("cpu", 2),
+    row("cpu", 3),
+    row("cpu", 5, slow=True),
+    row("cpu", 8, slow=True),
+    row("xla", 1),
+    row("xla", 2),
+    row("xla", 3),
+    row("xla", 5),
+    row("xla", 8),
 ]
 # One row of each backend and kind, the rest for slow runs: for families whose programs
 # take long to compile.
 FEW_BACKENDS = [
-    _row("cpu", 1),
-    _row("cpu", 3),
-    _row("cpu", 8, slow=True),
-    _row("xla", 1, slow=True),
-    _row("xla", 2, slow=True),
-    _row("xla", 5, slow=True),
-    _row("xla", 8),
+    row("cpu", 1),
+    row("cpu", 3),
+    row("cpu", 8, slow=True),
+    row("xla", 1, slow=True),
+    row("xla", 2, slow=True),
+    row("xla", 5, slow=True),
+    row("xla", 8),
 ]
-XLA_BACKENDS = [_row("xla", 1), _row("xla", 8)]
-ONE_XLA_BACKEND = [_row("xla", 1), _row("xla", 8, slow=True)]
-SEVERAL_REPLICAS = [_row("cpu", 3), _row("xla", 3)]
+XLA_BACKENDS = [row("xla", 1), row("xla", 8)]
+ONE_XLA_BACKEND = [row("xla", 1), row("xla", 8, slow=True)]
+SEVERAL_REPLICAS = [row("cpu", 3), row("xla", 3)]

@@ -1,0 +1,119 @@
+"""Orders from the neural tangent kernel of a model's loss; experimental."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from grab_xla.balancers.base import Ordering
+from grab_xla.balancers.checks import check_integer
+from grab_xla.ntk import LossFn, empirical_ntk
+from grab_xla.offline import eigen_order, ntk_fixed_order
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _KernelOrder(Ordering):
+    """What all of them share: how the kernel is computed.
+
+    Attributes:
+        dataset: Of pairs (input, target).
+        batch_size: Samples whose gradients are computed at a time.
+        kernel_dtype: Of gradients and kernel.
+        centered_feature_map: Subtract the mean gradient first.
+    """
+
+    dataset: Any = dataclasses.field(repr=False)
+    batch_size: int = 128
+    kernel_dtype: torch.dtype = torch.float32
+    centered_feature_map: bool = True
+
+    def __post_init__(self) -> None:
+        check_integer("batch_size", self.batch_size, 1)
+
+    def kernel(
+        self,
+        model: torch.nn.Module,
+        params: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        loss_fn: LossFn,
+    ) -> torch.Tensor:
+        """``(n, n)``; see `empirical_ntk`."""
+        return empirical_ntk(
+            model,
+            params,
+            buffers,
+            loss_fn,
+            self.dataset,
+            self.batch_size,
+            self.kernel_dtype,
+            self.centered_feature_map,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NTKEigen(_KernelOrder):
+    """Sorted by the kernel's extremal eigenvector, anew with every `compute_order`.
+
+    Attributes:
+        largest_eig: Of the largest eigenvalue; else of the smallest.
+        descending_eig: The largest entry first.
+        abs_eig: Sort by magnitude.
+    """
+
+    largest_eig: bool = False
+    descending_eig: bool = True
+    abs_eig: bool = False
+
+    def order_of(
+        self,
+        model: torch.nn.Module,
+        params: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        loss_fn: LossFn,
+    ) -> np.ndarray:
+        """``(n,)`` int64, the order at these parameters; see `eigen_order`."""
+        kernel = self.kernel(model, params, buffers, loss_fn)
+        return eigen_order(kernel, self.largest_eig, self.descending_eig, self.abs_eig)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _AtConstruction:
+    """The model that a fixed order is computed from, once."""
+
+    model: torch.nn.Module = dataclasses.field(repr=False)
+    params: Mapping[str, torch.Tensor] = dataclasses.field(repr=False)
+    buffers: Mapping[str, torch.Tensor] = dataclasses.field(repr=False)
+    loss_fn: LossFn = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NTKFixedEigen(_AtConstruction, NTKEigen):
+    """The order of `NTKEigen` at the first parameters, for ever."""
+
+    def first_order(
+        self, num_samples: int, shuffled: bool, generator: torch.Generator
+    ) -> np.ndarray:
+        del num_samples, shuffled, generator
+        return self.order_of(self.model, self.params, self.buffers, self.loss_fn)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NTKFixedBalance(_AtConstruction, _KernelOrder):
+    """The balanced order of the kernel's rows at the first parameters, for ever.
+
+    Attributes:
+        num_rounds: How often the rows are balanced.
+    """
+
+    num_rounds: int = 16
+
+    def first_order(
+        self, num_samples: int, shuffled: bool, generator: torch.Generator
+    ) -> np.ndarray:
+        start = super().first_order(num_samples, shuffled, generator)
+        kernel = self.kernel(self.model, self.params, self.buffers, self.loss_fn)
+        return ntk_fixed_order(kernel, self.num_rounds, start)

@@ -1,0 +1,119 @@
+"""Balancing as the papers write it, one sample and one number at a time, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+Rows = np.ndarray  # (n, d) gradients in the order visited
+Decide = Callable[[float, int, int], bool]  # (inner product, sample, draw) -> is it +1
+
+
+def below_zero(product: float, sample: int, draw: int) -> bool:
+    """grab-sampler's rule: a tie is negative."""
+    del sample, draw
+    return product < 0
+
+
+def up_to_zero(product: float, sample: int, draw: int) -> bool:
+    """The rule of the papers' code: a tie is positive."""
+    del sample, draw
+    return product <= 0
+
+
+def mean(order, rows, centre, decide: Decide = below_zero):
+    """Next order of mean balance around ``centre``."""
+    left, right, total = [], [], np.zeros(rows.shape[1])
+    for i, sample in enumerate(order):
+        z = rows[i] - centre
+        if decide(total @ z, i, 0):
+            left.append(sample)
+            total = total + z
+        else:
+            right.insert(0, sample)
+            total = total - z
+    return left + right
+
+
+def pair(order, rows, decide: Decide = below_zero, num_workers: int = 1):
+    """Next order of (coordinated) pair balance; n must be a multiple of 2W."""
+    lefts = [[] for _ in range(num_workers)]
+    rights = [[] for _ in range(num_workers)]
+    total = np.zeros(rows.shape[1])
+    for block in range(0, len(order), 2 * num_workers):
+        for worker in range(num_workers):
+            i, j = block + worker, block + num_workers + worker
+            z = rows[i] - rows[j]
+            plus = decide(total @ z, j, 0)
+            total = total + z if plus else total - z
+            first, second = (order[i], order[j]) if plus else (order[j], order[i])
+            lefts[worker].append(first)
+            rights[worker].insert(0, second)
+    following = [left + right for left, right in zip(lefts, rights)]
+    return [following[i % num_workers][i // num_workers] for i in range(len(order))]
+
+
+def recursive(order, rows, centre, depth: int, decide: Decide = below_zero):
+    """Next order of recursive balance: a walk from the root to a leaf."""
+    totals = [np.zeros(rows.shape[1]) for _ in range(2 ** (depth + 1) - 1)]
+    leaves = [([], []) for _ in range(2**depth)]
+    for i, sample in enumerate(order):
+        z, node = rows[i] - centre, 0
+        for level in range(depth + 1):
+            plus = decide(totals[node] @ z, i, level)
+            totals[node] = totals[node] + z if plus else totals[node] - z
+            leaf, node = node - (2**level - 1), 2 * node + (1 if plus else 2)
+        if plus:
+            leaves[leaf][0].append(sample)
+        else:
+            leaves[leaf][1].insert(0, sample)
+    return [sample for front, back in leaves for sample in front + back]
+
+
+def recursive_pair(order, rows, size: int, decide: Decide = below_zero):
+    """Next order of recursive pair balance; n must be a multiple of ``size``."""
+    totals = [np.zeros(rows.shape[1]) for _ in range(size - 1)]
+
+    def sort(items, node, before):
+        if len(items) == 1:
+            return items
+        left, right = [], []
+        for x, y in zip(items[0::2], items[1::2]):
+            plus = decide(before[node] @ (rows[x] - rows[y]), x, 0)
+            left.append(x if plus else y)
+            right.append(y if plus else x)
+        totals[node] = totals[node] + rows[left].sum(0) - rows[right].sum(0)
+        return sort(left, 2 * node + 1, before) + sort(right, 2 * node + 2, before)
+
+    blocks = []
+    for first in range(0, len(order), size):
+        blocks.append(sort(list(range(first, first + size)), 0, list(totals)))
+    columns = zip(*blocks)
+    ordered = [c if i % 2 == 0 else c[::-1] for i, c in enumerate(columns)]
+    return [order[i] for column in ordered for i in column]
+
+
+def batch(order, rows, centre, steps, centred_update: bool = True):
+    """Next order of batch balance; ``steps`` are (start, end) of each."""
+    left, right, total = [], [], np.zeros(rows.shape[1])
+    for start, end in steps:
+        plus = [total @ (rows[i] - centre) < 0 for i in range(start, end)]
+        for i, is_plus in zip(range(start, end), plus):
+            z = rows[i] - centre if centred_update else rows[i]
+            total = total + z if is_plus else total - z
+            if is_plus:
+                left.append(order[i])
+            else:
+                right.insert(0, order[i])
+    return left + right
+
+
+def exponential_means(rows, steps, beta, average, power):
+    """Bias-corrected averages of the batch means, and what goes on: for EMA."""
+    centres = []
+    for start, end in steps:
+        average = beta * average + (1 - beta) * rows[start:end].mean(0)
+        power = power * beta
+        centres.append(average / (1 - power))
+    return centres, average, power

@@ -1,0 +1,154 @@
+"""GraB orders the samples that an elastic sampler cuts into a changing batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import ordering
+from support.ordering import KINDS, TIE_FREE
+from support.replicas import row
+from torch import nn
+
+import variable_batch_size as vbs
+import xla_replica
+
+# Steps of 1 to 6 minibatches of 4: several substeps, and idle replicas.
+TRACE = [8, 4, 16, 12, 4, 24, 8, 20] * 6
+NUM_SAMPLES, MINIBATCH, EPOCHS = 50, 4, 5
+
+
+def train(name: str, epochs: int = EPOCHS, saved=None, **options):
+    """Orders of all epochs, the accumulators, and what the last two epochs cost."""
+    replica = xla_replica.current()
+    grab = KINDS[name].sampler(NUM_SAMPLES, **options)
+    sampler = vbs.CustomSampler(
+        dataset_size=NUM_SAMPLES,
+        trace=TRACE,
+        minibatch_size=MINIBATCH,
+        order=grab,
+        verbose=False,
+    )
+    model = nn.Linear(3, 1).to(replica.device)
+    inner = torch.optim.SGD(model.parameters(), 0.01)
+    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=8)
+    optimizer.attach(grab.after_update)
+    first = 0
+    if saved is not None:
+        grab.load_state_dict(saved)
+        first = grab.epoch + 1
+    orders, costs = [], []
+    for epoch in range(first, epochs):
+        rows = ordering.gradients(epoch, NUM_SAMPLES)
+        with xla_replica.count(replica) as counts:
+            sampler.set_epoch(epoch)
+            optimizer.set_epoch(epoch)  # where replicas that begin idle join
+            for minibatch in sampler:
+                x = replica.send(torch.ones(MINIBATCH, 3))
+                model(x).sum().backward()
+                grads = replica.send(ordering.as_dict(rows[minibatch]))
+                grab.step(grads, indices=minibatch)
+                optimizer.step()
+        orders.append(grab.order.tolist())
+        costs.append((counts.compilations, counts.transfers))
+    return orders, grab.state_dict(), costs
+
+
+def train_all(rank: int, saved) -> dict:
+    del rank
+    found = {}
+    for name in TIE_FREE:
+        orders, state, costs = train(name)
+        resumed, _, _ = train(name, EPOCHS + 2, saved[name])
+        found[name] = orders, state, costs, resumed
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict:
+    found = {}
+    for name in TIE_FREE:
+        orders, state, _ = train(name)
+        longer, _, _ = train(name, EPOCHS + 2)
+        assert longer[:EPOCHS] == orders
+        found[name] = orders, state, longer[EPOCHS:]
+    return found
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        row("cpu", 3),
+        row("cpu", 8, slow=True),
+        row("xla", 1, slow=True),
+        row("xla", 3, slow=True),
+        row("xla", 8, slow=True),
+    ],
+)
+def together(request, alone):
+    saved = {name: state for name, (_, state, _) in alone.items()}
+    return request.param, request.param.run(train_all, saved, timeout=180)
+
+
+@pytest.mark.parametrize("name", TIE_FREE)
+def test_signs_are_credited_to_the_samples_they_are_of(together, alone, name):
+    """Whatever replica ran them, in whatever substep."""
+    backend, outcomes = together
+    orders, state, afterwards = alone[name]
+    assert len({tuple(order) for order in orders}) == EPOCHS
+    for outcome in outcomes:
+        received, their_state, costs, resumed = outcome[name]
+        assert received == orders
+        for key, value in state["engine"]["state"].items():
+            theirs = their_state["engine"]["state"][key]
+            torch.testing.assert_close(theirs, value, rtol=1e-9, atol=1e-9)
+        assert resumed == afterwards
+        if backend.device == "xla":
+            assert [compilations for compilations, _ in costs[2:]] == [0] * 3
+            # Once an epoch, at its beginning, every replica reads the codes.
+            assert {transfers for _, transfers in costs} <= {0, backend.num_replicas}
+
+
+def stepped_wrongly(rank: int, how: str) -> None:
+    del rank
+    grab = KINDS["mean"].sampler(NUM_SAMPLES)
+    sampler = vbs.CustomSampler(
+        dataset_size=NUM_SAMPLES, trace=[8] * 6, minibatch_size=4, order=grab
+    )
+    model = nn.Linear(3, 1)
+    inner = torch.optim.SGD(model.parameters(), 0.01)
+    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=8)
+    if how != "not attached":
+        optimizer.attach(grab.after_update)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        for _ in sampler:
+            model(torch.ones(4, 3)).sum().backward()
+            if how != "optimizer first":
+                grab.step(ordering.as_dict(ordering.gradients(0)[:4]))
+            if how == "other samples":
+                grab.step(ordering.as_dict(ordering.gradients(0)[:4]), indices=range(4))
+            optimizer.step()
+            if how == "optimizer first":
+                grab.step(ordering.as_dict(ordering.gradients(0)[:4]))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("not attached", "optimizer.attach"),
+        ("optimizer first", "before optimizer.step"),
+        ("other samples", "indices are"),
+    ],
+)
+def test_misuse_is_named(how, message):
+    with pytest.raises((ValueError, xla_replica.ReplicaError), match=message):
+        xla_replica.launch(stepped_wrongly, (how,), 2, "cpu")
+
+
+def test_an_order_that_is_gone_is_not_given():
+    grab = KINDS["mean"].sampler()
+    first = grab(3)
+    assert grab(3).tolist() == first.tolist()
+    with pytest.raises(ValueError, match="gone"):
+        grab(2)
