@@ -9,6 +9,7 @@ PACKAGES = [
     "grab_xla.balancers",
     "per_sample_grad",
     "per_sample_grad.layers",
+    "rigl_xla",
     "variable_batch_size",
     "xla_replica",
 ]

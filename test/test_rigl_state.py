@@ -1,0 +1,136 @@
+"""A resumed run is the run; a state that does not fit is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from support.sparse import OPTIMIZERS, convnet, equal, pruned, train
+from torch import nn
+
+from rigl_xla.saved import pack, unpack
+
+RUNS = {
+    "paper": {},
+    "window": {"delta": 5, "grad_accumulation_n": 4},
+    "single-call": {"skip_step": False},
+    "set": {"method": "set"},
+    "snfs": {"method": "snfs"},
+    "gmp": {"method": "gmp"},
+    "2:4": {"structure": "2:4", "dense_allocation": 1},
+}
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_resuming_at_every_step_changes_nothing(run, kind):
+    steps, options = 13, RUNS[run]
+    model = convnet()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    pruner = pruned(model, optimizer, seed=1, **options)
+    saved = []
+    for step in range(steps):
+        parts = {"model": model, "optimizer": optimizer, "pruner": pruner}
+        saved.append(through_a_file({k: v.state_dict() for k, v in parts.items()}))
+        train(model, optimizer, pruner, range(step, step + 1))
+    assert pruner.rigl_steps >= 2
+    for step, state in enumerate(saved):
+        again = convnet(seed=9)
+        again.load_state_dict(state["model"])
+        other = OPTIMIZERS[kind](again.parameters())
+        other.load_state_dict(state["optimizer"])
+        resumed = pruned(again, other, **options, state_dict=state["pruner"])
+        assert resumed.step == step
+        train(again, other, resumed, range(step, steps))
+        assert equal(resumed.masks, pruner.masks), step
+        assert equal(again.state_dict(), model.state_dict()), step
+        assert resumed.rigl_steps == pruner.rigl_steps
+
+
+def test_the_states_order_of_loading_does_not_matter():
+    model = convnet()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    pruner = pruned(model, optimizer)
+    train(model, optimizer, pruner, range(4))
+    weights, momenta = model.state_dict(), optimizer.state_dict()
+    other = convnet(seed=9)
+    its = OPTIMIZERS["sgd"](other.parameters())
+    resumed = pruned(other, its, dense_allocation=0.5, T_end=500, delta=100)
+    resumed.load_state_dict(pruner.state_dict())
+    assert (resumed.T_end, resumed.delta_T, resumed.dense_allocation) == (14, 3, 0.2)
+    other.load_state_dict(copy.deepcopy(weights))
+    its.load_state_dict(copy.deepcopy(momenta))
+    for one in (model, optimizer, pruner), (other, its, resumed):
+        train(*one, range(4, 13))
+    assert equal(model.state_dict(), other.state_dict())
+
+
+def test_a_state_is_a_copy_of_plain_types():
+    model = convnet()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    pruner = pruned(model, optimizer)
+    state = pruner.state_dict()
+    before = copy.deepcopy(state)
+    train(model, optimizer, pruner, range(6))
+    for name, entry in state["layers"].items():
+        assert torch.equal(entry["mask"], before["layers"][name]["mask"])
+        assert entry["mask"].numel() == -(-pruner.masks[name].numel() // 8)
+    assert state["step"] == 0
+
+
+def test_saved_values_can_be_changed_in_so_many_words():
+    model = convnet()
+    pruner = pruned(model, OPTIMIZERS["sgd"](model.parameters()))
+    state = pruner.state_dict()
+    pruner.load_state_dict(state, T_end=99, delta=33)
+    assert (pruner.T_end, pruner.delta_T, pruner.alpha) == (99, 33, 0.3)
+    with pytest.raises(TypeError, match=r"cannot change \['Tend'\]"):
+        pruner.load_state_dict(state, Tend=99)
+    with pytest.raises(ValueError, match="T_end is 0"):
+        pruner.load_state_dict(state, T_end=0)
+    assert pruner.T_end == 99
+
+
+def test_a_state_of_another_model_is_refused_and_changes_nothing():
+    model = convnet()
+    pruner = pruned(model, OPTIMIZERS["sgd"](model.parameters()))
+    masks, state = copy.deepcopy(pruner.masks), pruner.state_dict()
+    renamed = copy.deepcopy(state)
+    renamed["layers"]["there"] = renamed["layers"].pop("5.weight")
+    other_shape = copy.deepcopy(state)
+    other_shape["layers"]["5.weight"]["shape"] = [16, 255]
+    for wrong, says in [
+        (renamed, r"masks of \['there'\], which are no weights"),
+        (other_shape, r"shape \(16, 255\) for '5.weight', which has shape \(16, 256\)"),
+        ({**state, "format": 99}, "format 99"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            pruner.load_state_dict(wrong)
+        assert equal(pruner.masks, masks)
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 100])
+def test_masks_are_packed_without_loss(size):
+    mask = torch.rand(size, 3) < 0.4
+    assert torch.equal(unpack(pack(mask), [size, 3]), mask)
+
+
+def test_initial_masks_depend_on_seed_and_name_alone():
+    found = []
+    for seed, noise in [(0, 1), (0, 2), (1, 1)]:
+        torch.manual_seed(noise)
+        model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        found.append(pruned(model, optimizer, seed=seed, dense_first=False).masks)
+    assert equal(found[0], found[1])
+    assert not equal(found[0], found[2])
+    assert not torch.equal(found[0]["0.weight"], found[0]["1.weight"])
