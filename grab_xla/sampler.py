@@ -173,6 +173,7 @@ class GraBSampler(Sampler[int]):
         check_same_order(self._orders.order, self._replica)
         self._resumed = False
         self._start = 0  # position at which the pass over the order began
+        self._own = self._dealing.own(self.order, 0)  # this replica's part of it
         self._given_for: int | None = None  # epoch that an elastic sampler asked for
 
     def __len__(self) -> int:
@@ -183,6 +184,7 @@ class GraBSampler(Sampler[int]):
         """Begins the next epoch, or goes on with a restored one."""
         self._given_for = None
         self._advance()
+        self._own = self._dealing.own(self.order, self._start)
         return iter(self._own.tolist())
 
     def __call__(self, epoch: int) -> np.ndarray:
@@ -391,10 +393,6 @@ class GraBSampler(Sampler[int]):
         """Whether gradients are of any use."""
         return self._orders.ordering.needs_gradients or self._engine.instruments.on
 
-    @property
-    def _own(self) -> np.ndarray:
-        return self._dealing.own(self.order, self._start)
-
     def _advance(self) -> None:
         """Begins an epoch unless the one under way has not been used."""
         # Looking at what is left of a restored epoch changes nothing either.
@@ -482,3 +480,4 @@ class GraBSampler(Sampler[int]):
         # A finished epoch is not gone on with: the next iter() begins another.
         self._resumed = 0 < self.num_seen < self._dealing.end(0)
         self._start = self.num_seen if self._resumed else 0
+        self._own = self._dealing.own(self.order, self._start)
