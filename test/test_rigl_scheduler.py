@@ -101,6 +101,32 @@ def test_one_bad_batch_leaves_masks_and_counts(bad, n):
     assert all(not torch.equal(pruner.masks[name], masks[name]) for name in masks)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_one_bad_batch_stays_out_of_the_running_mean(bad, at):
+    model = convnet()
+    optimizer = sgd(model)
+    pruner = pruned(model, optimizer, method="snfs")
+    active = counts(pruner)
+    for step in range(3):
+        if step != at:
+            train(model, optimizer, pruner, range(step, step + 1))
+            continue
+        optimizer.zero_grad()
+        before = {layer.name: layer.gradient for layer in pruner._layers}
+        F.cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
+        pruner._layers[1].pending[0, 0] = bad  # in one layer: all leave the step out
+        pruner()  # its optimizer takes no step
+        for layer in pruner._layers:
+            past = before[layer.name]
+            expected = torch.zeros_like(layer.data) if past is None else past
+            assert torch.equal(layer.gradient, expected)
+    masks = copy.deepcopy(pruner.masks)
+    train(model, optimizer, pruner, range(3, 9))
+    assert counts(pruner) == active
+    assert all(not torch.equal(pruner.masks[name], masks[name]) for name in masks)
+
+
 def test_nan_in_gradients_of_inactive_weights_does_not_reach_them():
     layer = nn.Linear(4, 4)
     optimizer = sgd(layer)
