@@ -79,10 +79,20 @@ class Options:
             self._check_structure(self.structure)
 
     def scores(self) -> Method:
-        """The method, with the user's scores."""
-        if self.static_topo and self.method == "rigl":
-            return method_named("static")
-        return method_named(self.method, self.drop, self.grow)
+        """The method, with the user's scores.
+
+        Raises:
+            ValueError, TypeError: They do not fit together.
+        """
+        method = method_named(self.method)
+        if not self.static_topo:
+            return method_named(self.method, self.drop, self.grow)
+        if method.gradual:
+            raise ValueError(
+                f"method={self.method!r} begins dense, and with static_topo=True would "
+                "stay so; leave out one of them"
+            )
+        return method_named("static", self.drop, self.grow)
 
     def check_schedule(self, schedule: UpdateSchedule) -> None:
         """Raises ValueError if the topology would never change against expectation."""

@@ -72,7 +72,7 @@ class RigLScheduler(RigLTorchNames):
             recurrent and bilinear layers.
         delta: Steps between updates.
         alpha: Share of connections that the first update drops; shrinks to 0.
-        static_topo: Never change the topology.
+        static_topo: Never change the topology, whatever the method.
         grad_accumulation_n: Steps whose gradients score an update, 1 to ``delta``.
         state_dict: What `state_dict` gave, or rigl-torch 0.5.2's did; see
             `load_state_dict`.

@@ -46,15 +46,20 @@ def test_every_method_ends_at_the_sparsity_asked_for(method, distribution):
     assert equal(first, pruner.masks) == (method == "static")
 
 
-def test_static_topo_is_the_static_method():
+@pytest.mark.parametrize("method", ["rigl", "set", "snfs", "static"])
+def test_static_topo_is_the_static_method(method):
     model = convnet()
     optimizer = sgd(model)
-    pruner = pruned(model, optimizer, static_topo=True, T_end=None)
+    pruner = pruned(model, optimizer, method=method, static_topo=True, T_end=None)
     first = copy.deepcopy(pruner.masks)
     for step in range(8):
         F.cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
         assert pruner()
         optimizer.step()
+    assert equal(first, pruner.masks)
+    state = pruner.state_dict()
+    pruner.load_state_dict(state, T_end=100, delta=1)
+    train(model, optimizer, pruner, range(3))
     assert equal(first, pruner.masks)
 
 
