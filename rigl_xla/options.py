@@ -181,6 +181,20 @@ class Options:
         return list((self.sparsities or {}).values())
 
 
+def check_steps(optimizer: Any, skip_step: bool) -> None:
+    """Raises ValueError if steps are to be skipped that the optimizer counts on.
+
+    A wrapper that decides by itself when it updates, because it must be called after
+    every backward pass, has a true attribute ``steps_by_itself``.
+    """
+    if skip_step and getattr(optimizer, "steps_by_itself", False):
+        raise ValueError(
+            f"{type(optimizer).__name__} must be stepped after every backward pass and "
+            "decides by itself when it updates, so a topology update cannot replace "
+            "its step; build the pruner with skip_step=False"
+        )
+
+
 def check_owner(weights: Sequence[Weight], optimizer: Any, pruner: object) -> None:
     """Raises unless the optimizer trains all the weights, and no other pruner does.
 

@@ -21,7 +21,7 @@ from rigl_xla.drift import check_equal
 from rigl_xla.initial import first_layer_state, set_weights_
 from rigl_xla.layers import Selector, Weight, check_bound, holders
 from rigl_xla.methods import Score
-from rigl_xla.options import Options, check_owner
+from rigl_xla.options import Options, check_owner, check_steps
 from rigl_xla.report import Report, describe
 from rigl_xla.schedule import UpdateSchedule
 from rigl_xla.update import Moment, SparseLayer, install_, new_masks
@@ -93,7 +93,8 @@ class RigLScheduler(RigLTorchNames):
         dense_first: Keep the first weight dense. Default: for uniform distributions.
         annealing: How the drop fraction shrinks: a key of `ANNEALINGS`.
         momentum: What SNFS keeps of its running mean of gradients at each step.
-        skip_step: Whether a topology update replaces the optimizer's step.
+        skip_step: Whether a topology update replaces the optimizer's step. Must be
+            False with wrappers that have ``steps_by_itself``.
         seed: Of initial masks and random growth.
         replica: Default: the one the caller runs in.
 
@@ -282,6 +283,7 @@ class RigLScheduler(RigLTorchNames):
         schedule: UpdateSchedule,
     ) -> None:
         """Takes hold of the model, whose sparse weights are ``layers``."""
+        check_steps(self.optimizer, options.skip_step)
         check_owner([layer.weight for layer in layers], self.optimizer, self)
         self.close()
         self.options, self.schedule = options, schedule

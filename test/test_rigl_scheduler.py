@@ -20,6 +20,7 @@ from support.sparse import (
 )
 from torch import nn
 
+import variable_batch_size as vbs
 from rigl_xla import RigLScheduler
 
 
@@ -441,6 +442,17 @@ def test_a_model_of_linear_layers_needs_to_be_told():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(ValueError, match="needs ignore_linear_layers=False"):
         RigLScheduler(model, sgd(model), dense_allocation=0.5, T_end=10)
+
+
+def test_an_optimizer_that_steps_by_itself_needs_to_be_told():
+    images, labels = batch(0, 16)
+    dataset = torch.utils.data.TensorDataset(images, labels)
+    sampler = vbs.CustomSampler(dataset, [8], minibatch_size=4, on_end="cycle")
+    model = convnet()
+    optimizer = vbs.ConstantOptimizer(sgd(model), sampler)
+    with pytest.raises(ValueError, match="build the pruner with skip_step=False"):
+        pruned(model, optimizer)
+    pruned(model, optimizer, skip_step=False)
 
 
 def test_an_optimizer_of_other_weights_is_refused():
