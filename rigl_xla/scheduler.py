@@ -19,7 +19,7 @@ from rigl_xla.compat import RigLTorchNames
 from rigl_xla.distribution import Distribution
 from rigl_xla.drift import check_equal
 from rigl_xla.initial import first_layer_state, set_weights_
-from rigl_xla.layers import Selector, Weight, check_bound, holders
+from rigl_xla.layers import Selector, Weight, check_bound, holders, selectors
 from rigl_xla.methods import Score
 from rigl_xla.options import Options, check_owner, check_steps
 from rigl_xla.report import Report, describe
@@ -124,8 +124,8 @@ class RigLScheduler(RigLTorchNames):
         initial_masks: str = "random",
         initial_weights: str | None = None,
         sparsities: Mapping[str, float] | None = None,
-        include: Iterable[Selector] = (),
-        exclude: Iterable[Selector] = (),
+        include: Selector | Iterable[Selector] = (),
+        exclude: Selector | Iterable[Selector] = (),
         dense_first: bool | None = None,
         annealing: str = "cosine",
         momentum: float = 0.9,
@@ -145,8 +145,8 @@ class RigLScheduler(RigLTorchNames):
             initial_masks=initial_masks,
             initial_weights=initial_weights,
             sparsities=sparsities,
-            include=tuple(include),
-            exclude=tuple(exclude),
+            include=tuple(selectors(include)),
+            exclude=tuple(selectors(exclude)),
             dense_first=dense_first,
             momentum=momentum,
             skip_step=skip_step,

@@ -415,6 +415,8 @@ BAD = [
     ({"sparsities": {"nothing": 0.5}}, ValueError, "the name of no weight"),
     ({"sparsities": {"5": 1.0}}, ValueError, "from 0 to below 1"),
     ({"exclude": [nn.Conv2d, nn.Linear]}, ValueError, "no weight is left"),
+    ({"exclude": "heads"}, ValueError, "names 'heads'"),
+    ({"exclude": nn.LSTM}, ValueError, "the model has no such"),
     ({"structure": "4:2"}, ValueError, "0 < N < M"),
     ({"structure": "2:4"}, ValueError, "leave it out"),
     ({"structure": "2:4", "dense_allocation": 0.5, "method": "gmp"}, ValueError, "gmp"),
