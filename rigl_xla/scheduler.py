@@ -306,9 +306,9 @@ class RigLScheduler(RigLTorchNames):
         """Runs in the backward pass, before gradients accumulate or are reduced."""
         layer.follow(grad.device)
         if self._collects:
-            dense, before = grad.detach(), layer.pending
-            # A copy: autograd may have given the same tensor to someone else.
-            layer.pending = dense.clone() if before is None else before + dense
+            # A step may have been left out, as GradScaler does with what overflowed;
+            # with `skip_step` the pruner's call has used up what was pending.
+            layer.add(grad.detach(), after_finite=not self.options.skip_step)
         return torch.where(layer.mask, grad, grad.new_zeros(()))
 
     @torch.no_grad()

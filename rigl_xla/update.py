@@ -59,6 +59,19 @@ class SparseLayer:
         if self.mask.device != device:
             self.mask = self.mask.to(device)
 
+    def add(self, dense: torch.Tensor, after_finite: bool) -> None:
+        """Adds a backward pass's dense gradient to what is pending.
+
+        Args:
+            dense: The gradient; copied, as autograd may have given it to others too.
+            after_finite: Drop what is pending if it is not finite.
+        """
+        before = self.pending
+        if before is not None and after_finite:
+            zero = before.new_zeros(())
+            before = torch.where(masks.is_finite(before), before, zero)
+        self.pending = dense.clone() if before is None else before + dense
+
 
 @dataclasses.dataclass(frozen=True)
 class Moment:

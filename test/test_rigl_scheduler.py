@@ -264,6 +264,27 @@ def test_gradient_scaling():
     assert inactive_are_zero(pruner)
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_step_that_gradient_scaling_leaves_out_is_left_out_of_the_update(n):
+    model = convnet()
+    optimizer = sgd(model)
+    pruner = pruned(model, optimizer, skip_step=False, grad_accumulation_n=n)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    active = counts(pruner)
+    for step in range(4):
+        masks = copy.deepcopy(pruner.masks)
+        images, labels = batch(step)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        scaler.scale(loss * float("inf") if step == 2 else loss).backward()
+        assert pruner()
+        scaler.step(optimizer)
+        scaler.update()
+    assert (pruner.step, pruner.rigl_steps) == (3, 1)
+    assert not any(torch.equal(mask, masks[n]) for n, mask in pruner.masks.items())
+    assert counts(pruner) == active
+
+
 def test_a_compiled_model_trains_alike():
     results = []
     for compiled in (False, True):
