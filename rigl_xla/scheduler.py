@@ -157,6 +157,7 @@ class RigLScheduler(RigLTorchNames):
         self.replica = xla_replica.current() if replica is None else replica
         self._layers: list[SparseLayer] = []
         self._handles: list[Any] = []
+        self._closed = True  # until it takes hold of the model
         if state_dict is not None:
             self._restore(state_dict, options, schedule, {})
             return
@@ -180,19 +181,26 @@ class RigLScheduler(RigLTorchNames):
 
         Returns:
             Whether to step the optimizer: False if the topology was changed instead.
-            Always True with ``skip_step=False``.
+            Always True with ``skip_step=False``, and after `close`.
 
         Raises:
             ValueError: The model's parameters were replaced.
         """
+        if self._closed:
+            return True
         if not self.options.skip_step:
+            check_bound(layer.weight for layer in self._layers)
             return True
         return not self._end_step()
 
     def close(self) -> None:
-        """Lets go of model and optimizer, which stay as they are; may be repeated."""
-        if not self._handles:
+        """Lets go of model and optimizer, which stay as they are; may be repeated.
+
+        Calling the pruner does nothing then.
+        """
+        if self._closed:
             return
+        self._closed = True
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -286,6 +294,7 @@ class RigLScheduler(RigLTorchNames):
         check_steps(self.optimizer, options.skip_step)
         check_owner([layer.weight for layer in layers], self.optimizer, self)
         self.close()
+        self._closed = False
         self.options, self.schedule = options, schedule
         self.step = 0
         self.rigl_steps = 0

@@ -311,10 +311,11 @@ def test_shared_weights_have_one_mask():
     assert int(pruner.masks["2.weight"].sum()) == 72 * 72 - 4147
 
 
-def test_parameters_that_are_replaced_are_an_error():
+@pytest.mark.parametrize("skip_step", [True, False])
+def test_parameters_that_are_replaced_are_an_error(skip_step):
     model = convnet()
     optimizer = sgd(model)
-    pruner = pruned(model, optimizer)
+    pruner = pruned(model, optimizer, skip_step=skip_step)
     model[2].weight = nn.Parameter(model[2].weight.detach().clone())
     with pytest.raises(ValueError, match="build optimizer and pruner after the move"):
         train(model, optimizer, pruner, range(1))
@@ -330,6 +331,27 @@ def test_close_lets_go():
     optimizer.step()
     assert (model[5].weight != 0).float().mean() > 0.5  # no more than 0.2 before
     pruned(model, optimizer).close()
+
+
+@pytest.mark.parametrize("options", [{}, {"dense_allocation": 1}])
+def test_a_closed_pruner_does_nothing_until_it_loads_a_state(options):
+    model = convnet()
+    optimizer = sgd(model)
+    pruner = pruned(model, optimizer, **options)
+    train(model, optimizer, pruner, range(1))
+    state, masks = pruner.state_dict(), copy.deepcopy(pruner.masks)
+    pruner.close()
+    before = copy.deepcopy(model.state_dict())
+    assert all(pruner() for _ in range(6))
+    assert (pruner.step, pruner.rigl_steps) == (1, 0)
+    assert equal(before, model.state_dict())
+    assert equal(masks, pruner.masks)
+    model[2].weight = nn.Parameter(model[2].weight.detach().clone())
+    assert pruner()
+    pruner = pruned(model, sgd(model), **options)
+    pruner.close()
+    pruner.load_state_dict(state)
+    assert [pruner() for _ in range(3)] == [True, False, True]
 
 
 def test_a_sparse_model_is_pickled_and_copied_without_its_pruner():
