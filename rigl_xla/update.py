@@ -100,8 +100,9 @@ def new_masks(
 ) -> list[torch.Tensor]:
     """Every layer's next mask, of the same shapes whatever the counts.
 
-    A layer keeps its mask if it has nothing to choose by, all scores being equal; and
-    all do if a weight, a gradient or a score is not finite.
+    A layer keeps its mask if it has nothing to choose by: if its scores for growth are
+    all equal, or one that counts is not finite: of an active connection for dropping,
+    of one that is not kept for growth. All do if a weight or a gradient is not finite.
 
     Args:
         layers: With gradients if the method uses them, all on one device.
@@ -171,26 +172,26 @@ def _group_masks(
     views = [view_of(layer, moment) for layer in layers]
     mask_LN = torch.stack([layer.mask.flatten() for layer in layers])
     drop_LN = _scores(method.drop, views)
-    usable_L1 = (finite & masks.is_finite(drop_LN)).unsqueeze(1)
-    grow_LN = None
-    if method.grow is not None:
-        grow_LN = _scores(method.grow, views)
-        usable_L1 = usable_L1 & masks.is_finite(grow_LN) & masks.has_preference(grow_LN)
+    grow_LN = None if method.grow is None else _scores(method.grow, views)
     rows = layers[0].rows
     if rows is not None and grow_LN is not None:
-        drop, grow = (
-            rows.cut(scores[0].reshape(rows.shape)) for scores in (drop_LN, grow_LN)
+        mask_RM, drop_RM, grow_RM = (
+            rows.cut(tensor[0].reshape(rows.shape))
+            for tensor in (mask_LN, drop_LN, grow_LN)
         )
-        mask_RM = rows.cut(layers[0].mask)
-        new_RM = masks.drop_and_grow_rows(
-            mask_RM, drop, grow, counts_2L[0], rows.per_row
+        found = masks.drop_and_grow_rows(
+            mask_RM, drop_RM, grow_RM, counts_2L[0], rows.per_row
         )
-        new_LN = rows.join(new_RM).reshape(1, -1)
+        new_LN, keep_LN = (rows.join(found_RM).reshape(1, -1) for found_RM in found)
     else:
         on_host = host if mask_LN.device.type == "cpu" else None
-        new_LN = masks.drop_and_grow(
+        new_LN, keep_LN = masks.drop_and_grow(
             mask_LN, drop_LN, grow_LN, counts_2L[0], counts_2L[1], on_host
         )
+    usable_L1 = finite & masks.are_finite(drop_LN, mask_LN)
+    if grow_LN is not None:
+        usable_L1 = usable_L1 & masks.are_finite(grow_LN, ~keep_LN)
+        usable_L1 = usable_L1 & masks.has_preference(grow_LN)
     new_LN = torch.where(usable_L1, new_LN, mask_LN)
     return [new.reshape(layer.mask.shape) for new, layer in zip(new_LN, layers)]
 
