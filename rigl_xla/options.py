@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -108,6 +109,18 @@ class Options:
                 f"T_end={schedule.T_end} is not past the first update at step "
                 f"delta={schedule.delta}, so method={self.method!r} would leave all "
                 "dense; lower delta or raise T_end"
+            )
+
+    def warn_of(self, schedule: UpdateSchedule, stacklevel: int) -> None:
+        """Warns of a schedule without a step for an update."""
+        if not (self.scores().updates and self.is_sparse) or schedule.T_end is None:
+            return
+        if schedule.T_end <= schedule.delta:
+            warnings.warn(
+                f"T_end={schedule.T_end} is not past the first update at step "
+                f"delta={schedule.delta}, so method={self.method!r} will never change "
+                "the topology; lower delta, raise T_end, or say static_topo=True",
+                stacklevel=stacklevel + 1,
             )
 
     @property

@@ -101,6 +101,9 @@ class RigLScheduler(RigLTorchNames):
     Raises:
         ValueError, TypeError: An argument is out of range, of the wrong type, or does
             not fit the model. Nothing has been touched then.
+
+    Warns:
+        UserWarning: ``T_end`` is not past ``delta``: there will be no update.
     """
 
     def __init__(
@@ -163,6 +166,7 @@ class RigLScheduler(RigLTorchNames):
             return
         options.check_schedule(schedule)
         weights, sparse = options.plan(model)
+        options.warn_of(schedule, stacklevel=2)
         layers = [
             first_layer_state(weight, sparse[weight.name], options)
             for weight in weights
@@ -279,6 +283,8 @@ class RigLScheduler(RigLTorchNames):
         changes: Mapping[str, Any],
     ) -> None:
         found = saved.read(state, self.model, options, schedule, changes)
+        found.options.check_schedule(found.schedule)
+        found.options.warn_of(found.schedule, stacklevel=3)
         self._adopt(found.weights, found.layers, found.options, found.schedule)
         self.step, self.rigl_steps = found.step, found.num_updates
         self._collects = self._will_collect()

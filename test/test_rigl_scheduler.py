@@ -394,7 +394,7 @@ def test_a_dense_model_is_left_alone():
 
 def test_defaults_keep_linear_layers_dense():
     model = convnet()
-    pruner = RigLScheduler(model, sgd(model), 0.1, 75)
+    pruner = RigLScheduler(model, sgd(model), 0.1, 75, delta=7)
     assert list(pruner.masks) == ["2.weight"]
     assert pytest.approx([0, 0.9, 0, 0]) == pruner.S
 

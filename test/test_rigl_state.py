@@ -7,6 +7,7 @@ import io
 
 import pytest
 import torch
+from support import sparse
 from support.sparse import OPTIMIZERS, convnet, equal, pruned, train
 from torch import nn
 
@@ -98,6 +99,29 @@ def test_saved_values_can_be_changed_in_so_many_words():
     with pytest.raises(ValueError, match="T_end is 0"):
         pruner.load_state_dict(state, T_end=0)
     assert pruner.T_end == 99
+
+
+@pytest.mark.parametrize("method", ["rigl", "set", "snfs"])
+def test_a_schedule_without_an_update_is_warned_of(method):
+    model = convnet()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    pruner = pruned(model, optimizer, method=method, T_end=4)
+    state = pruner.state_dict()
+    with pytest.warns(UserWarning, match="T_end=14 is not past .* delta=14") as caught:
+        pruner.load_state_dict(state, T_end=14, delta=14)
+    assert [warning.filename for warning in caught] == [__file__]
+    pruner.close()
+    with pytest.warns(UserWarning, match="T_end=3 is not past .* delta=3") as caught:
+        pruned(model, optimizer, method=method, T_end=3).close()
+    assert [warning.filename for warning in caught] == [sparse.__file__]
+    pruner = pruned(model, optimizer, method=method, T_end=4)
+    with pytest.warns(UserWarning, match="T_end=2 is not past"):
+        pruner.load_state_dict(state, T_end=2)
+    with pytest.raises(ValueError, match="needs T_end"):
+        pruner.load_state_dict(state, T_end=None)
+    assert pruner.T_end == 2
+    pruner.close()
+    pruned(model, optimizer, method="static", T_end=3)
 
 
 def test_a_state_of_another_model_is_refused_and_changes_nothing():
