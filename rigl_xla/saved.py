@@ -13,7 +13,7 @@ from torch import nn
 from rigl_xla.layers import Weight, clean, weights_of
 from rigl_xla.options import Options
 from rigl_xla.schedule import UpdateSchedule
-from rigl_xla.update import SparseLayer
+from rigl_xla.update import SparseLayer, like
 
 FORMAT = 1
 _KEPT_OPTIONS = (
@@ -136,7 +136,7 @@ def _fit(
                 weight,
                 entry["sparsity"],
                 entry["num_active"],
-                unpack(entry["mask"], entry["shape"]).to(device),
+                like(weight.parameter, unpack(entry["mask"], entry["shape"])),
                 options.rows(weight, entry["sparsity"]),
                 gradient=None if gradient is None else gradient.to(device, copy=True),
             )
@@ -188,8 +188,8 @@ def _read_rigl_torch(
             continue
         _check_shape(weight, tuple(mask.shape))
         own = mask.detach().to("cpu", torch.bool, copy=True)
-        active, device = int(own.sum()), weight.parameter.device
-        layers.append(SparseLayer(weight, float(sparsity), active, own.to(device)))
+        mask = like(weight.parameter, own)
+        layers.append(SparseLayer(weight, float(sparsity), int(own.sum()), mask))
     return Found(
         positions,
         layers,

@@ -82,6 +82,18 @@ class Moment:
     seed: int
 
 
+def like(parameter: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The mask on the parameter's device, and in its memory format.
+
+    What is chosen by a mask has its format: a contiguous one would turn gradients of
+    channels-last weights contiguous.
+    """
+    mask = mask.contiguous().to(parameter.device)
+    if parameter.is_contiguous():
+        return mask
+    return torch.empty_like(parameter.detach(), dtype=torch.bool).copy_(mask)
+
+
 def keep_(tensor: torch.Tensor, mask: torch.Tensor) -> None:
     """Zeroes ``tensor``, in place, where ``mask`` is False; NaN too."""
     zero = tensor.new_zeros(())

@@ -124,6 +124,27 @@ def test_a_schedule_without_an_update_is_warned_of(method):
     pruned(model, optimizer, method="static", T_end=3)
 
 
+@pytest.mark.parametrize("kind", ["random", "magnitude"])
+def test_masks_have_the_memory_format_of_weights(kind):
+    model = convnet().to(memory_format=torch.channels_last)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    pruner = pruned(model, optimizer, initial_masks=kind)
+    train(model, optimizer, pruner, range(4))
+    assert pruner.rigl_steps == 1
+    state = through_a_file(pruner.state_dict())
+    pruner.close()
+    resumed = pruned(model, optimizer, state_dict=state)
+    for one in (pruner, resumed):
+        mask = one.masks["2.weight"]
+        assert mask.is_contiguous(memory_format=torch.channels_last)
+    assert equal(pruner.masks, resumed.masks)
+    optimizer.zero_grad()
+    model(torch.randn(4, 1, 8, 8)).square().sum().backward()
+    grad = model[2].weight.grad
+    assert grad.is_contiguous(memory_format=torch.channels_last)
+    assert not grad[~resumed.masks["2.weight"]].any()
+
+
 def test_a_state_of_another_model_is_refused_and_changes_nothing():
     model = convnet()
     pruner = pruned(model, OPTIMIZERS["sgd"](model.parameters()))
