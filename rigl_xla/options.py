@@ -24,7 +24,8 @@ INITIAL_WEIGHTS = ("rescale", "fan-in")
 class Options:
     """Which weights become how sparse, and how masks begin and change.
 
-    See `RigLScheduler` for what they mean.
+    See `RigLScheduler` for what they mean; ``from_rigl_torch`` is for runs that began
+    there, in which norms and embeddings may be sparse.
     """
 
     dense_allocation: float = 1
@@ -44,6 +45,7 @@ class Options:
     momentum: float = 0.9
     skip_step: bool = True
     seed: int = 0
+    from_rigl_torch: bool = False
 
     def __post_init__(self) -> None:
         density = self.dense_allocation

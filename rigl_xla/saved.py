@@ -22,6 +22,7 @@ _KEPT_OPTIONS = (
     "static_topo",
     "structure",
     "seed",
+    "from_rigl_torch",
 )
 
 
@@ -105,7 +106,10 @@ def read(
         )
     options = dataclasses.replace(options, **state["options"])
     schedule = UpdateSchedule(**{**state["schedule"], **changes})
-    weights = weights_of(model, options.include, options.exclude)
+    if options.from_rigl_torch:
+        weights = rigl_torch_weights(model)
+    else:
+        weights = weights_of(model, options.include, options.exclude)
     layers = _fit(state["layers"], weights, options)
     return Found(
         weights, layers, options, schedule, state["step"], state["num_updates"]
@@ -173,6 +177,7 @@ def _read_rigl_torch(
         dense_allocation=state["dense_allocation"],
         ignore_linear_layers=bool(saved["ignore_linear_layers"]),
         static_topo=bool(saved["static_topo"]),
+        from_rigl_torch=True,
     )
     values = {
         **dataclasses.asdict(schedule),

@@ -11,6 +11,7 @@ from support import sparse
 from support.sparse import OPTIMIZERS, convnet, equal, pruned, train
 from torch import nn
 
+from rigl_xla import RigLScheduler
 from rigl_xla.saved import pack, unpack
 
 RUNS = {
@@ -143,6 +144,65 @@ def test_masks_have_the_memory_format_of_weights(kind):
     grad = model[2].weight.grad
     assert grad.is_contiguous(memory_format=torch.channels_last)
     assert not grad[~resumed.masks["2.weight"]].any()
+
+
+def rigl_torch_state(masks: list[torch.Tensor | None], sizes: list[int]) -> dict:
+    """As rigl-torch 0.5.2 saves it."""
+    hyperparams = {
+        "ignore_linear_layers": False,
+        "static_topo": False,
+        "T_end": 14,
+        "delta_T": 3,
+        "alpha": 0.3,
+        "grad_accumulation_n": 1,
+    }
+    return {
+        "backward_masks": masks,
+        "hyperparams": hyperparams,
+        "N": sizes,
+        "S": [0.0 if mask is None else 0.5 for mask in masks],
+        "dense_allocation": 0.5,
+        "step": 4,
+        "rigl_steps": 1,
+    }
+
+
+def test_a_run_of_rigl_torch_with_sparse_norms_resumes_from_its_own_state():
+    def built():
+        model = nn.Sequential(
+            nn.Embedding(10, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 10)
+        )
+        return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    def steps(model, optimizer, pruner, number):
+        draw = torch.Generator().manual_seed(0)
+        for _ in range(number):
+            words = torch.randint(0, 10, (16,), generator=draw)
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(words), words).backward()
+            if pruner():
+                optimizer.step()
+
+    model, optimizer = built()
+    draw = torch.Generator().manual_seed(0)
+    masks = [torch.rand(p.shape, generator=draw) < 0.5 for p in (
+        model[0].weight, model[1].weight, model[2].weight)]  # fmt: skip
+    theirs = rigl_torch_state([*masks, None], [80, 64, 8, 80])
+    pruner = RigLScheduler(model, optimizer, state_dict=theirs)
+    steps(model, optimizer, pruner, 3)
+    state = through_a_file(pruner.state_dict())
+    again, other = built()
+    again.load_state_dict(copy.deepcopy(model.state_dict()))
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resumed = RigLScheduler(again, other, state_dict=state)
+    assert list(resumed.masks) == ["0.weight", "1.weight", "2.weight"]
+    assert resumed.N == pruner.N == [80, 64, 8, 80]
+    assert resumed.S == pruner.S
+    for one in (model, optimizer, pruner), (again, other, resumed):
+        steps(*one, 8)
+    assert resumed.rigl_steps == 4
+    assert equal(resumed.masks, pruner.masks)
+    assert equal(again.state_dict(), model.state_dict())
 
 
 def test_a_state_of_another_model_is_refused_and_changes_nothing():
