@@ -258,9 +258,11 @@ class RigLScheduler(RigLTorchNames):
     def load_state_dict(self, state_dict: Mapping[str, Any], **changes: Any) -> None:
         """Loads what `state_dict` gave, or rigl-torch 0.5.2's did.
 
-        Steps, masks, seed and the schedule are the saved ones; which weights are sparse
-        and how scores are made follows from masks and from this pruner's own options.
-        Weights are masked at once.
+        Steps, masks, seed and the schedule are the saved ones, and which weights are
+        sparse follows from masks. ``method``, ``skip_step``, ``drop``, ``grow`` and
+        ``sparsity_distribution`` are the saved ones too where this pruner has the
+        default; functions are known by name, and have to be given again. Weights are
+        masked at once.
 
         Args:
             state_dict: The saved state.
@@ -268,8 +270,9 @@ class RigLScheduler(RigLTorchNames):
                 ``grad_accumulation_n``, ``annealing``.
 
         Raises:
-            ValueError, TypeError: It does not fit the model, or is no such state.
-                Nothing has changed then.
+            ValueError, TypeError: It does not fit the model, was made with other
+                options than this pruner's, or is no such state. Nothing has changed
+                then.
         """
         self._restore(state_dict, self.options, self.schedule, changes)
 

@@ -11,7 +11,7 @@ from support import sparse
 from support.sparse import OPTIMIZERS, convnet, equal, pruned, train
 from torch import nn
 
-from rigl_xla import RigLScheduler
+from rigl_xla import Layer, RigLScheduler
 from rigl_xla.saved import pack, unpack
 
 RUNS = {
@@ -123,6 +123,64 @@ def test_a_schedule_without_an_update_is_warned_of(method):
     assert pruner.T_end == 2
     pruner.close()
     pruned(model, optimizer, method="static", T_end=3)
+
+
+def first(layer: Layer) -> torch.Tensor:
+    """A score: the lowest index."""
+    return -torch.arange(layer.weight.numel()).reshape(layer.weight.shape).float()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "set", "skip_step": False, "sparsity_distribution": "erk"},
+        {"method": "snfs", "drop": "sensitivity"},
+        {"grow": "random"},
+        {"static_topo": True, "method": "set"},
+    ],
+)
+def test_what_was_asked_for_need_not_be_repeated(options):
+    masks = []
+    for repeated in (options, {}):
+        model = convnet()
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        pruner = pruned(model, optimizer, **options)
+        train(model, optimizer, pruner, range(2))
+        state = through_a_file(pruner.state_dict())
+        pruner.close()
+        resumed = pruned(model, optimizer, **repeated, state_dict=state)
+        for name, value in options.items():
+            assert getattr(resumed.options, name) == value
+        train(model, optimizer, resumed, range(2, 8))
+        masks.append(resumed.masks)
+    assert equal(*masks)
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "says"),
+    [
+        ({"method": "set"}, {"method": "snfs"}, "made with method='set', but .*'snfs'"),
+        ({}, {"method": "set"}, "made with method='rigl'"),
+        ({}, {"skip_step": False}, "made with skip_step=True, but"),
+        ({}, {"grow": "random"}, "made with grow=None, but"),
+        ({"drop": "random"}, {"drop": first}, "but .* asked for drop='function first'"),
+        ({"grow": first}, {}, "grow= a function first, which it cannot hold"),
+        (
+            {"sparsity_distribution": "er"},
+            {"sparsity_distribution": "erk"},
+            "'er', but",
+        ),
+    ],
+)
+def test_other_options_than_the_saved_ones_are_refused(saved, asked, says):
+    model = convnet()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    pruner = pruned(model, optimizer, **saved)
+    state = through_a_file(pruner.state_dict())
+    pruner.close()
+    with pytest.raises(ValueError, match=says):
+        pruned(model, optimizer, **asked, state_dict=state)
+    pruned(model, optimizer, **saved, state_dict=state)
 
 
 @pytest.mark.parametrize("kind", ["random", "magnitude"])
