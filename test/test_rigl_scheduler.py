@@ -318,7 +318,7 @@ def test_parameters_that_are_replaced_are_an_error(skip_step):
     pruner = pruned(model, optimizer, skip_step=skip_step)
     model[2].weight = nn.Parameter(model[2].weight.detach().clone())
     with pytest.raises(ValueError, match="build optimizer and pruner after the move"):
-        train(model, optimizer, pruner, range(1))
+        pruner()
 
 
 def test_close_lets_go():
