@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from rigl_xla import masks
 from rigl_xla.distribution import num_inactive
 from rigl_xla.methods import Method
 from rigl_xla.schedule import UpdateSchedule, gradual_sparsity
@@ -28,7 +29,8 @@ def collect_(
         layers: Their `pending` is used up.
         replica: Sums.
         num_steps: The mean is of so many steps; this one adds its share.
-        momentum: Instead, a running mean that keeps so much of its past.
+        momentum: Instead, a running mean that keeps so much of its past. A step with
+            a gradient that is not finite, in any layer, leaves it as it was.
     """
     several = replica.num_replicas > 1
     if several:
@@ -43,14 +45,25 @@ def collect_(
     if several:
         replica.sync()  # zeros, like gradients, enter the sum as data
         replica.sum_(pending)
+    if momentum is not None:
+        _into_mean_(layers, pending, momentum)
+        return
     for layer, dense in zip(layers, pending):
         past = layer.gradient
-        if momentum is not None:
-            dense = dense * (1 - momentum)
-            past = None if past is None else past * momentum
-        elif num_steps > 1:
+        if num_steps > 1:
             dense = dense / num_steps
         layer.gradient = dense if past is None else past + dense
+
+
+def _into_mean_(
+    layers: Sequence[SparseLayer], pending: Sequence[torch.Tensor], momentum: float
+) -> None:
+    """Adds a step to running means, which would keep what is not finite for ever."""
+    finite = torch.cat([masks.is_finite(dense) for dense in pending]).all()
+    for layer, dense in zip(layers, pending):
+        past = torch.zeros_like(dense) if layer.gradient is None else layer.gradient
+        mean = past * momentum + dense * (1 - momentum)
+        layer.gradient = torch.where(finite, mean, past)
 
 
 def next_counts(

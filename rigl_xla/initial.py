@@ -10,7 +10,7 @@ from rigl_xla import masks
 from rigl_xla.distribution import num_inactive
 from rigl_xla.layers import Weight
 from rigl_xla.options import INITIAL_WEIGHTS, Options
-from rigl_xla.update import SparseLayer
+from rigl_xla.update import SparseLayer, like
 
 
 def first_layer_state(weight: Weight, sparsity: float, options: Options) -> SparseLayer:
@@ -43,8 +43,7 @@ def first_layer_state(weight: Weight, sparsity: float, options: Options) -> Spar
         active = size - num_inactive(sparsity, size)
         flat = masks.random_mask(options.seed, weight.name, size, active)
         mask = flat.reshape(parameter.shape)
-    mask = mask.contiguous().to(parameter.device)
-    return SparseLayer(weight, sparsity, active, mask, rows)
+    return SparseLayer(weight, sparsity, active, like(parameter, mask), rows)
 
 
 def rescaled(

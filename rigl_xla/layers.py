@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -48,8 +48,8 @@ class Weight:
 
 def weights_of(
     model: nn.Module,
-    include: Iterable[Selector] = (),
-    exclude: Iterable[Selector] = (),
+    include: Selector | Iterable[Selector] = (),
+    exclude: Selector | Iterable[Selector] = (),
 ) -> list[Weight]:
     """Weights of convolutions, linear, attention, recurrent and bilinear layers.
 
@@ -62,35 +62,58 @@ def weights_of(
         exclude: What to leave out; goes before everything else.
 
     A selector is a pattern of a parameter's or module's name (``'blocks.*.mlp'``), a
-    type of module, or a function of a parameter's name and the parameter.
+    type of module, or a function of a parameter's name and the parameter. To exclude a
+    module is to exclude all inside it; to exclude a shared parameter, any of its names
+    will do.
 
     Raises:
         ValueError, TypeError: A selector selects nothing, or is none.
     """
-    include, exclude = list(include), list(exclude)
+    include, exclude = selectors(include), selectors(exclude)
     used: set[int] = set()
+    owners = list(_owners(model))
+    dropped = {
+        id(owner.parameter)
+        for owner in owners
+        if _matches(exclude, owner, used, len(include), inside=True)
+    }
     found: dict[int, Weight] = {}
-    for path, module in model.named_modules(remove_duplicate=True):
-        for attribute, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            name = clean(f"{path}.{attribute}" if path else attribute)
-            selected = _matches(include, module, name, parameter, used, 0)
-            dropped = _matches(exclude, module, name, parameter, used, len(include))
-            allowed = parameter.requires_grad and parameter.dim() >= 2
-            if selected and not allowed:
-                raise ValueError(
-                    f"include selects {name!r}, of shape {tuple(parameter.shape)} and "
-                    f"requires_grad={parameter.requires_grad}; only trained parameters "
-                    "of two or more dimensions can be sparse"
-                )
-            if dropped or not allowed or not (selected or _is_kind(module, attribute)):
-                continue
+    for owner in owners:
+        parameter, module = owner.parameter, owner.module
+        selected = _matches(include, owner, used, 0)
+        allowed = parameter.requires_grad and parameter.dim() >= 2
+        if selected and not allowed:
+            raise ValueError(
+                f"include selects {owner.name!r}, of shape {tuple(parameter.shape)} "
+                f"and requires_grad={parameter.requires_grad}; only trained parameters "
+                "of two or more dimensions can be sparse"
+            )
+        if id(parameter) in dropped or not allowed:
+            continue
+        if selected or _is_kind(module, owner.attribute):
             is_conv = isinstance(module, _ConvNd)
-            weight = Weight(name, parameter, module, attribute, is_conv)
+            weight = Weight(owner.name, parameter, module, owner.attribute, is_conv)
             found.setdefault(id(parameter), weight)
     _check_used([*include, *exclude], used)
     return list(found.values())
+
+
+def selectors(given: Selector | Iterable[Selector]) -> list[Selector]:
+    """Selectors as a list; a single one, which has no letters or members to it, too.
+
+    Raises:
+        TypeError: One is no selector.
+    """
+    single = isinstance(given, (str, type, nn.Module)) or callable(given)
+    found = [given] if single else list(given)
+    for selector in found:
+        is_name = isinstance(selector, (str, type))
+        if not is_name and (not callable(selector) or isinstance(selector, nn.Module)):
+            raise TypeError(
+                f"{selector!r} selects no layers; give a pattern of names, a type of "
+                "module, or a function of a parameter's name and the parameter"
+            )
+    return found
 
 
 def check_bound(weights: Iterable[Weight]) -> None:
@@ -141,29 +164,60 @@ def _is_named(pattern: str, name: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(owner, pattern)
 
 
+class _Owner(NamedTuple):
+    """A place where a parameter is; a shared one has several."""
+
+    name: str
+    parameter: nn.Parameter
+    module: nn.Module
+    attribute: str
+    around: tuple[nn.Module, ...]  # from the model to the module
+
+    def is_inside(self, pattern: str) -> bool:
+        """Whether the pattern means a module around it."""
+        parts = self.name.split(".")
+        return any(
+            fnmatch.fnmatchcase(".".join(parts[:depth]), pattern)
+            for depth in range(1, len(parts))
+        )
+
+
+def _owners(
+    module: nn.Module, path: str = "", around: tuple[nn.Module, ...] = ()
+) -> Iterator[_Owner]:
+    """In order of registration, as `named_parameters` without its deduplication."""
+    around = (*around, module)
+    for attribute, parameter in module._parameters.items():
+        if parameter is not None:
+            name = clean(path + attribute)
+            yield _Owner(name, parameter, module, attribute, around)
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _owners(child, f"{path}{name}.", around)
+
+
 def _matches(
     selectors: list[Selector],
-    module: nn.Module,
-    name: str,
-    parameter: nn.Parameter,
+    owner: _Owner,
     used: set[int],
     first: int,
+    inside: bool = False,
 ) -> bool:
-    """Whether any selector means it; notes which do, numbered from ``first``."""
+    """Whether any selector means it, or with ``inside`` a module around it.
+
+    Notes which do, numbered from ``first``.
+    """
     hits = []
     for index, selector in enumerate(selectors, start=first):
         if isinstance(selector, str):
-            hit = _is_named(selector, name)
+            hit = _is_named(selector, owner.name)
+            hit = hit or (inside and owner.is_inside(selector))
         elif isinstance(selector, type):
-            hit = isinstance(module, selector)
-        elif callable(selector):
-            hit = bool(selector(name, parameter))
-            used.add(index)  # a function may well have nothing to say
+            modules = owner.around if inside else (owner.module,)
+            hit = any(isinstance(module, selector) for module in modules)
         else:
-            raise TypeError(
-                f"{selector!r} selects no layers; give a pattern of names, a type of "
-                "module, or a function of a parameter's name and the parameter"
-            )
+            hit = bool(selector(owner.name, owner.parameter))
+            used.add(index)  # a function may well have nothing to say
         if hit:
             hits.append(index)
     used.update(hits)
@@ -172,8 +226,8 @@ def _matches(
 
 def _check_used(selectors: list[Selector], used: set[int]) -> None:
     for index, selector in enumerate(selectors):
-        if index not in used and isinstance(selector, str):
+        if index not in used:
             raise ValueError(
                 f"include or exclude names {selector!r}, but the model has no such "
-                "parameter or module"
+                "parameter, nor such a module with parameters"
             )

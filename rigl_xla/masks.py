@@ -12,6 +12,7 @@ weights of a row.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import torch
@@ -74,7 +75,7 @@ def drop_and_grow(
     num_keep_L: torch.Tensor,
     num_grow_L: torch.Tensor,
     host_counts: tuple[Sequence[int], Sequence[int]] | None = None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The new masks: the best of the active ones, and the best of all the others.
 
     What was just dropped may grow again, as in Evci et al. 2020, arXiv:1911.11134,
@@ -89,15 +90,15 @@ def drop_and_grow(
         host_counts: ``(num_keep, num_grow)`` on the host; see `top`.
 
     Returns:
-        bool ``(L, N)`` with exactly ``num_keep_L + num_grow_L`` True in each row.
+        bool ``(L, N)`` with exactly ``num_keep_L + num_grow_L`` True in each row, and
+        which of them were kept.
     """
     host_keep, host_grow = host_counts or (None, None)
     keep_LN = top(drop_LN.masked_fill(~mask_LN, INELIGIBLE), num_keep_L, host_keep)
     if grow_LN is None:
-        return keep_LN
-    return keep_LN | top(
-        grow_LN.masked_fill(keep_LN, INELIGIBLE), num_grow_L, host_grow
-    )
+        return keep_LN, keep_LN
+    candidates_LN = grow_LN.masked_fill(keep_LN, INELIGIBLE)
+    return keep_LN | top(candidates_LN, num_grow_L, host_grow), keep_LN
 
 
 def drop_and_grow_rows(
@@ -106,7 +107,7 @@ def drop_and_grow_rows(
     grow_RM: torch.Tensor,
     num_keep: torch.Tensor,
     per_row: int,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`drop_and_grow` of one layer that keeps ``per_row`` connections in every row.
 
     Connections are dropped wherever in the layer they are weakest; each row grows what
@@ -121,29 +122,37 @@ def drop_and_grow_rows(
         per_row: Active connections of each row.
 
     Returns:
-        bool ``(R, M)`` with exactly ``per_row`` True in each row.
+        bool ``(R, M)`` with exactly ``per_row`` True in each row, and which of them
+        were kept.
     """
     masked_RM = drop_RM.masked_fill(~mask_RM, INELIGIBLE)
     keep_RM = top(masked_RM.reshape(1, -1), num_keep).reshape(mask_RM.shape)
     candidates_RM = grow_RM.masked_fill(keep_RM, INELIGIBLE)
-    return keep_RM | top(candidates_RM, per_row - keep_RM.sum(1))
+    return keep_RM | top(candidates_RM, per_row - keep_RM.sum(1)), keep_RM
 
 
-def is_finite(scores_LN: torch.Tensor) -> torch.Tensor:
-    """bool ``(1,)``: no score of any layer is NaN or infinite."""
-    if scores_LN.device.type == "cpu":  # one pass and no temporary
-        low, high = torch.aminmax(scores_LN)
+def is_finite(tensor: torch.Tensor) -> torch.Tensor:
+    """bool ``(1,)``: no number of it is NaN or infinite."""
+    if tensor.device.type == "cpu":  # one pass and no temporary
+        low, high = torch.aminmax(tensor)
         return (torch.isfinite(low) & torch.isfinite(high)).reshape(1)
-    return torch.isfinite(scores_LN).all().reshape(1)
+    return torch.isfinite(tensor).all().reshape(1)
+
+
+def are_finite(scores_LN: torch.Tensor, eligible_LN: torch.Tensor) -> torch.Tensor:
+    """bool ``(L, 1)``: no eligible score of the layer is NaN or infinite."""
+    return (torch.isfinite(scores_LN) | ~eligible_LN).all(1, keepdim=True)
 
 
 def has_preference(scores_LN: torch.Tensor) -> torch.Tensor:
-    """bool ``(L, 1)``: not all scores of the layer are the same.
+    """bool ``(L, 1)``: not all finite scores of the layer are the same.
 
     Those of a layer that took no part in the loss are all zero, and say nothing.
     """
-    high, low = scores_LN.amax(1, keepdim=True), scores_LN.amin(1, keepdim=True)
-    return high > low
+    others_LN = ~torch.isfinite(scores_LN)
+    high_L1 = scores_LN.masked_fill(others_LN, -math.inf).amax(1, keepdim=True)
+    low_L1 = scores_LN.masked_fill(others_LN, math.inf).amin(1, keepdim=True)
+    return high_L1 > low_L1
 
 
 def generator(seed: int, name: str, update: int) -> torch.Generator:

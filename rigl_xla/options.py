@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,8 @@ INITIAL_WEIGHTS = ("rescale", "fan-in")
 class Options:
     """Which weights become how sparse, and how masks begin and change.
 
-    See `RigLScheduler` for what they mean.
+    See `RigLScheduler` for what they mean; ``from_rigl_torch`` is for runs that began
+    there, in which norms and embeddings may be sparse.
     """
 
     dense_allocation: float = 1
@@ -43,6 +45,7 @@ class Options:
     momentum: float = 0.9
     skip_step: bool = True
     seed: int = 0
+    from_rigl_torch: bool = False
 
     def __post_init__(self) -> None:
         density = self.dense_allocation
@@ -79,10 +82,20 @@ class Options:
             self._check_structure(self.structure)
 
     def scores(self) -> Method:
-        """The method, with the user's scores."""
-        if self.static_topo and self.method == "rigl":
-            return method_named("static")
-        return method_named(self.method, self.drop, self.grow)
+        """The method, with the user's scores.
+
+        Raises:
+            ValueError, TypeError: They do not fit together.
+        """
+        method = method_named(self.method)
+        if not self.static_topo:
+            return method_named(self.method, self.drop, self.grow)
+        if method.gradual:
+            raise ValueError(
+                f"method={self.method!r} begins dense, and with static_topo=True would "
+                "stay so; leave out one of them"
+            )
+        return method_named("static", self.drop, self.grow)
 
     def check_schedule(self, schedule: UpdateSchedule) -> None:
         """Raises ValueError if the topology would never change against expectation."""
@@ -98,6 +111,18 @@ class Options:
                 f"T_end={schedule.T_end} is not past the first update at step "
                 f"delta={schedule.delta}, so method={self.method!r} would leave all "
                 "dense; lower delta or raise T_end"
+            )
+
+    def warn_of(self, schedule: UpdateSchedule, stacklevel: int) -> None:
+        """Warns of a schedule without a step for an update."""
+        if not (self.scores().updates and self.is_sparse) or schedule.T_end is None:
+            return
+        if schedule.T_end <= schedule.delta:
+            warnings.warn(
+                f"T_end={schedule.T_end} is not past the first update at step "
+                f"delta={schedule.delta}, so method={self.method!r} will never change "
+                "the topology; lower delta, raise T_end, or say static_topo=True",
+                stacklevel=stacklevel + 1,
             )
 
     @property
@@ -169,6 +194,20 @@ class Options:
 
     def _given(self) -> list[float]:
         return list((self.sparsities or {}).values())
+
+
+def check_steps(optimizer: Any, skip_step: bool) -> None:
+    """Raises ValueError if steps are to be skipped that the optimizer counts on.
+
+    A wrapper that decides by itself when it updates, because it must be called after
+    every backward pass, has a true attribute ``steps_by_itself``.
+    """
+    if skip_step and getattr(optimizer, "steps_by_itself", False):
+        raise ValueError(
+            f"{type(optimizer).__name__} must be stepped after every backward pass and "
+            "decides by itself when it updates, so a topology update cannot replace "
+            "its step; build the pruner with skip_step=False"
+        )
 
 
 def check_owner(weights: Sequence[Weight], optimizer: Any, pruner: object) -> None:

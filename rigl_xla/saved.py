@@ -13,7 +13,7 @@ from torch import nn
 from rigl_xla.layers import Weight, clean, weights_of
 from rigl_xla.options import Options
 from rigl_xla.schedule import UpdateSchedule
-from rigl_xla.update import SparseLayer
+from rigl_xla.update import SparseLayer, like
 
 FORMAT = 1
 _KEPT_OPTIONS = (
@@ -22,7 +22,11 @@ _KEPT_OPTIONS = (
     "static_topo",
     "structure",
     "seed",
+    "from_rigl_torch",
 )
+# The caller may repeat these, and has them from the state otherwise.
+_ASKED = ("method", "skip_step", "drop", "grow", "sparsity_distribution")
+_FUNCTION = "function "  # what a name cannot give back
 
 
 class Found(NamedTuple):
@@ -61,6 +65,7 @@ def state_of(
         "num_updates": num_updates,
         "schedule": dataclasses.asdict(schedule),
         "options": {name: getattr(options, name) for name in _KEPT_OPTIONS},
+        "asked": {name: _plain(getattr(options, name)) for name in _ASKED},
         "layers": saved,
     }
 
@@ -103,13 +108,53 @@ def read(
             f"state_dict has format {state.get('format')!r} and keys {sorted(state)}; "
             f"this release reads its own format {FORMAT} and rigl-torch 0.5.2's states"
         )
-    options = dataclasses.replace(options, **state["options"])
+    asked = _merged(options, state.get("asked", {}))
+    options = dataclasses.replace(options, **state["options"], **asked)
     schedule = UpdateSchedule(**{**state["schedule"], **changes})
-    weights = weights_of(model, options.include, options.exclude)
+    if options.from_rigl_torch:
+        weights = rigl_torch_weights(model)
+    else:
+        weights = weights_of(model, options.include, options.exclude)
     layers = _fit(state["layers"], weights, options)
     return Found(
         weights, layers, options, schedule, state["step"], state["num_updates"]
     )
+
+
+def _plain(value: Any) -> Any:
+    """An option as it is saved: functions by name."""
+    if callable(value):
+        return _FUNCTION + getattr(value, "__name__", type(value).__name__)
+    return value
+
+
+def _merged(options: Options, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What was asked for in the saved run, if it does not contradict the caller.
+
+    Raises:
+        ValueError: It does, or it was a function that the caller has to give again.
+    """
+    defaults = Options()
+    found = {}
+    for name, value in saved.items():
+        own = getattr(options, name)
+        if _plain(own) == value:
+            continue
+        is_function = isinstance(value, str) and value.startswith(_FUNCTION)
+        if own != getattr(defaults, name):
+            raise ValueError(
+                f"state_dict was made with {name}={value!r}, but the pruner is asked "
+                f"for {name}={_plain(own)!r}; leave it out or give the same"
+            )
+        # A distribution has done its work; a score has not.
+        if is_function and name != "sparsity_distribution":
+            raise ValueError(
+                f"state_dict was made with {name}= a {value}, which it cannot hold; "
+                f"give the same {name}= again"
+            )
+        if not is_function:
+            found[name] = value
+    return found
 
 
 def _fit(
@@ -136,7 +181,7 @@ def _fit(
                 weight,
                 entry["sparsity"],
                 entry["num_active"],
-                unpack(entry["mask"], entry["shape"]).to(device),
+                like(weight.parameter, unpack(entry["mask"], entry["shape"])),
                 options.rows(weight, entry["sparsity"]),
                 gradient=None if gradient is None else gradient.to(device, copy=True),
             )
@@ -173,6 +218,7 @@ def _read_rigl_torch(
         dense_allocation=state["dense_allocation"],
         ignore_linear_layers=bool(saved["ignore_linear_layers"]),
         static_topo=bool(saved["static_topo"]),
+        from_rigl_torch=True,
     )
     values = {
         **dataclasses.asdict(schedule),
@@ -188,8 +234,8 @@ def _read_rigl_torch(
             continue
         _check_shape(weight, tuple(mask.shape))
         own = mask.detach().to("cpu", torch.bool, copy=True)
-        active, device = int(own.sum()), weight.parameter.device
-        layers.append(SparseLayer(weight, float(sparsity), active, own.to(device)))
+        mask = like(weight.parameter, own)
+        layers.append(SparseLayer(weight, float(sparsity), int(own.sum()), mask))
     return Found(
         positions,
         layers,

@@ -19,9 +19,9 @@ from rigl_xla.compat import RigLTorchNames
 from rigl_xla.distribution import Distribution
 from rigl_xla.drift import check_equal
 from rigl_xla.initial import first_layer_state, set_weights_
-from rigl_xla.layers import Selector, Weight, check_bound, holders
+from rigl_xla.layers import Selector, Weight, check_bound, holders, selectors
 from rigl_xla.methods import Score
-from rigl_xla.options import Options, check_owner
+from rigl_xla.options import Options, check_owner, check_steps
 from rigl_xla.report import Report, describe
 from rigl_xla.schedule import UpdateSchedule
 from rigl_xla.update import Moment, SparseLayer, install_, new_masks
@@ -72,7 +72,7 @@ class RigLScheduler(RigLTorchNames):
             recurrent and bilinear layers.
         delta: Steps between updates.
         alpha: Share of connections that the first update drops; shrinks to 0.
-        static_topo: Never change the topology.
+        static_topo: Never change the topology, whatever the method.
         grad_accumulation_n: Steps whose gradients score an update, 1 to ``delta``.
         state_dict: What `state_dict` gave, or rigl-torch 0.5.2's did; see
             `load_state_dict`.
@@ -93,13 +93,17 @@ class RigLScheduler(RigLTorchNames):
         dense_first: Keep the first weight dense. Default: for uniform distributions.
         annealing: How the drop fraction shrinks: a key of `ANNEALINGS`.
         momentum: What SNFS keeps of its running mean of gradients at each step.
-        skip_step: Whether a topology update replaces the optimizer's step.
+        skip_step: Whether a topology update replaces the optimizer's step. Must be
+            False with wrappers that have ``steps_by_itself``.
         seed: Of initial masks and random growth.
         replica: Default: the one the caller runs in.
 
     Raises:
         ValueError, TypeError: An argument is out of range, of the wrong type, or does
             not fit the model. Nothing has been touched then.
+
+    Warns:
+        UserWarning: ``T_end`` is not past ``delta``: there will be no update.
     """
 
     def __init__(
@@ -123,8 +127,8 @@ class RigLScheduler(RigLTorchNames):
         initial_masks: str = "random",
         initial_weights: str | None = None,
         sparsities: Mapping[str, float] | None = None,
-        include: Iterable[Selector] = (),
-        exclude: Iterable[Selector] = (),
+        include: Selector | Iterable[Selector] = (),
+        exclude: Selector | Iterable[Selector] = (),
         dense_first: bool | None = None,
         annealing: str = "cosine",
         momentum: float = 0.9,
@@ -144,8 +148,8 @@ class RigLScheduler(RigLTorchNames):
             initial_masks=initial_masks,
             initial_weights=initial_weights,
             sparsities=sparsities,
-            include=tuple(include),
-            exclude=tuple(exclude),
+            include=tuple(selectors(include)),
+            exclude=tuple(selectors(exclude)),
             dense_first=dense_first,
             momentum=momentum,
             skip_step=skip_step,
@@ -156,11 +160,13 @@ class RigLScheduler(RigLTorchNames):
         self.replica = xla_replica.current() if replica is None else replica
         self._layers: list[SparseLayer] = []
         self._handles: list[Any] = []
+        self._closed = True  # until it takes hold of the model
         if state_dict is not None:
             self._restore(state_dict, options, schedule, {})
             return
         options.check_schedule(schedule)
         weights, sparse = options.plan(model)
+        options.warn_of(schedule, stacklevel=2)
         layers = [
             first_layer_state(weight, sparse[weight.name], options)
             for weight in weights
@@ -179,19 +185,26 @@ class RigLScheduler(RigLTorchNames):
 
         Returns:
             Whether to step the optimizer: False if the topology was changed instead.
-            Always True with ``skip_step=False``.
+            Always True with ``skip_step=False``, and after `close`.
 
         Raises:
             ValueError: The model's parameters were replaced.
         """
+        if self._closed:
+            return True
         if not self.options.skip_step:
+            check_bound(layer.weight for layer in self._layers)
             return True
         return not self._end_step()
 
     def close(self) -> None:
-        """Lets go of model and optimizer, which stay as they are; may be repeated."""
-        if not self._handles:
+        """Lets go of model and optimizer, which stay as they are; may be repeated.
+
+        Calling the pruner does nothing then.
+        """
+        if self._closed:
             return
+        self._closed = True
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -245,9 +258,11 @@ class RigLScheduler(RigLTorchNames):
     def load_state_dict(self, state_dict: Mapping[str, Any], **changes: Any) -> None:
         """Loads what `state_dict` gave, or rigl-torch 0.5.2's did.
 
-        Steps, masks, seed and the schedule are the saved ones; which weights are sparse
-        and how scores are made follows from masks and from this pruner's own options.
-        Weights are masked at once.
+        Steps, masks, seed and the schedule are the saved ones, and which weights are
+        sparse follows from masks. ``method``, ``skip_step``, ``drop``, ``grow`` and
+        ``sparsity_distribution`` are the saved ones too where this pruner has the
+        default; functions are known by name, and have to be given again. Weights are
+        masked at once.
 
         Args:
             state_dict: The saved state.
@@ -255,8 +270,9 @@ class RigLScheduler(RigLTorchNames):
                 ``grad_accumulation_n``, ``annealing``.
 
         Raises:
-            ValueError, TypeError: It does not fit the model, or is no such state.
-                Nothing has changed then.
+            ValueError, TypeError: It does not fit the model, was made with other
+                options than this pruner's, or is no such state. Nothing has changed
+                then.
         """
         self._restore(state_dict, self.options, self.schedule, changes)
 
@@ -270,6 +286,8 @@ class RigLScheduler(RigLTorchNames):
         changes: Mapping[str, Any],
     ) -> None:
         found = saved.read(state, self.model, options, schedule, changes)
+        found.options.check_schedule(found.schedule)
+        found.options.warn_of(found.schedule, stacklevel=3)
         self._adopt(found.weights, found.layers, found.options, found.schedule)
         self.step, self.rigl_steps = found.step, found.num_updates
         self._collects = self._will_collect()
@@ -282,8 +300,10 @@ class RigLScheduler(RigLTorchNames):
         schedule: UpdateSchedule,
     ) -> None:
         """Takes hold of the model, whose sparse weights are ``layers``."""
+        check_steps(self.optimizer, options.skip_step)
         check_owner([layer.weight for layer in layers], self.optimizer, self)
         self.close()
+        self._closed = False
         self.options, self.schedule = options, schedule
         self.step = 0
         self.rigl_steps = 0
@@ -304,9 +324,9 @@ class RigLScheduler(RigLTorchNames):
         """Runs in the backward pass, before gradients accumulate or are reduced."""
         layer.follow(grad.device)
         if self._collects:
-            dense, before = grad.detach(), layer.pending
-            # A copy: autograd may have given the same tensor to someone else.
-            layer.pending = dense.clone() if before is None else before + dense
+            # A step may have been left out, as GradScaler does with what overflowed;
+            # with `skip_step` the pruner's call has used up what was pending.
+            layer.add(grad.detach(), after_finite=not self.options.skip_step)
         return torch.where(layer.mask, grad, grad.new_zeros(()))
 
     @torch.no_grad()

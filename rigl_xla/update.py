@@ -59,6 +59,19 @@ class SparseLayer:
         if self.mask.device != device:
             self.mask = self.mask.to(device)
 
+    def add(self, dense: torch.Tensor, after_finite: bool) -> None:
+        """Adds a backward pass's dense gradient to what is pending.
+
+        Args:
+            dense: The gradient; copied, as autograd may have given it to others too.
+            after_finite: Drop what is pending if it is not finite.
+        """
+        before = self.pending
+        if before is not None and after_finite:
+            zero = before.new_zeros(())
+            before = torch.where(masks.is_finite(before), before, zero)
+        self.pending = dense.clone() if before is None else before + dense
+
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
@@ -67,6 +80,18 @@ class Moment:
     step: int
     update: int
     seed: int
+
+
+def like(parameter: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The mask on the parameter's device, and in its memory format.
+
+    What is chosen by a mask has its format: a contiguous one would turn gradients of
+    channels-last weights contiguous.
+    """
+    mask = mask.contiguous().to(parameter.device)
+    if parameter.is_contiguous():
+        return mask
+    return torch.empty_like(parameter.detach(), dtype=torch.bool).copy_(mask)
 
 
 def keep_(tensor: torch.Tensor, mask: torch.Tensor) -> None:
@@ -87,8 +112,9 @@ def new_masks(
 ) -> list[torch.Tensor]:
     """Every layer's next mask, of the same shapes whatever the counts.
 
-    A layer keeps its mask if it has nothing to choose by, all scores being equal; and
-    all do if a weight, a gradient or a score is not finite.
+    A layer keeps its mask if it has nothing to choose by: if its scores for growth are
+    all equal, or one that counts is not finite: of an active connection for dropping,
+    of one that is not kept for growth. All do if a weight or a gradient is not finite.
 
     Args:
         layers: With gradients if the method uses them, all on one device.
@@ -158,26 +184,26 @@ def _group_masks(
     views = [view_of(layer, moment) for layer in layers]
     mask_LN = torch.stack([layer.mask.flatten() for layer in layers])
     drop_LN = _scores(method.drop, views)
-    usable_L1 = (finite & masks.is_finite(drop_LN)).unsqueeze(1)
-    grow_LN = None
-    if method.grow is not None:
-        grow_LN = _scores(method.grow, views)
-        usable_L1 = usable_L1 & masks.is_finite(grow_LN) & masks.has_preference(grow_LN)
+    grow_LN = None if method.grow is None else _scores(method.grow, views)
     rows = layers[0].rows
     if rows is not None and grow_LN is not None:
-        drop, grow = (
-            rows.cut(scores[0].reshape(rows.shape)) for scores in (drop_LN, grow_LN)
+        mask_RM, drop_RM, grow_RM = (
+            rows.cut(tensor[0].reshape(rows.shape))
+            for tensor in (mask_LN, drop_LN, grow_LN)
         )
-        mask_RM = rows.cut(layers[0].mask)
-        new_RM = masks.drop_and_grow_rows(
-            mask_RM, drop, grow, counts_2L[0], rows.per_row
+        found = masks.drop_and_grow_rows(
+            mask_RM, drop_RM, grow_RM, counts_2L[0], rows.per_row
         )
-        new_LN = rows.join(new_RM).reshape(1, -1)
+        new_LN, keep_LN = (rows.join(found_RM).reshape(1, -1) for found_RM in found)
     else:
         on_host = host if mask_LN.device.type == "cpu" else None
-        new_LN = masks.drop_and_grow(
+        new_LN, keep_LN = masks.drop_and_grow(
             mask_LN, drop_LN, grow_LN, counts_2L[0], counts_2L[1], on_host
         )
+    usable_L1 = finite & masks.are_finite(drop_LN, mask_LN)
+    if grow_LN is not None:
+        usable_L1 = usable_L1 & masks.are_finite(grow_LN, ~keep_LN)
+        usable_L1 = usable_L1 & masks.has_preference(grow_LN)
     new_LN = torch.where(usable_L1, new_LN, mask_LN)
     return [new.reshape(layer.mask.shape) for new, layer in zip(new_LN, layers)]
 

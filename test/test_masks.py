@@ -44,7 +44,7 @@ def layers(draw):
 @given(layer=layers(), on_host=st.booleans())
 def test_the_kernel_equals_the_slow_one(layer, on_host):
     mask, weights, gradients, num_keep, num_grow = layer
-    found = masks.drop_and_grow(
+    found, _ = masks.drop_and_grow(
         torch.tensor([mask]),
         torch.tensor([weights]).abs(),
         torch.tensor([gradients]).abs(),
@@ -71,7 +71,7 @@ def test_zero_layer_keeps_its_connections_when_nothing_is_dropped():
     """All weights and scores zero: active ones are still not inactive ones."""
     mask = torch.rand(1, 500) < 0.1
     zero, active = torch.zeros(1, 500), mask.sum(1)
-    found = masks.drop_and_grow(mask, zero, zero, active, torch.tensor([0]))
+    found, _ = masks.drop_and_grow(mask, zero, zero, active, torch.tensor([0]))
     assert torch.equal(found, mask)
 
 
@@ -82,6 +82,10 @@ def test_scores_that_say_nothing_are_known(bad):
     assert masks.has_preference(scores).tolist() == [[False], [True]]
     scores[1, 0] = bad
     assert masks.is_finite(scores).tolist() == [False]
+    eligible = torch.ones(2, 2, dtype=torch.bool)
+    assert masks.are_finite(scores, eligible).tolist() == [[True], [False]]
+    eligible[1, 0] = False
+    assert masks.are_finite(scores, eligible).tolist() == [[True], [True]]
 
 
 @settings(max_examples=100)
@@ -100,7 +104,7 @@ def test_rows_keep_their_number_of_connections(seed, rows, width, data):
     )
     chances = torch.rand(rows, width, generator=draw)
     mask = masks.top(chances, torch.full((rows,), per_row))
-    found = masks.drop_and_grow_rows(
+    found, _ = masks.drop_and_grow_rows(
         mask, drop, grow, torch.tensor([num_keep]), per_row
     )
     keep = best(drop.flatten().tolist(), mask.flatten().tolist(), num_keep)
@@ -142,12 +146,12 @@ def counted_updates(rank: int) -> tuple[list[tuple[int, int, int]], list[bool]]:
         sent = [tensor.to(replica.device) for tensor in inputs]
         replica.sync()
         with xla_replica.count(replica) as count:
-            found = masks.drop_and_grow(*sent)
+            found, _ = masks.drop_and_grow(*sent)
             finite = masks.is_finite(sent[1])
             replica.sync()
         counts.append((count.compilations, count.transfers, len(count.fallbacks)))
         fetched = replica.fetch([found, finite])
-        equal.append(torch.equal(fetched[0], masks.drop_and_grow(*inputs)))
+        equal.append(torch.equal(fetched[0], masks.drop_and_grow(*inputs)[0]))
         assert bool(fetched[1])
     nan = torch.tensor([[math.nan, 1.0]]).to(replica.device)
     assert not bool(replica.fetch([masks.is_finite(nan)])[0])

@@ -123,6 +123,7 @@ def test_a_run_of_theirs_goes_on_here(reference, taken):
 
 def test_their_attributes_are_here(reference):
     options = {"dense_allocation": 0.3, "T_end": 75, "ignore_linear_layers": False}
+    options["delta"] = 7
     model = convnet()
     theirs = reference(model, sgd(model), **options)
     other = convnet()

@@ -75,11 +75,45 @@ def test_shared_weights_are_found_once():
         ([nn.RNNBase], {"lstm.weight_ih_l0", "lstm.weight_hh_l0"}),
         ([lambda name, p: p.dim() == 3], {"up.weight", "bilinear.weight"}),
         (["head", nn.GRUCell], {"head.weight", "cell.weight_ih", "cell.weight_hh"}),
+        ([nn.MultiheadAttention], set(KINDS[:6])),
+        (["attention"], set(KINDS[:2])),
+        ("head", {"head.weight"}),
+        (nn.RNNBase, {"lstm.weight_ih_l0", "lstm.weight_hh_l0"}),
+        (lambda name, p: name == "up.weight", {"up.weight"}),
     ],
 )
 def test_exclusion_by_name_type_or_function(exclude, gone):
     found = names(weights_of(Everything(), exclude=exclude))
     assert found == [name for name in KINDS if name not in gone]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.last = nn.Linear(4, 4)
+
+
+def test_to_exclude_a_module_is_to_exclude_all_inside_it():
+    model = nn.Sequential(Block(), Block(), nn.Linear(4, 4))
+    assert names(weights_of(model, exclude=[Block])) == ["2.weight"]
+    assert names(weights_of(model, exclude=["1", "0.mlp"])) == [
+        "0.last.weight",
+        "2.weight",
+    ]
+    assert names(weights_of(model, exclude=["*.mlp", "2"])) == [
+        "0.last.weight",
+        "1.last.weight",
+    ]
+
+
+@pytest.mark.parametrize("exclude", ["0", "2", "4", "2.weight"])
+def test_any_name_of_a_shared_weight_excludes_it(exclude):
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4), shared)
+    model[2].weight = shared.weight
+    assert names(weights_of(model)) == ["0.weight", "3.weight"]
+    assert names(weights_of(model, exclude=[exclude])) == ["3.weight"]
 
 
 def test_inclusion():
@@ -94,6 +128,10 @@ def test_inclusion():
         ({"include": ["norms.1"]}, ValueError, "two or more dimensions"),
         ({"include": ["frozen"]}, ValueError, "requires_grad=False"),
         ({"exclude": [3]}, TypeError, "a pattern of names"),
+        ({"exclude": [nn.Linear(2, 2)]}, TypeError, "a pattern of names"),
+        ({"exclude": nn.Sequential()}, TypeError, "a pattern of names"),
+        ({"exclude": [nn.Conv3d]}, ValueError, "Conv3d'>, but the model has no such"),
+        ({"include": nn.EmbeddingBag}, ValueError, "the model has no such"),
     ],
 )
 def test_errors_say_what_is_allowed(selectors, error, says):

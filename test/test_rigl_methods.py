@@ -46,15 +46,20 @@ def test_every_method_ends_at_the_sparsity_asked_for(method, distribution):
     assert equal(first, pruner.masks) == (method == "static")
 
 
-def test_static_topo_is_the_static_method():
+@pytest.mark.parametrize("method", ["rigl", "set", "snfs", "static"])
+def test_static_topo_is_the_static_method(method):
     model = convnet()
     optimizer = sgd(model)
-    pruner = pruned(model, optimizer, static_topo=True, T_end=None)
+    pruner = pruned(model, optimizer, method=method, static_topo=True, T_end=None)
     first = copy.deepcopy(pruner.masks)
     for step in range(8):
         F.cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
         assert pruner()
         optimizer.step()
+    assert equal(first, pruner.masks)
+    state = pruner.state_dict()
+    pruner.load_state_dict(state, T_end=100, delta=1)
+    train(model, optimizer, pruner, range(3))
     assert equal(first, pruner.masks)
 
 
@@ -172,6 +177,57 @@ def test_scores_of_ones_own():
     expected = sorted([*keep, *grow])
     assert pruner.masks["weight"].flatten().nonzero().flatten().tolist() == expected
     assert seen == [("weight", 1, 1, False)] * 2
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf"), float("inf")])
+@pytest.mark.parametrize("structure", [None, "constant-fan-in"])
+def test_scores_where_they_do_not_count_may_be_anything(bad, structure):
+    """Inactive connections cannot be dropped, nor those that stay be grown."""
+
+    def drop(layer: Layer) -> torch.Tensor:
+        return torch.where(layer.mask, layer.weight.abs(), bad)
+
+    def grow(layer: Layer) -> torch.Tensor:
+        strongest = layer.weight.abs() >= layer.weight.abs().max()
+        return torch.where(strongest, bad, layer.gradient.abs())
+
+    found = []
+    for options in ({}, {"drop": drop, "grow": grow}):
+        model = convnet()
+        pruner = pruned(model, sgd(model), delta=1, structure=structure, **options)
+        before = copy.deepcopy(pruner.masks)
+        F.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
+        assert not pruner()
+        found.append(pruner.masks)
+    assert equal(*found)
+    assert not equal(found[0], before)
+
+
+def only_in_1(score: float, inactive: bool):
+    """Of the layer '1.weight' one score that counts is ``score``."""
+
+    def scored(layer: Layer) -> torch.Tensor:
+        found = layer.random()
+        if layer.name == "1.weight":
+            places = (layer.mask != inactive).flatten().nonzero()
+            found.view(-1)[places[0]] = score
+        return found
+
+    return scored
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("what", ["drop", "grow"])
+def test_scores_that_count_must_be_finite_in_their_own_layer(bad, what):
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    score = only_in_1(bad, inactive=what == "grow")
+    options = {what: score, "dense_first": False, "delta": 1}
+    pruner = pruned(model, sgd(model), **options)
+    before = copy.deepcopy(pruner.masks)
+    model(torch.randn(4, 16)).square().sum().backward()
+    assert not pruner()
+    same = [name for name in before if torch.equal(before[name], pruner.masks[name])]
+    assert same == ["1.weight"]
 
 
 def test_a_score_of_the_wrong_shape_is_refused():

@@ -15,7 +15,7 @@ import xla_replica
 from xla_replica import ReplicaError
 
 STEPS = 13
-SIZE = 24  # samples of a step, over all replicas
+SIZE = 120  # samples of a step, over all replicas: equal shares of 1, 2, 3, 5 and 8
 OPTIONS = {
     "rigl": {},
     "window": {"delta": 4, "grad_accumulation_n": 3},

@@ -20,6 +20,7 @@ from support.sparse import (
 )
 from torch import nn
 
+import variable_batch_size as vbs
 from rigl_xla import RigLScheduler
 
 
@@ -96,6 +97,32 @@ def test_one_bad_batch_leaves_masks_and_counts(bad, n):
     assert not pruner()
     assert pruner.rigl_steps == 1
     assert equal(pruner.masks, masks)
+    train(model, optimizer, pruner, range(3, 9))
+    assert counts(pruner) == active
+    assert all(not torch.equal(pruner.masks[name], masks[name]) for name in masks)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_one_bad_batch_stays_out_of_the_running_mean(bad, at):
+    model = convnet()
+    optimizer = sgd(model)
+    pruner = pruned(model, optimizer, method="snfs")
+    active = counts(pruner)
+    for step in range(3):
+        if step != at:
+            train(model, optimizer, pruner, range(step, step + 1))
+            continue
+        optimizer.zero_grad()
+        before = {layer.name: layer.gradient for layer in pruner._layers}
+        F.cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
+        pruner._layers[1].pending[0, 0] = bad  # in one layer: all leave the step out
+        pruner()  # its optimizer takes no step
+        for layer in pruner._layers:
+            past = before[layer.name]
+            expected = torch.zeros_like(layer.data) if past is None else past
+            assert torch.equal(layer.gradient, expected)
+    masks = copy.deepcopy(pruner.masks)
     train(model, optimizer, pruner, range(3, 9))
     assert counts(pruner) == active
     assert all(not torch.equal(pruner.masks[name], masks[name]) for name in masks)
@@ -237,6 +264,27 @@ def test_gradient_scaling():
     assert inactive_are_zero(pruner)
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_step_that_gradient_scaling_leaves_out_is_left_out_of_the_update(n):
+    model = convnet()
+    optimizer = sgd(model)
+    pruner = pruned(model, optimizer, skip_step=False, grad_accumulation_n=n)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    active = counts(pruner)
+    for step in range(4):
+        masks = copy.deepcopy(pruner.masks)
+        images, labels = batch(step)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        scaler.scale(loss * float("inf") if step == 2 else loss).backward()
+        assert pruner()
+        scaler.step(optimizer)
+        scaler.update()
+    assert (pruner.step, pruner.rigl_steps) == (3, 1)
+    assert not any(torch.equal(mask, masks[n]) for n, mask in pruner.masks.items())
+    assert counts(pruner) == active
+
+
 def test_a_compiled_model_trains_alike():
     results = []
     for compiled in (False, True):
@@ -263,13 +311,14 @@ def test_shared_weights_have_one_mask():
     assert int(pruner.masks["2.weight"].sum()) == 72 * 72 - 4147
 
 
-def test_parameters_that_are_replaced_are_an_error():
+@pytest.mark.parametrize("skip_step", [True, False])
+def test_parameters_that_are_replaced_are_an_error(skip_step):
     model = convnet()
     optimizer = sgd(model)
-    pruner = pruned(model, optimizer)
+    pruner = pruned(model, optimizer, skip_step=skip_step)
     model[2].weight = nn.Parameter(model[2].weight.detach().clone())
     with pytest.raises(ValueError, match="build optimizer and pruner after the move"):
-        train(model, optimizer, pruner, range(1))
+        pruner()
 
 
 def test_close_lets_go():
@@ -282,6 +331,27 @@ def test_close_lets_go():
     optimizer.step()
     assert (model[5].weight != 0).float().mean() > 0.5  # no more than 0.2 before
     pruned(model, optimizer).close()
+
+
+@pytest.mark.parametrize("options", [{}, {"dense_allocation": 1}])
+def test_a_closed_pruner_does_nothing_until_it_loads_a_state(options):
+    model = convnet()
+    optimizer = sgd(model)
+    pruner = pruned(model, optimizer, **options)
+    train(model, optimizer, pruner, range(1))
+    state, masks = pruner.state_dict(), copy.deepcopy(pruner.masks)
+    pruner.close()
+    before = copy.deepcopy(model.state_dict())
+    assert all(pruner() for _ in range(6))
+    assert (pruner.step, pruner.rigl_steps) == (1, 0)
+    assert equal(before, model.state_dict())
+    assert equal(masks, pruner.masks)
+    model[2].weight = nn.Parameter(model[2].weight.detach().clone())
+    assert pruner()
+    pruner = pruned(model, sgd(model), **options)
+    pruner.close()
+    pruner.load_state_dict(state)
+    assert [pruner() for _ in range(3)] == [True, False, True]
 
 
 def test_a_sparse_model_is_pickled_and_copied_without_its_pruner():
@@ -324,7 +394,7 @@ def test_a_dense_model_is_left_alone():
 
 def test_defaults_keep_linear_layers_dense():
     model = convnet()
-    pruner = RigLScheduler(model, sgd(model), 0.1, 75)
+    pruner = RigLScheduler(model, sgd(model), 0.1, 75, delta=7)
     assert list(pruner.masks) == ["2.weight"]
     assert pytest.approx([0, 0.9, 0, 0]) == pruner.S
 
@@ -377,6 +447,10 @@ BAD = [
     ({"method": "gmp", "grow": "random"}, ValueError, "grows no connections"),
     ({"method": "gmp", "T_end": 3}, ValueError, "would leave all dense"),
     ({"method": "static", "drop": "random"}, ValueError, "nothing to do"),
+    ({"static_topo": True, "drop": "random"}, ValueError, "nothing to do"),
+    ({"static_topo": True, "method": "set", "grow": "random"}, ValueError, "nothing"),
+    ({"static_topo": True, "method": "gmp"}, ValueError, "leave out one of them"),
+    ({"static_topo": True, "method": "rigel"}, ValueError, "allowed are"),
     ({"grow": "magnitud"}, ValueError, "allowed are"),
     ({"grow": 3}, TypeError, "a function of"),
     ({"initial_masks": "snipe"}, ValueError, "allowed are"),
@@ -384,6 +458,8 @@ BAD = [
     ({"sparsities": {"nothing": 0.5}}, ValueError, "the name of no weight"),
     ({"sparsities": {"5": 1.0}}, ValueError, "from 0 to below 1"),
     ({"exclude": [nn.Conv2d, nn.Linear]}, ValueError, "no weight is left"),
+    ({"exclude": "heads"}, ValueError, "names 'heads'"),
+    ({"exclude": nn.LSTM}, ValueError, "the model has no such"),
     ({"structure": "4:2"}, ValueError, "0 < N < M"),
     ({"structure": "2:4"}, ValueError, "leave it out"),
     ({"structure": "2:4", "dense_allocation": 0.5, "method": "gmp"}, ValueError, "gmp"),
@@ -411,6 +487,17 @@ def test_a_model_of_linear_layers_needs_to_be_told():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(ValueError, match="needs ignore_linear_layers=False"):
         RigLScheduler(model, sgd(model), dense_allocation=0.5, T_end=10)
+
+
+def test_an_optimizer_that_steps_by_itself_needs_to_be_told():
+    images, labels = batch(0, 16)
+    dataset = torch.utils.data.TensorDataset(images, labels)
+    sampler = vbs.CustomSampler(dataset, [8], minibatch_size=4, on_end="cycle")
+    model = convnet()
+    optimizer = vbs.ConstantOptimizer(sgd(model), sampler)
+    with pytest.raises(ValueError, match="build the pruner with skip_step=False"):
+        pruned(model, optimizer)
+    pruned(model, optimizer, skip_step=False)
 
 
 def test_an_optimizer_of_other_weights_is_refused():
