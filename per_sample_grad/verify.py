@@ -9,16 +9,17 @@ coupled, and uses that no rule saw, for one parameter after the other.
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
 import weakref
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
-from per_sample_grad.calls import tensors_in
+from per_sample_grad.calls import Call, tensors_in
 from per_sample_grad.contributions import accumulation_dtype
 from per_sample_grad.errors import CouplingError
 from per_sample_grad.factors import Factors
@@ -37,6 +38,8 @@ _ACCELERATOR_TOLERANCE = 2e-2
 _HALF_TOLERANCE = 6e-2
 # Units in the last place by which a sum's terms may be off together.
 _ROUNDINGS = 4
+# Of the whole gradient's size: what large inputs may explain at most.
+_LARGEST_NOISE = 0.1
 
 _PROVEN: weakref.WeakKeyDictionary[nn.Module, set[Hashable]]
 _PROVEN = weakref.WeakKeyDictionary()
@@ -88,7 +91,8 @@ def differences(
     """Relative differences from autograd by parameter; reads the device back once.
 
     Relative to the gradient's size, or where that is less to 1/1000 of the whole
-    gradient's or to what rounding explains.
+    gradient's or to what rounding explains; large inputs explain no more than a tenth
+    of the whole gradient.
 
     NaN where the gradient is not finite, so that nothing can be said.
     """
@@ -109,13 +113,18 @@ def differences(
         distances.append((found - truth).norm())
         sizes.append(truth.norm())
         rounding.append(
-            noises[name].to(found.dtype) if name in noises else found.new_zeros(())
+            noises[name].to(found.dtype) if name in noises else found.new_zeros(2)
         )
     # One transfer for all of them.
-    columns = [torch.stack(column) for column in (distances, sizes, rounding)]
-    distance, size, noisy = torch.stack(columns).cpu().double().unbind()
-    floor = max(1e-3 * float(size.norm()), 1e-30)
-    allowed = noisy / tolerance_of(losses, params, factors)
+    columns = [torch.stack(distances), torch.stack(sizes), *torch.stack(rounding, 1)]
+    distance, size, *noisy = torch.stack(columns).cpu().double().unbind()
+    whole = float(size.norm())
+    floor = max(1e-3 * whole, 1e-30)
+    tolerance = tolerance_of(losses, params, factors)
+    plain, scaled = (
+        torch.where(torch.isfinite(noise), noise, 0.0) / tolerance for noise in noisy
+    )
+    allowed = torch.maximum(plain, scaled.clamp(max=_LARGEST_NOISE * whole))
     errors = distance / torch.maximum(size.clamp(min=floor), allowed)
     errors[~torch.isfinite(size)] = torch.nan
     return dict(zip(params, errors.tolist()))
@@ -155,22 +164,34 @@ def noise(
     """How far rounding alone may move each parameter's gradient, on the device.
 
     The norm of the terms that are summed, times the dtype's precision: gradients that
-    cancel to nothing (a bias before a normalisation) differ by that much.
+    cancel to nothing (a bias before a normalisation) differ by that much. Two numbers,
+    of the output's gradient alone and of its products with the largest inputs.
     """
     found: dict[str, torch.Tensor] = {}
     for use, grad in zip(uses, grads):
         if grad is None:
             continue
-        terms = grad.to(accumulation_dtype(grad.dtype)).norm()
-        for value in tensors_in((use.call.args, use.call.kwargs)):
+        plain = grad.to(accumulation_dtype(grad.dtype)).norm()
+        scaled = plain
+        for value in _multiplied(use.call):
             if value.is_floating_point() and value.numel():
-                terms = terms * value.abs().max().clamp(min=1).to(terms.dtype)
+                scaled = scaled * value.abs().max().clamp(min=1).to(scaled.dtype)
+        terms = torch.stack([plain, scaled])
         terms = terms * (_ROUNDINGS * torch.finfo(grad.dtype).eps)
         for param in use.call.module.parameters():
             name = names.get(id(param))
             if name is not None:
                 found[name] = found[name] + terms if name in found else terms
     return found
+
+
+def _multiplied(call: Call) -> Iterator[torch.Tensor]:
+    """The tensors that enter products: not masks, which are added and may be -inf."""
+    forward = inspect.signature(type(call.module).forward)
+    given = forward.bind(call.module, *call.args, **call.kwargs).arguments
+    for name, value in given.items():
+        if "mask" not in name:
+            yield from tensors_in(value)
 
 
 def _weights(losses: torch.Tensor) -> torch.Tensor:
