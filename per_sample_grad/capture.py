@@ -109,11 +109,11 @@ class Capture:
             parts = {**parts, **self._fall_back(losses, found.problems)}
         factors = self.factors(losses, parts, found)
         if found.check:
-            errors = verify.differences(
+            compared = verify.compare(
                 losses, self.params, factors, found.noises, retain_graph
             )
-            verify.judge(errors, losses, self.params, factors)
-            verify.remember(self.model, found.signature, errors)
+            verify.judge(compared.errors, losses, self.params, factors)
+            verify.remember(self.model, found.signature, compared)
         return factors
 
     def assemble(self, losses: torch.Tensor, retain_graph: bool) -> Assembled:

@@ -9,6 +9,7 @@ coupled, and uses that no rule saw, for one parameter after the other.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import random
@@ -41,8 +42,24 @@ _ROUNDINGS = 4
 # Of the whole gradient's size: what large inputs may explain at most.
 _LARGEST_NOISE = 0.1
 
-_PROVEN: weakref.WeakKeyDictionary[nn.Module, set[Hashable]]
+# Of every structure that was compared, the parameters of which nothing was learnt yet.
+_PROVEN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, frozenset[str]]]
 _PROVEN = weakref.WeakKeyDictionary()
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """With autograd.
+
+    Attributes:
+        errors: Relative differences by parameter; NaN where the gradient is not finite,
+            so that nothing can be said.
+        silent: Parameters that the losses depend on, but with a gradient so small that
+            no error in it would have been seen: those below a head that is zero.
+    """
+
+    errors: Mapping[str, float]
+    silent: frozenset[str]
 
 
 def signature(
@@ -56,7 +73,7 @@ def signature(
     calls = tuple(
         (
             use.name,
-            use.rule.name,
+            use.rule,
             use.call.batch_dim,
             use.shape,
             use.call.module.training,
@@ -77,24 +94,23 @@ def signature(
 def is_due(check: Check, model: nn.Module, key: Hashable) -> bool:
     """Whether this capture is to be compared with autograd."""
     if check == "first":
-        return key not in _PROVEN.get(model, ())
+        proven = _PROVEN.get(model, {})
+        return key not in proven or bool(proven[key])
     return check == "always"
 
 
-def differences(
+def compare(
     losses: torch.Tensor,
     params: Mapping[str, nn.Parameter],
     factors: Factors,
     noises: Mapping[str, torch.Tensor],
     retain_graph: bool,
-) -> dict[str, float]:
+) -> Comparison:
     """Relative differences from autograd by parameter; reads the device back once.
 
     Relative to the gradient's size, or where that is less to 1/1000 of the whole
     gradient's or to what rounding explains; large inputs explain no more than a tenth
     of the whole gradient.
-
-    NaN where the gradient is not finite, so that nothing can be said.
     """
     weights = _weights(losses)
     expected = torch.autograd.grad(
@@ -113,11 +129,11 @@ def differences(
         distances.append((found - truth).norm())
         sizes.append(truth.norm())
         rounding.append(
-            noises[name].to(found.dtype) if name in noises else found.new_zeros(2)
+            noises[name].to(found.dtype) if name in noises else found.new_zeros(3)
         )
     # One transfer for all of them.
     columns = [torch.stack(distances), torch.stack(sizes), *torch.stack(rounding, 1)]
-    distance, size, *noisy = torch.stack(columns).cpu().double().unbind()
+    distance, size, terms, *noisy = torch.stack(columns).cpu().double().unbind()
     whole = float(size.norm())
     floor = max(1e-3 * whole, 1e-30)
     tolerance = tolerance_of(losses, params, factors)
@@ -127,7 +143,15 @@ def differences(
     allowed = torch.maximum(plain, scaled.clamp(max=_LARGEST_NOISE * whole))
     errors = distance / torch.maximum(size.clamp(min=floor), allowed)
     errors[~torch.isfinite(size)] = torch.nan
-    return dict(zip(params, errors.tolist()))
+    # What the terms are that were summed: where they are not small, but their sum is,
+    # they cancel (a bias before a normalisation), and that was seen.
+    unseen = (torch.maximum(size, terms) <= tolerance * floor).tolist()
+    silent = frozenset(
+        name
+        for name, nothing in zip(params, unseen)
+        if nothing and factors.contributions(name)
+    )
+    return Comparison(dict(zip(params, errors.tolist())), silent)
 
 
 def judge(
@@ -152,10 +176,11 @@ def judge(
         )
 
 
-def remember(model: nn.Module, key: Hashable, errors: Mapping[str, float]) -> None:
-    """The comparison need not be repeated, unless it said nothing."""
-    if not any(math.isnan(error) for error in errors.values()):
-        _PROVEN.setdefault(model, set()).add(key)
+def remember(model: nn.Module, key: Hashable, found: Comparison) -> None:
+    """The comparison need not be repeated, unless it said nothing of a parameter."""
+    if not any(math.isnan(error) for error in found.errors.values()):
+        proven = _PROVEN.setdefault(model, {})
+        proven[key] = found.silent & proven.get(key, found.silent)
 
 
 def noise(
@@ -164,20 +189,21 @@ def noise(
     """How far rounding alone may move each parameter's gradient, on the device.
 
     The norm of the terms that are summed, times the dtype's precision: gradients that
-    cancel to nothing (a bias before a normalisation) differ by that much. Two numbers,
-    of the output's gradient alone and of its products with the largest inputs.
+    cancel to nothing (a bias before a normalisation) differ by that much. Three
+    numbers: the norm of the output's gradient, that by the precision, and this times
+    the largest inputs.
     """
     found: dict[str, torch.Tensor] = {}
     for use, grad in zip(uses, grads):
         if grad is None:
             continue
-        plain = grad.to(accumulation_dtype(grad.dtype)).norm()
+        size = grad.to(accumulation_dtype(grad.dtype)).norm()
+        plain = size * (_ROUNDINGS * torch.finfo(grad.dtype).eps)
         scaled = plain
         for value in _multiplied(use.call):
             if value.is_floating_point() and value.numel():
                 scaled = scaled * value.abs().max().clamp(min=1).to(scaled.dtype)
-        terms = torch.stack([plain, scaled])
-        terms = terms * (_ROUNDINGS * torch.finfo(grad.dtype).eps)
+        terms = torch.stack([size, plain, scaled])
         for param in use.call.module.parameters():
             name = names.get(id(param))
             if name is not None:

@@ -48,3 +48,115 @@ def test_a_bias_that_cancels_is_no_error():
     with psg.capture(model, ["0.bias"]) as recorded:
         losses = squares(torch.sin(model(torch.randn(3, 2, 9))))
     assert recorded.backward(losses).norms().max() < 1e-3
+
+
+def test_a_head_of_zeros_proves_nothing_of_what_is_below():
+    """The batch's mean couples the samples, unseen while the head is zero."""
+
+    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        hidden = m.body(x)
+        return m.head(hidden - hidden.mean(0, keepdim=True))
+
+    model = Apply(forward, body=nn.Linear(3, 4), head=nn.Linear(4, 2))
+    nn.init.zeros_(model.head.weight)
+    x = torch.randn(6, 3)
+    for _ in range(2):
+        with psg.capture(model, ["body.weight", "body.bias"]) as recorded:
+            losses = squares(model(x) - 1)
+        assert recorded.backward(losses).norms().max() == 0
+    nn.init.ones_(model.head.weight)
+    with psg.capture(model) as recorded:
+        losses = squares(model(x) - 1)
+    with pytest.raises(psg.CouplingError, match=r"body\.weight"):
+        recorded.backward(losses)
+
+
+def comparisons(monkeypatch, model: nn.Module, steps: list) -> list[bool]:
+    """Whether each of these captures was compared."""
+    made = []
+    compare = psg.verify.compare
+    monkeypatch.setattr(
+        psg.verify, "compare", lambda *args: made.append(True) or compare(*args)
+    )
+    found = []
+    for step in steps:
+        made.clear()
+        with psg.capture(model) as recorded:
+            losses = step(model)
+        recorded.backward(losses)
+        found.append(bool(made))
+    return found
+
+
+def test_a_comparison_that_said_something_is_not_repeated(monkeypatch):
+    """Also where a bias cancels before a normalisation."""
+    model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.GroupNorm(4, 4))
+    x = torch.randn(3, 2, 9)
+    steps = [lambda m: squares(torch.sin(m(x)))] * 3
+    assert comparisons(monkeypatch, model, steps) == [True, False, False]
+
+
+def test_a_zero_that_is_learnt_is_compared_until_it_is_none(monkeypatch):
+    model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 3, bias=False))
+    nn.init.zeros_(model[1].weight)
+    x = torch.randn(4, 3)
+
+    def step(m: nn.Module) -> torch.Tensor:
+        return squares(m(x) - 1)
+
+    def later(m: nn.Module) -> torch.Tensor:
+        nn.init.ones_(m[1].weight)
+        return step(m)
+
+    made = comparisons(monkeypatch, model, [step, step, later, step])
+    assert made == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("own", "other"),
+    [
+        (lambda out: out - out.mean(1, True), lambda out: out - out.mean(0, True)),
+        (lambda out: out - out.mean(-1, True), lambda out: out - out.mean(-2, True)),
+        (
+            lambda out: out * out.unbind(1)[0][:, None],
+            lambda out: out * out.unbind()[0],
+        ),
+        (lambda out: out[:, :1] * out, lambda out: out[:1] * out),
+    ],
+    ids=["mean", "mean-from-the-end", "unbind", "slice"],
+)
+def test_a_dimension_is_structure(own, other):
+    model, x = nn.Linear(4, 4), torch.randn(4, 4)
+    for form in (own, other):
+        with psg.capture(model) as recorded:
+            losses = squares(form(model(x)))
+        if form is own:
+            recorded.backward(losses)
+    with pytest.raises(psg.CouplingError):
+        recorded.backward(losses)
+
+
+def test_another_rule_is_compared(rules):
+    model, x = nn.Linear(4, 2), torch.randn(3, 4)
+
+    def rule(factor: float):
+        def linear(call: psg.Call, grad: torch.Tensor):
+            return {
+                "weight": psg.Outer(
+                    factor * grad[:, None, None], call.input[:, None, None]
+                ),
+                "bias": psg.Dense(grad),
+            }
+
+        return linear
+
+    def backward() -> None:
+        with psg.capture(model) as recorded:
+            losses = squares(model(x))
+        recorded.backward(losses)
+
+    psg.register_rule(nn.Linear)(rule(1.0))
+    backward()
+    psg.register_rule(nn.Linear)(rule(2.0))
+    with pytest.raises(psg.CouplingError):
+        backward()
