@@ -134,7 +134,9 @@ def compare(
     # One transfer for all of them.
     columns = [torch.stack(distances), torch.stack(sizes), *torch.stack(rounding, 1)]
     distance, size, terms, *noisy = torch.stack(columns).cpu().double().unbind()
-    whole = float(size.norm())
+    # The gradients that are finite are judged whatever the others are.
+    finite = torch.isfinite(size)
+    whole = float(size[finite].norm())
     floor = max(1e-3 * whole, 1e-30)
     tolerance = tolerance_of(losses, params, factors)
     plain, scaled = (
@@ -142,7 +144,8 @@ def compare(
     )
     allowed = torch.maximum(plain, scaled.clamp(max=_LARGEST_NOISE * whole))
     errors = distance / torch.maximum(size.clamp(min=floor), allowed)
-    errors[~torch.isfinite(size)] = torch.nan
+    errors[~torch.isfinite(errors)] = torch.inf
+    errors[~finite] = torch.nan
     # What the terms are that were summed: where they are not small, but their sum is,
     # they cancel (a bias before a normalisation), and that was seen.
     unseen = (torch.maximum(size, terms) <= tolerance * floor).tolist()

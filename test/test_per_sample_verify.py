@@ -160,3 +160,47 @@ def test_another_rule_is_compared(rules):
     psg.register_rule(nn.Linear)(rule(2.0))
     with pytest.raises(psg.CouplingError):
         backward()
+
+
+def test_an_answer_that_is_not_finite_is_wrong(rules):
+    def rule(call: psg.Call, grad: torch.Tensor):
+        weight = grad[:, None, None] * torch.nan
+        return {
+            "weight": psg.Outer(weight, call.input[:, None, None]),
+            "bias": psg.Dense(grad),
+        }
+
+    psg.register_rule(nn.Linear)(rule)
+    model = nn.Linear(4, 2)
+    with psg.capture(model) as recorded:
+        losses = squares(model(torch.randn(3, 4)))
+    with pytest.raises(psg.CouplingError, match="weight: off by inf"):
+        recorded.backward(losses)
+
+
+@pytest.mark.parametrize("check", ["always", "never"])
+def test_queries_without_keys_take_no_gradient(check):
+    model, x = nn.MultiheadAttention(4, 2, batch_first=True), torch.randn(3, 5, 4)
+    mask = torch.zeros(5, 5, dtype=torch.bool)
+    mask[1] = True
+    mask[3, 2:] = True
+    with psg.capture(model, check=check) as recorded:
+        out, _ = model(x, x, x, attn_mask=mask, need_weights=False)
+        losses = squares(out)
+    found = recorded.backward(losses, retain_graph=True)
+    params = list(model.parameters())
+    for i, norm in enumerate(found.norms()):
+        grads = torch.autograd.grad(losses[i], params, retain_graph=True)
+        expected = torch.cat([grad.flatten() for grad in grads]).norm()
+        torch.testing.assert_close(norm, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_default_epsilon_is_torchs_own(dtype):
+    """Inputs so small that the epsilon matters."""
+    model, x = nn.RMSNorm(64, dtype=dtype), (1e-3 * torch.randn(3, 64)).to(dtype)
+    with psg.capture(model, check="never") as recorded:
+        losses = model(x).float().sum(1)
+    found = recorded.backward(losses).materialize()["weight"]
+    expected = nn.functional.rms_norm(x.float(), (64,))
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3)
