@@ -77,11 +77,14 @@ class Reached:
             out.
         structure: A digest of the operations outside these calls: their names, their
             settings (dimensions, sizes) and what each takes from which.
+        custom: The name of a `torch.autograd.Function` outside these calls, if there
+            is one: its forward pass may have run anything.
     """
 
     regions: frozenset[int]
     outside: Mapping[str, int]
     structure: str
+    custom: str | None = None
 
 
 def walk(
@@ -103,6 +106,7 @@ def walk(
     # In the order of their first mention, which is alike for like graphs.
     numbers: dict[Node, int] = {}
     operations: list[tuple[object, ...]] = []
+    custom: str | None = None
     while stack:
         node = stack.pop()
         if node is None or node in seen:
@@ -116,6 +120,8 @@ def walk(
             continue
         following = [following for following, _ in node.next_functions]
         _refuse_opaque(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            custom = node.name()
         outputs = (output for _, output in node.next_functions)
         operations.append(
             (
@@ -133,7 +139,7 @@ def walk(
     _count_leaf_inputs(by_output.values(), reached, names, outside)
     # Not `hash`, to which -1 and -2 are one.
     structure = hashlib.sha256(repr(operations).encode()).hexdigest()
-    return Reached(frozenset(reached), outside, structure)
+    return Reached(frozenset(reached), outside, structure, custom)
 
 
 def _mentions(

@@ -1,10 +1,12 @@
-"""What the comparison with autograd sees, and when it is made again."""
+"""What the comparison with autograd sees, when it is made again, what is hidden."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from support.per_sample import fold
 from support.per_sample_cases import Apply
+from test_per_sample_refusals import Raw
 from torch import nn
 
 import per_sample_grad as psg
@@ -204,3 +206,72 @@ def test_the_default_epsilon_is_torchs_own(dtype):
     found = recorded.backward(losses).materialize()["weight"]
     expected = nn.functional.rms_norm(x.float(), (64,))
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3)
+
+
+class Hiding(torch.autograd.Function):
+    """Runs a module inside, and back in a graph of its own."""
+
+    @staticmethod
+    def forward(ctx, module, x):
+        ctx.module = module
+        ctx.save_for_backward(x)
+        return module(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            inside = x.detach().requires_grad_()
+            ctx.module(inside).backward(grad)
+        return None, inside.grad
+
+
+@pytest.mark.parametrize("inner", [nn.Linear(4, 4), Raw()], ids=["rule", "no-rule"])
+def test_functions_that_hide_modules_are_an_error(inner):
+    first = nn.Linear(3, inner.inner.in_features if isinstance(inner, Raw) else 4)
+    model = Apply(lambda m, x: Hiding.apply(m.b, m.a(x)), a=first, b=inner)
+    for options in ({}, {"fallback": "loop"}):
+        with psg.capture(model, **options) as recorded:
+            losses = fold(model, torch.randn(5, 3))
+        with pytest.raises(psg.CoverageError, match="Function HidingBackward"):
+            recorded.backward(losses)
+    assert all(param.grad is None for param in model.parameters())
+    with psg.capture(model, lambda name, _: name.startswith("a")) as recorded:
+        losses = fold(model, torch.randn(5, 3))
+    recorded.backward(losses)
+
+
+def test_a_function_beside_a_pass_without_gradients_is_none():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    with psg.capture(model) as recorded:
+        with torch.no_grad():
+            target = model(x + 1)
+        losses = (Double.apply(model(x)) - target).square().sum(1)
+    assert recorded.backward(losses).norms().min() > 0
+
+
+def test_backward_once_and_after_a_forward_pass():
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    with pytest.raises(RuntimeError, match="nothing was recorded"):
+        psg.capture(model).backward(model(x).sum(1))
+    before = model(x).sum(1)
+    with psg.capture(model) as recorded:
+        pass
+    with pytest.raises(psg.CoverageError, match="run before it"):
+        recorded.backward(before)
+    with psg.capture(model) as recorded:
+        losses = model(x).sum(1)
+    recorded.backward(losses, retain_graph=True)
+    with pytest.raises(RuntimeError, match="had its backward pass"):
+        recorded.backward(losses)
+    with pytest.raises(RuntimeError, match="used already"), recorded:
+        pass
