@@ -16,7 +16,7 @@ from per_sample_grad.errors import CoverageError
 from per_sample_grad.factors import Factors
 from per_sample_grad.fallback import FALLBACKS, Fallback
 from per_sample_grad.plan import DEFAULT_BUDGET, METHODS, Method
-from per_sample_grad.recording import Recorder, Use, check_versions
+from per_sample_grad.recording import Recorder, Use, check_versions, refuse_hidden
 from per_sample_grad.selection import Selection, selected
 
 
@@ -70,11 +70,13 @@ class Capture:
         self._budget = budget
         self._names = {id(value): name for name, value in self.params.items()}
         self._recorder = Recorder(model, self._names, batch_dim)
+        self._entered = self._answered = False
 
     def __enter__(self) -> Capture:
-        if self._recorder.uses:
+        if self._entered:
             raise RuntimeError("this capture was used already; make another")
         self._recorder.start()
+        self._entered = True
         return self
 
     def __exit__(
@@ -87,6 +89,7 @@ class Capture:
         self._recorder.stop()
         if kind is not None:
             self._recorder.uses.clear()
+            self._entered = False
 
     def backward(self, losses: torch.Tensor, *, retain_graph: bool = False) -> Factors:
         """One backward pass, for activations only: what every answer is made of.
@@ -100,6 +103,7 @@ class Capture:
 
         Raises:
             ValueError: ``losses`` is no vector with a graph.
+            RuntimeError: Nothing was recorded, or there was a backward pass already.
             CoverageError: Some use of a parameter is not accounted for.
             CouplingError: The answer differs from autograd's.
         """
@@ -109,21 +113,23 @@ class Capture:
             parts = {**parts, **self._fall_back(losses, found.problems)}
         factors = self.factors(losses, parts, found)
         if found.check:
-            errors = verify.differences(
+            compared = verify.compare(
                 losses, self.params, factors, found.noises, retain_graph
             )
-            verify.judge(errors, losses, self.params, factors)
-            verify.remember(self.model, found.signature, errors)
+            verify.judge(compared.errors, losses, self.params, factors)
+            verify.remember(self.model, found.signature, compared)
         return factors
 
     def assemble(self, losses: torch.Tensor, retain_graph: bool) -> Assembled:
         """Runs the backward pass and the rules; for `coverage`."""
         self._recorder.stop()
         _check_losses(losses)
+        self._check_state()
         recorded = self._recorder.uses
         reached = graph.walk(losses, [use.region for use in recorded], self._names)
         uses = [recorded[number] for number in sorted(reached.regions)]
         check_versions(uses)
+        refuse_hidden(self._recorder.unrecorded, uses, reached, self._names)
         signature = verify.signature(losses, uses, self.params, reached)
         check = verify.is_due(self._check, self.model, signature)
         # A fallback and a check need the graph once more.
@@ -139,7 +145,22 @@ class Capture:
         dtypes = frozenset(grad.dtype for grad in grads if grad is not None)
         noises = verify.noise(uses, grads, self._names) if check else {}
         recorded.clear()
+        self._answered = True
         return Assembled(uses, parts, problems, dtypes, check, signature, noises)
+
+    def _check_state(self) -> None:
+        if self._answered:
+            raise RuntimeError(
+                "this capture had its backward pass, which used up what was recorded; "
+                "ask the factors it returned, or record the forward pass again with "
+                "another capture"
+            )
+        if not self._entered:
+            raise RuntimeError(
+                "nothing was recorded: run the forward pass inside "
+                "`with capture(model) as recorded:`, then call "
+                "recorded.backward(losses)"
+            )
 
     def factors(self, losses: torch.Tensor, parts: Parts, found: Assembled) -> Factors:
         """The factors of these contributions."""
@@ -161,12 +182,21 @@ class Capture:
             )
             raise CoverageError(
                 "these parameters have uses that no layer rule accounts for:"
-                f"{lines}\nRegister a rule for the module (register_rule), leave the "
+                f"{lines}\n{self._remark()}Register a rule for the module "
+                "(register_rule), leave the "
                 'parameters out (params=), or pass fallback="loop" (B backward passes '
                 'for them, exact) or fallback="batched" (one vectorised one)'
             )
         dense = fallback(losses, {name: self.params[name] for name in problems})
         return {name: [value] for name, value in dense.items()}
+
+    def _remark(self) -> str:
+        if self._recorder.called:
+            return ""
+        return (
+            "No module with any of them was called inside the capture: was the forward "
+            "pass run before it? "
+        )
 
 
 def capture(

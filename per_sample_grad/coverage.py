@@ -113,9 +113,9 @@ def coverage(
     dense = loop(losses, {name: capture.params[name] for name in found.problems})
     parts = {**found.parts, **{name: [value] for name, value in dense.items()}}
     factors = capture.factors(losses, parts, found)
-    errors = verify.differences(
+    errors = verify.compare(
         losses, capture.params, factors, found.noises, retain_graph=False
-    )
+    ).errors
     tolerance = verify.tolerance_of(losses, capture.params, factors)
     plans = {
         "norms": factors.plan("norms").choices,

@@ -11,6 +11,8 @@ autocast casts once and uses twice is right.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -73,12 +75,16 @@ class Reached:
         regions: The positions, among those given, of the calls.
         outside: How many uses outside these calls each parameter has; none are left
             out.
-        structure: A hash of the operations outside these calls.
+        structure: A digest of the operations outside these calls: their names, their
+            settings (dimensions, sizes) and what each takes from which.
+        custom: The name of a `torch.autograd.Function` outside these calls, if there
+            is one: its forward pass may have run anything.
     """
 
     regions: frozenset[int]
     outside: Mapping[str, int]
-    structure: int
+    structure: str
+    custom: str | None = None
 
 
 def walk(
@@ -97,7 +103,10 @@ def walk(
     outside: dict[str, int] = {}
     stack: list[Node | None] = [losses.grad_fn]
     seen: set[Node] = set()
-    operations: list[str] = []
+    # In the order of their first mention, which is alike for like graphs.
+    numbers: dict[Node, int] = {}
+    operations: list[tuple[object, ...]] = []
+    custom: str | None = None
     while stack:
         node = stack.pop()
         if node is None or node in seen:
@@ -106,11 +115,21 @@ def walk(
         if node in by_output:
             number, region = by_output[node]
             reached.add(number)
+            operations.append((number, *_mentions(numbers, region.inputs)))
             stack.extend(region.inputs)
             continue
         following = [following for following, _ in node.next_functions]
         _refuse_opaque(node)
-        operations.append(node.name())
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            custom = node.name()
+        outputs = (output for _, output in node.next_functions)
+        operations.append(
+            (
+                node.name(),
+                *_settings(node),
+                *zip(_mentions(numbers, following), outputs),
+            )
+        )
         stack.extend(following)
         for leaf in following:
             variable = getattr(leaf, "variable", None)
@@ -118,7 +137,50 @@ def walk(
                 name = names[id(variable)]
                 outside[name] = outside.get(name, 0) + 1
     _count_leaf_inputs(by_output.values(), reached, names, outside)
-    return Reached(frozenset(reached), outside, hash(tuple(operations)))
+    # Not `hash`, to which -1 and -2 are one.
+    structure = hashlib.sha256(repr(operations).encode()).hexdigest()
+    return Reached(frozenset(reached), outside, structure, custom)
+
+
+def _mentions(
+    numbers: dict[Node, int], nodes: Iterable[Node | None]
+) -> list[int | None]:
+    """A number for every node, the same at every mention."""
+    return [
+        None if node is None else numbers.setdefault(node, len(numbers))
+        for node in nodes
+    ]
+
+
+def _settings(node: Node) -> list[tuple[str, object]]:
+    """What an operation was told: dimensions, indices, sizes, flags.
+
+    No floats, which scale and mix nothing: a coefficient that changes at every step
+    is no other structure.
+    """
+    found = []
+    for name in _setting_names(type(node)):
+        value = getattr(node, name)
+        if _is_setting(value):
+            found.append((name, value))
+    return found
+
+
+@functools.cache
+def _setting_names(kind: type[Node]) -> tuple[str, ...]:
+    """Attributes that are no tensors: looking at those would run their hooks."""
+    names = dir(kind)
+    return tuple(
+        name
+        for name in names
+        if name.startswith("_saved_") and "_raw" + name not in names
+    )
+
+
+def _is_setting(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_setting, value))
+    return value is None or isinstance(value, bool | int | str)
 
 
 def _count_leaf_inputs(

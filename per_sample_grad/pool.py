@@ -17,13 +17,22 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tqdm import tqdm
 
 import xla_replica
-from per_sample_grad.pool_parts import Parts, fingerprint
+from per_sample_grad.pool_parts import (
+    Parts,
+    fingerprint,
+    name_of,
+    pool_digest,
+    shapes_digest,
+)
 from per_sample_grad.pool_scores import PoolScores
 from per_sample_grad.scores import SCORES, Loss, Scoring, expected, last_called, pseudo
+from per_sample_grad.selection import selected
 
 Labels = Literal["given", "pseudo", "expected"]
 LABELS: tuple[Labels, ...] = ("given", "pseudo", "expected")
 PART_SIZE = 4096
+# Of `capture`'s options, those that change no score; and the selection, told apart.
+_UNTOLD = ("params", "check", "budget")
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -74,7 +83,7 @@ def score_pool(
             be seen by all replicas if their number is to change.
         part_size: Samples that are kept together, independent of the batch size.
         progress: Show a bar, on one replica.
-        **options: For `capture`.
+        **options: For `capture`; no ``params`` for ``"last_layer_grad_norm"``.
 
     Returns:
         All scores, on every replica.
@@ -89,6 +98,13 @@ def score_pool(
     labels = "expected" if score == "egl" else labels
     if labels not in LABELS:
         raise ValueError(f"labels={labels!r}; allowed are {', '.join(LABELS)}")
+    if part_size < 1:
+        raise ValueError(f"part_size={part_size} samples; give at least 1")
+    if score == "last_layer_grad_norm" and options.get("params") is not None:
+        raise ValueError(
+            'params= beside score="last_layer_grad_norm", which is of all parameters '
+            'of one layer; name the layer with last_layer=, or take score="grad_norm"'
+        )
     replica = xla_replica.current()
     source = _source(loader, batch_size)
     parts = Parts(len(source), part_size, Path(folder) if folder is not None else None)
@@ -96,11 +112,31 @@ def score_pool(
     if folder is not None:
         dtype = None if autocast is None else str(autocast)
         told = {"score": score, "labels": labels, "autocast": dtype}
-        parts.describe({**told, "last_layer": last_layer, "model": fingerprint(models)})
+        told |= {"last_layer": last_layer, "loss": name_of(loss)}
+        parts.describe({**told, **_described(models, source.dataset, score, options)})
     scorings = [Scoring(m, loss, last_layer, options) for m in models]
     run = _Run(replica, source, parts, score, labels, scorings, autocast, progress)
     with _evaluating(models):
         return PoolScores(run.all_scores(), score)
+
+
+def _described(
+    models: Sequence[nn.Module], dataset: Any, score: str, options: dict[str, Any]
+) -> dict[str, object]:
+    """What tells this job from others that could be given the same folder."""
+    told: dict[str, object] = {
+        "model": fingerprint(models),
+        "pool": pool_digest(dataset),
+        "options": {
+            key: repr(value)
+            for key, value in sorted(options.items())
+            if key not in _UNTOLD
+        },
+    }
+    if score not in ("el2n", "loss"):
+        chosen = [selected(model, options.get("params")) for model in models]
+        told["params"] = shapes_digest(chosen)
+    return told
 
 
 @dataclasses.dataclass
@@ -170,7 +206,11 @@ class _Run:
                 return expected(function, scoring, inputs, self.replica.sync)
             if self.labels == "pseudo":
                 targets = pseudo(scoring, inputs)
-            assert targets is not None
+            if targets is None:
+                raise ValueError(
+                    f'labels="{self.labels}", but the pool\'s batches have no targets; '
+                    'give pairs (inputs, targets), or labels="pseudo" or "expected"'
+                )
             return function(scoring, inputs, targets).float()
 
 

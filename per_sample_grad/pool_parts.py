@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
-from collections.abc import Iterable
+import uuid
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,7 +61,7 @@ class Parts:
         if self.folder is None:
             return
         path = self._path(number)
-        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+        unfinished = _unfinished(path)
         with open(unfinished, "wb") as file:
             np.save(file, scores)
         unfinished.replace(path)
@@ -91,7 +92,7 @@ class Parts:
                     + "; give another folder, or delete this one"
                 )
             return
-        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+        unfinished = _unfinished(path)
         unfinished.write_text(json.dumps(wanted, indent=1), encoding="utf-8")
         unfinished.replace(path)
 
@@ -100,10 +101,17 @@ class Parts:
         return self.folder / f"part-{number:08d}.npy"
 
 
+def _unfinished(path: Path) -> Path:
+    """A name of its own: replicas may be threads, or machines with the same pids."""
+    return path.with_suffix(f".{uuid.uuid4().hex}.tmp")
+
+
 def fingerprint(models: Iterable[nn.Module]) -> str:
-    """A hash of all parameters and buffers: of which model scores are."""
+    """A hash of the kinds of modules and of all values: of which model scores are."""
     digest = hashlib.sha256()
     for model in models:
+        for name, module in model.named_modules():
+            digest.update(f"{name} {type(module).__qualname__};".encode())
         for name, value in model.state_dict().items():
             digest.update(name.encode())
             if isinstance(value, torch.Tensor):
@@ -111,3 +119,52 @@ def fingerprint(models: Iterable[nn.Module]) -> str:
                 digest.update(str((host.dtype, tuple(host.shape))).encode())
                 digest.update(host.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def shapes_digest(models: Iterable[Mapping[str, torch.Tensor]]) -> str:
+    """A hash of the names and shapes of parameters."""
+    found = [
+        [(name, tuple(p.shape)) for name, p in params.items()] for params in models
+    ]
+    return hashlib.sha256(repr(found).encode()).hexdigest()
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Module and name of a function, or of the type of what is called like one."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def pool_digest(dataset: Any) -> str | None:
+    """A hash of the first, middle and last item; None if an item is drawn at random."""
+    indices = sorted({0, len(dataset) // 2, len(dataset) - 1}) if len(dataset) else []
+    digests = []
+    with torch.random.fork_rng(devices=[]):  # scoring draws what it would have drawn
+        for _ in range(2):
+            digest = hashlib.sha256()
+            for index in indices:
+                _update(digest, dataset[index])
+            digests.append(digest.hexdigest())
+    return digests[0] if digests[0] == digests[1] else None
+
+
+def _update(digest: Any, value: Any) -> None:
+    digest.update(type(value).__qualname__.encode())
+    if isinstance(value, torch.Tensor):
+        host = value.detach().cpu().contiguous()
+        digest.update(str((host.dtype, tuple(host.shape))).encode())
+        digest.update(host.reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _update(digest, key)
+            _update(digest, item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _update(digest, item)
+    elif isinstance(value, str | int | float | complex):
+        digest.update(repr(value).encode())
+    elif isinstance(value, bytes):
+        digest.update(value)
+    elif hasattr(value, "tobytes"):  # arrays, images
+        digest.update(str(getattr(value, "shape", None)).encode())
+        digest.update(value.tobytes())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,9 @@ class Recorder:
 
     Attributes:
         uses: What was called, in order.
+        called: Whether any module that has a selected parameter was.
+        unrecorded: Names of selected parameters of modules that were called while
+            gradients were off.
     """
 
     def __init__(
@@ -57,6 +60,8 @@ class Recorder:
         batch_dim: int | Mapping[str, int],
     ) -> None:
         self.uses: list[Use] = []
+        self.called = False
+        self.unrecorded: set[str] = set()
         self._model = model
         self._names = names
         self._dims = _dims(model, batch_dim)
@@ -69,6 +74,9 @@ class Recorder:
         try:
             for name, module in self._model.named_modules():
                 rule = rule_of(module)
+                if own := self._selected_of(module, rule is not None):
+                    note = self._note(own)
+                    self._handles.append(module.register_forward_pre_hook(note))
                 if rule is not None and self._owns_selected(module):
                     hook = self._hook(name, rule, self._dims.get(name, default))
                     self._handles.append(
@@ -111,6 +119,19 @@ class Recorder:
 
         return record
 
+    def _note(self, own: Collection[str]) -> Callable[..., None]:
+        def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+            del module, args
+            self.called = True
+            if not torch.is_grad_enabled():
+                self.unrecorded.update(own)
+
+        return note
+
+    def _selected_of(self, module: nn.Module, recurse: bool) -> list[str]:
+        params = module.parameters(recurse)
+        return [self._names[id(p)] for p in params if id(p) in self._names]
+
     def _owns_selected(self, module: nn.Module) -> bool:
         return any(id(param) in self._names for param in module.parameters())
 
@@ -138,6 +159,29 @@ def check_versions(uses: Sequence[Use]) -> None:
                 "it, so its gradient cannot be had (an ordinary backward pass fails "
                 "likewise); use an operation that is not in place"
             )
+
+
+def refuse_hidden(
+    unrecorded: Collection[str],
+    uses: Sequence[Use],
+    reached: graph.Reached,
+    names: Mapping[int, str],
+) -> None:
+    """Raises CoverageError for parameters used only within an autograd.Function."""
+    if reached.custom is None:
+        return
+    params = (param for use in uses for param in use.call.module.parameters())
+    seen = {names[id(param)] for param in params if id(param) in names}
+    hidden = sorted(set(unrecorded) - seen - set(reached.outside))
+    if hidden:
+        raise CoverageError(
+            f"modules with {', '.join(hidden)} were called without gradients, the "
+            "losses depend on none of these, but on the torch.autograd.Function "
+            f"{reached.custom}, which may have called them and hide their gradients "
+            "(as reentrant checkpoints do): call these modules outside of it (for "
+            "checkpoints: use_reentrant=False), or, if the losses really do not "
+            "depend on them, leave these parameters out (params=)"
+        )
 
 
 def refuse_batch_statistics(model: nn.Module) -> None:

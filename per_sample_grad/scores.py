@@ -40,7 +40,7 @@ Score = Callable[[Scoring, torch.Tensor, torch.Tensor], torch.Tensor]
 def loss(scoring: Scoring, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The loss: ``(B,)``."""
     with torch.no_grad():
-        return scoring.loss(scoring.model(inputs), targets)
+        return _losses(scoring, inputs, targets)
 
 
 def el2n(scoring: Scoring, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -67,11 +67,8 @@ def last_layer_grad_norm(
     model, layer = scoring.model, scoring.last_layer
     assert layer is not None
     own = {id(param) for param in model.get_submodule(layer).parameters()}
-    recorder = capture(
-        model,
-        lambda name, param: id(param) in own,
-        **scoring.options,
-    )
+    options = {**scoring.options, "params": lambda _, param: id(param) in own}
+    recorder = capture(model, **options)
     return _norms(recorder, scoring, inputs, targets)
 
 
@@ -79,8 +76,20 @@ def _norms(
     recorder: Capture, scoring: Scoring, inputs: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
     with torch.enable_grad(), recorder:
-        losses = scoring.loss(scoring.model(inputs), targets)
+        losses = _losses(scoring, inputs, targets)
     return recorder.backward(losses).norms()
+
+
+def _losses(
+    scoring: Scoring, inputs: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    losses = scoring.loss(scoring.model(inputs), targets)
+    if losses.shape != (len(inputs),):
+        raise ValueError(
+            f"loss= gave shape {tuple(losses.shape)} for {len(inputs)} samples; give "
+            'one number per sample, (B,), for instance with reduction="none"'
+        )
+    return losses
 
 
 SCORES: dict[str, Score] = {
@@ -133,16 +142,17 @@ def _classes(chances: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor
 
 
 def last_called(scoring: Scoring, inputs: torch.Tensor) -> str:
-    """Name of the last module with a rule that the logits depend on."""
+    """Name of the last module that the logits depend on, if every one has a rule."""
     with torch.enable_grad(), capture(scoring.model, **scoring.options) as recorder:
         logits = scoring.model(inputs)
-    uses = recorder.assemble(logits.flatten(1).sum(1), retain_graph=False).uses
-    if not uses:
+    found = recorder.assemble(logits.flatten(1).sum(1), retain_graph=False)
+    if not found.uses or found.problems:
+        unknown = ", ".join(found.problems) or "the model"
         raise ValueError(
-            "no layer with a rule was called, so there is no last layer; name the "
-            "module with last_layer="
+            f"no rule accounts for {unknown}, so which layer is the last is not "
+            "known; name the module with last_layer="
         )
-    return uses[-1].name
+    return found.uses[-1].name
 
 
 def require_classes(logits: torch.Tensor, what: str) -> None:

@@ -9,16 +9,18 @@ coupled, and uses that no rule saw, for one parameter after the other.
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import math
 import random
 import weakref
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
-from per_sample_grad.calls import tensors_in
+from per_sample_grad.calls import Call, tensors_in
 from per_sample_grad.contributions import accumulation_dtype
 from per_sample_grad.errors import CouplingError
 from per_sample_grad.factors import Factors
@@ -37,9 +39,27 @@ _ACCELERATOR_TOLERANCE = 2e-2
 _HALF_TOLERANCE = 6e-2
 # Units in the last place by which a sum's terms may be off together.
 _ROUNDINGS = 4
+# Of the whole gradient's size: what large inputs may explain at most.
+_LARGEST_NOISE = 0.1
 
-_PROVEN: weakref.WeakKeyDictionary[nn.Module, set[Hashable]]
+# Of every structure that was compared, the parameters of which nothing was learnt yet.
+_PROVEN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, frozenset[str]]]
 _PROVEN = weakref.WeakKeyDictionary()
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """With autograd.
+
+    Attributes:
+        errors: Relative differences by parameter; NaN where the gradient is not finite,
+            so that nothing can be said.
+        silent: Parameters that the losses depend on, but with a gradient so small that
+            no error in it would have been seen: those below a head that is zero.
+    """
+
+    errors: Mapping[str, float]
+    silent: frozenset[str]
 
 
 def signature(
@@ -53,7 +73,7 @@ def signature(
     calls = tuple(
         (
             use.name,
-            use.rule.name,
+            use.rule,
             use.call.batch_dim,
             use.shape,
             use.call.module.training,
@@ -74,23 +94,23 @@ def signature(
 def is_due(check: Check, model: nn.Module, key: Hashable) -> bool:
     """Whether this capture is to be compared with autograd."""
     if check == "first":
-        return key not in _PROVEN.get(model, ())
+        proven = _PROVEN.get(model, {})
+        return key not in proven or bool(proven[key])
     return check == "always"
 
 
-def differences(
+def compare(
     losses: torch.Tensor,
     params: Mapping[str, nn.Parameter],
     factors: Factors,
     noises: Mapping[str, torch.Tensor],
     retain_graph: bool,
-) -> dict[str, float]:
+) -> Comparison:
     """Relative differences from autograd by parameter; reads the device back once.
 
     Relative to the gradient's size, or where that is less to 1/1000 of the whole
-    gradient's or to what rounding explains.
-
-    NaN where the gradient is not finite, so that nothing can be said.
+    gradient's or to what rounding explains; large inputs explain no more than a tenth
+    of the whole gradient.
     """
     weights = _weights(losses)
     expected = torch.autograd.grad(
@@ -109,16 +129,32 @@ def differences(
         distances.append((found - truth).norm())
         sizes.append(truth.norm())
         rounding.append(
-            noises[name].to(found.dtype) if name in noises else found.new_zeros(())
+            noises[name].to(found.dtype) if name in noises else found.new_zeros(3)
         )
     # One transfer for all of them.
-    columns = [torch.stack(column) for column in (distances, sizes, rounding)]
-    distance, size, noisy = torch.stack(columns).cpu().double().unbind()
-    floor = max(1e-3 * float(size.norm()), 1e-30)
-    allowed = noisy / tolerance_of(losses, params, factors)
+    columns = [torch.stack(distances), torch.stack(sizes), *torch.stack(rounding, 1)]
+    distance, size, terms, *noisy = torch.stack(columns).cpu().double().unbind()
+    # The gradients that are finite are judged whatever the others are.
+    finite = torch.isfinite(size)
+    whole = float(size[finite].norm())
+    floor = max(1e-3 * whole, 1e-30)
+    tolerance = tolerance_of(losses, params, factors)
+    plain, scaled = (
+        torch.where(torch.isfinite(noise), noise, 0.0) / tolerance for noise in noisy
+    )
+    allowed = torch.maximum(plain, scaled.clamp(max=_LARGEST_NOISE * whole))
     errors = distance / torch.maximum(size.clamp(min=floor), allowed)
-    errors[~torch.isfinite(size)] = torch.nan
-    return dict(zip(params, errors.tolist()))
+    errors[~torch.isfinite(errors)] = torch.inf
+    errors[~finite] = torch.nan
+    # What the terms are that were summed: where they are not small, but their sum is,
+    # they cancel (a bias before a normalisation), and that was seen.
+    unseen = (torch.maximum(size, terms) <= tolerance * floor).tolist()
+    silent = frozenset(
+        name
+        for name, nothing in zip(params, unseen)
+        if nothing and factors.contributions(name)
+    )
+    return Comparison(dict(zip(params, errors.tolist())), silent)
 
 
 def judge(
@@ -143,10 +179,11 @@ def judge(
         )
 
 
-def remember(model: nn.Module, key: Hashable, errors: Mapping[str, float]) -> None:
-    """The comparison need not be repeated, unless it said nothing."""
-    if not any(math.isnan(error) for error in errors.values()):
-        _PROVEN.setdefault(model, set()).add(key)
+def remember(model: nn.Module, key: Hashable, found: Comparison) -> None:
+    """The comparison need not be repeated, unless it said nothing of a parameter."""
+    if not any(math.isnan(error) for error in found.errors.values()):
+        proven = _PROVEN.setdefault(model, {})
+        proven[key] = found.silent & proven.get(key, found.silent)
 
 
 def noise(
@@ -155,22 +192,35 @@ def noise(
     """How far rounding alone may move each parameter's gradient, on the device.
 
     The norm of the terms that are summed, times the dtype's precision: gradients that
-    cancel to nothing (a bias before a normalisation) differ by that much.
+    cancel to nothing (a bias before a normalisation) differ by that much. Three
+    numbers: the norm of the output's gradient, that by the precision, and this times
+    the largest inputs.
     """
     found: dict[str, torch.Tensor] = {}
     for use, grad in zip(uses, grads):
         if grad is None:
             continue
-        terms = grad.to(accumulation_dtype(grad.dtype)).norm()
-        for value in tensors_in((use.call.args, use.call.kwargs)):
+        size = grad.to(accumulation_dtype(grad.dtype)).norm()
+        plain = size * (_ROUNDINGS * torch.finfo(grad.dtype).eps)
+        scaled = plain
+        for value in _multiplied(use.call):
             if value.is_floating_point() and value.numel():
-                terms = terms * value.abs().max().clamp(min=1).to(terms.dtype)
-        terms = terms * (_ROUNDINGS * torch.finfo(grad.dtype).eps)
+                scaled = scaled * value.abs().max().clamp(min=1).to(scaled.dtype)
+        terms = torch.stack([size, plain, scaled])
         for param in use.call.module.parameters():
             name = names.get(id(param))
             if name is not None:
                 found[name] = found[name] + terms if name in found else terms
     return found
+
+
+def _multiplied(call: Call) -> Iterator[torch.Tensor]:
+    """The tensors that enter products: not masks, which are added and may be -inf."""
+    forward = inspect.signature(type(call.module).forward)
+    given = forward.bind(call.module, *call.args, **call.kwargs).arguments
+    for name, value in given.items():
+        if "mask" not in name:
+            yield from tensors_in(value)
 
 
 def _weights(losses: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,12 @@ def multihead_attention(call: Call, grad: torch.Tensor) -> dict[str, Contributio
     ]
     mask = _mask(module, given, inputs, dtype)
     with torch.enable_grad():
-        mixed = _attend(projected, module.num_heads, mask)
+        mixed = _attend(
+            projected,
+            module.num_heads,
+            mask,
+            masked_is_zero=not given.get("need_weights", True),
+        )
     at_mixed = grad @ module.out_proj.weight.detach().to(dtype)
     deltas = torch.autograd.grad(mixed, projected, at_mixed)
     found: dict[str, Contribution] = {
@@ -125,14 +130,28 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _attend(
-    projected: list[torch.Tensor], heads: int, mask: torch.Tensor | None
+    projected: list[torch.Tensor],
+    heads: int,
+    mask: torch.Tensor | None,
+    *,
+    masked_is_zero: bool,
 ) -> torch.Tensor:
-    """Scaled dot products of every head, heads side by side: ``(N, L, E)``."""
+    """Scaled dot products of every head, heads side by side: ``(N, L, E)``.
+
+    A query whose keys are all masked gets zeros or, where torch returns the weights,
+    NaN as there.
+    """
     q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in projected)
     scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])
     if mask is not None:
         scores = scores + mask
-    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+    if masked_is_zero:
+        nothing = (scores == -math.inf).all(-1, keepdim=True)
+        weights = scores.masked_fill(nothing, 0.0).softmax(-1)
+        weights = weights.masked_fill(nothing, 0.0)
+    else:
+        weights = scores.softmax(-1)
+    return (weights @ v).transpose(1, 2).flatten(2)
 
 
 def _lengthened(tensor: torch.Tensor, length: int) -> torch.Tensor:
