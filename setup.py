@@ -4,7 +4,15 @@ from pathlib import Path
 
 from setuptools import setup
 
-PACKAGES = ["grab_xla", "grab_xla.balancers", "variable_batch_size", "xla_replica"]
+PACKAGES = [
+    "grab_xla",
+    "grab_xla.balancers",
+    "per_sample_grad",
+    "per_sample_grad.layers",
+    "rigl_xla",
+    "variable_batch_size",
+    "xla_replica",
+]
 
 setup(
     name="elastic-xla",

@@ -14,7 +14,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MAY_IMPORT = {
-    "grab_xla": {"xla_replica"},
+    "grab_xla": {"per_sample_grad", "xla_replica"},
+    "per_sample_grad": {"xla_replica"},
+    "rigl_xla": {"xla_replica"},
     "xla_replica": set(),
     "variable_batch_size": {"xla_replica"},
 }
@@ -23,11 +25,32 @@ WITHOUT_TORCH = {
     f"variable_batch_size/{name}.py"
     for name in ("trace", "trace_csv", "schedule", "lr_rules", "adam_rules")
 } | {"grab_xla/reorder.py", "grab_xla/dealing.py"}
+WITHOUT_TORCH |= {
+    "rigl_xla/distribution.py",
+    "rigl_xla/schedule.py",
+    "rigl_xla/flops.py",
+}
 RUNTIMES = ("torch_xla", "torch_tpu", "torch.distributed")
 PUBLIC = {
     "grab_xla": {
         "BALANCE_TYPES", "Balancer", "Decisions", "GraBSampler", "GraBWarning",
         "Herding", "Ordering", "RunningHerding", "herding", "ordering_named",
+    },
+    "per_sample_grad": {
+        "Call", "Capture", "CouplingError", "Coverage", "CoverageError", "Dense",
+        "Factors", "Lookup", "Outer", "ParameterCoverage", "PerSampleError", "Plan",
+        "PoolScores", "Refusal", "capture", "coverage", "cross_gram",
+        "per_sample_factors", "per_sample_grad_dot", "per_sample_grad_norms",
+        "per_sample_grads", "per_sample_gram", "register_rule", "score_pool",
+        "token_cross_entropy", "vectorized_grads",
+        "weighted_grad",
+    },
+    "rigl_xla": {
+        "ANNEALINGS", "DISTRIBUTIONS", "METHODS", "SCORES", "Layer", "LayerCost",
+        "LayerReport", "Report", "RigLScheduler", "UpdateSchedule", "Weight",
+        "allocate", "costs_of", "gradual_training_ratio", "inference_flops",
+        "inference_macs", "inference_ratio", "size_in_bytes", "training_ratio",
+        "weights_of",
     },
     "variable_batch_size": {
         "RULES", "AdaScaleOptimizer", "AdamHalfLifeRuleOptimizer",
@@ -159,7 +182,11 @@ def test_packages_import_without_any_runtime(package):
                "variable_batch_size.adam_rules", "variable_batch_size.gradient_noise",
                "variable_batch_size.tensor_scalars", "xla_replica.counters",
                "grab_xla.herding", "grab_xla.reorder", "grab_xla.dealing",
-               "grab_xla.projection", "grab_xla.offline"],
+               "grab_xla.projection", "grab_xla.offline", "per_sample_grad.capture",
+               "per_sample_grad.contributions",
+               "per_sample_grad.layers.registry", "per_sample_grad.losses",
+               "rigl_xla.distribution", "rigl_xla.schedule", "rigl_xla.masks",
+               "rigl_xla.structure", "rigl_xla.flops"],
 )  # fmt: skip
 def test_docstring_examples(module):
     import doctest

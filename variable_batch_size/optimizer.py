@@ -84,6 +84,9 @@ class ElasticOptimizer(OptimizerProxy):
         ValueError, TypeError: An argument is out of range or of the wrong type.
     """
 
+    # For whoever would skip a step: `step` must be called after every backward pass.
+    steps_by_itself = True
+
     def __init__(
         self,
         optimizer: Optimizer,

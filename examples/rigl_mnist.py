@@ -1,0 +1,201 @@
+"""Trains handwritten digits with a sparse network whose connections move.
+
+    python examples/rigl_mnist.py                             # 98 % sparse, RigL
+    python examples/rigl_mnist.py --method static             # a fixed topology
+    python examples/rigl_mnist.py --checkpoint digits.pth     # resumes where it stands
+    python examples/rigl_mnist.py --replicas 3 --trace 96,192 # elastic batch sizes
+    torchrun --nproc_per_node 2 examples/rigl_mnist.py
+
+MNIST if torchvision and a network are there, else the digits inside scikit-learn. The
+lines that make it sparse are marked with `# sparse`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # not installed either
+
+import variable_batch_size as vbs
+import xla_replica
+from rigl_xla import METHODS, RigLScheduler
+
+
+class Split(NamedTuple):
+    """Pixels ``(N, D)`` float32 in [0, 1] and labels ``(N,)`` int64."""
+
+    inputs: torch.Tensor
+    labels: torch.Tensor
+
+
+def load(name: str, folder: str) -> tuple[Split, Split]:
+    """Training and test digits; ``name`` is 'mnist', 'digits' or 'auto'."""
+    if name != "digits":
+        try:
+            from torchvision.datasets import MNIST
+
+            sets = [
+                MNIST(folder, train=train, download=True) for train in (True, False)
+            ]
+            return tuple(
+                Split(s.data.flatten(1).float() / 255, s.targets) for s in sets
+            )
+        except (ImportError, OSError, RuntimeError) as error:
+            if name == "mnist":
+                raise
+            print(f"no MNIST ({error}); using scikit-learn's digits", file=sys.stderr)
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    inputs = torch.from_numpy(digits.data / 16).float()
+    labels = torch.from_numpy(digits.target).to(torch.int64)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    train, test = order[:1440], order[1440:]
+    return Split(inputs[train], labels[train]), Split(inputs[test], labels[test])
+
+
+def train(rank: int, args: argparse.Namespace) -> float:
+    """One replica's run. Returns the test accuracy in percent."""
+    replica = xla_replica.current()
+    training, test = load(args.dataset, args.data)
+    with replica.seeded(args.seed):
+        width = training.inputs.shape[1]
+        model = nn.Sequential(
+            nn.Linear(width, 300),
+            nn.ReLU(),
+            nn.Linear(300, 100),
+            nn.ReLU(),
+            nn.Linear(100, 10),
+        )
+    model.to(replica.device)
+    trace = [int(size) for size in args.trace.split(",")]
+    sampler = vbs.CustomSampler(
+        training.labels,
+        trace,
+        args.seed,
+        minibatch_size=args.minibatch_size,
+        on_end="cycle",
+        verbose=False,
+    )
+    sgd = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4)
+    optimizer = vbs.LinearRuleOptimizer(sgd, sampler, ref_batchsize=trace[0])
+    steps = len(training.labels) * len(trace) // sum(trace) * args.epochs
+    pruner = RigLScheduler(  # sparse
+        model,
+        optimizer,
+        dense_allocation=1 - args.sparsity,
+        T_end=max(1, int(0.75 * steps)),
+        sparsity_distribution=args.distribution,
+        ignore_linear_layers=False,
+        delta=args.delta,
+        alpha=args.alpha,
+        method=args.method,
+        initial_weights=args.initial_weights,
+        seed=args.seed,
+        skip_step=False,  # the elastic optimizer says when a step ends
+    )
+    parts = {"model": model, "optimizer": optimizer, "pruner": pruner}
+    first = restore(parts, args.checkpoint)
+    accuracy = evaluate(model, test, replica)
+    for epoch in range(first, args.epochs):
+        sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        batches = ((training.inputs[i], training.labels[i]) for i in sampler)
+        for inputs, labels in replica.loader(batches):
+            F.cross_entropy(model(inputs), labels).backward()
+            if pruner():  # sparse
+                optimizer.step()
+        pruner.check_replicas()
+        accuracy = evaluate(model, test, replica)
+        save(parts, args.checkpoint, epoch + 1, replica)
+        if replica.is_master:
+            churn = [layer.churn for layer in pruner.report().layers.values()]
+            print(
+                f"epoch {epoch}: test accuracy {accuracy:.2f} %, "
+                f"{pruner.rigl_steps} topology updates, the last one moved "
+                f"{100 * max(churn, default=0):.1f} % of a layer's connections"
+            )
+    if replica.is_master:
+        print(pruner)
+    pruner.close()
+    return accuracy
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, test: Split, replica: xla_replica.Replica) -> float:
+    """Percent of the test digits that are recognised."""
+    inputs, labels = replica.send(tuple(test))
+    right = (model(inputs).argmax(1) == labels).float().mean().reshape(1)
+    return 100 * replica.fetch([right])[0].item()
+
+
+def save(
+    parts: dict[str, object],
+    path: Path | None,
+    epoch: int,
+    replica: xla_replica.Replica,
+) -> None:
+    """Writes a checkpoint that any number of replicas can resume."""
+    if path is None:
+        return
+    state = {name: part.state_dict() for name, part in parts.items()}
+    state["model"] = {k: v.cpu() for k, v in state["model"].items()}
+    if replica.is_master:
+        unfinished = path.with_suffix(".part")
+        torch.save({**state, "epoch": epoch}, unfinished)
+        os.replace(unfinished, path)
+    replica.barrier()
+
+
+def restore(parts: dict[str, Any], path: Path | None) -> int:
+    """Loads a checkpoint if there is one; returns the epoch to go on with."""
+    if path is None or not path.exists():
+        return 0
+    state = torch.load(path, weights_only=True, map_location="cpu")
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+    return state["epoch"]
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--dataset", choices=["auto", "mnist", "digits"], default="auto"
+    )
+    parser.add_argument("--data", default="data", help="folder of MNIST")
+    parser.add_argument("--sparsity", type=float, default=0.98)
+    parser.add_argument("--distribution", default="erk")
+    parser.add_argument("--method", choices=sorted(METHODS), default="rigl")
+    weights = ["rescale", "fan-in"]
+    parser.add_argument("--initial-weights", choices=weights, default="rescale")
+    parser.add_argument("--delta", type=int, default=20, help="steps between updates")
+    parser.add_argument("--alpha", type=float, default=0.3)
+    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--trace", default="96", help="batch sizes of the steps")
+    parser.add_argument("--minibatch-size", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--replicas", type=int, help="default: all there are")
+    parser.add_argument("--device", choices=xla_replica.DEVICES)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> float:
+    args = arguments(argv)
+    results = xla_replica.launch(train, (args,), args.replicas, args.device)
+    return results[0]
+
+
+if __name__ == "__main__":
+    main()

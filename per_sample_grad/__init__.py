@@ -1,0 +1,63 @@
+"""Every sample's gradient, norm and inner products, fast and never silently wrong.
+
+One forward pass of an ordinary module is recorded, one backward pass computes the
+gradients of activations, and all answers come from the same factors, most of them
+without forming a gradient.
+"""
+
+from per_sample_grad.calls import Call
+from per_sample_grad.capture import Capture, capture
+from per_sample_grad.contributions import Dense, Lookup, Outer
+from per_sample_grad.coverage import Coverage, ParameterCoverage, coverage
+from per_sample_grad.errors import (
+    CouplingError,
+    CoverageError,
+    PerSampleError,
+    Refusal,
+)
+from per_sample_grad.factors import Factors
+from per_sample_grad.functional import (
+    cross_gram,
+    per_sample_factors,
+    per_sample_grad_dot,
+    per_sample_grad_norms,
+    per_sample_grads,
+    per_sample_gram,
+    vectorized_grads,
+    weighted_grad,
+)
+from per_sample_grad.layers import register_rule
+from per_sample_grad.losses import token_cross_entropy
+from per_sample_grad.plan import Plan
+from per_sample_grad.pool import score_pool
+from per_sample_grad.pool_scores import PoolScores
+
+__all__ = [
+    "Call",
+    "Capture",
+    "CouplingError",
+    "Coverage",
+    "CoverageError",
+    "Dense",
+    "Factors",
+    "Lookup",
+    "Outer",
+    "ParameterCoverage",
+    "PerSampleError",
+    "Plan",
+    "PoolScores",
+    "Refusal",
+    "capture",
+    "coverage",
+    "cross_gram",
+    "per_sample_factors",
+    "per_sample_grad_dot",
+    "per_sample_grad_norms",
+    "per_sample_grads",
+    "per_sample_gram",
+    "register_rule",
+    "score_pool",
+    "token_cross_entropy",
+    "vectorized_grads",
+    "weighted_grad",
+]

@@ -1,0 +1,207 @@
+"""Walks through an autograd graph: which uses of parameters are accounted for.
+
+From the losses backwards, stepping over every recorded call: from the node that made
+its output straight to the nodes that made its inputs. A parameter that is reached
+nevertheless has a use that no rule saw. That finds functional uses of a weight,
+parametrizations, ties, MultiheadAttention's own parameters, outputs that were replaced
+by an in-place operation on a view; paths rather than counts, so that a weight that
+autocast casts once and uses twice is right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from per_sample_grad.calls import tensors_in
+from per_sample_grad.errors import CoverageError
+
+# Nodes of views that keep the elements and their order.
+_RESHAPES = ("ViewBackward0",)
+# Nodes that run a graph of their own in which parameters would not be seen.
+_OPAQUE = ("CheckpointFunctionBackward",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """The part of a graph that one call of a module made.
+
+    Attributes:
+        output: Where the gradient of its output arrives.
+        inputs: The nodes of its inputs that have a gradient.
+    """
+
+    output: GradientEdge
+    inputs: tuple[Node, ...]
+
+
+def edge_of(output: torch.Tensor) -> GradientEdge:
+    """Where the gradient of ``output`` arrives, whatever is done to it in place later.
+
+    An in-place operation on a view gives the view a new history, from its base. The
+    edge of the base stays, and where the view only changes the shape (a Linear of many
+    dimensions) its gradient is the output's.
+    """
+    edge = get_gradient_edge(output)
+    base = output._base if output._is_view() else None
+    if base is not None and base.requires_grad and edge.node.name() in _RESHAPES:
+        # By the node: strides say nothing on a lazy backend.
+        below = get_gradient_edge(base)
+        if edge.node.next_functions == ((below.node, below.output_nr),):
+            return below
+    return edge
+
+
+def input_nodes(arguments: Any) -> tuple[Node, ...]:
+    """The nodes of every tensor in nested arguments that requires grad."""
+    return tuple(
+        get_gradient_edge(tensor).node
+        for tensor in tensors_in(arguments)
+        if tensor.requires_grad
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Reached:
+    """What the losses depend on.
+
+    Attributes:
+        regions: The positions, among those given, of the calls.
+        outside: How many uses outside these calls each parameter has; none are left
+            out.
+        structure: A digest of the operations outside these calls: their names, their
+            settings (dimensions, sizes) and what each takes from which.
+        custom: The name of a `torch.autograd.Function` outside these calls, if there
+            is one: its forward pass may have run anything.
+    """
+
+    regions: frozenset[int]
+    outside: Mapping[str, int]
+    structure: str
+    custom: str | None = None
+
+
+def walk(
+    losses: torch.Tensor, regions: Iterable[Region], names: Mapping[int, str]
+) -> Reached:
+    """Finds the calls that ``losses`` depend on, and uses outside of them.
+
+    Args:
+        losses: What was computed.
+        regions: The recorded calls. Of calls with the same output (a module that ends
+            with another) the last counts.
+        names: The parameter's name for ``id(parameter)``.
+    """
+    by_output = {region.output.node: (i, region) for i, region in enumerate(regions)}
+    reached: set[int] = set()
+    outside: dict[str, int] = {}
+    stack: list[Node | None] = [losses.grad_fn]
+    seen: set[Node] = set()
+    # In the order of their first mention, which is alike for like graphs.
+    numbers: dict[Node, int] = {}
+    operations: list[tuple[object, ...]] = []
+    custom: str | None = None
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node in by_output:
+            number, region = by_output[node]
+            reached.add(number)
+            operations.append((number, *_mentions(numbers, region.inputs)))
+            stack.extend(region.inputs)
+            continue
+        following = [following for following, _ in node.next_functions]
+        _refuse_opaque(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            custom = node.name()
+        outputs = (output for _, output in node.next_functions)
+        operations.append(
+            (
+                node.name(),
+                *_settings(node),
+                *zip(_mentions(numbers, following), outputs),
+            )
+        )
+        stack.extend(following)
+        for leaf in following:
+            variable = getattr(leaf, "variable", None)
+            if variable is not None and id(variable) in names:
+                name = names[id(variable)]
+                outside[name] = outside.get(name, 0) + 1
+    _count_leaf_inputs(by_output.values(), reached, names, outside)
+    # Not `hash`, to which -1 and -2 are one.
+    structure = hashlib.sha256(repr(operations).encode()).hexdigest()
+    return Reached(frozenset(reached), outside, structure, custom)
+
+
+def _mentions(
+    numbers: dict[Node, int], nodes: Iterable[Node | None]
+) -> list[int | None]:
+    """A number for every node, the same at every mention."""
+    return [
+        None if node is None else numbers.setdefault(node, len(numbers))
+        for node in nodes
+    ]
+
+
+def _settings(node: Node) -> list[tuple[str, object]]:
+    """What an operation was told: dimensions, indices, sizes, flags.
+
+    No floats, which scale and mix nothing: a coefficient that changes at every step
+    is no other structure.
+    """
+    found = []
+    for name in _setting_names(type(node)):
+        value = getattr(node, name)
+        if _is_setting(value):
+            found.append((name, value))
+    return found
+
+
+@functools.cache
+def _setting_names(kind: type[Node]) -> tuple[str, ...]:
+    """Attributes that are no tensors: looking at those would run their hooks."""
+    names = dir(kind)
+    return tuple(
+        name
+        for name in names
+        if name.startswith("_saved_") and "_raw" + name not in names
+    )
+
+
+def _is_setting(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_setting, value))
+    return value is None or isinstance(value, bool | int | str)
+
+
+def _count_leaf_inputs(
+    regions: Iterable[tuple[int, Region]],
+    reached: Collection[int],
+    names: Mapping[int, str],
+    outside: dict[str, int],
+) -> None:
+    """A parameter given to a module as its input is a use, too."""
+    for number, region in regions:
+        for node in region.inputs if number in reached else ():
+            variable = getattr(node, "variable", None)
+            if variable is not None and id(variable) in names:
+                name = names[id(variable)]
+                outside[name] = outside.get(name, 0) + 1
+
+
+def _refuse_opaque(node: Node) -> None:
+    if node.name() in _OPAQUE:
+        raise CoverageError(
+            "the forward pass used torch.utils.checkpoint with use_reentrant=True, "
+            "which hides the parameters it uses from the graph; pass "
+            "use_reentrant=False, or do not checkpoint while capturing"
+        )

@@ -1,0 +1,44 @@
+"""Convolutions: the outer products of output gradients and padded input patches."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from per_sample_grad.calls import Call
+from per_sample_grad.contributions import Contribution, Dense, Outer
+from per_sample_grad.layers.patches import padded, patches
+from per_sample_grad.layers.registry import register_rule
+from per_sample_grad.layers.sums import over_positions, require_batched
+
+
+@register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+def convolution(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
+    """``input`` ``(N, C_in, *S)``, ``grad`` ``(N, C_out, *P)``.
+
+    Groups are groups of the outer products; the positions are the P outputs.
+    """
+    module, inputs = call.module, call.input
+    assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    require_batched(inputs, [2 + len(module.kernel_size)])
+    around = padded(inputs, padding_widths(module), module.padding_mode)
+    seen = patches(
+        around, module.kernel_size, module.stride, module.dilation, grad.shape[2:]
+    )
+    # (N, G, C_in / G * K, P) and (N, G, C_out / G, P), positions before features
+    right = seen.unflatten(1, (module.groups, -1)).flatten(2, 3).transpose(2, 3)
+    left = grad.flatten(2).unflatten(1, (module.groups, -1)).transpose(2, 3)
+    return {
+        "weight": Outer(left, right),
+        "bias": Dense(over_positions(grad, kept=[1])),
+    }
+
+
+def padding_widths(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> list[tuple[int, int]]:
+    """What is added before and after each spatial dimension."""
+    if module.padding == "valid":
+        return [(0, 0) for _ in module.kernel_size]
+    if module.padding == "same":
+        totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size)]
+        return [(total // 2, total - total // 2) for total in totals]
+    return [(int(width), int(width)) for width in module.padding]

@@ -1,0 +1,33 @@
+"""Embedding: output gradients added to the rows that were looked up."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from per_sample_grad.calls import Call
+from per_sample_grad.contributions import Contribution, Lookup
+from per_sample_grad.errors import Refusal
+from per_sample_grad.layers.registry import register_rule
+
+
+@register_rule(nn.Embedding)
+def embedding(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
+    """``input`` ``(N, *)`` integers, ``grad`` ``(N, *, q)``.
+
+    ``padding_idx`` takes no gradient. ``max_norm`` changes rows before they are used
+    and needs nothing here.
+    """
+    module, index = call.module, call.input
+    assert isinstance(module, nn.Embedding)
+    if module.scale_grad_by_freq:
+        raise Refusal(
+            "scale_grad_by_freq divides by counts over the whole batch, so that no "
+            "sample has a gradient of its own; set it to False"
+        )
+    index = index.reshape(len(index), -1)
+    values = grad.reshape(*index.shape, grad.shape[-1])
+    if module.padding_idx is not None:
+        counts = (index != module.padding_idx).unsqueeze(-1)
+        values = torch.where(counts, values, torch.zeros_like(values))
+    return {"weight": Lookup(index, values)}

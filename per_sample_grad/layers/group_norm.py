@@ -1,0 +1,21 @@
+"""GroupNorm: sums over space of ``x̂ ⊙ δ`` and ``δ``."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from per_sample_grad.calls import Call
+from per_sample_grad.contributions import Contribution
+from per_sample_grad.layers.registry import register_rule
+from per_sample_grad.layers.sums import affine, wide_input
+
+
+@register_rule(nn.GroupNorm)
+def group_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
+    """``input`` and ``grad`` ``(N, C, *)``."""
+    module = call.module
+    assert isinstance(module, nn.GroupNorm)
+    normalized = F.group_norm(wide_input(call), module.num_groups, eps=module.eps)
+    return affine(normalized, grad, kept=[1])

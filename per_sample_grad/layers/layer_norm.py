@@ -1,0 +1,23 @@
+"""LayerNorm: ``Σ_t x̂_t ⊙ δ_t`` and ``Σ_t δ_t``."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from per_sample_grad.calls import Call
+from per_sample_grad.contributions import Contribution
+from per_sample_grad.layers.registry import register_rule
+from per_sample_grad.layers.sums import affine, wide_input
+
+
+@register_rule(nn.LayerNorm)
+def layer_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
+    """``input`` and ``grad`` ``(N, *, *normalized_shape)``."""
+    module = call.module
+    assert isinstance(module, nn.LayerNorm)
+    shape = list(module.normalized_shape)
+    normalized = F.layer_norm(wide_input(call), shape, eps=module.eps)
+    kept = range(grad.dim() - len(shape), grad.dim())
+    return affine(normalized, grad, kept)

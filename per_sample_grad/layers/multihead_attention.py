@@ -1,0 +1,159 @@
+"""MultiheadAttention, whose projections are no modules of their own that are called.
+
+The attention between the projections is computed again from the recorded inputs; its
+gradients are those of four Linears, ``in_proj`` being three groups of rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from per_sample_grad.calls import Call
+from per_sample_grad.contributions import (
+    Contribution,
+    Dense,
+    Outer,
+    accumulation_dtype,
+)
+from per_sample_grad.errors import Refusal
+from per_sample_grad.layers.registry import register_rule
+
+_SIGNATURE = inspect.signature(nn.MultiheadAttention.forward)
+_NAMES = ("q", "k", "v")
+
+
+@register_rule(nn.MultiheadAttention)
+def multihead_attention(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
+    """``query`` ``(N, L, E)``, ``key`` and ``value`` ``(N, S, *)``, batch first."""
+    module = call.module
+    assert isinstance(module, nn.MultiheadAttention)
+    given = _SIGNATURE.bind(module, *call.args, **call.kwargs).arguments
+    _refuse_unknown(module, call, given)
+    dtype = accumulation_dtype(grad.dtype)
+    inputs = [call.batch_first(given[n]).to(dtype) for n in ("query", "key", "value")]
+    grad = grad.to(dtype)
+    weights, biases = _projections(module, dtype)
+    projected = [
+        F.linear(x, w, b).detach().requires_grad_()
+        for x, w, b in zip(inputs, weights, biases)
+    ]
+    mask = _mask(module, given, inputs, dtype)
+    with torch.enable_grad():
+        mixed = _attend(
+            projected,
+            module.num_heads,
+            mask,
+            masked_is_zero=not given.get("need_weights", True),
+        )
+    at_mixed = grad @ module.out_proj.weight.detach().to(dtype)
+    deltas = torch.autograd.grad(mixed, projected, at_mixed)
+    found: dict[str, Contribution] = {
+        "out_proj.weight": Outer(grad.unsqueeze(1), mixed.detach().unsqueeze(1)),
+        "out_proj.bias": Dense(grad.sum(1)),
+        "in_proj_bias": Dense(torch.cat([delta.sum(1) for delta in deltas], 1)),
+    }
+    for name, delta, x in zip(_NAMES, deltas, inputs):
+        found[f"{name}_proj_weight"] = Outer(delta.unsqueeze(1), x.unsqueeze(1))
+    if module.in_proj_weight is not None:
+        length = max(x.shape[1] for x in inputs)
+        found["in_proj_weight"] = Outer(
+            torch.stack([_lengthened(delta, length) for delta in deltas], 1),
+            torch.stack([_lengthened(x, length) for x in inputs], 1),
+        )
+    return found
+
+
+def _refuse_unknown(
+    module: nn.MultiheadAttention, call: Call, given: dict[str, Any]
+) -> None:
+    if given["query"].dim() != 3:
+        raise Refusal(f"its query {tuple(given['query'].shape)} has no batch dimension")
+    own = 0 if module.batch_first else 1
+    if call.batch_dim != own:
+        raise Refusal(
+            f"its batch is dimension {own} (batch_first={module.batch_first}), not "
+            f"{call.batch_dim}: say so for this module with batch_dim="
+        )
+    if module.dropout and module.training:
+        raise Refusal(
+            "its dropout mask cannot be drawn again; call eval() on the module or set "
+            "its dropout to 0"
+        )
+    if module.bias_k is not None or module.add_zero_attn:
+        raise Refusal("add_bias_kv and add_zero_attn are not known to the rule")
+
+
+def _projections(
+    module: nn.MultiheadAttention, dtype: torch.dtype
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """Weights and biases of query, key and value."""
+    if module.in_proj_weight is not None:
+        weights = list(module.in_proj_weight.chunk(3))
+    else:
+        weights = [getattr(module, f"{name}_proj_weight") for name in _NAMES]
+    biases: list[torch.Tensor | None] = [None, None, None]
+    if module.in_proj_bias is not None:
+        biases = [bias.detach().to(dtype) for bias in module.in_proj_bias.chunk(3)]
+    return [weight.detach().to(dtype) for weight in weights], biases
+
+
+def _mask(
+    module: nn.MultiheadAttention,
+    given: dict[str, Any],
+    inputs: list[torch.Tensor],
+    dtype: torch.dtype,
+) -> torch.Tensor | None:
+    """What is added to the scores: broadcasts to ``(N, heads, L, S)``."""
+    total = None
+    attention, padding = given.get("attn_mask"), given.get("key_padding_mask")
+    if attention is not None:
+        total = _additive(attention, dtype)
+        if total.dim() == 3:
+            total = total.unflatten(0, (len(inputs[0]), module.num_heads))
+    if padding is not None:
+        of_keys = _additive(padding, dtype)[:, None, None, :]
+        total = of_keys if total is None else total + of_keys
+    return total
+
+
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    zeros = torch.zeros_like(mask, dtype=dtype)
+    return torch.where(mask, torch.full_like(zeros, -math.inf), zeros)
+
+
+def _attend(
+    projected: list[torch.Tensor],
+    heads: int,
+    mask: torch.Tensor | None,
+    *,
+    masked_is_zero: bool,
+) -> torch.Tensor:
+    """Scaled dot products of every head, heads side by side: ``(N, L, E)``.
+
+    A query whose keys are all masked gets zeros or, where torch returns the weights,
+    NaN as there.
+    """
+    q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in projected)
+    scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])
+    if mask is not None:
+        scores = scores + mask
+    if masked_is_zero:
+        nothing = (scores == -math.inf).all(-1, keepdim=True)
+        weights = scores.masked_fill(nothing, 0.0).softmax(-1)
+        weights = weights.masked_fill(nothing, 0.0)
+    else:
+        weights = scores.softmax(-1)
+    return (weights @ v).transpose(1, 2).flatten(2)
+
+
+def _lengthened(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    """Zeros after the positions, which add nothing."""
+    return F.pad(tensor, (0, 0, 0, length - tensor.shape[1]))

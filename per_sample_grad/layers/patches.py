@@ -1,0 +1,94 @@
+"""Patches of an image, sequence or volume: views, or slices where those are no views.
+
+``F.unfold`` and ``Tensor.unfold`` fall back to the host on XLA, and the former has two
+dimensions only and copies slowly. Slices are fused by a compiler, and slow without one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+# Where a strided view is an operation on the host.
+LAZY = ("xla",)
+
+
+def padded(
+    inputs: torch.Tensor, widths: Sequence[tuple[int, int]], mode: str
+) -> torch.Tensor:
+    """``inputs`` ``(N, C, *S)`` with ``widths`` (before, after) added to each of S.
+
+    ``mode`` is a convolution's: zeros, reflect, replicate or circular.
+    """
+    if mode == "zeros":
+        flat = [width for pair in reversed(list(widths)) for width in pair]
+        return F.pad(inputs, flat)
+    for dim, (before, after) in enumerate(widths, start=2):
+        if before or after:
+            size = inputs.shape[dim]
+            position = torch.arange(-before, size + after, device=inputs.device)
+            inputs = inputs.index_select(dim, _source(position, size, mode))
+    return inputs
+
+
+def _source(position: torch.Tensor, size: int, mode: str) -> torch.Tensor:
+    if mode == "circular":
+        return position.remainder(size)
+    if mode == "replicate":
+        return position.clamp(0, size - 1)
+    if mode == "reflect":
+        inside = position.abs()
+        return torch.where(inside < size, inside, 2 * (size - 1) - inside)
+    raise ValueError(f"no padding mode {mode!r}")
+
+
+def patches(
+    inputs: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    positions: Sequence[int],
+) -> torch.Tensor:
+    """``(N, C, *S)`` to ``(N, C, K, P)``: what each of P positions sees.
+
+    Args:
+        inputs: Already padded, at least as large as the positions need.
+        kernel: Sizes of the kernel, K their product.
+        stride: Between positions.
+        dilation: Between elements of the kernel.
+        positions: How many along each dimension, P their product.
+    """
+    if inputs.device.type in LAZY:
+        return _by_slices(inputs, kernel, stride, dilation, positions)
+    view = inputs
+    for dim, size in enumerate(kernel, start=2):
+        reach = dilation[dim - 2] * (size - 1) + 1
+        view = view.unfold(dim, reach, stride[dim - 2])  # the window comes last
+        view = view[..., :: dilation[dim - 2]].narrow(dim, 0, positions[dim - 2])
+    rank = len(kernel)
+    order = [0, 1, *range(2 + rank, 2 + 2 * rank), *range(2, 2 + rank)]
+    copied = view.permute(order).contiguous()  # the one copy
+    return copied.flatten(2 + rank).flatten(2, 1 + rank)
+
+
+def _by_slices(
+    inputs: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    positions: Sequence[int],
+) -> torch.Tensor:
+    views = []
+    for offset in itertools.product(*(range(size) for size in kernel)):
+        view = inputs
+        for dim, at in enumerate(offset):
+            first = at * dilation[dim]
+            last = first + (positions[dim] - 1) * stride[dim]
+            index = [slice(None)] * view.dim()
+            index[dim + 2] = slice(first, last + 1, stride[dim])
+            view = view[tuple(index)]
+        views.append(view)
+    return torch.stack(views, 2).flatten(3)

@@ -1,0 +1,22 @@
+"""PReLU: ``Σ min(x, 0) ⊙ δ``, one slope or one for each channel."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from per_sample_grad.calls import Call
+from per_sample_grad.contributions import Contribution, Dense
+from per_sample_grad.layers.registry import register_rule
+from per_sample_grad.layers.sums import over_positions, wide_input
+
+
+@register_rule(nn.PReLU)
+def prelu(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
+    """``input`` and ``grad`` ``(N, C, *)`` or ``(N,)``."""
+    module, inputs = call.module, wide_input(call)
+    assert isinstance(module, nn.PReLU)
+    products = inputs.clamp(max=0) * grad
+    if module.num_parameters > 1:
+        return {"weight": Dense(over_positions(products, kept=[1]))}
+    return {"weight": Dense(over_positions(products, kept=[]).unsqueeze(1))}

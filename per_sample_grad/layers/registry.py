@@ -1,0 +1,91 @@
+"""Which rule knows which module; users add their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from per_sample_grad.calls import Call
+from per_sample_grad.contributions import Contribution
+
+# From a call and the gradient of the summed losses with respect to its output (batch
+# first) to the contribution of each parameter, by its name within the module.
+RuleFunction = Callable[[Call, torch.Tensor], Mapping[str, Contribution]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What is known of a kind of module.
+
+    Attributes:
+        contributions: The rule itself.
+        name: For people: the name of the function.
+    """
+
+    contributions: RuleFunction
+    name: str
+
+
+# By exact type: a subclass may compute something else.
+RULES: dict[type[nn.Module], Rule] = {}
+
+
+def register_rule(
+    *module_types: type[nn.Module],
+) -> Callable[[RuleFunction], RuleFunction]:
+    """A decorator that makes a function the rule of these module types, exactly.
+
+    The function gets a `Call` and the gradient of the summed losses with respect to
+    the module's (first) output, batch first, ``(N, ...)``. It returns, by the names of
+    the parameters within the module (``"weight"``, or ``"inner.weight"`` for a module
+    that is treated as one layer), an `Outer`, `Lookup` or `Dense` each with N rows. It
+    raises `Refusal` where its formula does not hold. The first backward pass of every
+    model checks the outcome against autograd, so a wrong rule is an error.
+
+    A subclass of a module that has a rule has none until it is registered: it may
+    compute something else. Registering again replaces.
+
+    >>> from torch import nn
+    >>> from per_sample_grad import Dense
+    >>> class Scale(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.factor = nn.Parameter(torch.ones(()))
+    ...     def forward(self, x):
+    ...         return self.factor * x
+    >>> @register_rule(Scale)
+    ... def scale(call, grad):
+    ...     return {"factor": Dense((grad * call.input).flatten(1).sum(1))}
+    >>> RULES[Scale].name
+    'scale'
+    >>> del RULES[Scale]
+    """
+    for module_type in module_types:
+        if not (isinstance(module_type, type) and issubclass(module_type, nn.Module)):
+            raise TypeError(
+                f"register_rule takes types of torch.nn.Module, not {module_type!r}"
+            )
+
+    def register(function: RuleFunction) -> RuleFunction:
+        for module_type in module_types:
+            RULES[module_type] = Rule(function, function.__name__)
+        return function
+
+    return register
+
+
+def rule_of(module: nn.Module) -> Rule | None:
+    """The rule for this very module, or None.
+
+    None too where its ``forward`` was replaced on the instance, or a parameter by an
+    ordinary tensor (weight norm, pruning): what it then computes is unknown.
+    """
+    attributes = vars(module)
+    if "forward" in attributes:
+        return None
+    if any(isinstance(value, torch.Tensor) for value in attributes.values()):
+        return None
+    return RULES.get(type(module))

@@ -1,0 +1,24 @@
+"""RMSNorm: a LayerNorm without mean and bias."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from per_sample_grad.calls import Call
+from per_sample_grad.contributions import Contribution, accumulation_dtype
+from per_sample_grad.layers.registry import register_rule
+from per_sample_grad.layers.sums import affine, wide_input
+
+
+@register_rule(nn.RMSNorm)
+def rms_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
+    """``input`` and ``grad`` ``(N, *, *normalized_shape)``."""
+    module, inputs = call.module, wide_input(call)
+    assert isinstance(module, nn.RMSNorm)
+    kept = range(grad.dim() - len(module.normalized_shape), grad.dim())
+    eps = module.eps
+    if eps is None:  # torch's default is that of the dtype it computes in
+        eps = torch.finfo(accumulation_dtype(call.input.dtype)).eps
+    square = inputs.square().mean(tuple(kept), keepdim=True)
+    return affine(inputs * torch.rsqrt(square + eps), grad, kept)

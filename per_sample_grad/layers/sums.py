@@ -1,0 +1,43 @@
+"""Sums that several rules take, in float32 or wider."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from per_sample_grad.calls import Call
+from per_sample_grad.contributions import Contribution, Dense, accumulation_dtype
+from per_sample_grad.errors import Refusal
+
+
+def over_positions(values: torch.Tensor, kept: Sequence[int]) -> torch.Tensor:
+    """``values`` summed over all dimensions but the first and the ``kept`` ones."""
+    dims = [d for d in range(1, values.dim()) if d not in kept]
+    dtype = accumulation_dtype(values.dtype)
+    return values.sum(dims, dtype=dtype) if dims else values.to(dtype)
+
+
+def affine(
+    normalized: torch.Tensor, grad: torch.Tensor, kept: Sequence[int]
+) -> dict[str, Contribution]:
+    """Of ``weight * normalized + bias``: weight ``Σ x̂ ⊙ δ``, bias ``Σ δ``."""
+    wide = grad.to(accumulation_dtype(grad.dtype, normalized.dtype))
+    return {
+        "weight": Dense(over_positions(wide * normalized, kept)),
+        "bias": Dense(over_positions(wide, kept)),
+    }
+
+
+def wide_input(call: Call) -> torch.Tensor:
+    """The input in float32 or wider: what is normalised again is not rounded again."""
+    return call.input.to(accumulation_dtype(call.input.dtype))
+
+
+def require_batched(inputs: torch.Tensor, dims: Sequence[int]) -> None:
+    """Raises `Refusal` unless the input has one of these numbers of dimensions."""
+    if inputs.dim() not in dims:
+        raise Refusal(
+            f"its input of shape {tuple(inputs.shape)} has {inputs.dim()} dimensions; "
+            f"with a batch dimension it has {' or '.join(map(str, dims))}"
+        )

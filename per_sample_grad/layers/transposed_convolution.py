@@ -1,0 +1,42 @@
+"""Transposed convolutions: input and output gradient change their roles."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from per_sample_grad.calls import Call
+from per_sample_grad.contributions import Contribution, Dense, Outer
+from per_sample_grad.layers.patches import padded, patches
+from per_sample_grad.layers.registry import register_rule
+from per_sample_grad.layers.sums import over_positions, require_batched
+
+
+@register_rule(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+def transposed_convolution(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
+    """``input`` ``(N, C_in, *P)``, ``grad`` ``(N, C_out, *S)``.
+
+    The outer products of the input and what each of its P positions wrote to.
+    """
+    module, inputs = call.module, call.input
+    assert isinstance(
+        module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+    )
+    require_batched(inputs, [2 + len(module.kernel_size)])
+    widths = []
+    for dim, size in enumerate(grad.shape[2:]):
+        reach = (inputs.shape[2 + dim] - 1) * module.stride[dim]
+        reach += module.dilation[dim] * (module.kernel_size[dim] - 1) + 1
+        before = int(module.padding[dim])
+        # What lies beyond (output_padding) nothing wrote to.
+        widths.append((before, max(0, reach - before - size)))
+    around = padded(grad, widths, "zeros")
+    wrote = patches(
+        around, module.kernel_size, module.stride, module.dilation, inputs.shape[2:]
+    )
+    right = wrote.unflatten(1, (module.groups, -1)).flatten(2, 3).transpose(2, 3)
+    left = inputs.flatten(2).unflatten(1, (module.groups, -1)).transpose(2, 3)
+    return {
+        "weight": Outer(left, right),
+        "bias": Dense(over_positions(grad, kept=[1])),
+    }

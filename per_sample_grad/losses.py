@@ -1,0 +1,67 @@
+"""Losses of each sample, said explicitly: ``(B,)``, whatever the number of tokens."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+Reduction = Literal["mean", "sum"]
+
+
+def token_cross_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    weight: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Cross-entropy of every sample, over its own tokens.
+
+    Args:
+        logits: ``(B, C)`` or ``(B, *, C)``: classes last, any float dtype.
+        targets: ``(B,)`` or ``(B, *)``, integers; ``ignore_index`` does not count.
+        reduction: ``"sum"`` over a sample's tokens, or their ``"mean"``: divided by
+            the number of that sample's tokens that count, and 0 where none does. It
+            is each sample's own mean, not the batch's (whose denominator would make
+            samples depend on each other).
+        ignore_index: What marks targets that do not count.
+        weight: ``(C,)`` of each class; a mean divides by the sum of the weights.
+        label_smoothing: As in `torch.nn.functional.cross_entropy`.
+
+    Returns:
+        ``(B,)``.
+
+    >>> logits = torch.zeros(2, 3, 4)
+    >>> token_cross_entropy(logits, torch.tensor([[1, 2, -100], [0, -100, -100]]))
+    tensor([1.3863, 1.3863])
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction={reduction!r}; allowed are 'mean' and 'sum'")
+    if logits.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"logits {tuple(logits.shape)} and targets {tuple(targets.shape)}: give "
+            "logits with the classes last, (B, *, C), and targets (B, *)"
+        )
+    flat = F.cross_entropy(
+        logits.flatten(0, -2),
+        targets.flatten(),
+        weight=weight,
+        reduction="none",
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+    )
+    losses = flat.reshape(len(targets), -1).sum(1)
+    if reduction == "sum":
+        return losses
+    counted = targets != ignore_index
+    if weight is None:
+        counts = counted.to(losses.dtype)
+    else:
+        known = torch.where(counted, targets, torch.zeros_like(targets))
+        counts = weight.to(losses.dtype).take(known) * counted
+    total = counts.reshape(len(targets), -1).sum(1)
+    return losses / torch.where(total > 0, total, torch.ones_like(total))

@@ -1,0 +1,49 @@
+"""Sparse training whose topology follows the gradient, without a host round trip.
+
+from rigl_xla import RigLScheduler
+
+pruner = RigLScheduler(model, optimizer, dense_allocation=0.1, T_end=75_000)
+...
+if pruner():
+    optimizer.step()
+"""
+
+from rigl_xla.distribution import DISTRIBUTIONS, allocate
+from rigl_xla.flops import (
+    LayerCost,
+    gradual_training_ratio,
+    inference_flops,
+    inference_macs,
+    inference_ratio,
+    size_in_bytes,
+    training_ratio,
+)
+from rigl_xla.layers import Weight, weights_of
+from rigl_xla.methods import METHODS, SCORES, Layer
+from rigl_xla.positions import costs_of
+from rigl_xla.report import LayerReport, Report
+from rigl_xla.schedule import ANNEALINGS, UpdateSchedule
+from rigl_xla.scheduler import RigLScheduler
+
+__all__ = [
+    "ANNEALINGS",
+    "DISTRIBUTIONS",
+    "METHODS",
+    "SCORES",
+    "Layer",
+    "LayerCost",
+    "LayerReport",
+    "Report",
+    "RigLScheduler",
+    "UpdateSchedule",
+    "Weight",
+    "allocate",
+    "costs_of",
+    "gradual_training_ratio",
+    "inference_flops",
+    "inference_macs",
+    "inference_ratio",
+    "size_in_bytes",
+    "training_ratio",
+    "weights_of",
+]

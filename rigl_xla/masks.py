@@ -1,0 +1,181 @@
+"""Which connections an update drops and grows: fixed shapes, exact counts.
+
+Pure functions of tensors. Scores are higher for what is to stay or to come. Among equal
+scores the lower index wins, on every device, so replicas choose alike. What is not
+eligible is given a score below all others, not zero: an active weight of zero is not an
+inactive one.
+
+Axes: L layers of equal size, N weights of one of them, R rows of a structured layer, M
+weights of a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+
+INELIGIBLE = float("-inf")
+
+
+def top(
+    scores_LN: torch.Tensor,
+    counts_L: torch.Tensor,
+    host_counts: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Marks the ``counts_L[l]`` highest scores of each layer.
+
+    Shapes do not depend on the counts, so a changed count compiles nothing; they stay
+    on the device.
+
+    Args:
+        scores_LN: Any float dtype. With NaN the result means nothing.
+        counts_L: Integers from 0 to N, on the scores' device.
+        host_counts: The same numbers. Give them where scores are on a CPU: one
+            threshold is then found faster than a row is sorted.
+
+    Returns:
+        bool ``(L, N)`` with exactly ``counts_L`` True in each row.
+
+    >>> top(torch.tensor([[3.0, 1.0, 3.0, 3.0]]), torch.tensor([2]))
+    tensor([[ True, False,  True, False]])
+    """
+    if host_counts is not None:
+        return torch.stack([_top_1(s, k) for s, k in zip(scores_LN, host_counts)])
+    counts_L1 = counts_L.to(torch.int64).unsqueeze(1)
+    sorted_LN = torch.sort(scores_LN, dim=1, descending=True).values
+    threshold_L1 = sorted_LN.gather(1, (counts_L1 - 1).clamp(min=0))
+    above_LN = scores_LN > threshold_L1
+    tie_LN = scores_LN == threshold_L1
+    missing_L1 = counts_L1 - above_LN.sum(1, keepdim=True)
+    # With a count of 0 the threshold is the maximum: none above it, none missing.
+    return above_LN | (tie_LN & (tie_LN.cumsum(1, dtype=torch.int32) <= missing_L1))
+
+
+def _top_1(scores_N: torch.Tensor, count: int) -> torch.Tensor:
+    """`top` of one layer on a CPU, where reading a number costs nothing."""
+    if count == 0:
+        return torch.zeros_like(scores_N, dtype=torch.bool)
+    size = len(scores_N)
+    threshold = scores_N.kthvalue(size - count + 1).values
+    chosen_N = scores_N >= threshold
+    surplus = int(chosen_N.sum()) - count
+    if surplus > 0:  # ties at the threshold: the last ones go
+        ties = (scores_N == threshold).nonzero().squeeze(1)
+        chosen_N[ties[len(ties) - surplus :]] = False
+    return chosen_N
+
+
+def drop_and_grow(
+    mask_LN: torch.Tensor,
+    drop_LN: torch.Tensor,
+    grow_LN: torch.Tensor | None,
+    num_keep_L: torch.Tensor,
+    num_grow_L: torch.Tensor,
+    host_counts: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The new masks: the best of the active ones, and the best of all the others.
+
+    What was just dropped may grow again, as in Evci et al. 2020, arXiv:1911.11134,
+    Algorithm 1.
+
+    Args:
+        mask_LN: bool, the connections that are active.
+        drop_LN: Scores; the lowest active ones are dropped.
+        grow_LN: Scores; the highest that were not kept are grown. None if none are.
+        num_keep_L: Active connections to keep, at most those there are.
+        num_grow_L: Connections to grow, at most those not kept.
+        host_counts: ``(num_keep, num_grow)`` on the host; see `top`.
+
+    Returns:
+        bool ``(L, N)`` with exactly ``num_keep_L + num_grow_L`` True in each row, and
+        which of them were kept.
+    """
+    host_keep, host_grow = host_counts or (None, None)
+    keep_LN = top(drop_LN.masked_fill(~mask_LN, INELIGIBLE), num_keep_L, host_keep)
+    if grow_LN is None:
+        return keep_LN, keep_LN
+    candidates_LN = grow_LN.masked_fill(keep_LN, INELIGIBLE)
+    return keep_LN | top(candidates_LN, num_grow_L, host_grow), keep_LN
+
+
+def drop_and_grow_rows(
+    mask_RM: torch.Tensor,
+    drop_RM: torch.Tensor,
+    grow_RM: torch.Tensor,
+    num_keep: torch.Tensor,
+    per_row: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`drop_and_grow` of one layer that keeps ``per_row`` connections in every row.
+
+    Connections are dropped wherever in the layer they are weakest; each row grows what
+    it lacks. Rows are groups of M inputs for N:M sparsity and all inputs of a neuron
+    for constant fan-in.
+
+    Args:
+        mask_RM: bool with exactly ``per_row`` True in each row.
+        drop_RM: Scores, as above.
+        grow_RM: Scores, as above.
+        num_keep: Shape ``(1,)``: active connections of the whole layer to keep.
+        per_row: Active connections of each row.
+
+    Returns:
+        bool ``(R, M)`` with exactly ``per_row`` True in each row, and which of them
+        were kept.
+    """
+    masked_RM = drop_RM.masked_fill(~mask_RM, INELIGIBLE)
+    keep_RM = top(masked_RM.reshape(1, -1), num_keep).reshape(mask_RM.shape)
+    candidates_RM = grow_RM.masked_fill(keep_RM, INELIGIBLE)
+    return keep_RM | top(candidates_RM, per_row - keep_RM.sum(1)), keep_RM
+
+
+def is_finite(tensor: torch.Tensor) -> torch.Tensor:
+    """bool ``(1,)``: no number of it is NaN or infinite."""
+    if tensor.device.type == "cpu":  # one pass and no temporary
+        low, high = torch.aminmax(tensor)
+        return (torch.isfinite(low) & torch.isfinite(high)).reshape(1)
+    return torch.isfinite(tensor).all().reshape(1)
+
+
+def are_finite(scores_LN: torch.Tensor, eligible_LN: torch.Tensor) -> torch.Tensor:
+    """bool ``(L, 1)``: no eligible score of the layer is NaN or infinite."""
+    return (torch.isfinite(scores_LN) | ~eligible_LN).all(1, keepdim=True)
+
+
+def has_preference(scores_LN: torch.Tensor) -> torch.Tensor:
+    """bool ``(L, 1)``: not all finite scores of the layer are the same.
+
+    Those of a layer that took no part in the loss are all zero, and say nothing.
+    """
+    others_LN = ~torch.isfinite(scores_LN)
+    high_L1 = scores_LN.masked_fill(others_LN, -math.inf).amax(1, keepdim=True)
+    low_L1 = scores_LN.masked_fill(others_LN, math.inf).amin(1, keepdim=True)
+    return high_L1 > low_L1
+
+
+def generator(seed: int, name: str, update: int) -> torch.Generator:
+    """A CPU generator that depends on its arguments alone, on every replica alike.
+
+    Args:
+        seed: Of the whole run.
+        name: Of the parameter.
+        update: Number of the topology update; 0 for the initial mask.
+    """
+    key = f"{seed}/{update}/{name}".encode()
+    number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+    return torch.Generator().manual_seed(number)
+
+
+def random_scores(seed: int, name: str, update: int, size: int) -> torch.Tensor:
+    """float32 ``(size,)`` on the CPU, uniform on [0, 1); see `generator`."""
+    return torch.rand(size, generator=generator(seed, name, update))
+
+
+def random_mask(seed: int, name: str, size: int, num_active: int) -> torch.Tensor:
+    """bool ``(size,)`` on the CPU with exactly ``num_active`` True, anywhere."""
+    order = torch.randperm(size, generator=generator(seed, name, 0))
+    mask = torch.zeros(size, dtype=torch.bool)
+    mask[order[:num_active]] = True
+    return mask

@@ -1,0 +1,238 @@
+"""What a user asks for, checked before anything is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from rigl_xla.distribution import Distribution, allocate, distribution_named
+from rigl_xla.layers import Selector, Weight, holders, named, weights_of
+from rigl_xla.methods import Method, Score, method_named
+from rigl_xla.schedule import UpdateSchedule
+from rigl_xla.structure import Rows, n_of_m, rows_of
+
+INITIAL_MASKS = ("random", "magnitude")
+INITIAL_WEIGHTS = ("rescale", "fan-in")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Which weights become how sparse, and how masks begin and change.
+
+    See `RigLScheduler` for what they mean; ``from_rigl_torch`` is for runs that began
+    there, in which norms and embeddings may be sparse.
+    """
+
+    dense_allocation: float = 1
+    sparsity_distribution: str | Distribution = "uniform"
+    ignore_linear_layers: bool = True
+    static_topo: bool = False
+    method: str = "rigl"
+    drop: str | Score | None = None
+    grow: str | Score | None = None
+    structure: str | None = None
+    initial_masks: str = "random"
+    initial_weights: str | None = None
+    sparsities: Mapping[str, float] | None = None
+    include: Iterable[Selector] = ()
+    exclude: Iterable[Selector] = ()
+    dense_first: bool | None = None
+    momentum: float = 0.9
+    skip_step: bool = True
+    seed: int = 0
+    from_rigl_torch: bool = False
+
+    def __post_init__(self) -> None:
+        density = self.dense_allocation
+        if isinstance(density, bool) or not isinstance(density, (int, float)):
+            raise TypeError(
+                f"dense_allocation is {density!r}; it must be a number, the share of "
+                "active weights, above 0 and at most 1"
+            )
+        if not 0 < density <= 1:
+            raise ValueError(
+                f"dense_allocation is {density!r}; the share of active weights must "
+                "be above 0 and at most 1 (0.1 is 90 % sparse)"
+            )
+        distribution_named(self.sparsity_distribution)
+        self.scores()
+        if self.initial_masks not in INITIAL_MASKS:
+            raise ValueError(
+                f"initial_masks={self.initial_masks!r} is not known; allowed are "
+                f"{INITIAL_MASKS}"
+            )
+        if self.initial_weights not in (None, *INITIAL_WEIGHTS):
+            raise ValueError(
+                f"initial_weights={self.initial_weights!r} is not known; allowed are "
+                f"{INITIAL_WEIGHTS}, or None to keep the model's"
+            )
+        if not 0 <= self.momentum < 1:
+            raise ValueError(
+                f"momentum is {self.momentum!r}; the share of its past that the "
+                "running mean of gradients keeps must be from 0 to below 1"
+            )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise TypeError(f"seed is {self.seed!r}; it must be an integer")
+        if self.structure is not None:
+            self._check_structure(self.structure)
+
+    def scores(self) -> Method:
+        """The method, with the user's scores.
+
+        Raises:
+            ValueError, TypeError: They do not fit together.
+        """
+        method = method_named(self.method)
+        if not self.static_topo:
+            return method_named(self.method, self.drop, self.grow)
+        if method.gradual:
+            raise ValueError(
+                f"method={self.method!r} begins dense, and with static_topo=True would "
+                "stay so; leave out one of them"
+            )
+        return method_named("static", self.drop, self.grow)
+
+    def check_schedule(self, schedule: UpdateSchedule) -> None:
+        """Raises ValueError if the topology would never change against expectation."""
+        if schedule.T_end is None and self.scores().updates and self.is_sparse:
+            raise ValueError(
+                f"method={self.method!r} needs T_end, the step from which on the "
+                "topology stays: about 0.75 times the number of steps of the whole "
+                "run; or static_topo=True for a topology that never changes"
+            )
+        last = (schedule.T_end or 0) - 1
+        if self.scores().gradual and self.is_sparse and last < schedule.delta:
+            raise ValueError(
+                f"T_end={schedule.T_end} is not past the first update at step "
+                f"delta={schedule.delta}, so method={self.method!r} would leave all "
+                "dense; lower delta or raise T_end"
+            )
+
+    def warn_of(self, schedule: UpdateSchedule, stacklevel: int) -> None:
+        """Warns of a schedule without a step for an update."""
+        if not (self.scores().updates and self.is_sparse) or schedule.T_end is None:
+            return
+        if schedule.T_end <= schedule.delta:
+            warnings.warn(
+                f"T_end={schedule.T_end} is not past the first update at step "
+                f"delta={schedule.delta}, so method={self.method!r} will never change "
+                "the topology; lower delta, raise T_end, or say static_topo=True",
+                stacklevel=stacklevel + 1,
+            )
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether any weight can be inactive."""
+        asked = self.sparsities or {}
+        return self.dense_allocation < 1 or bool(self.structure) or any(asked.values())
+
+    def plan(self, model: nn.Module) -> tuple[list[Weight], dict[str, float]]:
+        """All weights that can be sparse, and how sparse each is to be.
+
+        Raises:
+            ValueError, TypeError: A name or selector means nothing, no weight is left
+                to be sparse, or the sparsity cannot be reached.
+        """
+        weights = weights_of(model, self.include, self.exclude)
+        fixed = {}
+        if self.ignore_linear_layers:
+            fixed = {weight.name: 0.0 for weight in weights if not weight.is_conv}
+        for pattern, sparsity in (self.sparsities or {}).items():
+            fixed |= dict.fromkeys(named(weights, pattern), sparsity)
+        pattern = n_of_m(self.structure) if self.structure else None
+        target = 1 - pattern[0] / pattern[1] if pattern else 1 - self.dense_allocation
+        shapes = {weight.name: tuple(weight.parameter.shape) for weight in weights}
+        found = allocate(
+            shapes, target, self.sparsity_distribution, fixed, self.dense_first
+        )
+        if self.is_sparse and not any(found.values()):
+            raise ValueError(
+                f"no weight is left to be sparse: of {list(shapes)}, "
+                f"ignore_linear_layers={self.ignore_linear_layers}, dense_first and "
+                "sparsities= keep all dense; a model of linear layers needs "
+                "ignore_linear_layers=False"
+            )
+        return weights, found
+
+    def rows(self, weight: Weight, sparsity: float) -> Rows | None:
+        """The pattern that the mask of a weight keeps, if any."""
+        if self.structure is None:
+            return None
+        shape = tuple(weight.parameter.shape)
+        return rows_of(self.structure, weight.name, shape, sparsity)
+
+    def _check_structure(self, structure: str) -> None:
+        pattern = n_of_m(structure)
+        if self.method == "gmp":
+            raise ValueError(
+                f"method='gmp' loses connections anywhere and cannot keep "
+                f"structure={structure!r}; use another method"
+            )
+        if pattern is None:
+            return
+        density = pattern[0] / pattern[1]
+        if self.dense_allocation not in (1, density):
+            raise ValueError(
+                f"structure={structure!r} has a share of {density:g} active weights, "
+                f"but dense_allocation is {self.dense_allocation:g}; leave it out"
+            )
+        if self.sparsity_distribution != "uniform":
+            raise ValueError(
+                f"structure={structure!r} makes all layers equally sparse; leave out "
+                f"sparsity_distribution={self.sparsity_distribution!r}"
+            )
+        if any(value not in (0, 1 - density) for value in self._given()):
+            raise ValueError(
+                f"structure={structure!r} allows sparsities= of 0 and "
+                f"{1 - density:g} only, got {dict(self.sparsities or {})}"
+            )
+
+    def _given(self) -> list[float]:
+        return list((self.sparsities or {}).values())
+
+
+def check_steps(optimizer: Any, skip_step: bool) -> None:
+    """Raises ValueError if steps are to be skipped that the optimizer counts on.
+
+    A wrapper that decides by itself when it updates, because it must be called after
+    every backward pass, has a true attribute ``steps_by_itself``.
+    """
+    if skip_step and getattr(optimizer, "steps_by_itself", False):
+        raise ValueError(
+            f"{type(optimizer).__name__} must be stepped after every backward pass and "
+            "decides by itself when it updates, so a topology update cannot replace "
+            "its step; build the pruner with skip_step=False"
+        )
+
+
+def check_owner(weights: Sequence[Weight], optimizer: Any, pruner: object) -> None:
+    """Raises unless the optimizer trains all the weights, and no other pruner does.
+
+    Raises:
+        ValueError, TypeError: As said.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}; it must be a torch optimizer, "
+            "or a wrapper that is one"
+        )
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    strangers = [w.name for w in weights if id(w.parameter) not in owned]
+    if strangers:
+        raise ValueError(
+            f"the optimizer does not train {strangers}, which are to be sparse; build "
+            "it from this model's parameters, after the model was moved to its "
+            "device, or put these into exclude="
+        )
+    for weight in weights:
+        holder = holders.get(weight.parameter)
+        if holder is not None and holder() not in (None, pruner):
+            raise ValueError(
+                f"{weight.name!r} is already kept sparse by another RigLScheduler: "
+                "close() that one first"
+            )

@@ -1,0 +1,269 @@
+"""What is saved of a pruner, and how it is read back; rigl-torch's states too."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from rigl_xla.layers import Weight, clean, weights_of
+from rigl_xla.options import Options
+from rigl_xla.schedule import UpdateSchedule
+from rigl_xla.update import SparseLayer, like
+
+FORMAT = 1
+_KEPT_OPTIONS = (
+    "dense_allocation",
+    "ignore_linear_layers",
+    "static_topo",
+    "structure",
+    "seed",
+    "from_rigl_torch",
+)
+# The caller may repeat these, and has them from the state otherwise.
+_ASKED = ("method", "skip_step", "drop", "grow", "sparsity_distribution")
+_FUNCTION = "function "  # what a name cannot give back
+
+
+class Found(NamedTuple):
+    """A pruner's state, fit to a model that has not been touched."""
+
+    weights: list[Weight]
+    layers: list[SparseLayer]
+    options: Options
+    schedule: UpdateSchedule
+    step: int
+    num_updates: int
+
+
+def state_of(
+    layers: Sequence[SparseLayer],
+    options: Options,
+    schedule: UpdateSchedule,
+    step: int,
+    num_updates: int,
+) -> dict[str, Any]:
+    """See `RigLScheduler.state_dict`. Reads the device."""
+    saved: dict[str, Any] = {}
+    for layer in layers:
+        saved[layer.name] = {
+            "shape": list(layer.mask.shape),
+            "sparsity": layer.sparsity,
+            "num_active": layer.num_active,
+            "mask": pack(layer.mask),
+        }
+        if layer.gradient is not None:
+            gradient = layer.gradient.detach().to("cpu", copy=True)
+            saved[layer.name]["gradient"] = gradient
+    return {
+        "format": FORMAT,
+        "step": step,
+        "num_updates": num_updates,
+        "schedule": dataclasses.asdict(schedule),
+        "options": {name: getattr(options, name) for name in _KEPT_OPTIONS},
+        "asked": {name: _plain(getattr(options, name)) for name in _ASKED},
+        "layers": saved,
+    }
+
+
+def pack(mask: torch.Tensor) -> torch.Tensor:
+    """uint8 on the CPU: one bit per weight."""
+    return torch.from_numpy(np.packbits(mask.detach().cpu().numpy().reshape(-1)))
+
+
+def unpack(packed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The bool mask on the CPU that `pack` was given."""
+    size = torch.Size(shape).numel()
+    bits = np.unpackbits(packed.cpu().numpy(), count=size)
+    return torch.from_numpy(bits.astype(np.bool_)).reshape(tuple(shape))
+
+
+def read(
+    state: Mapping[str, Any],
+    model: nn.Module,
+    options: Options,
+    schedule: UpdateSchedule,
+    changes: Mapping[str, Any],
+) -> Found:
+    """Fits a saved state to a model; see `RigLScheduler.load_state_dict`."""
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"state_dict is a {type(state).__name__}; it must be what "
+            "RigLScheduler.state_dict() gave, or rigl-torch 0.5.2's"
+        )
+    fields = {field.name for field in dataclasses.fields(UpdateSchedule)}
+    if not fields.issuperset(changes):
+        raise TypeError(
+            f"load_state_dict cannot change {sorted(set(changes) - fields)}; allowed "
+            f"are {sorted(fields)}"
+        )
+    if "backward_masks" in state and "hyperparams" in state:
+        return _read_rigl_torch(state, model, options, schedule, changes)
+    if state.get("format") != FORMAT:
+        raise ValueError(
+            f"state_dict has format {state.get('format')!r} and keys {sorted(state)}; "
+            f"this release reads its own format {FORMAT} and rigl-torch 0.5.2's states"
+        )
+    asked = _merged(options, state.get("asked", {}))
+    options = dataclasses.replace(options, **state["options"], **asked)
+    schedule = UpdateSchedule(**{**state["schedule"], **changes})
+    if options.from_rigl_torch:
+        weights = rigl_torch_weights(model)
+    else:
+        weights = weights_of(model, options.include, options.exclude)
+    layers = _fit(state["layers"], weights, options)
+    return Found(
+        weights, layers, options, schedule, state["step"], state["num_updates"]
+    )
+
+
+def _plain(value: Any) -> Any:
+    """An option as it is saved: functions by name."""
+    if callable(value):
+        return _FUNCTION + getattr(value, "__name__", type(value).__name__)
+    return value
+
+
+def _merged(options: Options, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What was asked for in the saved run, if it does not contradict the caller.
+
+    Raises:
+        ValueError: It does, or it was a function that the caller has to give again.
+    """
+    defaults = Options()
+    found = {}
+    for name, value in saved.items():
+        own = getattr(options, name)
+        if _plain(own) == value:
+            continue
+        is_function = isinstance(value, str) and value.startswith(_FUNCTION)
+        if own != getattr(defaults, name):
+            raise ValueError(
+                f"state_dict was made with {name}={value!r}, but the pruner is asked "
+                f"for {name}={_plain(own)!r}; leave it out or give the same"
+            )
+        # A distribution has done its work; a score has not.
+        if is_function and name != "sparsity_distribution":
+            raise ValueError(
+                f"state_dict was made with {name}= a {value}, which it cannot hold; "
+                f"give the same {name}= again"
+            )
+        if not is_function:
+            found[name] = value
+    return found
+
+
+def _fit(
+    saved: Mapping[str, Any], weights: Sequence[Weight], options: Options
+) -> list[SparseLayer]:
+    by_name = {weight.name: weight for weight in weights}
+    missing = [name for name in saved if name not in by_name]
+    if missing:
+        raise ValueError(
+            f"state_dict has masks of {missing}, which are no weights of this model "
+            f"that can be sparse; there are {list(by_name)}. It must be the same "
+            "model, with the same include= and exclude="
+        )
+    layers = []
+    for weight in weights:
+        if weight.name not in saved:
+            continue
+        entry = saved[weight.name]
+        _check_shape(weight, tuple(entry["shape"]))
+        device = weight.parameter.device
+        gradient = entry.get("gradient")
+        layers.append(
+            SparseLayer(
+                weight,
+                entry["sparsity"],
+                entry["num_active"],
+                like(weight.parameter, unpack(entry["mask"], entry["shape"])),
+                options.rows(weight, entry["sparsity"]),
+                gradient=None if gradient is None else gradient.to(device, copy=True),
+            )
+        )
+    return layers
+
+
+def _check_shape(weight: Weight, shape: tuple[int, ...]) -> None:
+    if tuple(weight.parameter.shape) != shape:
+        raise ValueError(
+            f"state_dict has a mask of shape {shape} for {weight.name!r}, which has "
+            f"shape {tuple(weight.parameter.shape)}; it is of another model"
+        )
+
+
+def _read_rigl_torch(
+    state: Mapping[str, Any],
+    model: nn.Module,
+    options: Options,
+    schedule: UpdateSchedule,
+    changes: Mapping[str, Any],
+) -> Found:
+    """Masks are by position there; counts are taken from them."""
+    saved = state["hyperparams"]
+    positions = rigl_torch_weights(model)
+    masks = list(state["backward_masks"])
+    if [w.parameter.numel() for w in positions] != list(state["N"]):
+        raise ValueError(
+            f"the rigl-torch state_dict is of weights of {list(state['N'])} numbers; "
+            f"this model has {[w.parameter.numel() for w in positions]}"
+        )
+    options = dataclasses.replace(
+        options,
+        dense_allocation=state["dense_allocation"],
+        ignore_linear_layers=bool(saved["ignore_linear_layers"]),
+        static_topo=bool(saved["static_topo"]),
+        from_rigl_torch=True,
+    )
+    values = {
+        **dataclasses.asdict(schedule),
+        "T_end": saved["T_end"],
+        "delta": saved["delta_T"],
+        "alpha": saved["alpha"],
+        "grad_accumulation_n": saved["grad_accumulation_n"],
+        **changes,
+    }
+    layers = []
+    for weight, sparsity, mask in zip(positions, state["S"], masks):
+        if mask is None:
+            continue
+        _check_shape(weight, tuple(mask.shape))
+        own = mask.detach().to("cpu", torch.bool, copy=True)
+        mask = like(weight.parameter, own)
+        layers.append(SparseLayer(weight, float(sparsity), int(own.sum()), mask))
+    return Found(
+        positions,
+        layers,
+        options,
+        UpdateSchedule(**values),
+        int(state["step"]),
+        int(state["rigl_steps"]),
+    )
+
+
+def rigl_torch_weights(model: nn.Module) -> list[Weight]:
+    """What rigl-torch 0.5.2 takes for the layers of a model, in its order.
+
+    Every module with a weight but `BatchNorm2d`; it looks into no such module.
+    """
+    names = {id(p): clean(name) for name, p in model.named_parameters()}
+    found = []
+
+    def visit(module: nn.Module) -> None:
+        weight = getattr(module, "weight", None)
+        is_norm = type(module) is nn.BatchNorm2d
+        if isinstance(weight, nn.Parameter) and not is_norm:
+            is_conv = not isinstance(module, nn.Linear)
+            name = names[id(weight)]
+            found.append(Weight(name, weight, module, "weight", is_conv))
+            return
+        for child in module.children():
+            visit(child)
+
+    visit(model)
+    return found

@@ -1,0 +1,385 @@
+"""`RigLScheduler`: sparse training in two lines of a training loop."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import xla_replica
+from rigl_xla import saved
+from rigl_xla.collect import collect_, next_counts
+from rigl_xla.compat import RigLTorchNames
+from rigl_xla.distribution import Distribution
+from rigl_xla.drift import check_equal
+from rigl_xla.initial import first_layer_state, set_weights_
+from rigl_xla.layers import Selector, Weight, check_bound, holders, selectors
+from rigl_xla.methods import Score
+from rigl_xla.options import Options, check_owner, check_steps
+from rigl_xla.report import Report, describe
+from rigl_xla.schedule import UpdateSchedule
+from rigl_xla.update import Moment, SparseLayer, install_, new_masks
+from xla_replica import Replica
+
+logger = logging.getLogger(__name__)
+
+
+class RigLScheduler(RigLTorchNames):
+    """Keeps a model sparse while it trains, and moves its connections.
+
+    Every ``delta`` steps before ``T_end`` the weakest connections of each layer are
+    dropped and as many grown where the gradient is largest; see Evci et al. 2020,
+    arXiv:1911.11134. Two lines::
+
+        pruner = RigLScheduler(model, optimizer, dense_allocation=0.1, T_end=75_000)
+        ...
+        loss.backward()
+        if pruner():
+            optimizer.step()
+
+    The step that changes the topology updates no weights, as in the paper. With
+    ``skip_step=False`` it does, the pruner counts the optimizer's steps by itself and
+    need not be called; this is the way inside wrappers that step on their own terms.
+
+    Gradients of inactive connections are zero from the backward pass on, so clipping
+    and reductions see sparse gradients; weights are masked behind every optimizer
+    step, by torch's own hooks. Inactive weights are exactly zero.
+
+    **Replicas.** Masks are the same on all replicas: where connections begin and grow
+    at random depends on the seed and the parameter's name alone, and gradients are
+    summed over replicas before they are compared. That is one collective, in the steps
+    that an update collects; in them every replica must call the pruner. The model must
+    be equal on all replicas, see `check_replicas`.
+
+    **Devices.** Build it after the model was moved and the optimizer was built. A
+    model that is moved later in place takes its masks along; one whose parameters are
+    replaced (``.to('xla')``) is an error at the next call. An update reads nothing from
+    the device and compiles nothing after the first.
+
+    Args:
+        model: The model, on its device.
+        optimizer: Trains it; any torch optimizer, or a wrapper that is one.
+        dense_allocation: Share of active weights, in (0, 1].
+        T_end: Step from which on the topology stays, about 0.75 of all steps.
+        sparsity_distribution: A key of `DISTRIBUTIONS`, or a function like them.
+        ignore_linear_layers: Keep all but convolutions dense: linear, attention,
+            recurrent and bilinear layers.
+        delta: Steps between updates.
+        alpha: Share of connections that the first update drops; shrinks to 0.
+        static_topo: Never change the topology, whatever the method.
+        grad_accumulation_n: Steps whose gradients score an update, 1 to ``delta``.
+        state_dict: What `state_dict` gave, or rigl-torch 0.5.2's did; see
+            `load_state_dict`.
+        method: A key of `METHODS`.
+        drop: Another score of active connections: a key of `SCORES`, or a function of
+            a `Layer`. The lowest are dropped.
+        grow: Another score of the others; the highest grow.
+        structure: A pattern that masks keep: ``'2:4'`` and the like, along input
+            channels, or ``'constant-fan-in'``.
+        initial_masks: ``'random'`` or ``'magnitude'``.
+        initial_weights: ``'rescale'`` (over the root of the layer's density) or
+            ``'fan-in'`` (drawn anew, variance 2 / active inputs): without norms, very
+            sparse networks need it. Default: the model's own.
+        sparsities: Sparsities of single weights, by pattern of their names; 0 is
+            dense. They are outside of the budget that the others share.
+        include: Further weights that may be sparse; see `weights_of`.
+        exclude: Weights to leave dense and out of all counts; see `weights_of`.
+        dense_first: Keep the first weight dense. Default: for uniform distributions.
+        annealing: How the drop fraction shrinks: a key of `ANNEALINGS`.
+        momentum: What SNFS keeps of its running mean of gradients at each step.
+        skip_step: Whether a topology update replaces the optimizer's step. Must be
+            False with wrappers that have ``steps_by_itself``.
+        seed: Of initial masks and random growth.
+        replica: Default: the one the caller runs in.
+
+    Raises:
+        ValueError, TypeError: An argument is out of range, of the wrong type, or does
+            not fit the model. Nothing has been touched then.
+
+    Warns:
+        UserWarning: ``T_end`` is not past ``delta``: there will be no update.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        dense_allocation: float = 1,
+        T_end: int | None = None,
+        sparsity_distribution: str | Distribution = "uniform",
+        ignore_linear_layers: bool = True,
+        delta: int = 100,
+        alpha: float = 0.3,
+        static_topo: bool = False,
+        grad_accumulation_n: int = 1,
+        state_dict: Mapping[str, Any] | None = None,
+        *,
+        method: str = "rigl",
+        drop: str | Score | None = None,
+        grow: str | Score | None = None,
+        structure: str | None = None,
+        initial_masks: str = "random",
+        initial_weights: str | None = None,
+        sparsities: Mapping[str, float] | None = None,
+        include: Selector | Iterable[Selector] = (),
+        exclude: Selector | Iterable[Selector] = (),
+        dense_first: bool | None = None,
+        annealing: str = "cosine",
+        momentum: float = 0.9,
+        skip_step: bool = True,
+        seed: int = 0,
+        replica: Replica | None = None,
+    ) -> None:
+        options = Options(
+            dense_allocation=dense_allocation,
+            sparsity_distribution=sparsity_distribution,
+            ignore_linear_layers=ignore_linear_layers,
+            static_topo=static_topo,
+            method=method,
+            drop=drop,
+            grow=grow,
+            structure=structure,
+            initial_masks=initial_masks,
+            initial_weights=initial_weights,
+            sparsities=sparsities,
+            include=tuple(selectors(include)),
+            exclude=tuple(selectors(exclude)),
+            dense_first=dense_first,
+            momentum=momentum,
+            skip_step=skip_step,
+            seed=seed,
+        )
+        schedule = UpdateSchedule(T_end, delta, alpha, grad_accumulation_n, annealing)
+        self.model, self.optimizer = model, optimizer
+        self.replica = xla_replica.current() if replica is None else replica
+        self._layers: list[SparseLayer] = []
+        self._handles: list[Any] = []
+        self._closed = True  # until it takes hold of the model
+        if state_dict is not None:
+            self._restore(state_dict, options, schedule, {})
+            return
+        options.check_schedule(schedule)
+        weights, sparse = options.plan(model)
+        options.warn_of(schedule, stacklevel=2)
+        layers = [
+            first_layer_state(weight, sparse[weight.name], options)
+            for weight in weights
+            if sparse[weight.name] > 0
+        ]
+        self._adopt(weights, layers, options, schedule)
+        if initial_weights is not None:
+            for layer in layers:
+                set_weights_(layer, initial_weights, seed)
+            self.apply_mask_to_weights()
+
+    # --- the training loop's calls --------------------------------------------------
+
+    def __call__(self) -> bool:
+        """Ends a step; call it once behind the backward passes of each.
+
+        Returns:
+            Whether to step the optimizer: False if the topology was changed instead.
+            Always True with ``skip_step=False``, and after `close`.
+
+        Raises:
+            ValueError: The model's parameters were replaced.
+        """
+        if self._closed:
+            return True
+        if not self.options.skip_step:
+            check_bound(layer.weight for layer in self._layers)
+            return True
+        return not self._end_step()
+
+    def close(self) -> None:
+        """Lets go of model and optimizer, which stay as they are; may be repeated.
+
+        Calling the pruner does nothing then.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for layer in self._layers:
+            layer.pending = layer.gradient = None
+            holders.pop(layer.weight.parameter, None)
+
+    def __enter__(self) -> RigLScheduler:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # --- what can be asked ----------------------------------------------------------
+
+    @property
+    def masks(self) -> dict[str, torch.Tensor]:
+        """The live masks by parameter name: bool, True where active."""
+        return {layer.name: layer.mask for layer in self._layers}
+
+    def report(self) -> Report:
+        """Sparsity and churn of every layer. Reads the device, once."""
+        return Report.of(self._layers, self.replica)
+
+    def __str__(self) -> str:
+        return describe(self)
+
+    def check_replicas(self) -> None:
+        """Compares masks and sparse weights of all replicas; reads the device.
+
+        Collective. Cheap enough for once an epoch: two numbers per layer travel.
+
+        Raises:
+            ReplicaError: They differ.
+        """
+        check_equal(self._layers, self.replica)
+
+    # --- what is saved --------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps, schedule, masks (one bit per weight) and collected gradients.
+
+        Plain types and CPU tensors of its own; loads with ``weights_only=True``. It
+        names no number of replicas. Call it between steps, not between a backward pass
+        and the call that ends its step.
+        """
+        return saved.state_of(
+            self._layers, self.options, self.schedule, self.step, self.rigl_steps
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], **changes: Any) -> None:
+        """Loads what `state_dict` gave, or rigl-torch 0.5.2's did.
+
+        Steps, masks, seed and the schedule are the saved ones, and which weights are
+        sparse follows from masks. ``method``, ``skip_step``, ``drop``, ``grow`` and
+        ``sparsity_distribution`` are the saved ones too where this pruner has the
+        default; functions are known by name, and have to be given again. Weights are
+        masked at once.
+
+        Args:
+            state_dict: The saved state.
+            changes: Values that replace saved ones: ``T_end``, ``delta``, ``alpha``,
+                ``grad_accumulation_n``, ``annealing``.
+
+        Raises:
+            ValueError, TypeError: It does not fit the model, was made with other
+                options than this pruner's, or is no such state. Nothing has changed
+                then.
+        """
+        self._restore(state_dict, self.options, self.schedule, changes)
+
+    # --- how ------------------------------------------------------------------------
+
+    def _restore(
+        self,
+        state: Mapping[str, Any],
+        options: Options,
+        schedule: UpdateSchedule,
+        changes: Mapping[str, Any],
+    ) -> None:
+        found = saved.read(state, self.model, options, schedule, changes)
+        found.options.check_schedule(found.schedule)
+        found.options.warn_of(found.schedule, stacklevel=3)
+        self._adopt(found.weights, found.layers, found.options, found.schedule)
+        self.step, self.rigl_steps = found.step, found.num_updates
+        self._collects = self._will_collect()
+
+    def _adopt(
+        self,
+        weights: Sequence[Weight],
+        layers: Sequence[SparseLayer],
+        options: Options,
+        schedule: UpdateSchedule,
+    ) -> None:
+        """Takes hold of the model, whose sparse weights are ``layers``."""
+        check_steps(self.optimizer, options.skip_step)
+        check_owner([layer.weight for layer in layers], self.optimizer, self)
+        self.close()
+        self._closed = False
+        self.options, self.schedule = options, schedule
+        self.step = 0
+        self.rigl_steps = 0
+        self._method = options.scores()
+        self._weights, self._layers = list(weights), list(layers)
+        self._collects = self._will_collect()
+        for layer in self._layers:
+            holders[layer.weight.parameter] = weakref.ref(self)
+            hook = functools.partial(self._mask_gradient, layer)
+            self._handles.append(layer.weight.parameter.register_hook(hook))
+        if self._layers:
+            hook = self.optimizer.register_step_post_hook(self._after_step)
+            self._handles.append(hook)
+        self.apply_mask_to_weights()
+        self.reset_momentum()
+
+    def _mask_gradient(self, layer: SparseLayer, grad: torch.Tensor) -> torch.Tensor:
+        """Runs in the backward pass, before gradients accumulate or are reduced."""
+        layer.follow(grad.device)
+        if self._collects:
+            # A step may have been left out, as GradScaler does with what overflowed;
+            # with `skip_step` the pruner's call has used up what was pending.
+            layer.add(grad.detach(), after_finite=not self.options.skip_step)
+        return torch.where(layer.mask, grad, grad.new_zeros(()))
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        del optimizer, args, kwargs
+        self.apply_mask_to_weights()
+        if not self.options.skip_step:
+            self._end_step()
+
+    @torch.no_grad()
+    def _end_step(self) -> bool:
+        """Counts a step; changes the topology if it is time, and says so."""
+        check_bound(layer.weight for layer in self._layers)
+        self.step += 1
+        if self._collects and self._layers:
+            running = self._method.collects == "always"
+            momentum = self.options.momentum if running else None
+            num_steps = self.schedule.grad_accumulation_n
+            collect_(self._layers, self.replica, num_steps, momentum)
+        due = self._method.updates and self.schedule.is_update(self.step)
+        if due and self._layers:
+            self._update()
+        if due:
+            self.rigl_steps += 1
+        self._collects = self._will_collect()
+        if not self._collects:
+            for layer in self._layers:
+                layer.gradient = None
+        return due
+
+    def _will_collect(self) -> bool:
+        """Whether the next step's dense gradients are needed."""
+        collects, schedule = self._method.collects, self.schedule
+        if collects == "always":
+            return schedule.T_end is not None and self.step + 1 < schedule.T_end
+        return collects == "updates" and schedule.collects(self.step + 1)
+
+    def _update(self) -> None:
+        counts = [
+            next_counts(layer, self._method, self.schedule, self.step)
+            for layer in self._layers
+        ]
+        moment = Moment(self.step, self.rigl_steps + 1, self.options.seed)
+        found = new_masks(
+            self._layers,
+            self._method,
+            [keep for keep, _ in counts],
+            [grow for _, grow in counts],
+            moment,
+        )
+        for layer, new, (keep, grow) in zip(self._layers, found, counts):
+            install_(layer, new, self.optimizer)
+            layer.num_active = keep + grow
+            if self._method.collects != "always":
+                layer.gradient = None
+        logger.debug("step %d: topology update %d", self.step, moment.update)

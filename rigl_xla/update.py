@@ -1,0 +1,255 @@
+"""One topology update of all layers, on the device they are on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from rigl_xla import masks
+from rigl_xla.layers import Weight
+from rigl_xla.methods import Layer, Method, Score
+from rigl_xla.structure import Rows
+
+
+@dataclasses.dataclass(eq=False)
+class SparseLayer:
+    """A weight with its mask, and the dense gradient it has collected.
+
+    Attributes:
+        weight: Where the parameter is.
+        sparsity: What it is to have.
+        num_active: Connections it is to have now.
+        mask: bool of the weight's shape, True where active.
+        rows: The pattern its mask keeps, if any.
+        pending: This replica's dense gradient of the step under way, summed over
+            backward passes.
+        gradient: The dense gradient of earlier steps, over all replicas.
+        num_grown: int64 ``(1,)``: connections the last update activated.
+    """
+
+    weight: Weight
+    sparsity: float
+    num_active: int
+    mask: torch.Tensor
+    rows: Rows | None = None
+    pending: torch.Tensor | None = None
+    gradient: torch.Tensor | None = None
+    num_grown: torch.Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the parameter."""
+        return self.weight.name
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The parameter, detached."""
+        return self.weight.parameter.detach()
+
+    @property
+    def size(self) -> int:
+        """Number of weights, active or not."""
+        return self.weight.parameter.numel()
+
+    def follow(self, device: torch.device) -> None:
+        """Moves the mask to where the parameter is."""
+        if self.mask.device != device:
+            self.mask = self.mask.to(device)
+
+    def add(self, dense: torch.Tensor, after_finite: bool) -> None:
+        """Adds a backward pass's dense gradient to what is pending.
+
+        Args:
+            dense: The gradient; copied, as autograd may have given it to others too.
+            after_finite: Drop what is pending if it is not finite.
+        """
+        before = self.pending
+        if before is not None and after_finite:
+            zero = before.new_zeros(())
+            before = torch.where(masks.is_finite(before), before, zero)
+        self.pending = dense.clone() if before is None else before + dense
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """When an update happens: what scores may depend on besides the layer."""
+
+    step: int
+    update: int
+    seed: int
+
+
+def like(parameter: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The mask on the parameter's device, and in its memory format.
+
+    What is chosen by a mask has its format: a contiguous one would turn gradients of
+    channels-last weights contiguous.
+    """
+    mask = mask.contiguous().to(parameter.device)
+    if parameter.is_contiguous():
+        return mask
+    return torch.empty_like(parameter.detach(), dtype=torch.bool).copy_(mask)
+
+
+def keep_(tensor: torch.Tensor, mask: torch.Tensor) -> None:
+    """Zeroes ``tensor``, in place, where ``mask`` is False; NaN too."""
+    zero = tensor.new_zeros(())
+    if tensor.device.type in ("cpu", "cuda"):  # half the time of a copy
+        torch.where(mask, tensor, zero, out=tensor)
+    else:
+        tensor.copy_(torch.where(mask, tensor, zero))
+
+
+def new_masks(
+    layers: Sequence[SparseLayer],
+    method: Method,
+    num_keep: Sequence[int],
+    num_grow: Sequence[int],
+    moment: Moment,
+) -> list[torch.Tensor]:
+    """Every layer's next mask, of the same shapes whatever the counts.
+
+    A layer keeps its mask if it has nothing to choose by: if its scores for growth are
+    all equal, or one that counts is not finite: of an active connection for dropping,
+    of one that is not kept for growth. All do if a weight or a gradient is not finite.
+
+    Args:
+        layers: With gradients if the method uses them, all on one device.
+        method: How connections are scored.
+        num_keep: Active connections that each layer keeps.
+        num_grow: Connections that each layer grows.
+        moment: When.
+
+    Returns:
+        bool tensors of the weights' shapes.
+    """
+    finite = _all_finite(layers)
+    found: dict[int, torch.Tensor] = {}
+    device = layers[0].mask.device
+    order = [index for group in _groups(layers) for index in group]
+    # One upload; two dimensions, so that no number of it becomes part of a program.
+    counts = torch.tensor(
+        [[num_keep[i] for i in order], [num_grow[i] for i in order]], dtype=torch.int32
+    ).to(device)
+    first = 0
+    for group in _groups(layers):
+        counts_2L = counts[:, first : first + len(group)]
+        first += len(group)
+        chosen = [layers[i] for i in group]
+        host = ([num_keep[i] for i in group], [num_grow[i] for i in group])
+        new = _group_masks(chosen, method, counts_2L, host, finite, moment)
+        found.update(zip(group, new))
+    return [found[index] for index in range(len(layers))]
+
+
+def install_(layer: SparseLayer, new: torch.Tensor, optimizer: Optimizer) -> None:
+    """Makes ``new`` the layer's mask.
+
+    Weights and the optimizer's state stay where a connection was and is active, and
+    are zero elsewhere: a connection grows from zero. In place, so that whoever shares
+    memory with a parameter sees it.
+    """
+    old = layer.mask
+    kept = old & new
+    parameter = layer.weight.parameter
+    layer.num_grown = (new & ~old).sum().reshape(1)
+    keep_(layer.data, kept)
+    for tensor in state_of(parameter, optimizer):
+        keep_(tensor, kept)
+    if parameter.grad is not None:
+        keep_(parameter.grad.detach(), new)
+    layer.mask.copy_(new)
+
+
+def state_of(parameter: torch.Tensor, optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """What the optimizer keeps for each single weight: momentum, second moments."""
+    state = optimizer.state.get(parameter)  # not [...], which would make an entry
+    for value in (state or {}).values():
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+            yield value
+
+
+def _group_masks(
+    layers: list[SparseLayer],
+    method: Method,
+    counts_2L: torch.Tensor,
+    host: tuple[list[int], list[int]],
+    finite: torch.Tensor,
+    moment: Moment,
+) -> Iterable[torch.Tensor]:
+    """Next masks of layers of one size; one layer if it has a pattern."""
+    views = [view_of(layer, moment) for layer in layers]
+    mask_LN = torch.stack([layer.mask.flatten() for layer in layers])
+    drop_LN = _scores(method.drop, views)
+    grow_LN = None if method.grow is None else _scores(method.grow, views)
+    rows = layers[0].rows
+    if rows is not None and grow_LN is not None:
+        mask_RM, drop_RM, grow_RM = (
+            rows.cut(tensor[0].reshape(rows.shape))
+            for tensor in (mask_LN, drop_LN, grow_LN)
+        )
+        found = masks.drop_and_grow_rows(
+            mask_RM, drop_RM, grow_RM, counts_2L[0], rows.per_row
+        )
+        new_LN, keep_LN = (rows.join(found_RM).reshape(1, -1) for found_RM in found)
+    else:
+        on_host = host if mask_LN.device.type == "cpu" else None
+        new_LN, keep_LN = masks.drop_and_grow(
+            mask_LN, drop_LN, grow_LN, counts_2L[0], counts_2L[1], on_host
+        )
+    usable_L1 = finite & masks.are_finite(drop_LN, mask_LN)
+    if grow_LN is not None:
+        usable_L1 = usable_L1 & masks.are_finite(grow_LN, ~keep_LN)
+        usable_L1 = usable_L1 & masks.has_preference(grow_LN)
+    new_LN = torch.where(usable_L1, new_LN, mask_LN)
+    return [new.reshape(layer.mask.shape) for new, layer in zip(new_LN, layers)]
+
+
+def view_of(layer: SparseLayer, moment: Moment) -> Layer:
+    """What a score sees of a layer."""
+    return Layer(
+        name=layer.name,
+        weight=layer.data,
+        mask=layer.mask,
+        gradient=layer.gradient,
+        step=moment.step,
+        update=moment.update,
+        seed=moment.seed,
+    )
+
+
+def _scores(score: Score, views: list[Layer]) -> torch.Tensor:
+    found = []
+    for view in views:
+        values = score(view)
+        if not isinstance(values, torch.Tensor) or values.shape != view.weight.shape:
+            got = getattr(values, "shape", type(values).__name__)
+            raise ValueError(
+                f"the score {getattr(score, '__name__', score)!r} gave {got} for "
+                f"{view.name!r}; it must return a tensor of the weight's shape, "
+                f"{tuple(view.weight.shape)}"
+            )
+        if not values.is_floating_point():
+            values = values.float()
+        found.append(values.detach().flatten())
+    return torch.stack(found)
+
+
+def _groups(layers: Sequence[SparseLayer]) -> list[list[int]]:
+    """Layers to choose for at once: of equal size, on an accelerator."""
+    groups: dict[object, list[int]] = {}
+    for index, layer in enumerate(layers):
+        alone = layer.rows is not None or layer.mask.device.type == "cpu"
+        key = index if alone else (layer.size, layer.data.dtype)
+        groups.setdefault(key, []).append(index)
+    return list(groups.values())
+
+
+def _all_finite(layers: Sequence[SparseLayer]) -> torch.Tensor:
+    """bool ``(1,)``: of all layers' weights and gradients."""
+    tensors = [layer.data for layer in layers]
+    tensors += [layer.gradient for layer in layers if layer.gradient is not None]
+    return torch.cat([masks.is_finite(tensor) for tensor in tensors]).all().reshape(1)

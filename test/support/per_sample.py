@@ -1,0 +1,90 @@
+"""Models whose per-sample gradients are compared with a loop: one row each."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+BATCH = 3
+Gradients = dict[str, torch.Tensor]
+
+
+def fold(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+    """One number per sample, a nonlinear function of all outputs: ``(B,)``."""
+    out = model(*inputs).flatten(1)
+    coefficients = torch.cos(torch.arange(out.shape[1], device=out.device))
+    return (torch.sin(0.7 * out) * coefficients.to(out.dtype)).sum(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, its inputs, and what `capture` must be told.
+
+    Attributes:
+        name: For people.
+        build: Makes the model; random numbers are seeded.
+        shape: Of one sample's input, or the inputs themselves from a batch size.
+        options: For `capture`.
+        loss: From model and inputs to ``(B,)``.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...] | Callable[[int], tuple[torch.Tensor, ...]]
+    options: dict[str, object] = dataclasses.field(default_factory=dict)
+    loss: Callable[..., torch.Tensor] = fold
+
+    def make(
+        self, dtype: torch.dtype, batch: int = BATCH, seed: int = 0
+    ) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+        """The model in evaluation mode, all parameters random, and its inputs."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = self.build().eval()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.add_(0.3 * torch.randn(param.shape))
+                for name, buffer in model.named_buffers():
+                    if "running" in name:
+                        buffer.copy_(0.5 + torch.rand(buffer.shape))
+            if callable(self.shape):
+                inputs = self.shape(batch)
+            else:
+                inputs = (torch.randn(batch, *self.shape),)
+        inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
+        return model.to(dtype), inputs
+
+
+def oracle(case: Case, model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Gradients:
+    """``(B, *shape)`` by name: one sample after the other in float64, obviously."""
+    model = copy.deepcopy(model).cpu().double()
+    wide = [x.cpu().double() if x.is_floating_point() else x.cpu() for x in inputs]
+    params = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    rows = []
+    for i in range(len(inputs[0])):
+        loss = case.loss(model, *(x[i : i + 1] for x in wide)).sum()
+        rows.append(torch.autograd.grad(loss, list(params.values()), allow_unused=True))
+    return {
+        name: torch.stack(
+            [torch.zeros_like(params[name]) if g is None else g for g in column]
+        ).detach()
+        for name, column in zip(params, zip(*rows))
+    }
+
+
+def flat(gradients: Gradients) -> torch.Tensor:
+    """``(B, D)``."""
+    return torch.cat([g.flatten(1) for g in gradients.values()], 1)
+
+
+def error(
+    found: torch.Tensor, truth: torch.Tensor, floor: torch.Tensor | float = 0.0
+) -> float:
+    """``|found - truth| / max(|truth|, 1e-6 floor)``, of Frobenius norms."""
+    difference = (found.detach().cpu().double() - truth).norm()
+    size = max(float(truth.norm()), 1e-6 * float(floor), 1e-300)
+    return float(difference) / size

@@ -1,0 +1,98 @@
+"""Small models that RigL keeps sparse, and the loop of two lines."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rigl_xla import RigLScheduler
+from xla_replica import LocalReplica
+
+OPTIMIZERS = {
+    "sgd": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, weight_decay=1e-3),
+    "sgd-nesterov": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, nesterov=True),
+    "sgd-plain": lambda ps: torch.optim.SGD(ps, 0.1),
+    "sgd-foreach": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, foreach=True),
+    "sgd-fused": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, fused=True),
+    "adam": lambda ps: torch.optim.Adam(ps, 0.01, amsgrad=True),
+    "adam-fused": lambda ps: torch.optim.Adam(ps, 0.01, fused=True),
+    "adamw": lambda ps: torch.optim.AdamW(ps, 0.01, weight_decay=0.1),
+    "adamw-foreach": lambda ps: torch.optim.AdamW(ps, 0.01, foreach=True),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, 0.01, momentum=0.5, centered=True),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, 0.05),
+    "nadam": lambda ps: torch.optim.NAdam(ps, 0.01),
+}
+
+
+def convnet(seed: int = 0) -> nn.Module:
+    """Images ``(B, 1, 8, 8)`` to 10 logits; the weights 0, 2, 5 and 7 can be sparse."""
+    with LocalReplica("cpu").seeded(seed):  # emulated replicas share a generator
+        return nn.Sequential(
+            nn.Conv2d(1, 8, 3),
+            nn.Tanh(),
+            nn.Conv2d(8, 16, 3),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(256, 16),
+            nn.Tanh(),
+            nn.Linear(16, 10),
+        )
+
+
+def batch(step: int, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images and labels of a step, always the same."""
+    draw = torch.Generator().manual_seed(1000 + step)
+    images = torch.randn(size, 1, 8, 8, generator=draw)
+    return images, torch.randint(0, 10, (size,), generator=draw)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    pruner: RigLScheduler,
+    steps: range,
+) -> None:
+    """The loop that users write."""
+    for step in steps:
+        images, labels = batch(step)
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        if pruner():
+            optimizer.step()
+
+
+def pruned(model: nn.Module, optimizer: torch.optim.Optimizer, **options):
+    """A pruner of 80 %, with updates at 3, 6, 9 and 12."""
+    defaults = {
+        "dense_allocation": 0.2,
+        "T_end": 14,
+        "delta": 3,
+        "ignore_linear_layers": False,
+    }
+    return RigLScheduler(model, optimizer, **{**defaults, **options})
+
+
+def inactive_are_zero(pruner: RigLScheduler) -> bool:
+    """Of weights, and of what the optimizer keeps for each of them."""
+    parameters = dict(pruner.model.named_parameters())
+    for name, mask in pruner.masks.items():
+        weight = parameters[name]
+        state = pruner.optimizer.state.get(weight, {}).values()
+        kept = [v for v in state if torch.is_tensor(v) and v.shape == weight.shape]
+        for tensor in [weight.detach(), *kept]:
+            if bool((tensor[~mask] != 0).any()):
+                return False
+    return True
+
+
+def counts(pruner: RigLScheduler) -> list[int]:
+    """Active connections of every sparse layer, by the masks."""
+    return [int(mask.sum()) for mask in pruner.masks.values()]
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Bit for bit."""
+    return one.keys() == other.keys() and all(
+        torch.equal(one[name], other[name]) for name in one
+    )

@@ -1,0 +1,77 @@
+"""Every kind of layer against a float64 loop over samples: a new one is one row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.per_sample import Case, error, flat, oracle
+from support.per_sample_cases import CASES
+
+import per_sample_grad as psg
+
+# torch's remark on even kernels
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even")
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
+METHODS = ["auto", "factored", "materialized"]
+
+
+def agree(case: Case, factors: psg.Factors, truth: dict, tolerance: float) -> None:
+    """All answers against the oracle, and the identities between them."""
+    grads = flat(truth)
+    size = grads.norm()
+    gram = grads @ grads.T
+    found = factors.materialize()
+    assert found.keys() == truth.keys()
+    for name, values in found.items():
+        assert error(values, truth[name], size) <= tolerance, name
+    norms = factors.norms()
+    assert torch.isfinite(norms).all()
+    assert (norms >= 0).all()
+    assert error(norms, grads.norm(dim=1)) <= tolerance
+    assert error(factors.norms(squared=True), grads.norm(dim=1) ** 2) <= tolerance
+    for name, values in factors.norms_by_parameter().items():
+        # Where positions cancel, rounding is that of the square root.
+        expected = truth[name].flatten(1).norm(dim=1)
+        assert error(values, expected, 1e6 * tolerance * size) <= max(
+            1.0 if expected.norm() <= tolerance**0.5 * size else tolerance, tolerance
+        ), name
+    K = factors.gram()
+    assert error(K, gram) <= tolerance
+    assert error(K.diagonal(), norms.cpu().double() ** 2) <= 4 * tolerance
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(2, len(grads), generator=generator, dtype=torch.float64)
+    device = norms.device
+    sums = factors.weighted_sum(weights.to(device))
+    for name, values in sums.items():
+        expected = torch.einsum("kb,b...->k...", weights, truth[name])
+        assert error(values, expected, size) <= tolerance, name
+    # K s is the dot with the weighted sum.
+    dots = factors.dot(sums)
+    assert error(dots, (weights @ gram).T) <= 4 * tolerance
+    single = factors.dot({name: values[0] for name, values in sums.items()})
+    assert error(single, gram @ weights[0]) <= 4 * tolerance
+    assert error(factors.cross_gram(factors), gram) <= tolerance
+    lowest = torch.linalg.eigvalsh(K.cpu().double())[0]
+    assert lowest >= -10 * tolerance * float(gram.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_answer_equals_the_loop(case, dtype):
+    model, inputs = case.make(dtype)
+    truth = oracle(case, model, inputs)
+    for method in METHODS:
+        with psg.capture(model, method=method, **case.options) as recorded:
+            losses = case.loss(model, *inputs)
+        agree(case, recorded.backward(losses), truth, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_chunks_of_any_size_give_the_same(case):
+    model, inputs = case.make(torch.float64)
+    truth = oracle(case, model, inputs)
+    for method in ("factored", "materialized"):
+        with psg.capture(model, method=method, budget=1, **case.options) as recorded:
+            losses = case.loss(model, *inputs)
+        agree(case, recorded.backward(losses), truth, 1e-10)

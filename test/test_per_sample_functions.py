@@ -1,0 +1,175 @@
+"""Coverage reports, plans, losses per sample, one-shot functions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.per_sample import error, flat, fold, oracle
+from support.per_sample_cases import CASES
+from test_per_sample_refusals import UNSEEN, time_first
+from torch import nn
+
+import per_sample_grad as psg
+
+BY_NAME = {case.name: case for case in (*CASES, *UNSEEN)}
+
+
+def test_coverage_of_a_transformer_is_complete():
+    case = BY_NAME["transformer"]
+    model, inputs = case.make(torch.float32)
+    report = psg.coverage(model, fold, inputs)
+    assert report.complete
+    assert report.parameters["head.weight"].uses == ("Linear 'head'",)
+    assert report.parameters["head.weight"].error < 1e-5
+    assert "coverage is complete" in str(report)
+
+
+def test_coverage_names_what_is_missing_and_what_is_wrong():
+    model, inputs = BY_NAME["functional-use"].make(torch.float32)
+    report = psg.coverage(model, fold, inputs)
+    assert not report.complete
+    found = report.parameters["inner.weight"]
+    assert found.problems == ("1 use(s) outside any module with a rule",)
+    assert found.correct  # by a loop
+    assert not report.parameters["inner.bias"].problems
+    assert "needs a fallback" in str(report)
+    report = psg.coverage(time_first(), fold, (torch.randn(3, 3, 3),))
+    assert not report.complete
+    assert not report.parameters["inner.weight"].correct
+    assert "WRONG" in str(report)
+
+
+def factors_of(positions: int, width: int, samples: int = 4, **options) -> psg.Factors:
+    model = nn.Linear(width, width)
+    x = torch.randn(samples, positions, width)
+    return psg.per_sample_factors(model, fold, (x,), **options)
+
+
+def test_the_plan_follows_the_shapes():
+    short, long = factors_of(2, 64), factors_of(64, 8)
+    assert short.plan("norms").choices["weight"].form == "factored"
+    assert long.plan("norms").choices["weight"].form == "materialized"
+    assert long.plan("norms").choices["bias"].form == "dense"
+    # T > 1: a Gram matrix of many samples is cheaper from gradients.
+    many = factors_of(16, 32, samples=64)
+    assert many.plan("norms").choices["weight"].form == "factored"
+    assert many.plan("gram").choices["weight"].form == "materialized"
+    assert "Mflop" in str(many.plan("gram"))
+    with pytest.raises(ValueError, match="'norms' and 'gram'"):
+        short.plan("sum")
+
+
+@pytest.mark.parametrize("method", ["factored", "materialized"])
+def test_temporaries_fit_the_budget(method):
+    budget = 4096
+    factors = factors_of(8, 16, samples=6, method=method, budget=budget)
+    for quantity in ("norms", "gram"):
+        choice = factors.plan(quantity).choices["weight"]
+        assert choice.form == method
+        assert choice.num_chunks > 1
+        assert choice.bytes <= budget or choice.chunk == 1
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_token_cross_entropy_is_each_samples_own(reduction, weighted):
+    logits, targets = torch.randn(4, 5, 7), torch.randint(0, 7, (4, 5))
+    targets[1, 2:] = -100
+    weight = torch.rand(7) if weighted else None
+    found = psg.token_cross_entropy(
+        logits, targets, reduction=reduction, weight=weight, label_smoothing=0.1
+    )
+    expected = [
+        F.cross_entropy(x, y, reduction=reduction, weight=weight, label_smoothing=0.1)
+        for x, y in zip(logits, targets)
+    ]
+    torch.testing.assert_close(found, torch.stack(expected))
+
+
+def test_a_sample_without_tokens_has_no_loss():
+    logits = torch.randn(2, 3, 4, requires_grad=True)
+    targets = torch.tensor([[1, 2, 3], [-1, -1, -1]])
+    losses = psg.token_cross_entropy(logits, targets, ignore_index=-1)
+    assert losses[1] == 0
+    losses.sum().backward()
+    assert torch.equal(logits.grad[1], torch.zeros(3, 4))
+    with pytest.raises(ValueError, match="classes last"):
+        psg.token_cross_entropy(logits.mT, targets)
+    with pytest.raises(ValueError, match="'mean' and 'sum'"):
+        psg.token_cross_entropy(logits, targets, reduction="none")
+
+
+def test_one_shot_functions_agree_with_the_loop():
+    case = BY_NAME["cnn"]
+    model, inputs = case.make(torch.float64)
+    truth = oracle(case, model, inputs)
+    grads = flat(truth)
+    call = (model, fold, inputs)
+    assert error(flat(psg.per_sample_grads(*call)), grads) <= 1e-10
+    assert error(psg.per_sample_grad_norms(*call), grads.norm(dim=1)) <= 1e-10
+    assert error(psg.per_sample_gram(*call), grads @ grads.T) <= 1e-10
+    vectors = {name: values[0] for name, values in truth.items()}
+    assert error(psg.per_sample_grad_dot(*call, vectors), grads @ grads[0]) <= 1e-10
+    weights = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    found = psg.weighted_grad(*call, weights)
+    assert error(flat({n: v[None] for n, v in found.items()}), weights @ grads) <= 1e-10
+
+
+def test_cross_gram_of_batches_of_different_sizes():
+    case = BY_NAME["tied-embedding-head"]
+    model, inputs = case.make(torch.float64, batch=3)
+    _, others = case.make(torch.float64, batch=5, seed=1)
+    a = psg.per_sample_factors(model, fold, inputs)
+    b = psg.per_sample_factors(model, fold, others)
+    expected = flat(oracle(case, model, inputs)) @ flat(oracle(case, model, others)).T
+    assert error(psg.cross_gram(a, b), expected) <= 1e-10
+    assert error(psg.cross_gram(b, a), expected.T) <= 1e-10
+    other = psg.per_sample_factors(nn.Linear(4, 2), fold, (torch.randn(2, 4),))
+    with pytest.raises(ValueError, match="different parameters"):
+        psg.cross_gram(a, other)
+
+
+def test_vectors_and_weights_are_checked():
+    factors = factors_of(2, 3)
+    with pytest.raises(ValueError, match="bias given or captured"):
+        factors.dot({"weight": torch.zeros(3, 3)})
+    with pytest.raises(ValueError, match="parameters' shapes"):
+        factors.dot({"weight": torch.zeros(3, 4), "bias": torch.zeros(3)})
+    with pytest.raises(ValueError, match="4 samples"):
+        factors.weighted_sum(torch.zeros(5))
+
+
+def test_cancelling_positions_stay_finite_and_can_be_exact():
+    """Near-constant inputs and output gradients that sum to zero."""
+    model = nn.Linear(8, 8)
+    x = 1 + 1e-3 * torch.randn(4, 32, 8)
+
+    def losses(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        out = m(x)
+        return (100 * (out - out.mean(1, keepdim=True))).square().sum((1, 2))
+
+    for method in ("factored", "materialized"):
+        norms = psg.per_sample_grad_norms(model, losses, (x,), method=method)
+        assert all(math.isfinite(norm) and norm >= 0 for norm in norms.tolist())
+
+
+def test_the_functional_style_gives_the_same():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x, y = torch.randn(5, 3), torch.randint(0, 2, (5,))
+    params = {name: param.detach() for name, param in model.named_parameters()}
+
+    def loss(params: dict, buffers: dict, x: torch.Tensor, y: torch.Tensor):
+        out = torch.func.functional_call(model, (params, buffers), (x.unsqueeze(0),))
+        return F.cross_entropy(out, y.unsqueeze(0))
+
+    def losses_of(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(m(x), y, reduction="none")
+
+    grads, losses = psg.vectorized_grads(loss, params, {}, x, y, chunk_size=2)
+    torch.testing.assert_close(losses, losses_of(model, x, y).detach())
+    expected = psg.per_sample_grads(model, losses_of, (x, y))
+    for name in params:
+        torch.testing.assert_close(grads[name], expected[name])

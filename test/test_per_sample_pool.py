@@ -1,0 +1,401 @@
+"""Scores of a pool: the loop's, whatever the batches, the replicas and the kills."""
+
+from __future__ import annotations
+
+import copy
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from support.replicas import SEVERAL_REPLICAS, Backend, needs_xla
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import per_sample_grad as psg
+import xla_replica
+
+COUNT, CLASSES = 23, 4
+
+
+class Pool(Dataset):
+    """Pairs drawn from their index; says which were asked for."""
+
+    def __init__(self, count: int = COUNT, fail_at: int | None = None) -> None:
+        self.count, self.fail_at = count, fail_at
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == self.fail_at:
+            raise OSError("the disk is gone")
+        self.asked.append(index)
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(2, 6, generator=generator), index % CLASSES
+
+
+class Inputs(Pool):
+    """Without targets."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index)[0]
+
+
+def make_model(seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Conv1d(2, 3, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Flatten(),
+            nn.Dropout(0.5), nn.Linear(12, CLASSES),
+        )  # fmt: skip
+
+
+def by_hand(model: nn.Module, score: str, labels: str) -> np.ndarray:
+    """Sample by sample, in float64, with ``.grad``."""
+    model = copy.deepcopy(model).double().eval()
+
+    def grad_norm(x: torch.Tensor, target: torch.Tensor, params) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), target)
+        grads = torch.autograd.grad(loss, list(params))
+        return torch.cat([grad.flatten() for grad in grads]).norm()
+
+    def one(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        logits = model(x)
+        if score == "loss":
+            return F.cross_entropy(logits, target)
+        if score == "el2n":
+            return (logits.softmax(1)[0] - F.one_hot(target, CLASSES)[0]).norm()
+        own = model[5] if score == "last_layer_grad_norm" else model
+        return grad_norm(x, target, own.parameters())
+
+    found = []
+    for x, y in (Pool()[i] for i in range(COUNT)):
+        x, target = x.double().unsqueeze(0), torch.tensor([y])
+        chances = model(x).softmax(1)[0]
+        if labels == "expected":
+            classes = range(CLASSES)
+            value = sum(chances[c] * one(x, torch.tensor([c])) for c in classes)
+        else:
+            pseudo = chances.argmax().unsqueeze(0)
+            value = one(x, target if labels == "given" else pseudo)
+        found.append(float(value.detach()))
+    return np.array(found)
+
+
+SCORES = ["grad_norm", "last_layer_grad_norm", "el2n", "loss", "grand"]
+
+
+@pytest.mark.parametrize("labels", ["given", "pseudo", "expected"])
+@pytest.mark.parametrize("score", SCORES)
+def test_scores_equal_the_loop(score, labels):
+    model = make_model().train()
+    found = psg.score_pool(
+        model, Pool(), score=score, labels=labels, batch_size=5, progress=False
+    )
+    np.testing.assert_allclose(found.scores, by_hand(model, score, labels), rtol=1e-4)
+    assert model.training
+    assert all(module.training for module in model.modules())
+
+
+def test_expected_gradient_length_needs_no_labels():
+    model = make_model()
+    found = psg.score_pool(model, Inputs(), score="egl", batch_size=8, progress=False)
+    expected = by_hand(model, "grad_norm", "expected")
+    np.testing.assert_allclose(found.scores, expected, rtol=1e-4)
+    with pytest.raises(ValueError, match="inputs alone"):
+        psg.score_pool(model, Inputs(), batch_size=8, progress=False)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 23, 64])
+def test_batches_and_parts_of_any_size_score_alike(batch_size):
+    model = make_model()
+    truth = by_hand(model, "grad_norm", "given")
+    loader = DataLoader(Pool(), batch_size=batch_size, shuffle=True)
+    for part_size in (7, 4096):
+        found = psg.score_pool(model, loader, part_size=part_size, progress=False)
+        np.testing.assert_allclose(found.scores, truth, rtol=1e-4)
+
+
+def test_several_models_are_averaged():
+    models = [make_model(0), make_model(1)]
+    found = psg.score_pool(models, Pool(), score="grand", batch_size=6, progress=False)
+    truth = np.mean([by_hand(m, "grand", "given") for m in models], axis=0)
+    np.testing.assert_allclose(found.scores, truth, rtol=1e-4)
+
+
+def test_a_killed_run_goes_on_where_it_was(tmp_path):
+    model = make_model()
+    options = {"batch_size": 4, "part_size": 8, "folder": tmp_path, "progress": False}
+    with pytest.raises(OSError, match="disk"):
+        psg.score_pool(model, Pool(fail_at=18), **options)
+    pool = Pool()
+    found = psg.score_pool(model, pool, **options)
+    identity = {0, COUNT // 2, COUNT - 1}
+    assert set(pool.asked) == set(range(16, COUNT)) | identity
+    whole = psg.score_pool(model, Pool(), batch_size=4, part_size=8, progress=False)
+    np.testing.assert_array_equal(found.scores, whole.scores)
+    nothing = Pool()
+    psg.score_pool(model, nothing, **options)
+    assert set(nothing.asked) == identity
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_another_models_parts_are_an_error(tmp_path):
+    options = {"batch_size": 4, "folder": tmp_path, "progress": False}
+    psg.score_pool(make_model(), Pool(), **options)
+    with pytest.raises(ValueError, match="model was"):
+        psg.score_pool(make_model(1), Pool(), **options)
+    with pytest.raises(ValueError, match="score was 'grad_norm' and is 'loss'"):
+        psg.score_pool(make_model(), Pool(), score="loss", **options)
+    with pytest.raises(ValueError, match="count was 23 and is 9"):
+        psg.score_pool(make_model(), Pool(9), **options)
+
+
+class Shifted(Pool):
+    """Another pool of the same length."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        inputs, target = super().__getitem__(index)
+        return inputs + 1, target
+
+
+def other_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, targets, reduction="none", label_smoothing=0.1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [
+        ({"params": ["5.weight"]}, "params"),
+        ({"loss": other_loss}, "loss"),
+        ({"fallback": "loop"}, "options"),
+        ({"loader": Shifted()}, "pool"),
+        (
+            {"model": make_model().requires_grad_(False).append(nn.Linear(4, 4))},
+            "model",
+        ),
+    ],
+    ids=["params", "loss", "options", "pool", "model"],
+)
+def test_another_jobs_parts_are_an_error(tmp_path, changed, key):
+    job = {"model": make_model(), "loader": Pool(), "batch_size": 4}
+    job |= {"folder": tmp_path, "progress": False}
+    psg.score_pool(**job)
+    with pytest.raises(ValueError, match=f"{key} was"):
+        psg.score_pool(**{**job, **changed})
+
+
+def test_frozen_parameters_are_another_job(tmp_path):
+    model = make_model()
+    options = {"batch_size": 4, "folder": tmp_path, "progress": False}
+    psg.score_pool(model, Pool(), **options)
+    model[0].requires_grad_(False)
+    with pytest.raises(ValueError, match="params was"):
+        psg.score_pool(model, Pool(), **options)
+
+
+class Drawn(Pool):
+    """Augmented at random."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        inputs, target = super().__getitem__(index)
+        return inputs + torch.randn(inputs.shape), target
+
+
+def test_a_pool_that_is_drawn_at_random_goes_on_too(tmp_path):
+    options = {"batch_size": 4, "folder": tmp_path, "progress": False}
+    first = psg.score_pool(make_model(), Drawn(), **options)
+    again = psg.score_pool(make_model(), Drawn(), **options)
+    np.testing.assert_array_equal(first.scores, again.scores)
+
+
+class Headed(nn.Module):
+    """Whose last parameters no module with a rule has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(12, 5)
+        self.head = nn.Parameter(torch.randn(5, CLASSES))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x.flatten(1)) @ self.head
+
+
+def test_the_last_layer_is_not_guessed():
+    options = {"score": "last_layer_grad_norm", "batch_size": 4, "progress": False}
+    with pytest.raises(ValueError, match=r"accounts for head.*last_layer="):
+        psg.score_pool(Headed(), Pool(), **options)
+    psg.score_pool(Headed(), Pool(), last_layer="body", **options)
+    with pytest.raises(ValueError, match="name the layer with last_layer="):
+        psg.score_pool(make_model(), Pool(), params=["5.weight"], **options)
+
+
+@pytest.mark.parametrize("score", ["loss", "grad_norm"])
+@pytest.mark.parametrize("labels", ["given", "expected"])
+def test_a_mean_is_no_loss_of_samples(score, labels):
+    with pytest.raises(ValueError, match=r"shape \(\) for 4 samples"):
+        psg.score_pool(
+            make_model(), Pool(), score=score, labels=labels, loss=F.cross_entropy,
+            batch_size=4, progress=False,
+        )  # fmt: skip
+
+
+class Singles(Pool):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor]:
+        return (super().__getitem__(index)[0],)
+
+
+def test_given_labels_must_be_there():
+    with pytest.raises(ValueError, match="have no targets; give pairs"):
+        psg.score_pool(make_model(), Singles(), batch_size=4, progress=False)
+
+
+def scored(rank: int, folder: str | None) -> np.ndarray:
+    replica = xla_replica.current()
+    with replica.seeded(0):  # threads share a generator
+        model = make_model().to(replica.device)
+    options = {"batch_size": 4, "part_size": 4, "progress": False}
+    return psg.score_pool(model, Pool(), folder=folder, **options).scores
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_any_number_of_replicas_scores_alike(backend, tmp_path):
+    alone = Backend(backend.device, 1).run(scored, None)[0]
+    np.testing.assert_allclose(
+        alone, by_hand(make_model(), "grad_norm", "given"), rtol=1e-4
+    )
+    for found in backend.run(scored, str(tmp_path)):
+        np.testing.assert_array_equal(found, alone)
+    # And goes on with what another number of replicas has kept.
+    (tmp_path / "part-00000003.npy").unlink()
+    again = Backend(backend.device, 1).run(scored, str(tmp_path))[0]
+    np.testing.assert_allclose(again, alone, rtol=1e-6)
+
+
+def counted(rank: int) -> tuple[int, int, dict[str, int]]:
+    replica = xla_replica.current()
+    model = make_model().to(replica.device)
+    options = {"batch_size": 4, "part_size": 8, "progress": False}
+    psg.score_pool(model, Pool(16), **options)
+    with xla_replica.count() as counts:
+        psg.score_pool(model, Pool(), **options)
+    return counts.compilations, counts.transfers, counts.fallbacks
+
+
+@needs_xla
+@pytest.mark.xla
+def test_a_short_last_batch_compiles_nothing_and_a_part_takes_one_transfer():
+    assert Backend("xla", 1).run(counted) == [(0, 3, {})]
+
+
+def test_mixed_precision_stays_close():
+    model = make_model()
+    found = psg.score_pool(
+        model, Pool(), batch_size=8, autocast=torch.bfloat16, progress=False
+    )
+    truth = by_hand(model, "grad_norm", "given")
+    assert np.linalg.norm(found.scores - truth) <= 2e-2 * np.linalg.norm(truth)
+
+
+def test_results_go_out(tmp_path):
+    scores = psg.PoolScores(np.array([1, 3, 2, 3], dtype=np.float32), "loss")
+    assert scores.top(3).tolist() == [1, 3, 2]
+    with pytest.raises(ValueError, match=r"top\(5\)"):
+        scores.top(5)
+    path = Path(tmp_path) / "scores.csv"
+    scores.to_csv(path)
+    back = pd.read_csv(path)
+    assert back["index"].tolist() == [0, 1, 2, 3]
+    assert back["score"].tolist() == [1, 3, 2, 3]
+    bad = psg.PoolScores(np.array([1, np.nan], dtype=np.float32), "loss")
+    with pytest.raises(ValueError, match="that of sample 1"):
+        bad.top(1)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+def test_options_are_checked():
+    model = make_model()
+    with pytest.raises(ValueError, match="score='no'; allowed are grad_norm"):
+        psg.score_pool(model, Pool(), score="no", batch_size=2)
+    with pytest.raises(ValueError, match="labels='no'; allowed are given"):
+        psg.score_pool(model, Pool(), labels="no", batch_size=2)
+    with pytest.raises(ValueError, match="give a positive number"):
+        psg.score_pool(model, Pool())
+    with pytest.raises(ValueError, match="part_size=0 samples; give at least 1"):
+        psg.score_pool(model, Pool(), batch_size=2, part_size=0)
+    with pytest.raises(TypeError, match="no length"):
+        psg.score_pool(model, Stream(), batch_size=2)
+
+
+def test_the_example_answers_four_ways_alike():
+    script = Path(__file__).parent.parent / "examples" / "score_pool.py"
+    run = subprocess.run(
+        [sys.executable, str(script), "--pool", "20", "--batch-size", "5"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(script.parent.parent)},
+    )
+    assert run.returncode == 0, run.stderr
+    differences = [float(line.split()[-1]) for line in run.stdout.splitlines()[:4]]
+    assert len(differences) == 4
+    assert max(differences) <= 1e-5
+
+
+class Numbers(Dataset):
+    """A pool of any size that takes no memory."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((8,), (index % 97) / 97.0), index % CLASSES
+
+
+def grown_by_a_large_pool(folder: str) -> int:
+    """KiB beyond what a small one took; checks the scores."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, CLASSES))
+    options = {"batch_size": 500, "progress": False}
+    psg.score_pool(model, Numbers(10_000), **options)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = psg.score_pool(model, Numbers(100_000), folder=folder, **options)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    # The pool repeats itself, and so do its scores.
+    assert len(found) == 100_000
+    period = 97 * CLASSES
+    np.testing.assert_allclose(
+        found.scores[:period], found.scores[period : 2 * period], rtol=1e-5
+    )
+    return grown
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_take_no_more_memory_than_ten(tmp_path):
+    """In a process of its own: the high-water mark is the process's."""
+    code = "import sys, test_per_sample_pool as t; "
+    code += "print(t.grown_by_a_large_pool(sys.argv[1]))"
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert run.returncode == 0, run.stderr
+    # KiB: the scores, and what a process drifts by
+    assert int(run.stdout.split()[-1]) < 20 * 1024

@@ -1,0 +1,277 @@
+"""What the comparison with autograd sees, when it is made again, what is hidden."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.per_sample import fold
+from support.per_sample_cases import Apply
+from test_per_sample_refusals import Raw
+from torch import nn
+
+import per_sample_grad as psg
+from per_sample_grad.layers import RULES
+
+
+@pytest.fixture
+def rules():
+    """The registry, as it was afterwards."""
+    kept = dict(RULES)
+    yield RULES
+    RULES.clear()
+    RULES.update(kept)
+
+
+def squares(out: torch.Tensor) -> torch.Tensor:
+    return out.flatten(1).square().sum(1)
+
+
+@pytest.mark.parametrize("lowest", [-torch.inf, -1e9])
+def test_a_mask_hides_no_wrong_rule(rules, lowest):
+    right = RULES[nn.MultiheadAttention].contributions
+
+    def wrong(call: psg.Call, grad: torch.Tensor):
+        found = dict(right(call, grad))
+        found["out_proj.bias"] = psg.Dense(1.01 * found["out_proj.bias"].values)
+        return found
+
+    psg.register_rule(nn.MultiheadAttention)(wrong)
+    model, x = nn.MultiheadAttention(4, 2, batch_first=True), torch.randn(3, 5, 4)
+    mask = torch.full((5, 5), lowest).triu(1)
+    with psg.capture(model) as recorded:
+        losses = squares(model(x, x, x, attn_mask=mask, need_weights=False)[0])
+    with pytest.raises(psg.CouplingError, match=r"out_proj\.bias: off by 0\.0"):
+        recorded.backward(losses)
+
+
+def test_a_bias_that_cancels_is_no_error():
+    """Alone, so that the whole gradient is rounding."""
+    model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.GroupNorm(4, 4))
+    with psg.capture(model, ["0.bias"]) as recorded:
+        losses = squares(torch.sin(model(torch.randn(3, 2, 9))))
+    assert recorded.backward(losses).norms().max() < 1e-3
+
+
+def test_a_head_of_zeros_proves_nothing_of_what_is_below():
+    """The batch's mean couples the samples, unseen while the head is zero."""
+
+    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        hidden = m.body(x)
+        return m.head(hidden - hidden.mean(0, keepdim=True))
+
+    model = Apply(forward, body=nn.Linear(3, 4), head=nn.Linear(4, 2))
+    nn.init.zeros_(model.head.weight)
+    x = torch.randn(6, 3)
+    for _ in range(2):
+        with psg.capture(model, ["body.weight", "body.bias"]) as recorded:
+            losses = squares(model(x) - 1)
+        assert recorded.backward(losses).norms().max() == 0
+    nn.init.ones_(model.head.weight)
+    with psg.capture(model) as recorded:
+        losses = squares(model(x) - 1)
+    with pytest.raises(psg.CouplingError, match=r"body\.weight"):
+        recorded.backward(losses)
+
+
+def comparisons(monkeypatch, model: nn.Module, steps: list) -> list[bool]:
+    """Whether each of these captures was compared."""
+    made = []
+    compare = psg.verify.compare
+    monkeypatch.setattr(
+        psg.verify, "compare", lambda *args: made.append(True) or compare(*args)
+    )
+    found = []
+    for step in steps:
+        made.clear()
+        with psg.capture(model) as recorded:
+            losses = step(model)
+        recorded.backward(losses)
+        found.append(bool(made))
+    return found
+
+
+def test_a_comparison_that_said_something_is_not_repeated(monkeypatch):
+    """Also where a bias cancels before a normalisation."""
+    model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.GroupNorm(4, 4))
+    x = torch.randn(3, 2, 9)
+    steps = [lambda m: squares(torch.sin(m(x)))] * 3
+    assert comparisons(monkeypatch, model, steps) == [True, False, False]
+
+
+def test_a_zero_that_is_learnt_is_compared_until_it_is_none(monkeypatch):
+    model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 3, bias=False))
+    nn.init.zeros_(model[1].weight)
+    x = torch.randn(4, 3)
+
+    def step(m: nn.Module) -> torch.Tensor:
+        return squares(m(x) - 1)
+
+    def later(m: nn.Module) -> torch.Tensor:
+        nn.init.ones_(m[1].weight)
+        return step(m)
+
+    made = comparisons(monkeypatch, model, [step, step, later, step])
+    assert made == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("own", "other"),
+    [
+        (lambda out: out - out.mean(1, True), lambda out: out - out.mean(0, True)),
+        (lambda out: out - out.mean(-1, True), lambda out: out - out.mean(-2, True)),
+        (
+            lambda out: out * out.unbind(1)[0][:, None],
+            lambda out: out * out.unbind()[0],
+        ),
+        (lambda out: out[:, :1] * out, lambda out: out[:1] * out),
+    ],
+    ids=["mean", "mean-from-the-end", "unbind", "slice"],
+)
+def test_a_dimension_is_structure(own, other):
+    model, x = nn.Linear(4, 4), torch.randn(4, 4)
+    for form in (own, other):
+        with psg.capture(model) as recorded:
+            losses = squares(form(model(x)))
+        if form is own:
+            recorded.backward(losses)
+    with pytest.raises(psg.CouplingError):
+        recorded.backward(losses)
+
+
+def test_another_rule_is_compared(rules):
+    model, x = nn.Linear(4, 2), torch.randn(3, 4)
+
+    def rule(factor: float):
+        def linear(call: psg.Call, grad: torch.Tensor):
+            return {
+                "weight": psg.Outer(
+                    factor * grad[:, None, None], call.input[:, None, None]
+                ),
+                "bias": psg.Dense(grad),
+            }
+
+        return linear
+
+    def backward() -> None:
+        with psg.capture(model) as recorded:
+            losses = squares(model(x))
+        recorded.backward(losses)
+
+    psg.register_rule(nn.Linear)(rule(1.0))
+    backward()
+    psg.register_rule(nn.Linear)(rule(2.0))
+    with pytest.raises(psg.CouplingError):
+        backward()
+
+
+def test_an_answer_that_is_not_finite_is_wrong(rules):
+    def rule(call: psg.Call, grad: torch.Tensor):
+        weight = grad[:, None, None] * torch.nan
+        return {
+            "weight": psg.Outer(weight, call.input[:, None, None]),
+            "bias": psg.Dense(grad),
+        }
+
+    psg.register_rule(nn.Linear)(rule)
+    model = nn.Linear(4, 2)
+    with psg.capture(model) as recorded:
+        losses = squares(model(torch.randn(3, 4)))
+    with pytest.raises(psg.CouplingError, match="weight: off by inf"):
+        recorded.backward(losses)
+
+
+@pytest.mark.parametrize("check", ["always", "never"])
+def test_queries_without_keys_take_no_gradient(check):
+    model, x = nn.MultiheadAttention(4, 2, batch_first=True), torch.randn(3, 5, 4)
+    mask = torch.zeros(5, 5, dtype=torch.bool)
+    mask[1] = True
+    mask[3, 2:] = True
+    with psg.capture(model, check=check) as recorded:
+        out, _ = model(x, x, x, attn_mask=mask, need_weights=False)
+        losses = squares(out)
+    found = recorded.backward(losses, retain_graph=True)
+    params = list(model.parameters())
+    for i, norm in enumerate(found.norms()):
+        grads = torch.autograd.grad(losses[i], params, retain_graph=True)
+        expected = torch.cat([grad.flatten() for grad in grads]).norm()
+        torch.testing.assert_close(norm, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_default_epsilon_is_torchs_own(dtype):
+    """Inputs so small that the epsilon matters."""
+    model, x = nn.RMSNorm(64, dtype=dtype), (1e-3 * torch.randn(3, 64)).to(dtype)
+    with psg.capture(model, check="never") as recorded:
+        losses = model(x).float().sum(1)
+    found = recorded.backward(losses).materialize()["weight"]
+    expected = nn.functional.rms_norm(x.float(), (64,))
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3)
+
+
+class Hiding(torch.autograd.Function):
+    """Runs a module inside, and back in a graph of its own."""
+
+    @staticmethod
+    def forward(ctx, module, x):
+        ctx.module = module
+        ctx.save_for_backward(x)
+        return module(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            inside = x.detach().requires_grad_()
+            ctx.module(inside).backward(grad)
+        return None, inside.grad
+
+
+@pytest.mark.parametrize("inner", [nn.Linear(4, 4), Raw()], ids=["rule", "no-rule"])
+def test_functions_that_hide_modules_are_an_error(inner):
+    first = nn.Linear(3, inner.inner.in_features if isinstance(inner, Raw) else 4)
+    model = Apply(lambda m, x: Hiding.apply(m.b, m.a(x)), a=first, b=inner)
+    for options in ({}, {"fallback": "loop"}):
+        with psg.capture(model, **options) as recorded:
+            losses = fold(model, torch.randn(5, 3))
+        with pytest.raises(psg.CoverageError, match="Function HidingBackward"):
+            recorded.backward(losses)
+    assert all(param.grad is None for param in model.parameters())
+    with psg.capture(model, lambda name, _: name.startswith("a")) as recorded:
+        losses = fold(model, torch.randn(5, 3))
+    recorded.backward(losses)
+
+
+def test_a_function_beside_a_pass_without_gradients_is_none():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    with psg.capture(model) as recorded:
+        with torch.no_grad():
+            target = model(x + 1)
+        losses = (Double.apply(model(x)) - target).square().sum(1)
+    assert recorded.backward(losses).norms().min() > 0
+
+
+def test_backward_once_and_after_a_forward_pass():
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    with pytest.raises(RuntimeError, match="nothing was recorded"):
+        psg.capture(model).backward(model(x).sum(1))
+    before = model(x).sum(1)
+    with psg.capture(model) as recorded:
+        pass
+    with pytest.raises(psg.CoverageError, match="run before it"):
+        recorded.backward(before)
+    with psg.capture(model) as recorded:
+        losses = model(x).sum(1)
+    recorded.backward(losses, retain_graph=True)
+    with pytest.raises(RuntimeError, match="had its backward pass"):
+        recorded.backward(losses)
+    with pytest.raises(RuntimeError, match="used already"), recorded:
+        pass

@@ -1,0 +1,45 @@
+"""examples/rigl_mnist.py learns, resumes, and runs on replicas with a trace."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*arguments: str) -> str:
+    pytest.importorskip("sklearn")
+    command = [sys.executable, str(ROOT / "examples" / "rigl_mnist.py")]
+    command += ["--dataset", "digits", "--device", "cpu", "--delta", "10", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def accuracies(output: str) -> list[float]:
+    return [float(found) for found in re.findall(r"accuracy ([\d.]+) %", output)]
+
+
+def test_it_learns_and_resumes(tmp_path):
+    checkpoint = ["--checkpoint", str(tmp_path / "digits.pth")]
+    whole = run("--epochs", "12", *checkpoint)
+    assert accuracies(whole)[-1] > 80
+    assert "num_rigl_steps=13" in whole  # T_end is 135
+    more = run("--epochs", "14", *checkpoint)
+    assert len(accuracies(more)) == 2
+    assert "step=210" in more
+
+
+def test_on_replicas_with_a_trace():
+    trace = ["--trace", "96,32,64", "--epochs", "3"]
+    alone, together = run(*trace), run(*trace, "--replicas", "2")
+    masks = re.compile(r"nonzero_params=.*")
+    assert masks.search(alone).group() == masks.search(together).group()
+    assert accuracies(together) == pytest.approx(accuracies(alone), abs=2)

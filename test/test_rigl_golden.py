@@ -1,0 +1,143 @@
+"""Bit for bit what rigl-torch 0.5.2 does, from its own initial masks."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.sparse import batch, convnet
+
+from rigl_xla import RigLScheduler
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """rigl-torch's scheduler, installed beside the environment."""
+    folder = tmp_path_factory.mktemp("rigl-torch")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    run = subprocess.run(
+        [*command, "--target", str(folder), "rigl-torch==0.5.2"],
+        capture_output=True,
+        text=True,
+    )
+    if run.returncode:
+        pytest.skip(f"rigl-torch 0.5.2 cannot be installed: {run.stderr[-200:]}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        if importlib.util.find_spec("torchvision") is None:
+            # It asks whether modules are torchvision's residual blocks; none here is.
+            names = {"Bottleneck": type("A", (), {}), "BasicBlock": type("B", (), {})}
+            resnet = types.SimpleNamespace(**names)
+            models = types.SimpleNamespace(resnet=resnet)
+            stand_in = types.ModuleType("torchvision")
+            stand_in.models = models
+            patch.setitem(sys.modules, "torchvision", stand_in)
+        yield importlib.import_module("rigl_torch.RigL").RigLScheduler
+    for name in [name for name in sys.modules if name.startswith("rigl_torch")]:
+        del sys.modules[name]
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-3)
+
+
+def step(model, optimizer, pruner, number):
+    images, labels = batch(number, 16)
+    optimizer.zero_grad()
+    F.cross_entropy(model(images), labels).backward()
+    if pruner():
+        optimizer.step()
+
+
+def masks_equal(theirs, ours):
+    return all(
+        a is b is None or torch.equal(a, b)
+        for a, b in zip(theirs.backward_masks, ours.backward_masks, strict=True)
+    )
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("dense_linear", [False, True])
+def test_80_steps_are_the_same_bit_for_bit(reference, n, dense_linear):
+    options = {
+        "dense_allocation": 0.2,
+        "T_end": 75,
+        "delta": 7,
+        "alpha": 0.3,
+        "grad_accumulation_n": n,
+        "ignore_linear_layers": dense_linear,
+    }
+    theirs, ours = convnet(), convnet()
+    their_sgd, our_sgd = sgd(theirs), sgd(ours)
+    torch.manual_seed(5)  # it draws masks from the global generator
+    their_pruner = reference(theirs, their_sgd, **options)
+    state = copy.deepcopy(their_pruner.state_dict())
+    our_pruner = RigLScheduler(ours, our_sgd, state_dict=state)
+    changes = 0
+    for number in range(80):
+        before = [m if m is None else m.clone() for m in our_pruner.backward_masks]
+        step(theirs, their_sgd, their_pruner, number)
+        step(ours, our_sgd, our_pruner, number)
+        for name, value in theirs.state_dict().items():
+            assert torch.equal(value, ours.state_dict()[name]), (number, name)
+        assert masks_equal(their_pruner, our_pruner), number
+        pairs = zip(before, our_pruner.backward_masks)
+        changes += any(a is not None and not torch.equal(a, b) for a, b in pairs)
+    assert our_pruner.rigl_steps == their_pruner.rigl_steps == 10
+    assert changes >= 9  # the last one of all drops less than one connection
+    assert str(our_pruner) == str(their_pruner)
+
+
+@pytest.mark.parametrize("taken", [10, 13])
+def test_a_run_of_theirs_goes_on_here(reference, taken):
+    options = {
+        "dense_allocation": 0.3,
+        "T_end": 75,
+        "delta": 7,
+        "ignore_linear_layers": False,
+    }
+    theirs = convnet()
+    their_sgd = sgd(theirs)
+    their_pruner = reference(theirs, their_sgd, **options)
+    for number in range(taken):
+        step(theirs, their_sgd, their_pruner, number)
+    ours = convnet(1)
+    ours.load_state_dict(theirs.state_dict())
+    our_sgd = sgd(ours)
+    our_sgd.load_state_dict(copy.deepcopy(their_sgd.state_dict()))
+    state = copy.deepcopy(their_pruner.state_dict())
+    our_pruner = RigLScheduler(ours, our_sgd, state_dict=state)
+    for number in range(taken, 40):
+        step(theirs, their_sgd, their_pruner, number)
+        step(ours, our_sgd, our_pruner, number)
+        for name, value in theirs.state_dict().items():
+            assert torch.equal(value, ours.state_dict()[name]), (number, name)
+        assert masks_equal(their_pruner, our_pruner), number
+
+
+def test_their_attributes_are_here(reference):
+    options = {"dense_allocation": 0.3, "T_end": 75, "ignore_linear_layers": False}
+    options["delta"] = 7
+    model = convnet()
+    theirs = reference(model, sgd(model), **options)
+    other = convnet()
+    ours = RigLScheduler(other, sgd(other), **options)
+    public = ["N", "step", "rigl_steps", "delta_T", "alpha", "T_end", "static_topo"]
+    public += ["dense_allocation", "ignore_linear_layers", "sparsity_distribution"]
+    public += ["grad_accumulation_n", "S"]
+    for name in public:
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert len(ours.W) == len(theirs.W) == len(ours.backward_masks)
+
+
+def test_a_state_of_another_model_is_refused(reference):
+    model, other = convnet(), torch.nn.Linear(4, 4)
+    theirs = reference(model, sgd(model), dense_allocation=0.3, T_end=75)
+    with pytest.raises(ValueError, match=r"this model has \[16\]"):
+        RigLScheduler(other, sgd(other), state_dict=theirs.state_dict())
