@@ -8,7 +8,8 @@ ENV ?= xla
 VENV ?= .venv-$(ENV)
 # What the torch environment tests with; any torch from 2.9 on works.
 TORCH ?= torch==2.13.0
-PYTEST_ARGS ?=
+# A process per core; a file's tests stay together, they share what is slow to set up.
+PYTEST_ARGS ?= -n auto --dist loadfile
 
 REQUIREMENTS_xla = -e '.[xla,examples,test]'
 REQUIREMENTS_torch = '$(TORCH)' -e '.[test]'

@@ -37,7 +37,15 @@ setup(
         # Balancing on a CPU: without it, a few times slower.
         "grab": ["numba"],
         "examples": ["torchvision", "scikit-learn", "matplotlib", "numba"],
-        "test": ["pytest", "hypothesis", "ruff", "scikit-learn", "matplotlib", "numba"],
+        "test": [
+            "pytest",
+            "pytest-xdist",
+            "hypothesis",
+            "ruff",
+            "scikit-learn",
+            "matplotlib",
+            "numba",
+        ],
     },
     classifiers=[
         "Development Status :: 3 - Alpha",
