@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 DESCRIPTION = "pool.json"
+_UNFINISHED = ".tmp"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,28 +45,48 @@ class Parts:
         """First index and the one after the last."""
         return number * self.size, min((number + 1) * self.size, self.count)
 
-    def load(self, number: int) -> np.ndarray | None:
-        """The scores of a part, or None if it is yet to be scored."""
-        if self.folder is None or not self._path(number).exists():
-            return None
-        start, stop = self.interval(number)
-        scores = np.load(self._path(number))
-        if scores.shape != (stop - start,):
+    def kept(self) -> np.ndarray:
+        """``(number of parts,)`` bool: which are in the folder."""
+        if self.folder is None:
+            return np.zeros(len(self), dtype=bool)
+        return np.array([self._path(n).exists() for n in range(len(self))], dtype=bool)
+
+    def load(self, number: int) -> np.ndarray:
+        """The scores of a part in the folder: float32.
+
+        Raises:
+            ValueError: The file holds something else.
+        """
+        path, (start, stop) = self._path(number), self.interval(number)
+        try:
+            scores = np.load(path, allow_pickle=False)
+            found = f"{scores.shape} scores of {scores.dtype}"
+        except (ValueError, EOFError) as error:
+            scores, found = None, f"no scores ({error})"
+        if scores is None or scores.shape != (stop - start,) or scores.dtype != "f4":
             raise ValueError(
-                f"{self._path(number)} holds {scores.shape} scores for "
-                f"{stop - start} samples; delete it to score them again"
+                f"{path} holds {found} instead of {stop - start} of float32; delete it "
+                "to score them again"
             )
         return scores
 
     def save(self, number: int, scores: np.ndarray) -> None:
-        """Keeps the scores of a part, all or nothing."""
+        """Keeps the scores of a part, all or nothing, also when the power fails."""
         if self.folder is None:
             return
         path = self._path(number)
         unfinished = _unfinished(path)
         with open(unfinished, "wb") as file:
             np.save(file, scores)
+            file.flush()
+            os.fsync(file.fileno())
         unfinished.replace(path)
+
+    def clear_unfinished(self) -> None:
+        """Deletes what a killed run was writing; before any replica writes a part."""
+        if self.folder is not None:
+            for path in self.folder.glob(f"part-*{_UNFINISHED}"):
+                path.unlink(missing_ok=True)
 
     def describe(self, description: dict[str, object]) -> None:
         """Writes what is being scored, or checks that it is what was.
@@ -77,33 +99,53 @@ class Parts:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / DESCRIPTION
         wanted = {**description, "count": self.count, "part_size": self.size}
-        if path.exists():
-            found = json.loads(path.read_text(encoding="utf-8"))
-            differing = sorted(
-                key for key in {*found, *wanted} if found.get(key) != wanted.get(key)
-            )
-            if differing:
-                raise ValueError(
-                    f"{self.folder} holds scores of something else: "
-                    + ", ".join(
-                        f"{key} was {found.get(key)!r} and is {wanted.get(key)!r}"
-                        for key in differing
-                    )
-                    + "; give another folder, or delete this one"
+        if not path.exists():
+            unfinished = _unfinished(path)
+            unfinished.write_text(json.dumps(wanted, indent=1), encoding="utf-8")
+            unfinished.replace(path)
+        # Also when it has just been written: by another replica or job, perhaps.
+        found = json.loads(path.read_text(encoding="utf-8"))
+        differing = sorted(
+            key for key in {*found, *wanted} if found.get(key) != wanted.get(key)
+        )
+        if differing:
+            raise ValueError(
+                f"{self.folder} holds scores of something else: "
+                + ", ".join(
+                    f"{key} was {found.get(key)!r} and is {wanted.get(key)!r}"
+                    for key in differing
                 )
-            return
-        unfinished = _unfinished(path)
-        unfinished.write_text(json.dumps(wanted, indent=1), encoding="utf-8")
-        unfinished.replace(path)
+                + "; give another folder, or delete this one"
+            )
 
     def _path(self, number: int) -> Path:
         assert self.folder is not None
         return self.folder / f"part-{number:08d}.npy"
 
 
+def deal(kept: np.ndarray, rank: int) -> tuple[list[int], list[int]]:
+    """Parts that this replica reads, and those that it scores.
+
+    A part is read by the first replica that sees it, and scored where none does. The
+    missing ones are dealt in turn, so that all have as many, but for one.
+
+    Args:
+        kept: ``(num_replicas, number of parts)`` bool: who sees which.
+        rank: Of this replica.
+
+    >>> kept = np.array([[False, True, False, False], [False, True, False, True]])
+    >>> deal(kept, 0), deal(kept, 1)
+    (([1], [0]), ([3], [2]))
+    """
+    somewhere = kept.any(axis=0)
+    read = np.flatnonzero(somewhere & (kept.argmax(axis=0) == rank))
+    missing = np.flatnonzero(~somewhere)
+    return read.tolist(), missing[rank :: len(kept)].tolist()
+
+
 def _unfinished(path: Path) -> Path:
     """A name of its own: replicas may be threads, or machines with the same pids."""
-    return path.with_suffix(f".{uuid.uuid4().hex}.tmp")
+    return path.with_suffix(f".{uuid.uuid4().hex}{_UNFINISHED}")
 
 
 def fingerprint(models: Iterable[nn.Module]) -> str:

@@ -1,20 +1,25 @@
-"""What one batch of a pool scores: a registry of functions of model, inputs, targets.
+"""What one block of a pool scores: a registry of functions of model, inputs, targets.
 
 A score is high where a sample would change the model much: loss; EL2N and GraNd (Paul
 et al., arXiv:2107.07075); expected gradient length (Settles et al., NeurIPS 2007).
+
+Bits must not depend on what was computed before. On a lazy device a result depends on
+the program it is part of, so norms are programs of their own, between two cuts.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
-from per_sample_grad.capture import Capture, capture
+from per_sample_grad.capture import Assembled, Capture, capture
+from per_sample_grad.feeding import Forward, checked_forward
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Loss = Callable[[torch.Tensor, Any], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,74 +27,143 @@ class Scoring:
     """What scores are made of.
 
     Attributes:
-        model: From inputs to logits, ``(B, *)``; evaluation mode.
+        model: Evaluation mode.
+        forward: From model and inputs to logits, ``(B, *)``.
         loss: From logits and targets to ``(B,)``.
+        block_size: B.
         last_layer: Name of the module whose parameters a last-layer norm is of.
+        autocast: Dtype of forward passes; None: as they are.
+        device: Type of the device that computes.
+        cut: Ends a program on a lazy device; nothing elsewhere.
+        compiles: Whether the device is lazy.
         options: For `capture`.
     """
 
     model: nn.Module
+    forward: Forward
     loss: Loss
+    block_size: int
     last_layer: str | None
-    options: dict[str, object]
+    autocast: torch.dtype | None
+    device: str
+    cut: Callable[[], None]
+    compiles: bool
+    options: dict[str, Any]
+
+    def logits(self, inputs: Any) -> torch.Tensor:
+        """``(B, *)``."""
+        with self._autocast():
+            return checked_forward(self.forward, self.model, inputs)
+
+    def losses(self, inputs: Any, targets: Any) -> torch.Tensor:
+        """``(B,)``, checked."""
+        with self._autocast():
+            logits = checked_forward(self.forward, self.model, inputs)
+            losses = self.loss(logits, targets)
+        if losses.shape != (self.block_size,):
+            raise ValueError(
+                f"loss= gave shape {tuple(losses.shape)} for a block of "
+                f"{self.block_size} samples; give one number per sample, (B,), for "
+                'instance with reduction="none"'
+            )
+        return losses
+
+    def classes(self, inputs: Any, what: str) -> torch.Tensor:
+        """Logits ``(B, C)``, or a ValueError that says what needs them."""
+        with torch.no_grad():
+            logits = self.logits(inputs)
+        if logits.dim() != 2 or len(logits) != self.block_size:
+            raise ValueError(
+                f"{what} needs logits of shape (B, C), the model gave "
+                f"{tuple(logits.shape)} for a block of {self.block_size} samples"
+            )
+        return logits
+
+    def _autocast(self) -> torch.autocast:
+        # One context per forward pass: what it caches would tie programs together.
+        enabled = self.autocast is not None
+        return torch.autocast(self.device, dtype=self.autocast, enabled=enabled)
 
 
-Score = Callable[[Scoring, torch.Tensor, torch.Tensor], torch.Tensor]
+Score = Callable[[Scoring, Any, Any], torch.Tensor]
 
 
-def loss(scoring: Scoring, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def loss(scoring: Scoring, inputs: Any, targets: Any) -> torch.Tensor:
     """The loss: ``(B,)``."""
     with torch.no_grad():
-        return _losses(scoring, inputs, targets)
+        return scoring.losses(inputs, targets)
 
 
-def el2n(scoring: Scoring, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def el2n(scoring: Scoring, inputs: Any, targets: Any) -> torch.Tensor:
     """``‖softmax(logits) - onehot(target)‖``; logits ``(B, C)``, targets ``(B,)``."""
+    logits = scoring.classes(inputs, "el2n")
+    if (
+        not isinstance(targets, torch.Tensor)
+        or targets.dtype.is_floating_point
+        or targets.shape != logits.shape[:1]
+    ):
+        found = getattr(targets, "dtype", ""), tuple(getattr(targets, "shape", ()))
+        raise ValueError(
+            f"el2n needs targets of shape ({len(logits)},), classes as integers; "
+            f"received a {type(targets).__name__} of {found[0]} {found[1]}"
+        )
     with torch.no_grad():
-        logits = scoring.model(inputs)
-        require_classes(logits, "el2n")
         error = logits.float().softmax(1)
         classes = torch.arange(error.shape[1], device=error.device)
         return (error - (classes == targets.unsqueeze(1)).to(error.dtype)).norm(dim=1)
 
 
-def grad_norm(
-    scoring: Scoring, inputs: torch.Tensor, targets: torch.Tensor
-) -> torch.Tensor:
+def grad_norm(scoring: Scoring, inputs: Any, targets: Any) -> torch.Tensor:
     """``‖∂loss_i / ∂parameters‖``."""
-    return _norms(capture(scoring.model, **scoring.options), scoring, inputs, targets)
+    return _norms(scoring, inputs, targets, scoring.options)
 
 
-def last_layer_grad_norm(
-    scoring: Scoring, inputs: torch.Tensor, targets: torch.Tensor
-) -> torch.Tensor:
+def last_layer_grad_norm(scoring: Scoring, inputs: Any, targets: Any) -> torch.Tensor:
     """The same of one layer's parameters; the backward pass stops there."""
-    model, layer = scoring.model, scoring.last_layer
-    assert layer is not None
-    own = {id(param) for param in model.get_submodule(layer).parameters()}
+    assert scoring.last_layer is not None
+    layer = scoring.model.get_submodule(scoring.last_layer)
+    own = {id(param) for param in layer.parameters()}
     options = {**scoring.options, "params": lambda _, param: id(param) in own}
-    recorder = capture(model, **options)
-    return _norms(recorder, scoring, inputs, targets)
+    return _norms(scoring, inputs, targets, options)
+
+
+class _Recorder(Capture):
+    """Says whether it is compared with autograd; a repetition is not."""
+
+    compared = False
+    repeats = False
+
+    def assemble(self, losses: torch.Tensor, retain_graph: bool) -> Assembled:
+        found = super().assemble(losses, retain_graph)
+        self.compared = found.check
+        return dataclasses.replace(found, check=found.check and not self.repeats)
 
 
 def _norms(
-    recorder: Capture, scoring: Scoring, inputs: torch.Tensor, targets: torch.Tensor
+    scoring: Scoring, inputs: Any, targets: Any, options: dict[str, Any]
+) -> torch.Tensor:
+    """A program of its own, on a lazy device."""
+    scoring.cut()
+    recorder = _Recorder(scoring.model, **options)
+    norms = _recorded_norms(recorder, scoring, inputs, targets)
+    if recorder.compared and scoring.compiles:
+        # The comparison is part of the program and reads back in its midst: which
+        # block has one must not show.
+        del norms
+        scoring.cut()
+        recorder = _Recorder(scoring.model, **options)
+        recorder.repeats = True
+        norms = _recorded_norms(recorder, scoring, inputs, targets)
+    scoring.cut()
+    return norms
+
+
+def _recorded_norms(
+    recorder: Capture, scoring: Scoring, inputs: Any, targets: Any
 ) -> torch.Tensor:
     with torch.enable_grad(), recorder:
-        losses = _losses(scoring, inputs, targets)
+        losses = scoring.losses(inputs, targets)
     return recorder.backward(losses).norms()
-
-
-def _losses(
-    scoring: Scoring, inputs: torch.Tensor, targets: torch.Tensor
-) -> torch.Tensor:
-    losses = scoring.loss(scoring.model(inputs), targets)
-    if losses.shape != (len(inputs),):
-        raise ValueError(
-            f"loss= gave shape {tuple(losses.shape)} for {len(inputs)} samples; give "
-            'one number per sample, (B,), for instance with reduction="none"'
-        )
-    return losses
 
 
 SCORES: dict[str, Score] = {
@@ -102,49 +176,28 @@ SCORES: dict[str, Score] = {
 }
 
 
-def pseudo(scoring: Scoring, inputs: torch.Tensor) -> torch.Tensor:
+def pseudo(scoring: Scoring, inputs: Any) -> torch.Tensor:
     """The classes that the model believes in: ``(B,)``."""
-    with torch.no_grad():
-        logits = scoring.model(inputs)
-    require_classes(logits, 'labels="pseudo"')
-    return logits.argmax(1)
+    return scoring.classes(inputs, 'labels="pseudo"').argmax(1)
 
 
-def expected(
-    score: Score, scoring: Scoring, inputs: torch.Tensor, cut: Callable[[], None]
-) -> torch.Tensor:
-    """``Σ_c p_c score(c)``, one pass per class.
-
-    Args:
-        score: Of given targets.
-        scoring: What it is made of.
-        inputs: One batch.
-        cut: Called between classes, so that a lazy graph holds one.
-    """
-    with torch.no_grad():
-        logits = scoring.model(inputs)
-    require_classes(logits, 'labels="expected"')
-    chances = logits.float().softmax(1)
-    total = torch.zeros_like(chances[:, 0])
-    for targets, chance in _classes(chances):
-        total = total + chance * score(scoring, inputs, targets).to(total.dtype)
-        cut()
+def expected(score: Score, scoring: Scoring, inputs: Any) -> torch.Tensor:
+    """``Σ_c p_c score(c)``, one pass per class."""
+    chances = scoring.classes(inputs, 'labels="expected"').float().softmax(1)
+    number = torch.zeros(len(chances), dtype=torch.long, device=chances.device)
+    one, total = torch.ones_like(number), torch.zeros_like(chances[:, 0])
+    for _ in range(chances.shape[1]):
+        scoring.cut()  # one program for every class: even the first number is data
+        chance = chances.gather(1, number.unsqueeze(1)).squeeze(1)
+        total = total + chance * score(scoring, inputs, number).to(total.dtype)
+        number = number + one
     return total
 
 
-def _classes(chances: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Targets ``(B,)`` of every class and their probabilities, as device data."""
-    number = torch.zeros(len(chances), dtype=torch.long, device=chances.device)
-    one = torch.ones_like(number)
-    for _ in range(chances.shape[1]):
-        yield number, chances.gather(1, number.unsqueeze(1)).squeeze(1)
-        number = number + one
-
-
-def last_called(scoring: Scoring, inputs: torch.Tensor) -> str:
+def last_called(scoring: Scoring, inputs: Any) -> str:
     """Name of the last module that the logits depend on, if every one has a rule."""
     with torch.enable_grad(), capture(scoring.model, **scoring.options) as recorder:
-        logits = scoring.model(inputs)
+        logits = scoring.logits(inputs)
     found = recorder.assemble(logits.flatten(1).sum(1), retain_graph=False)
     if not found.uses or found.problems:
         unknown = ", ".join(found.problems) or "the model"
@@ -153,11 +206,3 @@ def last_called(scoring: Scoring, inputs: torch.Tensor) -> str:
             "known; name the module with last_layer="
         )
     return found.uses[-1].name
-
-
-def require_classes(logits: torch.Tensor, what: str) -> None:
-    """Raises ValueError unless there is one row of classes per sample."""
-    if logits.dim() != 2:
-        raise ValueError(
-            f"{what} needs logits of shape (B, C), the model gave {tuple(logits.shape)}"
-        )
