@@ -114,7 +114,7 @@ def source_of(
     if isinstance(loader, DataLoader):
         dataset, collate = loader.dataset, loader.collate_fn
         options = {name: getattr(loader, name) for name in _KEPT}
-        batch_size = batch_size or loader.batch_size
+        batch_size = loader.batch_size if batch_size is None else batch_size
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(
             f"score_pool: a {type(dataset).__name__} has no length and no indices to "

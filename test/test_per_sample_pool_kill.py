@@ -1,0 +1,167 @@
+"""A run that is killed, and goes on with another number of replicas."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.pool import BLOCK, Vectors, assert_same_bits, dense_model
+from support.replicas import Backend, needs_xla
+
+import per_sample_grad as psg
+import xla_replica
+
+COUNT, PART = 800, 2 * BLOCK
+PATIENCE = 120.0
+# Read to describe the pool, not to be scored.
+IDENTITY = {0, COUNT // 2, COUNT - 1}
+
+
+class Slow(Vectors):
+    """Takes a while for a sample, and writes down that it was asked for."""
+
+    def __init__(self, log: str) -> None:
+        super().__init__(COUNT)
+        self.log = log
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        with open(self.log, "ab", buffering=0) as file:
+            file.write(b"%d\n" % index)
+        time.sleep(2e-3)
+        return super().__getitem__(index)
+
+
+def job(rank: int, folder: str, log: str, batch_size: int) -> np.ndarray:
+    replica = xla_replica.current()
+    with replica.seeded(0):
+        model = dense_model().to(replica.device)
+    options = {"batch_size": batch_size, "block_size": BLOCK, "part_size": PART}
+    options |= {"folder": folder, "progress": False}
+    return psg.score_pool(model, Slow(log), **options).scores
+
+
+def asked(log: Path) -> Counter[int]:
+    """How often each index was asked for, but for the pool's description."""
+    counts = Counter(map(int, log.read_text().split())) if log.exists() else Counter()
+    return Counter({i: n for i, n in counts.items() if i not in IDENTITY})
+
+
+def parts_in(folder: Path) -> dict[int, np.ndarray]:
+    """Every part there is; each of them can be read and is whole."""
+    found = {}
+    for path in folder.glob("part-*.npy"):
+        number = int(path.stem.split("-")[1])
+        found[number] = np.load(path)
+        size = min((number + 1) * PART, COUNT) - number * PART
+        assert found[number].shape == (size,)
+        assert (found[number] > 0).all()
+    return found
+
+
+def indices(parts: dict[int, np.ndarray]) -> set[int]:
+    return {
+        index
+        for number in parts
+        for index in range(number * PART, min((number + 1) * PART, COUNT))
+    }
+
+
+def killed(folder: Path, log: Path, backend: Backend) -> None:
+    """Runs the job in another process, and kills it while it is at work."""
+    code = "import sys, test_per_sample_pool_kill as t; from support.replicas import "
+    code += "Backend; device, number, *args = sys.argv[1:]; "
+    code += "Backend(device, int(number)).run(t.job, *args, 3 * t.BLOCK)"
+    arguments = [backend.device, str(backend.num_replicas), str(folder), str(log)]
+    before = len(parts_in(folder))
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        end = time.monotonic() + PATIENCE
+        while len(parts_in(folder)) == before:
+            assert process.poll() is None, "the job ended before it kept a part"
+            assert time.monotonic() < end
+            time.sleep(1e-3)
+        end = time.monotonic() + random.uniform(0.0, 0.2)
+        while time.monotonic() < end:
+            parts_in(folder)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == -signal.SIGKILL, "it was done before it was killed"
+
+
+@pytest.mark.parametrize(
+    ("device", "killings", "last"),
+    [
+        pytest.param("cpu", [1], 3, id="cpu-1-3"),
+        pytest.param("cpu", [3, 1, 2], 1, id="gloo-3-1-2-1", marks=pytest.mark.slow),
+        pytest.param(
+            "xla", [2, 1], 3, id="xla-2-1-3",
+            marks=[pytest.mark.slow, pytest.mark.xla, needs_xla],
+        ),
+    ],
+)  # fmt: skip
+def test_a_killed_run_loses_a_part_and_no_bit(tmp_path, device, killings, last):
+    folder = tmp_path / "scores"
+    folder.mkdir()
+    for number, replicas in enumerate(killings):
+        log, before = tmp_path / f"log{number}", indices(parts_in(folder))
+        killed(folder, log, Backend(device, replicas))
+        after = indices(parts_in(folder))
+        assert before < after < set(range(COUNT))
+        done = asked(log)
+        assert not set(done) & before  # nothing is done twice
+        # A lazy device loads ahead: of the next part, two batches and one in hand.
+        ahead = 0 if device == "cpu" else 4 * 3 * BLOCK
+        assert len(set(done) - after) <= replicas * (PART + ahead)
+    log, before = tmp_path / "log", indices(parts_in(folder))
+    for found in Backend(device, last).run(job, str(folder), str(log), 1):
+        alone = found
+    done = asked(log)
+    assert set(done) == set(range(COUNT)) - before - IDENTITY
+    assert set(done.values()) == {1}
+    undisturbed = Backend(device, 1).run(
+        job, str(tmp_path / "again"), str(tmp_path / "quiet"), 7
+    )[0]
+    assert_same_bits(alone, undisturbed)
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_a_damaged_part_is_an_error(tmp_path):
+    options = {"block_size": BLOCK, "part_size": 8, "progress": False}
+    options |= {"folder": tmp_path}
+    truth = psg.score_pool(dense_model(), Vectors(20), **options).scores
+    path = tmp_path / "part-00000001.npy"
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:-1], whole[: len(whole) // 2], bytes(len(whole))):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="holds no scores"):
+            psg.score_pool(dense_model(), Vectors(20), **options)
+    np.save(path, np.zeros(8))
+    with pytest.raises(ValueError, match="instead of 8 of float32; delete it"):
+        psg.score_pool(dense_model(), Vectors(20), **options)
+    path.unlink()
+    assert_same_bits(
+        psg.score_pool(dense_model(), Vectors(20), **options).scores, truth
+    )
+
+
+def test_what_a_killed_run_was_writing_is_cleared_away(tmp_path):
+    left = tmp_path / "part-00000000.0123.tmp"
+    left.write_bytes(b"half")
+    psg.score_pool(dense_model(), Vectors(20), folder=tmp_path, progress=False)
+    assert not left.exists()
