@@ -36,6 +36,8 @@ setup(
         "tpu": ["torch_tpu", "torch>=2.11"],
         # Balancing on a CPU: without it, a few times slower.
         "grab": ["numba"],
+        # PoolScores.to_parquet.
+        "parquet": ["pyarrow"],
         "examples": ["torchvision", "scikit-learn", "matplotlib", "numba"],
         "test": [
             "pytest",
@@ -45,6 +47,7 @@ setup(
             "scikit-learn",
             "matplotlib",
             "numba",
+            "pyarrow",
         ],
     },
     classifiers=[

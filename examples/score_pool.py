@@ -2,18 +2,29 @@
 
     python examples/score_pool.py
     python examples/score_pool.py --pool 2000 --batch-size 50 --layer conv2
+    python examples/score_pool.py --score egl --folder scores --output scores.csv
 
 The question is an old one from a forum: a trained model, a large pool of unseen
-examples, and the size of one layer's gradient wanted for each. Its two answers are
-here, and this package's; all four compute the same numbers.
+examples, and the size of one layer's gradient wanted for each, inside an inner loop.
+Its two answers are here, replicas of the layer and vmap, beside a loop and this
+package. All four compute the same numbers; each runs in a process of its own, so that
+its time and its memory are its own.
+
+Then the whole model is scored as a product would do it: psg.score_pool streams the pool
+in blocks of one size, in memory that does not grow with it. With --folder it goes on
+where it was when it is called again after a kill.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import multiprocessing
+import resource
+import sys
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -109,31 +120,126 @@ WAYS: dict[str, Norms] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pool", type=int, default=1000, help="examples")
-    parser.add_argument("--batch-size", type=int, default=50)
-    parser.add_argument("--layer", choices=["conv1", "conv2", "fc"], default="conv2")
-    options = parser.parse_args()
+class Found(NamedTuple):
+    """What one way took for the whole pool."""
+
+    norms: list[float]
+    seconds: float
+    mebibytes: float
+
+
+def problem(count: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """The same model and pool in every process."""
     torch.manual_seed(0)
     model = Network()
-    x = torch.rand(options.pool, 3, 10, 10)
-    y = torch.randint(0, 10, (options.pool,))
-    found = {}
-    for name, norms in WAYS.items():
-        norms(model, options.layer, x[:2], y[:2])  # warm up
-        begin = time.perf_counter()
-        batches = zip(x.split(options.batch_size), y.split(options.batch_size))
-        found[name] = torch.cat(
-            [norms(model, options.layer, *batch).detach() for batch in batches]
-        )
-        seconds = time.perf_counter() - begin
-        difference = (found[name] - found["loop"]).abs().max()
-        print(f"{name:<18} {seconds:8.3f} s   largest difference {difference:.1e}")
-    scores = psg.score_pool(
-        model, TensorDataset(x, y), batch_size=options.batch_size, score="grad_norm"
+    return model, torch.rand(count, 3, 10, 10), torch.randint(0, 10, (count,))
+
+
+def peak_mebibytes() -> float:
+    """The largest memory that this process has had so far."""
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def measure(way: str, layer: str, count: int, batch_size: int) -> Found:
+    """Norms of a pool in one way; memory beyond that of the model and the pool."""
+    model, x, y = problem(count)
+    WAYS[way](model, layer, x[:2], y[:2])  # warm up
+    before, begin = peak_mebibytes(), time.perf_counter()
+    norms = torch.cat(
+        [
+            WAYS[way](model, layer, *batch).detach()
+            for batch in zip(x.split(batch_size), y.split(batch_size))
+        ]
     )
-    print("largest gradients of the whole model:", scores.top(5).tolist())
+    seconds = time.perf_counter() - begin
+    return Found(norms.tolist(), seconds, peak_mebibytes() - before)
+
+
+def in_a_process(*arguments: object) -> Found:
+    """`measure` in a process that has done nothing else."""
+    with multiprocessing.get_context("spawn").Pool(1) as processes:
+        return processes.apply(measure, arguments)
+
+
+def compare(options: argparse.Namespace) -> None:
+    """One line for each way."""
+    print(f"gradient norms of {options.layer}, {options.pool} examples")
+    print(f"{'':<18} {'seconds':>8} {'times':>7} {'MiB':>8}  largest difference")
+    first = None
+    for way in WAYS:
+        found = in_a_process(way, options.layer, options.pool, options.batch_size)
+        first = first or found
+        difference = max(abs(a - b) for a, b in zip(found.norms, first.norms))
+        print(
+            f"{way:<18} {found.seconds:8.3f} {first.seconds / found.seconds:6.1f}x "
+            f"{found.mebibytes:8.1f}  {difference:.1e}"
+        )
+
+
+def score(options: argparse.Namespace) -> None:
+    """Every parameter, as a product does it."""
+    model, x, y = problem(options.pool)
+    scores = psg.score_pool(
+        model,
+        TensorDataset(x, y),
+        score=options.score,
+        batch_size=options.batch_size,
+        folder=options.folder,
+    )
+    highest = scores.top(min(5, options.pool))
+    print(f"highest {options.score} of the whole model:", highest.tolist())
+    if options.output is not None:
+        parquet = options.output.endswith(".parquet")
+        write = scores.to_parquet if parquet else scores.to_csv
+        write(options.output)
+        print("index and score of every example:", options.output)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--pool", type=int, default=1000, help="number of examples (default 1000)"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=50,
+        help="examples that each way computes together, and that score_pool loads "
+        "together: its scores are the same bits for any (default 50)",
+    )
+    parser.add_argument(
+        "--layer",
+        choices=["conv1", "conv2", "fc"],
+        default="conv2",
+        help="whose gradient the four ways measure (default conv2)",
+    )
+    parser.add_argument(
+        "--score",
+        choices=["grad_norm", "last_layer_grad_norm", "egl", "el2n", "loss"],
+        default="grad_norm",
+        help="what score_pool gives every example: the norm of its gradient in the "
+        "whole model or in the last layer, the same expected over the model's own "
+        "labels (egl), the error of its probabilities (el2n), its loss (default "
+        "grad_norm)",
+    )
+    parser.add_argument(
+        "--folder",
+        help="keep scored parts here, and go on from there when called again",
+    )
+    parser.add_argument("--output", help="write scores to this .csv or .parquet file")
+    options = parser.parse_args(arguments)
+    if options.pool < 2 or options.batch_size < 1:
+        parser.error("give a pool of at least 2 examples and a positive batch size")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    compare(options)
+    score(options)
 
 
 if __name__ == "__main__":
