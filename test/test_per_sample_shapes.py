@@ -1,128 +1,171 @@
-"""Convolutions and Linears of drawn shapes, strides, paddings, groups and dtypes."""
+"""Layers of every kind that has a rule, of drawn shapes, options, dtypes and memory."""
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
-from support.per_sample import Case, oracle
-from test_per_sample_family import TOLERANCES, agree
+from support.per_sample import Case, error, flat, oracle
+from support.per_sample_drawn import KINDS, convolutions
+from test_per_sample_family import METHODS, TOLERANCES, agree
 from torch import nn
 
 import per_sample_grad as psg
+from per_sample_grad.layers import registry
 from per_sample_grad.layers.convolution import padding_widths
 from per_sample_grad.layers.patches import _by_slices, padded, patches
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even")
-FEW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-CONVOLUTIONS = [nn.Conv1d, nn.Conv2d, nn.Conv3d]
-TRANSPOSED = [nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d]
-MODES = ["zeros", "reflect", "replicate", "circular"]
+HALVES = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
-def sizes(draw, rank: int, low: int, high: int) -> tuple[int, ...]:
-    return tuple(draw(st.integers(low, high)) for _ in range(rank))
-
-
-@st.composite
-def convolutions(draw) -> Case:
-    rank, groups = draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    size, kernel = sizes(draw, rank, 3, 6 - rank), sizes(draw, rank, 1, 3)
-    mode = draw(st.sampled_from(MODES))
-    dilation = sizes(draw, rank, 1, 2)
-    padding = draw(st.sampled_from(["same", "valid", "numbers"]))
-    stride = (1,) * rank if padding == "same" else sizes(draw, rank, 1, 3)
-    reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel)]
-    if padding == "numbers":
-        padding = sizes(draw, rank, 0, 2)
-        assume(all(s + 2 * p >= r for s, p, r in zip(size, padding, reach)))
-    elif padding == "valid":
-        assume(all(s >= r for s, r in zip(size, reach)))
-    channels = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2))
-    options = {
-        "stride": stride, "padding": padding, "dilation": dilation, "groups": groups,
-        "padding_mode": mode, "bias": draw(st.booleans()),
-    }  # fmt: skip
-    return Case(
-        f"conv{rank}d {channels} {kernel} of {size}, {options}",
-        lambda: CONVOLUTIONS[rank - 1](*channels, kernel, **options),
-        (channels[0], *size),
+def examples(number: int) -> hypothesis.settings:
+    return hypothesis.settings(
+        max_examples=number, deadline=None, suppress_health_check=list(HealthCheck)
     )
 
 
-@st.composite
-def transposed(draw) -> Case:
-    rank, groups = draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    size, kernel = sizes(draw, rank, 1, 4 - rank), sizes(draw, rank, 1, 3)
-    stride, dilation = sizes(draw, rank, 1, 3), sizes(draw, rank, 1, 2)
-    padding = sizes(draw, rank, 0, 2)
-    more = tuple(draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation))
-    out = [
-        (n - 1) * s - 2 * p + d * (k - 1) + m + 1
-        for n, s, p, d, k, m in zip(size, stride, padding, dilation, kernel, more)
-    ]
-    assume(min(out) >= 1)
-    channels = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2))
-    options = {
-        "stride": stride, "padding": padding, "output_padding": more,
-        "dilation": dilation, "groups": groups, "bias": draw(st.booleans()),
-    }  # fmt: skip
-    return Case(
-        f"transposed{rank}d {channels} {kernel} of {size}, {options}",
-        lambda: TRANSPOSED[rank - 1](*channels, kernel, **options),
-        (channels[0], *size),
+NUMBERS = [20, pytest.param(200, marks=pytest.mark.slow)]
+
+
+def strided(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values, otherwise in memory."""
+    match layout:
+        case "reversed":  # the last dimension varies slowest
+            order = list(range(x.dim()))[::-1]
+            return x.permute(order).contiguous().permute(order)
+        case "sliced":  # every other number of a larger tensor
+            return torch.stack([x, torch.full_like(x, 7)], -1)[..., 0]
+        case "shifted":  # not at the beginning of its memory
+            return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
+    return x
+
+
+LAYOUTS = ["contiguous", "reversed", "sliced", "shifted"]
+
+
+def identities(
+    case: Case,
+    model: nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    factors: psg.Factors,
+    tolerance: float,
+) -> None:
+    """Those that need a batch gradient or vectors from outside."""
+    generator = torch.Generator().manual_seed(2)
+    count, dtype = len(factors), torch.float64
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype)
+
+    params = [p for p in model.parameters() if p.requires_grad]
+    batch = torch.autograd.grad(
+        case.loss(model, *inputs).sum(), params, allow_unused=True
     )
+    batch = [torch.zeros_like(p) if g is None else g for p, g in zip(params, batch)]
+    ones = factors.weighted_sum(torch.ones(count))
+    size = torch.cat([g.double().flatten() for g in batch]).norm()
+    floor = torch.stack([g.double().norm() for g in batch]).sum()
+    for found, truth in zip(ones.values(), batch):
+        assert float((found - truth).norm()) <= 4 * tolerance * float(
+            torch.maximum(size, factors.norms().double().sum() + floor)
+        )
+    vectors = {name: draw(*shape) for name, shape in factors.shapes.items()}
+    weights = draw(count)
+    sums = factors.weighted_sum(weights)
+    left = weights @ factors.dot(vectors).double()
+    terms = [(vectors[name] * sums[name].double()).sum() for name in vectors]
+    length = torch.stack([v.norm() for v in vectors.values()]).norm()
+    bound = (weights.abs() @ factors.norms().double()) * length
+    assert float((left - torch.stack(terms).sum()).abs()) <= tolerance * float(bound)
 
 
-@st.composite
-def linears(draw) -> Case:
-    shape = sizes(draw, draw(st.integers(1, 4)), 1, 4)
-    width, bias = draw(st.integers(1, 4)), draw(st.booleans())
-    return Case(
-        f"linear {shape} to {width}, bias={bias}",
-        lambda: nn.Linear(shape[-1], width, bias=bias),
-        shape,
-    )
-
-
-@st.composite
-def embeddings(draw) -> Case:
-    entries, width = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    padding = draw(st.none() | st.integers(0, entries - 1))
-    shape = sizes(draw, draw(st.integers(0, 2)), 1, 4)
-    return Case(
-        f"embedding {entries} x {width}, padding_idx={padding}, of {shape}",
-        lambda: nn.Embedding(entries, width, padding_idx=padding),
-        lambda batch: (torch.randint(0, entries, (batch, *shape)),),
-    )
-
-
-@pytest.mark.parametrize(
-    "cases", [convolutions(), transposed(), linears(), embeddings()],
-    ids=["convolution", "transposed", "linear", "embedding"],
-)  # fmt: skip
-def test_drawn_layers_equal_the_loop(cases):
-    @FEW
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_drawn_layers_equal_the_loop(kind, number):
+    @examples(number)
     @given(
-        case=cases,
+        case=KINDS[kind],
         batch=st.integers(1, 4),
         dtype=st.sampled_from(list(TOLERANCES)),
-        method=st.sampled_from(["auto", "factored", "materialized"]),
+        method=st.sampled_from(METHODS),
         budget=st.sampled_from([1, 1000, 2**28]),
+        layout=st.sampled_from(LAYOUTS),
+        seed=st.integers(0, 3),
     )
-    def check(case, batch, dtype, method, budget):
-        model, inputs = case.make(dtype, batch)
+    def check(case, batch, dtype, method, budget, layout, seed):
+        model, inputs = case.make(dtype, batch, seed)
         truth = oracle(case, model, inputs)
-        with psg.capture(model, method=method, budget=budget) as recorded:
+        inputs = tuple(strided(x, layout) for x in inputs)
+        options = {"method": method, "budget": budget, **case.options}
+        with psg.capture(model, **options) as recorded:
             losses = case.loss(model, *inputs)
-        agree(case, recorded.backward(losses), truth, TOLERANCES[dtype])
+        factors = recorded.backward(losses)
+        agree(case, factors, truth, TOLERANCES[dtype])
+        identities(case, model, inputs, factors, TOLERANCES[dtype])
 
     check()
 
 
+def by_autograd(
+    case: Case, model: nn.Module, inputs: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """``(B, D)``: the loop in the model's own dtype."""
+    params = list(model.parameters())
+    rows = []
+    for i in range(len(inputs[0])):
+        loss = case.loss(model, *(x[i : i + 1] for x in inputs)).sum()
+        grads = torch.autograd.grad(loss, params)
+        rows.append(torch.cat([grad.double().flatten() for grad in grads]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("number", [10, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drawn_layers_in_half_precision_are_as_close_as_autograd(kind, number):
+    """What the activations' gradients have lost is lost, where they cancel."""
+
+    @examples(number)
+    @given(
+        case=KINDS[kind],
+        batch=st.integers(1, 4),
+        dtype=st.sampled_from(list(HALVES)),
+        method=st.sampled_from(METHODS),
+    )
+    def check(case, batch, dtype, method):
+        model, inputs = case.make(dtype, batch)
+        grads = flat(oracle(case, model, inputs))
+        lost = error(by_autograd(case, model, inputs), grads)
+        allowed = max(HALVES[dtype], 2 * lost)
+        with psg.capture(model, method=method, **case.options) as recorded:
+            losses = case.loss(model, *inputs)
+        factors = recorded.backward(losses)
+        norms = factors.norms()
+        assert norms.dtype == torch.float32
+        assert torch.isfinite(norms).all()
+        assert (norms >= 0).all()
+        assert error(flat(factors.materialize()), grads) <= allowed
+        assert error(norms, grads.norm(dim=1)) <= allowed
+        assert error(factors.gram(), grads @ grads.T) <= 3 * allowed
+
+    check()
+
+
+def test_every_rule_is_drawn():
+    drawn = {kind for kind in registry.RULES if kind.__module__.startswith("torch.nn")}
+    names = {
+        "Linear", "Bilinear", "Embedding", "LayerNorm", "RMSNorm", "GroupNorm", "PReLU",
+        "MultiheadAttention",
+    }  # fmt: skip
+    for family in ("Conv", "ConvTranspose", "InstanceNorm", "BatchNorm"):
+        names |= {f"{family}{rank}d" for rank in (1, 2, 3)}
+    assert {kind.__name__ for kind in drawn} == names
+
+
 @given(case=convolutions(), batch=st.integers(1, 3))
-@FEW
+@examples(25)
 def test_slices_see_what_views_see(case, batch):
     """What XLA runs, here."""
     model, (x,) = case.make(torch.float32, batch)
