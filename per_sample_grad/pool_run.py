@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 import xla_replica
 from per_sample_grad.pool_parts import Parts, deal
-from per_sample_grad.pool_source import Source
+from per_sample_grad.pool_source import Interval, Source
 from per_sample_grad.scores import SCORES, Scoring, expected, last_called, pseudo
 
 Labels = Literal["given", "pseudo", "expected"]
@@ -82,7 +82,7 @@ class Run:
         replica.sum_([total])
         return replica.fetch([total])[0].numpy().view(np.float32)
 
-    def _blocks(self, intervals: list[tuple[int, int]]) -> Iterator[Any]:
+    def _blocks(self, intervals: list[Interval]) -> Generator[Any, None, None]:
         """Blocks on the device, loaded ahead, of one interval after the other."""
         for batch in self.replica.loader(self.source.batches(intervals)):
             yield from batch

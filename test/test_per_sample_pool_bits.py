@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -73,6 +76,38 @@ def test_loading_processes_change_no_bit():
     loader = DataLoader(Vectors(COUNT), batch_size=16, num_workers=2)
     model = dense_model()
     assert_same_bits(scores(model, loader), scores(model))
+
+
+@dataclasses.dataclass
+class Announce:
+    """A line for every loading process that starts."""
+
+    path: Path
+
+    def __call__(self, number: int) -> None:
+        with open(self.path, "a") as file:
+            file.write(f"{number}\n")
+
+
+def test_loading_processes_start_once_for_all_parts(tmp_path):
+    announce = Announce(tmp_path / "started")
+    options = {"num_workers": 1, "batch_size": 8, "worker_init_fn": announce}
+    loader = DataLoader(Vectors(COUNT), **options)
+    scores(dense_model(), loader, part_size=BLOCK)
+    assert announce.path.read_text() == "0\n"
+
+
+def test_a_part_is_one_transfer(monkeypatch):
+    fetched = []
+    fetch = xla_replica.LocalReplica.fetch
+
+    def counted(self, tensors):
+        fetched.append([tuple(tensor.shape) for tensor in tensors])
+        return fetch(self, tensors)
+
+    monkeypatch.setattr(xla_replica.LocalReplica, "fetch", counted)
+    scores(dense_model(), part_size=2 * BLOCK)
+    assert fetched == [[(16,)], [(16,)], [(16,)]]
 
 
 def on_replicas(rank: int, batch_size: int, rows: list) -> list[np.ndarray]:
