@@ -279,20 +279,35 @@ def test_any_number_of_replicas_scores_alike(backend, tmp_path):
     np.testing.assert_array_equal(again, alone)
 
 
-def counted(rank: int) -> tuple[int, int, dict[str, int]]:
+def counted(rank: int) -> list[tuple[int, int, dict[str, int]]]:
     replica = xla_replica.current()
     model = make_model().to(replica.device)
-    options = {"block_size": 4, "part_size": 8, "progress": False}
-    psg.score_pool(model, Pool(16), **options)
-    with xla_replica.count() as counts:
-        psg.score_pool(model, Pool(), **options)
-    return counts.compilations, counts.transfers, counts.fallbacks
+    found = []
+    for labels in ("given", "expected"):
+        options = {"labels": labels, "block_size": 4, "part_size": 8}
+        options |= {"progress": False}
+        psg.score_pool(model, Pool(16), **options)
+        with xla_replica.count() as counts:
+            psg.score_pool(model, Pool(), **options)
+        found.append((counts.compilations, counts.transfers, counts.fallbacks))
+    return found
 
 
 @needs_xla
 @pytest.mark.xla
 def test_a_short_last_batch_compiles_nothing_and_a_part_takes_one_transfer():
-    assert Backend("xla", 1).run(counted) == [(0, 3, {})]
+    assert Backend("xla", 1).run(counted) == [[(0, 3, {}), (0, 3, {})]]
+
+
+def test_a_bar_shows_what_is_done(tmp_path, capsys):
+    options = {"block_size": 4, "part_size": 8, "folder": tmp_path}
+    with pytest.raises(OSError, match="disk"):
+        psg.score_pool(make_model(), Pool(fail_at=18), **options)
+    assert f"16/{COUNT}" in capsys.readouterr().err
+    psg.score_pool(make_model(), Pool(), **options)
+    shown = capsys.readouterr().err
+    assert f"16/{COUNT}" in shown  # where it goes on
+    assert f"{COUNT}/{COUNT}" in shown
 
 
 def test_mixed_precision_stays_close():
