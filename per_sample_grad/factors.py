@@ -58,9 +58,9 @@ class Factors:
         self.seen_dtypes = seen_dtypes
         self._method: Method = method
         self._budget = budget
-        self._dtype = forms.accumulation_dtype(
-            losses.dtype, *(d for parts in merged.values() for d in map(_dtype, parts))
-        )
+        # Not that of the losses, which targets in float64 make wider than the model.
+        dtypes = [d for parts in merged.values() for d in map(_dtype, parts)]
+        self._dtype = forms.accumulation_dtype(*(dtypes or [losses.dtype]))
         # Nothing for a parameter that the losses do not depend on.
         self._merged = {name: list(merged[name]) for name in self.shapes}
 

@@ -135,6 +135,27 @@ def test_targets_of_any_structure_reach_the_loss(truth):
         scores(dense_model(), pool, score="el2n")
 
 
+def test_targets_may_be_wider_than_the_model():
+    """A regression, whose Python numbers are collated to float64."""
+    model = nn.Sequential(dense_model(), nn.Linear(4, 1))
+
+    def squared(out, targets):
+        return (out.squeeze(1) - targets).square()
+
+    pool = Mapped(lambda x, y: (x, float(y)))
+    narrow = Mapped(lambda x, y: (x, torch.tensor(float(y))))
+    found = scores(model, pool, loss=squared)
+    np.testing.assert_allclose(found, scores(model, narrow, loss=squared), rtol=1e-5)
+    x, y = torch.utils.data.default_collate([pool[i] for i in range(3)])
+    with psg.capture(model) as recorded:
+        losses = squared(model(x), y)
+    factors = recorded.backward(losses)
+    assert losses.dtype == torch.float64
+    assert factors.gram().dtype == torch.float32
+    sums = factors.weighted_sum(torch.ones(3, dtype=torch.float64))
+    torch.testing.assert_close(factors.dot(sums), factors.gram().sum(1))
+
+
 @pytest.mark.parametrize(
     ("item", "error", "match"),
     [
