@@ -63,7 +63,8 @@ PUBLIC = {
     },
     "xla_replica": {
         "DEVICES", "Counts", "DeviceLoader", "LocalReplica", "Replica", "ReplicaError",
-        "count", "current", "default_num_replicas", "launch",
+        "StopRequest", "Stopped", "catch_signals", "count", "current",
+        "default_num_replicas", "launch", "request_stop", "stop_requested",
     },
 }  # fmt: skip
 

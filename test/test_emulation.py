@@ -14,6 +14,7 @@ import time
 import pytest
 import torch
 from support.replicas import Backend, needs_xla
+from support.stopping import is_running
 
 import xla_replica
 from xla_replica import ReplicaError
@@ -261,12 +262,3 @@ def test_replicas_die_with_their_parent(tmp_path):
     while is_running(child) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not is_running(child)
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process is there and no zombie that nobody has reaped."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

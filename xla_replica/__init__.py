@@ -6,10 +6,16 @@ imported before a backend is chosen.
 
 from xla_replica.counters import Counts, count
 from xla_replica.current import current
-from xla_replica.errors import ReplicaError
+from xla_replica.errors import ReplicaError, Stopped
 from xla_replica.launch import DEVICES, default_num_replicas, launch
 from xla_replica.loader import DeviceLoader
 from xla_replica.replica import LocalReplica, Replica
+from xla_replica.stopping import (
+    StopRequest,
+    catch_signals,
+    request_stop,
+    stop_requested,
+)
 
 __all__ = [
     "DEVICES",
@@ -18,8 +24,13 @@ __all__ = [
     "LocalReplica",
     "Replica",
     "ReplicaError",
+    "StopRequest",
+    "Stopped",
+    "catch_signals",
     "count",
     "current",
     "default_num_replicas",
     "launch",
+    "request_stop",
+    "stop_requested",
 ]

@@ -14,6 +14,7 @@ import multiprocessing as mp
 import multiprocessing.connection
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -22,10 +23,21 @@ from typing import Any
 import torch
 
 from xla_replica import emulation
+from xla_replica.children import cause_of_death, die_with_parent
 from xla_replica.current import bound
 from xla_replica.environment import variables_set
 from xla_replica.errors import ReplicaError
-from xla_replica.outcome import dump, dump_failure, dump_task, load, raise_failure
+from xla_replica.outcome import (
+    Ending,
+    dump,
+    dump_failure,
+    dump_task,
+    load,
+    raise_failure,
+    run_to_end,
+    values,
+)
+from xla_replica.stopping import forwarding, listening_for_parent
 
 # A process whose Python threads have not run for this long holds the interpreter lock
 # in native code; starting up (importing torch) may take a good part of it.
@@ -39,6 +51,7 @@ def run_emulated(
     """Runs ``fn(rank, *args)`` on emulated replicas; returns the results by rank.
 
     Raises:
+        Stopped: At least one replica did, and the others ended well.
         ReplicaError: A replica raised, hung, left early or differed from its peers.
         TypeError: ``fn`` or ``args`` cannot be sent to another process.
     """
@@ -47,30 +60,39 @@ def run_emulated(
     receiver, sender = context.Pipe(duplex=False)
     status = context.RawArray(ctypes.c_char, _STATUS_BYTES * num_replicas)
     heartbeat = context.RawValue(ctypes.c_double, float("inf"))
-    process = context.Process(
-        target=_child_main,
-        args=(sender, payload, num_replicas, timeout, status, heartbeat),
-        name="emulated-replicas",
-    )
-    with variables_set(emulation.environment(num_replicas)):
-        process.start()
-    sender.close()
-    try:
-        message = _outcome(
-            process, receiver, heartbeat, max(timeout, FROZEN_AFTER_SECONDS)
+    with tempfile.TemporaryDirectory(prefix="xla_replica") as folder:
+        process = context.Process(
+            target=_child_main,
+            args=(sender, payload, num_replicas, timeout, status, heartbeat, folder),
+            name="emulated-replicas",
         )
-    finally:
-        process.join(5.0 if process.exitcode is None else 0)
-        if process.is_alive():
-            process.kill()
-            process.join()
-        receiver.close()
+        message: tuple[bool, bytes] | str = "interrupted"
+        with forwarding(folder):
+            try:
+                with variables_set(emulation.environment(num_replicas)):
+                    process.start()
+                sender.close()
+                message = _outcome(
+                    process, receiver, heartbeat, max(timeout, FROZEN_AFTER_SECONDS)
+                )
+            finally:
+                _end(process, patience=0.0 if isinstance(message, str) else 5.0)
+                receiver.close()
     if isinstance(message, str):
         raise ReplicaError(f"{message}. {_last_seen(status, num_replicas)}")
     succeeded, content = message
     if not succeeded:
         raise_failure(content)
-    return load(content)
+    return values(load(content))
+
+
+def _end(process: Any, patience: float) -> None:
+    """Waits for the child to exit, for so many seconds, then kills it."""
+    if process.pid is None:  # it was never started
+        return
+    process.join(patience)
+    process.kill()
+    process.join()
 
 
 def _outcome(
@@ -88,13 +110,13 @@ def _outcome(
                 exited = True
         if exited:
             code = process.exitcode
-            cause = f"signal {-code}" if code < 0 else f"exit status {code}"
             hint = (
                 ": XLA aborts when replicas that run different programs have waited "
                 "15 s for each other in a collective"
                 if code == -6
                 else ""
             )
+            cause = cause_of_death(code)
             return f"the process of the emulated replicas died ({cause}{hint})"
         if time.monotonic() - heartbeat.value > frozen_after:
             return (
@@ -129,9 +151,10 @@ def _child_main(
     timeout: float,
     status: Any,
     heartbeat: Any,
+    folder: str,
 ) -> None:
     threading.Thread(target=_beat, args=(heartbeat,), daemon=True).start()
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    die_with_parent()
     torch.set_num_threads(1)
     outcome = _Outcome(sender)
 
@@ -150,7 +173,7 @@ def _child_main(
         fn, args = load(payload)
     except BaseException as error:
         outcome.fail(None, error)
-    results: dict[int, bytes] = {}
+    endings: dict[int, bytes] = {}
 
     def run_replica() -> None:
         from xla_replica.xla import XlaReplica
@@ -161,20 +184,22 @@ def _child_main(
                 report(rank, "computing")
                 replica = XlaReplica(f"emulated on the CPU, {num_replicas} threads")
                 with bound(replica):
-                    result = fn(rank, *args)
+                    ending = run_to_end(fn, rank, args)
                 replica.sync()
-                results[rank] = _dump_result(result)
+                endings[rank] = _dump_ending(ending)
         except BaseException as error:
             # At once: peers would wait in a collective until XLA aborts the process.
             outcome.fail(rank, error)
 
-    pjrt._run_thread_per_device(0, 1, run_replica, pjrt.initialize_multiprocess)
-    outcome.succeed([results[rank] for rank in range(num_replicas)])
+    # This thread waits where it can be interrupted: it runs the signal handlers.
+    with listening_for_parent(folder):
+        pjrt._run_thread_per_device(0, 1, run_replica, pjrt.initialize_multiprocess)
+    outcome.succeed([endings[rank] for rank in range(num_replicas)])
 
 
-def _dump_result(result: Any) -> bytes:
+def _dump_ending(ending: Ending) -> bytes:
     try:
-        return dump(result)
+        return dump(ending)
     except Exception as error:  # pickle raises many kinds
         raise TypeError(f"the replica's result cannot be pickled: {error}") from error
 
@@ -186,9 +211,9 @@ class _Outcome:
         self._sender = sender
         self._once = threading.Lock()
 
-    def succeed(self, results: list[bytes]) -> None:
+    def succeed(self, endings: list[bytes]) -> None:
         # The normal way out: what the user's code registered for the exit still runs.
-        self._send(True, dump([load(result) for result in results]))
+        self._send(True, dump([load(ending) for ending in endings]))
 
     def fail(self, rank: int | None, error: BaseException) -> None:
         self._once.acquire()  # for good: the first failure is the cause
@@ -210,10 +235,3 @@ def _beat(heartbeat: Any) -> None:
     while True:
         heartbeat.value = time.monotonic()
         time.sleep(0.5)
-
-
-def _die_with_parent() -> None:
-    parent = mp.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)

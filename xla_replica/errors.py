@@ -1,6 +1,8 @@
-"""The one exception that says a replica, or the meeting of replicas, has failed."""
+"""The two exceptions that end a run: a replica has failed, or all have stopped."""
 
 from __future__ import annotations
+
+from xla_replica.stopping import check_stop
 
 
 class ReplicaError(RuntimeError):
@@ -20,3 +22,32 @@ class ReplicaError(RuntimeError):
 
     def __reduce__(self):
         return type(self), (self.args[0], self.rank)
+
+
+class Stopped(SystemExit):
+    """The run was asked to stop, everything is saved, and it has stopped.
+
+    A replica that raises it has ended well. Raise it on every replica after the same
+    update; `launch` waits for all of them and raises it in its caller. Uncaught, it
+    ends a script with ``exit_status``.
+
+    Attributes:
+        reason: For people.
+        exit_status: 0 to 255; 143 is that of a process ended by SIGTERM.
+
+    Raises:
+        TypeError, ValueError: ``reason`` is no string or ``exit_status`` is no such
+            integer.
+    """
+
+    def __init__(self, reason: str, exit_status: int = 143) -> None:
+        check_stop(reason, exit_status)
+        super().__init__(exit_status)
+        self.reason = reason
+        self.exit_status = exit_status
+
+    def __str__(self) -> str:
+        return self.reason
+
+    def __reduce__(self):
+        return type(self), (self.reason, self.exit_status)

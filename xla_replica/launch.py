@@ -12,6 +12,7 @@ import torch
 from xla_replica import tpu
 from xla_replica.current import bound
 from xla_replica.replica import LocalReplica
+from xla_replica.stopping import listening
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ def launch(
             replicas an exception ends it at once.
 
     Raises:
+        Stopped: Replicas did; raised when all have ended.
         ReplicaError: A replica on this CPU or these GPUs raised (its exception is
             ``__cause__``), hung, left early or differed from its peers. A replica in
             this very process raises its own exception unchanged, and torch_xla reports
@@ -76,7 +78,7 @@ def launch(
     if num_replicas is None:
         num_replicas = torch.cuda.device_count() if device == "cuda" else 1
     if num_replicas == 1:
-        with bound(LocalReplica(device, reason="launched alone")):
+        with listening(), bound(LocalReplica(device, reason="launched alone")):
             return [fn(0, *args)]
     from xla_replica.processes import run_processes
 

@@ -6,13 +6,41 @@ import contextlib
 import io
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from xla_replica.errors import ReplicaError
+from xla_replica.errors import ReplicaError, Stopped
+
+
+class Ending(NamedTuple):
+    """How a replica ended that ended well: by returning, or by `Stopped`."""
+
+    value: Any
+    stopped: Stopped | None
+
+
+def run_to_end(fn: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> Ending:
+    """Calls ``fn(rank, *args)``."""
+    try:
+        return Ending(fn(rank, *args), None)
+    except Stopped as stopped:
+        return Ending(None, stopped)
+
+
+def values(endings: Iterable[Ending]) -> list[Any]:
+    """What the replicas returned.
+
+    Raises:
+        Stopped: At least one of them did.
+    """
+    endings = list(endings)
+    for ending in endings:
+        if ending.stopped is not None:
+            raise ending.stopped
+    return [ending.value for ending in endings]
 
 
 class _Pickler(pickle.Pickler):
@@ -72,11 +100,11 @@ def raise_failure(data: bytes) -> None:
     raise ReplicaError(text, rank) from error
 
 
-def write_result(folder: str, rank: int, result: Any) -> None:
-    """Writes what replica ``rank`` returned into a folder."""
-    Path(folder, f"{rank:06d}.result").write_bytes(dump(result))
+def write_ending(folder: str, rank: int, ending: Ending) -> None:
+    """Writes how replica ``rank`` ended into a folder."""
+    Path(folder, f"{rank:06d}.ending").write_bytes(dump(ending))
 
 
-def read_results(folder: str) -> list[Any]:
-    """What the replicas returned, by rank."""
-    return [load(p.read_bytes()) for p in sorted(Path(folder).glob("*.result"))]
+def read_endings(folder: str) -> list[Ending]:
+    """How the replicas ended, by rank."""
+    return [load(p.read_bytes()) for p in sorted(Path(folder).glob("*.ending"))]

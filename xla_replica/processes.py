@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
+import multiprocessing.connection
 import os
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from xla_replica.children import cause_of_death, die_with_parent
 from xla_replica.current import bound
 from xla_replica.errors import ReplicaError
 from xla_replica.outcome import (
+    Ending,
     dump_failure,
     dump_task,
     load,
     raise_failure,
-    read_results,
-    write_result,
+    read_endings,
+    run_to_end,
+    values,
+    write_ending,
 )
+from xla_replica.stopping import forwarding, listening, listening_for_parent
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
@@ -36,42 +44,58 @@ def run_processes(
 
     Raises:
         ReplicaError: A replica raised or died; the first one to do so.
+        Stopped: At least one did, and the others ended well.
     """
-    import torch.multiprocessing as mp
-
+    context = mp.get_context("spawn")
     task = dump_task(fn, args)
     with tempfile.TemporaryDirectory(prefix="xla_replica") as folder:
-        context = mp.spawn(
-            _run_replica,
-            args=(task, num_replicas, device, timeout, folder),
-            nprocs=num_replicas,
-            join=False,
-        )
+        processes = [
+            context.Process(
+                target=_run_replica,
+                args=(rank, task, num_replicas, device, timeout, folder),
+                name=f"replica-{rank}",
+            )
+            for rank in range(num_replicas)
+        ]
         try:
-            while not context.join():
-                pass
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            raise_failure(_first_failure(folder, error))
+            with forwarding(folder):
+                for process in processes:
+                    process.start()
+                death = _wait_for_all(processes)
         finally:  # also on Ctrl-C, which may reach this process alone
-            for process in context.processes:
-                if process.is_alive():
+            for process in processes:
+                if process.pid is not None:  # it was started
                     process.kill()
-                process.join()
-        results = read_results(folder)
-        if len(results) < num_replicas:  # some called sys.exit(0)
-            raise_failure(_first_failure(folder, None))
-        return results
+                    process.join()
+        endings = read_endings(folder)
+        if death is not None or len(endings) < num_replicas:  # or os._exit(0)
+            raise_failure(_first_failure(folder, death))
+        return values(endings)
 
 
-def _first_failure(folder: str, error: Any) -> bytes:
+def _wait_for_all(processes: Sequence[Any]) -> ReplicaError | None:
+    """Waits until all processes have ended well or one has not."""
+    running = {process.sentinel: process for process in processes}
+    while running:
+        for sentinel in multiprocessing.connection.wait(list(running)):
+            process = running.pop(sentinel)
+            process.join()
+            if process.exitcode != 0:
+                rank = processes.index(process)
+                cause = cause_of_death(process.exitcode)
+                return ReplicaError(f"replica {rank} died ({cause})", rank)
+    return None
+
+
+def _first_failure(folder: str, death: ReplicaError | None) -> bytes:
     """What the first replica to fail wrote, or that it died without a word."""
     failures = sorted(
         Path(folder).glob("*.failure"), key=lambda p: p.stat().st_mtime_ns
     )
     if failures:
         return failures[0].read_bytes()
-    rank = None if error is None else error.error_index
-    return dump_failure(rank, ReplicaError(f"replica {rank} died: {error}", rank))
+    death = death or ReplicaError("a replica exited before its function returned")
+    return dump_failure(death.rank, death)
 
 
 def _run_replica(
@@ -79,6 +103,7 @@ def _run_replica(
 ) -> None:
     import torch.distributed as dist
 
+    die_with_parent()
     if device == "cuda":
         torch.cuda.set_device(rank)
     else:
@@ -92,13 +117,15 @@ def _run_replica(
             rank=rank,
             world_size=num_replicas,
         )
-        write_result(folder, rank, _run_in_group(fn, args, device, "a process"))
-        _wait_for_peers(rank, timeout)
+        with listening_for_parent(folder):
+            ending = _run_in_group(fn, args, device, "a process")
+            write_ending(folder, rank, ending)
+            _wait_for_peers(rank, timeout)
     except BaseException as error:  # a replica that exits has failed its peers too
         path = Path(folder, f"{rank:06d}")
         path.write_bytes(dump_failure(rank, error))
         path.rename(path.with_suffix(".failure"))  # never read half-written
-        raise
+        sys.exit(1)
     dist.destroy_process_group()
 
 
@@ -143,6 +170,7 @@ def run_in_this_process(
 
     Raises:
         ValueError: The job has another number of processes.
+        Stopped: ``fn`` did, and its peers have ended.
     """
     import torch.distributed as dist
 
@@ -158,10 +186,12 @@ def run_in_this_process(
     if joined_here:
         _join_group(device, timeout)
     try:
-        result = _run_in_group(fn, args, device, "a process of this job")
-        if joined_here:
-            _wait_for_peers(dist.get_rank(), timeout)
-        return result
+        with listening():
+            ending = _run_in_group(fn, args, device, "a process of this job")
+            if joined_here:
+                _wait_for_peers(dist.get_rank(), timeout)
+        [value] = values([ending])
+        return value
     finally:
         if joined_here:
             dist.destroy_process_group()
@@ -169,10 +199,10 @@ def run_in_this_process(
 
 def _run_in_group(
     fn: Callable[..., Any], args: tuple[Any, ...], device: str, reason: str
-) -> Any:
+) -> Ending:
     from xla_replica.distributed import DistributedReplica
 
     index = torch.cuda.current_device() if device == "cuda" else None
     replica = DistributedReplica(reason, torch.device(device, index))
     with bound(replica):
-        return fn(replica.rank, *args)
+        return run_to_end(fn, replica.rank, args)

@@ -10,7 +10,8 @@ from typing import Any
 
 from xla_replica.current import bound
 from xla_replica.environment import variables_set
-from xla_replica.outcome import read_results, write_result
+from xla_replica.outcome import read_endings, run_to_end, values, write_ending
+from xla_replica.stopping import Listener, forwarding, listening
 
 
 def is_installed() -> bool:
@@ -40,8 +41,11 @@ def run_on_tpu(
 
     os.environ.setdefault("PJRT_DEVICE", "TPU")
     with tempfile.TemporaryDirectory(prefix="xla_replica") as folder:
-        torch_xla.launch(_run_replica, args=(fn, args, num_replicas, folder))
-        return read_results(folder)
+        task = (fn, args, num_replicas, folder, Listener(folder))
+        here = "TORCHELASTIC_RUN_ID" in os.environ
+        with listening() if here else forwarding(folder):
+            torch_xla.launch(_run_replica, args=task)
+        return values(read_endings(folder))
 
 
 def _run_replica(
@@ -50,6 +54,7 @@ def _run_replica(
     args: tuple[Any, ...],
     num_replicas: int | None,
     folder: str,
+    signals: Listener,
 ) -> None:
     from xla_replica.xla import XlaReplica
 
@@ -60,8 +65,8 @@ def _run_replica(
             "devices and torch_xla uses all of them: leave num_replicas out"
         )
     # Under torchrun the rank that torch_xla passes counts within the host.
-    del rank
+    del rank, signals
     with bound(replica):
-        result = fn(replica.rank, *args)
+        ending = run_to_end(fn, replica.rank, args)
     replica.wait()
-    write_result(folder, replica.rank, result)
+    write_ending(folder, replica.rank, ending)

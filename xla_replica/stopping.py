@@ -1,0 +1,309 @@
+"""Asking replicas to stop: by a signal, or by the program itself.
+
+Python runs signal handlers in a process's main thread only and installs them only
+there, while emulated replicas and those on a TPU are other threads of a child process.
+So whoever starts replicas installs the handlers (`listening`), which act as if they
+were not there until a replica arms them (`catch_signals`). The launching process hands
+armed signals on (`forwarding`); it learns which are armed, and where, from files in the
+folder that it shares with its replicas.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+LISTENED = (signal.SIGTERM, signal.SIGINT)
+# Ctrl-C reaches parent and child, and the parent hands it on: within this time signals
+# are copies of one.
+DUPLICATE_SECONDS = 1.0
+
+
+class StopRequest(NamedTuple):
+    """Why this process was asked to stop.
+
+    Attributes:
+        reason: For people.
+        exit_status: What the process should exit with: 128 + n for signal n.
+    """
+
+    reason: str
+    exit_status: int
+
+
+class _FirstSignal:
+    """Tells the first signal and its copies from one that insists."""
+
+    def __init__(self) -> None:
+        self._at: float | None = None
+
+    def insists(self) -> bool:
+        now = time.monotonic()
+        if self._at is None:
+            self._at = now
+        return now - self._at >= DUPLICATE_SECONDS
+
+
+class _Process:
+    """What this process listens for and what it has been asked."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # never taken by a signal handler
+        self.num_runs = 0
+        self.request: StopRequest | None = None
+        self.armed: frozenset[int] = frozenset()
+        self.listened: frozenset[int] = frozenset()
+        self.first = _FirstSignal()
+        self.folder: str | None = None
+
+
+_process = _Process()
+
+
+def stop_requested() -> StopRequest | None:
+    """What has asked this process to stop since its replicas were started, if anything.
+
+    Only this process: replicas in other processes may not know yet, so agree (by a sum)
+    before you stop. Costs the read of a variable.
+    """
+    return _process.request
+
+
+def request_stop(reason: str, exit_status: int = 143) -> None:
+    """Asks the replicas in this process to stop; the first request stands.
+
+    For what is no signal, such as a maintenance event that a thread polls for.
+
+    Raises:
+        TypeError, ValueError: ``reason`` is no string, or ``exit_status`` no integer
+            from 0 to 255.
+    """
+    check_stop(reason, exit_status)
+    if _process.request is None:
+        _process.request = StopRequest(reason, exit_status)
+
+
+def catch_signals(signals: Sequence[int | str] = ("SIGTERM", "SIGINT")) -> None:
+    """From now on these signals ask this process to stop, instead of ending it.
+
+    Call it on every replica, from any thread. A second signal, a second or more after
+    the first, acts as if it were not caught. In a function that `launch` runs this
+    holds until launch returns, elsewhere until the process ends.
+
+    Args:
+        signals: Numbers or names. From a thread that is not its process's main one, as
+            an emulated replica's, only SIGTERM and SIGINT. Only these are handed on by
+            the launching process; others must be sent to the replicas' own processes.
+
+    Raises:
+        ValueError: There is no such signal, or it cannot be caught.
+        RuntimeError: Nobody listens for it and this is not the main thread.
+    """
+    if isinstance(signals, (str, int)):
+        raise TypeError(f"signals must be a sequence such as ({signals!r},)")
+    numbers = frozenset(_number(name) for name in signals)
+    with _process.lock:
+        unheard = numbers - _process.listened
+        if unheard and not _in_main_thread():
+            names = ", ".join(sorted(_name(number) for number in unheard))
+            raise RuntimeError(
+                f"catch_signals: nobody in this process listens for {names}, and only "
+                "its main thread could begin to. In replicas that are threads SIGTERM "
+                "and SIGINT are listened for, if xla_replica.launch was called in the "
+                "main thread of its process"
+            )
+        for number in unheard:
+            signal.signal(number, _handler(number, _on_signal))
+        _process.listened |= unheard
+        _process.armed |= numbers
+        if _process.folder is not None:
+            for number in numbers:
+                _armed_file(_process.folder, number).touch()
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[None]:
+    """Around a run of replicas in this process: lets any of their threads arm signals.
+
+    Nested runs share what the outermost one installed. What it heard, and what was
+    armed in it, ends with it.
+    """
+    with _process.lock:
+        _process.num_runs += 1
+        outermost = _process.num_runs == 1
+    armed, listened = _process.armed, _process.listened
+    to_install = [n for n in LISTENED if n not in listened] if outermost else []
+    installed = _install(to_install, _on_signal)
+    _process.listened |= installed.keys()
+    try:
+        yield
+    finally:
+        _restore(installed)
+        with _process.lock:
+            _process.num_runs -= 1
+            if outermost:
+                _process.listened -= installed.keys()
+                _process.armed = armed
+                _process.request, _process.first = None, _FirstSignal()
+
+
+@contextlib.contextmanager
+def listening_for_parent(folder: str) -> Iterator[None]:
+    """The same in a process that lives for its replicas alone.
+
+    The handlers stay for good: a late copy of a signal must not end a process that is
+    on its way out, which would be a failure.
+
+    Args:
+        folder: That of the parent's `forwarding`.
+    """
+    _listen_for_good(folder)
+    try:
+        yield
+    finally:
+        with _process.lock:
+            _process.folder = None
+            for number in _process.armed:
+                _armed_file(folder, number).unlink(missing_ok=True)
+
+
+def _listen_for_good(folder: str) -> None:
+    _process.num_runs += 1
+    _process.folder = folder
+    _process.listened |= _install(LISTENED, _on_signal).keys()
+
+
+class Listener:
+    """Unpickled in the main thread of another process, makes it listen for good.
+
+    torch_xla calls a function in threads of processes that it starts, and gives no
+    other way into their main thread.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _listen_for_good(self.folder)
+
+
+@contextlib.contextmanager
+def forwarding(folder: str) -> Iterator[None]:
+    """Hands signals of this process on to replicas that have armed them, and waits.
+
+    A signal that none has armed acts as ever, and so does one that insists.
+
+    Args:
+        folder: The same as of the replicas' `listening`.
+    """
+    first = _FirstSignal()
+
+    def forward(number: int) -> bool:
+        armed = list(Path(folder).glob(f"*.{number}.armed"))
+        if not armed or first.insists():
+            return False
+        for path in armed:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(path.name.split(".")[0]), number)
+        return True
+
+    installed = _install(LISTENED, forward)
+    try:
+        yield
+    finally:
+        _restore(installed)
+
+
+def check_stop(reason: Any, exit_status: Any) -> None:
+    """Raises TypeError or ValueError unless these can end a run."""
+    if not isinstance(reason, str):
+        raise TypeError(f"reason must be a string, got {reason!r}")
+    if isinstance(exit_status, bool) or not isinstance(exit_status, int):
+        raise TypeError(f"exit_status must be an integer, got {exit_status!r}")
+    if not 0 <= exit_status <= 255:
+        raise ValueError(f"exit_status={exit_status}; allowed are 0 to 255")
+
+
+def _on_signal(number: int) -> bool:
+    """Notes a request if the signal is armed; says whether that was all it does."""
+    if number not in _process.armed or _process.first.insists():
+        return False
+    if _process.request is None:
+        _process.request = StopRequest(f"received {_name(number)}", 128 + number)
+    return True
+
+
+_Installed = dict[int, tuple[Any, Any]]
+
+
+def _install(numbers: Iterable[int], caught: Callable[[int], bool]) -> _Installed:
+    """Installs handlers, if this is the main thread; returns them and what was there.
+
+    A handler written in C (Python sees None) could not be put back, and stays.
+    """
+    installed: _Installed = {}
+    if _in_main_thread():
+        for number in numbers:
+            before = signal.getsignal(number)
+            if before is not None:
+                handler = _handler(number, caught)
+                installed[number] = handler, before
+                signal.signal(number, handler)
+    return installed
+
+
+def _restore(installed: _Installed) -> None:
+    for number, (handler, before) in installed.items():
+        if signal.getsignal(number) is handler:  # else the user's own came later
+            signal.signal(number, before)
+
+
+def _handler(number: int, caught: Callable[[int], bool]) -> Callable[[int, Any], None]:
+    """A handler that acts as the present one where ``caught`` returns False."""
+    before = signal.getsignal(number)
+
+    def handler(number: int, frame: Any) -> None:
+        if caught(number):
+            return
+        if callable(before):
+            before(number, frame)
+        elif before != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+            signal.signal(number, handler)  # its default is not to end the process
+
+    return handler
+
+
+def _number(name: int | str) -> int:
+    try:
+        if isinstance(name, bool) or not isinstance(name, (int, str)):
+            raise KeyError(name)
+        number = signal.Signals[name] if isinstance(name, str) else signal.Signals(name)
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"catch_signals: {name!r} is no signal here; allowed are names such as "
+            "'SIGTERM' and their numbers"
+        ) from error
+    if number in (signal.SIGKILL, signal.SIGSTOP):
+        raise ValueError(f"catch_signals: {number.name} cannot be caught")
+    return int(number)
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name
+
+
+def _armed_file(folder: str, number: int) -> Path:
+    return Path(folder, f"{os.getpid()}.{number}.armed")
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
