@@ -58,13 +58,14 @@ PUBLIC = {
         "ElasticOptimizer", "EpochPlan", "LinearRuleMomentumOptimizer",
         "LinearRuleOptimizer", "Measurements", "NoiseMeter", "NoiseOptions",
         "PowerRuleOptimizer", "RootRuleOptimizer", "Rule", "Scaled", "Schedule",
+        "SeededDataset",
         "Trace", "TraceError", "TraceExhausted", "TraceWarning", "Update",
         "average_buffers", "power", "rule_named",
     },
     "xla_replica": {
         "DEVICES", "Counts", "DeviceLoader", "LocalReplica", "Replica", "ReplicaError",
         "StopRequest", "Stopped", "catch_signals", "count", "current",
-        "default_num_replicas", "launch", "request_stop", "stop_requested",
+        "default_num_replicas", "launch", "request_stop", "seeded", "stop_requested",
     },
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from support.replicas import BACKENDS, SEVERAL_REPLICAS, Backend
+from support.replicas import BACKENDS, SEVERAL_REPLICAS, Backend, row
 from support.torchrun import LAUNCHER
 from torch.utils.data import DataLoader, Dataset
 
@@ -137,7 +137,7 @@ def test_seeded_draws_are_equal_and_leave_no_trace(outcomes):
     assert all(torch.equal(o["seeded"], outcomes[0]["seeded"]) for o in outcomes)
     assert all(outcome["empty"] == [] for outcome in outcomes)
     state = torch.random.get_rng_state()
-    with LocalReplica("cpu").seeded(3):
+    with xla_replica.seeded(3):
         assert torch.equal(torch.rand(2), outcomes[0]["seeded"])
     assert torch.equal(torch.random.get_rng_state(), state)
 
@@ -183,6 +183,36 @@ def device_noise(rank: int) -> torch.Tensor:
 def test_seed_draws_differently_on_every_replica(backend):
     draws = [tuple(draw.tolist()) for draw in backend.run(device_noise)]
     assert len(set(draws)) == backend.num_replicas
+
+
+def repeats_its_noise(rank: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    replica = xla_replica.current()
+    replica.seed(1)
+
+    def draw() -> torch.Tensor:
+        drawn = [torch.rand(2, device=replica.device) for _ in range(2)]
+        replica.sync()
+        drawn.append(torch.rand(2, device=replica.device))
+        return torch.cat(replica.fetch(drawn))
+
+    draw()
+    if replica.device.type == "cpu":
+        state = replica.rng_state()
+        return state, [draw(), replica.set_rng_state(state) or draw(), draw()]
+    torch.rand(3, device=replica.device)  # still to be run when the state is taken
+    state = replica.rng_state()
+    draws = [draw(), replica.set_rng_state(state) or draw(), draw()]
+    with pytest.raises(ValueError, match="not that of a torch_xla device, 8 bytes"):
+        replica.set_rng_state(torch.zeros(9, dtype=torch.uint8))
+    return state, draws
+
+
+@pytest.mark.parametrize("backend", [row("cpu", 1), *SEVERAL_REPLICAS])
+def test_a_state_of_random_numbers_is_put_back(backend):
+    for state, (first, again, later) in backend.run(repeats_its_noise):
+        assert (state.dtype, state.dim(), state.device.type) == (torch.uint8, 1, "cpu")
+        assert torch.equal(first, again)
+        assert not torch.equal(first, later)
 
 
 def raises(rank: int, culprit: int) -> None:

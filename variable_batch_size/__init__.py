@@ -23,6 +23,7 @@ from variable_batch_size.rule_optimizers import (
 )
 from variable_batch_size.sampler import CustomSampler
 from variable_batch_size.schedule import EpochPlan, Schedule, TraceExhausted
+from variable_batch_size.seeded_dataset import SeededDataset
 from variable_batch_size.trace import Trace, TraceError, TraceWarning
 from variable_batch_size.update import Update
 
@@ -45,6 +46,7 @@ __all__ = [
     "Rule",
     "Scaled",
     "Schedule",
+    "SeededDataset",
     "Trace",
     "TraceError",
     "TraceExhausted",

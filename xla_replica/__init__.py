@@ -10,6 +10,7 @@ from xla_replica.errors import ReplicaError, Stopped
 from xla_replica.launch import DEVICES, default_num_replicas, launch
 from xla_replica.loader import DeviceLoader
 from xla_replica.replica import LocalReplica, Replica
+from xla_replica.seeding import seeded
 from xla_replica.stopping import (
     StopRequest,
     catch_signals,
@@ -32,5 +33,6 @@ __all__ = [
     "default_num_replicas",
     "launch",
     "request_stop",
+    "seeded",
     "stop_requested",
 ]

@@ -31,11 +31,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.utils.data
 from torch.overrides import TorchFunctionMode
 
 from xla_replica import counters
 from xla_replica.errors import ReplicaError
 from xla_replica.meeting import Collective, Meeting
+from xla_replica.seeding import in_turn
 
 COLLECTIVES = (
     "all_reduce",
@@ -89,6 +91,9 @@ class Emulator:
             setattr(self._xm, name, self._announced(name, getattr(self._xm, name)))
         for name in ("_xla_step_marker", "_xla_sync_multi", "_xla_sync_live_tensors"):
             setattr(self._c, name, self._guarded(getattr(self._c, name)))
+        # An epoch of any DataLoader begins with a draw from the generator they share.
+        loading = torch.utils.data.dataloader._BaseDataLoaderIter
+        loading.__init__ = in_turn(loading.__init__)
 
     @contextlib.contextmanager
     def replica(self) -> Iterator[int]:

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from xla_replica.loader import DeviceLoader, map_tensors
-
-# The CPU generator belongs to the process, and emulated replicas share the process.
-_CPU_GENERATOR_LOCK = threading.RLock()
+from xla_replica.seeding import seeded
 
 
 class Replica(abc.ABC):
@@ -139,6 +136,25 @@ class Replica(abc.ABC):
         """
         torch.manual_seed(seed + self.rank)
 
+    def rng_state(self) -> torch.Tensor:
+        """State of the random numbers that this replica draws on its device.
+
+        1-D uint8 on the CPU, of a length that depends on the kind of device. Every
+        replica calls it, since a lazy graph is cut: the state moves with every cut.
+        """
+        if self.device.type == "cpu":
+            return torch.get_rng_state()
+        return torch.get_device_module(self.device).get_rng_state(self.device).cpu()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Puts back what `rng_state` returned on a device of this kind."""
+        state = state.cpu()
+        if self.device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            module = torch.get_device_module(self.device)
+            module.set_rng_state(state, self.device)
+
     @contextlib.contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
         """Random numbers drawn on the CPU inside are the same on every replica.
@@ -147,8 +163,7 @@ class Replica(abc.ABC):
         back afterwards. Emulated replicas are threads that share one generator, so
         they enter one at a time.
         """
-        with _CPU_GENERATOR_LOCK, torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
+        with seeded(seed):
             yield
 
 

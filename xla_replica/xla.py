@@ -104,6 +104,22 @@ class XlaReplica(Replica):
     def seed(self, seed: int) -> None:
         self._torch_xla.manual_seed(seed + self.rank, device=self.device)
 
+    def rng_state(self) -> torch.Tensor:
+        # Cut first: between cuts the state is that of the unfinished graph.
+        self.sync()
+        state = self._xm.get_rng_state(str(self.device))
+        return torch.tensor(list(state.to_bytes(8, "little")), dtype=torch.uint8)
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        if state.dtype != torch.uint8 or state.shape != (8,):
+            raise ValueError(
+                f"set_rng_state: a state of {state.dtype} and shape "
+                f"{tuple(state.shape)} is not that of a torch_xla device, 8 bytes"
+            )
+        self.sync()
+        number = int.from_bytes(bytes(state.tolist()), "little")
+        self._xm.set_rng_state(number, str(self.device))
+
 
 def _select(is_source: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` on the source and zeros elsewhere, in a dtype that can be summed."""
