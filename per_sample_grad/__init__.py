@@ -7,7 +7,7 @@ without forming a gradient.
 
 from per_sample_grad.calls import Call
 from per_sample_grad.capture import Capture, capture
-from per_sample_grad.contributions import Dense, Lookup, Outer
+from per_sample_grad.contributions import Dense, Lookup, Outer, Windows
 from per_sample_grad.coverage import Coverage, ParameterCoverage, coverage
 from per_sample_grad.errors import (
     CouplingError,
@@ -47,6 +47,7 @@ __all__ = [
     "Plan",
     "PoolScores",
     "Refusal",
+    "Windows",
     "capture",
     "coverage",
     "cross_gram",

@@ -1,98 +1,199 @@
-"""From recorded calls and gradients of activations to contributions."""
+"""From recorded calls to contributions, one call at a time as the backward pass goes.
+
+The gradient of a call's output is there when the pass reaches it, and what the call was
+given still is: the rule is applied then and there, and a parameter whose calls have all
+been reached is handed on. If nobody keeps it, the memory is free again before the pass
+goes on, as in ordinary training.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from per_sample_grad.contributions import Contribution, regroup, widened
-from per_sample_grad.errors import Refusal
+from per_sample_grad import graph
+from per_sample_grad.contributions import (
+    Contribution,
+    accumulation_dtype,
+    merge,
+    regroup,
+    widened,
+)
+from per_sample_grad.errors import PerSampleError, Refusal
 from per_sample_grad.recording import Use
 
-# Contributions of all uses, and why some have none, both by parameter.
-Parts = dict[str, list[Contribution]]
+# Why parameters have no contributions, by name.
 Problems = dict[str, list[str]]
+# Takes the contributions of all uses of a parameter: the name, and merged ones.
+Receiver = Callable[[str, list[Contribution]], None]
+# Sees the gradient of a call's output.
+Witness = Callable[[Use, Sequence[str], torch.Tensor], None]
 
 
-def gradients(
-    losses: torch.Tensor, uses: Sequence[Use], retain_graph: bool
-) -> list[torch.Tensor | None]:
-    """The gradient of the summed losses at every use's output, of its shape.
+class Assembly:
+    """Applies every use's rule when the gradient of its output is there.
 
-    One backward pass that forms no gradient of a parameter.
+    Attributes:
+        problems: Uses without an answer, and why, by parameter.
     """
-    if not uses:
-        return []
-    grads = torch.autograd.grad(
-        losses.sum(),
-        [use.region.output for use in uses],
-        retain_graph=retain_graph,
-        allow_unused=True,
-    )
-    return [
-        None if grad is None else grad.detach().reshape(use.shape)
-        for use, grad in zip(uses, grads)
-    ]
 
-
-def assemble(
-    uses: Sequence[Use],
-    grads: Sequence[torch.Tensor | None],
-    names: Mapping[int, str],
-    num_samples: int,
-    may_fold: bool,
-) -> tuple[Parts, Problems]:
-    """What every rule says of its parameters, and why some say nothing.
-
-    Args:
-        uses: Recorded calls.
-        grads: Of the outputs, as `gradients` gives them.
+    def __init__(
+        self,
+        uses: Sequence[Use],
+        names: Mapping[int, str],
+        num_samples: int,
+        *,
+        may_fold: bool,
+        scale: float,
+        left_out: Problems,
+        receive: Receiver,
+        witness: Witness | None,
+    ) -> None:
+        """Args:
+        uses: Recorded calls that the losses depend on.
         names: The parameter's name for ``id(parameter)``, of selected ones.
         num_samples: B.
         may_fold: Whether k B rows count as k rows of each sample.
-    """
-    parts: Parts = {}
-    problems: Problems = {}
-    for use, grad in zip(uses, grads):
-        if grad is None:
-            continue
-        owned = use.call.module.named_parameters(remove_duplicate=False)
-        of_inner = {n: names[id(param)] for n, param in owned if id(param) in names}
+        scale: What the losses are multiplied by in the backward pass.
+        left_out: Parameters whose uses need no answer, and why.
+        receive: Takes what is complete.
+        witness: Sees every gradient before its rule does.
+        """
+        self.problems = {name: list(why) for name, why in left_out.items()}
+        self._uses: list[Use | None] = list(uses)
+        self._names = names
+        self._num_samples = num_samples
+        self._may_fold = may_fold
+        self._scale = scale
+        self._receive = receive
+        self._witness = witness
+        self._parts: dict[str, list[Contribution]] = {}
+        # Uses of each parameter that are yet to be reached.
+        self._missing: dict[str, int] = {}
+        for use in uses:
+            for name in set(self._of_inner(use).values()):
+                self._missing[name] = self._missing.get(name, 0) + 1
+
+    def run(self, losses: torch.Tensor, retain_graph: bool) -> None:
+        """One backward pass that forms no gradient of a parameter.
+
+        Calls that have others below are seen when the pass comes by; only the lowest
+        are asked for, and their gradients kept until it ends.
+        """
+        if not self._uses:
+            return
+        nodes = [use.region.output.node for use in self._uses if use is not None]
+        lowest = graph.lowest(losses.grad_fn, nodes)
+        ends = [number for number, node in enumerate(nodes) if node in lowest]
+        seen = set(ends)
+        handles = []
+
+        def seen_at(number: int) -> Callable[..., None]:
+            def look(gradients: tuple[torch.Tensor | None, ...]) -> None:
+                use = self._uses[number]
+                assert use is not None
+                seen.add(number)
+                self._reach(number, gradients[use.region.output.output_nr])
+
+            return look
+
+        edges = [self._edge(number) for number in ends]
         try:
-            found = _apply(use, grad, num_samples, may_fold)
-            missing = sorted(set(of_inner) - set(found))
+            for number, node in enumerate(nodes):
+                if number not in seen:
+                    handles.append(node.register_prehook(seen_at(number)))
+            del nodes
+            gradients = torch.autograd.grad(
+                losses.sum() * self._scale if self._scale != 1 else losses.sum(),
+                edges,
+                retain_graph=retain_graph,
+                allow_unused=True,
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
+        for number, gradient in zip(ends, gradients):
+            self._reach(number, gradient)
+        unseen = [str(use) for use in self._uses if use is not None]
+        if unseen:
+            raise PerSampleError(
+                f"the backward pass never came to {', '.join(unseen)}, on which the "
+                "losses depend: this is a defect of per_sample_grad; please report it"
+            )
+
+    def _edge(self, number: int) -> torch.autograd.graph.GradientEdge:
+        use = self._uses[number]
+        assert use is not None
+        return use.region.output
+
+    def _of_inner(self, use: Use) -> dict[str, str]:
+        """Selected parameters: the names in the model by those in the module."""
+        owned = use.call.module.named_parameters(remove_duplicate=False)
+        return {
+            inner: self._names[id(param)]
+            for inner, param in owned
+            if id(param) in self._names
+        }
+
+    def _reach(self, number: int, gradient: torch.Tensor | None) -> None:
+        use = self._uses[number]
+        assert use is not None
+        of_inner = self._of_inner(use)
+        if gradient is not None:
+            with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+                self._apply(use, of_inner, gradient.detach().reshape(use.shape))
+        self._uses[number] = use = None  # what it was given is free
+        with torch.no_grad():
+            for name in dict.fromkeys(of_inner.values()):
+                self._missing[name] -= 1
+                if not self._missing[name] and name not in self.problems:
+                    self._receive(name, merge(self._parts.pop(name, [])))
+
+    def _apply(
+        self, use: Use, of_inner: Mapping[str, str], gradient: torch.Tensor
+    ) -> None:
+        if self._witness is not None:
+            self._witness(use, list(of_inner.values()), gradient)
+        if self._scale != 1:
+            gradient = gradient.to(accumulation_dtype(gradient.dtype)) / self._scale
+        wanted = {i: name for i, name in of_inner.items() if name not in self.problems}
+        if not wanted:
+            return
+        try:
+            found = _contributions(use, gradient, self._num_samples, self._may_fold)
+            missing = sorted(set(wanted) - set(found))
             if missing:
                 raise Refusal(f"its rule says nothing of {', '.join(missing)}")
+            parts = {
+                inner: regroup(widened(found[inner]), self._num_samples)
+                for inner in wanted
+            }
         except Refusal as refusal:
-            for name in of_inner.values():
-                problems.setdefault(name, []).append(f"{use}: {refusal}")
-            continue
-        for inner, name in of_inner.items():
-            parts.setdefault(name, []).append(found[inner])
-    return parts, problems
+            for name in dict.fromkeys(of_inner.values()):
+                self.problems.setdefault(name, []).append(f"{use}: {refusal}")
+                self._parts.pop(name, None)
+            return
+        for inner, name in wanted.items():
+            self._parts.setdefault(name, []).append(parts[inner])
 
 
-def _apply(
-    use: Use, grad: torch.Tensor, num_samples: int, may_fold: bool
-) -> dict[str, Contribution]:
-    """The rule's contributions, with B rows each, in float32 or wider."""
-    grad = use.call.batch_first(grad)
-    if len(grad) == 0 or len(grad) % num_samples:
+def _contributions(
+    use: Use, gradient: torch.Tensor, num_samples: int, may_fold: bool
+) -> Mapping[str, Contribution]:
+    """The rule's."""
+    gradient = use.call.batch_first(gradient)
+    if len(gradient) == 0 or len(gradient) % num_samples:
         raise Refusal(
             f"dimension {use.call.batch_dim} of its output {tuple(use.shape)} counts "
-            f"{len(grad)}, no multiple of the {num_samples} samples; set batch_dim, or "
-            "give the module a batch dimension (position ids: expand them to one row "
-            "per sample)"
+            f"{len(gradient)}, no multiple of the {num_samples} samples; set "
+            "batch_dim, or give the module a batch dimension (position ids: expand "
+            "them to one row per sample)"
         )
-    if len(grad) != num_samples and not may_fold:
+    if len(gradient) != num_samples and not may_fold:
         raise Refusal(
-            f"it was called with {len(grad)} rows for {num_samples} samples; that each "
-            "owns consecutive ones is only believed when checked: do not pass "
+            f"it was called with {len(gradient)} rows for {num_samples} samples; that "
+            "each owns consecutive ones is only believed when checked: do not pass "
             'check="never"'
         )
-    with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
-        found = use.rule.contributions(use.call, grad)
-        return {
-            name: regroup(widened(part), num_samples) for name, part in found.items()
-        }
+    return use.rule.contributions(use.call, gradient)

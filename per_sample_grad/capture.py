@@ -3,44 +3,63 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Hashable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from per_sample_grad import graph, verify
-from per_sample_grad.assembly import Parts, Problems, assemble, gradients
-from per_sample_grad.contributions import merge
+from per_sample_grad.answers import added
+from per_sample_grad.assembly import Assembly, Problems
+from per_sample_grad.contributions import Contribution
 from per_sample_grad.errors import CoverageError
 from per_sample_grad.factors import Factors
 from per_sample_grad.fallback import FALLBACKS, Fallback
-from per_sample_grad.plan import DEFAULT_BUDGET, METHODS, Method
-from per_sample_grad.recording import Recorder, Use, check_versions, refuse_hidden
+from per_sample_grad.plan import METHODS, Method, default_budget
+from per_sample_grad.recording import (
+    Recorder,
+    Use,
+    check_versions,
+    refuse_hidden,
+    refuse_hooked,
+    why_outside,
+)
 from per_sample_grad.selection import Selection, selected
+
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
-class Assembled:
+class Called:
+    """A recorded call that the losses depend on.
+
+    Attributes:
+        name: Of the module in the model.
+        label: For people.
+        params: Names of its selected parameters.
+    """
+
+    name: str
+    label: str
+    params: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
     """What one backward pass found, complete or not.
 
     Attributes:
-        uses: Recorded calls that the losses depend on.
-        parts: Contributions by parameter; those with problems lack some.
-        problems: Why, by parameter.
-        dtypes: Of the gradients of activations.
-        check: Whether a comparison with autograd is due.
-        signature: What makes the comparison hold for other captures.
-        noises: If it is due, what rounding explains.
+        uses: In the order of the calls.
+        problems: Why a parameter has no contributions, by parameter.
+        compared: With autograd, if that was due.
     """
 
-    uses: Sequence[Use]
-    parts: Parts
+    uses: Sequence[Called]
     problems: Problems
-    dtypes: frozenset[torch.dtype]
-    check: bool
-    signature: Hashable
-    noises: Mapping[str, torch.Tensor]
+    compared: verify.Comparison | None
 
 
 class Capture:
@@ -55,19 +74,26 @@ class Capture:
         fallback: Fallback = "error",
         check: verify.Check = "first",
         method: Method = "auto",
-        budget: int = DEFAULT_BUDGET,
+        budget: int | None = None,
+        scale: float = 1.0,
     ) -> None:
         _require("fallback", fallback, FALLBACKS)
         _require("check", check, verify.CHECKS)
         _require("method", method, METHODS)
-        if budget < 1:
+        if budget is not None and budget < 1:
             raise ValueError(f"budget={budget} bytes; give at least 1")
+        if not (math.isfinite(scale) and scale > 0):
+            raise ValueError(
+                f"scale={scale}; give a positive number, best a power of 2"
+            )
         self.model = model
         self.params = selected(model, params)
+        refuse_hooked(self.params)
         self._fallback = fallback
         self._check = check
         self._method = method
         self._budget = budget
+        self._scale = scale
         self._names = {id(value): name for name, value in self.params.items()}
         self._recorder = Recorder(model, self._names, batch_dim)
         self._entered = self._answered = False
@@ -107,46 +133,179 @@ class Capture:
             CoverageError: Some use of a parameter is not accounted for.
             CouplingError: The answer differs from autograd's.
         """
-        found = self.assemble(losses, retain_graph)
-        parts = found.parts
-        if found.problems:
-            parts = {**parts, **self._fall_back(losses, found.problems)}
-        factors = self.factors(losses, parts, found)
-        if found.check:
-            compared = verify.compare(
-                losses, self.params, factors, found.noises, retain_graph
-            )
-            verify.judge(compared.errors, losses, self.params, factors)
-            verify.remember(self.model, found.signature, compared)
-        return factors
+        merged: dict[str, Sequence[Contribution]] = {}
 
-    def assemble(self, losses: torch.Tensor, retain_graph: bool) -> Assembled:
-        """Runs the backward pass and the rules; for `coverage`."""
+        def keep(name: str, factors: Factors) -> None:
+            merged[name] = factors.contributions(name)
+
+        found = self.run(losses, keep, retain_graph)
+        if found.compared is not None:
+            verify.judge(found.compared)
+        return self._factors(losses, {name: merged[name] for name in self.params})
+
+    def stream(
+        self,
+        losses: torch.Tensor,
+        answer: Callable[[Factors], _T],
+        *,
+        retain_graph: bool = False,
+    ) -> _T:
+        """An answer that is a sum over parameters, in the memory of training.
+
+        `backward` keeps all factors, so that every answer can be asked for. Here
+        ``answer`` is asked of a few parameters at a time, as soon as the backward pass
+        has come to them, and their factors are gone before it goes on. (With a fallback
+        the factors are kept, and it is asked of all parameters at once.)
+
+        Args:
+            losses: ``(B,)``, as for `backward`.
+            answer: From `Factors` of some parameters to a tensor, or tuples, lists and
+                dicts of such. Tensors are added, those of dicts by name: a
+                `Factors.norms` must be ``squared=True``, a vector for `Factors.dot`
+                have the names in ``factors.shapes``. It may run in another thread.
+            retain_graph: Keep the graph for another backward pass of your own.
+
+        Returns:
+            The sum of the answers.
+
+        Raises:
+            PerSampleError: As `backward`.
+
+        Example:
+            >>> model = nn.Linear(2, 1, bias=False)
+            >>> with capture(model) as recorded:
+            ...     losses = model(torch.tensor([[3.0, 4.0], [0.0, 2.0]])).sum(1)
+            >>> recorded.stream(losses, lambda factors: factors.norms(squared=True))
+            tensor([25.,  4.])
+        """
+        if self._fallback != "error":
+            return answer(self.backward(losses, retain_graph=retain_graph))
+        answers: list[_T] = []
+
+        def ask(name: str, factors: Factors) -> None:
+            del name
+            value = answer(factors)
+            answers[:] = [added(answers[0], value) if answers else value]
+
+        found = self.run(losses, ask, retain_graph)
+        if found.compared is not None:
+            verify.judge(found.compared)
+        return answers[0]
+
+    def assemble(self, losses: torch.Tensor, retain_graph: bool) -> Found:
+        """Which calls the losses depend on, and which no rule accounts for."""
+        return self.run(losses, lambda *_: None, retain_graph, reported=True)
+
+    def run(
+        self,
+        losses: torch.Tensor,
+        receive: Callable[[str, Factors], None],
+        retain_graph: bool,
+        reported: bool = False,
+    ) -> Found:
+        """The backward pass; hands on the factors of one parameter after the other.
+
+        Args:
+            losses: ``(B,)``.
+            receive: Takes a name and the parameter's factors; those of a fallback
+                after, and maybe instead of, those of a rule.
+            retain_graph: Keep the graph.
+            reported: What is missing or wrong is a report, no error, and no fallback
+                takes the place of a wrong rule; without a fallback nothing is compared.
+        """
         self._recorder.stop()
         _check_losses(losses)
         self._check_state()
+        refuse_hooked(self.params)
         recorded = self._recorder.uses
         reached = graph.walk(losses, [use.region for use in recorded], self._names)
         uses = [recorded[number] for number in sorted(reached.regions)]
         check_versions(uses)
         refuse_hidden(self._recorder.unrecorded, uses, reached, self._names)
-        signature = verify.signature(losses, uses, self.params, reached)
-        check = verify.is_due(self._check, self.model, signature)
-        # A fallback and a check need the graph once more.
-        keep = retain_graph or check or self._fallback != "error"
-        grads = gradients(losses, uses, keep)
-        parts, problems = assemble(
-            uses, grads, self._names, len(losses), self._check != "never"
+        key = verify.signature(losses, uses, self.params, reached)
+        has_fallback = FALLBACKS[self._fallback] is not None
+        outside = self._outside(reached.outside)
+        if outside and not (has_fallback or reported):
+            self._raise_uncovered(outside)
+        proof = verify.proof_of(self.model, key)
+        known = {}
+        if proof is not None and has_fallback and not reported:
+            known = {
+                name: ["its rule is wrong for this structure"] for name in proof.wrong
+            }
+        due = verify.due(self._check, proof, self.params, has_fallback)
+        comparer = None
+        if due.names and (has_fallback or not reported):
+            chosen = {n: param for n, param in self.params.items() if n in due.names}
+            comparer = verify.Comparer(losses, chosen, due.whole)
+            if due.at_once:
+                comparer.expect(retain_graph=True)
+        handed: set[str] = set()
+
+        def complete(name: str, merged: list[Contribution]) -> None:
+            factors = self._factors(losses, {name: merged})
+            if comparer is not None and name in comparer.params:
+                comparer.add(name, factors)
+            handed.add(name)
+            receive(name, factors)
+
+        self._budget = self._budget or _budget_beside(uses, losses)
+        assembly = Assembly(
+            uses,
+            self._names,
+            len(losses),
+            may_fold=self._check != "never",
+            scale=self._scale,
+            left_out={**known, **outside},
+            receive=complete,
+            witness=None if comparer is None else comparer.witness,
         )
-        for name, number in reached.outside.items():
-            problems.setdefault(name, []).append(
-                f"{number} use(s) outside any module with a rule"
-            )
-        dtypes = frozenset(grad.dtype for grad in grads if grad is not None)
-        noises = verify.noise(uses, grads, self._names) if check else {}
+        called = tuple(_called(use, self._names) for use in uses)
         recorded.clear()
+        del uses
         self._answered = True
-        return Assembled(uses, parts, problems, dtypes, check, signature, noises)
+        # A fallback needs the graph once more, and so may a comparison.
+        again = has_fallback or not due.at_once
+        assembly.run(losses, retain_graph or again)
+        problems = assembly.problems
+        if problems and (has_fallback or not reported):
+            self._fall_back(losses, problems, complete)
+        for name in self.params:
+            if name not in handed and name not in problems:
+                complete(name, [])
+        if comparer is None or not (due.at_once or not comparer.nothing_arrived()):
+            return Found(called, problems, None)
+        if not due.at_once:
+            comparer.expect(retain_graph or has_fallback)
+        compared = comparer.result()
+        if not reported:
+            wrong = compared.wrong if has_fallback else {}
+            if wrong:
+                compared = self._corrected(
+                    losses, comparer.of(wrong), compared, receive
+                )
+            verify.warn_of_underflow(compared, self._scale)
+            if not compared.wrong:
+                verify.remember(self.model, key, compared, wrong)
+        return Found(called, problems, compared)
+
+    def _corrected(
+        self,
+        losses: torch.Tensor,
+        comparer: verify.Comparer,
+        compared: verify.Comparison,
+        receive: Callable[[str, Factors], None],
+    ) -> verify.Comparison:
+        """With the fallback's answers in place of wrong ones."""
+        fallback = FALLBACKS[self._fallback]
+        assert fallback is not None
+        comparer.expect(retain_graph=True)
+        for name, dense in fallback(losses, comparer.params).items():
+            factors = self._factors(losses, {name: [dense]})
+            comparer.add(name, factors)
+            receive(name, factors)
+        errors = {**compared.errors, **comparer.result().errors}
+        return dataclasses.replace(compared, errors=errors)
 
     def _check_state(self) -> None:
         if self._answered:
@@ -162,33 +321,54 @@ class Capture:
                 "recorded.backward(losses)"
             )
 
-    def factors(self, losses: torch.Tensor, parts: Parts, found: Assembled) -> Factors:
-        """The factors of these contributions."""
+    def _factors(
+        self, losses: torch.Tensor, merged: Mapping[str, Sequence[Contribution]]
+    ) -> Factors:
+        """Of these parameters."""
+        assert self._budget is not None
         return Factors(
-            {name: tuple(param.shape) for name, param in self.params.items()},
-            {name: merge(parts.get(name, [])) for name in self.params},
+            {name: tuple(self.params[name].shape) for name in merged},
+            merged,
             losses.detach(),
             method=self._method,
             budget=self._budget,
-            seen_dtypes=found.dtypes,
         )
 
-    def _fall_back(self, losses: torch.Tensor, problems: Problems) -> Parts:
+    def _fall_back(
+        self,
+        losses: torch.Tensor,
+        problems: Problems,
+        complete: Callable[[str, list[Contribution]], None],
+    ) -> None:
         fallback = FALLBACKS[self._fallback]
         if fallback is None:
-            lines = "".join(
-                f"\n  {name}: {'; '.join(reasons)}"
-                for name, reasons in problems.items()
-            )
-            raise CoverageError(
-                "these parameters have uses that no layer rule accounts for:"
-                f"{lines}\n{self._remark()}Register a rule for the module "
-                "(register_rule), leave the "
-                'parameters out (params=), or pass fallback="loop" (B backward passes '
-                'for them, exact) or fallback="batched" (one vectorised one)'
-            )
+            self._raise_uncovered(problems)
+            return
         dense = fallback(losses, {name: self.params[name] for name in problems})
-        return {name: [value] for name, value in dense.items()}
+        for name, value in dense.items():
+            complete(name, [value])
+
+    def _outside(self, counts: Mapping[str, int]) -> Problems:
+        """Uses that no rule sees, and why not."""
+        return {
+            name: [
+                f"{number} use(s) outside any module with a rule ("
+                f"{why_outside(self.model, self.params[name])})"
+            ]
+            for name, number in counts.items()
+        }
+
+    def _raise_uncovered(self, problems: Problems) -> None:
+        lines = "".join(
+            f"\n  {name}: {'; '.join(reasons)}" for name, reasons in problems.items()
+        )
+        raise CoverageError(
+            "these parameters have uses that no layer rule accounts for:"
+            f"{lines}\n{self._remark()}Register a rule for the module "
+            "(register_rule), leave the "
+            'parameters out (params=), or pass fallback="loop" (B backward passes '
+            'for them, exact) or fallback="batched" (one vectorised one)'
+        )
 
     def _remark(self) -> str:
         if self._recorder.called:
@@ -207,7 +387,8 @@ def capture(
     fallback: Fallback = "error",
     check: verify.Check = "first",
     method: Method = "auto",
-    budget: int = DEFAULT_BUDGET,
+    budget: int | None = None,
+    scale: float = 1.0,
 ) -> Capture:
     """Records a forward pass, for every sample's gradient, norm and inner products.
 
@@ -222,13 +403,17 @@ def capture(
             or that by module name, ``""`` for the others. A dimension of k times B
             numbers counts as k consecutive rows of each sample.
         fallback: For parameters that no rule accounts for: ``"error"``, ``"loop"`` (B
-            backward passes, exact) or ``"batched"`` (one, vectorised by torch).
+            backward passes, exact) or ``"batched"`` (one, vectorised by torch). Also
+            for those whose rule turns out wrong when it is checked.
         check: When to compare with autograd, for one more backward pass and, on a
             lazy device, one read-back: ``"first"`` time for each structure (modules
             called, shapes), ``"always"`` or ``"never"``.
         method: Form of products: ``"auto"`` as planned, ``"factored"`` or
             ``"materialized"`` (slower, and exact where positions cancel).
-        budget: Bytes of temporary tensors per parameter.
+        budget: Bytes of temporary tensors; None: a sixteenth of what the modules with
+            rules gave, at least 1 MiB on a CPU and 64 MiB elsewhere.
+        scale: Losses are multiplied by it in the backward pass, and answers divided:
+            against underflow in float16, as a gradient scaler does. A power of two.
 
     Example:
         >>> import torch
@@ -247,7 +432,19 @@ def capture(
         check=check,
         method=method,
         budget=budget,
+        scale=scale,
     )
+
+
+def _called(use: Use, names: Mapping[int, str]) -> Called:
+    params = (names.get(id(param)) for param in use.call.module.parameters())
+    return Called(use.name, str(use), frozenset(name for name in params if name))
+
+
+def _budget_beside(uses: Sequence[Use], losses: torch.Tensor) -> int:
+    """Of temporaries, which are in float32, from what modules gave."""
+    recorded = sum(use.shape.numel() * 4 for use in uses)
+    return default_budget(recorded, losses.device.type)
 
 
 def _check_losses(losses: torch.Tensor) -> None:

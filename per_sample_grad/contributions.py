@@ -1,6 +1,6 @@
 """How one use of a parameter contributes to every sample's gradient.
 
-Three forms, and the linear algebra on them that never forms a gradient. A parameter of
+Four forms, and the linear algebra on them that never forms a gradient. A parameter of
 shape ``(r, ...)`` is a matrix of r rows and c columns, ``c = numel / r``; all forms
 agree on that view, so that uses of one parameter by different layers can be combined.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -71,7 +71,57 @@ class Dense:
     values: torch.Tensor
 
 
-Contribution = Outer | Lookup | Dense
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """An `Outer` whose right factor is unfolded when it is used, and not kept.
+
+    What a convolution sees is ``K`` times as large as its input (K the kernel's size):
+    held for every layer, that would be most of the memory.
+
+    Attributes:
+        left: ``(N, G, T, p)``, any float dtype.
+        source: ``(N k, C, *S)``: k consecutive rows for each of N samples.
+        unfold: From ``(n k, C', *S)`` to ``(n k, G, T / k, C' K / G)``, for any
+            number of rows and any C' channels, as many of each group.
+        kernel: K.
+        rows: k.
+    """
+
+    left: torch.Tensor
+    source: torch.Tensor
+    unfold: Callable[[torch.Tensor], torch.Tensor]
+    kernel: int
+    rows: int = 1
+
+    @property
+    def groups(self) -> int:
+        return self.left.shape[1]
+
+    @property
+    def positions(self) -> int:
+        return self.left.shape[2]
+
+    @property
+    def width(self) -> int:
+        """q, of the right factor."""
+        return self.source.shape[1] // self.groups * self.kernel
+
+    def outer(
+        self, start: int, stop: int, first: int = 0, last: int | None = None
+    ) -> Outer:
+        """Samples ``[start, stop)``, columns ``[first, last)``: multiples of K."""
+        source = self.source[start * self.rows : stop * self.rows]
+        if (first, last) not in ((0, None), (0, self.width)):
+            last = self.width if last is None else last
+            channels = slice(first // self.kernel, last // self.kernel)
+            source = source.unflatten(1, (self.groups, -1))[:, :, channels].flatten(
+                1, 2
+            )
+        right = self.unfold(source.to(self.left.dtype))
+        return Outer(self.left[start:stop], _joined(right, stop - start))
+
+
+Contribution = Outer | Windows | Lookup | Dense
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -99,6 +149,11 @@ def widened(contribution: Contribution) -> Contribution:
         case Outer(left, right):
             dtype = accumulation_dtype(left.dtype, right.dtype)
             return Outer(left.detach().to(dtype), right.detach().to(dtype))
+        case Windows(left, source):
+            dtype = accumulation_dtype(left.dtype, source.dtype)
+            return dataclasses.replace(
+                contribution, left=left.detach().to(dtype), source=source.detach()
+            )
         case Lookup(index, values):
             dtype = accumulation_dtype(values.dtype)
             return Lookup(index.detach(), values.detach().to(dtype))
@@ -115,6 +170,9 @@ def regroup(contribution: Contribution, num_samples: int) -> Contribution:
     match contribution:
         case Outer(left, right):
             return Outer(_joined(left, num_samples), _joined(right, num_samples))
+        case Windows(left, source):
+            left, rows = _joined(left, num_samples), len(source) // num_samples
+            return dataclasses.replace(contribution, left=left, rows=rows)
         case Lookup(index, values):
             return Lookup(
                 index.reshape(num_samples, -1),
@@ -133,24 +191,28 @@ def _joined(factor: torch.Tensor, num_samples: int) -> torch.Tensor:
 
 
 def merge(contributions: Sequence[Contribution]) -> list[Contribution]:
-    """Uses of one parameter, those of a form joined: at most one of each form.
+    """Uses of one parameter, those of a form joined where that needs no copy of more.
 
     The outer products of several uses are the positions of one longer use; the cross
     terms between uses then come by themselves. (`Outer` counts as a form per number of
-    groups.)
+    groups; `Windows` stay apart, and have their cross terms with all.)
     """
+    if len(contributions) == 1:
+        return list(contributions)
     outers: dict[int, list[Outer]] = {}
     lookups: list[Lookup] = []
     denses: list[Dense] = []
+    merged: list[Contribution] = []
     for contribution in contributions:
         match contribution:
             case Outer():
                 outers.setdefault(contribution.groups, []).append(contribution)
+            case Windows():
+                merged.append(contribution)
             case Lookup():
                 lookups.append(contribution)
             case Dense():
                 denses.append(contribution)
-    merged: list[Contribution] = []
     for alike in outers.values():
         merged.append(alike[0] if len(alike) == 1 else _joined_outers(alike))
     if lookups:
@@ -177,19 +239,101 @@ def _joined_lookups(lookups: Sequence[Lookup]) -> Lookup:
     )
 
 
+def num_rows(contribution: Contribution) -> int:
+    """N."""
+    match contribution:
+        case Outer(left) | Windows(left):
+            return len(left)
+        case Lookup(index):
+            return len(index)
+        case Dense(values):
+            return len(values)
+
+
+def dtype_of(contribution: Contribution) -> torch.dtype:
+    """Of the factors."""
+    return _floats(contribution).dtype
+
+
+def device_of(contribution: Contribution) -> torch.device:
+    """Of the factors."""
+    return _floats(contribution).device
+
+
+def _floats(contribution: Contribution) -> torch.Tensor:
+    match contribution:
+        case Outer(left) | Windows(left):
+            return left
+        case Lookup(_, values) | Dense(values):
+            return values
+
+
+def unfolded_elements(contribution: Contribution) -> int:
+    """Numbers that one sample takes when it is unfolded: 0 where nothing is."""
+    match contribution:
+        case Windows():
+            return contribution.groups * contribution.positions * contribution.width
+    return 0
+
+
+def samples_within(contribution: Contribution, budget: int) -> int:
+    """Samples at a time whose unfolded factors have no more than ``budget`` bytes."""
+    total = num_rows(contribution)
+    each = unfolded_elements(contribution) * dtype_of(contribution).itemsize
+    return max(1, min(total, budget // each)) if each else max(1, total)
+
+
+def chunks(total: int, size: int) -> Iterator[tuple[int, int]]:
+    """Intervals of ``size`` numbers that make up ``[0, total)``."""
+    for start in range(0, total, size):
+        yield start, min(start + size, total)
+
+
+def part(contribution: Contribution, start: int, stop: int) -> Outer | Lookup | Dense:
+    """Samples ``[start, stop)``, unfolded."""
+    match contribution:
+        case Outer(left, right):
+            return Outer(left[start:stop], right[start:stop])
+        case Windows():
+            return contribution.outer(start, stop)
+        case Lookup(index, values):
+            return Lookup(index[start:stop], values[start:stop])
+        case Dense(values):
+            return Dense(values[start:stop])
+
+
+def parts(
+    contribution: Contribution, budget: int
+) -> Iterator[tuple[int, int, Outer | Lookup | Dense]]:
+    """Start, stop and samples: chunks that fit the budget when unfolded."""
+    total = num_rows(contribution)
+    for start, stop in chunks(total, samples_within(contribution, budget)):
+        yield start, stop, part(contribution, start, stop)
+
+
 def columns(
-    contribution: Contribution, shape: Sequence[int], start: int, stop: int
+    contribution: Contribution,
+    shape: Sequence[int],
+    start: int,
+    stop: int,
+    samples: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """Columns ``[start, stop)`` of every sample's gradient: ``(N, r, stop - start)``.
 
     Costs ``2 N G T p (stop - start)`` flops: chunks together cost what the whole does.
+    Of `Windows`, ``start`` and ``stop`` are multiples of K.
     """
     rows, all_columns = matrix_shape(shape)
+    low, high = samples or (0, num_rows(contribution))
     match contribution:
         case Outer(left, right):
-            block = left.transpose(2, 3) @ right[..., start:stop]
+            block = left[low:high].transpose(2, 3) @ right[low:high, ..., start:stop]
             return block.flatten(1, 2)
+        case Windows():
+            outer = contribution.outer(low, high, start, stop)
+            return (outer.left.transpose(2, 3) @ outer.right).flatten(1, 2)
         case Lookup(index, values):
+            index, values = index[low:high], values[low:high]
             num, width = len(index), stop - start
             first_row = torch.arange(num, device=index.device).unsqueeze(1) * rows
             table = values.new_zeros(num * rows, width)
@@ -200,14 +344,20 @@ def columns(
             )
             return table.unflatten(0, (num, rows))
         case Dense(values):
-            return values.reshape(len(values), rows, all_columns)[..., start:stop]
+            matrix = values[low:high].reshape(high - low, rows, all_columns)
+            return matrix[..., start:stop]
 
 
-def dot(contribution: Contribution, vector: torch.Tensor) -> torch.Tensor:
+def dot(contribution: Contribution, vector: torch.Tensor, budget: int) -> torch.Tensor:
     """``⟨v, g_n⟩`` for every n: ``(N,)``. ``vector`` has the parameter's shape.
 
     For outer products ``Σ_t u_tᵀ V z_t``: one product with V, no T² term, no gradient.
     """
+    found = [_dot(some, vector) for _, _, some in parts(contribution, budget)]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _dot(contribution: Outer | Lookup | Dense, vector: torch.Tensor) -> torch.Tensor:
     matrix = vector.reshape(matrix_shape(vector.shape))
     match contribution:
         case Outer(left, right):
@@ -225,14 +375,29 @@ def dot(contribution: Contribution, vector: torch.Tensor) -> torch.Tensor:
 
 
 def weighted_sum(
-    contribution: Contribution, shape: Sequence[int], weights: torch.Tensor
+    contribution: Contribution,
+    shape: Sequence[int],
+    weights: torch.Tensor,
+    budget: int,
 ) -> torch.Tensor:
     """``Σ_n w_n g_n``, of the parameter's shape: the cost of a batch gradient."""
+    total: torch.Tensor | None = None
+    for start, stop, some in parts(contribution, budget):
+        term = _weighted_sum(some, shape, weights[start:stop])
+        total = term if total is None else total + term
+    assert total is not None
+    return total
+
+
+def _weighted_sum(
+    contribution: Outer | Lookup | Dense, shape: Sequence[int], weights: torch.Tensor
+) -> torch.Tensor:
     match contribution:
         case Outer(left, right):
             scaled = left * weights[:, None, None, None]
             p, q = left.shape[3], right.shape[3]
-            if p * q <= left.shape[2] * (p + q):
+            alike = left.shape[1] == 1 and left.is_contiguous()
+            if not alike and p * q <= left.shape[2] * (p + q):
                 # Forming gradients writes less than bringing positions together.
                 return (scaled.transpose(2, 3) @ right).sum(0).reshape(shape)
             by_group = scaled.transpose(0, 1).flatten(1, 2).transpose(1, 2)

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from per_sample_grad import verify
 from per_sample_grad.capture import Capture
-from per_sample_grad.fallback import FALLBACKS
-from per_sample_grad.plan import DEFAULT_BUDGET, Choice
+from per_sample_grad.factors import Factors
+from per_sample_grad.plan import QUANTITIES, Choice
 from per_sample_grad.selection import Selection
 
 
@@ -77,7 +76,7 @@ def coverage(
     *,
     params: Selection = None,
     batch_dim: int | Mapping[str, int] = 0,
-    budget: int = DEFAULT_BUDGET,
+    budget: int | None = None,
 ) -> Coverage:
     """What `capture` will make of a model: rule by rule, use by use, and whether right.
 
@@ -96,7 +95,6 @@ def coverage(
         CouplingError: The model has a BatchNorm that uses the batch's statistics.
         ValueError: ``loss_fn`` does not give one loss per sample.
     """
-    # The graph is kept for the parameters with problems, which a loop answers.
     capture = Capture(
         model,
         params,
@@ -107,33 +105,26 @@ def coverage(
     )
     with capture:
         losses = loss_fn(model, *batch)
-    found = capture.assemble(losses, retain_graph=True)
-    loop = FALLBACKS["loop"]
-    assert loop is not None
-    dense = loop(losses, {name: capture.params[name] for name in found.problems})
-    parts = {**found.parts, **{name: [value] for name, value in dense.items()}}
-    factors = capture.factors(losses, parts, found)
-    errors = verify.compare(
-        losses, capture.params, factors, found.noises, retain_graph=False
-    ).errors
-    tolerance = verify.tolerance_of(losses, capture.params, factors)
-    plans = {
-        "norms": factors.plan("norms").choices,
-        "gram": factors.plan("gram").choices,
-    }
-    ids = {id(param): name for name, param in capture.params.items()}
-    uses: dict[str, list[str]] = {name: [] for name in capture.params}
-    for use in found.uses:
-        for param in use.call.module.parameters():
-            if id(param) in ids:
-                uses[ids[id(param)]].append(str(use))
-    report = {}
-    for name in capture.params:
-        report[name] = ParameterCoverage(
-            uses=tuple(uses[name]),
-            problems=tuple(found.problems.get(name, ())),
-            error=errors[name],
-            correct=errors[name] <= tolerance,
-            plan={q: plan[name] for q, plan in plans.items() if name in plan},
-        )
-    return Coverage(report)
+    plans: dict[str, dict[str, Choice]] = {}
+
+    def plan(name: str, factors: Factors) -> None:
+        plans[name] = {}
+        if factors.contributions(name):
+            for quantity in QUANTITIES:
+                plans[name][quantity] = factors.plan(quantity).choices[name]
+
+    found = capture.run(losses, plan, retain_graph=False, reported=True)
+    assert found.compared is not None
+    errors, tolerance = found.compared.errors, found.compared.tolerance
+    return Coverage(
+        {
+            name: ParameterCoverage(
+                uses=tuple(use.label for use in found.uses if name in use.params),
+                problems=tuple(found.problems.get(name, ())),
+                error=errors[name],
+                correct=errors[name] <= tolerance,
+                plan=plans[name],
+            )
+            for name in capture.params
+        }
+    )

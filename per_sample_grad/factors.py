@@ -10,8 +10,15 @@ import torch
 
 from per_sample_grad import contributions as forms
 from per_sample_grad import products
-from per_sample_grad.contributions import Contribution, Dense, Lookup, Outer
-from per_sample_grad.plan import Choice, Method, Plan, Quantity, choose
+from per_sample_grad.contributions import Contribution
+from per_sample_grad.plan import (
+    Choice,
+    Method,
+    Plan,
+    Quantity,
+    choose,
+    samples_of_gradients,
+)
 from per_sample_grad.sketch import sketch
 
 _P = ParamSpec("_P")
@@ -51,15 +58,13 @@ class Factors:
         *,
         method: Method,
         budget: int,
-        seen_dtypes: frozenset[torch.dtype] = frozenset(),
     ) -> None:
         self.shapes = dict(shapes)
         self.losses = losses
-        self.seen_dtypes = seen_dtypes
         self._method: Method = method
         self._budget = budget
         # Not that of the losses, which targets in float64 make wider than the model.
-        dtypes = [d for parts in merged.values() for d in map(_dtype, parts)]
+        dtypes = [forms.dtype_of(p) for uses in merged.values() for p in uses]
         self._dtype = forms.accumulation_dtype(*(dtypes or [losses.dtype]))
         # Nothing for a parameter that the losses do not depend on.
         self._merged = {name: list(merged[name]) for name in self.shapes}
@@ -127,7 +132,7 @@ class Factors:
         Args:
             vectors: By name, of the parameter's shape or ``(K, *shape)``; all names.
         """
-        many = self._check_vectors(vectors)
+        many = check_vectors(vectors, self.shapes)
         count = len(next(iter(vectors.values()))) if many else 1
         columns = []
         for k in range(count):
@@ -135,7 +140,7 @@ class Factors:
             for name, parts in self._merged.items():
                 vector = vectors[name][k] if many else vectors[name]
                 vector = vector.detach().to(self._dtype)
-                terms += [forms.dot(part, vector) for part in parts]
+                terms += [forms.dot(part, vector, self._budget) for part in parts]
             columns.append(self._sum(terms, (len(self),)))
         return torch.stack(columns, 1) if many else columns[0]
 
@@ -179,10 +184,15 @@ class Factors:
         found = {}
         for name, shape in self.shapes.items():
             width = forms.matrix_shape(shape)[1]
-            parts = self._merged[name]
-            blocks = [forms.columns(part, shape, 0, width) for part in parts]
+            uses = self._merged[name]
             size = (len(self), *shape)
-            found[name] = self._sum([block.reshape(size) for block in blocks], size)
+            if not uses:
+                found[name] = self._sum([], size)
+                continue
+            samples = samples_of_gradients(uses, width, len(self), self._budget)
+            found[name] = products.gradients(uses, shape, samples, 0, width).reshape(
+                size
+            )
         return found
 
     def _sum(self, terms: list[torch.Tensor], size: Sequence[int]) -> torch.Tensor:
@@ -196,7 +206,9 @@ class Factors:
 
     def _weighted(self, name: str, weights: torch.Tensor) -> torch.Tensor:
         shape, parts = self.shapes[name], self._merged[name]
-        terms = [forms.weighted_sum(part, shape, weights) for part in parts]
+        terms = [
+            forms.weighted_sum(part, shape, weights, self._budget) for part in parts
+        ]
         return self._sum(terms, shape)
 
     def _squared_norms(self, name: str) -> torch.Tensor:
@@ -206,9 +218,9 @@ class Factors:
         choice = self._choice("norms", name)
         if choice.form == "materialized":
             return products.materialized_squared_norms(
-                parts, self.shapes[name], choice.chunk
+                parts, self.shapes[name], choice.samples, choice.columns
             )
-        return products.squared_norms(parts, choice.chunk)
+        return products.squared_norms(parts, choice.samples)
 
     def _gram(self, name: str, other: Factors) -> torch.Tensor:
         left = self._merged[name]
@@ -218,9 +230,9 @@ class Factors:
         choice = self._choice("gram", name, other)
         if choice.form == "materialized":
             return products.materialized_gram(
-                left, right, self.shapes[name], choice.chunk
+                left, right, self.shapes[name], choice.samples, choice.columns
             )
-        return products.gram(left, right, choice.chunk)
+        return products.gram(left, right, choice.samples)
 
     def _choice(
         self, quantity: Quantity, name: str, other: Factors | None = None
@@ -237,32 +249,27 @@ class Factors:
             budget=self._budget,
         )
 
-    def _check_vectors(self, vectors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether there are K vectors; raises where names or shapes are wrong."""
-        differing = sorted(set(vectors) ^ set(self.shapes))
-        if differing:
-            raise ValueError(
-                f"dot: {', '.join(differing)} given or captured, but not both; give "
-                "one tensor for every captured parameter"
-            )
-        single = all(vectors[n].shape == shape for n, shape in self.shapes.items())
-        counts = {len(v) for v in vectors.values() if v.dim()}
-        many = len(counts) == 1 and all(
-            vectors[n].shape[1:] == shape and vectors[n].dim() == len(shape) + 1
-            for n, shape in self.shapes.items()
+
+def check_vectors(
+    vectors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]
+) -> bool:
+    """Whether there are K vectors; ValueError where names or shapes are wrong."""
+    differing = sorted(set(vectors) ^ set(shapes))
+    if differing:
+        raise ValueError(
+            f"dot: {', '.join(differing)} given or captured, but not both; give "
+            "one tensor for every captured parameter"
         )
-        if not single and not many:
-            raise ValueError(
-                "dot: vectors must have the parameters' shapes, or all of them one "
-                "dimension of K in front; received "
-                f"{ {name: tuple(v.shape) for name, v in vectors.items()} }"
-            )
-        return not single
-
-
-def _dtype(part: Contribution) -> torch.dtype:
-    match part:
-        case Outer(left, _):
-            return left.dtype
-        case Lookup(_, values) | Dense(values):
-            return values.dtype
+    single = all(vectors[name].shape == shape for name, shape in shapes.items())
+    counts = {len(v) for v in vectors.values() if v.dim()}
+    many = len(counts) == 1 and all(
+        vectors[name].shape[1:] == shape and vectors[name].dim() == len(shape) + 1
+        for name, shape in shapes.items()
+    )
+    if not single and not many:
+        raise ValueError(
+            "dot: vectors must have the parameters' shapes, or all of them one "
+            "dimension of K in front; received "
+            f"{ {name: tuple(v.shape) for name, v in vectors.items()} }"
+        )
+    return not single

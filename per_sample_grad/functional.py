@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from per_sample_grad.capture import capture
 from per_sample_grad.errors import PerSampleError
-from per_sample_grad.factors import Factors
+from per_sample_grad.factors import Factors, check_vectors
 
 LossFunction = Callable[..., torch.Tensor]
+_T = TypeVar("_T")
 
 
 def per_sample_factors(
@@ -38,21 +39,25 @@ def per_sample_grads(
     model: nn.Module, loss_fn: LossFunction, batch: tuple[Any, ...], **options: Any
 ) -> dict[str, torch.Tensor]:
     """Every gradient, ``(B, *shape)`` by name; arguments of `per_sample_factors`."""
-    return per_sample_factors(model, loss_fn, batch, **options).materialize()
+    found, names = _streamed(model, loss_fn, batch, options, lambda f: f.materialize())
+    return {name: found[name] for name in names}
 
 
 def per_sample_grad_norms(
     model: nn.Module, loss_fn: LossFunction, batch: tuple[Any, ...], **options: Any
 ) -> torch.Tensor:
     """``‖g_i‖``, ``(B,)``; arguments of `per_sample_factors`."""
-    return per_sample_factors(model, loss_fn, batch, **options).norms()
+    squares, _ = _streamed(
+        model, loss_fn, batch, options, lambda f: f.norms(squared=True)
+    )
+    return squares.sqrt()
 
 
 def per_sample_gram(
     model: nn.Module, loss_fn: LossFunction, batch: tuple[Any, ...], **options: Any
 ) -> torch.Tensor:
     """``⟨g_i, g_j⟩``, ``(B, B)``; arguments of `per_sample_factors`."""
-    return per_sample_factors(model, loss_fn, batch, **options).gram()
+    return _streamed(model, loss_fn, batch, options, lambda f: f.gram())[0]
 
 
 def per_sample_grad_dot(
@@ -63,7 +68,23 @@ def per_sample_grad_dot(
     **options: Any,
 ) -> torch.Tensor:
     """``⟨v, g_i⟩``, ``(B,)`` or ``(B, K)``; see `Factors.dot`."""
-    return per_sample_factors(model, loss_fn, batch, **options).dot(vectors)
+    with capture(model, **options) as recorded:
+        losses = loss_fn(model, *batch)
+    many = check_vectors(
+        vectors, {name: tuple(p.shape) for name, p in recorded.params.items()}
+    )
+    count = len(next(iter(vectors.values()))) if many else 1
+
+    def answer(factors: Factors) -> torch.Tensor:
+        columns = [
+            factors.dot(
+                {n: vectors[n][k] if many else vectors[n] for n in factors.shapes}
+            )
+            for k in range(count)
+        ]
+        return torch.stack(columns, 1) if many else columns[0]
+
+    return recorded.stream(losses, answer)
 
 
 def weighted_grad(
@@ -74,7 +95,23 @@ def weighted_grad(
     **options: Any,
 ) -> dict[str, torch.Tensor]:
     """``Σ_i w_i g_i`` by name; see `Factors.weighted_sum`."""
-    return per_sample_factors(model, loss_fn, batch, **options).weighted_sum(weights)
+    found, names = _streamed(
+        model, loss_fn, batch, options, lambda f: f.weighted_sum(weights)
+    )
+    return {name: found[name] for name in names}
+
+
+def _streamed(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: tuple[Any, ...],
+    options: dict[str, Any],
+    answer: Callable[[Factors], _T],
+) -> tuple[_T, Iterable[str]]:
+    """One answer, in the memory of training; and the names of the parameters."""
+    with capture(model, **options) as recorded:
+        losses = loss_fn(model, *batch)
+    return recorded.stream(losses, answer), recorded.params
 
 
 def vectorized_grads(

@@ -142,6 +142,34 @@ def walk(
     return Reached(frozenset(reached), outside, structure, custom)
 
 
+def lowest(root: Node | None, nodes: Collection[Node]) -> set[Node]:
+    """Those of the nodes from which none of the others can be reached.
+
+    Through the whole graph, as a backward pass goes: what it must reach, so that it
+    comes by all of them.
+    """
+    wanted = set(nodes)
+    # Whether a wanted node is at this one or below.
+    above: dict[Node, bool] = {}
+    found: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [] if root is None else [(root, False)]
+    while stack:
+        node, returned = stack.pop()
+        following = [n for n, _ in node.next_functions if n is not None]
+        if not returned:
+            if node in above:
+                continue
+            above[node] = False
+            stack.append((node, True))
+            stack.extend((n, False) for n in following if n not in above)
+            continue
+        below = any(above[n] for n in following)
+        if node in wanted and not below:
+            found.add(node)
+        above[node] = below or node in wanted
+    return found
+
+
 def _mentions(
     numbers: dict[Node, int], nodes: Iterable[Node | None]
 ) -> list[int | None]:

@@ -2,8 +2,8 @@
 
 The factored form costs ``2 N G T² (p + q + 1)`` flops for norms and N times that for a
 Gram matrix; forming the gradients costs ``2 N G T p q`` and then little (Li et al.,
-arXiv:2110.05679; Bu et al., arXiv:2205.10683, who switch on memory). Gradients are
-formed some columns at a time, so that memory does not decide: the byte budget does.
+arXiv:2110.05679; Bu et al., arXiv:2205.10683, who switch on memory). Either is done
+for as many samples and columns at a time as fit a byte budget: memory does not decide.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from per_sample_grad.contributions import (
     Dense,
     Lookup,
     Outer,
+    Windows,
+    dtype_of,
     matrix_shape,
+    unfolded_elements,
 )
 from per_sample_grad.products import has_product
 
@@ -26,8 +29,13 @@ Method = Literal["auto", "factored", "materialized"]
 
 QUANTITIES: tuple[Quantity, ...] = ("norms", "gram")
 METHODS: tuple[Method, ...] = ("auto", "factored", "materialized")
-# Bytes of temporary tensors per parameter that a plan may use.
-DEFAULT_BUDGET = 256 * 2**20
+# Bytes of temporary tensors where nobody says how many: this part of what the forward
+# pass recorded, between two bounds. On a CPU chunks that fit its caches are the
+# fastest; elsewhere every chunk is a launch, or a piece of a program to compile.
+SHARE_OF_RECORDED = 16
+LARGEST_BUDGET = 256 * 2**20
+SMALLEST_BUDGETS = {"cpu": 2**20}
+SMALLEST_BUDGET = 64 * 2**20
 # Reading or writing a number costs as much as so many flops.
 FLOPS_PER_ELEMENT = 8
 
@@ -38,14 +46,16 @@ class Choice:
 
     Attributes:
         form: ``"dense"``, ``"factored"`` or ``"materialized"``.
-        chunk: Samples (factored) or columns (materialized) at a time.
+        samples: At a time.
+        columns: Of the gradient as a matrix, at a time; all of them if factored.
         num_chunks: How many times.
         flops: Floating-point operations, 2 for a multiplication and addition.
-        bytes: Size of the largest temporary.
+        bytes: Of all temporaries that are there at once.
     """
 
     form: Literal["dense", "factored", "materialized"]
-    chunk: int
+    samples: int
+    columns: int
     num_chunks: int
     flops: int
     bytes: int
@@ -64,16 +74,22 @@ class Plan:
         for name, choice in self.choices.items():
             lines.append(
                 f"  {name:<{width}}  {choice.form:<12}  {choice.num_chunks:>4} x "
-                f"{choice.chunk:<6} {choice.flops / 1e6:>12.3f} Mflop "
-                f"{choice.bytes / 2**20:>10.3f} MiB"
+                f"({choice.samples} samples, {choice.columns} columns) "
+                f"{choice.flops / 1e6:>12.3f} Mflop {choice.bytes / 2**20:>10.3f} MiB"
             )
         flops = sum(choice.flops for choice in self.choices.values())
         peak = max((choice.bytes for choice in self.choices.values()), default=0)
         lines.append(
-            f"  {'total':<{width}}  {flops / 1e6:.3f} Mflop, largest temporary "
+            f"  {'total':<{width}}  {flops / 1e6:.3f} Mflop, most temporaries "
             f"{peak / 2**20:.3f} MiB"
         )
         return "\n".join(lines)
+
+
+def default_budget(recorded: int, device: str) -> int:
+    """Bytes of temporaries beside ``recorded`` bytes of activations."""
+    smallest = SMALLEST_BUDGETS.get(device, SMALLEST_BUDGET)
+    return min(LARGEST_BUDGET, max(smallest, recorded // SHARE_OF_RECORDED))
 
 
 def choose(
@@ -82,10 +98,10 @@ def choose(
     shape: Sequence[int],
     *,
     num_samples: int,
+    budget: int,
     num_other: int | None = None,
     other: Sequence[Contribution] | None = None,
     method: Method = "auto",
-    budget: int = DEFAULT_BUDGET,
 ) -> Choice:
     """The cheaper form of one parameter's share, in chunks that fit the budget.
 
@@ -94,24 +110,40 @@ def choose(
         contributions: Merged uses of the parameter.
         shape: Of the parameter.
         num_samples: B.
+        budget: Bytes of all temporaries; a single sample or column may exceed it.
         num_other: Samples of the other batch of a Gram matrix; B without one.
         other: Merged uses in the other batch.
         method: ``"auto"``, or a form to prefer where it exists.
-        budget: Bytes a temporary may have; a single sample or column may exceed it.
     """
+    distinct = other is not None and other is not contributions
     other = contributions if other is None else other
     partners = 1 if quantity == "norms" else (num_other or num_samples)
+    rows, columns = matrix_shape(shape)
     if all(isinstance(c, Dense) for c in (*contributions, *other)):
-        size = matrix_shape(shape)[0] * matrix_shape(shape)[1]
-        flops = 2 * num_samples * partners * size
-        return Choice("dense", num_samples, 1, flops, 0)
-    formed = _materialized(contributions, shape, num_samples, partners, budget)
+        flops = 2 * num_samples * partners * rows * columns
+        return Choice("dense", num_samples, columns, 1, flops, 0)
+    blocks = 2 if distinct and quantity == "gram" else 1
+    formed = _materialized(contributions, shape, num_samples, partners, blocks, budget)
     if not all(has_product(a, b) for a in contributions for b in other):
         return formed[0]
-    factored = _factored(contributions, other, num_samples, partners, budget)
+    factored = _factored(contributions, other, num_samples, partners, columns, budget)
     if method == "auto":
         return min((factored, formed), key=lambda pair: pair[1])[0]
     return factored[0] if method == "factored" else formed[0]
+
+
+def samples_of_gradients(
+    contributions: Sequence[Contribution], columns: int, num_samples: int, budget: int
+) -> int:
+    """Samples at a time, beside the gradients that are asked for."""
+    if not any(unfolded_elements(c) for c in contributions):
+        return num_samples
+    samples = num_samples
+    itemsize = dtype_of(contributions[0]).itemsize
+    each = max(unfolded_elements(c) for c in contributions) * itemsize
+    while samples > 1 and samples * each > budget:
+        samples = -(-samples // 2)
+    return samples
 
 
 def _materialized(
@@ -119,24 +151,50 @@ def _materialized(
     shape: Sequence[int],
     num_samples: int,
     partners: int,
+    blocks: int,
     budget: int,
 ) -> tuple[Choice, int]:
-    rows, columns = matrix_shape(shape)
-    size = rows * columns
+    rows, all_columns = matrix_shape(shape)
+    size = rows * all_columns
     flops = 2 * num_samples * partners * size
     for c in contributions:
         match c:
-            case Outer():
+            case Outer() | Windows():
                 flops += 2 * num_samples * c.positions * size
             case Lookup():
-                flops += num_samples * c.positions * columns
-    itemsize = _itemsize(contributions)
-    samples = num_samples + (partners if partners > 1 else 0)
-    column_bytes = samples * rows * itemsize
-    chunk = max(1, min(columns, budget // max(column_bytes, 1)))
-    num_chunks = -(-columns // chunk)
-    choice = Choice("materialized", chunk, num_chunks, flops, chunk * column_bytes)
+                flops += num_samples * c.positions * all_columns
+    itemsize = dtype_of(contributions[0]).itemsize
+    unfolded = max(unfolded_elements(c) for c in contributions) / max(all_columns, 1)
+    # Of several uses, the sum so far and the sum to be.
+    sums = rows * (1 if len(contributions) == 1 else 3)
+
+    def size_of(samples: int, columns: int) -> int:
+        cells = samples * (unfolded + sums)
+        if partners > 1:  # and those of all samples
+            cells += blocks * num_samples * rows
+        return int(columns * cells) * itemsize
+
+    # A window's columns come together.
+    unit = max((c.kernel for c in contributions if isinstance(c, Windows)), default=1)
+    samples, columns = num_samples, all_columns
+    if partners > 1 and not unfolded:
+        while columns > unit and size_of(samples, columns) > budget:
+            columns = _half(columns, unit)
+    while samples > 1 and size_of(samples, columns) > budget:
+        if partners > 1 and samples * unfolded < blocks * num_samples * rows:
+            break  # the rest is the gradients' of all samples
+        samples = -(-samples // 2)
+    while columns > unit and size_of(samples, columns) > budget:
+        columns = _half(columns, unit)
+    times = -(-all_columns // max(columns, 1)) * -(-num_samples // samples)
+    choice = Choice(
+        "materialized", samples, columns, times, flops, size_of(samples, columns)
+    )
     return choice, flops + 2 * FLOPS_PER_ELEMENT * num_samples * size
+
+
+def _half(columns: int, unit: int) -> int:
+    return max(unit, -(-columns // (2 * unit)) * unit)
 
 
 def _factored(
@@ -144,6 +202,7 @@ def _factored(
     other: Sequence[Contribution],
     num_samples: int,
     partners: int,
+    columns: int,
     budget: int,
 ) -> tuple[Choice, int]:
     flops, largest, elements = 0, 1, 0
@@ -151,20 +210,30 @@ def _factored(
         for b in other:
             pairs = _positions(a) * _positions(b)
             match a, b:
-                case Outer(), Outer():
-                    inner = a.left.shape[3] + a.right.shape[3] + 1
+                case (Outer() | Windows(), Outer() | Windows()):
+                    inner = a.left.shape[3] + _width(a) + 1
                     pairs *= a.groups
-                case (Outer() | Lookup(), Outer() | Lookup()):
+                case (Outer() | Windows() | Lookup(), Outer() | Windows() | Lookup()):
                     inner = _width(a) + 2
                 case _:
                     inner = 0
             flops += 2 * num_samples * partners * pairs * inner
-            largest = max(largest, 3 * pairs * partners)
+            largest = max(largest, 3 * pairs)
             elements += 3 * pairs * partners * num_samples
-    itemsize = _itemsize(contributions)
-    chunk = max(1, min(num_samples, budget // (largest * itemsize)))
-    num_chunks = -(-num_samples // chunk)
-    choice = Choice("factored", chunk, num_chunks, flops, chunk * largest * itemsize)
+    itemsize = dtype_of(contributions[0]).itemsize
+    unfolded = sum(unfolded_elements(c) for c in contributions)
+    if partners > 1:
+        unfolded += sum(unfolded_elements(c) for c in other)
+
+    def size_of(samples: int) -> int:
+        of_others = min(samples, partners)
+        return samples * (largest * of_others + unfolded) * itemsize
+
+    samples = max(num_samples, partners)
+    while samples > 1 and size_of(samples) > budget:
+        samples = -(-samples // 2)
+    times = -(-num_samples // samples) * -(-partners // samples)
+    choice = Choice("factored", samples, columns, times, flops, size_of(samples))
     return choice, flops + FLOPS_PER_ELEMENT * elements
 
 
@@ -176,15 +245,9 @@ def _width(contribution: Contribution) -> int:
     match contribution:
         case Outer(_, right):
             return right.shape[3]
+        case Windows():
+            return contribution.width
         case Lookup(_, values):
             return values.shape[2]
         case Dense(values):
             return values[0].numel()
-
-
-def _itemsize(contributions: Sequence[Contribution]) -> int:
-    match contributions[0]:
-        case Outer(left, _):
-            return left.element_size()
-        case Lookup(_, values) | Dense(values):
-            return values.element_size()

@@ -9,7 +9,7 @@ parameters used more than once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -18,9 +18,16 @@ from per_sample_grad.contributions import (
     Dense,
     Lookup,
     Outer,
+    Windows,
+    chunks,
     columns,
     matrix_shape,
+    num_rows,
+    part,
 )
+
+# Where what is written one operation at a time is compiled into one.
+LAZY = ("xla",)
 
 
 def has_product(a: Contribution, b: Contribution) -> bool:
@@ -28,135 +35,179 @@ def has_product(a: Contribution, b: Contribution) -> bool:
     match a, b:
         case Dense(), Dense():
             return True
-        case Outer(), Outer():
+        case (Outer() | Windows(), Outer() | Windows()):
             return a.groups == b.groups
         case Lookup(), Lookup():
             return True
-        case (Outer() as outer, Lookup()) | (Lookup(), Outer() as outer):
+        case (Outer() | Windows() as outer, Lookup()) | (
+            Lookup(),
+            Outer() | Windows() as outer,
+        ):
             return outer.groups == 1
     return False
 
 
-def squared_norms(
-    contributions: Sequence[Contribution], samples_per_chunk: int
-) -> torch.Tensor:
+def squared_norms(contributions: Sequence[Contribution], samples: int) -> torch.Tensor:
     """``‖g_n‖²`` for every n, ``(N,)``, not clamped: rounding may make it negative."""
-    total = None
-    for i, a in enumerate(contributions):
-        for b in contributions[i:]:
-            term = _diagonal(a, b, samples_per_chunk)
-            term = term if b is a else 2 * term
-            total = term if total is None else total + term
-    assert total is not None
-    return total
+
+    def of_some(start: int, stop: int) -> torch.Tensor:
+        parts = [part(each, start, stop) for each in contributions]
+        terms = [
+            _diagonal(a, b) if a is b else 2 * _diagonal(a, b)
+            for i, a in enumerate(parts)
+            for b in parts[i:]
+        ]
+        return _total(terms)
+
+    return _joined(of_some, num_rows(contributions[0]), samples)
 
 
 def gram(
-    left: Sequence[Contribution], right: Sequence[Contribution], samples_per_chunk: int
+    left: Sequence[Contribution], right: Sequence[Contribution], samples: int
 ) -> torch.Tensor:
-    """``⟨g_i, g'_j⟩``, shape ``(N, N')``."""
-    total = None
-    for a in left:
-        for b in right:
-            term = _pairs(a, b, samples_per_chunk)
-            total = term if total is None else total + term
-    assert total is not None
-    return total
+    """``⟨g_i, g'_j⟩``, shape ``(N, N')``, of so many samples of each at a time."""
+    same = left is right
+
+    def of_some(start: int, stop: int) -> torch.Tensor:
+        a = [part(each, start, stop) for each in left]
+
+        def with_some(low: int, high: int) -> torch.Tensor:
+            if same and (low, high) == (start, stop):
+                b = a
+            else:
+                b = [part(each, low, high) for each in right]
+            return _total([_pairs(one, other) for one in a for other in b])
+
+        return _joined(with_some, num_rows(right[0]), samples, dim=1)
+
+    return _joined(of_some, num_rows(left[0]), samples)
 
 
 def materialized_squared_norms(
-    contributions: Sequence[Contribution], shape: Sequence[int], width: int
+    contributions: Sequence[Contribution],
+    shape: Sequence[int],
+    samples: int,
+    width: int,
 ) -> torch.Tensor:
-    """`squared_norms` from the gradients, ``width`` of their columns at a time."""
-    total = None
-    for start, stop in _chunks(matrix_shape(shape)[1], width):
-        block = _block(contributions, shape, start, stop)
-        term = (block * block).sum(1)
-        total = term if total is None else total + term
-    assert total is not None
-    return total
+    """`squared_norms` from the gradients, so many samples and columns at a time."""
+
+    def of_some(start: int, stop: int) -> torch.Tensor:
+        return _total(
+            _squares(_block(contributions, shape, (start, stop), first, last))
+            for first, last in chunks(matrix_shape(shape)[1], width)
+        )
+
+    return _joined(of_some, num_rows(contributions[0]), samples)
 
 
 def materialized_gram(
     left: Sequence[Contribution],
     right: Sequence[Contribution],
     shape: Sequence[int],
+    samples: int,
     width: int,
 ) -> torch.Tensor:
-    """`gram` from the gradients, ``width`` of their columns at a time."""
+    """`gram` from the gradients, ``width`` columns at a time of all samples.
+
+    Args:
+        left: Merged uses in a batch.
+        right: In the same or another one.
+        shape: Of the parameter.
+        samples: Whose uses are unfolded at a time.
+        width: Columns.
+    """
     total = None
-    for start, stop in _chunks(matrix_shape(shape)[1], width):
-        a = _block(left, shape, start, stop)
-        b = a if left is right else _block(right, shape, start, stop)
+    for first, last in chunks(matrix_shape(shape)[1], width):
+        a = gradients(left, shape, samples, first, last).flatten(1)
+        b = a
+        if left is not right:
+            b = gradients(right, shape, samples, first, last).flatten(1)
         term = a @ b.T
         total = term if total is None else total + term
+        del a, b  # before the next ones are made
     assert total is not None
     return total
 
 
-def _chunks(total: int, size: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, total, size):
-        yield start, min(start + size, total)
+def gradients(
+    contributions: Sequence[Contribution],
+    shape: Sequence[int],
+    samples: int,
+    first: int,
+    last: int,
+) -> torch.Tensor:
+    """``(N, r, last - first)``: columns of every sample's gradient, uses summed."""
+    total = num_rows(contributions[0])
+    if samples >= total:
+        return _block(contributions, shape, (0, total), first, last)
+    found: torch.Tensor | None = None
+    for start, stop in chunks(total, samples):
+        block = _block(contributions, shape, (start, stop), first, last)
+        if found is None:
+            found = block.new_empty(total, *block.shape[1:])
+        # In its place: pieces that are joined later are there twice.
+        found[start:stop] = block
+    assert found is not None
+    return found
 
 
 def _block(
-    contributions: Sequence[Contribution], shape: Sequence[int], start: int, stop: int
+    contributions: Sequence[Contribution],
+    shape: Sequence[int],
+    samples: tuple[int, int],
+    first: int,
+    last: int,
 ) -> torch.Tensor:
-    """``(N, r * (stop - start))``: columns of the gradients, all uses summed."""
-    total = columns(contributions[0], shape, start, stop)
-    for contribution in contributions[1:]:
-        total = total + columns(contribution, shape, start, stop)
-    return total.flatten(1)
+    return _total(columns(each, shape, first, last, samples) for each in contributions)
 
 
-def _diagonal(a: Contribution, b: Contribution, chunk: int) -> torch.Tensor:
+def _squares(block: torch.Tensor) -> torch.Tensor:
+    """``(N,)``: the sum of squares, without a tensor of squares."""
+    flat = block.flatten(1)
+    if flat.device.type in LAZY:
+        return (flat * flat).sum(1)  # a compiler makes one loop of it
+    return torch.linalg.vector_norm(flat, dim=1).square()
+
+
+def _diagonal(a: Outer | Lookup | Dense, b: Outer | Lookup | Dense) -> torch.Tensor:
+    """``⟨a_n, b_n⟩``: ``(N,)``."""
     match a, b:
         case Dense(), Dense():
+            if a is b:
+                return _squares(a.values)
             return (a.values.flatten(1) * b.values.flatten(1)).sum(1)
         case Outer(), Outer() if a.positions == b.positions == 1:
+            if a is b and a.groups == 1:
+                return _squares(a.left) * _squares(a.right)
             return ((a.left * b.left).sum(-1) * (a.right * b.right).sum(-1)).sum((1, 2))
         case Lookup(), Outer():
-            return _diagonal(b, a, chunk)
-    terms = []
-    for start, stop in _chunks(_rows(a), chunk):
-        part_a, part_b = _part(a, start, stop), _part(b, start, stop)
-        match part_a, part_b:
-            case Outer(), Outer():
-                kernel = part_a.left @ part_b.left.transpose(2, 3)
-                kernel = kernel * (part_a.right @ part_b.right.transpose(2, 3))
-            case Lookup(), Lookup():
-                same = part_a.index.unsqueeze(2) == part_b.index.unsqueeze(1)
-                kernel = part_a.values @ part_b.values.transpose(1, 2)
-                kernel = torch.where(same, kernel, torch.zeros_like(kernel))
-            case Outer(), Lookup():
-                left = part_a.left.squeeze(1)  # (n, S, V)
-                index = part_b.index.long().unsqueeze(1)
-                index = index.expand(-1, left.shape[1], -1)
-                kernel = left.gather(2, index)
-                right = part_a.right.squeeze(1)
-                kernel = kernel * (right @ part_b.values.transpose(1, 2))
-            case _:
-                raise AssertionError("no factored product; see has_product")
-        terms.append(kernel.flatten(1).sum(1))
-    return terms[0] if len(terms) == 1 else torch.cat(terms)
+            return _diagonal(b, a)
+        case Outer(), Outer():
+            kernel = a.left @ b.left.transpose(2, 3)
+            kernel = kernel * (a.right @ b.right.transpose(2, 3))
+        case Lookup(), Lookup():
+            same = a.index.unsqueeze(2) == b.index.unsqueeze(1)
+            kernel = a.values @ b.values.transpose(1, 2)
+            kernel = torch.where(same, kernel, torch.zeros_like(kernel))
+        case Outer(), Lookup():
+            left = a.left.squeeze(1)  # (n, S, V)
+            index = b.index.long().unsqueeze(1)
+            index = index.expand(-1, left.shape[1], -1)
+            kernel = left.gather(2, index)
+            right = a.right.squeeze(1)
+            kernel = kernel * (right @ b.values.transpose(1, 2))
+        case _:
+            raise AssertionError("no factored product; see has_product")
+    return kernel.flatten(1).sum(1)
 
 
-def _pairs(a: Contribution, b: Contribution, chunk: int) -> torch.Tensor:
+def _pairs(a: Outer | Lookup | Dense, b: Outer | Lookup | Dense) -> torch.Tensor:
+    """``(n, n')``; forms ``n T n' T'`` products for each group."""
     match a, b:
         case Dense(), Dense():
             return a.values.flatten(1) @ b.values.flatten(1).T
         case Lookup(), Outer():
-            return _pairs(b, a, max(1, chunk)).T
-    rows = [
-        _some_pairs(_part(a, start, stop), b)
-        for start, stop in _chunks(_rows(a), chunk)
-    ]
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
-
-
-def _some_pairs(a: Contribution, b: Contribution) -> torch.Tensor:
-    """``(n, N')``; forms ``n T N' T'`` products for each group."""
-    match a, b:
+            return _pairs(b, a).T
         case Outer(), Outer():
             kernel = _flat(a.left) @ _flat(b.left).transpose(1, 2)
             kernel = kernel * (_flat(a.right) @ _flat(b.right).transpose(1, 2))
@@ -172,7 +223,7 @@ def _some_pairs(a: Contribution, b: Contribution) -> torch.Tensor:
             raise AssertionError("no factored product; see has_product")
     if a.positions == b.positions == 1:
         return kernel.sum(0)
-    shape = (-1, _rows(a), a.positions, _rows(b), b.positions)
+    shape = (-1, num_rows(a), a.positions, num_rows(b), b.positions)
     return kernel.reshape(shape).sum((0, 2, 4))
 
 
@@ -181,21 +232,17 @@ def _flat(factor: torch.Tensor) -> torch.Tensor:
     return factor.transpose(0, 1).flatten(1, 2)
 
 
-def _rows(contribution: Contribution) -> int:
-    match contribution:
-        case Outer(left, _):
-            return len(left)
-        case Lookup(index, _):
-            return len(index)
-        case Dense(values):
-            return len(values)
+def _total(terms: Iterable[torch.Tensor]) -> torch.Tensor:
+    total = None
+    for term in terms:
+        total = term if total is None else total + term
+    assert total is not None
+    return total
 
 
-def _part(contribution: Contribution, start: int, stop: int) -> Contribution:
-    match contribution:
-        case Outer(left, right):
-            return Outer(left[start:stop], right[start:stop])
-        case Lookup(index, values):
-            return Lookup(index[start:stop], values[start:stop])
-        case Dense(values):
-            return Dense(values[start:stop])
+def _joined(
+    of_some: Callable[[int, int], torch.Tensor], total: int, size: int, dim: int = 0
+) -> torch.Tensor:
+    """What a function says of chunks of samples, side by side."""
+    found = [of_some(start, stop) for start, stop in chunks(total, size)]
+    return found[0] if len(found) == 1 else torch.cat(found, dim)

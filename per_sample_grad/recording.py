@@ -15,7 +15,7 @@ from per_sample_grad import graph
 from per_sample_grad.calls import Call, detached, tensors_in
 from per_sample_grad.errors import CouplingError, CoverageError, PerSampleError
 from per_sample_grad.frozen_norms import needs_arithmetic, replace_output
-from per_sample_grad.layers import Rule, rule_of
+from per_sample_grad.layers import Rule, rule_of, why_no_rule
 from per_sample_grad.layers.batch_norm import uses_batch_statistics
 
 
@@ -181,6 +181,33 @@ def refuse_hidden(
             "(as reentrant checkpoints do): call these modules outside of it (for "
             "checkpoints: use_reentrant=False), or, if the losses really do not "
             "depend on them, leave these parameters out (params=)"
+        )
+
+
+def why_outside(model: nn.Module, param: nn.Parameter) -> str:
+    """Why a use of a parameter was recorded with none of the modules that own it."""
+    for name, module in model.named_modules():
+        if any(own is param for own in module.parameters(recurse=False)):
+            reason = why_no_rule(module)
+            of = f"{type(module).__name__} {name!r}"
+            return reason or f"{of} has a rule, but this use is not its own call"
+    return "no module owns it"
+
+
+def refuse_hooked(params: Mapping[str, nn.Parameter]) -> None:
+    """Raises PerSampleError for parameters whose gradient a hook may change.
+
+    Hooks that run after a gradient was accumulated see ``.grad``, which does not change
+    here: they do not run, and are no matter.
+    """
+    hooked = [name for name, param in params.items() if param._backward_hooks]
+    if hooked:
+        raise PerSampleError(
+            f"{', '.join(hooked)} have gradient hooks (register_hook), which may "
+            "change the summed gradient, but have no meaning for each sample's: remove "
+            "the hooks (handle.remove()) while capturing, use "
+            "register_post_accumulate_grad_hook instead, or leave these parameters "
+            "out (params=)"
         )
 
 

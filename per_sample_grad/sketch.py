@@ -22,7 +22,14 @@ from per_sample_grad.contributions import (
     Dense,
     Lookup,
     Outer,
+    Windows,
+    chunks,
+    device_of,
+    dtype_of,
     matrix_shape,
+    num_rows,
+    part,
+    unfolded_elements,
 )
 
 _PRIME = 2**31 - 1
@@ -32,8 +39,8 @@ class Table:
     """Signed Fourier transforms of where each of ``count`` indices is hashed to.
 
     Attributes:
-        cosines: ``(count, F)``, ``F = k // 2 + 1``.
-        sines: ``(count, F)``.
+        cosines: ``(count, f)``: the frequencies asked for, of ``F = k // 2 + 1``.
+        sines: ``(count, f)``.
     """
 
     def __init__(
@@ -41,13 +48,14 @@ class Table:
         count: int,
         size: int,
         seed: str,
+        frequencies: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         index = torch.arange(count, device=device)
         bucket = _hash(index, f"{seed} bucket").remainder(size)
         sign = 1 - 2 * _hash(index, f"{seed} sign").remainder(2)
-        frequency = torch.arange(size // 2 + 1, device=device)
+        frequency = torch.arange(*frequencies, device=device)
         # Whole turns are taken off as integers.
         turns = (bucket.unsqueeze(1) * frequency).remainder(size)
         angles = turns.to(dtype) * (2 * math.pi / size)
@@ -70,60 +78,90 @@ def sketch(
         num_samples: B.
         size: k.
         seed: Draws the hashes, alike on every device.
-        budget: Bytes of temporaries; chunks of samples.
+        budget: Bytes of temporaries, tables included.
     """
     cosines, sines = [], []
-    for name, shape, parts in merged:
-        if not parts:
+    for name, shape, uses in merged:
+        if not uses:
             continue
-        rows, columns = matrix_shape(shape)
-        dtype, device = _like(parts[0])
-        of_rows = Table(rows, size, f"{seed} {name} rows", dtype, device)
-        of_columns = Table(columns, size, f"{seed} {name} columns", dtype, device)
-        for part in parts:
-            real, imaginary = _transform(part, shape, of_rows, of_columns, budget)
-            cosines.append(real)
-            sines.append(imaginary)
+        found = [
+            _some_frequencies(name, shape, uses, size, seed, low, high, budget)
+            for low, high in chunks(size // 2 + 1, _frequencies(shape, uses, budget))
+        ]
+        cosines.append(torch.cat([real for real, _ in found], 1))
+        sines.append(torch.cat([imaginary for _, imaginary in found], 1))
     if not cosines:
         return None
     return _inverse(_total(cosines), _total(sines), size)
 
 
+def _frequencies(
+    shape: Sequence[int], uses: Sequence[Contribution], budget: int
+) -> int:
+    """How many at a time: half of the budget is for the tables, integers first."""
+    entries = sum(matrix_shape(shape)) * (2 * dtype_of(uses[0]).itemsize + 16)
+    return max(1, budget // (2 * entries))
+
+
+def _some_frequencies(
+    name: str,
+    shape: tuple[int, ...],
+    uses: Sequence[Contribution],
+    size: int,
+    seed: int,
+    low: int,
+    high: int,
+    budget: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Frequencies ``[low, high)`` of a parameter's transforms: two of ``(N, f)``."""
+    rows, columns = matrix_shape(shape)
+    like = dtype_of(uses[0]), device_of(uses[0])
+    of_rows = Table(rows, size, f"{seed} {name} rows", (low, high), *like)
+    of_columns = Table(columns, size, f"{seed} {name} columns", (low, high), *like)
+    pairs = [_transform(use, shape, of_rows, of_columns, budget // 2) for use in uses]
+    return _total([pair[0] for pair in pairs]), _total([pair[1] for pair in pairs])
+
+
 def _transform(
-    part: Contribution,
+    use: Contribution,
     shape: Sequence[int],
     of_rows: Table,
     of_columns: Table,
     budget: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The Fourier transform of every sample's sketch: two of ``(N, F)``."""
+    """The Fourier transform of every sample's sketch: two of ``(N, f)``."""
     rows, columns = matrix_shape(shape)
     frequencies = of_rows.cosines.shape[1]
-    match part:
-        case Outer(left, right):
-            first, second = left, right
-            elements = left.shape[1] * left.shape[2] * frequencies
-        case Lookup(index, values):
-            first, second = index, values
-            elements = index.shape[1] * frequencies
-        case Dense(values):
-            first = values.reshape(len(values), rows, columns).transpose(1, 2)
-            second, elements = first, columns * frequencies
-    pieces = zip(*_split(first, second, elements, budget))
+    match use:
+        case Outer() | Windows():
+            elements = use.groups * use.positions * frequencies
+        case Lookup():
+            elements = use.positions * frequencies
+        case Dense():
+            elements = columns * frequencies
+    each = (6 * elements + unfolded_elements(use)) * dtype_of(use).itemsize
     real, imaginary = [], []
-    for piece, other in pieces:
-        a, b = _left(part, piece, of_rows)
-        c, d = _right(part, other, of_columns)
+    for start, stop in chunks(num_rows(use), max(1, budget // each)):
+        match part(use, start, stop):
+            case Outer(first, second):
+                pass
+            case Lookup(first, second):
+                pass
+            case Dense(values):
+                first = values.reshape(len(values), rows, columns).transpose(1, 2)
+                second = first
+        a, b = _left(use, first, of_rows)
+        c, d = _right(use, second, of_columns)
         real.append((a * c - b * d).flatten(1, -2).sum(1))
         imaginary.append((a * d + b * c).flatten(1, -2).sum(1))
     return torch.cat(real), torch.cat(imaginary)
 
 
 def _left(
-    part: Contribution, factor: torch.Tensor, table: Table
+    use: Contribution, factor: torch.Tensor, table: Table
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    match part:
-        case Outer(left, _):
+    match use:
+        case Outer(left) | Windows(left):
             by_group = (left.shape[1], left.shape[3])
             cosines = table.cosines.unflatten(0, by_group)
             return factor @ cosines, factor @ table.sines.unflatten(0, by_group)
@@ -137,19 +175,11 @@ def _left(
 
 
 def _right(
-    part: Contribution, factor: torch.Tensor, table: Table
+    use: Contribution, factor: torch.Tensor, table: Table
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if isinstance(part, Dense):
+    if isinstance(use, Dense):
         return table.cosines, table.sines  # (columns, F): summed over columns
     return factor @ table.cosines, factor @ table.sines
-
-
-def _split(
-    first: torch.Tensor, second: torch.Tensor, elements: int, budget: int
-) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Chunks of samples whose transforms, ``elements`` each, fit the budget."""
-    size = max(1, budget // (6 * elements * second.element_size()))
-    return first.split(size), second.split(size)
 
 
 def _inverse(cosines: torch.Tensor, sines: torch.Tensor, size: int) -> torch.Tensor:
@@ -172,14 +202,6 @@ def _hash(index: torch.Tensor, seed: str) -> torch.Tensor:
     for _ in range(4):
         value = (value * index + generator.randrange(1, _PRIME)).remainder(_PRIME)
     return value
-
-
-def _like(part: Contribution) -> tuple[torch.dtype, torch.device]:
-    match part:
-        case Outer(left, _):
-            return left.dtype, left.device
-        case Lookup(_, values) | Dense(values):
-            return values.dtype, values.device
 
 
 def _total(terms: Sequence[torch.Tensor]) -> torch.Tensor:

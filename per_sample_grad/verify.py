@@ -13,6 +13,7 @@ import dataclasses
 import inspect
 import math
 import random
+import warnings
 import weakref
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
@@ -24,6 +25,7 @@ from per_sample_grad.calls import Call, tensors_in
 from per_sample_grad.contributions import accumulation_dtype
 from per_sample_grad.errors import CouplingError
 from per_sample_grad.factors import Factors
+from per_sample_grad.products import LAZY
 
 if TYPE_CHECKING:
     from per_sample_grad.graph import Reached
@@ -41,10 +43,8 @@ _HALF_TOLERANCE = 6e-2
 _ROUNDINGS = 4
 # Of the whole gradient's size: what large inputs may explain at most.
 _LARGEST_NOISE = 0.1
-
-# Of every structure that was compared, the parameters of which nothing was learnt yet.
-_PROVEN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, frozenset[str]]]
-_PROVEN = weakref.WeakKeyDictionary()
+# Share of a use's gradients in float16 that may be subnormal without a warning.
+_UNDERFLOW = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +56,57 @@ class Comparison:
             so that nothing can be said.
         silent: Parameters that the losses depend on, but with a gradient so small that
             no error in it would have been seen: those below a head that is zero.
+        tolerance: The largest error that counts as rounding.
+        whole: The size of the whole gradient.
+        underflow: Of the gradients of activations in float16 that are not zero, the
+            largest share in one use that is too small to have all its digits.
     """
 
     errors: Mapping[str, float]
     silent: frozenset[str]
+    tolerance: float
+    whole: float
+    underflow: float = 0.0
+
+    @property
+    def wrong(self) -> dict[str, float]:
+        """Errors that are no rounding."""
+        return {n: error for n, error in self.errors.items() if error > self.tolerance}
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """What is known of one structure of one model.
+
+    Attributes:
+        silent: Parameters of which nothing was learnt yet.
+        wrong: Those whose rules were wrong here, and a fallback took their place.
+        whole: The size of the whole gradient.
+    """
+
+    silent: frozenset[str]
+    wrong: frozenset[str] = frozenset()
+    whole: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Due:
+    """What is to be compared in a capture, and when.
+
+    Attributes:
+        names: Of the parameters.
+        at_once: Before the factors are there, so that each can go at once; else after,
+            and only if any gradient arrived.
+        whole: The size of the whole gradient, where not all of it is compared.
+    """
+
+    names: frozenset[str]
+    at_once: bool = True
+    whole: float = 0.0
+
+
+_PROVEN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Proof]]
+_PROVEN = weakref.WeakKeyDictionary()
 
 
 def signature(
@@ -91,127 +138,241 @@ def signature(
     )
 
 
-def is_due(check: Check, model: nn.Module, key: Hashable) -> bool:
-    """Whether this capture is to be compared with autograd."""
-    if check == "first":
-        proven = _PROVEN.get(model, {})
-        return key not in proven or bool(proven[key])
-    return check == "always"
+def proof_of(model: nn.Module, key: Hashable) -> Proof | None:
+    """What earlier comparisons of this structure found; None without one."""
+    return _PROVEN.get(model, {}).get(key)
 
 
-def compare(
-    losses: torch.Tensor,
-    params: Mapping[str, nn.Parameter],
-    factors: Factors,
-    noises: Mapping[str, torch.Tensor],
-    retain_graph: bool,
-) -> Comparison:
-    """Relative differences from autograd by parameter; reads the device back once.
+def due(
+    check: Check, proof: Proof | None, names: Collection[str], has_fallback: bool
+) -> Due:
+    """What this capture has to compare.
+
+    A parameter whose gradient was zero proves nothing: it is compared again, as soon
+    as there is any.
+    """
+    if check == "never":
+        return Due(frozenset())
+    known = proof is not None and (has_fallback or not proof.wrong)
+    if check == "always" or proof is None or not known:
+        return Due(frozenset(names))
+    return Due(proof.silent, at_once=False, whole=proof.whole)
+
+
+def remember(
+    model: nn.Module, key: Hashable, found: Comparison, wrong: Collection[str]
+) -> None:
+    """The comparison need not be repeated, unless it said nothing of a parameter."""
+    if not any(math.isnan(error) for error in found.errors.values()):
+        proven = _PROVEN.setdefault(model, {})
+        before = proven.get(key, Proof(found.silent))
+        proven[key] = Proof(
+            found.silent & before.silent,
+            before.wrong | frozenset(wrong),
+            max(found.whole, before.whole),
+        )
+
+
+class Comparer:
+    """Compares what the factors add up to with autograd, parameter by parameter.
 
     Relative to the gradient's size, or where that is less to 1/1000 of the whole
     gradient's or to what rounding explains; large inputs explain no more than a tenth
     of the whole gradient.
     """
-    weights = _weights(losses)
-    expected = torch.autograd.grad(
-        (losses * weights).sum(),
-        list(params.values()),
-        retain_graph=retain_graph,
-        allow_unused=True,
-    )
-    actual = factors.weighted_sum(weights)
-    distances, sizes, rounding = [], [], []
-    for name, grad in zip(params, expected):
-        found = actual[name]
-        truth = (
-            torch.zeros_like(found) if grad is None else grad.detach().to(found.dtype)
+
+    def __init__(
+        self,
+        losses: torch.Tensor,
+        params: Mapping[str, nn.Parameter],
+        whole: float = 0.0,
+    ) -> None:
+        """Args:
+        losses: ``(B,)``.
+        params: Those that are compared.
+        whole: The least size of the whole gradient, of these parameters and others.
+        """
+        self.params = params
+        self._whole = whole
+        self._losses = losses
+        self._weights = _weights(losses)
+        self._expected: dict[str, torch.Tensor | None] | None = None
+        # Where autograd's gradient is not there yet.
+        self._actual: dict[str, torch.Tensor] = {}
+        self._distances: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._noise: dict[str, torch.Tensor] = {}
+        self._underflow: list[torch.Tensor] = []
+        self._used: set[str] = set()
+        self._dtypes = {losses.dtype, *(p.dtype for p in params.values())}
+
+    def of(self, names: Collection[str]) -> Comparer:
+        """Another one, for some of the parameters, that has witnessed the same."""
+        params = {name: self.params[name] for name in names}
+        other = Comparer(self._losses, params, self._whole)
+        other._noise, other._dtypes = self._noise, self._dtypes
+        return other
+
+    def expect(self, retain_graph: bool) -> None:
+        """One ordinary backward pass, of losses with random weights."""
+        gradients = torch.autograd.grad(
+            (self._losses * self._weights).sum(),
+            list(self.params.values()),
+            retain_graph=retain_graph,
+            allow_unused=True,
         )
-        distances.append((found - truth).norm())
-        sizes.append(truth.norm())
-        rounding.append(
-            noises[name].to(found.dtype) if name in noises else found.new_zeros(3)
+        self._expected = dict(zip(self.params, gradients))
+        del gradients
+        for name in list(self._actual):
+            self._distances[name] = self._distance(name, self._actual.pop(name))
+
+    def add(self, name: str, factors: Factors) -> None:
+        """Takes a parameter's factors; keeps numbers, once `expect` was called."""
+        if factors.contributions(name):
+            self._used.add(name)
+        actual = factors.weighted_sum(self._weights)[name]
+        if self._expected is None:
+            self._actual[name] = actual
+        else:
+            self._distances[name] = self._distance(name, actual)
+
+    def _distance(
+        self, name: str, actual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._expected is not None
+        truth = self._expected.pop(name)
+        if truth is None:
+            return actual.norm(), actual.new_zeros(())
+        truth = truth.detach().to(actual.dtype)
+        return actual.sub_(truth).norm(), truth.norm()
+
+    def witness(self, use: Use, names: Sequence[str], gradient: torch.Tensor) -> None:
+        """Takes the gradient of a use's output: what rounding may explain there.
+
+        The norm of the terms that are summed, times the dtype's precision: gradients
+        that cancel to nothing (a bias before a normalisation) differ by that much.
+        Three numbers: the norm of the output's gradient, that by the precision, and
+        this times the largest inputs.
+        """
+        self._dtypes.add(gradient.dtype)
+        wanted = [name for name in dict.fromkeys(names) if name in self.params]
+        if not wanted:
+            return
+        size = torch.linalg.vector_norm(
+            gradient, dtype=accumulation_dtype(gradient.dtype)
         )
-    # One transfer for all of them.
-    columns = [torch.stack(distances), torch.stack(sizes), *torch.stack(rounding, 1)]
-    distance, size, terms, *noisy = torch.stack(columns).cpu().double().unbind()
-    # The gradients that are finite are judged whatever the others are.
-    finite = torch.isfinite(size)
-    whole = float(size[finite].norm())
-    floor = max(1e-3 * whole, 1e-30)
-    tolerance = tolerance_of(losses, params, factors)
-    plain, scaled = (
-        torch.where(torch.isfinite(noise), noise, 0.0) / tolerance for noise in noisy
-    )
-    allowed = torch.maximum(plain, scaled.clamp(max=_LARGEST_NOISE * whole))
-    errors = distance / torch.maximum(size.clamp(min=floor), allowed)
-    errors[~torch.isfinite(errors)] = torch.inf
-    errors[~finite] = torch.nan
-    # What the terms are that were summed: where they are not small, but their sum is,
-    # they cancel (a bias before a normalisation), and that was seen.
-    unseen = (torch.maximum(size, terms) <= tolerance * floor).tolist()
-    silent = frozenset(
-        name
-        for name, nothing in zip(params, unseen)
-        if nothing and factors.contributions(name)
-    )
-    return Comparison(dict(zip(params, errors.tolist())), silent)
-
-
-def judge(
-    errors: Mapping[str, float],
-    losses: torch.Tensor,
-    params: Mapping[str, nn.Parameter],
-    factors: Factors,
-) -> None:
-    """Raises CouplingError where a difference is no rounding."""
-    tolerance = tolerance_of(losses, params, factors)
-    wrong = {name: error for name, error in errors.items() if error > tolerance}
-    if wrong:
-        lines = "".join(f"\n  {name}: off by {off:.2g}" for name, off in wrong.items())
-        raise CouplingError(
-            "per-sample gradients do not add up to autograd's gradient (relative "
-            f"difference, allowed {tolerance:g}):{lines}\nThe usual causes: samples "
-            "that influence each other's losses (batch statistics, losses that "
-            "compare samples, attention across the batch), a batch that is not in "
-            "dimension batch_dim of these modules, global forward hooks, a registered "
-            "rule that is wrong. Say where the batch is (batch_dim=), make the samples "
-            "independent, or leave these parameters out (params=)"
-        )
-
-
-def remember(model: nn.Module, key: Hashable, found: Comparison) -> None:
-    """The comparison need not be repeated, unless it said nothing of a parameter."""
-    if not any(math.isnan(error) for error in found.errors.values()):
-        proven = _PROVEN.setdefault(model, {})
-        proven[key] = found.silent & proven.get(key, found.silent)
-
-
-def noise(
-    uses: Sequence[Use], grads: Sequence[torch.Tensor | None], names: Mapping[int, str]
-) -> dict[str, torch.Tensor]:
-    """How far rounding alone may move each parameter's gradient, on the device.
-
-    The norm of the terms that are summed, times the dtype's precision: gradients that
-    cancel to nothing (a bias before a normalisation) differ by that much. Three
-    numbers: the norm of the output's gradient, that by the precision, and this times
-    the largest inputs.
-    """
-    found: dict[str, torch.Tensor] = {}
-    for use, grad in zip(uses, grads):
-        if grad is None:
-            continue
-        size = grad.to(accumulation_dtype(grad.dtype)).norm()
-        plain = size * (_ROUNDINGS * torch.finfo(grad.dtype).eps)
+        plain = size * (_ROUNDINGS * torch.finfo(gradient.dtype).eps)
         scaled = plain
         for value in _multiplied(use.call):
             if value.is_floating_point() and value.numel():
-                scaled = scaled * value.abs().max().clamp(min=1).to(scaled.dtype)
+                scaled = scaled * _largest(value).clamp(min=1).to(scaled.dtype)
         terms = torch.stack([size, plain, scaled])
-        for param in use.call.module.parameters():
-            name = names.get(id(param))
-            if name is not None:
-                found[name] = found[name] + terms if name in found else terms
-    return found
+        for name in wanted:
+            known = self._noise.get(name)
+            self._noise[name] = terms if known is None else known + terms
+        if gradient.dtype == torch.float16:
+            something = (gradient != 0).sum()
+            tiny = torch.finfo(torch.float16).tiny
+            small = something - (gradient.abs() >= tiny).sum()
+            self._underflow.append(small / something.clamp(min=1))
+
+    def nothing_arrived(self) -> bool:
+        """Whether all gradients that came to these parameters were exactly zero.
+
+        Reads the device back. So is then what the parameters' gradients are, whatever
+        the rules say.
+        """
+        sizes = [terms[0].float() for terms in self._noise.values()]
+        return not sizes or not bool(torch.stack(sizes).count_nonzero())
+
+    def result(self) -> Comparison:
+        """The verdict; reads the device back once."""
+        names = list(self.params)
+        pairs = [self._distances[name] for name in names]
+        nothing = pairs[0][0].new_zeros(3)
+        noise = [self._noise.get(name, nothing).to(nothing.dtype) for name in names]
+        # One transfer for all of them.
+        columns = [
+            torch.stack([distance.to(nothing.dtype) for distance, _ in pairs]),
+            torch.stack([size.to(nothing.dtype) for _, size in pairs]),
+            *torch.stack(noise, 1),
+        ]
+        most = [torch.stack(self._underflow).max()] if self._underflow else []
+        underflow = [value.to(nothing.dtype).expand(len(names)) for value in most]
+        fetched = torch.stack([*columns, *underflow]).cpu().double()
+        distance, size, terms, *noisy = fetched[:5].unbind()
+        # The gradients that are finite are judged whatever the others are.
+        finite = torch.isfinite(size)
+        whole = max(float(size[finite].norm()), self._whole)
+        floor = max(1e-3 * whole, 1e-30)
+        tolerance = self._tolerance()
+        plain, scaled = (
+            torch.where(torch.isfinite(noise), noise, 0.0) / tolerance
+            for noise in noisy
+        )
+        allowed = torch.maximum(plain, scaled.clamp(max=_LARGEST_NOISE * whole))
+        errors = distance / torch.maximum(size.clamp(min=floor), allowed)
+        errors[~torch.isfinite(errors)] = torch.inf
+        errors[~finite] = torch.nan
+        # What the terms are that were summed: where they are not small, but their sum
+        # is, they cancel (a bias before a normalisation), and that was seen.
+        unseen = (torch.maximum(size, terms) <= tolerance * floor).tolist()
+        silent = frozenset(
+            name
+            for name, nothing in zip(names, unseen)
+            if nothing and name in self._used
+        )
+        return Comparison(
+            dict(zip(names, errors.tolist())),
+            silent,
+            tolerance,
+            whole,
+            float(fetched[5][0]) if underflow else 0.0,
+        )
+
+    def _tolerance(self) -> float:
+        """The largest relative difference that counts as rounding for these dtypes."""
+        if self._dtypes - set(_TOLERANCES):
+            return _HALF_TOLERANCE
+        tolerance = max(_TOLERANCES[dtype] for dtype in self._dtypes)
+        if tolerance > 1e-4 and self._losses.device.type != "cpu":
+            return _ACCELERATOR_TOLERANCE
+        return tolerance
+
+
+def judge(found: Comparison) -> None:
+    """Raises CouplingError where a difference is no rounding."""
+    if found.wrong:
+        lines = "".join(
+            f"\n  {name}: off by {e:.2g}" for name, e in found.wrong.items()
+        )
+        raise CouplingError(
+            "per-sample gradients do not add up to autograd's gradient (relative "
+            f"difference, allowed {found.tolerance:g}):{lines}\nThe usual causes: "
+            "samples that influence each other's losses (batch statistics, losses that "
+            "compare samples, attention across the batch), a batch that is not in "
+            "dimension batch_dim of these modules, global forward hooks, a registered "
+            "rule that is wrong. Say where the batch is (batch_dim=), make the samples "
+            "independent, leave these parameters out (params=), or pass "
+            'fallback="loop", which is exact for each loss as it is'
+        )
+
+
+def warn_of_underflow(found: Comparison, scale: float) -> None:
+    """Warns where float16 loses digits of many gradients of activations."""
+    if found.underflow > _UNDERFLOW:
+        warnings.warn(
+            f"{found.underflow:.0%} of the float16 gradients of one layer's output are "
+            "so small that digits are lost, and others may have become zero: pass "
+            f"capture(scale=...), for instance {scale * 2**10:g} (now {scale:g}; the "
+            "answers are divided by it), or use bfloat16",
+            stacklevel=4,
+        )
+
+
+def _largest(value: torch.Tensor) -> torch.Tensor:
+    if value.device.type in LAZY:
+        return value.abs().max()
+    return torch.linalg.vector_norm(value, math.inf)  # without a tensor of sizes
 
 
 def _multiplied(call: Call) -> Iterator[torch.Tensor]:
@@ -235,16 +396,3 @@ def _weights(losses: torch.Tensor) -> torch.Tensor:
     while len(drawn) < len(losses):
         drawn += generator.sample(values, len(values))
     return torch.tensor(drawn[: len(losses)], dtype=losses.dtype).to(losses.device)
-
-
-def tolerance_of(
-    losses: torch.Tensor, params: Mapping[str, nn.Parameter], factors: Factors
-) -> float:
-    """The largest relative difference that counts as rounding for these dtypes."""
-    dtypes = {losses.dtype, *(p.dtype for p in params.values()), *factors.seen_dtypes}
-    if dtypes - set(_TOLERANCES):
-        return _HALF_TOLERANCE
-    tolerance = max(_TOLERANCES[dtype] for dtype in dtypes)
-    if tolerance > 1e-4 and losses.device.type != "cpu":
-        return _ACCELERATOR_TOLERANCE
-    return tolerance

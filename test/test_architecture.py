@@ -39,7 +39,7 @@ PUBLIC = {
     "per_sample_grad": {
         "Call", "Capture", "CouplingError", "Coverage", "CoverageError", "Dense",
         "Factors", "Lookup", "Outer", "ParameterCoverage", "PerSampleError", "Plan",
-        "PoolScores", "Refusal", "capture", "coverage", "cross_gram",
+        "PoolScores", "Refusal", "Windows", "capture", "coverage", "cross_gram",
         "per_sample_factors", "per_sample_grad_dot", "per_sample_grad_norms",
         "per_sample_grads", "per_sample_gram", "register_rule", "score_pool",
         "token_cross_entropy", "vectorized_grads",

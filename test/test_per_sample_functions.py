@@ -32,7 +32,10 @@ def test_coverage_names_what_is_missing_and_what_is_wrong():
     report = psg.coverage(model, fold, inputs)
     assert not report.complete
     found = report.parameters["inner.weight"]
-    assert found.problems == ("1 use(s) outside any module with a rule",)
+    assert found.problems == (
+        "1 use(s) outside any module with a rule (Linear 'inner' has a rule, but this "
+        "use is not its own call)",
+    )
     assert found.correct  # by a loop
     assert not report.parameters["inner.bias"].problems
     assert "needs a fallback" in str(report)

@@ -99,7 +99,7 @@ def test_what_no_rule_accounts_for_is_an_error(case):
 @pytest.mark.parametrize("fallback", ["loop", "batched"])
 @pytest.mark.parametrize(
     "case",
-    [c for c in UNSEEN if c.name not in ("positions-square", "pruned", "lstm")],
+    [c for c in UNSEEN if c.name not in ("pruned", "lstm")],
     ids=lambda case: case.name,
 )
 def test_and_exact_by_a_fallback(case, fallback):

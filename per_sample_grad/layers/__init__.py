@@ -17,7 +17,13 @@ from per_sample_grad.layers import (
     rms_norm,
     transposed_convolution,
 )
-from per_sample_grad.layers.registry import RULES, Rule, register_rule, rule_of
+from per_sample_grad.layers.registry import (
+    RULES,
+    Rule,
+    register_rule,
+    rule_of,
+    why_no_rule,
+)
 
 __all__ = [
     "RULES",
@@ -36,4 +42,5 @@ __all__ = [
     "rms_norm",
     "rule_of",
     "transposed_convolution",
+    "why_no_rule",
 ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
 from per_sample_grad.calls import Call
-from per_sample_grad.contributions import Contribution, Dense, Outer
-from per_sample_grad.layers.patches import padded, patches
+from per_sample_grad.contributions import Contribution, Dense, Windows
+from per_sample_grad.layers.patches import Unfolding
 from per_sample_grad.layers.registry import register_rule
 from per_sample_grad.layers.sums import over_positions, require_batched
 
@@ -21,15 +23,14 @@ def convolution(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     module, inputs = call.module, call.input
     assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
     require_batched(inputs, [2 + len(module.kernel_size)])
-    around = padded(inputs, padding_widths(module), module.padding_mode)
-    seen = patches(
-        around, module.kernel_size, module.stride, module.dilation, grad.shape[2:]
-    )
-    # (N, G, C_in / G * K, P) and (N, G, C_out / G, P), positions before features
-    right = seen.unflatten(1, (module.groups, -1)).flatten(2, 3).transpose(2, 3)
+    unfolding = Unfolding(
+        padding_widths(module), module.padding_mode, module.kernel_size,
+        module.stride, module.dilation, grad.shape[2:], module.groups,
+    )  # fmt: skip
+    # (N, G, C_out / G, P), positions before features
     left = grad.flatten(2).unflatten(1, (module.groups, -1)).transpose(2, 3)
     return {
-        "weight": Outer(left, right),
+        "weight": Windows(left, inputs, unfolding, math.prod(module.kernel_size)),
         "bias": Dense(over_positions(grad, kept=[1])),
     }
 

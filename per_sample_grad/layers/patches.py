@@ -6,6 +6,7 @@ dimensions only and copies slowly. Slices are fused by a compiler, and slow with
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -14,6 +15,35 @@ import torch.nn.functional as F
 
 # Where a strided view is an operation on the host.
 LAZY = ("xla",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unfolding:
+    """What a kernel sees, of any number of samples: `Windows.unfold`.
+
+    Attributes:
+        widths: What is added before and after each spatial dimension.
+        mode: What is added, see `padded`.
+        kernel: As for `patches`, and so are the others.
+        groups: G.
+    """
+
+    widths: Sequence[tuple[int, int]]
+    mode: str
+    kernel: Sequence[int]
+    stride: Sequence[int]
+    dilation: Sequence[int]
+    positions: Sequence[int]
+    groups: int
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        """``(n, C, *S)`` to ``(n, G, P, C / G * K)``."""
+        seen = patches(
+            padded(inputs, self.widths, self.mode),
+            self.kernel, self.stride, self.dilation, self.positions,
+        )  # fmt: skip
+        # (n, G, C / G * K, P), positions before features
+        return seen.unflatten(1, (self.groups, -1)).flatten(2, 3).transpose(2, 3)
 
 
 def padded(

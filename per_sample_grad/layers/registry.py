@@ -78,14 +78,26 @@ def register_rule(
 
 
 def rule_of(module: nn.Module) -> Rule | None:
-    """The rule for this very module, or None.
+    """The rule for this very module, or None; see `why_no_rule`."""
+    return None if why_no_rule(module) else RULES[type(module)]
 
-    None too where its ``forward`` was replaced on the instance, or a parameter by an
-    ordinary tensor (weight norm, pruning): what it then computes is unknown.
-    """
+
+def why_no_rule(module: nn.Module) -> str | None:
+    """Why what this very module computes is unknown; None if there is a rule for it."""
     attributes = vars(module)
+    kind = type(module).__name__
     if "forward" in attributes:
-        return None
-    if any(isinstance(value, torch.Tensor) for value in attributes.values()):
-        return None
-    return RULES.get(type(module))
+        return f"the forward method of this {kind} was replaced"
+    made = [name for name, v in attributes.items() if isinstance(v, torch.Tensor)]
+    if made:
+        return (
+            f"the {', '.join(made)} of this {kind} is no parameter, but a tensor that "
+            "is made of some (weight norm, pruning)"
+        )
+    if type(module) not in RULES:
+        known = [base.__name__ for base in type(module).__mro__[1:] if base in RULES]
+        inherits = (
+            f", and as a {known[0]} it may compute something else" if known else ""
+        )
+        return f"no rule is registered for {kind}{inherits}"
+    return None

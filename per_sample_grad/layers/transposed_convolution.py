@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
 from per_sample_grad.calls import Call
-from per_sample_grad.contributions import Contribution, Dense, Outer
-from per_sample_grad.layers.patches import padded, patches
+from per_sample_grad.contributions import Contribution, Dense, Windows
+from per_sample_grad.layers.patches import Unfolding
 from per_sample_grad.layers.registry import register_rule
 from per_sample_grad.layers.sums import over_positions, require_batched
 
@@ -30,13 +32,12 @@ def transposed_convolution(call: Call, grad: torch.Tensor) -> dict[str, Contribu
         before = int(module.padding[dim])
         # What lies beyond (output_padding) nothing wrote to.
         widths.append((before, max(0, reach - before - size)))
-    around = padded(grad, widths, "zeros")
-    wrote = patches(
-        around, module.kernel_size, module.stride, module.dilation, inputs.shape[2:]
-    )
-    right = wrote.unflatten(1, (module.groups, -1)).flatten(2, 3).transpose(2, 3)
+    unfolding = Unfolding(
+        widths, "zeros", module.kernel_size, module.stride, module.dilation,
+        inputs.shape[2:], module.groups,
+    )  # fmt: skip
     left = inputs.flatten(2).unflatten(1, (module.groups, -1)).transpose(2, 3)
     return {
-        "weight": Outer(left, right),
+        "weight": Windows(left, grad, unfolding, math.prod(module.kernel_size)),
         "bias": Dense(over_positions(grad, kept=[1])),
     }
