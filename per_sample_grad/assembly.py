@@ -36,6 +36,7 @@ class Assembly:
 
     Attributes:
         problems: Uses without an answer, and why, by parameter.
+        passed: Numbers in the outputs of calls that the pass has left behind.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Assembly:
         witness: Sees every gradient before its rule does.
         """
         self.problems = {name: list(why) for name, why in left_out.items()}
+        self.passed = 0
         self._uses: list[Use | None] = list(uses)
         self._names = names
         self._num_samples = num_samples
@@ -143,12 +145,14 @@ class Assembly:
         if gradient is not None:
             with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
                 self._apply(use, of_inner, gradient.detach().reshape(use.shape))
+        size = use.shape.numel()
         self._uses[number] = use = None  # what it was given is free
         with torch.no_grad():
             for name in dict.fromkeys(of_inner.values()):
                 self._missing[name] -= 1
                 if not self._missing[name] and name not in self.problems:
                     self._receive(name, merge(self._parts.pop(name, [])))
+        self.passed += size
 
     def _apply(
         self, use: Use, of_inner: Mapping[str, str], gradient: torch.Tensor

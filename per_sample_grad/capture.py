@@ -55,11 +55,13 @@ class Found:
         uses: In the order of the calls.
         problems: Why a parameter has no contributions, by parameter.
         compared: With autograd, if that was due.
+        budget: Bytes of temporaries.
     """
 
     uses: Sequence[Called]
     problems: Problems
     compared: verify.Comparison | None
+    budget: int
 
 
 class Capture:
@@ -141,7 +143,8 @@ class Capture:
         found = self.run(losses, keep, retain_graph)
         if found.compared is not None:
             verify.judge(found.compared)
-        return self._factors(losses, {name: merged[name] for name in self.params})
+        in_order = {name: merged[name] for name in self.params}
+        return self._factors(losses, in_order, found.budget)
 
     def stream(
         self,
@@ -187,7 +190,7 @@ class Capture:
             value = answer(factors)
             answers[:] = [added(answers[0], value) if answers else value]
 
-        found = self.run(losses, ask, retain_graph)
+        found = self.run(losses, ask, retain_graph, frees=not retain_graph)
         if found.compared is not None:
             verify.judge(found.compared)
         return answers[0]
@@ -201,7 +204,9 @@ class Capture:
         losses: torch.Tensor,
         receive: Callable[[str, Factors], None],
         retain_graph: bool,
+        *,
         reported: bool = False,
+        frees: bool = False,
     ) -> Found:
         """The backward pass; hands on the factors of one parameter after the other.
 
@@ -212,6 +217,8 @@ class Capture:
             retain_graph: Keep the graph.
             reported: What is missing or wrong is a report, no error, and no fallback
                 takes the place of a wrong rule; without a fallback nothing is compared.
+            frees: Whether what the pass has left behind is free: temporaries may then
+                take the place of half of it.
         """
         self._recorder.stop()
         _check_losses(losses)
@@ -243,13 +250,14 @@ class Capture:
         handed: set[str] = set()
 
         def complete(name: str, merged: list[Contribution]) -> None:
-            factors = self._factors(losses, {name: merged})
+            more = 2 * assembly.passed if frees and self._budget is None else 0
+            factors = self._factors(losses, {name: merged}, budget + more)
             if comparer is not None and name in comparer.params:
                 comparer.add(name, factors)
             handed.add(name)
             receive(name, factors)
 
-        self._budget = self._budget or _budget_beside(uses, losses)
+        budget = self._budget or _budget_beside(uses, losses)
         assembly = Assembly(
             uses,
             self._names,
@@ -265,7 +273,8 @@ class Capture:
         del uses
         self._answered = True
         # A fallback needs the graph once more, and so may a comparison.
-        again = has_fallback or not due.at_once
+        again = has_fallback or (comparer is not None and not due.at_once)
+        frees = frees and not again
         assembly.run(losses, retain_graph or again)
         problems = assembly.problems
         if problems and (has_fallback or not reported):
@@ -274,7 +283,7 @@ class Capture:
             if name not in handed and name not in problems:
                 complete(name, [])
         if comparer is None or not (due.at_once or not comparer.nothing_arrived()):
-            return Found(called, problems, None)
+            return Found(called, problems, None, budget)
         if not due.at_once:
             comparer.expect(retain_graph or has_fallback)
         compared = comparer.result()
@@ -282,12 +291,12 @@ class Capture:
             wrong = compared.wrong if has_fallback else {}
             if wrong:
                 compared = self._corrected(
-                    losses, comparer.of(wrong), compared, receive
+                    losses, comparer.of(wrong), compared, receive, budget
                 )
             verify.warn_of_underflow(compared, self._scale)
             if not compared.wrong:
                 verify.remember(self.model, key, compared, wrong)
-        return Found(called, problems, compared)
+        return Found(called, problems, compared, budget)
 
     def _corrected(
         self,
@@ -295,13 +304,14 @@ class Capture:
         comparer: verify.Comparer,
         compared: verify.Comparison,
         receive: Callable[[str, Factors], None],
+        budget: int,
     ) -> verify.Comparison:
         """With the fallback's answers in place of wrong ones."""
         fallback = FALLBACKS[self._fallback]
         assert fallback is not None
         comparer.expect(retain_graph=True)
         for name, dense in fallback(losses, comparer.params).items():
-            factors = self._factors(losses, {name: [dense]})
+            factors = self._factors(losses, {name: [dense]}, budget)
             comparer.add(name, factors)
             receive(name, factors)
         errors = {**compared.errors, **comparer.result().errors}
@@ -322,16 +332,18 @@ class Capture:
             )
 
     def _factors(
-        self, losses: torch.Tensor, merged: Mapping[str, Sequence[Contribution]]
+        self,
+        losses: torch.Tensor,
+        merged: Mapping[str, Sequence[Contribution]],
+        budget: int,
     ) -> Factors:
         """Of these parameters."""
-        assert self._budget is not None
         return Factors(
             {name: tuple(self.params[name].shape) for name in merged},
             merged,
             losses.detach(),
             method=self._method,
-            budget=self._budget,
+            budget=budget,
         )
 
     def _fall_back(
@@ -410,7 +422,7 @@ def capture(
             called, shapes), ``"always"`` or ``"never"``.
         method: Form of products: ``"auto"`` as planned, ``"factored"`` or
             ``"materialized"`` (slower, and exact where positions cancel).
-        budget: Bytes of temporary tensors; None: a sixteenth of what the modules with
+        budget: Bytes of temporary tensors; None: an eighth of what the modules with
             rules gave, at least 1 MiB on a CPU and 64 MiB elsewhere.
         scale: Losses are multiplied by it in the backward pass, and answers divided:
             against underflow in float16, as a gradient scaler does. A power of two.

@@ -19,6 +19,7 @@ from per_sample_grad.contributions import (
     Outer,
     Windows,
     dtype_of,
+    elements_for_gradients,
     matrix_shape,
     unfolded_elements,
 )
@@ -32,7 +33,7 @@ METHODS: tuple[Method, ...] = ("auto", "factored", "materialized")
 # Bytes of temporary tensors where nobody says how many: this part of what the forward
 # pass recorded, between two bounds. On a CPU chunks that fit its caches are the
 # fastest; elsewhere every chunk is a launch, or a piece of a program to compile.
-SHARE_OF_RECORDED = 16
+SHARE_OF_RECORDED = 8
 LARGEST_BUDGET = 256 * 2**20
 SMALLEST_BUDGETS = {"cpu": 2**20}
 SMALLEST_BUDGET = 64 * 2**20
@@ -140,7 +141,7 @@ def samples_of_gradients(
         return num_samples
     samples = num_samples
     itemsize = dtype_of(contributions[0]).itemsize
-    each = max(unfolded_elements(c) for c in contributions) * itemsize
+    each = max(elements_for_gradients(c) for c in contributions) * itemsize
     while samples > 1 and samples * each > budget:
         samples = -(-samples // 2)
     return samples
@@ -164,7 +165,7 @@ def _materialized(
             case Lookup():
                 flops += num_samples * c.positions * all_columns
     itemsize = dtype_of(contributions[0]).itemsize
-    unfolded = max(unfolded_elements(c) for c in contributions) / max(all_columns, 1)
+    unfolded = max(map(elements_for_gradients, contributions)) / max(all_columns, 1)
     # Of several uses, the sum so far and the sum to be.
     sums = rows * (1 if len(contributions) == 1 else 3)
 

@@ -1,28 +1,42 @@
-"""Per-sample gradients: what each way costs, as ratios to ordinary training.
+"""Per-sample gradients: what each way costs, side by side, as ratios to training.
 
     python tools/bench_per_sample.py
-    python tools/bench_per_sample.py --models cnn --batch-size 64 --repeats 20
+    python tools/bench_per_sample.py --models cnn --rounds 40 --output result.json
 
-Ways: a loop over samples, ``vmap(grad)``, Opacus (hooks and ghost norms) and TorchJD's
-engine for Gram matrices where they are installed, and this package. Every way runs in
-a process of its own, so that peak memory is its own. Times are processor times of the
-best repeat on one thread, which a busy machine disturbs least; memory is what the
-process grew by, the first call's comparison with autograd included. Both are divided
-by those of one forward and backward pass.
+A multilayer perceptron, a convolutional network and a small transformer; norms, Gram
+matrices and the gradients themselves; by a loop over samples, ``vmap(grad)``, Opacus
+(hooks, ghost norms), TorchJD's engine, and this package. Opacus and TorchJD are
+installed into a folder of their own.
+
+Every way of a model runs once in every round, in an order that changes from round to
+round, in one process on one thread. Its time in a round is divided by the ordinary
+training step's in the same round; the median of these ratios is reported, which a busy
+machine disturbs least. Times are processor times. Memory is the most that torch's
+allocator held during a step beyond what it held before, as the profiler counts it (not
+what a matrix library takes for itself), divided by that of training: forward pass,
+backward pass and the gradients. Where ways disagree about the answer, the tool fails.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import gc
+import importlib.metadata
 import json
+import os
 import platform
-import resource
+import random
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +45,9 @@ from torch.func import functional_call, grad, vmap
 
 import per_sample_grad as psg
 
-Step = Callable[[], object]
+Step = Callable[[], torch.Tensor]
 CLASSES = 10
+THEIRS = ("opacus==1.6.0", "torchjd==0.18.0", "opt_einsum==3.4.0")
 
 
 class Transformer(nn.Module):
@@ -84,10 +99,20 @@ def losses_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tenso
     return F.cross_entropy(model(x), y, reduction="none")
 
 
+def norms_of(grads: Any) -> torch.Tensor:
+    return sum(g.flatten(1).square().sum(1) for g in grads).sqrt()
+
+
+def flat(grads: Any) -> torch.Tensor:
+    return torch.cat([g.flatten(1) for g in grads], 1)
+
+
 def train(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
-    def step() -> None:
+    def step() -> torch.Tensor:
         model.zero_grad()
-        losses_of(model, x, y).mean().backward()
+        losses = losses_of(model, x, y)
+        losses.sum().backward()
+        return losses.detach()
 
     return step
 
@@ -101,42 +126,61 @@ def loop(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
     return lambda: torch.stack([norm(i) for i in range(len(x))])
 
 
-def vectorised(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
-    params = {name: value.detach() for name, value in model.named_parameters()}
-
-    def loss(params: dict, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        out = functional_call(model, params, (x.unsqueeze(0),))
-        return F.cross_entropy(out, y.unsqueeze(0))
-
-    def step() -> torch.Tensor:
-        grads = vmap(grad(loss), (None, 0, 0))(params, x, y)
-        return sum(g.flatten(1).square().sum(1) for g in grads.values()).sqrt()
+# The gradients are an answer of their own: nothing is made of them.
+def grads_loop(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
+    def step() -> list[torch.Tensor]:
+        rows = []
+        for i in range(len(x)):
+            loss = losses_of(model, x[i : i + 1], y[i : i + 1]).sum()
+            rows.append(torch.autograd.grad(loss, list(model.parameters())))
+        return [torch.stack(column) for column in zip(*rows)]
 
     return step
 
 
-def opacus(mode: str) -> Callable[..., Step]:
+def vectorised(reduce: Callable[[Any], Any]) -> Callable[..., Step]:
     def make(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
-        from opacus import grad_sample
+        params = {name: value.detach() for name, value in model.named_parameters()}
 
-        kind = {
-            "hooks": grad_sample.GradSampleModule,
-            "ghost": grad_sample.GradSampleModuleFastGradientClipping,
-        }[mode]
-        options = {"max_grad_norm": 1.0} if mode == "ghost" else {}
-        wrapped = kind(model, loss_reduction="sum", **options)
+        def loss(params: dict, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            out = functional_call(model, params, (x.unsqueeze(0),))
+            return F.cross_entropy(out, y.unsqueeze(0))
 
-        def step() -> torch.Tensor:
+        per_sample = vmap(grad(loss), (None, 0, 0))
+        return lambda: reduce(per_sample(params, x, y).values())
+
+    return make
+
+
+def opacus_hooks(reduce: Callable[[Any], Any]) -> Callable[..., Step]:
+    def make(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
+        from opacus.grad_sample import GradSampleModule
+
+        wrapped = GradSampleModule(model, loss_reduction="sum")
+
+        def step() -> Any:
             wrapped.zero_grad()
             losses_of(wrapped, x, y).sum().backward()
-            if mode == "ghost":
-                return wrapped.get_norm_sample()
-            grads = [p.grad_sample for p in wrapped.parameters()]
-            return sum(g.flatten(1).square().sum(1) for g in grads).sqrt()
+            return reduce([p.grad_sample for p in wrapped.parameters()])
 
         return step
 
     return make
+
+
+def opacus_ghost(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+
+    wrapped = GradSampleModuleFastGradientClipping(
+        model, loss_reduction="sum", max_grad_norm=1.0
+    )
+
+    def step() -> torch.Tensor:
+        wrapped.zero_grad()
+        losses_of(wrapped, x, y).sum().backward()
+        return wrapped.get_norm_sample()
+
+    return step
 
 
 def torchjd(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
@@ -146,89 +190,208 @@ def torchjd(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
     return lambda: engine.compute_gramian(losses_of(model, x, y))
 
 
-def ours(answer: Callable[[psg.Factors], object]) -> Callable[..., Step]:
+def ours(one_shot: Callable[..., Any]) -> Callable[..., Step]:
     def make(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
-        return lambda: answer(psg.per_sample_factors(model, losses_of, (x, y)))
+        return lambda: one_shot(model, losses_of, (x, y))
 
     return make
 
 
-WAYS: dict[str, tuple[str | None, Callable[..., Step]]] = {
-    "train": (None, train),
-    "norms: loop": (None, loop),
-    "norms: vmap": (None, vectorised),
-    "norms: opacus hooks": ("opacus", opacus("hooks")),
-    "norms: opacus ghost": ("opacus", opacus("ghost")),
-    "norms: per_sample_grad": (None, ours(lambda factors: factors.norms())),
-    "gram: torchjd": ("torchjd", torchjd),
-    "gram: per_sample_grad": (None, ours(lambda factors: factors.gram())),
-    "sum: per_sample_grad": (
-        None,
-        ours(lambda factors: factors.weighted_sum(torch.ones(len(factors)))),
-    ),
+def gram_of(grads: Any) -> torch.Tensor:
+    rows = flat(grads)
+    return rows @ rows.T
+
+
+WAYS: dict[str, dict[str, Callable[..., Step]]] = {
+    "norms": {
+        "loop": loop,
+        "vmap": vectorised(norms_of),
+        "Opacus hooks": opacus_hooks(norms_of),
+        "Opacus ghost": opacus_ghost,
+        "per_sample_grad": ours(psg.per_sample_grad_norms),
+    },
+    "gram": {
+        "vmap": vectorised(gram_of),
+        "Opacus hooks": opacus_hooks(gram_of),
+        "TorchJD": torchjd,
+        "per_sample_grad": ours(psg.per_sample_gram),
+    },
+    "gradients": {
+        "loop": grads_loop,
+        "vmap": vectorised(list),
+        "Opacus hooks": opacus_hooks(list),
+        "per_sample_grad": ours(lambda *a: list(psg.per_sample_grads(*a).values())),
+    },
 }
+GOALS = {"norms: time": 1.5, "time to the fastest other": 1.05, "memory": 1.2}
 
 
-def measure(model: str, way: str, batch: int, repeats: int) -> dict[str, float]:
-    """Milliseconds of processor time and MiB of growth, in this very process."""
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
+def peak_memory(step: Step) -> int:
+    """Bytes by which what torch's allocator held grew at most during a step.
+
+    From its least: a step may begin with throwing away the last one's gradients.
+    """
+    gc.collect()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as found:
+        result = step()
+    del result
+    events = found.profiler.kineto_results.events()
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    held = least = most = 0
+    for _, change in sorted(changes, key=lambda pair: pair[0]):
+        held += change
+        least = min(least, held)
+        most = max(most, held - least)
+    return most
+
+
+def check(steps: dict[tuple[str, str], Step]) -> None:
+    """Fails unless all ways give one answer."""
+    answers: dict[str, torch.Tensor] = {}
+    for (quantity, way), step in steps.items():
+        found = step()
+        found = flat(found) if isinstance(found, list) else found.detach()
+        expected = answers.setdefault(quantity, found)
+        off = float((found - expected).norm() / expected.norm())
+        if off > 1e-4:
+            raise RuntimeError(f"{quantity} by {way}: off by {off:.1e}")
+
+
+def measure(name: str, batch: int, rounds: int) -> dict[str, Any]:
+    """Ratios to training of every way, and milliseconds and MiB of training."""
+    build, draw = MODELS[name]
     torch.manual_seed(0)
-    build, draw = MODELS[model]
-    network, x, y = build(), draw(batch), torch.randint(0, CLASSES, (batch,))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    step = WAYS[way][1](network, x, y)
+    origin = build()
+    state, x, y = origin.state_dict(), draw(batch), torch.randint(0, CLASSES, (batch,))
+
+    def made(make: Callable[..., Step]) -> Step:
+        model = build()  # some ways change the model that they are given
+        model.load_state_dict(state)
+        return make(model, x, y)
+
+    steps = {
+        (quantity, way): made(make)
+        for quantity, ways in WAYS.items()
+        for way, make in ways.items()
+    }
+    check(steps)
+    training = made(train)
+    training()
+    peaks = {key: peak_memory(step) for key, step in steps.items()}
+    first = {
+        ("norms", "first call"): peak_memory(made(ours(psg.per_sample_grad_norms))),
+    }
+    base = peak_memory(training)
+    gradients = sum(p.numel() * 4 for p in origin.parameters())
+    times: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
+    plain: list[float] = []
+    generator = random.Random(0)
+    for _ in range(rounds):
+        turn = [*steps]
+        generator.shuffle(turn)
+        before = timed(training)
+        found = {key: timed(steps[key]) for key in turn}
+        own = (before + timed(training)) / 2
+        plain.append(own)
+        for key, value in found.items():
+            times[key].append(value / own)
+    rows = {
+        f"{quantity}: {way}": {
+            "time": statistics.median(times[quantity, way]),
+            "memory": peaks[quantity, way] / base,
+        }
+        for quantity, way in steps
+    }
+    return {
+        "training": {
+            "ms": 1e3 * statistics.median(plain),
+            "MiB": base / 2**20,
+            "gradients MiB": gradients / 2**20,
+        },
+        "ways": rows,
+        "norms, the first call: memory": first["norms", "first call"] / base,
+        "goals": judged(rows),
+    }
+
+
+def timed(step: Step) -> float:
+    begin = time.process_time()
     step()
-    step()
-    times = []
-    for _ in range(repeats):
-        begin = time.process_time()
-        step()
-        times.append(time.process_time() - begin)
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"ms": 1e3 * min(times), "mib": (after - before) / 1024}
+    return time.process_time() - begin
+
+
+def judged(rows: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """What the goals are about, and whether they are met."""
+    found: dict[str, Any] = {}
+    for quantity in WAYS:
+        own = rows[f"{quantity}: per_sample_grad"]
+        others = {
+            way: rows[f"{quantity}: {way}"]["time"]
+            for way in WAYS[quantity]
+            if way != "per_sample_grad"
+        }
+        fastest = min(others, key=lambda way: others[way])
+        ratio = own["time"] / others[fastest]
+        found[quantity] = {
+            "fastest other": fastest,
+            "time to the fastest other": ratio,
+            "met": ratio <= GOALS["time to the fastest other"],
+        }
+    norms = rows["norms: per_sample_grad"]
+    found["norms"]["time"] = norms["time"]
+    found["norms"]["met"] &= norms["time"] <= GOALS["norms: time"]
+    for quantity in ("norms", "gram"):
+        memory = rows[f"{quantity}: per_sample_grad"]["memory"]
+        found[quantity]["memory"] = memory
+        found[quantity]["met"] &= memory <= GOALS["memory"]
+    return found
+
+
+def install(folder: str) -> None:
+    """The others, beside the environment."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    command += ["--disable-pip-version-check", "--target", folder]
+    subprocess.run([*command, *THEIRS], check=True)
+    sys.path.append(folder)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--json", help="write all numbers here")
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--output", help="write all numbers here, as JSON")
     options = parser.parse_args()
-    if options.one:
-        found = measure(*options.one, options.batch_size, options.repeats)
-        print(json.dumps(found))
-        return
-    sizes = ["--batch-size", str(options.batch_size), "--repeats", str(options.repeats)]
-    result: dict[str, object] = {
-        "torch": torch.__version__, "machine": platform.machine(),
-        "batch_size": options.batch_size,
-    }  # fmt: skip
-    for model in options.models:
-        rows: dict[str, dict[str, float]] = {}
-        print(f"{model}: time and memory of ordinary training = 1")
-        for way, (needs, _) in WAYS.items():
-            if needs is not None and importlib.util.find_spec(needs) is None:
-                print(f"  {way:<24} {needs} is not installed")
-                continue
-            command = [sys.executable, __file__, "--one", model, way, *sizes]
-            run = subprocess.run(command, capture_output=True, text=True)
-            if run.returncode:
-                print(f"  {way:<24} failed: {run.stderr.strip().splitlines()[-1]}")
-                continue
-            rows[way] = json.loads(run.stdout)
-            time_ratio = rows[way]["ms"] / rows["train"]["ms"]
-            memory = rows[way]["mib"] / max(rows["train"]["mib"], 1e-9)
-            print(
-                f"  {way:<24} {time_ratio:7.2f} x {memory:7.2f} x   "
-                f"({rows[way]['ms']:.1f} ms, {rows[way]['mib']:.0f} MiB)"
-            )
-        result[model] = rows
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=1)
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        install(folder)
+        result: dict[str, Any] = {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            **{
+                name: importlib.metadata.version(name) for name in ("opacus", "torchjd")
+            },
+            "machine": platform.machine(),
+            "batch_size": options.batch_size,
+            "rounds": options.rounds,
+            "goals": GOALS,
+            "models": {},
+        }
+        for name in options.models:
+            found = measure(name, options.batch_size, options.rounds)
+            result["models"][name] = found
+            print(f"{name}: training {json.dumps(found['training'])} = 1")
+            for way, row in found["ways"].items():
+                print(f"  {way:<28} {row['time']:7.2f} x {row['memory']:7.2f} x memory")
+            for quantity, goal in found["goals"].items():
+                print(f"  {quantity}: {json.dumps(goal)}")
+            first = found["norms, the first call: memory"]
+            print(f"  norms, the first call: {first:.2f} x memory", flush=True)
+    if options.output:
+        text = json.dumps(result, indent=1) + "\n"
+        Path(options.output).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

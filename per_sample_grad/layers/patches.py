@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+
+from per_sample_grad.contributions import Windows
 
 # Where a strided view is an operation on the host.
 LAZY = ("xla",)
@@ -44,6 +47,54 @@ class Unfolding:
         )  # fmt: skip
         # (n, G, C / G * K, P), positions before features
         return seen.unflatten(1, (self.groups, -1)).flatten(2, 3).transpose(2, 3)
+
+    def is_slower(self, left: torch.Tensor, source: torch.Tensor) -> bool:
+        """Whether `gradients` is faster than unfolding and multiplying.
+
+        As measured on a CPU, where one convolution of the whole batch, a group for
+        each sample, is: of many positions, and of channels that fill its registers.
+        """
+        channels = source.shape[1] // self.groups
+        return (
+            left.device.type == "cpu"
+            and left.dtype == source.dtype == torch.float32
+            and math.prod(self.kernel) > 1
+            and math.prod(self.positions) >= 64
+            and channels % 8 == 0
+            and channels * left.shape[3] <= 64 * math.prod(self.positions)
+        )
+
+    def gradients(self, left: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """Of n samples, from left factors and sources: ``(n, r, C / G * K)``.
+
+        The gradient of a convolution with a group for each group of each sample.
+        """
+        n, groups, _, width = left.shape
+        channels = source.shape[1] // groups
+        outer = padded(source, self.widths, self.mode)
+        for dim, (size, stride) in enumerate(zip(self.kernel, self.stride)):
+            reach = self.dilation[dim] * (size - 1) + 1
+            reach += (self.positions[dim] - 1) * stride
+            outer = outer.narrow(2 + dim, 0, reach)
+        weight = left.new_empty(()).expand(n * groups * width, channels, *self.kernel)
+        _, found, _ = torch.ops.aten.convolution_backward(
+            left.transpose(2, 3).reshape(1, n * groups * width, *self.positions),
+            outer.reshape(1, n * groups * channels, *outer.shape[2:]),
+            weight, None, self.stride, [0] * len(self.kernel), self.dilation,
+            False, [0] * len(self.kernel), n * groups, [False, True, False],
+        )  # fmt: skip
+        return found.reshape(n, groups * width, -1)
+
+
+def windows(left: torch.Tensor, source: torch.Tensor, unfolding: Unfolding) -> Windows:
+    """What a convolution contributes: ``left`` ``(N, G, P, p)`` of ``(N, C, *S)``."""
+    return Windows(
+        left,
+        source,
+        unfolding,
+        math.prod(unfolding.kernel),
+        direct=unfolding.gradients if unfolding.is_slower(left, source) else None,
+    )
 
 
 def padded(

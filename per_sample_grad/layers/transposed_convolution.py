@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import nn
 
 from per_sample_grad.calls import Call
-from per_sample_grad.contributions import Contribution, Dense, Windows
-from per_sample_grad.layers.patches import Unfolding
+from per_sample_grad.contributions import Contribution, Dense
+from per_sample_grad.layers.patches import Unfolding, windows
 from per_sample_grad.layers.registry import register_rule
 from per_sample_grad.layers.sums import over_positions, require_batched
 
@@ -38,6 +36,6 @@ def transposed_convolution(call: Call, grad: torch.Tensor) -> dict[str, Contribu
     )  # fmt: skip
     left = inputs.flatten(2).unflatten(1, (module.groups, -1)).transpose(2, 3)
     return {
-        "weight": Windows(left, grad, unfolding, math.prod(module.kernel_size)),
+        "weight": windows(left, grad, unfolding),
         "bias": Dense(over_positions(grad, kept=[1])),
     }
