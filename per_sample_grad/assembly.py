@@ -86,16 +86,14 @@ class Assembly:
         if not self._uses:
             return
         nodes = [use.region.output.node for use in self._uses if use is not None]
-        lowest = graph.lowest(losses.grad_fn, nodes)
+        lowest, passed = graph.lowest(losses.grad_fn, nodes)
         ends = [number for number, node in enumerate(nodes) if node in lowest]
-        seen = set(ends)
         handles = []
 
         def seen_at(number: int) -> Callable[..., None]:
             def look(gradients: tuple[torch.Tensor | None, ...]) -> None:
                 use = self._uses[number]
                 assert use is not None
-                seen.add(number)
                 self._reach(number, gradients[use.region.output.output_nr])
 
             return look
@@ -103,9 +101,11 @@ class Assembly:
         edges = [self._edge(number) for number in ends]
         try:
             for number, node in enumerate(nodes):
-                if number not in seen:
+                if node in passed:
                     handles.append(node.register_prehook(seen_at(number)))
-            del nodes
+                elif node not in lowest:
+                    self._reach(number, None)
+            del node, nodes, lowest, passed
             gradients = torch.autograd.grad(
                 losses.sum() * self._scale if self._scale != 1 else losses.sum(),
                 edges,

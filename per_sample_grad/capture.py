@@ -244,7 +244,9 @@ class Capture:
         comparer = None
         if due.names and (has_fallback or not reported):
             chosen = {n: param for n, param in self.params.items() if n in due.names}
-            comparer = verify.Comparer(losses, chosen, due.whole)
+            comparer = verify.Comparer(
+                losses, chosen, whole=due.whole, scale=self._scale
+            )
             if due.at_once:
                 comparer.expect(retain_graph=True)
         handed: set[str] = set()
@@ -293,7 +295,7 @@ class Capture:
                 compared = self._corrected(
                     losses, comparer.of(wrong), compared, receive, budget
                 )
-            verify.warn_of_underflow(compared, self._scale)
+            verify.warn_of_underflow(compared)
             if not compared.wrong:
                 verify.remember(self.model, key, compared, wrong)
         return Found(called, problems, compared, budget)

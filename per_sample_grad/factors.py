@@ -20,6 +20,7 @@ from per_sample_grad.plan import (
     samples_of_gradients,
 )
 from per_sample_grad.sketch import sketch
+from xla_replica import full_matmul_precision
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -107,7 +108,7 @@ class Factors:
 
     @_in_full_precision
     def gram(self) -> torch.Tensor:
-        """``⟨g_i, g_j⟩``: ``(B, B)``, symmetric."""
+        """``⟨g_i, g_j⟩``: ``(B, B)``, symmetric; products in full float32."""
         terms = [self._gram(name, self) for name in self.shapes]
         total = self._sum(terms, (len(self), len(self)))
         return (total + total.T) / 2
@@ -223,6 +224,10 @@ class Factors:
         return products.squared_norms(parts, choice.samples)
 
     def _gram(self, name: str, other: Factors) -> torch.Tensor:
+        with full_matmul_precision(self.losses.device):
+            return self._gram_of(name, other)
+
+    def _gram_of(self, name: str, other: Factors) -> torch.Tensor:
         left = self._merged[name]
         right = left if other is self else other._merged[name]
         if not left or not right:

@@ -142,11 +142,12 @@ def walk(
     return Reached(frozenset(reached), outside, structure, custom)
 
 
-def lowest(root: Node | None, nodes: Collection[Node]) -> set[Node]:
-    """Those of the nodes from which none of the others can be reached.
+def lowest(root: Node | None, nodes: Collection[Node]) -> tuple[set[Node], set[Node]]:
+    """Those of the nodes from which none of the others can be reached; and the rest.
 
     Through the whole graph, as a backward pass goes: what it must reach, so that it
-    comes by all of them.
+    comes by the rest. What it cannot reach (a module takes no gradient of an input) is
+    in neither set.
     """
     wanted = set(nodes)
     # Whether a wanted node is at this one or below.
@@ -167,7 +168,7 @@ def lowest(root: Node | None, nodes: Collection[Node]) -> set[Node]:
         if node in wanted and not below:
             found.add(node)
         above[node] = below or node in wanted
-    return found
+    return found, {node for node in wanted if node in above} - found
 
 
 def _mentions(

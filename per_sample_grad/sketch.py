@@ -4,9 +4,10 @@ Rows and columns of a parameter are hashed to ``[0, k)`` with random signs, and 
 goes where the sum of the two hashes modulo k says (Pham and Pagh, KDD 2013): the count
 sketch of an outer product is then the circular convolution of the factors' count
 sketches, so it costs ``T (p + q) k`` and no gradient is formed. Convolutions are
-products of Fourier transforms; those are matrix products here, since a lazy backend
-runs an FFT on the host. Inner products of sketches are those of the gradients in
-expectation over seeds; a gradient of rank one has the most variance.
+products of Fourier transforms; those of factors are matrix products here, and on a lazy
+backend, which runs an FFT on the host, so is the one back. Inner products of sketches
+are those of the gradients in expectation over seeds; a gradient of rank one has the
+most variance.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from per_sample_grad.contributions import (
     part,
     unfolded_elements,
 )
+from per_sample_grad.products import LAZY
 
 _PRIME = 2**31 - 1
 
@@ -92,7 +94,7 @@ def sketch(
         sines.append(torch.cat([imaginary for _, imaginary in found], 1))
     if not cosines:
         return None
-    return _inverse(_total(cosines), _total(sines), size)
+    return _inverse(_total(cosines), _total(sines), size, budget)
 
 
 def _frequencies(
@@ -182,17 +184,27 @@ def _right(
     return factor @ table.cosines, factor @ table.sines
 
 
-def _inverse(cosines: torch.Tensor, sines: torch.Tensor, size: int) -> torch.Tensor:
+def _inverse(
+    cosines: torch.Tensor, sines: torch.Tensor, size: int, budget: int
+) -> torch.Tensor:
     """From ``(N, F)`` sums of cosines and sines to the real ``(N, k)``."""
     device, dtype = cosines.device, cosines.dtype
-    frequency = torch.arange(cosines.shape[1], device=device)
+    if device.type not in LAZY:
+        return torch.fft.irfft(torch.complex(cosines, -sines), size)
     position = torch.arange(size, device=device)
-    turns = (frequency.unsqueeze(1) * position).remainder(size)
-    angles = turns.to(dtype) * (2 * math.pi / size)
-    # Every frequency but 0 and k / 2 stands for its mirror image too.
-    alone = (2 * frequency).remainder(size) == 0
-    weight = (2 - alone.to(dtype)).unsqueeze(1) / size
-    return cosines @ (weight * angles.cos()) + sines @ (weight * angles.sin())
+    # Integers, angles, and the two functions of them.
+    each = size * (16 + 3 * dtype.itemsize)
+    terms = []
+    for low, high in chunks(cosines.shape[1], max(1, budget // each)):
+        frequency = torch.arange(low, high, device=device)
+        turns = (frequency.unsqueeze(1) * position).remainder(size)
+        angles = turns.to(dtype) * (2 * math.pi / size)
+        # Every frequency but 0 and k / 2 stands for its mirror image too.
+        alone = (2 * frequency).remainder(size) == 0
+        weight = (2 - alone.to(dtype)).unsqueeze(1) / size
+        terms.append(cosines[:, low:high] @ (weight * angles.cos()))
+        terms.append(sines[:, low:high] @ (weight * angles.sin()))
+    return _total(terms)
 
 
 def _hash(index: torch.Tensor, seed: str) -> torch.Tensor:

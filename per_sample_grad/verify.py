@@ -23,7 +23,7 @@ from torch import nn
 
 from per_sample_grad.calls import Call, tensors_in
 from per_sample_grad.contributions import accumulation_dtype
-from per_sample_grad.errors import CouplingError
+from per_sample_grad.errors import CouplingError, PerSampleError
 from per_sample_grad.factors import Factors
 from per_sample_grad.products import LAZY
 
@@ -185,14 +185,18 @@ class Comparer:
         self,
         losses: torch.Tensor,
         params: Mapping[str, nn.Parameter],
+        *,
         whole: float = 0.0,
+        scale: float = 1.0,
     ) -> None:
         """Args:
         losses: ``(B,)``.
         params: Those that are compared.
         whole: The least size of the whole gradient, of these parameters and others.
+        scale: What losses are multiplied by in every backward pass.
         """
         self.params = params
+        self._scale = scale
         self._whole = whole
         self._losses = losses
         self._weights = _weights(losses)
@@ -208,14 +212,14 @@ class Comparer:
     def of(self, names: Collection[str]) -> Comparer:
         """Another one, for some of the parameters, that has witnessed the same."""
         params = {name: self.params[name] for name in names}
-        other = Comparer(self._losses, params, self._whole)
+        other = Comparer(self._losses, params, whole=self._whole, scale=self._scale)
         other._noise, other._dtypes = self._noise, self._dtypes
         return other
 
     def expect(self, retain_graph: bool) -> None:
         """One ordinary backward pass, of losses with random weights."""
         gradients = torch.autograd.grad(
-            (self._losses * self._weights).sum(),
+            (self._losses * self._weights).sum() * self._scale,
             list(self.params.values()),
             retain_graph=retain_graph,
             allow_unused=True,
@@ -242,7 +246,7 @@ class Comparer:
         truth = self._expected.pop(name)
         if truth is None:
             return actual.norm(), actual.new_zeros(())
-        truth = truth.detach().to(actual.dtype)
+        truth = truth.detach().to(actual.dtype) / self._scale
         return actual.sub_(truth).norm(), truth.norm()
 
     def witness(self, use: Use, names: Sequence[str], gradient: torch.Tensor) -> None:
@@ -265,7 +269,7 @@ class Comparer:
         for value in _multiplied(use.call):
             if value.is_floating_point() and value.numel():
                 scaled = scaled * _largest(value).clamp(min=1).to(scaled.dtype)
-        terms = torch.stack([size, plain, scaled])
+        terms = torch.stack([size, plain, scaled]) / self._scale
         for name in wanted:
             known = self._noise.get(name)
             self._noise[name] = terms if known is None else known + terms
@@ -340,7 +344,16 @@ class Comparer:
 
 
 def judge(found: Comparison) -> None:
-    """Raises CouplingError where a difference is no rounding."""
+    """Raises an error where a difference is no rounding.
+
+    Raises:
+        CouplingError: Rules are wrong here.
+        PerSampleError: Or float16 cannot tell.
+    """
+    if found.wrong and found.underflow > _UNDERFLOW:
+        raise PerSampleError(
+            f"the gradients of {', '.join(found.wrong)} are lost: {_underflow(found)}"
+        )
     if found.wrong:
         lines = "".join(
             f"\n  {name}: off by {e:.2g}" for name, e in found.wrong.items()
@@ -357,16 +370,19 @@ def judge(found: Comparison) -> None:
         )
 
 
-def warn_of_underflow(found: Comparison, scale: float) -> None:
+def warn_of_underflow(found: Comparison) -> None:
     """Warns where float16 loses digits of many gradients of activations."""
-    if found.underflow > _UNDERFLOW:
-        warnings.warn(
-            f"{found.underflow:.0%} of the float16 gradients of one layer's output are "
-            "so small that digits are lost, and others may have become zero: pass "
-            f"capture(scale=...), for instance {scale * 2**10:g} (now {scale:g}; the "
-            "answers are divided by it), or use bfloat16",
-            stacklevel=4,
-        )
+    if found.underflow > _UNDERFLOW and not found.wrong:
+        warnings.warn(_underflow(found), stacklevel=4)
+
+
+def _underflow(found: Comparison) -> str:
+    return (
+        f"{found.underflow:.0%} of the float16 gradients of one layer's output are so "
+        "small that digits are lost, and others may have become zero. Pass "
+        "scale=2.0**10, or a larger power of two (losses are multiplied by it in the "
+        "backward pass, and answers divided), or use bfloat16"
+    )
 
 
 def _largest(value: torch.Tensor) -> torch.Tensor:

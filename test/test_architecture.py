@@ -65,7 +65,8 @@ PUBLIC = {
     "xla_replica": {
         "DEVICES", "Counts", "DeviceLoader", "LocalReplica", "Replica", "ReplicaError",
         "StopRequest", "Stopped", "catch_signals", "count", "current",
-        "default_num_replicas", "launch", "request_stop", "seeded", "stop_requested",
+        "default_num_replicas", "full_matmul_precision", "launch", "request_stop",
+        "seeded", "stop_requested",
     },
 }  # fmt: skip
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import types
 
 import pytest
 import torch
 from support.per_sample import Case, error, flat, fold, oracle
-from support.per_sample_cases import Apply
+from support.per_sample_cases import CASES, Apply
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 import per_sample_grad as psg
+from per_sample_grad.layers import RULES
+
+HALF = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
+NO_HALF: list[str] = []
 
 
 class Raw(nn.Module):
@@ -113,6 +118,80 @@ def test_and_exact_by_a_fallback(case, fallback):
     grads = flat(truth)
     assert error(factors.gram(), grads @ grads.T) <= 1e-10
     assert error(factors.norms(), grads.norm(dim=1)) <= 1e-10
+
+
+@pytest.mark.parametrize("rows", [3, 6])
+def test_a_wrong_rule_is_replaced_by_the_fallback_and_remembered(rows, monkeypatch):
+    """Positions, as many as samples or a multiple, look like rows of samples."""
+    model, inputs = BY_NAME["positions-square"].make(torch.float64)
+    model.embed, inputs = nn.Embedding(rows, 3).double(), (torch.randn(3, rows, 3),)
+    inputs = (inputs[0].double(),)
+    truth = oracle(Case("", Positions, ()), model, inputs)
+    for repeated in (False, True):
+        if repeated:  # and it costs no comparison
+            monkeypatch.setattr(psg.verify.Comparer, "expect", None)
+        with psg.capture(model, fallback="loop") as recorded:
+            losses = fold(model, *inputs)
+        for name, values in recorded.backward(losses).materialize().items():
+            assert error(values, truth[name]) <= 1e-10
+    monkeypatch.undo()
+    with psg.capture(model) as recorded:
+        losses = fold(model, *inputs)
+    with pytest.raises(psg.CouplingError, match=r"embed\.weight: off by"):
+        recorded.backward(losses)
+    report = psg.coverage(model, fold, inputs)
+    assert not report.parameters["embed.weight"].correct
+
+
+def test_a_fallback_in_a_stream():
+    case = BY_NAME["raw-parameter"]
+    model, inputs = case.make(torch.float64)
+    truth = oracle(case, model, inputs)
+    norms = psg.per_sample_grad_norms(model, fold, inputs, fallback="loop")
+    assert error(norms, flat(truth).norm(dim=1)) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("lstm", "no rule is registered for LSTM"),
+        ("raw-parameter", "no rule is registered for Raw"),
+        ("patched-forward", "the forward method of this Linear was replaced"),
+        ("pruned", "the weight of this Linear is no parameter, but a tensor"),
+        ("functional-use", "Linear 'inner' has a rule, but this use is not its own"),
+        ("weight-norm", "no rule is registered for"),
+        ("subclass", "for Doubling, and as a Linear it may compute something else"),
+    ],
+)
+def test_errors_say_why_there_is_no_rule(name, reason):
+    RULES.pop(Doubling, None)
+    subclass = Case("subclass", lambda: nn.Sequential(Doubling(3, 2)), (3,))
+    model, inputs = {**BY_NAME, "subclass": subclass}[name].make(torch.float32)
+    with psg.capture(model) as recorded:
+        losses = fold(model, *inputs)
+    with pytest.raises(psg.CoverageError, match=reason):
+        recorded.backward(losses)
+
+
+def test_gradient_hooks_on_parameters_are_refused():
+    """They change the sum's gradient, by who knows what for each sample."""
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    with psg.capture(model) as recorded:
+        losses = model(x).square().sum(1)
+        handle = model.weight.register_hook(lambda grad: 2 * grad)
+    with pytest.raises(psg.PerSampleError, match="weight have gradient hooks"):
+        recorded.backward(losses)
+    with pytest.raises(psg.PerSampleError, match="weight have gradient hooks"):
+        psg.capture(model)
+    psg.capture(model, ["bias"])
+    handle.remove()
+    # Those that see `.grad` do not run: it does not change.
+    ran = []
+    model.weight.register_post_accumulate_grad_hook(ran.append)
+    with psg.capture(model) as recorded:
+        losses = model(x).square().sum(1)
+    recorded.backward(losses)
+    assert not ran
 
 
 def test_a_recurrent_network_by_a_loop():
@@ -345,3 +424,47 @@ def test_autocast():
             factors = recorded.backward(losses)
             assert error(factors.norms(), truth.norm(dim=1)) <= 2e-2
         assert error(factors.gram(), truth @ truth.T) <= 4e-2
+
+
+@pytest.mark.parametrize("size", [1e-7, 1e-5])
+def test_float16_that_underflows_is_told_and_can_be_scaled(size):
+    """Losses in float32, activations in float16, whose least number is 6e-8."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)).half()
+    x = torch.randn(4, 16).half()
+
+    def losses_of(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return size * m(x).float().square().sum(1)
+
+    wide = copy.deepcopy(model).float()
+    truth = psg.per_sample_grad_norms(wide, losses_of, (x.float(),)).double()
+    if size < 1e-6:
+        with pytest.raises(psg.PerSampleError, match=r"are lost: .*scale="):
+            psg.per_sample_grad_norms(model, losses_of, (x,))
+    else:
+        with pytest.warns(UserWarning, match=r"digits are lost.*scale="):
+            psg.per_sample_grad_norms(model, losses_of, (x,))
+    for _ in range(2):
+        found = psg.per_sample_grad_norms(model, losses_of, (x,), scale=2.0**20)
+        assert error(found, truth) <= 5e-3
+    with pytest.raises(ValueError, match="power of 2"):
+        psg.capture(model, scale=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.name not in NO_HALF], ids=lambda case: case.name
+)
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even")
+def test_every_layer_in_half_precision(case, dtype):
+    """Answers of the same model in float64, as far as the dtype reaches."""
+    model, inputs = case.make(dtype)
+    truth = oracle(case, model, inputs)
+    with psg.capture(model, **case.options) as recorded:
+        losses = case.loss(model, *inputs)
+    factors = recorded.backward(losses)
+    grads, tolerance = flat(truth), HALF[dtype]
+    assert error(flat(factors.materialize()), grads) <= tolerance
+    assert error(factors.norms(), grads.norm(dim=1)) <= tolerance
+    assert error(factors.gram(), grads @ grads.T) <= 2 * tolerance
+    assert factors.norms().dtype == torch.float32

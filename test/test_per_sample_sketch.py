@@ -82,3 +82,14 @@ def test_flat_gradients_and_sketches_have_the_same_samples():
     factors = psg.per_sample_factors(model, fold, (x,))
     assert factors.sketch(5).shape == (4, 5)
     assert flat(factors.materialize()).shape == (4, 8)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 8])
+@pytest.mark.parametrize("budget", [1, 2**20])
+def test_a_lazy_device_goes_back_by_products(monkeypatch, size, budget):
+    """What XLA runs, here."""
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    factors = psg.per_sample_factors(model, fold, (x,), budget=budget)
+    expected = factors.sketch(size)
+    monkeypatch.setattr("per_sample_grad.sketch.LAZY", ("cpu",))
+    torch.testing.assert_close(factors.sketch(size), expected)

@@ -9,6 +9,7 @@ from xla_replica.current import current
 from xla_replica.errors import ReplicaError, Stopped
 from xla_replica.launch import DEVICES, default_num_replicas, launch
 from xla_replica.loader import DeviceLoader
+from xla_replica.precision import full_matmul_precision
 from xla_replica.replica import LocalReplica, Replica
 from xla_replica.seeding import seeded
 from xla_replica.stopping import (
@@ -31,6 +32,7 @@ __all__ = [
     "count",
     "current",
     "default_num_replicas",
+    "full_matmul_precision",
     "launch",
     "request_stop",
     "seeded",
