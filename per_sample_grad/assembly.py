@@ -25,8 +25,9 @@ from per_sample_grad.recording import Use
 
 # Why parameters have no contributions, by name.
 Problems = dict[str, list[str]]
-# Takes the contributions of all uses of a parameter: the name, and merged ones.
-Receiver = Callable[[str, list[Contribution]], None]
+# Takes the contributions of all uses of a parameter: the name, merged ones, and how
+# many numbers were in the outputs of the calls that the pass has left behind.
+Receiver = Callable[[str, list[Contribution], int], None]
 # Sees the gradient of a call's output.
 Witness = Callable[[Use, Sequence[str], torch.Tensor], None]
 
@@ -36,7 +37,6 @@ class Assembly:
 
     Attributes:
         problems: Uses without an answer, and why, by parameter.
-        passed: Numbers in the outputs of calls that the pass has left behind.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Assembly:
         witness: Sees every gradient before its rule does.
         """
         self.problems = {name: list(why) for name, why in left_out.items()}
-        self.passed = 0
+        self._passed = 0
         self._uses: list[Use | None] = list(uses)
         self._names = names
         self._num_samples = num_samples
@@ -151,8 +151,9 @@ class Assembly:
             for name in dict.fromkeys(of_inner.values()):
                 self._missing[name] -= 1
                 if not self._missing[name] and name not in self.problems:
-                    self._receive(name, merge(self._parts.pop(name, [])))
-        self.passed += size
+                    merged = merge(self._parts.pop(name, []))
+                    self._receive(name, merged, self._passed)
+        self._passed += size
 
     def _apply(
         self, use: Use, of_inner: Mapping[str, str], gradient: torch.Tensor

@@ -13,7 +13,7 @@ from torch import nn
 
 from per_sample_grad import graph, verify
 from per_sample_grad.answers import added
-from per_sample_grad.assembly import Assembly, Problems
+from per_sample_grad.assembly import Assembly, Problems, Receiver
 from per_sample_grad.contributions import Contribution
 from per_sample_grad.errors import CoverageError
 from per_sample_grad.factors import Factors
@@ -251,8 +251,10 @@ class Capture:
                 comparer.expect(retain_graph=True)
         handed: set[str] = set()
 
-        def complete(name: str, merged: list[Contribution]) -> None:
-            more = 2 * assembly.passed if frees and self._budget is None else 0
+        # Without a reference to what refers to it: a cycle would keep tensors, and what
+        # is alive is computed on a lazy device.
+        def complete(name: str, merged: list[Contribution], passed: int) -> None:
+            more = 2 * passed if frees and self._budget is None else 0
             factors = self._factors(losses, {name: merged}, budget + more)
             if comparer is not None and name in comparer.params:
                 comparer.add(name, factors)
@@ -283,7 +285,7 @@ class Capture:
             self._fall_back(losses, problems, complete)
         for name in self.params:
             if name not in handed and name not in problems:
-                complete(name, [])
+                complete(name, [], 0)
         if comparer is None or not (due.at_once or not comparer.nothing_arrived()):
             return Found(called, problems, None, budget)
         if not due.at_once:
@@ -352,7 +354,7 @@ class Capture:
         self,
         losses: torch.Tensor,
         problems: Problems,
-        complete: Callable[[str, list[Contribution]], None],
+        complete: Receiver,
     ) -> None:
         fallback = FALLBACKS[self._fallback]
         if fallback is None:
@@ -360,7 +362,7 @@ class Capture:
             return
         dense = fallback(losses, {name: self.params[name] for name in problems})
         for name, value in dense.items():
-            complete(name, [value])
+            complete(name, [value], 0)
 
     def _outside(self, counts: Mapping[str, int]) -> Problems:
         """Uses that no rule sees, and why not."""

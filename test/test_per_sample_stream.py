@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 
 import pytest
 import torch
@@ -214,6 +215,31 @@ def test_the_graph_keeps_no_hooks():
         torch.testing.assert_close(a, b)
     assert all(not module._forward_hooks for module in model.modules())
     assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_nothing_is_kept_by_a_cycle(streamed):
+    """On a lazy device every tensor that is alive is an output of the program."""
+    model, x = nn.Sequential(nn.Conv1d(3, 4, 3), nn.Flatten()), torch.randn(4, 3, 9)
+
+    def step() -> None:
+        with psg.capture(model) as recorded:
+            losses = squares(model, x)
+        if streamed:
+            recorded.stream(losses, lambda factors: factors.gram())
+        else:
+            recorded.backward(losses).gram()
+
+    step()
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+        step()
+        after = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+    finally:
+        gc.enable()
+    assert after <= before
 
 
 def test_answers_have_one_form():
