@@ -346,6 +346,10 @@ def test_hooks_leave_no_trace():
     recorded.backward(losses)
     with pytest.raises(RuntimeError, match="weight"), psg.capture(model):
         model(torch.randn(4, 9, 4))  # fails in the middle of the block
+    with psg.capture(model) as recorded:
+        losses = fold(model, torch.randn(4, 2, 4))
+    with pytest.raises(ZeroDivisionError):  # and in the middle of the backward pass
+        recorded.stream(losses, lambda factors: 1 / 0)
     assert list(model.state_dict()) == keys
     for name, module in model.named_modules():
         assert set(vars(module)) == before[name]

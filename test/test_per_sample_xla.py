@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
-from support.per_sample import oracle
+from support.per_sample import error, flat, fold, oracle
 from support.per_sample_cases import CASES, transformer_block
 from support.replicas import Backend, needs_xla
 from test_per_sample_family import agree
+from test_per_sample_refusals import COUPLED, HALF, UNSEEN
 from torch import nn
 
 import per_sample_grad as psg
@@ -138,39 +141,109 @@ MODELS = {
 }
 
 
-def counted(rank: int, name: str) -> tuple[int, int, dict[str, int]]:
-    """Compilations, transfers and fallbacks of 20 steps after the first."""
+def padded(tensors: tuple[torch.Tensor, ...], size: int) -> tuple[torch.Tensor, ...]:
+    """Of that many samples: the last one again."""
+    last = [min(i, len(tensors[0]) - 1) for i in range(size)]
+    return tuple(tensor[last] for tensor in tensors)
+
+
+def all_answers(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list:
+    with psg.capture(model) as recorded:
+        losses = loss_of(model(x), y)
+    factors = recorded.backward(losses)
+    direction = factors.weighted_sum(torch.ones(len(x), device=x.device))
+    return [
+        factors.norms(),
+        factors.gram(),
+        factors.dot(direction),
+        factors.sketch(8),
+    ]
+
+
+def streamed_norms(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list:
+    return [psg.per_sample_grad_norms(model, lambda m, x, y: loss_of(m(x), y), (x, y))]
+
+
+def counted(rank: int, name: str) -> list[tuple[int, int, dict[str, int]]]:
+    """Compilations, transfers and fallbacks of 20 steps and a short last one."""
     replica = xla_replica.current()
     build, draw = MODELS[name]
     with replica.seeded(0):
-        model = build().to(replica.device)
+        model = build()
+    truth = copy.deepcopy(model)
+    model.to(replica.device)
+    found = []
+    for answer in (all_answers, streamed_norms):
+        draws = [draw(4) for _ in range(20)]
+        last = draw(3)
 
-    def step() -> list[torch.Tensor]:
-        x, y = replica.send(draw(4))
-        with psg.capture(model) as recorded:
-            losses = loss_of(model(x), y)
-        factors = recorded.backward(losses)
-        direction = factors.weighted_sum(torch.ones(4, device=replica.device))
-        answers = [
-            factors.norms(),
-            factors.gram(),
-            factors.dot(direction),
-            factors.sketch(8),
-        ]
-        del recorded, losses, factors, direction
-        return replica.fetch(answers)
+        def step(batch, answer=answer) -> list[torch.Tensor]:
+            return replica.fetch(answer(model, *replica.send(batch)))
 
-    step()  # compared with autograd
-    with xla_replica.count() as counts:
-        for _ in range(20):
-            norms, gram, _, _ = step()
-            torch.testing.assert_close(gram.diagonal(), norms**2, rtol=1e-4, atol=1e-5)
-    return counts.compilations, counts.transfers, counts.fallbacks
+        step(draws[0])  # compared with autograd
+        with xla_replica.count() as counts:
+            norms = [step(batch)[0] for batch in draws]
+            ending = step(padded(last, 4))[0][:3]
+        found.append((counts.compilations, counts.transfers, counts.fallbacks))
+        for batch, value in ((draws[-1], norms[-1]), (last, ending)):
+            expected = streamed_norms(truth, *batch)[0]
+            torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
+    import torch_xla.backends
+
+    # Since the Gram matrix.
+    assert torch_xla.backends.get_mat_mul_precision() == "highest"
+    return found
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_new_data_compile_one_program_and_answers_take_one_transfer(name):
-    ((compilations, transfers, fallbacks),) = BACKEND.run(counted, name, timeout=LONG)
-    assert compilations <= 1  # none if the first step ran the same program
-    assert transfers == 20
-    assert not fallbacks
+    """Also in a stream; a short last batch adds none."""
+    (found,) = BACKEND.run(counted, name, timeout=LONG)
+    for compilations, transfers, fallbacks in found:
+        assert compilations <= 1  # none if the first step ran the same program
+        assert transfers == 21
+        assert not fallbacks
+
+
+def other_things(rank: int) -> list[str]:
+    """Reports, refusals, half precision and sketches, of tiny models."""
+    replica = xla_replica.current()
+    cases = {case.name: case for case in (*CASES, *UNSEEN, *COUPLED)}
+    wrong = []
+
+    def made(name: str, dtype: torch.dtype = torch.float32):
+        model, inputs = cases[name].make(dtype)
+        return model, inputs, moved(copy.deepcopy(model), replica.device)
+
+    for name, error_type in (
+        ("raw-parameter", psg.CoverageError),
+        ("time-first-square", psg.CouplingError),
+        ("batch-mean", psg.CouplingError),
+    ):
+        _, inputs, model = made(name)
+        try:
+            psg.per_sample_grad_norms(model, fold, replica.send(inputs))
+            wrong.append(f"{name} is no error")
+        except error_type:
+            pass
+    model, inputs, there = made("linear-3d")
+    report = psg.coverage(there, fold, replica.send(inputs))
+    if not report.complete:
+        wrong.append(str(report))
+    own = psg.per_sample_factors(model, fold, inputs).sketch(5, seed=1)
+    factors = psg.per_sample_factors(there, fold, replica.send(inputs))
+    (sketch,) = replica.fetch([factors.sketch(5, seed=1)])
+    if error(sketch, own.double()) > 2e-5:
+        wrong.append(f"sketch: {error(sketch, own.double())}")
+    for dtype, tolerance in HALF.items():
+        model, inputs, there = made("linear-3d", dtype)
+        truth = flat(oracle(cases["linear-3d"], model, inputs)).norm(dim=1)
+        norms = psg.per_sample_grad_norms(there, fold, replica.send(inputs))
+        off = error(replica.fetch([norms])[0], truth)
+        if off > tolerance:
+            wrong.append(f"{dtype}: {off}")
+    return wrong
+
+
+def test_reports_refusals_half_precision_and_sketches():
+    assert BACKEND.run(other_things, timeout=LONG) == [[]]
