@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
@@ -11,57 +10,26 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from per_sample_grad import graph, verify
+from per_sample_grad import comparison, graph, verify
 from per_sample_grad.answers import added
-from per_sample_grad.assembly import Assembly, Problems, Receiver
+from per_sample_grad.backward_pass import BackwardPass, Found, Options, factors_of
 from per_sample_grad.contributions import Contribution
-from per_sample_grad.errors import CoverageError
 from per_sample_grad.factors import Factors
 from per_sample_grad.fallback import FALLBACKS, Fallback
-from per_sample_grad.plan import METHODS, Method, default_budget
+from per_sample_grad.plan import METHODS, Method
 from per_sample_grad.recording import (
     Recorder,
-    Use,
     check_versions,
     refuse_hidden,
     refuse_hooked,
-    why_outside,
 )
 from per_sample_grad.selection import Selection, selected
 
+_NOTHING_CALLED = (
+    "No module with any of them was called inside the capture: was the forward pass "
+    "run before it? "
+)
 _T = TypeVar("_T")
-
-
-@dataclasses.dataclass(frozen=True)
-class Called:
-    """A recorded call that the losses depend on.
-
-    Attributes:
-        name: Of the module in the model.
-        label: For people.
-        params: Names of its selected parameters.
-    """
-
-    name: str
-    label: str
-    params: frozenset[str]
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """What one backward pass found, complete or not.
-
-    Attributes:
-        uses: In the order of the calls.
-        problems: Why a parameter has no contributions, by parameter.
-        compared: With autograd, if that was due.
-        budget: Bytes of temporaries.
-    """
-
-    uses: Sequence[Called]
-    problems: Problems
-    compared: verify.Comparison | None
-    budget: int
 
 
 class Capture:
@@ -91,11 +59,7 @@ class Capture:
         self.model = model
         self.params = selected(model, params)
         refuse_hooked(self.params)
-        self._fallback = fallback
-        self._check = check
-        self._method = method
-        self._budget = budget
-        self._scale = scale
+        self._options = Options(fallback, check, method, budget, scale)
         self._names = {id(value): name for name, value in self.params.items()}
         self._recorder = Recorder(model, self._names, batch_dim)
         self._entered = self._answered = False
@@ -142,9 +106,9 @@ class Capture:
 
         found = self.run(losses, keep, retain_graph)
         if found.compared is not None:
-            verify.judge(found.compared)
+            comparison.judge(found.compared)
         in_order = {name: merged[name] for name in self.params}
-        return self._factors(losses, in_order, found.budget)
+        return factors_of(losses, in_order, self.params, self._options, found.budget)
 
     def stream(
         self,
@@ -181,7 +145,7 @@ class Capture:
             >>> recorded.stream(losses, lambda factors: factors.norms(squared=True))
             tensor([25.,  4.])
         """
-        if self._fallback != "error":
+        if self._options.fallback != "error":
             return answer(self.backward(losses, retain_graph=retain_graph))
         answers: list[_T] = []
 
@@ -192,7 +156,7 @@ class Capture:
 
         found = self.run(losses, ask, retain_graph, frees=not retain_graph)
         if found.compared is not None:
-            verify.judge(found.compared)
+            comparison.judge(found.compared)
         return answers[0]
 
     def assemble(self, losses: torch.Tensor, retain_graph: bool) -> Found:
@@ -229,97 +193,14 @@ class Capture:
         uses = [recorded[number] for number in sorted(reached.regions)]
         check_versions(uses)
         refuse_hidden(self._recorder.unrecorded, uses, reached, self._names)
-        key = verify.signature(losses, uses, self.params, reached)
-        has_fallback = FALLBACKS[self._fallback] is not None
-        outside = self._outside(reached.outside)
-        if outside and not (has_fallback or reported):
-            self._raise_uncovered(outside)
-        proof = verify.proof_of(self.model, key)
-        known = {}
-        if proof is not None and has_fallback and not reported:
-            known = {
-                name: ["its rule is wrong for this structure"] for name in proof.wrong
-            }
-        due = verify.due(self._check, proof, self.params, has_fallback)
-        comparer = None
-        if due.names and (has_fallback or not reported):
-            chosen = {n: param for n, param in self.params.items() if n in due.names}
-            comparer = verify.Comparer(
-                losses, chosen, whole=due.whole, scale=self._scale
-            )
-            if due.at_once:
-                comparer.expect(retain_graph=True)
-        handed: set[str] = set()
-
-        # Without a reference to what refers to it: a cycle would keep tensors, and what
-        # is alive is computed on a lazy device.
-        def complete(name: str, merged: list[Contribution], passed: int) -> None:
-            more = 2 * passed if frees and self._budget is None else 0
-            factors = self._factors(losses, {name: merged}, budget + more)
-            if comparer is not None and name in comparer.params:
-                comparer.add(name, factors)
-            handed.add(name)
-            receive(name, factors)
-
-        budget = self._budget or _budget_beside(uses, losses)
-        assembly = Assembly(
-            uses,
-            self._names,
-            len(losses),
-            may_fold=self._check != "never",
-            scale=self._scale,
-            left_out={**known, **outside},
-            receive=complete,
-            witness=None if comparer is None else comparer.witness,
-        )
-        called = tuple(_called(use, self._names) for use in uses)
         recorded.clear()
-        del uses
+        this = BackwardPass(
+            self.model, self.params, self._options, losses, receive,
+            retain_graph=retain_graph, reported=reported, frees=frees,
+            remark="" if self._recorder.called else _NOTHING_CALLED,
+        )  # fmt: skip
         self._answered = True
-        # A fallback needs the graph once more, and so may a comparison.
-        again = has_fallback or (comparer is not None and not due.at_once)
-        frees = frees and not again
-        assembly.run(losses, retain_graph or again)
-        problems = assembly.problems
-        if problems and (has_fallback or not reported):
-            self._fall_back(losses, problems, complete)
-        for name in self.params:
-            if name not in handed and name not in problems:
-                complete(name, [], 0)
-        if comparer is None or not (due.at_once or not comparer.nothing_arrived()):
-            return Found(called, problems, None, budget)
-        if not due.at_once:
-            comparer.expect(retain_graph or has_fallback)
-        compared = comparer.result()
-        if not reported:
-            wrong = compared.wrong if has_fallback else {}
-            if wrong:
-                compared = self._corrected(
-                    losses, comparer.of(wrong), compared, receive, budget
-                )
-            verify.warn_of_underflow(compared)
-            if not compared.wrong:
-                verify.remember(self.model, key, compared, wrong)
-        return Found(called, problems, compared, budget)
-
-    def _corrected(
-        self,
-        losses: torch.Tensor,
-        comparer: verify.Comparer,
-        compared: verify.Comparison,
-        receive: Callable[[str, Factors], None],
-        budget: int,
-    ) -> verify.Comparison:
-        """With the fallback's answers in place of wrong ones."""
-        fallback = FALLBACKS[self._fallback]
-        assert fallback is not None
-        comparer.expect(retain_graph=True)
-        for name, dense in fallback(losses, comparer.params).items():
-            factors = self._factors(losses, {name: [dense]}, budget)
-            comparer.add(name, factors)
-            receive(name, factors)
-        errors = {**compared.errors, **comparer.result().errors}
-        return dataclasses.replace(compared, errors=errors)
+        return this.run(uses, reached)
 
     def _check_state(self) -> None:
         if self._answered:
@@ -334,65 +215,6 @@ class Capture:
                 "`with capture(model) as recorded:`, then call "
                 "recorded.backward(losses)"
             )
-
-    def _factors(
-        self,
-        losses: torch.Tensor,
-        merged: Mapping[str, Sequence[Contribution]],
-        budget: int,
-    ) -> Factors:
-        """Of these parameters."""
-        return Factors(
-            {name: tuple(self.params[name].shape) for name in merged},
-            merged,
-            losses.detach(),
-            method=self._method,
-            budget=budget,
-        )
-
-    def _fall_back(
-        self,
-        losses: torch.Tensor,
-        problems: Problems,
-        complete: Receiver,
-    ) -> None:
-        fallback = FALLBACKS[self._fallback]
-        if fallback is None:
-            self._raise_uncovered(problems)
-            return
-        dense = fallback(losses, {name: self.params[name] for name in problems})
-        for name, value in dense.items():
-            complete(name, [value], 0)
-
-    def _outside(self, counts: Mapping[str, int]) -> Problems:
-        """Uses that no rule sees, and why not."""
-        return {
-            name: [
-                f"{number} use(s) outside any module with a rule ("
-                f"{why_outside(self.model, self.params[name])})"
-            ]
-            for name, number in counts.items()
-        }
-
-    def _raise_uncovered(self, problems: Problems) -> None:
-        lines = "".join(
-            f"\n  {name}: {'; '.join(reasons)}" for name, reasons in problems.items()
-        )
-        raise CoverageError(
-            "these parameters have uses that no layer rule accounts for:"
-            f"{lines}\n{self._remark()}Register a rule for the module "
-            "(register_rule), leave the "
-            'parameters out (params=), or pass fallback="loop" (B backward passes '
-            'for them, exact) or fallback="batched" (one vectorised one)'
-        )
-
-    def _remark(self) -> str:
-        if self._recorder.called:
-            return ""
-        return (
-            "No module with any of them was called inside the capture: was the forward "
-            "pass run before it? "
-        )
 
 
 def capture(
@@ -450,17 +272,6 @@ def capture(
         budget=budget,
         scale=scale,
     )
-
-
-def _called(use: Use, names: Mapping[int, str]) -> Called:
-    params = (names.get(id(param)) for param in use.call.module.parameters())
-    return Called(use.name, str(use), frozenset(name for name in params if name))
-
-
-def _budget_beside(uses: Sequence[Use], losses: torch.Tensor) -> int:
-    """Of temporaries, which are in float32, from what modules gave."""
-    recorded = sum(use.shape.numel() * 4 for use in uses)
-    return default_budget(recorded, losses.device.type)
 
 
 def _check_losses(losses: torch.Tensor) -> None:

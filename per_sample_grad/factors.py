@@ -8,8 +8,8 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from per_sample_grad import algebra, products
 from per_sample_grad import contributions as forms
-from per_sample_grad import products
 from per_sample_grad.contributions import Contribution
 from per_sample_grad.plan import (
     Choice,
@@ -141,7 +141,7 @@ class Factors:
             for name, parts in self._merged.items():
                 vector = vectors[name][k] if many else vectors[name]
                 vector = vector.detach().to(self._dtype)
-                terms += [forms.dot(part, vector, self._budget) for part in parts]
+                terms += [algebra.dot(part, vector, self._budget) for part in parts]
             columns.append(self._sum(terms, (len(self),)))
         return torch.stack(columns, 1) if many else columns[0]
 
@@ -208,7 +208,7 @@ class Factors:
     def _weighted(self, name: str, weights: torch.Tensor) -> torch.Tensor:
         shape, parts = self.shapes[name], self._merged[name]
         terms = [
-            forms.weighted_sum(part, shape, weights, self._budget) for part in parts
+            algebra.weighted_sum(part, shape, weights, self._budget) for part in parts
         ]
         return self._sum(terms, shape)
 

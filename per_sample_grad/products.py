@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from per_sample_grad.algebra import columns
 from per_sample_grad.contributions import (
     Contribution,
     Dense,
@@ -20,7 +21,6 @@ from per_sample_grad.contributions import (
     Outer,
     Windows,
     chunks,
-    columns,
     matrix_shape,
     num_rows,
     part,

@@ -129,7 +129,7 @@ def test_a_wrong_rule_is_replaced_by_the_fallback_and_remembered(rows, monkeypat
     truth = oracle(Case("", Positions, ()), model, inputs)
     for repeated in (False, True):
         if repeated:  # and it costs no comparison
-            monkeypatch.setattr(psg.verify.Comparer, "expect", None)
+            monkeypatch.setattr(psg.comparison.Comparer, "expect", None)
         with psg.capture(model, fallback="loop") as recorded:
             losses = fold(model, *inputs)
         for name, values in recorded.backward(losses).materialize().items():

@@ -76,9 +76,9 @@ def test_a_head_of_zeros_proves_nothing_of_what_is_below():
 def comparisons(monkeypatch, model: nn.Module, steps: list) -> list[bool]:
     """Whether each of these captures was compared."""
     made = []
-    expect = psg.verify.Comparer.expect
+    expect = psg.comparison.Comparer.expect
     monkeypatch.setattr(
-        psg.verify.Comparer,
+        psg.comparison.Comparer,
         "expect",
         lambda *args, **kw: made.append(True) or expect(*args, **kw),
     )
