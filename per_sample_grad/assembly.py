@@ -16,6 +16,7 @@ from per_sample_grad import graph
 from per_sample_grad.contributions import (
     Contribution,
     accumulation_dtype,
+    full_precision,
     merge,
     regroup,
     widened,
@@ -25,9 +26,9 @@ from per_sample_grad.recording import Use
 
 # Why parameters have no contributions, by name.
 Problems = dict[str, list[str]]
-# Takes the contributions of all uses of a parameter: the name, merged ones, and how
-# many numbers were in the outputs of the calls that the pass has left behind.
-Receiver = Callable[[str, list[Contribution], int], None]
+# Takes the contributions of all uses of some parameters, merged, by name; and how many
+# numbers were in the outputs of the calls that the pass has left behind.
+Receiver = Callable[[dict[str, list[Contribution]], int], None]
 # Sees the gradient of a call's output.
 Witness = Callable[[Use, Sequence[str], torch.Tensor], None]
 
@@ -73,8 +74,10 @@ class Assembly:
         self._parts: dict[str, list[Contribution]] = {}
         # Uses of each parameter that are yet to be reached.
         self._missing: dict[str, int] = {}
-        for use in uses:
-            for name in set(self._of_inner(use).values()):
+        # Of each use: names in the model by those in the module.
+        self._of_inner = [self._selected_of(use) for use in uses]
+        for of_inner in self._of_inner:
+            for name in set(of_inner.values()):
                 self._missing[name] = self._missing.get(name, 0) + 1
 
     def run(self, losses: torch.Tensor, retain_graph: bool) -> None:
@@ -129,7 +132,7 @@ class Assembly:
         assert use is not None
         return use.region.output
 
-    def _of_inner(self, use: Use) -> dict[str, str]:
+    def _selected_of(self, use: Use) -> dict[str, str]:
         """Selected parameters: the names in the model by those in the module."""
         owned = use.call.module.named_parameters(remove_duplicate=False)
         return {
@@ -141,18 +144,20 @@ class Assembly:
     def _reach(self, number: int, gradient: torch.Tensor | None) -> None:
         use = self._uses[number]
         assert use is not None
-        of_inner = self._of_inner(use)
+        of_inner = self._of_inner[number]
         if gradient is not None:
-            with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+            with full_precision(gradient.device):
                 self._apply(use, of_inner, gradient.detach().reshape(use.shape))
         size = use.shape.numel()
         self._uses[number] = use = None  # what it was given is free
+        complete: dict[str, list[Contribution]] = {}
         with torch.no_grad():
             for name in dict.fromkeys(of_inner.values()):
                 self._missing[name] -= 1
                 if not self._missing[name] and name not in self.problems:
-                    merged = merge(self._parts.pop(name, []))
-                    self._receive(name, merged, self._passed)
+                    complete[name] = merge(self._parts.pop(name, []))
+        if complete:
+            self._receive(complete, self._passed)
         self._passed += size
 
     def _apply(
@@ -188,16 +193,17 @@ def _contributions(
 ) -> Mapping[str, Contribution]:
     """The rule's."""
     gradient = use.call.batch_first(gradient)
-    if len(gradient) == 0 or len(gradient) % num_samples:
+    rows = gradient.shape[0]
+    if rows == 0 or rows % num_samples:
         raise Refusal(
             f"dimension {use.call.batch_dim} of its output {tuple(use.shape)} counts "
-            f"{len(gradient)}, no multiple of the {num_samples} samples; set "
+            f"{rows}, no multiple of the {num_samples} samples; set "
             "batch_dim, or give the module a batch dimension (position ids: expand "
             "them to one row per sample)"
         )
-    if len(gradient) != num_samples and not may_fold:
+    if rows != num_samples and not may_fold:
         raise Refusal(
-            f"it was called with {len(gradient)} rows for {num_samples} samples; that "
+            f"it was called with {rows} rows for {num_samples} samples; that "
             "each owns consecutive ones is only believed when checked: do not pass "
             'check="never"'
         )

@@ -1,4 +1,4 @@
-"""One backward pass: the factors of one parameter after the other, checked."""
+"""One backward pass: the factors of some parameters after the other, checked."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class BackwardPass:
         params: Mapping[str, nn.Parameter],
         options: Options,
         losses: torch.Tensor,
-        receive: Callable[[str, Factors], None],
+        receive: Callable[[Factors], None],
         *,
         retain_graph: bool,
         reported: bool,
@@ -111,9 +111,10 @@ class BackwardPass:
         called = tuple(_called(use, self._names) for use in uses)
         left_out = {**self._known_wrong(proof), **outside}
         problems = self._assemble(uses, due, comparer, left_out)
-        for name in self._params:
-            if name not in self._handed and name not in problems:
-                self._hand_on(name, [], 0, comparer)
+        rest = set(self._params) - self._handed - set(problems)
+        if rest:
+            unused = {name: [] for name in self._params if name in rest}
+            self._hand_on(unused, 0, comparer)
         compared = self._concluded(due, comparer)
         if compared is not None and not self._reported:
             compared = self._corrected(compared, comparer, key)
@@ -144,8 +145,8 @@ class BackwardPass:
 
         # Not a method of what has the assembly: a cycle would keep tensors, and what is
         # alive is computed on a lazy device.
-        def complete(name: str, merged: list[Contribution], passed: int) -> None:
-            self._hand_on(name, merged, passed, comparer)
+        def complete(merged: dict[str, list[Contribution]], passed: int) -> None:
+            self._hand_on(merged, passed, comparer)
 
         assembly = Assembly(
             uses,
@@ -163,24 +164,23 @@ class BackwardPass:
         if problems and not self._lenient:
             if self._fallback is None:
                 self._raise_uncovered(problems)
-            for name, dense in self._by_fallback(problems).items():
-                complete(name, [dense], 0)
+            dense = self._by_fallback(problems)
+            complete({name: [value] for name, value in dense.items()}, 0)
         return problems
 
     def _hand_on(
         self,
-        name: str,
-        merged: list[Contribution],
+        merged: Mapping[str, list[Contribution]],
         passed: int,
         comparer: Comparer | None,
     ) -> None:
         # Half of four bytes for each number that is not needed any more.
         more = 2 * passed if self._frees and self._options.budget is None else 0
-        factors = self._factors(name, merged, self._budget + more)
-        if comparer is not None and name in comparer.params:
-            comparer.add(name, factors)
-        self._handed.add(name)
-        self._receive(name, factors)
+        factors = self._factors(merged, self._budget + more)
+        if comparer is not None:
+            comparer.add(factors)
+        self._handed.update(merged)
+        self._receive(factors)
 
     def _concluded(
         self, due: verify.Due, comparer: Comparer | None
@@ -200,10 +200,11 @@ class BackwardPass:
         if wrong:
             again = comparer.of(wrong)
             again.expect(retain_graph=True)
-            for name, dense in self._by_fallback(wrong).items():
-                factors = self._factors(name, [dense], self._budget)
-                again.add(name, factors)
-                self._receive(name, factors)
+            dense = self._by_fallback(wrong)
+            merged = {name: [value] for name, value in dense.items()}
+            factors = self._factors(merged, self._budget)
+            again.add(factors)
+            self._receive(factors)
             errors = {**compared.errors, **again.result().errors}
             compared = dataclasses.replace(compared, errors=errors)
         comparison.warn_of_underflow(compared)
@@ -218,11 +219,9 @@ class BackwardPass:
         )
 
     def _factors(
-        self, name: str, merged: Sequence[Contribution], budget: int
+        self, merged: Mapping[str, Sequence[Contribution]], budget: int
     ) -> Factors:
-        return factors_of(
-            self._losses, {name: merged}, self._params, self._options, budget
-        )
+        return factors_of(self._losses, merged, self._params, self._options, budget)
 
     def _known_wrong(self, proof: verify.Proof | None) -> Problems:
         if proof is None or self._fallback is None or self._reported:

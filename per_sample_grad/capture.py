@@ -101,8 +101,8 @@ class Capture:
         """
         merged: dict[str, Sequence[Contribution]] = {}
 
-        def keep(name: str, factors: Factors) -> None:
-            merged[name] = factors.contributions(name)
+        def keep(factors: Factors) -> None:
+            merged.update({n: factors.contributions(n) for n in factors.shapes})
 
         found = self.run(losses, keep, retain_graph)
         if found.compared is not None:
@@ -149,8 +149,7 @@ class Capture:
             return answer(self.backward(losses, retain_graph=retain_graph))
         answers: list[_T] = []
 
-        def ask(name: str, factors: Factors) -> None:
-            del name
+        def ask(factors: Factors) -> None:
             value = answer(factors)
             answers[:] = [added(answers[0], value) if answers else value]
 
@@ -161,23 +160,23 @@ class Capture:
 
     def assemble(self, losses: torch.Tensor, retain_graph: bool) -> Found:
         """Which calls the losses depend on, and which no rule accounts for."""
-        return self.run(losses, lambda *_: None, retain_graph, reported=True)
+        return self.run(losses, lambda _: None, retain_graph, reported=True)
 
     def run(
         self,
         losses: torch.Tensor,
-        receive: Callable[[str, Factors], None],
+        receive: Callable[[Factors], None],
         retain_graph: bool,
         *,
         reported: bool = False,
         frees: bool = False,
     ) -> Found:
-        """The backward pass; hands on the factors of one parameter after the other.
+        """The backward pass; hands on the factors of some parameters after the other.
 
         Args:
             losses: ``(B,)``.
-            receive: Takes a name and the parameter's factors; those of a fallback
-                after, and maybe instead of, those of a rule.
+            receive: Takes the factors of some parameters; those of a fallback after,
+                and maybe instead of, those of a rule.
             retain_graph: Keep the graph.
             reported: What is missing or wrong is a report, no error, and no fallback
                 takes the place of a wrong rule; without a fallback nothing is compared.

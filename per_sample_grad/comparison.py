@@ -125,15 +125,19 @@ class Comparer:
         for name in list(self._actual):
             self._distances[name] = self._distance(name, self._actual.pop(name))
 
-    def add(self, name: str, factors: Factors) -> None:
-        """Takes a parameter's factors; keeps numbers, once `expect` was called."""
-        if factors.contributions(name):
-            self._used.add(name)
-        actual = factors.weighted_sum(self._weights)[name]
-        if self._expected is None:
-            self._actual[name] = actual
-        else:
-            self._distances[name] = self._distance(name, actual)
+    def add(self, factors: Factors) -> None:
+        """Takes the factors of some parameters; keeps numbers only, after `expect`."""
+        if self.params.keys().isdisjoint(factors.shapes):
+            return
+        for name, actual in factors.weighted_sum(self._weights).items():
+            if name not in self.params:
+                continue
+            if factors.contributions(name):
+                self._used.add(name)
+            if self._expected is None:
+                self._actual[name] = actual
+            else:
+                self._distances[name] = self._distance(name, actual)
 
     def _distance(
         self, name: str, actual: torch.Tensor
@@ -142,7 +146,9 @@ class Comparer:
         truth = self._expected.pop(name)
         if truth is None:
             return actual.norm(), actual.new_zeros(())
-        truth = truth.detach().to(actual.dtype) / self._scale
+        truth = truth.detach().to(actual.dtype)
+        if self._scale != 1:
+            truth = truth / self._scale
         return actual.sub_(truth).norm(), truth.norm()
 
     def witness(self, use: Use, names: Sequence[str], gradient: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ table.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -158,6 +159,16 @@ def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return widest
 
 
+def full_precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """No graph, and whatever autocast the caller is in: not here."""
+    if not torch.is_autocast_enabled(device.type):
+        return torch.no_grad()
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.no_grad())
+    stack.enter_context(torch.autocast(device.type, enabled=False))
+    return stack
+
+
 def widened(contribution: Contribution) -> Contribution:
     """Both factors in their common `accumulation_dtype`, outside any graph."""
     match contribution:
@@ -186,7 +197,7 @@ def regroup(contribution: Contribution, num_samples: int) -> Contribution:
         case Outer(left, right):
             return Outer(_joined(left, num_samples), _joined(right, num_samples))
         case Windows(left, source):
-            left, rows = _joined(left, num_samples), len(source) // num_samples
+            left, rows = _joined(left, num_samples), source.shape[0] // num_samples
             direct = contribution.direct if rows == 1 else None
             return dataclasses.replace(
                 contribution, left=left, rows=rows, direct=direct
@@ -197,13 +208,13 @@ def regroup(contribution: Contribution, num_samples: int) -> Contribution:
                 values.reshape(num_samples, -1, values.shape[-1]),
             )
         case Dense(values):
-            if len(values) == num_samples:
+            if values.shape[0] == num_samples:
                 return contribution
             return Dense(values.unflatten(0, (num_samples, -1)).sum(1))
 
 
 def _joined(factor: torch.Tensor, num_samples: int) -> torch.Tensor:
-    if len(factor) == num_samples:
+    if factor.shape[0] == num_samples:
         return factor
     return factor.unflatten(0, (num_samples, -1)).transpose(1, 2).flatten(2, 3)
 
@@ -261,11 +272,11 @@ def num_rows(contribution: Contribution) -> int:
     """N."""
     match contribution:
         case Outer(left) | Windows(left):
-            return len(left)
+            return left.shape[0]
         case Lookup(index):
-            return len(index)
+            return index.shape[0]
         case Dense(values):
-            return len(values)
+            return values.shape[0]
 
 
 def dtype_of(contribution: Contribution) -> torch.dtype:

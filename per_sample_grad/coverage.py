@@ -107,11 +107,11 @@ def coverage(
         losses = loss_fn(model, *batch)
     plans: dict[str, dict[str, Choice]] = {}
 
-    def plan(name: str, factors: Factors) -> None:
-        plans[name] = {}
-        if factors.contributions(name):
-            for quantity in QUANTITIES:
-                plans[name][quantity] = factors.plan(quantity).choices[name]
+    def plan(factors: Factors) -> None:
+        tables = {q: factors.plan(q).choices for q in QUANTITIES}
+        for name in factors.shapes:
+            used = factors.contributions(name)
+            plans[name] = {q: tables[q][name] for q in QUANTITIES} if used else {}
 
     found = capture.run(losses, plan, retain_graph=False, reported=True)
     assert found.compared is not None

@@ -33,7 +33,7 @@ def _in_full_precision(
 
     @functools.wraps(method)
     def answer(self: Factors, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with torch.no_grad(), torch.autocast(self.losses.device.type, enabled=False):
+        with forms.full_precision(self.losses.device):
             return method(self, *args, **kwargs)
 
     return answer
@@ -71,7 +71,7 @@ class Factors:
         self._merged = {name: list(merged[name]) for name in self.shapes}
 
     def __len__(self) -> int:
-        return len(self.losses)
+        return self.losses.shape[0]
 
     def __repr__(self) -> str:
         return (

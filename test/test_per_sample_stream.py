@@ -243,7 +243,7 @@ def test_nothing_is_kept_by_a_cycle(streamed):
 
 
 def test_answers_have_one_form():
-    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    model, x = deep_mlp(), torch.randn(4, 64)
     with psg.capture(model) as recorded:
         losses = squares(model, x)
     with pytest.raises(TypeError, match="tuples, lists and dicts"):
