@@ -1,8 +1,8 @@
 """How one use of a parameter contributes to every sample's gradient.
 
-Four forms. A parameter of
-shape ``(r, ...)`` is a matrix of r rows and c columns, ``c = numel / r``; all forms
-agree on that view, so that uses of one parameter by different layers can be combined.
+Four forms. A parameter of shape ``(r, ...)`` is a matrix of r rows and c columns,
+``c = numel / r``; all forms agree on that view, so that uses of one parameter by
+different layers can be combined.
 
 Axes: N rows of the batch (samples, or k consecutive rows for each), G groups, T
 positions, p rows and q columns of one group (``G p = r``, ``q = c``), V entries of a
