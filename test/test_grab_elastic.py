@@ -152,3 +152,67 @@ def test_an_order_that_is_gone_is_not_given():
     assert grab(3).tolist() == first.tolist()
     with pytest.raises(ValueError, match="gone"):
         grab(2)
+
+
+def stopped_at(rank: int, name: str, folder, stop_at: int | None) -> list[list[int]]:
+    """Orders of all epochs until the end, or until a checkpoint behind ``stop_at``."""
+    replica = xla_replica.current()
+    grab = KINDS[name].sampler(NUM_SAMPLES)
+    sampler = vbs.CustomSampler(
+        dataset_size=NUM_SAMPLES,
+        trace=TRACE,
+        minibatch_size=MINIBATCH,
+        order=grab,
+        verbose=False,
+    )
+    model = nn.Linear(3, 1).to(replica.device)
+    inner = torch.optim.SGD(model.parameters(), 0.01)
+    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=8)
+    optimizer.attach(grab.after_update)
+    checkpointer = vbs.Checkpointer(
+        folder, optimizer, every_updates=10_000, model=model, grab=grab
+    )
+    checkpointer.load()
+
+    def stop(update: vbs.Update) -> None:
+        if update.step == stop_at:
+            xla_replica.request_stop("test")
+
+    optimizer.attach(stop)
+    optimizer.attach(checkpointer)
+    orders = []
+    for epoch in range(sampler.epoch, EPOCHS):
+        rows = ordering.gradients(epoch, NUM_SAMPLES)
+        sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        for minibatch in sampler:
+            model(replica.send(torch.ones(MINIBATCH, 3))).sum().backward()
+            grads = replica.send(ordering.as_dict(rows[minibatch]))
+            grab.step(grads, indices=minibatch)
+            optimizer.step()
+        orders.append(grab.order.tolist())
+    return orders
+
+
+@pytest.mark.parametrize("name", ["mean", "pair"])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        pytest.param(*row("cpu", 1).values, *row("cpu", 3).values, id="1 then 3"),
+        pytest.param(*row("cpu", 3).values, *row("cpu", 1).values, id="3 then 1"),
+        pytest.param(
+            *row("xla", 3).values,
+            *row("cpu", 2).values,
+            marks=row("xla", 3, slow=True).marks,
+            id="3 on XLA, then 2",
+        ),
+    ],
+)
+def test_orders_go_on_in_the_middle_of_an_epoch(first, then, name, alone, tmp_path):
+    """On another number of replicas; epochs have four or five steps."""
+    expected = alone[name][0]
+    with pytest.raises(xla_replica.Stopped):
+        first.run(stopped_at, name, tmp_path, 8, timeout=180)
+    for orders in then.run(stopped_at, name, tmp_path, None, timeout=180):
+        assert orders == expected[EPOCHS - len(orders) :]
+        assert 2 <= len(orders) < EPOCHS

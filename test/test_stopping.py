@@ -160,16 +160,9 @@ def test_a_thread_cannot_listen_by_itself():
 
 
 def signals_itself(rank: int) -> list[object]:
-    """From a thread of its own, as emulated replicas are."""
     seen: list[object] = []
-
-    def run() -> None:
-        xla_replica.catch_signals(["SIGTERM", signal.SIGINT])
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
+    xla_replica.catch_signals(["SIGTERM", signal.SIGINT])
+    os.kill(os.getpid(), signal.SIGINT)
     os.kill(os.getpid(), signal.SIGTERM)  # a copy, as far as anybody can tell
     seen.append(xla_replica.stop_requested())
     time.sleep(1.1)

@@ -3,6 +3,7 @@
     python test/variable_train_mnist.py                      # 8 replicas of this CPU
     python test/variable_train_mnist.py --trace my.csv --rule root
     python test/variable_train_mnist.py --rule adascale --iterations 400
+    python test/variable_train_mnist.py --checkpoint runs/a  # stop it; again: goes on
     torchrun --nproc_per_node 2 test/variable_train_mnist.py # gloo or nccl processes
     PJRT_DEVICE=TPU python test/variable_train_mnist.py      # every chip of a TPU VM
 
@@ -79,12 +80,34 @@ class Recorder:
         self._samples, self._since = 0, time.perf_counter()
         self._written = 0  # rows that TensorBoard has
         self._shown: dict[str, object] = {}
-        self.writer = SummaryWriter(args.logdir) if replica.is_master else None
+        self.writer: SummaryWriter | None = None
+        self._logdir = args.logdir
         self.bar = tqdm(
             total=steps, unit="step", disable=not (replica.is_master and args.progress)
         )
         if replica.is_master:
             self.bar.write(f"{args.dataset}, on {replica}", sys.stderr)
+
+    def begin(self) -> None:
+        """Behind what was restored: TensorBoard forgets what came after it."""
+        self._written = len(self.rows)
+        self.bar.update(len(self.rows))
+        self._since = time.perf_counter()
+        if self.replica.is_master:
+            self.writer = SummaryWriter(self._logdir, purge_step=len(self.rows))
+
+    def state_dict(self) -> dict[str, object]:
+        """The history until now."""
+        self._read_lrs()
+        loss = self.loss.clone()
+        self.replica.sum_([loss])
+        return {"rows": self.rows, "loss": loss, "samples": self._samples}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.rows = [dict(row) for row in state["rows"]]
+        self._samples = state["samples"]
+        if self.replica.is_master:  # the others begin with zero: it is of all of them
+            self.loss.copy_(state["loss"])
 
     def __call__(self, update: vbs.Update) -> None:
         row = {"step": update.step, "batch_size": update.batch_size}
@@ -153,6 +176,7 @@ class Recorder:
 
 def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | None]:
     """One replica's run: test accuracy in per cent and, on the master, the history."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     replica = xla_replica.current()  # elastic
     data = handwritten_digits.load(args.dataset, args.data_dir)
     with replica.seeded(args.seed):  # elastic: the same weights on every replica
@@ -169,6 +193,7 @@ def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | No
         TensorDataset(data.train_images, data.train_labels),
         batch_sampler=sampler,
         num_workers=args.num_workers,
+        generator=torch.Generator(),  # its draws are none of the model's
     )
     optimizer = vbs.ElasticOptimizer(  # elastic
         inner_optimizer(args, model),
@@ -183,8 +208,22 @@ def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | No
     steps = None if args.iterations else sum(plan.num_steps for plan in plans)
     recorder = Recorder(args, replica, steps, optimizer.noise)
     optimizer.attach(recorder)  # elastic: once per update, idle or not
+    checkpointer = None
+    if args.checkpoint:
+        checkpointer = vbs.Checkpointer(  # elastic: stops and goes on anywhere
+            args.checkpoint,
+            optimizer,
+            every_updates=args.checkpoint_steps,
+            best="max",
+            settings=lasting(args),
+            model=model,
+            history=recorder,
+        )
+        checkpointer.load()
+        optimizer.attach(checkpointer)
+    recorder.begin()
     percent = 0.0
-    for epoch in range(epochs):
+    for epoch in range(sampler.epoch, epochs):
         sampler.set_epoch(epoch)  # elastic
         optimizer.set_epoch(epoch)  # elastic
         model.train()
@@ -196,10 +235,18 @@ def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | No
         optimizer.average_buffers(model)  # elastic: before evaluation and checkpoints
         percent = evaluate(model, data, args.test_batch_size, replica)
         recorder.accuracy(epoch, percent)
+        if checkpointer:
+            checkpointer.save(metric=percent)
         if args.iterations and optimizer.noise.progress >= args.iterations:
             break  # elastic: training length that no batch size changes
     recorder.close()
     return percent, pd.DataFrame(recorder.rows) if replica.is_master else None
+
+
+def lasting(args: argparse.Namespace) -> dict[str, object]:
+    """What a run must keep when it is stopped and goes on."""
+    names = "dataset rule optimizer ref_batchsize lr momentum weight_decay"
+    return {name: getattr(args, name) for name in [*names.split(), "max_grad_norm"]}
 
 
 def inner_optimizer(
@@ -322,7 +369,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add(
         "--logdir",
-        help="TensorBoard logs, history.csv and the picture (default: runs/mnist-TIME)",
+        help="TensorBoard logs, history.csv and the picture (default: the checkpoint's "
+        "folder, or runs/mnist-TIME)",
+    )
+    add(
+        "--checkpoint",
+        metavar="FOLDER",
+        help="save there, on SIGTERM and Ctrl-C too, and go on with what is there, on "
+        "any number of replicas",
+    )
+    add(
+        "--checkpoint-steps",
+        type=int,
+        help="save every so many updates (default: every 10 minutes)",
     )
     add(
         "--target-accuracy",
@@ -332,7 +391,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--no-progress", dest="progress", action="store_false",
         help="no progress bar")  # fmt: skip
     args = parser.parse_args(argv)
-    for name in ("epochs", "num_replicas", "log_steps", "test_batch_size"):
+    positive = "epochs num_replicas log_steps test_batch_size checkpoint_steps"
+    for name in positive.split():
         value = getattr(args, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
@@ -346,7 +406,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.measure_noise |= args.iterations is not None
     if args.trace.isdecimal():
         args.trace = int(args.trace)
-    args.logdir = args.logdir or f"runs/mnist-{time.strftime('%Y%m%d-%H%M%S')}"
+    now = time.strftime("%Y%m%d-%H%M%S")
+    args.logdir = args.logdir or args.checkpoint or f"runs/mnist-{now}"
     return args
 
 

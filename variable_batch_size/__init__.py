@@ -7,6 +7,8 @@ optimizer = vbs.LinearRuleOptimizer(inner_optimizer, sampler, ref_batchsize=128)
 """
 
 from variable_batch_size.buffers import average_buffers
+from variable_batch_size.checkpoint import Checkpointer, Restored
+from variable_batch_size.checkpoint_files import CheckpointError
 from variable_batch_size.lr_rules import RULES, Rule, Scaled, power, rule_named
 from variable_batch_size.noise_meter import NoiseMeter
 from variable_batch_size.noise_options import Measurements, NoiseOptions
@@ -32,6 +34,8 @@ __all__ = [
     "AdaScaleOptimizer",
     "AdamHalfLifeRuleOptimizer",
     "AdamRootRuleOptimizer",
+    "CheckpointError",
+    "Checkpointer",
     "ConstantOptimizer",
     "CustomSampler",
     "ElasticOptimizer",
@@ -42,6 +46,7 @@ __all__ = [
     "NoiseMeter",
     "NoiseOptions",
     "PowerRuleOptimizer",
+    "Restored",
     "RootRuleOptimizer",
     "Rule",
     "Scaled",

@@ -7,14 +7,16 @@ from typing import Any
 
 from variable_batch_size.lr_rules import Rule
 from variable_batch_size.noise_meter import NoiseMeter
+from variable_batch_size.sampler import CustomSampler
 from variable_batch_size.scaling import Scaling
 from variable_batch_size.update import Attached
 
 
 @dataclasses.dataclass(frozen=True)
 class ElasticState:
-    """The parts of a wrapper that count: rule, noise meter and attached schedulers."""
+    """The parts of a wrapper that count: place, rule, noise meter and schedulers."""
 
+    sampler: CustomSampler
     rule: Rule
     ref_batchsize: int | None
     scaling: Scaling
@@ -29,14 +31,17 @@ class ElasticState:
             "scaling": self.scaling.state_dict(),
             "noise": self.noise.state_dict() if self.noise else None,
             "schedules": self.attached.state_dict(),
+            "sampler": self.sampler.state_dict(),
         }
 
-    def check_state(self, state: dict[str, Any]) -> None:
+    def check_state(self, state: dict[str, Any], allow_changes: bool) -> None:
         """Before anything is touched.
 
         Raises:
             ValueError: `load_state_dict` cannot take it.
         """
+        if "sampler" in state:
+            self.sampler.check_state(state["sampler"], allow_changes)
         if state.get("rule", self.rule.name) != self.rule.name:
             raise ValueError(
                 f"the state is of rule {state['rule']!r}, and this optimizer has "
@@ -53,8 +58,10 @@ class ElasticState:
             )
         self.noise.check_state(state["noise"])
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], allow_changes: bool) -> None:
         """Takes what `state_dict` gave; empty, that of a plain torch optimizer."""
+        if "sampler" in state:
+            self.sampler.load_state_dict(state["sampler"], allow_changes=allow_changes)
         self.scaling.load_state_dict(state.get("scaling", []))
         if self.noise and state.get("noise"):
             self.noise.load_state_dict(state["noise"])

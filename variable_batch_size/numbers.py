@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
@@ -56,3 +58,16 @@ def as_floats(numbers: tuple[Any, ...], replica: Replica) -> tuple[float, ...]:
     if any(isinstance(number, torch.Tensor) for number in numbers):
         return tuple(tensor.item() for tensor in replica.fetch(list(numbers)))
     return numbers
+
+
+def as_positive(name: str, value: Any) -> float:
+    """``value`` as a float.
+
+    Raises:
+        TypeError, ValueError: It is no number, or not positive and finite.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {value!r}")
+    return float(value)

@@ -31,6 +31,7 @@ from variable_batch_size.sampler import CustomSampler
 from variable_batch_size.scaling import Scaling
 from variable_batch_size.step_gradients import StepGradients, parameters_of
 from variable_batch_size.steps import Steps
+from variable_batch_size.stop_vote import StopVote
 from variable_batch_size.update import Attached
 from variable_batch_size.update_graph import UpdateGraph
 from xla_replica import Replica
@@ -118,12 +119,19 @@ class ElasticOptimizer(OptimizerProxy):
         numbers = Numbers(self.replica)
         self._scaling = Scaling(self.rule, self.replica, numbers)
         self._agreement = Agreement(self.replica, numbers)
+        self._stop_vote = StopVote(self.replica, numbers)
         self.noise = self._make_meter(noise, numbers)
         self._attached = Attached(self.noise)
         self._gradients = gradients = StepGradients(optimizer, self.replica, self.noise)
         self._steps = Steps(sampler.plan, self.replica, optimizer, gradients)
         self._update_graph = UpdateGraph(
-            optimizer, self.replica, numbers, self._scaling, self._agreement, gradients
+            optimizer,
+            self.replica,
+            numbers,
+            self._scaling,
+            self._agreement,
+            self._stop_vote,
+            gradients,
         )
         gradients.take_in(parameters_of(optimizer))
 
@@ -160,8 +168,7 @@ class ElasticOptimizer(OptimizerProxy):
         """
         if self._steps.stands_before(epoch):
             return 0
-        plan = self.sampler.schedule.plan(epoch, self.sampler.num_replicas)
-        self._steps.begin_epoch(plan)
+        self._steps.begin_epoch(self.sampler.plan_of(epoch))
         return self._join_idle_steps()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -223,6 +230,19 @@ class ElasticOptimizer(OptimizerProxy):
         """Global batch size of the step under way; 0 at the end of the epoch."""
         return self._steps.position.batch_size
 
+    def asked_to_stop(self, look: bool = False) -> bool:
+        """Whether all replicas are to stop after the update that was made last.
+
+        Ask inside `attach`, where all replicas have made the same updates, as
+        `Checkpointer` does. They agree without a collective or, unless ``look``, a
+        transfer of their own; see `variable_batch_size.stop_vote`.
+
+        Args:
+            look: Every replica looks, at this update on all of them: finds a request
+                that has reached some replicas only.
+        """
+        return self._stop_vote.agreed(look)
+
     def current_lr(self) -> float:
         """The effective learning rate of the step under way, of the first group.
 
@@ -234,26 +254,46 @@ class ElasticOptimizer(OptimizerProxy):
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state, with reference learning rates, and under
-        ``"elastic"`` what rule, noise meter and attached schedulers have counted.
+        ``"elastic"`` the sampler's, and what rule, noise meter and attached schedulers
+        have counted.
 
-        It loads into a plain torch optimizer too, and does not depend on the number of
-        replicas.
+        That of the last update: minibatches accumulated since are not in it, and are
+        run again by whoever loads it. It loads into a plain torch optimizer too, and
+        does not depend on the number of replicas.
         """
         elastic = self._elastic_state().state_dict()
         return {**super().state_dict(), "elastic": elastic}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        *,
+        place: bool = True,
+        allow_changes: bool = False,
+    ) -> None:
         """Loads what `state_dict` gave, or the state of a plain torch optimizer.
 
+        The sampler is restored with it: begin the loop at ``sampler.epoch``.
         Schedulers may be attached before or after, in the same order as they were.
 
+        Args:
+            state_dict: On every replica.
+            place: Go on at the saved epoch and step. If False, only weights' states,
+                schedulers and measurements are taken: for another training run.
+            allow_changes: See `CustomSampler.load_state_dict`.
+
         Raises:
-            ValueError: It does not fit the parameter groups, or is of another rule.
+            ValueError: It does not fit the parameter groups, or is of another rule or
+                a run on other samples.
         """
-        elastic, own = state_dict.get("elastic", {}), self._elastic_state()
-        own.check_state(elastic)
+        elastic, own = dict(state_dict.get("elastic", {})), self._elastic_state()
+        if not place:
+            elastic.pop("sampler", None)
+        own.check_state(elastic, allow_changes)
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "elastic"})
-        own.load_state_dict(elastic)
+        own.load_state_dict(elastic, allow_changes)
+        if "sampler" in elastic:
+            self._steps.restart(self.sampler.plan)
 
     # --- how ------------------------------------------------------------------------
 
@@ -271,6 +311,7 @@ class ElasticOptimizer(OptimizerProxy):
         update = self._update_graph.run(position, ratio, self.max_grad_norm)
         self._last_lr = update.lr
         self._opt_called = True  # what torch's schedulers look at before their step
+        self.sampler.commit(position.plan.epoch, position.step)
         self._attached.run(update)
         self._steps.end_update()
         if self.log_steps and update.step % self.log_steps == 0:
@@ -300,7 +341,12 @@ class ElasticOptimizer(OptimizerProxy):
 
     def _elastic_state(self) -> ElasticState:
         return ElasticState(
-            self.rule, self.ref_batchsize, self._scaling, self.noise, self._attached
+            self.sampler,
+            self.rule,
+            self.ref_batchsize,
+            self._scaling,
+            self.noise,
+            self._attached,
         )
 
     def _current_lrs(self) -> tuple[float, ...]:

@@ -16,7 +16,8 @@ class Position:
             replicas join the steps at its beginning in which they are idle.
 
     Attributes:
-        step: Step under way, from 0 within the epoch.
+        step: Step under way, from 0 within the epoch; those of a run that is resumed
+            count too.
         substep: Minibatches this replica has accumulated in it.
         announced: See the argument; also true once the first minibatch has passed.
         begun: Whether it has run a minibatch of this epoch.
@@ -24,7 +25,7 @@ class Position:
 
     def __init__(self, plan: EpochPlan, rank: int, announced: bool) -> None:
         self.plan = plan
-        self.step = 0
+        self.step = plan.start_step
         self.substep = 0
         self.begun = False
         self._rank = rank
@@ -74,12 +75,13 @@ class Position:
             ReplicaError: The epoch begins with idle replicas and was not announced.
         """
         position = self
-        if plan.epoch != self.plan.epoch:
+        if (plan.epoch, plan.start_step) != (self.plan.epoch, self.plan.start_step):
             if not self.ended and (self.announced or self.begun):
                 raise ValueError(
                     f"the optimizer is at step {self.step} of epoch {self.plan.epoch} "
                     f"and the sampler at epoch {plan.epoch}: call set_epoch on both "
-                    "before every epoch"
+                    "before every epoch, and restore both (the optimizer's "
+                    "load_state_dict does) before the first"
                 )
             position = Position(plan, self._rank, announced=False)
         if position.ended:
@@ -100,9 +102,10 @@ class Position:
 
     def _check_first_step(self) -> None:
         plan = self.plan
-        if not self.announced and plan.num_minibatches[0] < plan.num_replicas:
+        first = plan.num_minibatches[plan.start_step]
+        if not self.announced and first < plan.num_replicas:
             raise ReplicaError(
-                f"epoch {plan.epoch} begins with a step of {plan.num_minibatches[0]} "
+                f"epoch {plan.epoch} begins with a step of {first} "
                 f"minibatches on {plan.num_replicas} replicas: call "
                 f"optimizer.set_epoch({plan.epoch}) before iterating, where idle "
                 "replicas join that step before their first forward pass",

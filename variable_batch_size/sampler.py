@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,14 @@ import torch
 from torch.utils.data import Sampler
 
 import xla_replica
+from variable_batch_size.sampler_state import (
+    VERSION,
+    Place,
+    check_fingerprint,
+    check_state_keys,
+    fingerprint,
+    place_in,
+)
 from variable_batch_size.schedule import EpochPlan, Schedule, check_positive_integer
 from variable_batch_size.trace import Trace, TraceSource
 
@@ -28,7 +37,9 @@ class CustomSampler(Sampler[list[int]]):
     the optimizer wrapper, which reads the same plan, keeps them together.
 
     Which samples a step uses depends on trace, seed and epoch alone, never on the
-    number of replicas.
+    number of replicas. So a state is an epoch and a step of it, and can be restored on
+    any number of replicas. It is that of the last update the optimizer wrapper has
+    made, whatever a prefetching loader has handed out since.
 
     Args:
         dataset: Anything with a length; or give ``dataset_size``.
@@ -91,6 +102,8 @@ class CustomSampler(Sampler[list[int]]):
         )
         self._order = order
         self._verbose = verbose
+        self._committed: Place | None = None
+        self._restored: Place | None = None
         self.set_epoch(0)
 
     @property
@@ -111,10 +124,13 @@ class CustomSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch that the next iteration yields.
 
+        Of the epoch at which a restored run stands, what is left.
+
         Raises:
             TraceExhausted: The trace has ended and ``on_end='error'``.
+            ValueError: A restored run stands in a later epoch.
         """
-        self.plan: EpochPlan = self.schedule.plan(epoch, self.num_replicas)
+        self.plan: EpochPlan = self.plan_of(epoch)
         if self.plan.num_steps == 0:
             logger.warning(
                 "epoch %d is empty: %s ended after %d steps",
@@ -126,15 +142,86 @@ class CustomSampler(Sampler[list[int]]):
             logger.info(
                 "epoch %d: %d steps from step %d on, %d of %d samples dropped",
                 epoch,
-                self.plan.num_steps,
-                self.plan.first_step,
+                self.plan.num_steps - self.plan.start_step,
+                self.plan.first_step + self.plan.start_step,
                 self.plan.num_dropped_samples,
                 self.plan.num_samples,
             )
 
+    def plan_of(self, epoch: int) -> EpochPlan:
+        """The plan of an epoch, from the step on at which a restored run stands in it.
+
+        Raises:
+            TraceExhausted, ValueError: See `set_epoch`.
+        """
+        plan = self.schedule.plan(epoch, self.num_replicas)
+        restored = self._restored
+        if restored is None or plan.epoch > restored.epoch:
+            return plan
+        if plan.epoch < restored.epoch:
+            raise ValueError(
+                f"set_epoch({epoch}): the restored run stands in epoch "
+                f"{restored.epoch}; begin there, with "
+                "`for epoch in range(sampler.epoch, num_epochs)`"
+            )
+        return dataclasses.replace(plan, start_step=restored.step)
+
+    def commit(self, epoch: int, step: int) -> None:
+        """Notes that the first ``step`` steps of ``epoch`` are done.
+
+        The optimizer wrapper does so after every update; a loop without one may.
+        """
+        self._committed = Place(epoch, step)
+        if self._restored is None:
+            return
+        first, end = self.schedule.steps(epoch)
+        if epoch > self._restored.epoch or step >= end - first:
+            self._restored = None  # another pass over that epoch is a whole one
+
+    def state_dict(self) -> dict[str, Any]:
+        """Integers and strings; no number of replicas.
+
+        ``epoch`` and ``step``: the place behind the last committed update.
+        ``fingerprint``: what a run must have in common with this one to go on with it.
+        """
+        place = self._committed or Place(self.plan.epoch, self.plan.start_step)
+        return {
+            "version": VERSION,
+            **place._asdict(),
+            "fingerprint": self._fingerprint(),
+        }
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, allow_changes: bool = False
+    ) -> None:
+        """Goes on where `state_dict` was taken, on any number of replicas.
+
+        The next iteration yields what is left of that epoch.
+
+        Args:
+            state: What `state_dict` gave.
+            allow_changes: Take it although trace, dataset length, minibatch size or
+                seed have changed; the steps done count, whatever samples they used.
+
+        Raises:
+            ValueError: They have changed, or there is no such step.
+        """
+        place = self.check_state(state, allow_changes)
+        self._restored = self._committed = place
+        self.set_epoch(place.epoch)
+
+    def check_state(self, state: Mapping[str, Any], allow_changes: bool) -> Place:
+        """Raises ValueError unless `load_state_dict` can take it; changes nothing."""
+        check_state_keys(state)
+        check_fingerprint(state["fingerprint"], self._fingerprint(), allow_changes)
+        return place_in(state, self.schedule)
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return fingerprint(self.schedule, self.seed, self._order is not None)
+
     def __len__(self) -> int:
         """Minibatches that this replica yields in this epoch."""
-        return int(self.plan.num_substeps(self.rank).sum())
+        return len(self.plan.minibatches(self.rank))
 
     def __bool__(self) -> bool:
         return True  # a sampler without minibatches is still a sampler

@@ -39,6 +39,8 @@ class EpochPlan:
         minibatch_size: Samples in a minibatch.
         num_replicas: Replicas that share the steps.
         num_minibatches: ``(num_steps,)`` int64, minibatches of every step.
+        start_step: Steps of the epoch that were done before, in the run that this one
+            resumes.
         starts: ``(num_steps + 1,)`` int64, each step's first minibatch in the order.
     """
 
@@ -48,6 +50,7 @@ class EpochPlan:
     minibatch_size: int
     num_replicas: int
     num_minibatches: np.ndarray
+    start_step: int = 0
     starts: np.ndarray = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -81,11 +84,14 @@ class EpochPlan:
     def minibatches(self, rank: int) -> np.ndarray:
         """``(len,)`` int64: positions in the order, in minibatches, that ``rank`` runs.
 
+        From `start_step` on.
+
         >>> plan = EpochPlan(0, 0, 256, 32, 2, np.array([2, 3]))
         >>> plan.minibatches(0).tolist(), plan.minibatches(1).tolist()
         ([0, 2, 4], [1, 3])
         """
         substeps = self.num_substeps(rank)
+        substeps[: self.start_step] = 0
         first = np.repeat(self.starts[:-1] + rank, substeps)
         ends = np.cumsum(substeps)
         within_step = np.arange(len(first)) - np.repeat(ends - substeps, substeps)
@@ -170,22 +176,7 @@ class Schedule:
             TraceExhausted: Behind the end of the trace under ``on_end='error'``.
             ValueError, TypeError: ``epoch`` is negative or no integer.
         """
-        if isinstance(epoch, bool) or not isinstance(epoch, (int, np.integer)):
-            raise TypeError(f"epoch must be an integer, got {epoch!r}")
-        if epoch < 0:
-            raise ValueError(f"epoch must be >= 0, got {epoch}")
-        while len(self._first_steps) <= epoch + 1 and not self._at_end():
-            self._find_next_epoch()
-        if epoch + 1 < len(self._first_steps):
-            first, end = self._first_steps[epoch], self._first_steps[epoch + 1]
-        elif self.on_end == "error":
-            raise TraceExhausted(
-                f"epoch {epoch} begins behind the last of the {len(self.trace)} steps "
-                f"of {self.trace.name}, which fill {self.num_epochs} epochs; lengthen "
-                "the trace, train fewer epochs, or choose on_end='hold' or 'cycle'"
-            )
-        else:
-            first = end = self._first_steps[-1]
+        first, end = self.steps(epoch)
         return EpochPlan(
             epoch=int(epoch),
             first_step=first,
@@ -194,6 +185,30 @@ class Schedule:
             num_replicas=num_replicas,
             num_minibatches=self._num_minibatches_between(first, end),
         )
+
+    def steps(self, epoch: int) -> tuple[int, int]:
+        """The first step of an epoch, and of the next, since training began.
+
+        Costs the same for any number of steps in it.
+
+        Raises:
+            TraceExhausted, ValueError, TypeError: See `plan`.
+        """
+        if isinstance(epoch, bool) or not isinstance(epoch, (int, np.integer)):
+            raise TypeError(f"epoch must be an integer, got {epoch!r}")
+        if epoch < 0:
+            raise ValueError(f"epoch must be >= 0, got {epoch}")
+        while len(self._first_steps) <= epoch + 1 and not self._at_end():
+            self._find_next_epoch()
+        if epoch + 1 < len(self._first_steps):
+            return self._first_steps[epoch], self._first_steps[epoch + 1]
+        if self.on_end == "error":
+            raise TraceExhausted(
+                f"epoch {epoch} begins behind the last of the {len(self.trace)} steps "
+                f"of {self.trace.name}, which fill {self.num_epochs} epochs; lengthen "
+                "the trace, train fewer epochs, or choose on_end='hold' or 'cycle'"
+            )
+        return self._first_steps[-1], self._first_steps[-1]
 
     def _at_end(self) -> bool:
         ends = self.on_end in ("stop", "error")

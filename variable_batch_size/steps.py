@@ -110,6 +110,13 @@ class Steps:
         self._gradients.refresh()
         self._watch.remember(self._inner.param_groups)
 
+    def restart(self, plan: EpochPlan) -> None:
+        """Stands where a restored run does; minibatches without an update are lost."""
+        self.position = Position(plan, self._replica.rank, announced=False)
+        self.num_minibatches_seen = 0
+        self._gradients.discard()
+        self._watch.allow_change()
+
     def _follow(self, plan: EpochPlan) -> None:
         before = self.position
         self.position = before.follow(plan)

@@ -14,6 +14,8 @@ file, line, column and value.
 from __future__ import annotations
 
 import csv
+import functools
+import hashlib
 import io
 import os
 import warnings
@@ -117,6 +119,12 @@ class Trace:
         more = ", ..." if len(self) > 4 else ""
         length = "endless" if self.endless else f"{len(self)} steps"
         return f"Trace({self.name}: {length}: {head}{more})"
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 of the batch sizes, in hexadecimal: equal for equal traces."""
+        sizes = np.ascontiguousarray(self.batch_sizes, dtype="<i8")
+        return hashlib.sha256(sizes.tobytes()).hexdigest()
 
     def place(self, row: int) -> str:
         """Where row ``row`` (from 0) stands, for messages: file and physical line."""

@@ -11,6 +11,7 @@ from variable_batch_size.numbers import Numbers
 from variable_batch_size.position import Position
 from variable_batch_size.scaling import Scaling
 from variable_batch_size.step_gradients import StepGradients
+from variable_batch_size.stop_vote import StopVote
 from variable_batch_size.update import Update
 from xla_replica import Replica
 
@@ -24,6 +25,7 @@ class UpdateGraph:
         numbers: Uploads.
         scaling: The rule.
         agreement: Whether replicas use the same hyperparameters.
+        stop_vote: Whether they stop after this update.
         gradients: Of the step under way.
     """
 
@@ -34,6 +36,7 @@ class UpdateGraph:
         numbers: Numbers,
         scaling: Scaling,
         agreement: Agreement,
+        stop_vote: StopVote,
         gradients: StepGradients,
     ) -> None:
         self._inner = inner
@@ -41,6 +44,7 @@ class UpdateGraph:
         self._numbers = numbers
         self._scaling = scaling
         self._agreement = agreement
+        self._stop_vote = stop_vote
         self._gradients = gradients
 
     def run(
@@ -62,7 +66,7 @@ class UpdateGraph:
         # Changing numbers go to the device before the collective is traced.
         groups = self._inner.param_groups
         own = (*hyperparameters(groups), *self._scaling.state_dict())
-        ballot = self._agreement.ballot(own)
+        ballot, vote = self._agreement.ballot(own), self._stop_vote.ballot()
         num_minibatches = position.num_minibatches
         divisor = self._numbers.get("divisor", num_minibatches)
         scaling = self._scaling.applied(self._inner, batch_ratio)
@@ -71,8 +75,9 @@ class UpdateGraph:
             squares = noise.begin_update(num_minibatches, position.batch_size)
         try:
             with torch.no_grad(), scaling as step:
-                buffers.average_(divisor, ballot, *squares)
+                buffers.average_(divisor, ballot, vote, *squares)
                 self._agreement.count(ballot)
+                self._stop_vote.count(vote)
                 factors = noise.update() if noise else None
                 if max_grad_norm is not None:
                     buffers.clip_(max_grad_norm)

@@ -2,10 +2,10 @@
 
 Python runs signal handlers in a process's main thread only and installs them only
 there, while emulated replicas and those on a TPU are other threads of a child process.
-So whoever starts replicas installs the handlers (`listening`), which act as if they
-were not there until a replica arms them (`catch_signals`). The launching process hands
-armed signals on (`forwarding`); it learns which are armed, and where, from files in the
-folder that it shares with its replicas.
+So whoever starts such replicas installs the handlers (`listening_for_parent`), which
+act as if they were not there until a replica arms them (`catch_signals`). The launching
+process hands armed signals on (`forwarding`); it learns which are armed, and where,
+from files in the folder that it shares with its replicas.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ LISTENED = (signal.SIGTERM, signal.SIGINT)
 # Ctrl-C reaches parent and child, and the parent hands it on: within this time signals
 # are copies of one.
 DUPLICATE_SECONDS = 1.0
+
+
+_Installed = dict[int, tuple[Any, Any]]  # handlers, and what was there before
 
 
 class StopRequest(NamedTuple):
@@ -59,6 +62,7 @@ class _Process:
         self.request: StopRequest | None = None
         self.armed: frozenset[int] = frozenset()
         self.listened: frozenset[int] = frozenset()
+        self.installed_late: _Installed = {}  # by catch_signals
         self.first = _FirstSignal()
         self.folder: str | None = None
 
@@ -92,13 +96,13 @@ def request_stop(reason: str, exit_status: int = 143) -> None:
 def catch_signals(signals: Sequence[int | str] = ("SIGTERM", "SIGINT")) -> None:
     """From now on these signals ask this process to stop, instead of ending it.
 
-    Call it on every replica, from any thread. A second signal, a second or more after
-    the first, acts as if it were not caught. In a function that `launch` runs this
-    holds until launch returns, elsewhere until the process ends.
+    Call it on every replica, in the function that `launch` runs; it then holds until
+    launch returns, elsewhere until the process ends. A second signal, a second or more
+    after the first, acts as if it were not caught.
 
     Args:
-        signals: Numbers or names. From a thread that is not its process's main one, as
-            an emulated replica's, only SIGTERM and SIGINT. Only these are handed on by
+        signals: Numbers or names. Where replicas are threads of a process, as emulated
+            ones are, only SIGTERM and SIGINT. Only these are handed on by
             the launching process; others must be sent to the replicas' own processes.
 
     Raises:
@@ -118,8 +122,7 @@ def catch_signals(signals: Sequence[int | str] = ("SIGTERM", "SIGINT")) -> None:
                 "and SIGINT are listened for, if xla_replica.launch was called in the "
                 "main thread of its process"
             )
-        for number in unheard:
-            signal.signal(number, _handler(number, _on_signal))
+        _process.installed_late |= _install(unheard, _on_signal)
         _process.listened |= unheard
         _process.armed |= numbers
         if _process.folder is not None:
@@ -129,27 +132,28 @@ def catch_signals(signals: Sequence[int | str] = ("SIGTERM", "SIGINT")) -> None:
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-    """Around a run of replicas in this process: lets any of their threads arm signals.
+    """Around a run of the replica that this process, or its main thread, is.
 
-    Nested runs share what the outermost one installed. What it heard, and what was
-    armed in it, ends with it.
+    Nothing is installed before `catch_signals`: Python runs a handler only when native
+    code returns, and a process that waits there for its peers to join must end at once
+    as long as there is nothing to save. What a run heard, and what was armed in it,
+    ends with the outermost one.
     """
     with _process.lock:
         _process.num_runs += 1
         outermost = _process.num_runs == 1
     armed, listened = _process.armed, _process.listened
-    to_install = [n for n in LISTENED if n not in listened] if outermost else []
-    installed = _install(to_install, _on_signal)
-    _process.listened |= installed.keys()
+    installed_before = dict(_process.installed_late)
     try:
         yield
     finally:
-        _restore(installed)
         with _process.lock:
             _process.num_runs -= 1
             if outermost:
-                _process.listened -= installed.keys()
-                _process.armed = armed
+                late = _process.installed_late.items() - installed_before.items()
+                _restore(dict(late))
+                _process.installed_late = installed_before
+                _process.listened, _process.armed = listened, armed
                 _process.request, _process.first = None, _FirstSignal()
 
 
@@ -238,9 +242,6 @@ def _on_signal(number: int) -> bool:
     if _process.request is None:
         _process.request = StopRequest(f"received {_name(number)}", 128 + number)
     return True
-
-
-_Installed = dict[int, tuple[Any, Any]]
 
 
 def _install(numbers: Iterable[int], caught: Callable[[int], bool]) -> _Installed:

@@ -1,0 +1,109 @@
+"""Runs that are saved after every update, and gone on with on other replicas."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+import variable_batch_size as vbs
+import xla_replica
+from support.elastic import OPTIMIZERS, Case, make
+from variable_batch_size.checkpoint import to_host
+
+# Three epochs of 32 minibatches; steps of 1 to 9 of them: idle replicas, also where an
+# epoch begins and ends, and steps of several substeps.
+CASE = Case((4, 36, 8, 4, 12, 32, 20, 4), epochs=3, exact=True)
+
+
+def run(
+    rank: int, case: Case, state: dict[str, Any] | None = None, saves: bool = True
+) -> dict[str, Any]:
+    """A run from ``state`` to its end: weights, its part of the samples, its states.
+
+    ``samples`` are (step, substep, rank, samples) of every minibatch that was run.
+    """
+    replica = xla_replica.current()
+    model, inputs, targets = make(case)
+    model.to(replica.device)
+    sampler = vbs.CustomSampler(
+        inputs,
+        case.trace,
+        minibatch_size=case.minibatch_size,
+        on_end="cycle",
+        verbose=False,
+    )
+    optimizer = vbs.ElasticOptimizer(
+        OPTIMIZERS[case.optimizer](model.parameters(), case.lr),
+        sampler,
+        case.rule,
+        case.ref_batchsize,
+    )
+    updates: list[int] = []
+    states: list[dict[str, Any]] = []
+
+    def after_update(update: vbs.Update) -> None:
+        updates.append(update.step)
+        if saves:
+            states.append(saved())
+
+    def saved() -> dict[str, Any]:
+        found = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        return copy.deepcopy(to_host(found, replica))
+
+    if state is not None:
+        state = copy.deepcopy(state)  # torch's optimizers go on with loaded tensors
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    elif saves:
+        states.append(saved())
+    optimizer.attach(after_update)
+    samples: list[tuple[int, int, int, list[int]]] = []
+    for epoch in range(sampler.epoch, case.epochs):
+        sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        minibatches = list(sampler)
+        where = [
+            (sampler.plan.first_step + step, substep, replica.rank)
+            for step in range(sampler.plan.start_step, sampler.plan.num_steps)
+            for substep in range(sampler.plan.num_substeps(replica.rank)[step])
+        ]
+        assert len(where) == len(minibatches)
+        for place, minibatch in zip(where, minibatches):
+            x, y = replica.send((inputs[minibatch], targets[minibatch]))
+            loss_of(model, x, y).backward()
+            optimizer.step()
+            samples.append((*place, minibatch))
+    weights = replica.fetch([p.detach() for p in model.parameters()])
+    return {
+        "weights": weights,
+        "samples": samples,
+        "updates": updates,
+        "states": states if replica.is_master else [],
+    }
+
+
+def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Its gradients are multiples of 1/64, so that their sums are never rounded.
+
+    Of integers and residuals in sixteenths: however many steps there have been, which
+    samples and weights they were of shows in every bit.
+    """
+    outputs = model(x)[:, 0]
+    residuals = torch.round((outputs.detach() - y) * 16) / 16
+    return (residuals * outputs).sum() / len(x)
+
+
+def go_on_with_each(
+    rank: int, case: Case, states: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """What becomes of each state."""
+    return [run(rank, case, state, saves=False) for state in states]
+
+
+def global_samples(outcomes: list[dict[str, Any]]) -> list[tuple[int, list[int]]]:
+    """(step, samples) of every minibatch of all replicas, in the order dealt."""
+    everything = sorted(place for outcome in outcomes for place in outcome["samples"])
+    return [(step, samples) for step, _, _, samples in everything]

@@ -1,0 +1,394 @@
+"""`Checkpointer`: a run that can be stopped at any moment, and goes on anywhere."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+import xla_replica
+from variable_batch_size import checkpoint_files as files
+from variable_batch_size.checkpoint_files import CheckpointError
+from variable_batch_size.checkpoint_times import SaveTimes
+from variable_batch_size.optimizer import ElasticOptimizer
+from variable_batch_size.random_state import random_state, restore_random_state
+from variable_batch_size.stop_poll import poll_for_stop
+from variable_batch_size.update import Update
+from xla_replica import Replica
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+_RESERVED = ("optimizer", "settings")
+
+
+class Stateful(Protocol):
+    """Anything with a state: a model, a scheduler, a `GraBSampler`, a pruner."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+class Restored(NamedTuple):
+    """Where a loaded run stands.
+
+    Attributes:
+        path: The checkpoint.
+        num_updates: Updates that it has made.
+        epoch: Where the loop begins; the sampler yields what is left of it.
+        best: The best metric so far, if any was saved.
+    """
+
+    path: Path
+    num_updates: int
+    epoch: int
+    best: float | None
+
+
+class Checkpointer:
+    """Saves a run every so often and where it is asked to stop, and brings it back.
+
+    Attach it to the optimizer behind everything else that has a state::
+
+        checkpointer = vbs.Checkpointer("checkpoints", optimizer, model=model)
+        checkpointer.load()
+        optimizer.attach(checkpointer)
+        for epoch in range(sampler.epoch, num_epochs):
+            ...
+
+    A checkpoint is one file, written by replica 0, that says nothing of replicas: the
+    run goes on on any number of them with the same samples at every step. It stands
+    behind an update; minibatches accumulated since are run again.
+
+    On SIGTERM and SIGINT replicas agree on an update, save behind it, and raise
+    `xla_replica.Stopped` out of `step` or `set_epoch`; a script that does not catch it
+    exits with status 143 (130 for SIGINT). Started again, it goes on from there.
+
+    Args:
+        folder: Where checkpoints are; on several hosts, storage that all of them share.
+        optimizer: The wrapper, whose state includes the sampler's.
+        every_updates: Save after every so many updates, counted from the beginning of
+            training.
+        every_minutes: Save after about so many minutes; 10 if neither is given.
+        keep: Checkpoints kept, the newest. The best one is kept beside them.
+        best: Which metric given to `save` is best, 'max' or 'min'.
+        stop_on: Signals that ask to stop; empty for none.
+        stop_poll: Called every ``poll_seconds`` in a thread of its own; a text it
+            returns is a reason to stop (a maintenance event of the machine).
+        poll_seconds: See ``stop_poll``.
+        look_every: On an accelerator, updates after which every replica looks whether
+            another one was asked to stop: a host round trip. Where all have been
+            asked, as by a signal to the whole job, they stop after the next update.
+        settings: What else a run must have in common with this one to go on with it.
+        **parts: What else has a state, by name: ``model=model, grab=sampler``. The
+            floating-point buffers of modules are averaged over replicas first.
+
+    Raises:
+        ValueError, TypeError: An argument is out of range or of the wrong type.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        optimizer: ElasticOptimizer,
+        *,
+        every_updates: int | None = None,
+        every_minutes: float | None = None,
+        keep: int = 3,
+        best: str | None = None,
+        stop_on: Sequence[str | int] = ("SIGTERM", "SIGINT"),
+        stop_poll: Callable[[], str | None] | None = None,
+        poll_seconds: float = 5.0,
+        look_every: int = 100,
+        settings: Mapping[str, Any] | None = None,
+        **parts: Stateful,
+    ) -> None:
+        if every_updates is None and every_minutes is None:
+            every_minutes = 10.0
+        _check(optimizer, keep, best, look_every, parts)
+        self.folder = Path(folder)
+        self.replica: Replica = optimizer.replica
+        self.num_updates = 0
+        self.best_metric: float | None = None
+        self._optimizer = optimizer
+        self._parts = parts
+        self._keep = keep
+        self._best = best
+        self._look_every = look_every
+        self._settings = dict(settings or {})
+        self._times = SaveTimes(self.replica, every_updates, every_minutes)
+        self._is_proven = False  # that what it writes can be loaded
+        if stop_on:
+            xla_replica.catch_signals(stop_on)
+        if stop_poll is not None:
+            poll_for_stop(stop_poll, poll_seconds)
+
+    def __call__(self, update: Update) -> None:
+        """Saves and stops where it is time to: once per update, on every replica.
+
+        Raises:
+            xla_replica.Stopped: All replicas were asked to stop, and have saved.
+            OSError: Writing failed.
+        """
+        self.num_updates = update.step + 1
+        due = self._times.due(self.num_updates)
+        look = due or self.num_updates % self._look_every == 0
+        if self._optimizer.asked_to_stop(look):
+            self._stop()
+        if due:
+            self.save()
+
+    def save(self, metric: float | None = None) -> Path | None:
+        """Writes a checkpoint now. Collective.
+
+        Args:
+            metric: Of the weights as they are; if it is the best so far, the
+                checkpoint is kept as ``best-*.pt``.
+
+        Returns:
+            The file, on replica 0.
+
+        Raises:
+            OSError: Writing failed.
+            ValueError: ``metric`` was given without ``best=``, or is not finite.
+            TypeError: A part's state cannot be loaded again.
+        """
+        since = time.perf_counter()
+        is_best = self._is_best(metric)
+        if is_best:
+            self.best_metric = float(metric)  # type: ignore[arg-type]
+        self.replica.sync()
+        random_numbers = self.replica.rng_state()
+        state = self._state(random_numbers)
+        self.replica.sync()  # what was summed for it, on every replica alike
+        self._times.saved(self.num_updates)
+        path = None
+        if self.replica.is_master:
+            path = self._write(to_host(state, self.replica), is_best, since)
+        # On XLA every program that runs, also one that saves, moves them on.
+        self.replica.set_rng_state(random_numbers)
+        return path
+
+    def _write(self, state: dict[str, Any], is_best: bool, since: float) -> Path:
+        path = files.write(self.folder, self.num_updates, state)
+        self._prove(path)
+        if is_best:
+            files.copy_as_best(path)
+        files.tidy(self.folder, self._keep)
+        logger.info(
+            "saved %s: %.1f MB in %.2f s",
+            path,
+            path.stat().st_size / 1e6,
+            time.perf_counter() - since,
+        )
+        return path
+
+    def load(self, *, allow_changes: bool = False) -> Restored | None:
+        """Goes on with the newest checkpoint that is whole. Collective.
+
+        Damaged files are renamed, with a warning, and the one before is used.
+
+        Args:
+            allow_changes: Also a run with other settings, trace, dataset length,
+                minibatch size or seed; see `CustomSampler.load_state_dict`.
+
+        Returns:
+            Where the run stands; None if there is no checkpoint.
+
+        Raises:
+            CheckpointError: All are damaged, or a host does not see the one that
+                replica 0 has chosen.
+            ValueError: It is of another run; all differences are listed.
+        """
+        found = self._choose()
+        if found is None:
+            return None
+        path, state = found
+        _check_version(state, path)
+        if not allow_changes:
+            _check_settings(state["settings"], self._settings, path)
+        missing = sorted(self._parts.keys() ^ state["parts"].keys())
+        if missing:
+            raise ValueError(
+                f"{path} has the parts {sorted(state['parts'])}, and this run has "
+                f"{sorted(self._parts)}: give Checkpointer the same ones"
+            )
+        for name, part in self._parts.items():
+            part.load_state_dict(state["parts"][name])
+        self._optimizer.load_state_dict(state["optimizer"], allow_changes=allow_changes)
+        restore_random_state(state["random"], self.replica)
+        self.num_updates, self.best_metric = state["num_updates"], state["best"]
+        self._times.saved(self.num_updates)
+        epoch = self._optimizer.sampler.epoch
+        if self.replica.is_master:
+            logger.info(
+                "going on with %s: %d updates, epoch %d", path, self.num_updates, epoch
+            )
+        return Restored(path, self.num_updates, epoch, self.best_metric)
+
+    def _stop(self) -> None:
+        """Saves, waits until that is done, and raises on every replica."""
+        self.save()
+        self.replica.barrier()  # nobody leaves while replica 0 writes
+        request = xla_replica.stop_requested()
+        if request is None:
+            raise xla_replica.Stopped("another replica was asked to stop")
+        raise xla_replica.Stopped(request.reason, request.exit_status)
+
+    def _state(self, random_numbers: torch.Tensor) -> dict[str, Any]:
+        for part in self._parts.values():
+            if isinstance(part, nn.Module):
+                self._optimizer.average_buffers(part)
+        return {
+            "version": VERSION,
+            "num_updates": self.num_updates,
+            "best": self.best_metric,
+            "settings": self._settings,
+            "optimizer": self._optimizer.state_dict(),
+            "parts": {n: dict(p.state_dict()) for n, p in self._parts.items()},
+            "random": random_state(self.replica, random_numbers),
+        }
+
+    def _is_best(self, metric: float | None) -> bool:
+        if metric is None:
+            return False
+        if self._best is None:
+            raise ValueError(
+                f"save(metric={metric!r}): Checkpointer needs best='max' or 'min' to "
+                "know what is better"
+            )
+        if not abs(metric) < float("inf"):
+            logger.warning("save: metric %r is not finite and never best", metric)
+            return False
+        before = self.best_metric
+        return before is None or (
+            metric > before if self._best == "max" else metric < before
+        )
+
+    def _prove(self, path: Path) -> None:
+        """The first file of a run is read back: some states save and do not load."""
+        if self._is_proven:
+            return
+        try:
+            files.parse(path.read_bytes())
+        except Exception as error:  # unpickling raises many kinds
+            path.unlink()
+            raise TypeError(
+                "the state of a part has values that torch.load(weights_only=True) "
+                f"refuses; states may have tensors, numbers, texts, lists and dicts: "
+                f"{error}"
+            ) from error
+        self._is_proven = True
+
+    def _choose(self) -> tuple[Path, Any] | None:
+        """The same file on every replica, whole on each of them."""
+        found, error = None, None
+        if self.replica.is_master:
+            try:
+                found = files.newest_whole(self.folder)
+            except CheckpointError as all_damaged:
+                error = all_damaged
+        status = -1 if error else int(found is not None)
+        digest = found[0].digest if found else "0" * 32
+        name = [status, *(int(digest[i : i + 4], 16) for i in range(0, 32, 4))]
+        status, *parts = self._broadcast(name)
+        if status <= 0:
+            if status:
+                raise error or CheckpointError("all checkpoints are damaged")
+            return None
+        digest = "".join(f"{part:04x}" for part in parts)
+        if found is None:  # not the master
+            for file in files.saved_files(self.folder):
+                if file.digest == digest and (content := file.content()) is not None:
+                    found = file, content
+        missing = self.replica.send(torch.tensor([int(found is None)]))
+        self.replica.sum_([missing])
+        num_missing = self.replica.fetch([missing])[0].item()
+        if found is None or num_missing:
+            raise CheckpointError(
+                f"{num_missing} replicas do not see the checkpoint that replica 0 has "
+                f"chosen in {self.folder}: all hosts must share the folder"
+            )
+        return found[0].path, files.parse(found[1])
+
+    def _broadcast(self, numbers: list[int]) -> list[int]:
+        tensor = self.replica.send(torch.tensor(numbers))
+        self.replica.broadcast_([tensor])
+        return self.replica.fetch([tensor])[0].tolist()
+
+
+def to_host(state: Any, replica: Replica) -> Any:
+    """``state`` with every tensor in it on the CPU: one transfer for all of them."""
+    tensors: list[torch.Tensor] = []
+
+    def mapped(value: Any, of_tensor: Callable[[torch.Tensor], Any]) -> Any:
+        if isinstance(value, torch.Tensor):
+            return of_tensor(value)
+        if isinstance(value, Mapping):
+            return {key: mapped(part, of_tensor) for key, part in value.items()}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(mapped(part, of_tensor) for part in value))
+        if isinstance(value, (list, tuple)):
+            return type(value)(mapped(part, of_tensor) for part in value)
+        return value
+
+    mapped(state, tensors.append)
+    on_cpu = iter(replica.fetch(tensors))
+    return mapped(state, lambda tensor: next(on_cpu))
+
+
+def _check(
+    optimizer: Any,
+    keep: int,
+    best: str | None,
+    look_every: int,
+    parts: Mapping[str, Any],
+) -> None:
+    if not isinstance(optimizer, ElasticOptimizer):
+        raise TypeError(
+            f"Checkpointer: optimizer must be an elastic wrapper, got {optimizer!r}"
+        )
+    for name, value in (("keep", keep), ("look_every", look_every)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+    if best not in (None, "max", "min"):
+        raise ValueError(f"best={best!r}; allowed are 'max', 'min' and None")
+    for name, part in parts.items():
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            raise TypeError(
+                f"Checkpointer: {name}={part!r} has no state_dict and load_state_dict"
+            )
+        if part is optimizer.inner or part is optimizer.sampler:
+            raise ValueError(
+                f"Checkpointer: {name} is saved with the wrapper's state already: "
+                "leave it out"
+            )
+
+
+def _check_version(state: Any, path: Path) -> None:
+    version = state.get("version") if isinstance(state, dict) else None
+    if version != VERSION:
+        raise ValueError(
+            f"{path} is of version {version!r}, and this library reads {VERSION}"
+        )
+
+
+def _check_settings(
+    saved: Mapping[str, Any], own: Mapping[str, Any], path: Path
+) -> None:
+    differences = [
+        f"{name} was {saved.get(name)!r} and is {own.get(name)!r}"
+        for name in sorted(saved.keys() | own.keys())
+        if saved.get(name) != own.get(name)
+    ]
+    if differences:
+        raise ValueError(
+            f"{path} is of another run: {'; '.join(differences)}. Give the run another "
+            "folder, or load(allow_changes=True)"
+        )

@@ -1,0 +1,40 @@
+"""Asks now and then, beside the training, whether the machine will go away."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import xla_replica
+from variable_batch_size.numbers import as_positive
+
+logger = logging.getLogger(__name__)
+
+
+def poll_for_stop(poll: Callable[[], str | None], seconds: float) -> None:
+    """Calls ``poll`` every so many seconds until it returns a reason to stop.
+
+    In a daemon thread: it may take its time, as an HTTP request to a metadata server
+    does. An exception in it is logged, and it is called again.
+
+    Raises:
+        TypeError, ValueError: ``poll`` is no function or ``seconds`` not positive.
+    """
+    if not callable(poll):
+        raise TypeError(f"stop_poll must be a function, got {poll!r}")
+    pause = threading.Event()
+    interval = as_positive("poll_seconds", seconds)
+
+    def run() -> None:
+        while not pause.wait(interval):
+            try:
+                reason = poll()
+            except Exception:  # the user's code; training goes on without an answer
+                logger.exception("stop_poll failed; it is called again")
+                continue
+            if reason:
+                xla_replica.request_stop(str(reason))
+                return
+
+    threading.Thread(target=run, name="stop-poll", daemon=True).start()
