@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from per_sample_grad.capture import Assembled, Capture, capture
+from per_sample_grad.backward_pass import Found
+from per_sample_grad.capture import Capture, capture
 from per_sample_grad.feeding import Forward, checked_forward
 
 Loss = Callable[[torch.Tensor, Any], torch.Tensor]
@@ -128,15 +129,14 @@ def last_layer_grad_norm(scoring: Scoring, inputs: Any, targets: Any) -> torch.T
 
 
 class _Recorder(Capture):
-    """Says whether it is compared with autograd; a repetition is not."""
+    """Says whether it was compared with autograd."""
 
     compared = False
-    repeats = False
 
-    def assemble(self, losses: torch.Tensor, retain_graph: bool) -> Assembled:
-        found = super().assemble(losses, retain_graph)
-        self.compared = found.check
-        return dataclasses.replace(found, check=found.check and not self.repeats)
+    def run(self, *args: Any, **options: Any) -> Found:
+        found = super().run(*args, **options)
+        self.compared = found.compared is not None
+        return found
 
 
 def _norms(
@@ -146,13 +146,12 @@ def _norms(
     scoring.cut()
     recorder = _Recorder(scoring.model, **options)
     norms = _recorded_norms(recorder, scoring, inputs, targets)
-    if recorder.compared and scoring.compiles:
-        # The comparison is part of the program and reads back in its midst: which
-        # block has one must not show.
+    if recorder.compared:
+        # The comparison is part of the program, on a lazy device in its very midst:
+        # which block has one must not show.
         del norms
         scoring.cut()
-        recorder = _Recorder(scoring.model, **options)
-        recorder.repeats = True
+        recorder = _Recorder(scoring.model, **{**options, "check": "never"})
         norms = _recorded_norms(recorder, scoring, inputs, targets)
     scoring.cut()
     return norms
@@ -163,7 +162,7 @@ def _recorded_norms(
 ) -> torch.Tensor:
     with torch.enable_grad(), recorder:
         losses = scoring.losses(inputs, targets)
-    return recorder.backward(losses).norms()
+    return recorder.stream(losses, lambda found: found.norms(squared=True)).sqrt()
 
 
 SCORES: dict[str, Score] = {

@@ -42,7 +42,9 @@ def descendants(pid: int) -> list[int]:
 class Run:
     """The script in processes of its own; all of them end with the block."""
 
-    def __init__(self, folder: Path, *arguments: object, command=(sys.executable,)):
+    def __init__(
+        self, folder: Path, *arguments: object, command=(sys.executable,), **variables
+    ) -> None:
         words = [*command, SCRIPT, "--no-progress", "--checkpoint", folder, *arguments]
         self.folder = folder
         self._output = folder.parent / f"output-{time.monotonic_ns()}"
@@ -50,7 +52,7 @@ class Run:
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
                 [str(word) for word in words],
-                env={**kept, "OMP_NUM_THREADS": "1"},
+                env={**kept, "OMP_NUM_THREADS": "1", **variables},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -184,6 +186,8 @@ class Node(Run):
                 "--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}",
                 "--rdzv_conf", settings,
             ),
+            # Otherwise a node that joins later never learns where the others meet.
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
         )  # fmt: skip
 
     @property
