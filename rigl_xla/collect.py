@@ -1,4 +1,4 @@
-"""What an update is made from: dense gradients, and how many connections move."""
+"""What an update is made from: the dense gradients of all replicas."""
 
 from __future__ import annotations
 
@@ -7,11 +7,51 @@ from collections.abc import Sequence
 import torch
 
 from rigl_xla import masks
-from rigl_xla.distribution import num_inactive
 from rigl_xla.methods import Method
-from rigl_xla.schedule import UpdateSchedule, gradual_sparsity
-from rigl_xla.update import SparseLayer
+from rigl_xla.schedule import UpdateSchedule
+from rigl_xla.sparse_layer import SparseLayer
 from xla_replica import Replica
+
+# A running mean leaves out the steps in which an optimizer makes its state, so that the
+# program of a step that collects nothing is compiled here, and not behind the last
+# update, when such steps come back.
+_FIRST_OF_MEAN = 3
+
+
+def collects(method: Method, schedule: UpdateSchedule, step: int) -> bool:
+    """Whether the dense gradients of step number ``step`` are needed."""
+    if method.collects == "always":
+        first = _FIRST_OF_MEAN if schedule.delta >= _FIRST_OF_MEAN else 1
+        return first <= step <= schedule.last_update
+    return method.collects == "updates" and schedule.collects(step)
+
+
+def is_collecting(method: Method, schedule: UpdateSchedule, step: int) -> bool:
+    """Whether behind ``step`` there are gradients that later steps add to."""
+    used_up = method.collects == "updates" and schedule.is_update(step)
+    goes_on = collects(method, schedule, step + 1)
+    return collects(method, schedule, step) and goes_on and not used_up
+
+
+def begin_(
+    layers: Sequence[SparseLayer],
+    method: Method,
+    schedule: UpdateSchedule,
+    step: int,
+    compiles: bool,
+) -> None:
+    """Lets go of what was collected up to ``step``.
+
+    On a device that ``compiles``, zeros take its place where updates are made from
+    several steps: the first of them is then the same program as the others, and the
+    last update, behind which nobody wants them, the same as those before it.
+    """
+    adds = method.collects == "always" or (
+        method.collects == "updates" and schedule.grad_accumulation_n > 1
+    )
+    zeros = compiles and adds and step <= schedule.last_update
+    for layer in layers:
+        layer.gradient = torch.zeros_like(layer.data) if zeros else None
 
 
 def collect_(
@@ -64,19 +104,3 @@ def _into_mean_(
         past = torch.zeros_like(dense) if layer.gradient is None else layer.gradient
         mean = past * momentum + dense * (1 - momentum)
         layer.gradient = torch.where(finite, mean, past)
-
-
-def next_counts(
-    layer: SparseLayer, method: Method, schedule: UpdateSchedule, step: int
-) -> tuple[int, int]:
-    """Connections that the layer is to keep and to grow in the update at ``step``."""
-    if method.gradual:
-        assert schedule.T_end is not None
-        # Of the last update, so that it reaches the final sparsity.
-        end = (schedule.T_end - 1) // schedule.delta * schedule.delta
-        sparsity = gradual_sparsity(step, layer.sparsity, 0, end)
-        left = layer.size - num_inactive(sparsity, layer.size)
-        return min(left, layer.num_active), 0
-    dropped = schedule.num_dropped(step, layer.num_active)
-    grown = dropped if method.grow is not None else 0
-    return layer.num_active - dropped, grown

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rigl_xla.update import keep_, state_of
+from rigl_xla.sparse_layer import keep_
+from rigl_xla.update import state_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from rigl_xla.layers import Weight
     from rigl_xla.options import Options
     from rigl_xla.schedule import UpdateSchedule
-    from rigl_xla.update import SparseLayer
+    from rigl_xla.sparse_layer import SparseLayer
 
 
 class RigLTorchNames:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rigl_xla.update import SparseLayer
+from rigl_xla.sparse_layer import SparseLayer
 from xla_replica import Replica, ReplicaError
 
 _PRIME = 65_521  # below 2**16: sums of 2**40 weights fit an int64

@@ -10,7 +10,7 @@ from rigl_xla import masks
 from rigl_xla.distribution import num_inactive
 from rigl_xla.layers import Weight
 from rigl_xla.options import INITIAL_WEIGHTS, Options
-from rigl_xla.update import SparseLayer, like
+from rigl_xla.sparse_layer import SparseLayer, like
 
 
 def first_layer_state(weight: Weight, sparsity: float, options: Options) -> SparseLayer:

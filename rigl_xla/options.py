@@ -105,8 +105,7 @@ class Options:
                 "topology stays: about 0.75 times the number of steps of the whole "
                 "run; or static_topo=True for a topology that never changes"
             )
-        last = (schedule.T_end or 0) - 1
-        if self.scores().gradual and self.is_sparse and last < schedule.delta:
+        if self.scores().gradual and self.is_sparse and not schedule.last_update:
             raise ValueError(
                 f"T_end={schedule.T_end} is not past the first update at step "
                 f"delta={schedule.delta}, so method={self.method!r} would leave all "
@@ -117,7 +116,7 @@ class Options:
         """Warns of a schedule without a step for an update."""
         if not (self.scores().updates and self.is_sparse) or schedule.T_end is None:
             return
-        if schedule.T_end <= schedule.delta:
+        if not schedule.last_update:
             warnings.warn(
                 f"T_end={schedule.T_end} is not past the first update at step "
                 f"delta={schedule.delta}, so method={self.method!r} will never change "

@@ -13,7 +13,7 @@ from torch import nn
 from rigl_xla.layers import Weight, clean, weights_of
 from rigl_xla.options import Options
 from rigl_xla.schedule import UpdateSchedule
-from rigl_xla.update import SparseLayer, like
+from rigl_xla.sparse_layer import SparseLayer, like
 
 FORMAT = 1
 _KEPT_OPTIONS = (

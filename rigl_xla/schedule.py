@@ -68,6 +68,11 @@ class UpdateSchedule:
                 f"{sorted(ANNEALINGS)}"
             )
 
+    @property
+    def last_update(self) -> int:
+        """The last step that changes the topology; 0 if none does."""
+        return 0 if self.T_end is None else (self.T_end - 1) // self.delta * self.delta
+
     def is_update(self, step: int) -> bool:
         """Whether step number ``step``, from 1, changes the topology."""
         return self.T_end is not None and step % self.delta == 0 and step < self.T_end

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import xla_replica
 from rigl_xla import saved
-from rigl_xla.collect import collect_, next_counts
+from rigl_xla.collect import begin_, collect_, collects, is_collecting
 from rigl_xla.compat import RigLTorchNames
 from rigl_xla.distribution import Distribution
 from rigl_xla.drift import check_equal
@@ -24,7 +24,8 @@ from rigl_xla.methods import Score
 from rigl_xla.options import Options, check_owner, check_steps
 from rigl_xla.report import Report, describe
 from rigl_xla.schedule import UpdateSchedule
-from rigl_xla.update import Moment, SparseLayer, install_, new_masks
+from rigl_xla.sparse_layer import SparseLayer
+from rigl_xla.update import Moment, change_
 from xla_replica import Replica
 
 logger = logging.getLogger(__name__)
@@ -288,9 +289,7 @@ class RigLScheduler(RigLTorchNames):
         found = saved.read(state, self.model, options, schedule, changes)
         found.options.check_schedule(found.schedule)
         found.options.warn_of(found.schedule, stacklevel=3)
-        self._adopt(found.weights, found.layers, found.options, found.schedule)
-        self.step, self.rigl_steps = found.step, found.num_updates
-        self._collects = self._will_collect()
+        self._adopt(**found._asdict())
 
     def _adopt(
         self,
@@ -298,6 +297,8 @@ class RigLScheduler(RigLTorchNames):
         layers: Sequence[SparseLayer],
         options: Options,
         schedule: UpdateSchedule,
+        step: int = 0,
+        num_updates: int = 0,
     ) -> None:
         """Takes hold of the model, whose sparse weights are ``layers``."""
         check_steps(self.optimizer, options.skip_step)
@@ -305,11 +306,9 @@ class RigLScheduler(RigLTorchNames):
         self.close()
         self._closed = False
         self.options, self.schedule = options, schedule
-        self.step = 0
-        self.rigl_steps = 0
+        self.step, self.rigl_steps = step, num_updates
         self._method = options.scores()
         self._weights, self._layers = list(weights), list(layers)
-        self._collects = self._will_collect()
         for layer in self._layers:
             holders[layer.weight.parameter] = weakref.ref(self)
             hook = functools.partial(self._mask_gradient, layer)
@@ -317,6 +316,7 @@ class RigLScheduler(RigLTorchNames):
         if self._layers:
             hook = self.optimizer.register_step_post_hook(self._after_step)
             self._handles.append(hook)
+        self._expect_next(begin=not self._is_collecting)
         self.apply_mask_to_weights()
         self.reset_momentum()
 
@@ -347,39 +347,28 @@ class RigLScheduler(RigLTorchNames):
             num_steps = self.schedule.grad_accumulation_n
             collect_(self._layers, self.replica, num_steps, momentum)
         due = self._method.updates and self.schedule.is_update(self.step)
-        if due and self._layers:
-            self._update()
         if due:
             self.rigl_steps += 1
-        self._collects = self._will_collect()
-        if not self._collects:
-            for layer in self._layers:
-                layer.gradient = None
+        if due and self._layers:
+            moment = Moment(self.step, self.rigl_steps, self.options.seed)
+            change_(self._layers, self.optimizer, self._method, self.schedule, moment)
+            logger.debug("step %d: topology update %d", self.step, self.rigl_steps)
+        used_up = due and self._method.collects == "updates"
+        over = self.step == self.schedule.last_update + 1
+        self._expect_next(begin=used_up or over)
         return due
 
-    def _will_collect(self) -> bool:
-        """Whether the next step's dense gradients are needed."""
-        collects, schedule = self._method.collects, self.schedule
-        if collects == "always":
-            return schedule.T_end is not None and self.step + 1 < schedule.T_end
-        return collects == "updates" and schedule.collects(self.step + 1)
+    def _expect_next(self, begin: bool) -> None:
+        """Prepares for the next step's backward pass.
 
-    def _update(self) -> None:
-        counts = [
-            next_counts(layer, self._method, self.schedule, self.step)
-            for layer in self._layers
-        ]
-        moment = Moment(self.step, self.rigl_steps + 1, self.options.seed)
-        found = new_masks(
-            self._layers,
-            self._method,
-            [keep for keep, _ in counts],
-            [grow for _, grow in counts],
-            moment,
-        )
-        for layer, new, (keep, grow) in zip(self._layers, found, counts):
-            install_(layer, new, self.optimizer)
-            layer.num_active = keep + grow
-            if self._method.collects != "always":
-                layer.gradient = None
-        logger.debug("step %d: topology update %d", self.step, moment.update)
+        Args:
+            begin: Whether what was collected so far is of no more use.
+        """
+        if begin:
+            compiles = self.replica.compiles
+            begin_(self._layers, self._method, self.schedule, self.step, compiles)
+        self._collects = collects(self._method, self.schedule, self.step + 1)
+
+    @property
+    def _is_collecting(self) -> bool:
+        return is_collecting(self._method, self.schedule, self.step)

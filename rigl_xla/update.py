@@ -9,68 +9,10 @@ import torch
 from torch.optim import Optimizer
 
 from rigl_xla import masks
-from rigl_xla.layers import Weight
+from rigl_xla.distribution import num_inactive
 from rigl_xla.methods import Layer, Method, Score
-from rigl_xla.structure import Rows
-
-
-@dataclasses.dataclass(eq=False)
-class SparseLayer:
-    """A weight with its mask, and the dense gradient it has collected.
-
-    Attributes:
-        weight: Where the parameter is.
-        sparsity: What it is to have.
-        num_active: Connections it is to have now.
-        mask: bool of the weight's shape, True where active.
-        rows: The pattern its mask keeps, if any.
-        pending: This replica's dense gradient of the step under way, summed over
-            backward passes.
-        gradient: The dense gradient of earlier steps, over all replicas.
-        num_grown: int64 ``(1,)``: connections the last update activated.
-    """
-
-    weight: Weight
-    sparsity: float
-    num_active: int
-    mask: torch.Tensor
-    rows: Rows | None = None
-    pending: torch.Tensor | None = None
-    gradient: torch.Tensor | None = None
-    num_grown: torch.Tensor | None = None
-
-    @property
-    def name(self) -> str:
-        """Of the parameter."""
-        return self.weight.name
-
-    @property
-    def data(self) -> torch.Tensor:
-        """The parameter, detached."""
-        return self.weight.parameter.detach()
-
-    @property
-    def size(self) -> int:
-        """Number of weights, active or not."""
-        return self.weight.parameter.numel()
-
-    def follow(self, device: torch.device) -> None:
-        """Moves the mask to where the parameter is."""
-        if self.mask.device != device:
-            self.mask = self.mask.to(device)
-
-    def add(self, dense: torch.Tensor, after_finite: bool) -> None:
-        """Adds a backward pass's dense gradient to what is pending.
-
-        Args:
-            dense: The gradient; copied, as autograd may have given it to others too.
-            after_finite: Drop what is pending if it is not finite.
-        """
-        before = self.pending
-        if before is not None and after_finite:
-            zero = before.new_zeros(())
-            before = torch.where(masks.is_finite(before), before, zero)
-        self.pending = dense.clone() if before is None else before + dense
+from rigl_xla.schedule import UpdateSchedule, gradual_sparsity
+from rigl_xla.sparse_layer import SparseLayer, keep_
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,25 +24,21 @@ class Moment:
     seed: int
 
 
-def like(parameter: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The mask on the parameter's device, and in its memory format.
-
-    What is chosen by a mask has its format: a contiguous one would turn gradients of
-    channels-last weights contiguous.
-    """
-    mask = mask.contiguous().to(parameter.device)
-    if parameter.is_contiguous():
-        return mask
-    return torch.empty_like(parameter.detach(), dtype=torch.bool).copy_(mask)
-
-
-def keep_(tensor: torch.Tensor, mask: torch.Tensor) -> None:
-    """Zeroes ``tensor``, in place, where ``mask`` is False; NaN too."""
-    zero = tensor.new_zeros(())
-    if tensor.device.type in ("cpu", "cuda"):  # half the time of a copy
-        torch.where(mask, tensor, zero, out=tensor)
-    else:
-        tensor.copy_(torch.where(mask, tensor, zero))
+def change_(
+    layers: Sequence[SparseLayer],
+    optimizer: Optimizer,
+    method: Method,
+    schedule: UpdateSchedule,
+    moment: Moment,
+) -> None:
+    """Drops and grows connections of all layers, from what they have collected."""
+    counts = [_next_counts(layer, method, schedule, moment.step) for layer in layers]
+    keep, grow = [pair[0] for pair in counts], [pair[1] for pair in counts]
+    for layer, new, total in zip(
+        layers, new_masks(layers, method, keep, grow, moment), map(sum, counts)
+    ):
+        install_(layer, new, optimizer)
+        layer.num_active = total
 
 
 def new_masks(
@@ -170,6 +108,20 @@ def state_of(parameter: torch.Tensor, optimizer: Optimizer) -> Iterator[torch.Te
     for value in (state or {}).values():
         if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
             yield value
+
+
+def _next_counts(
+    layer: SparseLayer, method: Method, schedule: UpdateSchedule, step: int
+) -> tuple[int, int]:
+    """Connections that the layer is to keep and to grow in the update at ``step``."""
+    if method.gradual:
+        # Of the last update, so that it reaches the final sparsity.
+        sparsity = gradual_sparsity(step, layer.sparsity, 0, schedule.last_update)
+        left = layer.size - num_inactive(sparsity, layer.size)
+        return min(left, layer.num_active), 0
+    dropped = schedule.num_dropped(step, layer.num_active)
+    grown = dropped if method.grow is not None else 0
+    return layer.num_active - dropped, grown
 
 
 def _group_masks(

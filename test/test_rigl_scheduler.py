@@ -103,13 +103,13 @@ def test_one_bad_batch_leaves_masks_and_counts(bad, n):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("at", [2, 3, 4])
 def test_one_bad_batch_stays_out_of_the_running_mean(bad, at):
     model = convnet()
     optimizer = sgd(model)
-    pruner = pruned(model, optimizer, method="snfs")
+    pruner = pruned(model, optimizer, method="snfs", delta=5)
     active = counts(pruner)
-    for step in range(3):
+    for step in range(5):
         if step != at:
             train(model, optimizer, pruner, range(step, step + 1))
             continue
@@ -123,7 +123,7 @@ def test_one_bad_batch_stays_out_of_the_running_mean(bad, at):
             expected = torch.zeros_like(layer.data) if past is None else past
             assert torch.equal(layer.gradient, expected)
     masks = copy.deepcopy(pruner.masks)
-    train(model, optimizer, pruner, range(3, 9))
+    train(model, optimizer, pruner, range(5, 10))
     assert counts(pruner) == active
     assert all(not torch.equal(pruner.masks[name], masks[name]) for name in masks)
 
