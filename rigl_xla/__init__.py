@@ -24,6 +24,7 @@ from rigl_xla.positions import costs_of
 from rigl_xla.report import LayerReport, Report
 from rigl_xla.schedule import ANNEALINGS, UpdateSchedule
 from rigl_xla.scheduler import RigLScheduler
+from rigl_xla.snip import global_distribution, snip_scores
 
 __all__ = [
     "ANNEALINGS",
@@ -39,11 +40,13 @@ __all__ = [
     "Weight",
     "allocate",
     "costs_of",
+    "global_distribution",
     "gradual_training_ratio",
     "inference_flops",
     "inference_macs",
     "inference_ratio",
     "size_in_bytes",
+    "snip_scores",
     "training_ratio",
     "weights_of",
 ]

@@ -9,24 +9,32 @@ import torch
 from rigl_xla.sparse_layer import SparseLayer
 from xla_replica import Replica, ReplicaError
 
-_PRIME = 65_521  # below 2**16: sums of 2**40 weights fit an int64
+# Two primes below 2**16: an index below their product, 4.29e9, has a pair of remainders
+# of its own. Sums of 2**31 factors fit an int64.
+_PRIMES = (65_521, 65_519)
+_STEPS = (40_503, 30_011)
 
 
 @torch.no_grad()
 def check_equal(layers: Sequence[SparseLayer], replica: Replica) -> None:
-    """Gathers a hash of every mask and a sum of every weight, and compares.
+    """Gathers three numbers of every layer, and compares; see `check_replicas`.
 
     Raises:
         ReplicaError: They differ; it names the layers.
     """
     if replica.num_replicas == 1 or not layers:
         return
-    hashes_L = torch.stack([_hash(layer.mask) for layer in layers])
-    sums_L = torch.stack([layer.data.double().abs().sum() for layer in layers])
+    numbers = [_numbers(layer) for layer in layers]
+    hashes_L2 = torch.stack([torch.stack(pair[:2]) for pair in numbers])
+    sums_L = torch.stack([pair[2] for pair in numbers])
     replica.sync()  # what this replica did before is no part of the collective
-    gathered = [replica.gather(hashes_L), replica.gather(sums_L)]
-    hashes_RL, sums_RL = replica.fetch(gathered)
-    for what, values_RL in [("masks", hashes_RL), ("weights", sums_RL)]:
+    gathered = [replica.gather(hashes_L2), replica.gather(sums_L)]
+    hashes_RL2, sums_RL = replica.fetch(gathered)
+    for what, values_RL in [
+        ("masks", hashes_RL2[:, :, 0]),
+        ("weights that are not finite", hashes_RL2[:, :, 1]),
+        ("weights", sums_RL),
+    ]:
         differs_L = (values_RL != values_RL[:1]).any(0).tolist()
         names = [layer.name for layer, differs in zip(layers, differs_L) if differs]
         if names:
@@ -37,9 +45,22 @@ def check_equal(layers: Sequence[SparseLayer], replica: Replica) -> None:
             )
 
 
-def _hash(mask: torch.Tensor) -> torch.Tensor:
-    """An integer, another one for nearly every other mask."""
-    flat = mask.flatten()
-    index = torch.arange(flat.numel(), dtype=torch.int64, device=flat.device)
-    factors = (index * 40_503 + 12_345) % _PRIME
-    return torch.where(flat, factors, torch.zeros_like(factors)).sum()
+def _numbers(layer: SparseLayer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hashes of the mask and of where weights are not finite; a sum of all others."""
+    flat, data = layer.mask.flatten(), layer.data.flatten()
+    factors = _factors(len(flat), flat.device)
+    finite = torch.isfinite(data)
+    # Different factors, so that signs and places matter too, not only sizes.
+    terms = torch.where(finite, data, torch.zeros_like(data)).double() * factors
+    return _hash(flat, factors), _hash(~finite, factors), terms.sum()
+
+
+def _hash(chosen: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    return torch.where(chosen, factors, torch.zeros_like(factors)).sum()
+
+
+def _factors(size: int, device: torch.device) -> torch.Tensor:
+    """int64, each from 1 to 2**32, and each another one below 4.29e9."""
+    index = torch.arange(size, dtype=torch.int64, device=device)
+    high, low = ((index * step) % prime for step, prime in zip(_STEPS, _PRIMES))
+    return high * _PRIMES[1] + low + 1

@@ -28,17 +28,33 @@ class LayerCost:
 
     Attributes:
         shape: ``(out, in)`` or ``(out, in per group, *kernel)``.
-        positions: Applications per sample: pixels of a convolution's output, tokens of
-            a sequence, 1 for a matrix and a vector.
+        positions: Applications per sample: pixels of a convolution's output, of a
+            transposed one's input, tokens of a sequence, 1 for a matrix and a vector.
+        out_channels: Numbers of one output, and of the bias. Default: the first of
+            ``shape``; another one for transposed convolutions.
+        output_positions: Outputs per sample. Default: ``positions``.
     """
 
     shape: tuple[int, ...]
     positions: float = 1
+    out_channels: int | None = None
+    output_positions: float | None = None
 
     @property
     def num_weights(self) -> int:
         """Of them all."""
         return math.prod(self.shape)
+
+    @property
+    def num_biases(self) -> int:
+        """One for each output channel."""
+        return self.shape[0] if self.out_channels is None else self.out_channels
+
+    @property
+    def num_outputs(self) -> float:
+        """Numbers that a pass gives, per sample."""
+        given = self.output_positions
+        return self.num_biases * (self.positions if given is None else given)
 
     def macs(self, sparsity: float = 0.0) -> float:
         """Multiply-accumulates per sample: one for each active weight and position."""
@@ -46,7 +62,7 @@ class LayerCost:
 
     def flops(self, sparsity: float = 0.0) -> float:
         """Multiplications and additions per sample, with bias and activation."""
-        return 2 * self.macs(sparsity) + self.shape[0] * self.positions
+        return 2 * self.macs(sparsity) + self.num_outputs
 
 
 Costs = Mapping[str, LayerCost]
@@ -114,6 +130,12 @@ def gradual_training_ratio(
 ) -> float:
     """The same for gradual pruning that changes masks every ``delta`` steps.
 
+    The mean over steps: from each change to the next, a step costs what the sparsity
+    at the first of them makes it cost. The paper's 0.56 and 0.51 (ResNet-50, uniform,
+    80 % and 90 %, from step 10,000 to 25,000 of 32,000 with ``delta`` 1,000) are the
+    mean of 33 readings, at both ends of the run too, 0.5603 and 0.5053; the mean over
+    32 intervals, which this is, is 0.5707 and 0.5171.
+
     Args:
         costs: Of every layer.
         sparsities: Final ones, by name.
@@ -140,7 +162,7 @@ def size_in_bytes(costs: Costs, sparsities: Sparsities | None = None) -> float:
     bits = 0.0
     for name, cost in costs.items():
         sparsity = _of(sparsities, name)
-        bits += 32 * cost.num_weights * (1 - sparsity) + 32 * cost.shape[0]
+        bits += 32 * cost.num_weights * (1 - sparsity) + 32 * cost.num_biases
         bits += cost.num_weights if sparsity > 0 else 0
     return bits / 8
 

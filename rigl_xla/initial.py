@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,7 @@ from rigl_xla.distribution import num_inactive
 from rigl_xla.layers import Weight
 from rigl_xla.options import INITIAL_WEIGHTS, Options
 from rigl_xla.sparse_layer import SparseLayer, like
+from rigl_xla.structure import outputs_first
 
 
 def first_layer_state(weight: Weight, sparsity: float, options: Options) -> SparseLayer:
@@ -22,54 +24,64 @@ def first_layer_state(weight: Weight, sparsity: float, options: Options) -> Spar
         options: How masks begin.
 
     Raises:
-        ValueError: A pattern does not fit the weight.
+        ValueError: A pattern or a score does not fit the weight.
     """
     parameter = weight.parameter.detach()
     rows, size = options.rows(weight, sparsity), parameter.numel()
-    method = options.scores()
-    if method.gradual:
+    scores = _scores(weight, options)
+    active = size - num_inactive(sparsity, size) if rows is None else rows.num_active
+    if options.scores().gradual:
         active, mask = size, torch.ones(parameter.shape, dtype=torch.bool)
-    elif rows is not None and options.initial_masks == "random":
-        active, mask = rows.num_active, rows.random_mask(options.seed, weight.name)
+    elif rows is not None and scores is None:
+        mask = rows.random_mask(options.seed, weight.name)
     elif rows is not None:
-        scores_RM = rows.cut(parameter.abs())
-        counts = torch.full((len(scores_RM),), rows.per_row, device=parameter.device)
-        active, mask = rows.num_active, rows.join(masks.top(scores_RM, counts))
-    elif options.initial_masks == "magnitude":
-        active = size - num_inactive(sparsity, size)
-        count = torch.tensor([active]).to(parameter.device)
-        mask = masks.top(parameter.abs().reshape(1, -1), count).reshape(parameter.shape)
+        scores_RM = rows.cut(scores)
+        counts = torch.full((len(scores_RM),), rows.per_row, device=scores.device)
+        mask = rows.join(masks.top(scores_RM, counts))
+    elif scores is not None:
+        count = torch.tensor([active]).to(scores.device)
+        mask = masks.top(scores.reshape(1, -1), count).reshape(parameter.shape)
     else:
-        active = size - num_inactive(sparsity, size)
         flat = masks.random_mask(options.seed, weight.name, size, active)
         mask = flat.reshape(parameter.shape)
     return SparseLayer(weight, sparsity, active, like(parameter, mask), rows)
 
 
-def rescaled(
-    weight: torch.Tensor, mask: torch.Tensor, seed: int, name: str
-) -> torch.Tensor:
+def _scores(weight: Weight, options: Options) -> torch.Tensor | None:
+    """By what a mask is chosen, on any device; None if by chance."""
+    if options.initial_masks == "random":
+        return None
+    if isinstance(options.initial_masks, str):
+        return weight.parameter.detach().abs()
+    return options.initial_masks[weight.name].detach()
+
+
+def rescaled(layer: SparseLayer, seed: int) -> torch.Tensor:
     """Weights over the root of the layer's density: outputs vary as before masking."""
-    del seed, name
-    return weight / mask.to(weight.dtype).mean().sqrt()
+    del seed
+    return layer.data / layer.mask.to(layer.data.dtype).mean().sqrt()
 
 
-def fan_in(
-    weight: torch.Tensor, mask: torch.Tensor, seed: int, name: str
-) -> torch.Tensor:
+def fan_in(layer: SparseLayer, seed: int) -> torch.Tensor:
     """New weights of variance 2 / (active inputs of the neuron).
 
     Evci et al. 2022, arXiv:2010.03533, for networks of ReLUs; one without inputs stays
-    zero.
+    zero. A pixel behind a transposed convolution with a stride meets a part of the
+    kernel, on average 1 / stride of it in each direction.
     """
-    draw = masks.generator(seed, f"weights of {name}", 0)
+    weight, transposed = layer.data, layer.weight.transposed
+    draw = masks.generator(seed, f"weights of {layer.name}", 0)
     numbers = torch.randn(weight.shape, generator=draw).to(weight)
-    inputs = mask.flatten(1).sum(1).clamp(min=1).to(weight.dtype)
-    return numbers * (2 / inputs).sqrt().reshape(-1, *[1] * (weight.dim() - 1))
+    active = outputs_first(layer.mask, transposed).flatten(1).sum(1).clamp(min=1)
+    inputs = active.to(weight.dtype)
+    if transposed is not None:
+        inputs = inputs / math.prod(layer.weight.module.stride)
+    factors = (2 / inputs).sqrt().reshape(-1, *[1] * (weight.dim() - 1))
+    return outputs_first(outputs_first(numbers, transposed) * factors, transposed)
 
 
 # By the names that `options` allows.
-_WEIGHTS: dict[str, Callable[..., torch.Tensor]] = dict(
+_WEIGHTS: dict[str, Callable[[SparseLayer, int], torch.Tensor]] = dict(
     zip(INITIAL_WEIGHTS, (rescaled, fan_in))
 )
 
@@ -77,5 +89,4 @@ _WEIGHTS: dict[str, Callable[..., torch.Tensor]] = dict(
 @torch.no_grad()
 def set_weights_(layer: SparseLayer, kind: str, seed: int) -> None:
     """Gives a layer that has its first mask weights that suit it, in place."""
-    value = _WEIGHTS[kind](layer.data, layer.mask, seed, layer.name)
-    layer.data.copy_(value)
+    layer.data.copy_(_WEIGHTS[kind](layer, seed))

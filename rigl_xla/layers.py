@@ -18,7 +18,9 @@ Selector = str | type | Callable[[str, nn.Parameter], bool]
 # Parameter to whoever keeps it sparse: not an attribute, which torch.save would pickle.
 holders: MutableMapping[nn.Parameter, weakref.ref[Any]] = WeakIdKeyDictionary()
 
-_WRAPPERS = ("_orig_mod.", "module.")  # torch.compile; DDP and DataParallel
+# What torch.compile, FSDP and checkpointing put into a path, wherever they wrap.
+_INNER = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_OUTER = "module."  # DDP and DataParallel, around the whole model
 _ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
@@ -28,7 +30,8 @@ class Weight:
 
     Attributes:
         name: As `model.named_parameters` has it, without the prefixes of wrappers.
-        parameter: Shape ``(out, in)`` or ``(out, in, *kernel)``.
+        parameter: Shape ``(out, in)`` or ``(out, in, *kernel)``, both of a group;
+            ``(in, out, *kernel)`` of a transposed convolution.
         module: Its owner.
         attribute: Its name there.
         is_conv: Whether it is the kernel of a convolution.
@@ -39,6 +42,13 @@ class Weight:
     module: nn.Module
     attribute: str
     is_conv: bool
+
+    @property
+    def transposed(self) -> int | None:
+        """Groups of a transposed convolution; None for all others."""
+        module = self.module
+        is_transposed = isinstance(module, _ConvNd) and module.transposed
+        return module.groups if is_transposed else None
 
     @property
     def is_replaced(self) -> bool:
@@ -143,10 +153,30 @@ def named(weights: list[Weight], pattern: str) -> list[str]:
 
 
 def clean(name: str) -> str:
-    """A parameter's name without what torch.compile and DDP put before it."""
-    while name.startswith(_WRAPPERS):
-        name = name.split(".", 1)[1]
+    """A parameter's name without what wrappers put into it.
+
+    >>> clean("module._orig_mod.blocks.0._orig_mod.weight")
+    'blocks.0.weight'
+    """
+    name = ".".join(part for part in name.split(".") if part not in _INNER)
+    while name.startswith(_OUTER):
+        name = name.removeprefix(_OUTER)
     return name
+
+
+def multipliers_of(model: nn.Module, weight: Weight) -> list[tuple[nn.Module, str]]:
+    """Modules that multiply by a weight, with its name there; shared ones have several.
+
+    Its first owner, which may have been included by name, and all others of the kinds
+    that multiply: an embedding looks up.
+    """
+    found = [(weight.module, weight.attribute)]
+    for owner in _owners(model):
+        place = (owner.module, owner.attribute)
+        multiplies = owner.parameter is weight.parameter and _is_kind(*place)
+        if multiplies and place not in found:
+            found.append(place)
+    return found
 
 
 def _is_kind(module: nn.Module, attribute: str) -> bool:

@@ -88,7 +88,8 @@ class Method:
         drop: Score of active connections.
         grow: Score of the others; None if nothing grows.
         collects: Dense gradients it needs: ``'never'``, ``'updates'`` (in the steps
-            that `UpdateSchedule.collects`), or ``'always'`` (a running mean).
+            that `UpdateSchedule.collects`), or ``'always'`` (a running mean, up to the
+            last update).
         updates: False for a topology that stays as it began.
         gradual: It begins dense and loses connections at each update.
     """
@@ -107,7 +108,7 @@ METHODS: dict[str, Method] = {
     # smallest weights of either sign go
     "set": Method(grow=random, collects="never"),
     # Dettmers and Zettlemoyer 2019, arXiv:1907.04840, without redistribution of
-    # connections between layers, as in Evci et al.
+    # connections between layers, as in Evci et al.; from step 3 on, see `collect`
     "snfs": Method(collects="always"),
     # Zhu and Gupta 2017, arXiv:1710.01878
     "gmp": Method(grow=None, collects="never", gradual=True),

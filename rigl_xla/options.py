@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -14,6 +15,7 @@ from rigl_xla.distribution import Distribution, allocate, distribution_named
 from rigl_xla.layers import Selector, Weight, holders, named, weights_of
 from rigl_xla.methods import Method, Score, method_named
 from rigl_xla.schedule import UpdateSchedule
+from rigl_xla.snip import check_scores
 from rigl_xla.structure import Rows, n_of_m, rows_of
 
 INITIAL_MASKS = ("random", "magnitude")
@@ -36,7 +38,7 @@ class Options:
     drop: str | Score | None = None
     grow: str | Score | None = None
     structure: str | None = None
-    initial_masks: str = "random"
+    initial_masks: str | Mapping[str, torch.Tensor] = "random"
     initial_weights: str | None = None
     sparsities: Mapping[str, float] | None = None
     include: Iterable[Selector] = ()
@@ -61,11 +63,7 @@ class Options:
             )
         distribution_named(self.sparsity_distribution)
         self.scores()
-        if self.initial_masks not in INITIAL_MASKS:
-            raise ValueError(
-                f"initial_masks={self.initial_masks!r} is not known; allowed are "
-                f"{INITIAL_MASKS}"
-            )
+        self._check_initial_masks()
         if self.initial_weights not in (None, *INITIAL_WEIGHTS):
             raise ValueError(
                 f"initial_weights={self.initial_weights!r} is not known; allowed are "
@@ -146,9 +144,13 @@ class Options:
         pattern = n_of_m(self.structure) if self.structure else None
         target = 1 - pattern[0] / pattern[1] if pattern else 1 - self.dense_allocation
         shapes = {weight.name: tuple(weight.parameter.shape) for weight in weights}
-        found = allocate(
-            shapes, target, self.sparsity_distribution, fixed, self.dense_first
-        )
+        # An excluded first layer is dense, and no other takes its place.
+        first = [weight.name for weight in weights_of(model, self.include)[:1]]
+        dense_first = self.dense_first if first == list(shapes)[:1] else False
+        found = allocate(shapes, target, self.sparsity_distribution, fixed, dense_first)
+        if not isinstance(self.initial_masks, str):
+            sparse = {name: shapes[name] for name, value in found.items() if value}
+            check_scores(self.initial_masks, sparse)
         if self.is_sparse and not any(found.values()):
             raise ValueError(
                 f"no weight is left to be sparse: of {list(shapes)}, "
@@ -163,7 +165,25 @@ class Options:
         if self.structure is None:
             return None
         shape = tuple(weight.parameter.shape)
-        return rows_of(self.structure, weight.name, shape, sparsity)
+        return rows_of(self.structure, weight.name, shape, sparsity, weight.transposed)
+
+    def _check_initial_masks(self) -> None:
+        given = self.initial_masks
+        if isinstance(given, str) and given not in INITIAL_MASKS:
+            raise ValueError(
+                f"initial_masks={given!r} is not known; allowed are {INITIAL_MASKS}, "
+                "and scores by parameter name such as those of snip_scores"
+            )
+        if not isinstance(given, (str, Mapping)):
+            raise TypeError(
+                f"initial_masks is a {type(given).__name__}; it must be one of "
+                f"{INITIAL_MASKS}, or scores by parameter name"
+            )
+        if given != "random" and self.method == "gmp":
+            raise ValueError(
+                "method='gmp' begins dense and loses connections by its own score; "
+                "leave out initial_masks="
+            )
 
     def _check_structure(self, structure: str) -> None:
         pattern = n_of_m(structure)
@@ -206,6 +226,23 @@ def check_steps(optimizer: Any, skip_step: bool) -> None:
             f"{type(optimizer).__name__} must be stepped after every backward pass and "
             "decides by itself when it updates, so a topology update cannot replace "
             "its step; build the pruner with skip_step=False"
+        )
+
+
+def check_devices(weights: Sequence[Weight]) -> None:
+    """Raises ValueError unless all weights are on one device, and have values."""
+    names: dict[str, list[str]] = {}
+    for weight in weights:
+        names.setdefault(str(weight.parameter.device), []).append(weight.name)
+    if "meta" in names:
+        raise ValueError(
+            f"{names['meta']} are on the meta device and have no values yet; build the "
+            "pruner after the model has its weights"
+        )
+    if len(names) > 1:
+        raise ValueError(
+            f"weights to be sparse are on several devices, {names}; an update chooses "
+            "for all of them at once, on one. Put those of the others into exclude="
         )
 
 

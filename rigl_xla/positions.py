@@ -2,61 +2,140 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.rnn import PackedSequence
 
 from rigl_xla.flops import LayerCost
-from rigl_xla.layers import weights_of
+from rigl_xla.layers import Weight, multipliers_of, weights_of
+from rigl_xla.structure import outputs_first_shape
+
+
+class _Use(NamedTuple):
+    """Of a weight in one call: applications to a vector, and places of its output."""
+
+    positions: float
+    outputs: float
 
 
 @torch.no_grad()
-def costs_of(model: nn.Module, *inputs: Any) -> dict[str, LayerCost]:
-    """The cost of every weight that can be sparse, per sample of ``inputs``.
+def costs_of(model: nn.Module, *inputs: Any, **named: Any) -> dict[str, LayerCost]:
+    """The cost of every weight that can be sparse, per sample of the inputs.
 
-    Runs one forward pass in evaluation mode.
+    Runs one forward pass in evaluation mode and watches the modules that are called. A
+    shared weight costs what all of them do, but an embedding that looks it up nothing.
+    A weight that is used otherwise than by a call of its module, as by a function of
+    `torch.nn.functional`, costs nothing.
 
     Args:
         model: Any module.
-        inputs: What it is called with; the first is a tensor whose first dimension
-            counts samples.
+        inputs, named: What it is called with; the first tensor among them has samples
+            along its first dimension.
 
     Returns:
         By parameter name, in order of registration; layers that the pass does not
         reach cost nothing.
+
+    Raises:
+        ValueError: No input is a tensor.
     """
+    tensors = [x for x in (*inputs, *named.values()) if isinstance(x, torch.Tensor)]
+    if not tensors or tensors[0].dim() == 0:
+        raise ValueError(
+            "costs_of needs what the model is called with; the first tensor of it "
+            "counts samples along its first dimension, but there is none"
+        )
+    num_samples = tensors[0].shape[0]
     weights = weights_of(model)
-    uses = {weight.name: 0.0 for weight in weights}
-    num_samples = inputs[0].shape[0]
+    found: dict[str, list[_Use]] = defaultdict(list)
     handles = []
-    for weight in weights:
-        module = _caller(model, weight.module)
-
-        def watch(
-            module: nn.Module, args: Any, output: Any, name: str = weight.name
-        ) -> None:
-            uses[name] += _num_uses(module, args, output) / num_samples
-
-        handles.append(module.register_forward_hook(watch))
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    # Attention has a fast path that calls nothing that could be watched.
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
     try:
-        model(*inputs)
+        for weight in weights:
+            for module, attribute in multipliers_of(model, weight):
+                watch = _watch(found[weight.name], module, attribute)
+                called = _caller(model, module)
+                handles.append(called.register_forward_hook(watch, with_kwargs=True))
+        with _evaluating(model):
+            model(*inputs, **named)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {w.name: _cost(w, found[w.name], num_samples) for w in weights}
+
+
+def _cost(weight: Weight, uses: list[_Use], num_samples: int) -> LayerCost:
+    shape = tuple(weight.parameter.shape)
+    positions = sum(use.positions for use in uses) / num_samples
+    if weight.transposed is None:
+        return LayerCost(shape, positions)
+    channels = outputs_first_shape(shape, weight.transposed)[0]
+    outputs = sum(use.outputs for use in uses) / num_samples
+    return LayerCost(shape, positions, channels, outputs)
+
+
+def _watch(
+    uses: list[_Use], module: nn.Module, attribute: str
+) -> Callable[[nn.Module, Any, Any, Any], None]:
+    def watch(called: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        given = inspect.signature(called.forward).bind(*args, **kwargs).arguments
+        if isinstance(called, nn.MultiheadAttention):
+            uses.append(_attention_use(given, module, attribute))
+        else:
+            uses.append(_use(module, list(given.values()), output))
+
+    return watch
+
+
+def _use(module: nn.Module, given: list[Any], output: Any) -> _Use:
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        steps = given[0].data if isinstance(given[0], PackedSequence) else given[0]
+        return _same(_num_vectors(steps))
+    if isinstance(module, _ConvNd):
+        pixels = output.numel() / module.out_channels
+        if module.transposed:  # every input pixel meets the whole kernel
+            return _Use(given[0].numel() / module.in_channels, pixels)
+        return _same(pixels)
+    return _same(_num_vectors(output))
+
+
+def _attention_use(given: dict[str, Any], module: nn.Module, attribute: str) -> _Use:
+    """Queries, keys and values are projected each by its own, or by a third each."""
+    tokens = {k: _num_vectors(given[k]) for k in ("query", "key", "value")}
+    if attribute == "in_proj_weight":
+        return _same(sum(tokens.values()) / 3)
+    # The output's projection, a module inside, meets as many tokens as the queries'.
+    which = {"k_proj_weight": "key", "v_proj_weight": "value"}.get(attribute, "query")
+    return _same(tokens[which])
+
+
+def _same(positions: float) -> _Use:
+    return _Use(positions, positions)
+
+
+def _num_vectors(tensor: torch.Tensor) -> float:
+    return tensor.numel() / tensor.shape[-1]
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, in which attention calls what can be watched."""
+    training = {module: module.training for module in model.modules()}
+    fast = torch.backends.mha.get_fastpath_enabled()
+    try:
+        model.eval()
+        torch.backends.mha.set_fastpath_enabled(False)
+        yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         for module, mode in training.items():
             module.training = mode
-        for handle in handles:
-            handle.remove()
-    return {
-        weight.name: LayerCost(tuple(weight.parameter.shape), uses[weight.name])
-        for weight in weights
-    }
 
 
 def _caller(model: nn.Module, module: nn.Module) -> nn.Module:
@@ -65,16 +144,3 @@ def _caller(model: nn.Module, module: nn.Module) -> nn.Module:
         if isinstance(parent, nn.MultiheadAttention) and parent.out_proj is module:
             return parent
     return module
-
-
-def _num_uses(module: nn.Module, args: Any, output: Any) -> float:
-    """Applications of the weight to a vector in one call."""
-    if isinstance(module, nn.MultiheadAttention):
-        return args[0].numel() / args[0].shape[-1]
-    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-        return args[0].numel() / args[0].shape[-1]
-    if isinstance(module, _ConvNd):
-        if module.transposed:  # every input pixel meets the whole kernel
-            return args[0].numel() / module.in_channels
-        return output.numel() / module.out_channels
-    return output.numel() / output.shape[-1]

@@ -13,7 +13,8 @@ from torch import nn
 from rigl_xla.layers import Weight, clean, weights_of
 from rigl_xla.options import Options
 from rigl_xla.schedule import UpdateSchedule
-from rigl_xla.sparse_layer import SparseLayer, like
+from rigl_xla.sparse_layer import SparseLayer, like, to_host
+from xla_replica import Replica
 
 FORMAT = 1
 _KEPT_OPTIONS = (
@@ -46,19 +47,22 @@ def state_of(
     schedule: UpdateSchedule,
     step: int,
     num_updates: int,
+    replica: Replica,
+    is_collecting: bool,
 ) -> dict[str, Any]:
-    """See `RigLScheduler.state_dict`. Reads the device."""
+    """See `RigLScheduler.state_dict`. Reads the device, in one transfer."""
+    found_masks, gradients = _fetched(layers, replica, is_collecting)
     saved: dict[str, Any] = {}
-    for layer in layers:
+    for layer, mask in zip(layers, found_masks):
         saved[layer.name] = {
-            "shape": list(layer.mask.shape),
+            "shape": list(mask.shape),
             "sparsity": layer.sparsity,
-            "num_active": layer.num_active,
-            "mask": pack(layer.mask),
+            # Not layer.num_active: gradual pruning may have refused an update.
+            "num_active": int(mask.sum()),
+            "mask": pack(mask),
         }
-        if layer.gradient is not None:
-            gradient = layer.gradient.detach().to("cpu", copy=True)
-            saved[layer.name]["gradient"] = gradient
+        if layer.name in gradients:
+            saved[layer.name]["gradient"] = gradients[layer.name]
     return {
         "format": FORMAT,
         "step": step,
@@ -70,9 +74,27 @@ def state_of(
     }
 
 
+def _fetched(
+    layers: Sequence[SparseLayer], replica: Replica, is_collecting: bool
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Masks, and what was collected by name, on the CPU and in memory of their own."""
+    if not layers:
+        return [], {}
+    collected = {
+        layer.name: layer.gradient.detach()
+        for layer in layers
+        if is_collecting and layer.gradient is not None
+    }
+    joined = torch.cat([layer.mask.flatten() for layer in layers])
+    flat, *gradients = to_host([joined, *collected.values()], replica)
+    parts = flat.split([layer.size for layer in layers])
+    shaped = [part.reshape(x.mask.shape) for part, x in zip(parts, layers)]
+    return shaped, dict(zip(collected, gradients))
+
+
 def pack(mask: torch.Tensor) -> torch.Tensor:
-    """uint8 on the CPU: one bit per weight."""
-    return torch.from_numpy(np.packbits(mask.detach().cpu().numpy().reshape(-1)))
+    """uint8: one bit per weight of a mask on the CPU."""
+    return torch.from_numpy(np.packbits(mask.numpy().reshape(-1)))
 
 
 def unpack(packed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

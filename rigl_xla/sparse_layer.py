@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
 from rigl_xla import masks
 from rigl_xla.layers import Weight
 from rigl_xla.structure import Rows
+from xla_replica import Replica
 
 
 @dataclasses.dataclass(eq=False)
@@ -80,6 +82,13 @@ def like(parameter: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     if parameter.is_contiguous():
         return mask
     return torch.empty_like(parameter.detach(), dtype=torch.bool).copy_(mask)
+
+
+def to_host(tensors: Sequence[torch.Tensor], replica: Replica) -> list[torch.Tensor]:
+    """Copies on the CPU, in one transfer where the backend can."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [tensor.detach().clone() for tensor in tensors]
+    return replica.fetch(tensors)
 
 
 def keep_(tensor: torch.Tensor, mask: torch.Tensor) -> None:

@@ -21,13 +21,15 @@ class Rows:
 
     Inputs run along the second dimension of a weight, and then along its kernel for
     constant fan-in; groups of N:M lie along the input channels, where matrix units
-    multiply.
+    multiply. A transposed convolution's weight, of so many groups, is turned to have
+    outputs first.
     """
 
     shape: tuple[int, ...]
     width: int
     per_row: int
     along_channels: bool
+    transposed: int | None = None
 
     @property
     def num_active(self) -> int:
@@ -37,16 +39,19 @@ class Rows:
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
         """``(rows, width)`` from a tensor of the weight's shape."""
+        tensor = outputs_first(tensor, self.transposed)
         if self.along_channels:
             tensor = tensor.movedim(1, -1)
         return tensor.reshape(-1, self.width)
 
     def join(self, rows_RM: torch.Tensor) -> torch.Tensor:
         """What `cut` was given."""
-        if not self.along_channels:
-            return rows_RM.reshape(self.shape)
-        out, channels, *kernel = self.shape
-        return rows_RM.reshape(out, *kernel, channels).movedim(-1, 1)
+        out, channels, *kernel = outputs_first_shape(self.shape, self.transposed)
+        if self.along_channels:
+            tensor = rows_RM.reshape(out, *kernel, channels).movedim(-1, 1)
+        else:
+            tensor = rows_RM.reshape(out, channels, *kernel)
+        return outputs_first(tensor, self.transposed)
 
     def random_mask(self, seed: int, name: str) -> torch.Tensor:
         """bool of the weight's shape on the CPU, ``per_row`` active in each row."""
@@ -54,6 +59,31 @@ class Rows:
         scores = masks.random_scores(seed, name, 0, size).reshape(-1, self.width)
         counts = torch.full((len(scores),), self.per_row)
         return self.join(masks.top(scores, counts)).contiguous()
+
+
+def outputs_first_shape(
+    shape: tuple[int, ...], transposed: int | None
+) -> tuple[int, ...]:
+    """``(out, in / groups, *kernel)`` of any weight's shape.
+
+    Args:
+        shape: Of the weight.
+        transposed: Groups of a transposed convolution, whose weight is ``(in, out /
+            groups, *kernel)``; None for all others, which have outputs first.
+    """
+    if transposed is None:
+        return shape
+    return shape[1] * transposed, shape[0] // transposed, *shape[2:]
+
+
+def outputs_first(tensor: torch.Tensor, transposed: int | None) -> torch.Tensor:
+    """A weight as `outputs_first_shape` has it; from there, the weight again."""
+    if transposed is None:
+        return tensor
+    first, second, *kernel = tensor.shape
+    split = tensor.reshape(transposed, first // transposed, second, *kernel)
+    shape = outputs_first_shape(tuple(tensor.shape), transposed)
+    return split.transpose(1, 2).reshape(shape)
 
 
 def n_of_m(structure: str) -> tuple[int, int] | None:
@@ -78,26 +108,35 @@ def n_of_m(structure: str) -> tuple[int, int] | None:
     return int(match[1]), int(match[2])
 
 
-def rows_of(structure: str, name: str, shape: tuple[int, ...], sparsity: float) -> Rows:
+def rows_of(
+    structure: str,
+    name: str,
+    shape: tuple[int, ...],
+    sparsity: float,
+    transposed: int | None = None,
+) -> Rows:
     """How ``structure`` cuts a weight.
 
     Args:
         structure: ``'N:M'`` or ``'constant-fan-in'``.
         name: Of the parameter, for errors.
-        shape: ``(out, in)`` or ``(out, in, *kernel)``.
+        shape: Of the weight.
         sparsity: For constant fan-in; rounded to whole inputs, at least one.
+        transposed: Groups of a transposed convolution, see `outputs_first_shape`.
 
     Raises:
         ValueError: The inputs are no multiple of M.
     """
     pattern = n_of_m(structure)
+    _, channels, *kernel = outputs_first_shape(shape, transposed)
     if pattern is None:
-        width = torch.Size(shape[1:]).numel()
-        return Rows(shape, width, max(1, round((1 - sparsity) * width)), False)
+        width = torch.Size((channels, *kernel)).numel()
+        per_row = max(1, round((1 - sparsity) * width))
+        return Rows(shape, width, per_row, False, transposed)
     per_row, width = pattern
-    if shape[1] % width:
+    if channels % width:
         raise ValueError(
             f"structure={structure!r} does not fit {name!r} of shape {shape}: its "
-            f"{shape[1]} inputs are no multiple of {width}; put it into exclude="
+            f"{channels} inputs are no multiple of {width}; put it into exclude="
         )
-    return Rows(shape, width, per_row, True)
+    return Rows(shape, width, per_row, True, transposed)

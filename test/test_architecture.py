@@ -48,9 +48,9 @@ PUBLIC = {
     "rigl_xla": {
         "ANNEALINGS", "DISTRIBUTIONS", "METHODS", "SCORES", "Layer", "LayerCost",
         "LayerReport", "Report", "RigLScheduler", "UpdateSchedule", "Weight",
-        "allocate", "costs_of", "gradual_training_ratio", "inference_flops",
-        "inference_macs", "inference_ratio", "size_in_bytes", "training_ratio",
-        "weights_of",
+        "allocate", "costs_of", "global_distribution", "gradual_training_ratio",
+        "inference_flops", "inference_macs", "inference_ratio", "size_in_bytes",
+        "snip_scores", "training_ratio", "weights_of",
     },
     "variable_batch_size": {
         "RULES", "AdaScaleOptimizer", "AdamHalfLifeRuleOptimizer",

@@ -142,7 +142,18 @@ def test_errors_say_what_is_allowed(selectors, error, says):
 def test_names_are_without_wrappers():
     model = nn.Sequential(nn.Linear(4, 4))
     assert names(weights_of(nn.DataParallel(model))) == ["0.weight"]
-    assert names(weights_of(torch.compile(model, backend="eager"))) == ["0.weight"]
+    compiled = torch.compile(model, backend="eager")
+    assert names(weights_of(compiled)) == ["0.weight"]
+    assert names(weights_of(nn.DataParallel(compiled))) == ["0.weight"]
+
+
+def test_names_are_without_wrappers_inside():
+    part = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    part[1] = torch.compile(part[1], backend="eager")
+    model = nn.Sequential(nn.Linear(4, 4), torch.compile(part, backend="eager"))
+    assert names(weights_of(model)) == ["0.weight", "1.0.weight", "1.1.weight"]
+    assert names(weights_of(model, exclude=["1.1"])) == ["0.weight", "1.0.weight"]
+    assert names(rigl_torch_weights(model)) == ["0.weight", "1.0.weight", "1.1.weight"]
 
 
 def test_rigl_torch_also_takes_norms_and_embeddings():

@@ -113,6 +113,24 @@ def test_gradual_pruning_begins_dense_and_only_loses():
     assert counts(pruner) == [231, 820, 32]
 
 
+@pytest.mark.parametrize("bad_step", [2, 11])
+def test_gradual_pruning_counts_what_the_masks_have_after_a_refused_update(bad_step):
+    model = convnet()
+    optimizer = sgd(model)
+    pruner = pruned(model, optimizer, method="gmp", drop="sensitivity")
+    for step in range(14):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch(step)[0]), batch(step)[1])
+        (loss * float("nan") if step == bad_step else loss).backward()
+        if pruner():
+            optimizer.step()
+        state = pruner.state_dict()["layers"]
+        active = counts(pruner)
+        assert [layer["num_active"] for layer in state.values()] == active
+        assert f"{active[0]}/1152, {active[1]}/4096, {active[2]}/160" in str(pruner)
+    assert (active == [231, 820, 32]) == (bad_step == 2)  # the last one was refused
+
+
 def test_magnitude_masks_keep_the_largest_weights():
     model = convnet()
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -277,9 +295,65 @@ def in_rows(structure: str, name: str, mask: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("structure", ["2:4", "constant-fan-in"])
-@pytest.mark.parametrize("shape", [(6, 8), (6, 8, 3), (6, 8, 3, 5)])
-def test_rows_are_joined_as_they_were_cut(structure, shape):
-    rows = rows_of(structure, "w", shape, 0.5)
+@pytest.mark.parametrize("initial", ["random", "magnitude"])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_inputs_of_transposed_convolutions_lie_along_the_first_dimension(
+    structure, initial, groups
+):
+    layer = nn.ConvTranspose2d(12, 6, (2, 3), stride=2, groups=groups)
+    dense = 0.25 if structure == "constant-fan-in" else 1
+    options = {"structure": structure, "initial_masks": initial, "T_end": 30}
+    pruner = pruned(layer, sgd(layer), dense_allocation=dense, **options)
+    first = pruner.masks["weight"].clone()
+    for _ in range(6):
+        layer.zero_grad()
+        layer(torch.randn(2, 12, 3, 3)).square().sum().backward()
+        if pruner():
+            pruner.optimizer.step()
+    mask = pruner.masks["weight"]
+    assert not torch.equal(first, mask)
+    fan = 12 // groups
+    for group in range(groups):
+        inputs = mask[group * fan : (group + 1) * fan]  # all that an output sees
+        for out in range(6 // groups):
+            if dense == 0.25:
+                assert int(inputs[:, out].sum()) == round(0.25 * fan * 6)
+                continue
+            for start in range(0, fan, 4):
+                assert (inputs[start : start + 4, out].sum(0) == 2).all()
+
+
+def test_inputs_that_are_no_multiple_are_counted_in_the_first_dimension():
+    layer = nn.ConvTranspose1d(6, 8, 3)
+    with pytest.raises(ValueError, match="its 6 inputs are no multiple of 4"):
+        pruned(layer, sgd(layer), structure="2:4", dense_allocation=1)
+
+
+@pytest.mark.parametrize(("stride", "groups"), [(1, 1), (2, 1), (1, 4)])
+def test_transposed_fan_in_weights_keep_the_size_of_their_inputs(stride, groups):
+    """For a ReLU: the squares of outputs have the mean that those of inputs have."""
+    layer = nn.ConvTranspose1d(400, 40, 2, stride=stride, groups=groups, bias=False)
+    pruned(layer, sgd(layer), initial_weights="fan-in", dense_allocation=0.5)
+    draw = torch.Generator().manual_seed(0)
+    inputs = torch.randn(8, 400, 50, generator=draw)
+    with torch.no_grad():
+        inner = layer(inputs)[:, :, 2:-2]
+    assert float(inner.relu().square().mean()) == pytest.approx(1, rel=0.1)
+
+
+@pytest.mark.parametrize("structure", ["2:4", "constant-fan-in"])
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [
+        ((6, 8), None),
+        ((6, 8, 3), None),
+        ((6, 8, 3, 5), None),
+        ((8, 6, 3), 1),
+        ((8, 3, 3, 5), 2),
+    ],
+)
+def test_rows_are_joined_as_they_were_cut(structure, shape, groups):
+    rows = rows_of(structure, "w", shape, 0.5, groups)
     weight = torch.randn(shape)
     assert torch.equal(rows.join(rows.cut(weight)), weight)
     assert rows.num_active == int(rows.random_mask(0, "w").sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import pytest
@@ -12,6 +13,7 @@ from support.sparse import batch, convnet, equal, pruned
 
 import variable_batch_size as vbs
 import xla_replica
+from rigl_xla.drift import _numbers
 from xla_replica import ReplicaError
 
 STEPS = 13
@@ -29,8 +31,10 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-3)
 
 
-def run_of(rank: int, kind: str, ddp: bool = False) -> dict[str, torch.Tensor]:
-    """Masks after a run in which each replica has its part of every batch.
+def run_of(
+    rank: int, kind: str, ddp: bool = False, parts: int = 1
+) -> dict[str, torch.Tensor]:
+    """Masks after every update of a run; each replica has its part of every batch.
 
     In float64: no rounding decides which connection is the larger.
     """
@@ -39,12 +43,17 @@ def run_of(rank: int, kind: str, ddp: bool = False) -> dict[str, torch.Tensor]:
     called = torch.nn.parallel.DistributedDataParallel(model) if ddp else model
     optimizer = sgd(model)
     pruner = pruned(called, optimizer, **OPTIONS[kind])
+    found = {}
     for step in range(STEPS):
         images, labels = batch(step, SIZE)
         share = slice(replica.rank, None, replica.num_replicas)
         x, y = replica.send((images[share].double(), labels[share]))
         optimizer.zero_grad()
-        F.cross_entropy(called(x), y).backward()
+        for part in range(parts):
+            alone = ddp and part < parts - 1  # only the last backward pass reduces
+            with called.no_sync() if alone else contextlib.nullcontext():
+                loss = F.cross_entropy(called(x[part::parts]), y[part::parts])
+                (loss / parts).backward()
         if pruner():
             gradients = [parameter.grad for parameter in model.parameters()]
             if not ddp:
@@ -53,12 +62,14 @@ def run_of(rank: int, kind: str, ddp: bool = False) -> dict[str, torch.Tensor]:
                 for gradient in gradients:
                     gradient /= replica.num_replicas
             optimizer.step()
+        else:
+            for name, mask in pruner.masks.items():
+                found[f"{name} after update {pruner.rigl_steps}"] = mask.clone()
         replica.sync()
     pruner.check_replicas()
     assert pruner.rigl_steps >= 3
     replica.barrier()  # nobody leaves the process group while others reduce
-    masks = replica.fetch(list(pruner.masks.values()))
-    return dict(zip(pruner.masks, masks))
+    return dict(zip(found, replica.fetch(list(found.values()))))
 
 
 @functools.cache
@@ -66,9 +77,13 @@ def run_of_one(kind: str) -> dict[str, torch.Tensor]:
     return run_of(0, kind)
 
 
-def check_run(backend: Backend, kind: str, ddp: bool = False) -> None:
-    for masks in backend.run(run_of, kind, ddp):
-        assert equal(masks, run_of_one(kind))
+def check_run(backend: Backend, kind: str, ddp: bool = False, parts: int = 1) -> None:
+    expected = run_of_one(kind)
+    first, *others = expected.values()
+    same = [torch.equal(first, mask) for mask in others if mask.shape == first.shape]
+    assert not all(same)  # connections do move
+    for masks in backend.run(run_of, kind, ddp, parts):
+        assert equal(masks, expected)
 
 
 @pytest.mark.parametrize("backend", FEW_BACKENDS)
@@ -82,9 +97,12 @@ def test_so_do_the_other_methods(backend, kind):
     check_run(backend, kind)
 
 
-def test_under_ddp():
-    for kind in ("rigl", "window"):
-        check_run(Backend("cpu", 2), kind, ddp=True)
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [("rigl", 1), ("rigl", 2), pytest.param("window", 2, marks=pytest.mark.slow)],
+)
+def test_under_ddp_with_gradients_accumulated_in_parts(kind, parts):
+    check_run(Backend("cpu", 2), kind, ddp=True, parts=parts)
 
 
 def elastic_run(rank: int) -> dict[str, torch.Tensor]:
@@ -123,47 +141,101 @@ def test_inside_the_elastic_wrapper_with_idle_replicas(backend):
         assert equal(masks, elastic_run_of_one())
 
 
-def drift(rank: int) -> list[str]:
+def spoiled(model, what: str, scale: torch.Tensor) -> None:
+    """Weights of a layer that are others where ``scale`` is not 1."""
+    weight = model[5].weight
+    if what == "weights":
+        weight.mul_(scale)
+    elif what == "signs":
+        weight.copy_(torch.where(scale > 1, -weight, weight))
+    elif what == "places":
+        weight.copy_(torch.where(scale > 1, weight.flip(1), weight))
+    elif what == "nan":
+        weight.fill_(float("nan"))
+    elif what == "some nan":
+        weight[0].copy_(torch.where(scale > 1, torch.nan, weight[0]))
+
+
+def drift(rank: int) -> dict[str, str]:
     """What is said of equal replicas, of other weights, and of other masks."""
     replica = xla_replica.current()
-    messages = []
-    for what in ("nothing", "weights", "masks"):
+    messages = {}
+    for what in ("", "nan", "weights", "signs", "places", "some nan", "masks"):
         model = convnet().to(replica.device)
-        if what == "weights":
-            with torch.no_grad():
-                model[5].weight.mul_(replica.scalar(1 + rank))
-        pruner = pruned(model, sgd(model), seed=rank if what == "masks" else 0)
+        options = {"seed": rank if what == "masks" else 0, "method": "static"}
+        if what == "places":  # a mask would have to be symmetric
+            options |= {"sparsities": {"5": 0.0001}}
+        pruner = pruned(model, sgd(model), **options)
+        with torch.no_grad():
+            spoiled(model, what, replica.scalar(1 + rank))
         try:
             pruner.check_replicas()
-            messages.append("")
+            messages[what] = ""
         except ReplicaError as error:
-            messages.append(str(error))
+            messages[what] = str(error)
     return messages
 
 
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
 def test_drift_is_found(backend):
-    for nothing, weights, masks in backend.run(drift):
-        assert nothing == ""
-        assert weights.startswith("weights differ between replicas in ['5.weight']")
+    for messages in backend.run(drift):
+        assert messages.pop("") == ""
+        assert messages.pop("nan") == ""  # everywhere the same
+        masks = messages.pop("masks")
         assert masks.startswith("masks differ between replicas in ['2.weight', '5")
+        for what, message in messages.items():
+            kind = "weights that are not finite" if what == "some nan" else "weights"
+            assert message.startswith(f"{kind} differ between replicas in ['5."), what
+
+
+@pytest.mark.parametrize("distance", [1, 65_519, 65_521, 2 * 65_521])
+def test_a_connection_that_has_moved_is_found_at_any_distance(distance):
+    layer = torch.nn.Linear(2**9, 2**9)
+    pruner = pruned(layer, sgd(layer), dense_allocation=0.5)
+    [state] = pruner._layers
+    before = _numbers(state)[0]
+    flat = state.mask.view(-1)
+    place = int((flat[:-distance] & ~flat[distance:]).nonzero()[0])
+    flat[place], flat[place + distance] = False, True
+    assert int(_numbers(state)[0]) != int(before)
+
+
+COUNTED = {
+    **OPTIONS,
+    "window": {"grad_accumulation_n": 3},
+    "gmp": {"method": "gmp"},
+    "single-call": {"skip_step": False},
+    "adam": {},
+}
 
 
 def counted_run(rank: int, kind: str):
-    """Compilations, transfers and fallbacks of 10 steps each, and the masks."""
+    """Compilations, transfers and fallbacks of every 10 of 110 steps, and the masks.
+
+    Updates are at 10, 20, ..., 100; the last 10 steps are behind all of them.
+    """
     replica = xla_replica.current()
+    size = 2 * (4 + list(COUNTED).index(kind))  # a shape, so programs, of its own
     model = convnet().double().to(replica.device)
     optimizer = sgd(model)
-    pruner = pruned(model, optimizer, **{**OPTIONS[kind], "delta": 10, "T_end": 102})
+    if kind == "adam":  # whose count of steps must not be a number in the program
+        compiles = replica.compiles
+        optimizer = torch.optim.Adam(model.parameters(), 0.01, capturable=compiles)
+    pruner = pruned(model, optimizer, **{**COUNTED[kind], "delta": 10, "T_end": 102})
     counts, masks = [], []
-    for first in range(0, 100, 10):
+    for first in range(0, 110, 10):
         with xla_replica.count(replica) as count:
             for step in range(first, first + 10):
-                images, labels = batch(step)
-                x, y = replica.send((images.double(), labels))
+                images, labels = batch(step, size)
+                share = slice(replica.rank, None, replica.num_replicas)
+                x, y = replica.send((images[share].double(), labels[share]))
                 optimizer.zero_grad()
                 F.cross_entropy(model(x), y).backward()
                 if pruner():
+                    gradients = [parameter.grad for parameter in model.parameters()]
+                    replica.sum_(gradients)
+                    for gradient in gradients:
+                        gradient /= replica.num_replicas
                     optimizer.step()
                 replica.sync()
         counts.append((count.compilations, count.transfers, count.fallbacks))
@@ -172,31 +244,62 @@ def counted_run(rank: int, kind: str):
     return counts, masks
 
 
+def counted_runs(rank: int, kinds: list[str]):
+    return {kind: counted_run(rank, kind) for kind in kinds}
+
+
 @needs_xla
 @pytest.mark.xla
 @pytest.mark.parametrize(
-    "kind",
+    ("num_replicas", "kinds"),
     [
-        "rigl",
-        *(pytest.param(k, marks=pytest.mark.slow) for k in OPTIONS if k != "rigl"),
+        (1, ["rigl"]),
+        (2, ["rigl"]),
+        pytest.param(1, [*COUNTED][1:], marks=pytest.mark.slow, id="others-1"),
+        pytest.param(8, ["rigl"], marks=pytest.mark.slow),
     ],
 )
-def test_after_the_first_update_nothing_compiles_and_nothing_is_read(kind):
-    [(counts, masks)] = xla_replica.launch(counted_run, (kind,), 1, "xla")
-    assert counts[0][0] <= (6 if kind in ("window", "snfs") else 4), counts
-    assert [count[0] for count in counts[1:]] == [0] * 9
-    assert all(count[1:] == (0, {}) for count in counts)
-    _, on_cpu = counted_run(0, kind)
-    for step, (found, expected) in enumerate(zip(masks, on_cpu)):
-        for one, other in zip(found, expected):
-            assert torch.equal(one, other), step
+def test_after_the_first_update_nothing_compiles_and_nothing_is_read(
+    num_replicas, kinds
+):
+    for found in Backend("xla", num_replicas).run(counted_runs, kinds, timeout=300.0):
+        for kind, (counts, masks) in found.items():
+            _, on_cpu = counted_run(0, kind)
+            assert 2 <= counts[0][0] <= 4, (kind, counts)
+            assert [count[0] for count in counts[1:]] == [0] * 10, (kind, counts)
+            assert all(count[1:] == (0, {}) for count in counts), (kind, counts)
+            for update, (some, others) in enumerate(zip(masks, on_cpu)):
+                for one, other in zip(some, others):
+                    assert torch.equal(one, other), (kind, update)
+
+
+def saved_run(rank: int):
+    """Transfers of a state inside a window, and what is said of two devices."""
+    replica = xla_replica.current()
+    model = convnet().to(replica.device)
+    pruner = pruned(model, sgd(model), delta=3, grad_accumulation_n=2)
+    for step in range(2):
+        x, y = replica.send(batch(step))
+        F.cross_entropy(model(x), y).backward()
+        assert pruner()
+        replica.sync()
+    with xla_replica.count(replica) as count:
+        state = pruner.state_dict()
+    assert all("gradient" in layer for layer in state["layers"].values())
+    pruner.close()
+    model[5].to("cpu")
+    try:
+        pruned(model, sgd(model))
+    except ValueError as error:
+        return count.transfers, str(error)
+    return count.transfers, ""
 
 
 def moved_run(rank: int) -> str:
+    """What is said of a model that is moved behind the pruner's back."""
     replica = xla_replica.current()
     model = convnet()
-    optimizer = sgd(model)
-    pruner = pruned(model, optimizer)
+    pruner = pruned(model, sgd(model))
     model.to(replica.device)
     try:
         pruner()
@@ -205,8 +308,14 @@ def moved_run(rank: int) -> str:
     return ""
 
 
+def misplaced_runs(rank: int):
+    return saved_run(rank), moved_run(rank)
+
+
 @needs_xla
 @pytest.mark.xla
-def test_moving_the_model_to_xla_later_is_an_error():
-    [message] = xla_replica.launch(moved_run, (), 1, "xla")
-    assert "build optimizer and pruner after the move" in message
+def test_a_state_is_one_transfer_and_misplaced_weights_are_errors():
+    [((transfers, two), moved)] = xla_replica.launch(misplaced_runs, (), 1, "xla")
+    assert transfers == 1
+    assert "on several devices" in two
+    assert "build optimizer and pruner after the move" in moved

@@ -7,12 +7,23 @@ import math
 
 import pytest
 
+from rigl_xla.collect import collects
+from rigl_xla.methods import METHODS
 from rigl_xla.schedule import ANNEALINGS, UpdateSchedule, gradual_sparsity
 
 
 def test_updates_every_delta_steps_before_the_end():
     schedule = UpdateSchedule(T_end=12, delta=3)
     assert [t for t in range(1, 30) if schedule.is_update(t)] == [3, 6, 9]
+    assert schedule.last_update == 9
+
+
+@pytest.mark.parametrize("delta", [1, 2, 3, 5, 20])
+def test_snfs_collects_up_to_the_last_update_and_not_while_states_are_made(delta):
+    schedule = UpdateSchedule(T_end=17, delta=delta)
+    found = [t for t in range(1, 40) if collects(METHODS["snfs"], schedule, t)]
+    assert found == list(range(3 if delta > 2 else 1, schedule.last_update + 1))
+    assert schedule.last_update == {1: 16, 2: 16, 3: 15, 5: 15, 20: 0}[delta]
 
 
 def test_a_topology_without_an_end_never_changes():

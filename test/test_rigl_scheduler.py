@@ -86,17 +86,27 @@ def test_the_strongest_stay_and_the_largest_gradients_grow():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("n", [1, 3])
-def test_one_bad_batch_leaves_masks_and_counts(bad, n):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"grad_accumulation_n": 3},
+        {"structure": "constant-fan-in"},
+        {"structure": "2:4", "dense_allocation": 1, "exclude": "7"},
+    ],
+    ids=["rigl", "window", "constant-fan-in", "2:4"],
+)
+def test_one_bad_batch_leaves_masks_and_counts(bad, options):
     model = convnet()
     optimizer = sgd(model)
-    pruner = pruned(model, optimizer, grad_accumulation_n=n)
+    pruner = pruned(model, optimizer, **options)
     masks, active = copy.deepcopy(pruner.masks), counts(pruner)
     train(model, optimizer, pruner, range(2))
     (F.cross_entropy(model(batch(2)[0]), batch(2)[1]) * bad).backward()
     assert not pruner()
     assert pruner.rigl_steps == 1
     assert equal(pruner.masks, masks)
+    assert counts(pruner) == active
     train(model, optimizer, pruner, range(3, 9))
     assert counts(pruner) == active
     assert all(not torch.equal(pruner.masks[name], masks[name]) for name in masks)
@@ -399,6 +409,30 @@ def test_defaults_keep_linear_layers_dense():
     assert pytest.approx([0, 0.9, 0, 0]) == pruner.S
 
 
+@pytest.mark.parametrize("distribution", ["uniform", "adjusted-uniform"])
+def test_no_other_layer_is_kept_dense_for_an_excluded_first_one(distribution):
+    """The first is the model's, by registration: excluded, it is dense as it is."""
+    options = {"sparsity_distribution": distribution, "dense_allocation": 0.5}
+    for exclude, names in [
+        ((), ["2.weight", "5.weight", "7.weight"]),
+        ("0", ["2.weight", "5.weight", "7.weight"]),
+        (["0", "2"], ["5.weight", "7.weight"]),
+        ("5", ["2.weight", "7.weight"]),
+    ]:
+        model = convnet()
+        pruner = pruned(model, sgd(model), exclude=exclude, **options)
+        assert list(pruner.masks) == names
+    model = convnet()
+    pruner = pruned(model, sgd(model), exclude="0", dense_first=True)
+    assert list(pruner.masks) == ["2.weight", "5.weight", "7.weight"]
+
+
+def test_weights_without_values_are_refused():
+    model = convnet().to("meta")
+    with pytest.raises(ValueError, match="meta device and have no values"):
+        pruned(model, sgd(model))
+
+
 def test_what_it_prints():
     model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 5))
     pruner = pruned(model, sgd(model))
@@ -434,6 +468,7 @@ def test_the_report_counts_what_the_masks_say():
     assert report.sparsity == pytest.approx(0.8, abs=0.001)
 
 
+BAD_SCORES = {f"{layer}.weight": torch.ones(3) for layer in (0, 2, 5, 7)}
 BAD = [
     ({"dense_allocation": 0}, ValueError, "above 0 and at most 1"),
     ({"dense_allocation": "0.1"}, TypeError, "must be a number"),
@@ -454,6 +489,10 @@ BAD = [
     ({"grow": "magnitud"}, ValueError, "allowed are"),
     ({"grow": 3}, TypeError, "a function of"),
     ({"initial_masks": "snipe"}, ValueError, "allowed are"),
+    ({"initial_masks": 3}, TypeError, "scores by parameter name"),
+    ({"initial_masks": {}}, ValueError, "no scores for the weight '2.weight'"),
+    ({"initial_masks": BAD_SCORES}, ValueError, r"have shape \(3,\); the weight has"),
+    ({"initial_masks": "magnitude", "method": "gmp"}, ValueError, "begins dense"),
     ({"initial_weights": "he"}, ValueError, "allowed are"),
     ({"sparsities": {"nothing": 0.5}}, ValueError, "the name of no weight"),
     ({"sparsities": {"5": 1.0}}, ValueError, "from 0 to below 1"),

@@ -32,6 +32,15 @@ def through_a_file(state):
     return torch.load(file, weights_only=True)
 
 
+def flat_state(optimizer):
+    """What it keeps, by parameter and name."""
+    return {
+        f"{parameter}.{name}": value
+        for parameter, kept in optimizer.state_dict()["state"].items()
+        for name, value in kept.items()
+    }
+
+
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_resuming_at_every_step_changes_nothing(run, kind):
@@ -55,6 +64,7 @@ def test_resuming_at_every_step_changes_nothing(run, kind):
         train(again, other, resumed, range(step, steps))
         assert equal(resumed.masks, pruner.masks), step
         assert equal(again.state_dict(), model.state_dict()), step
+        assert equal(flat_state(other), flat_state(optimizer)), step
         assert resumed.rigl_steps == pruner.rigl_steps
 
 
