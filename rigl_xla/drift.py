@@ -13,6 +13,7 @@ from xla_replica import Replica, ReplicaError
 # of its own. Sums of 2**31 factors fit an int64.
 _PRIMES = (65_521, 65_519)
 _STEPS = (40_503, 30_011)
+_PART = 2**24  # weights looked at together
 
 
 @torch.no_grad()
@@ -47,20 +48,29 @@ def check_equal(layers: Sequence[SparseLayer], replica: Replica) -> None:
 
 def _numbers(layer: SparseLayer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hashes of the mask and of where weights are not finite; a sum of all others."""
-    flat, data = layer.mask.flatten(), layer.data.flatten()
-    factors = _factors(len(flat), flat.device)
+    pairs = zip(layer.mask.flatten().split(_PART), layer.data.flatten().split(_PART))
+    parts = [_part(i * _PART, mask, data) for i, (mask, data) in enumerate(pairs)]
+    first, second, third = (torch.stack(numbers).sum() for numbers in zip(*parts))
+    return first, second, third
+
+
+def _part(
+    begin: int, mask: torch.Tensor, data: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`_numbers` of the weights from ``begin`` on: of all at once takes much memory."""
+    factors = _factors(begin, len(mask), mask.device)
     finite = torch.isfinite(data)
     # Different factors, so that signs and places matter too, not only sizes.
     terms = torch.where(finite, data, torch.zeros_like(data)).double() * factors
-    return _hash(flat, factors), _hash(~finite, factors), terms.sum()
+    return _hash(mask, factors), _hash(~finite, factors), terms.sum()
 
 
 def _hash(chosen: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     return torch.where(chosen, factors, torch.zeros_like(factors)).sum()
 
 
-def _factors(size: int, device: torch.device) -> torch.Tensor:
+def _factors(begin: int, size: int, device: torch.device) -> torch.Tensor:
     """int64, each from 1 to 2**32, and each another one below 4.29e9."""
-    index = torch.arange(size, dtype=torch.int64, device=device)
+    index = torch.arange(begin, begin + size, dtype=torch.int64, device=device)
     high, low = ((index * step) % prime for step, prime in zip(_STEPS, _PRIMES))
     return high * _PRIMES[1] + low + 1

@@ -13,7 +13,7 @@ from support.sparse import batch, convnet, equal, pruned
 
 import variable_batch_size as vbs
 import xla_replica
-from rigl_xla.drift import _numbers
+from rigl_xla import drift as drift_of
 from xla_replica import ReplicaError
 
 STEPS = 13
@@ -189,15 +189,19 @@ def test_drift_is_found(backend):
 
 
 @pytest.mark.parametrize("distance", [1, 65_519, 65_521, 2 * 65_521])
-def test_a_connection_that_has_moved_is_found_at_any_distance(distance):
+@pytest.mark.parametrize("part", [1000, 2**24])
+def test_a_connection_that_has_moved_is_found_at_any_distance(
+    distance, part, monkeypatch
+):
+    monkeypatch.setattr(drift_of, "_PART", part)
     layer = torch.nn.Linear(2**9, 2**9)
     pruner = pruned(layer, sgd(layer), dense_allocation=0.5)
     [state] = pruner._layers
-    before = _numbers(state)[0]
+    before = drift_of._numbers(state)[0]
     flat = state.mask.view(-1)
     place = int((flat[:-distance] & ~flat[distance:]).nonzero()[0])
     flat[place], flat[place + distance] = False, True
-    assert int(_numbers(state)[0]) != int(before)
+    assert int(drift_of._numbers(state)[0]) != int(before)
 
 
 COUNTED = {
@@ -256,6 +260,7 @@ def counted_runs(rank: int, kinds: list[str]):
         (1, ["rigl"]),
         (2, ["rigl"]),
         pytest.param(1, [*COUNTED][1:], marks=pytest.mark.slow, id="others-1"),
+        pytest.param(2, ["window", "snfs"], marks=pytest.mark.slow, id="others-2"),
         pytest.param(8, ["rigl"], marks=pytest.mark.slow),
     ],
 )
@@ -265,7 +270,9 @@ def test_after_the_first_update_nothing_compiles_and_nothing_is_read(
     for found in Backend("xla", num_replicas).run(counted_runs, kinds, timeout=300.0):
         for kind, (counts, masks) in found.items():
             _, on_cpu = counted_run(0, kind)
-            assert 2 <= counts[0][0] <= 4, (kind, counts)
+            # The sum of a step that collects, but does not update, is a program apart.
+            apart = num_replicas > 1 and kind in ("window", "snfs")
+            assert 2 <= counts[0][0] <= 4 + apart, (kind, counts)
             assert [count[0] for count in counts[1:]] == [0] * 10, (kind, counts)
             assert all(count[1:] == (0, {}) for count in counts), (kind, counts)
             for update, (some, others) in enumerate(zip(masks, on_cpu)):
