@@ -135,8 +135,9 @@ class Run:
     def train(self) -> list[Row]:
         """Runs what is not done yet; one row for every epoch."""
         self._restore()
+        total = self.args.epochs * self.steps_per_epoch
         self.display = Display(
-            self.name, self.args, self.steps_per_epoch, self._num_steps(), self.replica
+            self.name, self.args, total, self._num_steps(), self.replica
         )
         if not self.history:
             self.history.append(self._measure())

@@ -13,10 +13,9 @@ lines that make it sparse are marked with `# sparse`.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +23,10 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # not installed either
 
+import sparse_training
+
 import variable_batch_size as vbs
 import xla_replica
-from rigl_xla import METHODS, RigLScheduler
 
 
 class Split(NamedTuple):
@@ -76,7 +76,7 @@ def train(rank: int, args: argparse.Namespace) -> float:
             nn.Linear(100, 10),
         )
     model.to(replica.device)
-    trace = [int(size) for size in args.trace.split(",")]
+    trace = sparse_training.trace_of(args.trace)
     sampler = vbs.CustomSampler(
         training.labels,
         trace,
@@ -86,24 +86,11 @@ def train(rank: int, args: argparse.Namespace) -> float:
         verbose=False,
     )
     sgd = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4)
-    optimizer = vbs.LinearRuleOptimizer(sgd, sampler, ref_batchsize=trace[0])
-    steps = len(training.labels) * len(trace) // sum(trace) * args.epochs
-    pruner = RigLScheduler(  # sparse
-        model,
-        optimizer,
-        dense_allocation=1 - args.sparsity,
-        T_end=max(1, int(0.75 * steps)),
-        sparsity_distribution=args.distribution,
-        ignore_linear_layers=False,
-        delta=args.delta,
-        alpha=args.alpha,
-        method=args.method,
-        initial_weights=args.initial_weights,
-        seed=args.seed,
-        skip_step=False,  # the elastic optimizer says when a step ends
-    )
+    optimizer = vbs.LinearRuleOptimizer(sgd, sampler, sampler.plan.batch_size(0))
+    num_updates = sparse_training.num_updates(sampler, args.epochs)
+    pruner = sparse_training.pruner_for(args, model, optimizer, num_updates)  # sparse
     parts = {"model": model, "optimizer": optimizer, "pruner": pruner}
-    first = restore(parts, args.checkpoint)
+    first = sparse_training.restore(parts, args.checkpoint, {}).get("epoch", 0)
     accuracy = evaluate(model, test, replica)
     for epoch in range(first, args.epochs):
         sampler.set_epoch(epoch)
@@ -115,7 +102,7 @@ def train(rank: int, args: argparse.Namespace) -> float:
                 optimizer.step()
         pruner.check_replicas()
         accuracy = evaluate(model, test, replica)
-        save(parts, args.checkpoint, epoch + 1, replica)
+        sparse_training.save(parts, args.checkpoint, replica, {}, epoch=epoch + 1)
         if replica.is_master:
             churn = [layer.churn for layer in pruner.report().layers.values()]
             print(
@@ -137,34 +124,6 @@ def evaluate(model: nn.Module, test: Split, replica: xla_replica.Replica) -> flo
     return 100 * replica.fetch([right])[0].item()
 
 
-def save(
-    parts: dict[str, object],
-    path: Path | None,
-    epoch: int,
-    replica: xla_replica.Replica,
-) -> None:
-    """Writes a checkpoint that any number of replicas can resume."""
-    if path is None:
-        return
-    state = {name: part.state_dict() for name, part in parts.items()}
-    state["model"] = {k: v.cpu() for k, v in state["model"].items()}
-    if replica.is_master:
-        unfinished = path.with_suffix(".part")
-        torch.save({**state, "epoch": epoch}, unfinished)
-        os.replace(unfinished, path)
-    replica.barrier()
-
-
-def restore(parts: dict[str, Any], path: Path | None) -> int:
-    """Loads a checkpoint if there is one; returns the epoch to go on with."""
-    if path is None or not path.exists():
-        return 0
-    state = torch.load(path, weights_only=True, map_location="cpu")
-    for name, part in parts.items():
-        part.load_state_dict(state[name])
-    return state["epoch"]
-
-
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -173,15 +132,16 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--dataset", choices=["auto", "mnist", "digits"], default="auto"
     )
     parser.add_argument("--data", default="data", help="folder of MNIST")
-    parser.add_argument("--sparsity", type=float, default=0.98)
-    parser.add_argument("--distribution", default="erk")
-    parser.add_argument("--method", choices=sorted(METHODS), default="rigl")
-    weights = ["rescale", "fan-in"]
-    parser.add_argument("--initial-weights", choices=weights, default="rescale")
-    parser.add_argument("--delta", type=int, default=20, help="steps between updates")
-    parser.add_argument("--alpha", type=float, default=0.3)
+    sparse_training.add_sparse(
+        parser, sparsity=0.98, distribution="erk", method="rigl", delta=20, alpha=0.3,
+        t_end_fraction=0.75, initial_weights="rescale",
+    )  # fmt: skip
     parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--trace", default="96", help="batch sizes of the steps")
+    parser.add_argument(
+        "--trace",
+        default="96",
+        help="batch sizes of the steps, with commas, or a CSV file",
+    )
     parser.add_argument("--minibatch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)

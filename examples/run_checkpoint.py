@@ -65,5 +65,5 @@ def read(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
         if saved.get(name) != settings.get(name)
     ]
     if differences:
-        raise ValueError(f"--resume: {path} is another run: {'; '.join(differences)}")
+        raise ValueError(f"{path} is another run: {'; '.join(differences)}")
     return state

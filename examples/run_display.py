@@ -20,8 +20,8 @@ class Display:
 
     Args:
         name: Of the run.
-        args: With ``logdir``, ``epochs`` and ``progress``.
-        steps_per_epoch: Updates of an epoch.
+        args: With ``logdir`` and ``progress``.
+        num_steps: Updates of the whole run.
         done: Updates that a checkpoint already holds.
         replica: Whose display it is.
     """
@@ -30,44 +30,46 @@ class Display:
         self,
         name: str,
         args: argparse.Namespace,
-        steps_per_epoch: int,
+        num_steps: int,
         done: int,
         replica: Replica,
     ) -> None:
         self._name = name
-        self._writer = (
+        # TensorBoard's, for what else there is to log; None but on the master.
+        self.writer = (
             SummaryWriter(str(Path(args.logdir, name))) if replica.is_master else None
         )
         self._bar = tqdm(
             desc=name,
             initial=done,
-            total=args.epochs * steps_per_epoch,
+            total=num_steps,
             unit="step",
             disable=not (replica.is_master and args.progress),
         )
         self._shown: dict[str, str] = {}
 
-    def steps(self, num_steps: int, loss: float) -> None:
+    def steps(self, num_steps: int, loss: float, **more: float) -> None:
         """After ``num_steps`` updates, with the mean loss of the last ones."""
         self._bar.update(num_steps - self._bar.n)
         self._show(loss=f"{loss:.4f}")
-        if self._writer:
-            self._writer.add_scalar("step/train_loss", loss, num_steps)
+        if self.writer:
+            for name, value in {"train_loss": loss, **more}.items():
+                self.writer.add_scalar(f"step/{name}", value, num_steps)
 
     def epoch(self, row: Row) -> None:
         """After an epoch."""
         self._show(test=f"{row['test_accuracy']:.2f} %")
-        if self._writer:
+        if self.writer:
             for name, value in row.items():
                 if name not in KEYS:
-                    self._writer.add_scalar(f"epoch/{name}", value, row["epoch"])
+                    self.writer.add_scalar(f"epoch/{name}", value, row["epoch"])
 
     def close(self, row: Row) -> None:
         """After the run, with its last row."""
         self._bar.update((self._bar.total or 0) - self._bar.n)
         self._bar.close()
-        if self._writer:
-            self._writer.close()
+        if self.writer:
+            self.writer.close()
             print(
                 f"{self._name}: training loss {row['train_loss']:.5f}, "
                 f"test accuracy {row['test_accuracy']:.2f} % after "

@@ -1,0 +1,409 @@
+"""Trains ImageNet with a sparse network whose connections move.
+
+    python examples/rigl_imagenet.py --fake-data --model small --image-size 32 \\
+        --num-classes 10 --epochs 3                      # a minute on a CPU
+    python examples/rigl_imagenet.py --data imagenet     # ResNet-50, 80 % sparse, ERK
+    python examples/rigl_imagenet.py --data imagenet --sparsity 0.9 --epochs 500 \\
+        --checkpoint saved                               # RigL 5x; resumes
+    python examples/rigl_imagenet.py --data imagenet --trace trace.csv
+    python examples/rigl_imagenet.py --fake-data --num-replicas 2 --device xla
+    PJRT_DEVICE=TPU python examples/rigl_imagenet.py --data imagenet
+    torchrun --nproc_per_node 4 examples/rigl_imagenet.py --data imagenet
+
+--data is a folder with the folders train and val, and in each of them one folder of
+images for every class. The defaults are those of the paper (arXiv:1911.11134): with
+100 epochs it reports a top-1 accuracy of 76.8 % dense; 75.1 % and 73.0 % for 80 % and
+90 % sparse with ERK, 74.6 % and 72.0 % with uniform sparsities, and up to a point and a
+half more after five times as long. The learning rate is --lr for --ref-batchsize
+samples and follows the batch size; with a trace, that of every step.
+
+Masked training runs dense kernels: it is not faster. What hardware that skipped zeros
+would save is printed at the end. The lines that make it sparse are marked `# sparse`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))  # a checkout that was not installed works too
+
+import imagenet_data  # noqa: E402
+import sparse_training  # noqa: E402
+from image_models import image_model  # noqa: E402
+from run_display import Display  # noqa: E402
+
+import variable_batch_size as vbs  # noqa: E402
+import xla_replica  # noqa: E402
+from rigl_xla import RigLScheduler  # noqa: E402
+from xla_replica import Replica  # noqa: E402
+
+# A large model's first program may take this many seconds to compile.
+TIMEOUT = 1800.0
+STEP_DECAY = (0.3, 0.7, 0.9)  # shares of the run after which 'steps' divides by ten
+# Options that may differ between a run and its continuation.
+MAY_CHANGE = {"data", "num_workers", "num_replicas", "device", "checkpoint", "logdir",
+              "log_steps", "eval_batch_size", "progress"}  # fmt: skip
+
+Images = imagenet_data.FakeImages | imagenet_data.FolderImages
+Row = dict[str, Any]
+
+
+class Pixels(nn.Module):
+    """8-bit images become numbers of about mean 0 and variance 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, rgb in {
+            "mean": (0.485, 0.456, 0.406),
+            "deviation": (0.229, 0.224, 0.225),
+        }.items():
+            values = 255 * torch.tensor(rgb).reshape(3, 1, 1)
+            self.register_buffer(name, values, persistent=False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return (images.float() - self.mean) / self.deviation
+
+
+def build_model(args: argparse.Namespace, num_classes: int) -> nn.Module:
+    """``(B, 3, side, side)`` uint8 to logits ``(B, num_classes)``."""
+    if args.model == "small":
+        return image_model("resnet18", 3, args.image_size, num_classes, args.width)
+    from torchvision.models import get_model
+
+    return nn.Sequential(Pixels(), get_model(args.model, num_classes=num_classes))
+
+
+def load(args: argparse.Namespace) -> tuple[Images, Images]:
+    """Training and validation images."""
+    side, seed = args.image_size, args.seed
+    if args.fake_data:
+        few = max(1, args.num_samples // 10)
+        classes = args.num_classes
+        return (
+            imagenet_data.FakeImages(args.num_samples, classes, side, 2 * seed),
+            imagenet_data.FakeImages(few, classes, side, 2 * seed + 1),
+        )
+    return (
+        imagenet_data.FolderImages(args.data / "train", side, seed),
+        imagenet_data.FolderImages(args.data / "val", side, None),
+    )
+
+
+def lr_factor(warmup: float, decay: str, num_steps: int, step: int) -> float:
+    """What the reference learning rate is multiplied with.
+
+    Args:
+        warmup: Steps in which it rises from near 0 to 1.
+        decay: ``'cosine'`` or ``'steps'``.
+        num_steps: Of the whole run, ``ref_batchsize`` samples each.
+        step: From 0.
+    """
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if decay == "steps":
+        return 0.1 ** sum(step >= share * num_steps for share in STEP_DECAY)
+    progress = min(1.0, (step - warmup) / max(1.0, num_steps - warmup))
+    return (1 + math.cos(math.pi * progress)) / 2
+
+
+class Monitor:
+    """Runs after every update on every replica; the master shows what happens."""
+
+    def __init__(self, replica: Replica, display: Display, every: int) -> None:
+        self._replica, self._display, self._every = replica, display, every
+        # Sum of losses and number of minibatches, since it was logged and in all.
+        self._recent, self._total = torch.zeros(2, 2, device=replica.device)
+
+    def minibatch(self, loss: torch.Tensor) -> None:
+        """Counts a minibatch's loss, on the device."""
+        one = torch.stack([loss.detach(), torch.ones_like(loss.detach())])
+        self._recent += one
+        self._total += one
+
+    def __call__(self, update: vbs.Update) -> None:
+        if (update.step + 1) % self._every == 0:
+            loss = self._mean(self._recent)
+            more = {"lr": float(update.lr[0]), "batch_size": update.batch_size}
+            self._display.steps(update.step + 1, loss, **more)
+
+    def epoch_loss(self) -> float:
+        """Mean over all minibatches since the last call. Collective."""
+        return self._mean(self._total)
+
+    def _mean(self, sums: torch.Tensor) -> float:
+        total = sums.clone()
+        self._replica.sum_([total])
+        sums.zero_()
+        loss, minibatches = self._replica.fetch([total])[0].tolist()
+        return loss / max(minibatches, 1)
+
+
+def train(rank: int, args: argparse.Namespace) -> list[Row] | None:
+    """One replica's run; on the master, a row for every epoch."""
+    replica = xla_replica.current()
+    training, validation = load(args)
+    with replica.seeded(args.seed):
+        model = build_model(args, training.num_classes)
+    model.to(replica.device)
+    sampler = vbs.CustomSampler(
+        training,
+        args.trace,
+        args.seed,
+        minibatch_size=args.minibatch_size,
+        on_end="cycle",
+        verbose=False,
+    )
+    batches = DataLoader(training, batch_sampler=sampler, num_workers=args.num_workers)
+    sgd = torch.optim.SGD(
+        model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay
+    )
+    optimizer = vbs.LinearRuleOptimizer(sgd, sampler, args.ref_batchsize)
+    scheduler = lr_scheduler(args, sampler, optimizer)
+    num_updates = sparse_training.num_updates(sampler, args.epochs)
+    pruner = sparse_training.pruner_for(args, model, optimizer, num_updates)  # sparse
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler,
+             "pruner": pruner}  # fmt: skip
+    path = args.checkpoint and args.checkpoint / "last.pt"
+    settings = lasting(args)
+    done = sparse_training.restore(parts, path, settings)
+    history: list[Row] = done.get("history", [])
+    display = Display("train", args, num_updates, pruner.step, replica)
+    monitor = Monitor(replica, display, args.log_steps)
+    optimizer.attach(monitor)
+    for epoch in range(len(history), args.epochs):
+        since = time.perf_counter()
+        run_epoch(epoch, args, model, batches, optimizer, pruner, monitor, replica)
+        seconds = time.perf_counter() - since
+        optimizer.average_buffers(model)
+        pruner.check_replicas()  # sparse: masks are equal, or this says where not
+        loss, accuracy = evaluate(model, validation, args, replica)
+        history.append({
+            "epoch": epoch + 1, "train_loss": monitor.epoch_loss(), "test_loss": loss,
+            "test_accuracy": accuracy,
+            "seconds": seconds + (history[-1]["seconds"] if history else 0.0),
+        })  # fmt: skip
+        display.epoch(history[-1])
+        sparse_training.save(parts, path, replica, settings, history=history)
+    display.close(history[-1])
+    if replica.is_master:
+        print(pruner)
+    pruner.close()
+    return history if replica.is_master else None
+
+
+def lr_scheduler(
+    args: argparse.Namespace, sampler: vbs.CustomSampler, optimizer: Any
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """Steps once for every ``ref_batchsize`` samples, whatever the batch sizes are."""
+    steps_per_epoch = sampler.schedule.num_samples / args.ref_batchsize
+    num_steps = max(1, int(args.epochs * steps_per_epoch))
+    warmup = args.warmup_epochs * steps_per_epoch
+    factor = functools.partial(lr_factor, warmup, args.decay, num_steps)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    optimizer.attach(scheduler, unit="samples", every=args.ref_batchsize)
+    return scheduler
+
+
+def run_epoch(
+    epoch: int,
+    args: argparse.Namespace,
+    model: nn.Module,
+    batches: DataLoader[Any],
+    optimizer: vbs.ElasticOptimizer,
+    pruner: RigLScheduler,
+    monitor: Monitor,
+    replica: Replica,
+) -> None:
+    """This replica's minibatches of an epoch, and the updates they lead to."""
+    model.train()
+    # Dropout draws alike whether or not the run was interrupted.
+    replica.seed(100_003 * args.seed + 1009 * epoch)
+    batches.dataset.epoch = epoch
+    batches.batch_sampler.set_epoch(epoch)
+    optimizer.set_epoch(epoch)
+    for images, labels in replica.loader(batches):
+        loss = F.cross_entropy(
+            model(images), labels, label_smoothing=args.label_smoothing
+        )
+        loss.backward()
+        monitor.minibatch(loss)
+        if pruner():  # sparse
+            optimizer.step()
+    replica.wait()
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, data: Images, args: argparse.Namespace, replica: Replica
+) -> tuple[float, float]:
+    """Mean loss and top-1 accuracy in per cent; replicas share the samples evenly."""
+    mine = np.arange(replica.rank, len(data), replica.num_replicas)
+    share = -(-len(data) // replica.num_replicas)
+    size = min(args.eval_batch_size, share)
+    rows = np.resize(mine if len(mine) else np.zeros(1, int), -(-share // size) * size)
+    real = (torch.arange(len(rows)) < len(mine)).float()
+    loader = DataLoader(
+        data,
+        batch_sampler=rows.reshape(-1, size).tolist(),
+        num_workers=args.num_workers,
+    )
+
+    def batches() -> Iterator[tuple[torch.Tensor, ...]]:
+        for (images, labels), weights in zip(loader, real.split(size)):
+            yield images, labels, weights
+
+    total = torch.zeros(2, device=replica.device)
+    model.eval()
+    for images, labels, weights in replica.loader(batches()):
+        logits = model(images)
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        hits = (logits.argmax(1) == labels).float()
+        total += torch.stack([(losses * weights).sum(), (hits * weights).sum()])
+        replica.sync()
+    replica.sum_([total])
+    loss, hits = (replica.fetch([total])[0] / len(data)).tolist()
+    return loss, 100 * hits
+
+
+def lasting(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that a run and its continuation must share."""
+    return {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_data(parser.add_argument_group("data and model"))
+    sparse_training.add_sparse(
+        parser, sparsity=0.8, distribution="erk", method="rigl", delta=100, alpha=0.3,
+        t_end_fraction=0.75, initial_weights=None,
+    )  # fmt: skip
+    add_training(parser.add_argument_group("training"))
+    add_running(parser.add_argument_group("replicas, checkpoints, logs"))
+    args = parser.parse_args(argv)
+    positive = ("epochs", "num_samples", "num_classes", "image_size", "batch_size",
+                "minibatch_size", "ref_batchsize", "eval_batch_size", "log_steps",
+                "delta", "num_replicas")  # fmt: skip
+    for name in positive:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if not args.fake_data and args.data is None:
+        parser.error("give --data DIR, or --fake-data to try it without ImageNet")
+    if not args.fake_data and not (args.data / "train").is_dir():
+        parser.error(f"--data {args.data} has no folder train; it must have train, val")
+    args.trace = sparse_training.trace_of(args.trace or str(args.batch_size))
+    return args
+
+
+def add_data(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--data", type=Path, metavar="DIR", help="ImageNet: the folders train and val")
+    add(
+        "--fake-data",
+        action="store_true",
+        help="made-up images, always the same, in which something can be learnt",
+    )
+    add("--num-samples", type=int, default=5120, help="of fake data (default: 5120)")
+    add("--num-classes", type=int, default=1000, help="of fake data (default: 1000)")
+    add(
+        "--model",
+        default="resnet50",
+        help="any classifier of torchvision; or 'small', a ResNet-18 with GroupNorm "
+        "for small images that needs no torchvision (default: resnet50)",
+    )
+    add(
+        "--width",
+        type=int,
+        default=64,
+        help="channels of the first stage of 'small', a multiple of 8 (default: 64)",
+    )
+    add("--image-size", type=int, default=224, help="pixels (default: 224)")
+    add("--num-workers", type=int, default=0, help="that load images (default: 0)")
+
+
+def add_training(group: argparse._ArgumentGroup) -> None:
+    def add(name: str, value: Any, help: str, **options: Any) -> None:
+        kind = {} if "choices" in options else {"type": type(value)}
+        text = f"{help} (default: {value})"
+        group.add_argument(name, default=value, help=text, **kind, **options)
+
+    add("--epochs", 100, "how often every sample is used")
+    add("--batch-size", 256, "samples per update, over all replicas")
+    group.add_argument(
+        "--trace",
+        help="batch size of every step instead: a CSV file with columns step,batchsize "
+        "or numbers with commas; begins again when it ends",
+    )
+    add("--minibatch-size", 32, "samples in one forward pass of one replica")
+    add("--ref-batchsize", 256, "batch size that --lr is for")
+    add("--lr", 0.1, "learning rate after the warm-up")
+    add("--warmup-epochs", 5.0, "in which it rises")
+    add(
+        "--decay",
+        "steps",
+        f"'steps' divides it by ten after {STEP_DECAY} of the run",
+        choices=("steps", "cosine"),
+    )
+    add("--momentum", 0.9, "of SGD")
+    add("--weight-decay", 1e-4, "of SGD")
+    add("--label-smoothing", 0.1, "share of the target that all classes share")
+    add("--seed", 0, "of weights, masks, order and augmentation")
+
+
+def add_running(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--num-replicas",
+        type=int,
+        help="default: every chip, GPU or torchrun process there is; 1 on a CPU",
+    )
+    add(
+        "--device",
+        choices=xla_replica.DEVICES,
+        help="default: a TPU, else GPUs, else this CPU",
+    )
+    add(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="save the run there after every epoch, and go on with what is there; on "
+        "another number of replicas too",
+    )
+    add("--eval-batch-size", type=int, default=64, help="default: 64")
+    add(
+        "--log-steps",
+        type=int,
+        default=10,
+        help="read the loss back every so many updates (default: 10)",
+    )
+    add("--logdir", help="TensorBoard logs (default: runs/imagenet-TIME)")
+    add("--no-progress", dest="progress", action="store_false", help="no progress bar")
+
+
+def main(argv: list[str] | None = None) -> list[Row] | None:
+    args = parse(argv)
+    args.logdir = args.logdir or f"runs/imagenet-{time.strftime('%Y%m%d-%H%M%S')}"
+    num_replicas = args.num_replicas or xla_replica.default_num_replicas(args.device)
+    return xla_replica.launch(
+        train, (args,), num_replicas, args.device, timeout=TIMEOUT
+    )[0]
+
+
+if __name__ == "__main__":
+    main()
