@@ -48,7 +48,7 @@ from run_display import Display  # noqa: E402
 
 import variable_batch_size as vbs  # noqa: E402
 import xla_replica  # noqa: E402
-from rigl_xla import RigLScheduler  # noqa: E402
+from rigl_xla import RigLScheduler, TopologyLog, costs_of  # noqa: E402
 from xla_replica import Replica  # noqa: E402
 
 # A large model's first program may take this many seconds to compile.
@@ -123,8 +123,11 @@ def lr_factor(warmup: float, decay: str, num_steps: int, step: int) -> float:
 class Monitor:
     """Runs after every update on every replica; the master shows what happens."""
 
-    def __init__(self, replica: Replica, display: Display, every: int) -> None:
+    def __init__(
+        self, replica: Replica, display: Display, topology: TopologyLog, every: int
+    ) -> None:
         self._replica, self._display, self._every = replica, display, every
+        self._topology = topology
         # Sum of losses and number of minibatches, since it was logged and in all.
         self._recent, self._total = torch.zeros(2, 2, device=replica.device)
 
@@ -135,10 +138,12 @@ class Monitor:
         self._total += one
 
     def __call__(self, update: vbs.Update) -> None:
+        self._topology()
         if (update.step + 1) % self._every == 0:
             loss = self._mean(self._recent)
             more = {"lr": float(update.lr[0]), "batch_size": update.batch_size}
             self._display.steps(update.step + 1, loss, **more)
+            self._topology.flush()  # the device has just been read
 
     def epoch_loss(self) -> float:
         """Mean over all minibatches since the last call. Collective."""
@@ -158,6 +163,8 @@ def train(rank: int, args: argparse.Namespace) -> list[Row] | None:
     training, validation = load(args)
     with replica.seeded(args.seed):
         model = build_model(args, training.num_classes)
+    image = torch.zeros(1, 3, args.image_size, args.image_size, dtype=torch.uint8)
+    costs = costs_of(model, image)
     model.to(replica.device)
     sampler = vbs.CustomSampler(
         training,
@@ -182,7 +189,10 @@ def train(rank: int, args: argparse.Namespace) -> list[Row] | None:
     done = sparse_training.restore(parts, path, settings)
     history: list[Row] = done.get("history", [])
     display = Display("train", args, num_updates, pruner.step, replica)
-    monitor = Monitor(replica, display, args.log_steps)
+    topology = TopologyLog(  # sparse
+        pruner, display.writer, costs=costs, num_steps=num_updates
+    )
+    monitor = Monitor(replica, display, topology, args.log_steps)
     optimizer.attach(monitor)
     for epoch in range(len(history), args.epochs):
         since = time.perf_counter()
@@ -197,10 +207,11 @@ def train(rank: int, args: argparse.Namespace) -> list[Row] | None:
             "seconds": seconds + (history[-1]["seconds"] if history else 0.0),
         })  # fmt: skip
         display.epoch(history[-1])
+        topology.flush()
         sparse_training.save(parts, path, replica, settings, history=history)
     display.close(history[-1])
     if replica.is_master:
-        print(pruner)
+        print(pruner.report(costs, num_updates))
     pruner.close()
     return history if replica.is_master else None
 

@@ -104,11 +104,12 @@ def train(rank: int, args: argparse.Namespace) -> float:
         accuracy = evaluate(model, test, replica)
         sparse_training.save(parts, args.checkpoint, replica, {}, epoch=epoch + 1)
         if replica.is_master:
-            churn = [layer.churn for layer in pruner.report().layers.values()]
+            report = pruner.report()
             print(
                 f"epoch {epoch}: test accuracy {accuracy:.2f} %, "
-                f"{pruner.rigl_steps} topology updates, the last one moved "
-                f"{100 * max(churn, default=0):.1f} % of a layer's connections"
+                f"{report.num_updates} topology updates, the last one moved "
+                f"{report.churn:.1%} of the connections; "
+                f"{report.exploration_rate:.1%} of all weights were ever active"
             )
     if replica.is_master:
         print(pruner)

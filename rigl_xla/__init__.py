@@ -8,6 +8,8 @@ if pruner():
     optimizer.step()
 """
 
+from rigl_xla.conventions import google_costs_of
+from rigl_xla.cost_report import CostReport
 from rigl_xla.distribution import DISTRIBUTIONS, allocate
 from rigl_xla.flops import (
     LayerCost,
@@ -25,22 +27,26 @@ from rigl_xla.report import LayerReport, Report
 from rigl_xla.schedule import ANNEALINGS, UpdateSchedule
 from rigl_xla.scheduler import RigLScheduler
 from rigl_xla.snip import global_distribution, snip_scores
+from rigl_xla.topology_log import TopologyLog
 
 __all__ = [
     "ANNEALINGS",
     "DISTRIBUTIONS",
     "METHODS",
     "SCORES",
+    "CostReport",
     "Layer",
     "LayerCost",
     "LayerReport",
     "Report",
     "RigLScheduler",
+    "TopologyLog",
     "UpdateSchedule",
     "Weight",
     "allocate",
     "costs_of",
     "global_distribution",
+    "google_costs_of",
     "gradual_training_ratio",
     "inference_flops",
     "inference_macs",

@@ -86,13 +86,17 @@ def inference_ratio(costs: Costs, sparsities: Sparsities) -> float:
 
 
 def training_ratio(
-    costs: Costs, sparsities: Sparsities, method: str = "rigl", delta: int = 100
+    costs: Costs,
+    sparsities: Sparsities,
+    method: str = "rigl",
+    delta: int = 100,
+    num_collected: int = 1,
 ) -> float:
     """Operations of training over those of dense training, for as many samples.
 
     Per sample, with f_S and f_D of a sparse and a dense forward pass: dense 3 f_D;
     static and SET 3 f_S; SNFS 2 f_S + f_D; RigL (3 f_S delta + 2 f_S + f_D) /
-    (delta + 1).
+    (delta + 1), where one step in delta + 1 has a dense gradient.
 
     Args:
         costs: Of every layer.
@@ -100,6 +104,7 @@ def training_ratio(
         method: ``'dense'``, ``'static'``, ``'set'``, ``'rigl'`` or ``'snfs'``; see
             `gradual_training_ratio` for gradual pruning.
         delta: Steps between topology updates.
+        num_collected: How many steps' dense gradients each of RigL's updates needs.
 
     Raises:
         ValueError: The method is not known.
@@ -110,12 +115,14 @@ def training_ratio(
             f"method={method!r} is not known here; allowed are {_TRAINED_LIKE}, and "
             "gradual_training_ratio for 'gmp'"
         )
+    collected = 2 * sparse + dense
+    others = delta + 1 - num_collected
     per_sample = {
         "dense": 3 * dense,
         "static": 3 * sparse,
         "set": 3 * sparse,
-        "snfs": 2 * sparse + dense,
-        "rigl": (3 * sparse * delta + 2 * sparse + dense) / (delta + 1),
+        "snfs": collected,
+        "rigl": (3 * sparse * others + num_collected * collected) / (delta + 1),
     }
     return per_sample[method] / (3 * dense)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from rigl_xla.update import SparseLayer
-from xla_replica import Replica
+from rigl_xla import cost_report
+from rigl_xla.cost_report import CostReport
+from rigl_xla.flops import LayerCost, size_in_bytes
+from rigl_xla.methods import Method
 
 if TYPE_CHECKING:
     from rigl_xla.scheduler import RigLScheduler
@@ -23,11 +26,15 @@ class LayerReport:
         size: Number of weights.
         num_active: Of them, active by the mask.
         num_grown: Activated by the last topology update.
+        num_dropped: Inactivated by it; what was dropped and grown again is neither.
+        num_explored: Active now or at any time before.
     """
 
     size: int
     num_active: int
     num_grown: int
+    num_dropped: int
+    num_explored: int
 
     @property
     def sparsity(self) -> float:
@@ -39,46 +46,208 @@ class LayerReport:
         """Share of active connections that the last topology update activated."""
         return self.num_grown / max(1, self.num_active)
 
+    @property
+    def exploration_rate(self) -> float:
+        """Share of weights that were ever active.
+
+        R_s of Liu et al. 2021 (in-time over-parameterisation), arXiv:2102.02887, 3.2.
+        """
+        return self.num_explored / self.size
+
 
 @dataclasses.dataclass(frozen=True)
+class Taken:
+    """One sparse layer at one moment; ``counts`` may still be on the device."""
+
+    name: str
+    size: int
+    counts: torch.Tensor
+
+
 class Report:
-    """Read off the masks at one moment; see `RigLScheduler.report`.
+    """What a pruner was at one moment; see `RigLScheduler.report`.
+
+    Making one reads nothing from the device. The first value that stands there is read
+    with all others of the report, in one transfer; `read` does so for many reports.
 
     Attributes:
-        layers: By parameter name.
+        step: Number of the step at that moment.
+        num_updates: Topology updates up to then.
+        drop_fraction: What an update at that step drops, at most.
     """
 
-    layers: dict[str, LayerReport]
+    def __init__(
+        self,
+        pruner: RigLScheduler,
+        costs: Mapping[str, LayerCost] | None = None,
+        num_steps: int | None = None,
+    ) -> None:
+        self.step, self.num_updates = pruner.step, pruner.rigl_steps
+        self.drop_fraction = pruner.schedule.drop_fraction(pruner.step)
+        self._replica = pruner.replica
+        self._taken = [
+            Taken(layer.name, layer.size, layer.history.counts)
+            for layer in pruner._layers
+        ]
+        shapes = {w.name: tuple(w.parameter.shape) for w in pruner._weights}
+        self._has_costs = costs is not None
+        self._costs = _costs_of(shapes, costs)
+        schedule = pruner.schedule
+        self._schedule = cost_report.Schedule(
+            method=_kind(pruner._method),
+            delta=schedule.delta,
+            num_collected=schedule.grad_accumulation_n,
+            T_end=schedule.T_end,
+            num_steps=num_steps,
+            final={layer.name: layer.sparsity for layer in pruner._layers},
+        )
+
+    @staticmethod
+    def read(reports: Iterable[Report]) -> None:
+        """Reads the device for several reports of one pruner, in one transfer."""
+        unread = [report for report in reports if "layers" not in vars(report)]
+        counts = [taken.counts for report in unread for taken in report._taken]
+        found = iter(unread[0]._replica.fetch(counts) if counts else [])
+        for report in unread:
+            vars(report)["layers"] = {
+                taken.name: LayerReport(taken.size, *next(found).tolist())
+                for taken in report._taken
+            }
+
+    @functools.cached_property
+    def layers(self) -> dict[str, LayerReport]:
+        """Every sparse layer, by parameter name. Reads the device, once."""
+        Report.read([self])
+        return self.layers
 
     @property
     def sparsity(self) -> float:
         """Share of inactive weights among those of sparse layers."""
-        total = sum(layer.size for layer in self.layers.values())
-        active = sum(layer.num_active for layer in self.layers.values())
-        return 1 - active / total if total else 0.0
+        total = self._sum("size")
+        return 1 - self._sum("num_active") / total if total else 0.0
 
-    @classmethod
-    def of(cls, layers: Sequence[SparseLayer], replica: Replica) -> Report:
-        """Counts on the device, and fetches the counts."""
-        if not layers:
-            return cls({})
-        with torch.no_grad():
-            zero = torch.zeros((1,), dtype=torch.int64, device=layers[0].mask.device)
-            active = torch.stack([layer.mask.sum() for layer in layers])
-            grown = torch.cat(
-                [zero if x.num_grown is None else x.num_grown for x in layers]
+    @property
+    def num_grown(self) -> int:
+        """Connections that the last topology update activated."""
+        return self._sum("num_grown")
+
+    @property
+    def num_dropped(self) -> int:
+        """Connections that the last topology update inactivated."""
+        return self._sum("num_dropped")
+
+    @property
+    def churn(self) -> float:
+        """Share of active connections that the last topology update activated."""
+        return self.num_grown / max(1, self._sum("num_active"))
+
+    @property
+    def exploration_rate(self) -> float:
+        """Share of the weights of sparse layers that were ever active."""
+        total = self._sum("size")
+        return self._sum("num_explored") / total if total else 0.0
+
+    @functools.cached_property
+    def cost(self) -> CostReport:
+        """Operations and size of all weights that can be sparse, dense ones too.
+
+        Raises:
+            ValueError: It needs to know how often a pass uses each weight.
+        """
+        if not self._has_costs:
+            raise ValueError(
+                "operations depend on how often a forward pass uses each weight; give "
+                "report(costs), where costs = rigl_xla.costs_of(model, inputs)"
             )
-        counts = [active, grown]
-        if active.device.type != "cpu":
-            counts = replica.fetch(counts)
-        return cls(
-            {
-                layer.name: LayerReport(layer.size, num_active, num_grown)
-                for layer, num_active, num_grown in zip(
-                    layers, counts[0].tolist(), counts[1].tolist()
-                )
-            }
+        return cost_report.cost_report(self._costs, self._now(), self._schedule)
+
+    @property
+    def size_in_bytes(self) -> float:
+        """Stored: float32 weights and biases, and a bit per weight for each mask."""
+        return size_in_bytes(self._costs, self._now())
+
+    def scalars(self) -> dict[str, float]:
+        """What a log shows, by name; operations if their costs are known."""
+        found = {
+            "sparsity": self.sparsity,
+            "drop_fraction": self.drop_fraction,
+            "churn": self.churn,
+            "grown": self.num_grown,
+            "dropped": self.num_dropped,
+            "exploration_rate": self.exploration_rate,
+            "size_in_bytes": self.size_in_bytes,
+        }
+        if self._has_costs:
+            found["inference_flops_ratio"] = self.cost.inference_ratio
+            if self.cost.method in self.cost.training_ratios:
+                found["training_flops_ratio"] = self.cost.training_ratio
+        return found
+
+    def __str__(self) -> str:
+        """A table: a line for every sparse layer, and what they come to."""
+        width = max([len(name) for name in self.layers] + [len("all sparse layers")])
+        lines = [
+            f"{'':{width}} {'active':>10} {'of':>10} {'sparse':>8} {'moved':>7} "
+            f"{'explored':>8}"
+        ]
+        rows = [*self.layers.items(), ("all sparse layers", self._all())]
+        for name, layer in rows:
+            lines.append(
+                f"{name:{width}} {layer.num_active:>10} {layer.size:>10} "
+                f"{layer.sparsity:>8.2%} {layer.churn:>7.2%} "
+                f"{layer.exploration_rate:>8.2%}"
+            )
+        lines.append(f"{self.size_in_bytes / 1e6:.3f} MB stored")
+        if self._has_costs:
+            cost = self.cost
+            lines.append(
+                f"forward pass: {cost.flops:.4g} of {cost.dense_flops:.4g} operations "
+                f"({cost.inference_ratio:.4f})"
+            )
+            ratios = cost.training_ratios.items()
+            lines.append(
+                "training: "
+                + ", ".join(f"{name} {ratio:.4f}" for name, ratio in ratios)
+            )
+        return "\n".join(lines)
+
+    def _all(self) -> LayerReport:
+        fields = [field.name for field in dataclasses.fields(LayerReport)]
+        return LayerReport(*(self._sum(name) for name in fields))
+
+    def _sum(self, name: str) -> int:
+        return sum(getattr(layer, name) for layer in self.layers.values())
+
+    def _now(self) -> dict[str, float]:
+        return {name: layer.sparsity for name, layer in self.layers.items()}
+
+
+def _costs_of(
+    shapes: Mapping[str, tuple[int, ...]], costs: Mapping[str, LayerCost] | None
+) -> dict[str, LayerCost]:
+    """The costs given, if they are of these weights; else of size alone."""
+    if costs is None:
+        return {name: LayerCost(shape, 0) for name, shape in shapes.items()}
+    other = [
+        name
+        for name, s in shapes.items()
+        if name not in costs or costs[name].shape != s
+    ]
+    if other:
+        raise ValueError(
+            f"costs are of another model: {other[0]!r} of shape {shapes[other[0]]} is "
+            f"not among {list(costs)}; give rigl_xla.costs_of(model, inputs)"
         )
+    return dict(costs)
+
+
+def _kind(method: Method) -> str:
+    """What a method costs like, whatever its scores are."""
+    if method.gradual:
+        return "gmp"
+    if not method.updates:
+        return "static"
+    return {"never": "set", "updates": "rigl", "always": "snfs"}[method.collects]
 
 
 def describe(pruner: RigLScheduler) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from rigl_xla.history import History
 from rigl_xla.layers import Weight, clean, weights_of
 from rigl_xla.options import Options
 from rigl_xla.schedule import UpdateSchedule
@@ -51,15 +52,16 @@ def state_of(
     is_collecting: bool,
 ) -> dict[str, Any]:
     """See `RigLScheduler.state_dict`. Reads the device, in one transfer."""
-    found_masks, gradients = _fetched(layers, replica, is_collecting)
+    bits, gradients = _fetched(layers, replica, is_collecting)
     saved: dict[str, Any] = {}
-    for layer, mask in zip(layers, found_masks):
+    for layer, (mask, ever) in zip(layers, bits):
         saved[layer.name] = {
             "shape": list(mask.shape),
             "sparsity": layer.sparsity,
             # Not layer.num_active: gradual pruning may have refused an update.
             "num_active": int(mask.sum()),
             "mask": pack(mask),
+            "ever_active": pack(ever),
         }
         if layer.name in gradients:
             saved[layer.name]["gradient"] = gradients[layer.name]
@@ -76,8 +78,8 @@ def state_of(
 
 def _fetched(
     layers: Sequence[SparseLayer], replica: Replica, is_collecting: bool
-) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Masks, and what was collected by name, on the CPU and in memory of their own."""
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], dict[str, torch.Tensor]]:
+    """On the CPU: masks with where they have been, and what was collected by name."""
     if not layers:
         return [], {}
     collected = {
@@ -85,10 +87,14 @@ def _fetched(
         for layer in layers
         if is_collecting and layer.gradient is not None
     }
-    joined = torch.cat([layer.mask.flatten() for layer in layers])
+    pairs = [(layer.mask, layer.history.ever) for layer in layers]
+    joined = torch.cat([mask.flatten() for pair in pairs for mask in pair])
     flat, *gradients = to_host([joined, *collected.values()], replica)
-    parts = flat.split([layer.size for layer in layers])
-    shaped = [part.reshape(x.mask.shape) for part, x in zip(parts, layers)]
+    parts = flat.split([layer.size for layer in layers for _ in range(2)])
+    shaped = [
+        (mask.reshape(layer.mask.shape), ever.reshape(layer.mask.shape))
+        for layer, mask, ever in zip(layers, parts[::2], parts[1::2])
+    ]
     return shaped, dict(zip(collected, gradients))
 
 
@@ -206,9 +212,18 @@ def _fit(
                 like(weight.parameter, unpack(entry["mask"], entry["shape"])),
                 options.rows(weight, entry["sparsity"]),
                 gradient=None if gradient is None else gradient.to(device, copy=True),
+                history=_history(weight, entry),
             )
         )
     return layers
+
+
+def _history(weight: Weight, entry: Mapping[str, Any]) -> History:
+    """Where connections have been; in older states, where they are."""
+    mask = unpack(entry["mask"], entry["shape"])
+    ever = unpack(entry.get("ever_active", entry["mask"]), entry["shape"])
+    counts = int(mask.count_nonzero()), int(ever.count_nonzero())
+    return History.resume(like(weight.parameter, ever), *counts)
 
 
 def _check_shape(weight: Weight, shape: tuple[int, ...]) -> None:

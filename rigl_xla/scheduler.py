@@ -18,6 +18,7 @@ from rigl_xla.collect import begin_, collect_, collects, is_collecting
 from rigl_xla.compat import RigLTorchNames
 from rigl_xla.distribution import Distribution
 from rigl_xla.drift import check_equal
+from rigl_xla.flops import LayerCost
 from rigl_xla.initial import first_layer_state, set_weights_
 from rigl_xla.layers import Selector, Weight, check_bound, holders, selectors
 from rigl_xla.methods import Score
@@ -229,9 +230,21 @@ class RigLScheduler(RigLTorchNames):
         """The live masks by parameter name: bool, True where active."""
         return {layer.name: layer.mask for layer in self._layers}
 
-    def report(self) -> Report:
-        """Sparsity and churn of every layer. Reads the device, once."""
-        return Report.of(self._layers, self.replica)
+    def report(
+        self, costs: Mapping[str, LayerCost] | None = None, num_steps: int | None = None
+    ) -> Report:
+        """Sparsity, churn, exploration, size and operations at this moment.
+
+        Reads nothing; the device is read, once, when a value is asked for.
+
+        Args:
+            costs: What `costs_of` found, for operations.
+            num_steps: Of the whole run: what gradual pruning costs depends on it.
+
+        Raises:
+            ValueError: The costs are of another model.
+        """
+        return Report(self, costs, num_steps)
 
     def __str__(self) -> str:
         if self._method.gradual:

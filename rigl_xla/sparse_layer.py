@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from rigl_xla import masks
+from rigl_xla.history import History
 from rigl_xla.layers import Weight
 from rigl_xla.structure import Rows
 from xla_replica import Replica
@@ -26,7 +27,7 @@ class SparseLayer:
         pending: This replica's dense gradient of the step under way, summed over
             backward passes.
         gradient: The dense gradient of earlier steps, over all replicas.
-        num_grown: int64 ``(1,)``: connections the last update activated.
+        history: Where its connections have been.
     """
 
     weight: Weight
@@ -36,7 +37,11 @@ class SparseLayer:
     rows: Rows | None = None
     pending: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
-    num_grown: torch.Tensor | None = None
+    history: History = None  # type: ignore[assignment]  # made of the mask
+
+    def __post_init__(self) -> None:
+        if self.history is None:
+            self.history = History.begin(self.mask, self.num_active)
 
     @property
     def name(self) -> str:
@@ -57,6 +62,7 @@ class SparseLayer:
         """Moves the mask to where the parameter is."""
         if self.mask.device != device:
             self.mask = self.mask.to(device)
+            self.history.follow(device)
 
     def add(self, dense: torch.Tensor, after_finite: bool) -> None:
         """Adds a backward pass's dense gradient to what is pending.

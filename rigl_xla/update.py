@@ -93,7 +93,7 @@ def install_(layer: SparseLayer, new: torch.Tensor, optimizer: Optimizer) -> Non
     old = layer.mask
     kept = old & new
     parameter = layer.weight.parameter
-    layer.num_grown = (new & ~old).sum().reshape(1)
+    layer.history.record(new, kept)
     keep_(layer.data, kept)
     for tensor in state_of(parameter, optimizer):
         keep_(tensor, kept)

@@ -29,6 +29,7 @@ WITHOUT_TORCH |= {
     "rigl_xla/distribution.py",
     "rigl_xla/schedule.py",
     "rigl_xla/flops.py",
+    "rigl_xla/cost_report.py",
 }
 RUNTIMES = ("torch_xla", "torch_tpu", "torch.distributed")
 PUBLIC = {
@@ -46,11 +47,12 @@ PUBLIC = {
         "weighted_grad",
     },
     "rigl_xla": {
-        "ANNEALINGS", "DISTRIBUTIONS", "METHODS", "SCORES", "Layer", "LayerCost",
-        "LayerReport", "Report", "RigLScheduler", "UpdateSchedule", "Weight",
-        "allocate", "costs_of", "global_distribution", "gradual_training_ratio",
-        "inference_flops", "inference_macs", "inference_ratio", "size_in_bytes",
-        "snip_scores", "training_ratio", "weights_of",
+        "ANNEALINGS", "DISTRIBUTIONS", "METHODS", "SCORES", "CostReport", "Layer",
+        "LayerCost", "LayerReport", "Report", "RigLScheduler", "TopologyLog",
+        "UpdateSchedule", "Weight", "allocate", "costs_of", "global_distribution",
+        "google_costs_of", "gradual_training_ratio", "inference_flops",
+        "inference_macs", "inference_ratio", "size_in_bytes", "snip_scores",
+        "training_ratio", "weights_of",
     },
     "variable_batch_size": {
         "RULES", "AdaScaleOptimizer", "AdamHalfLifeRuleOptimizer",
@@ -190,7 +192,7 @@ def test_packages_import_without_any_runtime(package):
               "per_sample_grad.feeding", "per_sample_grad.pool_parts",
                "per_sample_grad.layers.registry", "per_sample_grad.losses",
                "rigl_xla.distribution", "rigl_xla.schedule", "rigl_xla.masks",
-               "rigl_xla.structure", "rigl_xla.flops"],
+               "rigl_xla.structure", "rigl_xla.flops", "rigl_xla.cost_report"],
 )  # fmt: skip
 def test_docstring_examples(module):
     import doctest

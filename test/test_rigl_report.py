@@ -1,0 +1,375 @@
+"""Reports: true to the masks, read once and only when looked at, and what they cost."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import resnet50
+import torch
+import torch.nn.functional as F
+from support.replicas import needs_xla
+from support.resnet import RESNET50_WEIGHTS
+from support.sparse import OPTIMIZERS, batch, convnet, pruned, train
+from torch import nn
+
+import xla_replica
+from rigl_xla import (
+    Report,
+    RigLScheduler,
+    TopologyLog,
+    costs_of,
+    google_costs_of,
+    weights_of,
+)
+from xla_replica import LocalReplica
+
+OPTIONS = {
+    "rigl": {},
+    "set": {"method": "set", "skip_step": False},
+    "gmp": {"method": "gmp"},
+    "2:4": {"structure": "2:4", "dense_allocation": 1, "exclude": ["7"]},
+    "static": {"method": "static"},
+}
+
+
+class CountingReplica(LocalReplica):
+    """Counts what is read."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.num_fetches = 0
+
+    def fetch(self, tensors):
+        self.num_fetches += 1
+        return super().fetch(tensors)
+
+
+class Writer:
+    """Keeps scalars as TensorBoard does: by tag, (step, value)."""
+
+    def __init__(self) -> None:
+        self.scalars: dict[str, list[tuple[int, float]]] = {}
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.scalars.setdefault(tag, []).append((step, value))
+
+
+def run(kind: str = "rigl", **options):
+    model = convnet()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    return model, optimizer, pruned(model, optimizer, **OPTIONS[kind], **options)
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_counts_are_those_of_the_masks(kind):
+    model, optimizer, pruner = run(kind)
+    now = {name: mask.clone() for name, mask in pruner.masks.items()}
+    before, ever, num_updates = now, copy.deepcopy(now), 0
+    for step in range(14):
+        train(model, optimizer, pruner, range(step, step + 1))
+        if pruner.rigl_steps > num_updates:
+            num_updates = pruner.rigl_steps
+            before, now = now, {n: mask.clone() for n, mask in pruner.masks.items()}
+            ever = {name: ever[name] | mask for name, mask in now.items()}
+        report = pruner.report()
+        assert (report.step, report.num_updates) == (step + 1, num_updates)
+        assert report.layers.keys() == now.keys()
+        for name, layer in report.layers.items():
+            mask, old = now[name], before[name]
+            assert layer.size == mask.numel()
+            assert layer.num_active == mask.sum()
+            assert layer.num_grown == (mask & ~old).sum()
+            assert layer.num_dropped == (old & ~mask).sum()
+            assert layer.num_explored == ever[name].sum()
+    assert num_updates == (0 if kind == "static" else 4)
+    sizes = sum(mask.numel() for mask in now.values())
+    explored = sum(int(mask.sum()) for mask in ever.values())
+    assert report.exploration_rate == explored / sizes
+    if kind in ("rigl", "set"):
+        assert report.exploration_rate > 1 - report.sparsity
+        assert report.num_grown == report.num_dropped > 0
+    assert report.drop_fraction == 0
+    assert run(kind)[2].report().drop_fraction == pytest.approx(0.3)
+
+
+def test_a_batch_that_is_not_finite_is_no_change():
+    model, optimizer, pruner = run("gmp")
+    train(model, optimizer, pruner, range(3))
+    before = pruner.report()
+    with torch.no_grad():
+        model[0].weight[0, 0, 0, 0] = math.nan
+    train(model, optimizer, pruner, range(3, 6))
+    after = pruner.report()
+    assert after.num_updates == 2
+    assert after.num_dropped == after.num_grown == 0
+    for name, layer in after.layers.items():
+        assert layer.num_active == before.layers[name].num_active == layer.size - (
+            ~pruner.masks[name]
+        ).sum()  # fmt: skip
+
+
+def test_a_report_reads_once_and_only_if_looked_at():
+    replica = CountingReplica()
+    model, optimizer, pruner = run(replica=replica)
+    train(model, optimizer, pruner, range(4))
+    early = pruner.report()
+    kept = copy.deepcopy(pruner.masks)
+    train(model, optimizer, pruner, range(4, 8))
+    late = pruner.report()
+    assert (early.num_updates, early.step, late.num_updates) == (1, 4, 2)
+    assert replica.num_fetches == 0
+    assert early.num_grown > 0
+    assert replica.num_fetches == 1
+    for value in (early.sparsity, early.churn, early.exploration_rate, str(early)):
+        assert value
+    assert early.layers["5.weight"].num_active == kept["5.weight"].sum()
+    assert replica.num_fetches == 1
+    assert early.exploration_rate < late.exploration_rate
+    assert replica.num_fetches == 2
+    reports = [pruner.report() for _ in range(3)]
+    Report.read([late, *reports])
+    assert replica.num_fetches == 3
+    assert [report.churn for report in reports] == [late.churn] * 3
+    assert replica.num_fetches == 3
+
+
+@pytest.mark.parametrize("single_call", [False, True])
+def test_a_log_reads_all_updates_at_once(single_call):
+    replica, writer = CountingReplica(), Writer()
+    model, optimizer, pruner = run(replica=replica, skip_step=not single_call)
+    costs = costs_of(model, torch.zeros(2, 1, 8, 8))
+    log = TopologyLog(pruner, writer, costs=costs, prefix="sparse")
+    expected = [pruner.report()]
+    log()
+    for step in range(14):
+        train(model, optimizer, pruner, range(step, step + 1))
+        if (step + 1) % 3 == 0 and step < 13:
+            expected.append(pruner.report())
+        log("what an elastic optimizer passes")
+    assert (replica.num_fetches, writer.scalars) == (0, {})
+    log.flush()
+    log.flush()
+    assert replica.num_fetches == 1
+    Report.read(expected)
+    steps = [0, 3, 6, 9, 12]
+    tags = {tag.removeprefix("sparse/") for tag in writer.scalars if "/" in tag}
+    assert {"sparsity", "drop_fraction", "churn", "grown", "dropped"} <= tags
+    for name in ("exploration_rate", "churn", "sparsity"):
+        of_all = [(r.step, getattr(r, name)) for r in expected]
+        assert writer.scalars[f"sparse/{name}"] == of_all
+        assert [step for step, _ in of_all] == steps
+        layers = [(r.step, getattr(r.layers["5.weight"], name)) for r in expected]
+        assert writer.scalars[f"sparse_{name}/5.weight"] == layers
+    ratio = pruner.report(costs).cost.training_ratio
+    assert writer.scalars["sparse/training_flops_ratio"][-1] == (12, ratio)
+    assert writer.scalars["sparse/size_in_bytes"][0][1] == expected[0].size_in_bytes
+
+
+def test_a_log_without_a_writer_keeps_nothing():
+    replica = CountingReplica()
+    model, optimizer, pruner = run(replica=replica)
+    log = TopologyLog(pruner, None)
+    train(model, optimizer, pruner, range(8))
+    log()
+    log.flush()
+    assert replica.num_fetches == 0
+
+
+@pytest.mark.parametrize("kind", ["rigl", "set"])
+def test_exploration_survives_a_checkpoint(kind):
+    model, optimizer, pruner = run(kind)
+    train(model, optimizer, pruner, range(7))
+    states = copy.deepcopy(
+        [model.state_dict(), optimizer.state_dict(), pruner.state_dict()]
+    )
+    train(model, optimizer, pruner, range(7, 13))
+    again, other, resumed = run(kind)
+    for part, state in zip((again, other, resumed), states):
+        part.load_state_dict(state)
+    train(again, other, resumed, range(7, 13))
+    assert resumed.report().layers == pruner.report().layers
+    for name, layer in states[2]["layers"].items():
+        del layer["ever_active"]
+        assert name in pruner.masks
+    resumed.load_state_dict(states[2])  # of an older release
+    report = resumed.report()
+    assert report.exploration_rate == pytest.approx(1 - report.sparsity)
+
+
+# --- what it costs
+
+
+@pytest.fixture(scope="module")
+def big():
+    model = resnet50.resnet50()
+    images = torch.zeros(1, 3, 224, 224)
+    return model, costs_of(model, images), google_costs_of(model, images)
+
+
+def test_the_models_weights_are_those_of_resnet50(big):
+    model = big[0]
+    shapes = {w.name: tuple(w.parameter.shape) for w in weights_of(model)}
+    assert shapes == RESNET50_WEIGHTS
+    assert sum(p.numel() for p in model.parameters()) == 25_557_032
+
+
+# Sparsity, distribution: size in MB; forward pass at 224 and as Google counts it;
+# training by RigL, by SNFS, by SET. As published, or reproduced from what was.
+TABLE = {
+    (0.9, "erk"): (13.499, 0.2429, 0.2431, 0.2456, 0.4954, 0.2431),
+    (0.8, "uniform"): (23.729, 0.2241, 0.2254, 0.2279, 0.4836, 0.2254),
+}
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_a_report_of_resnet50_is_the_published_table(big, row):
+    model, costs, google = big
+    sparsity, distribution = row
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with RigLScheduler(
+        model, optimizer, 1 - sparsity, 1000, distribution, ignore_linear_layers=False
+    ) as pruner:
+        here, there = pruner.report(costs).cost, pruner.report(google).cost
+    size, at_224, at_230, rigl, snfs, sets = TABLE[row]
+    assert here.size_in_bytes / 1e6 == pytest.approx(size, abs=1e-3)
+    assert here.dense_size_in_bytes / 1e6 == pytest.approx(102.122, abs=1e-3)
+    assert here.inference_ratio == pytest.approx(at_224, abs=1e-4)
+    assert there.inference_ratio == pytest.approx(at_230, abs=1e-4)
+    assert here.dense_flops / 1e9 == pytest.approx(8.189, abs=1e-3)
+    assert there.dense_flops / 1e9 == pytest.approx(8.202, abs=1e-3)
+    assert here.dense_macs / 1e9 == pytest.approx(4.0892, abs=1e-4)
+    assert there.training_ratio == pytest.approx(rigl, abs=1e-4)
+    ratios = there.training_ratios
+    assert ratios["snfs"] == pytest.approx(snfs, abs=1e-4)
+    assert ratios["set"] == ratios["static"] == pytest.approx(sets, abs=1e-4)
+    assert ratios["dense"] == 1
+    assert "gmp" not in ratios
+
+
+@pytest.mark.parametrize(
+    ("options", "method"),
+    [
+        ({}, "rigl"),
+        ({"method": "set"}, "set"),
+        ({"method": "set", "grow": "sensitivity"}, "rigl"),
+        ({"method": "snfs"}, "snfs"),
+        ({"static_topo": True}, "static"),
+    ],
+)
+def test_the_run_costs_what_its_method_does(options, method):
+    model = convnet()
+    pruner = pruned(model, OPTIMIZERS["sgd"](model.parameters()), **options)
+    cost = pruner.report(costs_of(model, torch.zeros(1, 1, 8, 8))).cost
+    assert cost.method == method
+    assert cost.training_ratio == cost.training_ratios[method]
+
+
+def test_more_dense_gradients_cost_more():
+    found = []
+    for n in (1, 2, 3):
+        model, _, pruner = run(grad_accumulation_n=n)
+        cost = pruner.report(costs_of(model, torch.zeros(1, 1, 8, 8))).cost
+        found.append(cost.training_ratio)
+        # Of 4 steps, n have a dense gradient: one of three passes is dense then.
+        assert cost.training_ratio == pytest.approx(
+            cost.inference_ratio + (1 - cost.inference_ratio) * n / 4 / 3
+        )
+    assert found == sorted(set(found))
+
+
+def test_gradual_pruning_needs_the_length_of_the_run():
+    model, optimizer, pruner = run("gmp")
+    costs = costs_of(model, torch.zeros(1, 1, 8, 8))
+    report = pruner.report(costs)
+    assert report.cost.inference_ratio == 1  # it begins dense
+    with pytest.raises(ValueError, match=r"length of the run; give report\(.*num_st"):
+        _ = report.cost.training_ratio
+    assert "training_flops_ratio" not in report.scalars()
+    short, long = (pruner.report(costs, n).cost.training_ratio for n in (14, 140))
+    train(model, optimizer, pruner, range(14))
+    end = pruner.report(costs, 140)
+    assert end.cost.inference_ratio < end.cost.training_ratio == pytest.approx(long)
+    assert long < short < 1
+    assert end.scalars()["training_flops_ratio"] == end.cost.training_ratio
+
+
+def test_operations_need_costs_and_these_must_fit():
+    _, _, pruner = run()
+    with pytest.raises(ValueError, match=r"rigl_xla\.costs_of\(model, inputs\)"):
+        _ = pruner.report().cost
+    assert pruner.report().size_in_bytes > 0
+    other = costs_of(nn.Sequential(nn.Linear(3, 4)), torch.zeros(1, 3))
+    with pytest.raises(ValueError, match=r"another model: '0.weight' of shape \(8, 1,"):
+        pruner.report(other)
+    with pytest.raises(ValueError, match="another model"):
+        TopologyLog(pruner, Writer(), costs=other)
+
+
+def test_google_counts_the_padding_of_the_first_convolution_twice():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, 2, padding="valid"), nn.Conv2d(4, 4, 3))
+    images = torch.zeros(2, 3, 16, 12)
+    costs, google = costs_of(model, images), google_costs_of(model, images)
+    assert (costs["0.weight"].positions, google["0.weight"].positions) == (35, 48)
+    assert costs["1.weight"] == google["1.weight"]
+    with pytest.raises(ValueError, match="has no convolution"):
+        google_costs_of(nn.Linear(3, 4), torch.zeros(1, 3))
+    model = nn.Sequential(nn.Unflatten(2, (4, 4)), nn.Conv2d(2, 3, 1))
+    with pytest.raises(ValueError, match=r"2 dimensions of pixels, but .*\(1, 2, 16\)"):
+        google_costs_of(model, torch.zeros(1, 2, 16))
+
+
+def test_a_report_prints_as_a_table():
+    model, optimizer, pruner = run()
+    train(model, optimizer, pruner, range(4))
+    text = str(pruner.report(costs_of(model, torch.zeros(1, 1, 8, 8))))
+    lines = text.splitlines()
+    assert lines[1].split()[:4] == ["2.weight", "231", "1152", "79.95%"]
+    assert lines[4].startswith("all sparse layers")
+    assert lines[-3].endswith("MB stored")
+    assert lines[-2].startswith("forward pass: ")
+    assert lines[-1].startswith("training: dense 1.0000, static 0.")
+
+
+# --- on XLA
+
+
+def counted_run(rank: int):
+    """Compilations and transfers of ten steps each, with a log; then what it wrote."""
+    replica = xla_replica.current()
+    with LocalReplica("cpu").seeded(0):
+        model = nn.Sequential(nn.Linear(64, 24), nn.Tanh(), nn.Linear(24, 10)).double()
+    model.to(replica.device)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    pruner = pruned(model, optimizer, delta=10, T_end=42)
+    writer = Writer()
+    log = TopologyLog(pruner, writer)
+    counts = []
+    for first in range(0, 50, 10):
+        with xla_replica.count(replica) as count:
+            for step in range(first, first + 10):
+                images, labels = batch(step)
+                x, y = replica.send((images.double().flatten(1), labels))
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                if pruner():
+                    optimizer.step()
+                log()
+                replica.sync()
+        counts.append((count.compilations, count.transfers, count.fallbacks))
+    with xla_replica.count(replica) as count:
+        log.flush()
+    return counts, (count.compilations, count.transfers), writer.scalars
+
+
+@needs_xla
+@pytest.mark.xla
+def test_a_log_compiles_nothing_and_reads_once():
+    [(counts, at_the_end, scalars)] = xla_replica.launch(counted_run, (), 1, "xla")
+    assert counts[0][0] <= 4
+    assert counts[1:] == [(0, 0, {})] * 4
+    assert counts[0][1:] == (0, {})
+    assert at_the_end == (0, 1)
+    assert scalars == counted_run(0)[2]
+    assert [step for step, _ in scalars["rigl/exploration_rate"]] == [1, 10, 20, 30, 40]
