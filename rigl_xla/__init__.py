@@ -26,6 +26,12 @@ from rigl_xla.positions import costs_of
 from rigl_xla.report import LayerReport, Report
 from rigl_xla.schedule import ANNEALINGS, UpdateSchedule
 from rigl_xla.scheduler import RigLScheduler
+from rigl_xla.semi_structured import (
+    Conversion,
+    Kernels,
+    SemiStructuredReport,
+    to_semi_structured,
+)
 from rigl_xla.snip import global_distribution, snip_scores
 from rigl_xla.topology_log import TopologyLog
 
@@ -34,12 +40,15 @@ __all__ = [
     "DISTRIBUTIONS",
     "METHODS",
     "SCORES",
+    "Conversion",
     "CostReport",
+    "Kernels",
     "Layer",
     "LayerCost",
     "LayerReport",
     "Report",
     "RigLScheduler",
+    "SemiStructuredReport",
     "TopologyLog",
     "UpdateSchedule",
     "Weight",
@@ -53,6 +62,7 @@ __all__ = [
     "inference_ratio",
     "size_in_bytes",
     "snip_scores",
+    "to_semi_structured",
     "training_ratio",
     "weights_of",
 ]

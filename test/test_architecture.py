@@ -47,11 +47,12 @@ PUBLIC = {
         "weighted_grad",
     },
     "rigl_xla": {
-        "ANNEALINGS", "DISTRIBUTIONS", "METHODS", "SCORES", "CostReport", "Layer",
-        "LayerCost", "LayerReport", "Report", "RigLScheduler", "TopologyLog",
-        "UpdateSchedule", "Weight", "allocate", "costs_of", "global_distribution",
-        "google_costs_of", "gradual_training_ratio", "inference_flops",
-        "inference_macs", "inference_ratio", "size_in_bytes", "snip_scores",
+        "ANNEALINGS", "DISTRIBUTIONS", "METHODS", "SCORES", "Conversion", "CostReport",
+        "Kernels", "Layer", "LayerCost", "LayerReport", "Report", "RigLScheduler",
+        "SemiStructuredReport", "TopologyLog", "UpdateSchedule", "Weight", "allocate",
+        "costs_of", "global_distribution", "google_costs_of",
+        "gradual_training_ratio", "inference_flops", "inference_macs",
+        "inference_ratio", "size_in_bytes", "snip_scores", "to_semi_structured",
         "training_ratio", "weights_of",
     },
     "variable_batch_size": {
