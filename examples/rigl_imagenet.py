@@ -44,6 +44,7 @@ sys.path.insert(0, str(HERE.parent))  # a checkout that was not installed works 
 import imagenet_data  # noqa: E402
 import sparse_training  # noqa: E402
 from image_models import image_model  # noqa: E402
+from imagenet_options import STEP_DECAY, lasting, parse  # noqa: E402
 from run_display import Display  # noqa: E402
 
 import variable_batch_size as vbs  # noqa: E402
@@ -53,10 +54,6 @@ from xla_replica import Replica  # noqa: E402
 
 # A large model's first program may take this many seconds to compile.
 TIMEOUT = 1800.0
-STEP_DECAY = (0.3, 0.7, 0.9)  # shares of the run after which 'steps' divides by ten
-# Options that may differ between a run and its continuation.
-MAY_CHANGE = {"data", "num_workers", "num_replicas", "device", "checkpoint", "logdir",
-              "log_steps", "eval_batch_size", "progress"}  # fmt: skip
 
 Images = imagenet_data.FakeImages | imagenet_data.FolderImages
 Row = dict[str, Any]
@@ -290,125 +287,8 @@ def evaluate(
     return loss, 100 * hits
 
 
-def lasting(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that a run and its continuation must share."""
-    return {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_data(parser.add_argument_group("data and model"))
-    sparse_training.add_sparse(
-        parser, sparsity=0.8, distribution="erk", method="rigl", delta=100, alpha=0.3,
-        t_end_fraction=0.75, initial_weights=None,
-    )  # fmt: skip
-    add_training(parser.add_argument_group("training"))
-    add_running(parser.add_argument_group("replicas, checkpoints, logs"))
-    args = parser.parse_args(argv)
-    positive = ("epochs", "num_samples", "num_classes", "image_size", "batch_size",
-                "minibatch_size", "ref_batchsize", "eval_batch_size", "log_steps",
-                "delta", "num_replicas")  # fmt: skip
-    for name in positive:
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    if not args.fake_data and args.data is None:
-        parser.error("give --data DIR, or --fake-data to try it without ImageNet")
-    if not args.fake_data and not (args.data / "train").is_dir():
-        parser.error(f"--data {args.data} has no folder train; it must have train, val")
-    args.trace = sparse_training.trace_of(args.trace or str(args.batch_size))
-    return args
-
-
-def add_data(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--data", type=Path, metavar="DIR", help="ImageNet: the folders train and val")
-    add(
-        "--fake-data",
-        action="store_true",
-        help="made-up images, always the same, in which something can be learnt",
-    )
-    add("--num-samples", type=int, default=5120, help="of fake data (default: 5120)")
-    add("--num-classes", type=int, default=1000, help="of fake data (default: 1000)")
-    add(
-        "--model",
-        default="resnet50",
-        help="any classifier of torchvision; or 'small', a ResNet-18 with GroupNorm "
-        "for small images that needs no torchvision (default: resnet50)",
-    )
-    add(
-        "--width",
-        type=int,
-        default=64,
-        help="channels of the first stage of 'small', a multiple of 8 (default: 64)",
-    )
-    add("--image-size", type=int, default=224, help="pixels (default: 224)")
-    add("--num-workers", type=int, default=0, help="that load images (default: 0)")
-
-
-def add_training(group: argparse._ArgumentGroup) -> None:
-    def add(name: str, value: Any, help: str, **options: Any) -> None:
-        kind = {} if "choices" in options else {"type": type(value)}
-        text = f"{help} (default: {value})"
-        group.add_argument(name, default=value, help=text, **kind, **options)
-
-    add("--epochs", 100, "how often every sample is used")
-    add("--batch-size", 256, "samples per update, over all replicas")
-    group.add_argument(
-        "--trace",
-        help="batch size of every step instead: a CSV file with columns step,batchsize "
-        "or numbers with commas; begins again when it ends",
-    )
-    add("--minibatch-size", 32, "samples in one forward pass of one replica")
-    add("--ref-batchsize", 256, "batch size that --lr is for")
-    add("--lr", 0.1, "learning rate after the warm-up")
-    add("--warmup-epochs", 5.0, "in which it rises")
-    add(
-        "--decay",
-        "steps",
-        f"'steps' divides it by ten after {STEP_DECAY} of the run",
-        choices=("steps", "cosine"),
-    )
-    add("--momentum", 0.9, "of SGD")
-    add("--weight-decay", 1e-4, "of SGD")
-    add("--label-smoothing", 0.1, "share of the target that all classes share")
-    add("--seed", 0, "of weights, masks, order and augmentation")
-
-
-def add_running(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--num-replicas",
-        type=int,
-        help="default: every chip, GPU or torchrun process there is; 1 on a CPU",
-    )
-    add(
-        "--device",
-        choices=xla_replica.DEVICES,
-        help="default: a TPU, else GPUs, else this CPU",
-    )
-    add(
-        "--checkpoint",
-        type=Path,
-        metavar="DIR",
-        help="save the run there after every epoch, and go on with what is there; on "
-        "another number of replicas too",
-    )
-    add("--eval-batch-size", type=int, default=64, help="default: 64")
-    add(
-        "--log-steps",
-        type=int,
-        default=10,
-        help="read the loss back every so many updates (default: 10)",
-    )
-    add("--logdir", help="TensorBoard logs (default: runs/imagenet-TIME)")
-    add("--no-progress", dest="progress", action="store_false", help="no progress bar")
-
-
 def main(argv: list[str] | None = None) -> list[Row] | None:
-    args = parse(argv)
+    args = parse(argv, __doc__)
     args.logdir = args.logdir or f"runs/imagenet-{time.strftime('%Y%m%d-%H%M%S')}"
     num_replicas = args.num_replicas or xla_replica.default_num_replicas(args.device)
     return xla_replica.launch(

@@ -28,10 +28,10 @@ from rigl_xla.schedule import ANNEALINGS, UpdateSchedule
 from rigl_xla.scheduler import RigLScheduler
 from rigl_xla.semi_structured import (
     Conversion,
-    Kernels,
     SemiStructuredReport,
     to_semi_structured,
 )
+from rigl_xla.semi_structured_kernels import Kernels
 from rigl_xla.snip import global_distribution, snip_scores
 from rigl_xla.topology_log import TopologyLog
 

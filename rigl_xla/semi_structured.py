@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import statistics
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,9 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from rigl_xla.layers import clean, holders
+from rigl_xla.semi_structured_kernels import TORCH, Kernels
 
-MIN_CAPABILITY = (8, 0)
-DTYPES = (torch.float16, torch.bfloat16)
 # Of the largest output: 2:4 kernels add up in another order, in half precision.
 TOLERANCE = 0.02
 
@@ -91,90 +88,6 @@ class SemiStructuredReport:
         return "\n".join(lines)
 
 
-@dataclasses.dataclass(frozen=True)
-class Kernels:
-    """Where 2:4 kernels come from, and how they are timed.
-
-    Attributes:
-        refusal: Why a weight cannot be converted; None if nothing is known against it.
-        convert: The semi-structured tensor. Raises if it cannot.
-        seconds: Of each function, timed in turns.
-    """
-
-    refusal: Callable[[torch.Tensor], str | None]
-    convert: Callable[[torch.Tensor], torch.Tensor]
-    seconds: Callable[[Sequence[Callable[[], Any]]], list[float]]
-
-
-def refusal_of(
-    device: str, capability: tuple[int, int] | None, dtype: torch.dtype
-) -> str | None:
-    """Why there is no 2:4 kernel for such a weight; None if there may be one.
-
-    Args:
-        device: Type of device that holds the weight.
-        capability: Compute capability, of an NVIDIA GPU.
-        dtype: Of the weight.
-    """
-    if device in ("xla", "tpu"):
-        return (
-            "a TPU has no units for 2:4 sparsity: its matrix units multiply zeros like "
-            "everything else"
-        )
-    if device != "cuda":
-        return (
-            f"its weight is on the {device}, and torch's 2:4 kernels run on NVIDIA "
-            "GPUs of compute capability 8.0 (Ampere) or later only; move the model "
-            "there first"
-        )
-    if capability is None or capability < MIN_CAPABILITY:
-        got = "none" if capability is None else ".".join(map(str, capability))
-        return (
-            f"2:4 kernels need an NVIDIA GPU of compute capability 8.0 (Ampere) or "
-            f"later, and this one has {got}"
-        )
-    if dtype not in DTYPES:
-        return (
-            f"its weight is {dtype}, and 2:4 kernels multiply float16 and bfloat16; "
-            "convert the model first, model.bfloat16() or model.half()"
-        )
-    return None
-
-
-def _refusal(weight: torch.Tensor) -> str | None:
-    device = weight.device
-    capability = None
-    if device.type == "cuda" and torch.version.cuda is not None:
-        capability = torch.cuda.get_device_capability(device)
-    return refusal_of(device.type, capability, weight.dtype)
-
-
-def _convert(weight: torch.Tensor) -> torch.Tensor:
-    with warnings.catch_warnings():
-        # That it is a prototype; what it gives is measured and compared.
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.sparse.to_sparse_semi_structured(weight.contiguous())
-
-
-def _seconds(functions: Sequence[Callable[[], Any]]) -> list[float]:
-    """Medians of 20 rounds of 10 calls, on the current CUDA stream."""
-    found: list[list[float]] = [[] for _ in functions]
-    for turn in range(23):
-        for times, function in zip(found, functions):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(10):
-                function()
-            end.record()
-            end.synchronize()
-            if turn >= 3:  # the first ones choose algorithms
-                times.append(start.elapsed_time(end) / 1e3 / 10)
-    return [statistics.median(times) for times in found]
-
-
-TORCH = Kernels(_refusal, _convert, _seconds)
-
-
 def to_semi_structured(
     model: nn.Module,
     *inputs: Any,
@@ -186,7 +99,8 @@ def to_semi_structured(
     For inference: a converted weight is no longer trained, and its module computes what
     it did, in another order. Every shape is measured, with as many rows as a pass over
     ``inputs`` has; a layer is converted if the 2:4 kernel is ``min_speedup`` times as
-    fast as the dense one and gives the same numbers, and stays as it is otherwise.
+    fast as the dense one and gives the same numbers for this layer's weights, and stays
+    as it is otherwise.
 
     Args:
         model: Trained with ``structure='2:4'``, in float16 or bfloat16, on its GPU;
@@ -217,31 +131,21 @@ def to_semi_structured(
     rows: dict[str, int] = {}
     if None in reasons.values():
         rows = _rows_of(model, linears, inputs)
-    measured: dict[Any, _Measured] = {}
+    times: dict[Any, list[float]] = {}
     found = []
     for name, linear in linears.items():
-        shape = (linear.out_features, linear.in_features)
         reason, num_rows = reasons[name], rows.get(name)
-        if reason is None and num_rows is None:
-            reason = "a forward pass does not call it"
         if reason is not None:
-            found.append(
-                Conversion(clean(name), shape, num_rows, None, None, False, reason)
-            )
-            continue
-        assert num_rows is not None
-        key = (shape, linear.weight.dtype, linear.weight.device, num_rows)
-        if key not in measured:
-            measured[key] = _measure(linear.weight.detach(), num_rows, kernels)
-        result = measured[key]
-        converted, reason = _decide(result, min_speedup)
-        if converted:
-            sparse = kernels.convert(linear.weight.detach())
-            linear.weight = nn.Parameter(sparse, requires_grad=False)
+            outcome = _Outcome(reason)
+        elif num_rows is None:
+            outcome = _Outcome("a forward pass does not call it")
+        else:
+            outcome = _try(linear, num_rows, times, min_speedup, kernels)
+        shape = (linear.out_features, linear.in_features)
         found.append(
             Conversion(
-                clean(name), shape, num_rows, result.dense, result.sparse, converted,
-                reason,
+                clean(name), shape, num_rows, outcome.dense_seconds,
+                outcome.sparse_seconds, outcome.converted, outcome.reason,
             )
         )  # fmt: skip
     return SemiStructuredReport(tuple(found))
@@ -308,17 +212,29 @@ def _rows_of(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Measured:
-    """Seconds of both kernels, and how far they are apart; or why there is none."""
+class _Outcome:
+    """See `Conversion`."""
 
-    dense: float | None = None
-    sparse: float | None = None
-    error: float = 0.0
-    refusal: str | None = None
+    reason: str
+    dense_seconds: float | None = None
+    sparse_seconds: float | None = None
+    converted: bool = False
 
 
 @torch.no_grad()
-def _measure(weight: torch.Tensor, num_rows: int, kernels: Kernels) -> _Measured:
+def _try(
+    linear: nn.Linear,
+    num_rows: int,
+    times: dict[Any, list[float]],
+    min_speedup: float,
+    kernels: Kernels,
+) -> _Outcome:
+    """Converts a layer, in place, if that is right and faster.
+
+    Every layer is compared with its dense kernel; ``times`` holds the seconds of every
+    shape that has been measured, dense and sparse, and takes more.
+    """
+    weight = linear.weight.detach()
     rows = torch.randn(num_rows, weight.shape[1], device=weight.device)
     rows = rows.to(weight.dtype)
     try:
@@ -326,27 +242,24 @@ def _measure(weight: torch.Tensor, num_rows: int, kernels: Kernels) -> _Measured
         other = F.linear(rows, sparse)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return _Measured(refusal=f"torch refuses it: {said}")
+        return _Outcome(f"torch refuses it: {said}")
     expected = F.linear(rows, weight)
-    apart = (other - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
-    dense_seconds, sparse_seconds = kernels.seconds(
-        [lambda: F.linear(rows, weight), lambda: F.linear(rows, sparse)]
-    )
-    return _Measured(dense_seconds, sparse_seconds, float(apart))
-
-
-def _decide(measured: _Measured, min_speedup: float) -> tuple[bool, str]:
-    """Whether to convert, and why."""
-    if measured.refusal is not None:
-        return False, measured.refusal
-    assert measured.dense is not None
-    assert measured.sparse is not None
-    if not measured.error <= TOLERANCE:  # NaN too
-        return False, (
-            f"dense, because the 2:4 kernel is wrong here, by {measured.error:.1%} of "
-            "the largest output"
+    largest = expected.abs().max().clamp(min=torch.finfo(weight.dtype).tiny)
+    apart = float((other - expected).abs().max() / largest)
+    if not apart <= TOLERANCE:  # NaN too
+        return _Outcome(
+            f"the 2:4 kernel is wrong here, by {apart:.1%} of the largest output"
         )
-    speedup = measured.dense / measured.sparse
+    key = (weight.shape, weight.dtype, weight.device, num_rows)
+    if key not in times:
+        times[key] = kernels.seconds(
+            [lambda: F.linear(rows, weight), lambda: F.linear(rows, sparse)]
+        )
+    dense_seconds, sparse_seconds = times[key]
+    speedup = dense_seconds / sparse_seconds
     if speedup < min_speedup:
-        return False, f"dense, because 2:4 is only {speedup:.2f} times as fast"
-    return True, f"converted, {speedup:.2f} times as fast"
+        reason = f"dense, because 2:4 is only {speedup:.2f} times as fast"
+        return _Outcome(reason, dense_seconds, sparse_seconds)
+    linear.weight = nn.Parameter(sparse, requires_grad=False)
+    reason = f"converted, {speedup:.2f} times as fast"
+    return _Outcome(reason, dense_seconds, sparse_seconds, converted=True)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rigl_xla import RigLScheduler, to_semi_structured
-from rigl_xla.semi_structured import DTYPES, Kernels, refusal_of
+from rigl_xla.semi_structured_kernels import DTYPES, Kernels, refusal_of
 
 
 def two_of_four(linear: nn.Linear) -> nn.Linear:
