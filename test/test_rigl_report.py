@@ -9,7 +9,7 @@ import pytest
 import resnet50
 import torch
 import torch.nn.functional as F
-from support.replicas import needs_xla
+from support.replicas import SEVERAL_REPLICAS, needs_xla
 from support.resnet import RESNET50_WEIGHTS
 from support.sparse import OPTIMIZERS, batch, convnet, pruned, train
 from torch import nn
@@ -373,3 +373,42 @@ def test_a_log_compiles_nothing_and_reads_once():
     assert at_the_end == (0, 1)
     assert scalars == counted_run(0)[2]
     assert [step for step, _ in scalars["rigl/exploration_rate"]] == [1, 10, 20, 30, 40]
+
+
+def logging_run(rank: int):
+    """What the master logs, alone, where all replicas read their loss."""
+    replica = xla_replica.current()
+    with LocalReplica("cpu").seeded(0):
+        model = nn.Sequential(nn.Linear(64, 24), nn.Tanh(), nn.Linear(24, 10)).double()
+    model.to(replica.device)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    pruner = pruned(model, optimizer, delta=4, T_end=14)
+    log = TopologyLog(pruner, Writer() if replica.is_master else None)
+    for step in range(15):
+        images, labels = batch(step, 12)
+        share = slice(replica.rank, None, replica.num_replicas)
+        x, y = replica.send((images[share].double().flatten(1), labels[share]))
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        if pruner():
+            replica.sync()
+            gradients = [parameter.grad for parameter in model.parameters()]
+            replica.sum_(gradients)
+            for gradient in gradients:
+                gradient /= replica.num_replicas
+            optimizer.step()
+        log()
+        replica.sync()
+        if step % 5 == 4:
+            replica.fetch([loss.detach().reshape(1)])
+            log.flush()
+    return log._writer and log._writer.scalars
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_the_master_alone_may_log(backend):
+    first, *others = backend.run(logging_run)
+    assert others == [None] * (backend.num_replicas - 1)
+    assert first == logging_run(0)
+    assert [step for step, _ in first["rigl/churn"]] == [1, 4, 8, 12]
