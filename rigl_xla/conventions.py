@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from rigl_xla.flops import LayerCost
 from rigl_xla.layers import weights_of
@@ -26,14 +25,15 @@ def google_costs_of(model: nn.Module, *inputs: Any) -> dict[str, LayerCost]:
         inputs: What it is called with; the first are images ``(B, C, *sides)``.
 
     Raises:
-        ValueError: It has no convolution, or the first one does not fit the images.
+        ValueError: It has no convolution, or the first one is transposed, or does not
+            fit the images.
     """
     costs = costs_of(model, *inputs)
-    convs = [w for w in weights_of(model) if isinstance(w.module, _ConvNd)]
-    if not convs:
+    convs = [weight for weight in weights_of(model) if weight.is_conv]
+    if not convs or convs[0].transposed is not None:
         raise ValueError(
-            "the model has no convolution whose padding could be counted twice; "
-            "costs_of has no other convention for it"
+            "the model has no convolution, or a transposed one first, whose padding "
+            "could be counted twice; costs_of has no other convention for it"
         )
     first, (channels, *sides) = convs[0], inputs[0].shape[1:]
     conv = first.module

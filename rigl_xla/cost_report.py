@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from rigl_xla.flops import (
+    TRAINED_LIKE,
     Costs,
     Sparsities,
     gradual_training_ratio,
@@ -17,8 +18,6 @@ from rigl_xla.flops import (
     size_in_bytes,
     training_ratio,
 )
-
-METHODS_WITH_A_RATIO = ("dense", "static", "set", "rigl", "snfs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Schedule:
         method: A key of `CostReport.training_ratios`.
         delta: Steps between topology updates.
         num_collected: Of them, steps that need the dense gradient.
-        T_end: Step from which on the topology stays.
+        last_update: The last step that changes the topology; 0 if none does.
         num_steps: Of the whole run.
         final: Sparsities that gradual pruning leads to, by name.
     """
@@ -82,7 +81,7 @@ class Schedule:
     method: str
     delta: int
     num_collected: int
-    T_end: int | None
+    last_update: int
     num_steps: int | None
     final: Sparsities
 
@@ -96,7 +95,7 @@ def cost_report(costs: Costs, now: Sparsities, schedule: Schedule) -> CostReport
         schedule: Of the run.
 
     >>> from rigl_xla.flops import LayerCost
-    >>> run = Schedule("rigl", 100, 1, 75_000, 100_000, {"fc": 0.9})
+    >>> run = Schedule("rigl", 100, 1, 74_900, 100_000, {"fc": 0.9})
     >>> found = cost_report({"fc": LayerCost((10, 100))}, {"fc": 0.9}, run)
     >>> round(found.macs), round(found.dense_macs), round(found.training_ratio, 4)
     (100, 1000, 0.1074)
@@ -107,13 +106,12 @@ def cost_report(costs: Costs, now: Sparsities, schedule: Schedule) -> CostReport
         method: training_ratio(
             costs, now, method, schedule.delta, schedule.num_collected
         )
-        for method in METHODS_WITH_A_RATIO
+        for method in TRAINED_LIKE
     }
-    delta, T_end, num_steps = schedule.delta, schedule.T_end, schedule.num_steps
-    if num_steps is not None and T_end is not None and T_end > delta:
-        last = (T_end - 1) // delta * delta  # of the updates
+    last, num_steps = schedule.last_update, schedule.num_steps
+    if num_steps is not None and last > 0:
         ratios["gmp"] = gradual_training_ratio(
-            costs, schedule.final, 0, last, delta, num_steps
+            costs, schedule.final, 0, last, schedule.delta, num_steps
         )
     return CostReport(
         macs=inference_macs(costs, now),

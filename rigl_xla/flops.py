@@ -67,7 +67,8 @@ class LayerCost:
 
 Costs = Mapping[str, LayerCost]
 Sparsities = Mapping[str, float]
-_TRAINED_LIKE = ("dense", "static", "set", "rigl", "snfs")
+# Methods that a sparse step costs by; gradual pruning costs by the length of the run.
+TRAINED_LIKE = ("dense", "static", "set", "rigl", "snfs")
 
 
 def inference_macs(costs: Costs, sparsities: Sparsities | None = None) -> float:
@@ -110,9 +111,9 @@ def training_ratio(
         ValueError: The method is not known.
     """
     dense, sparse = inference_flops(costs), inference_flops(costs, sparsities)
-    if method not in _TRAINED_LIKE:
+    if method not in TRAINED_LIKE:
         raise ValueError(
-            f"method={method!r} is not known here; allowed are {_TRAINED_LIKE}, and "
+            f"method={method!r} is not known here; allowed are {TRAINED_LIKE}, and "
             "gradual_training_ratio for 'gmp'"
         )
     collected = 2 * sparse + dense

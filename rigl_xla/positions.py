@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,15 +62,18 @@ def costs_of(model: nn.Module, *inputs: Any, **named: Any) -> dict[str, LayerCos
                 watch = _watch(found[weight.name], module, attribute)
                 called = _caller(model, module)
                 handles.append(called.register_forward_hook(watch, with_kwargs=True))
-        with _evaluating(model):
+        with evaluating(model):
             model(*inputs, **named)
     finally:
         for handle in handles:
             handle.remove()
-    return {w.name: _cost(w, found[w.name], num_samples) for w in weights}
+    return {w.name: cost_of(w, found[w.name], num_samples) for w in weights}
 
 
-def _cost(weight: Weight, uses: list[_Use], num_samples: int) -> LayerCost:
+def cost_of(
+    weight: Weight, uses: Sequence[_Use] = (), num_samples: int = 1
+) -> LayerCost:
+    """Of a weight that was used so for so many samples."""
     shape = tuple(weight.parameter.shape)
     positions = sum(use.positions for use in uses) / num_samples
     if weight.transposed is None:
@@ -124,8 +127,8 @@ def _num_vectors(tensor: torch.Tensor) -> float:
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, in which attention calls what can be watched."""
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without fast paths, which call nothing that can be watched."""
     training = {module: module.training for module in model.modules()}
     fast = torch.backends.mha.get_fastpath_enabled()
     try:

@@ -12,7 +12,10 @@ import torch
 from rigl_xla import cost_report
 from rigl_xla.cost_report import CostReport
 from rigl_xla.flops import LayerCost, size_in_bytes
+from rigl_xla.history import COUNTS
+from rigl_xla.layers import weights_of
 from rigl_xla.methods import Method
+from rigl_xla.positions import cost_of
 
 if TYPE_CHECKING:
     from rigl_xla.scheduler import RigLScheduler
@@ -89,15 +92,17 @@ class Report:
             Taken(layer.name, layer.size, layer.history.counts)
             for layer in pruner._layers
         ]
-        shapes = {w.name: tuple(w.parameter.shape) for w in pruner._weights}
+        watched = {weight.name: cost_of(weight) for weight in weights_of(pruner.model)}
+        own = {weight.name: cost_of(weight) for weight in pruner._weights}
         self._has_costs = costs is not None
-        self._costs = _costs_of(shapes, costs)
+        # What is sparse only because it was included costs nothing, as norms do.
+        self._costs = {**watched, **own, **_fitting(watched, costs)}
         schedule = pruner.schedule
         self._schedule = cost_report.Schedule(
             method=_kind(pruner._method),
             delta=schedule.delta,
             num_collected=schedule.grad_accumulation_n,
-            T_end=schedule.T_end,
+            last_update=schedule.last_update,
             num_steps=num_steps,
             final={layer.name: layer.sparsity for layer in pruner._layers},
         )
@@ -110,7 +115,9 @@ class Report:
         found = iter(unread[0]._replica.fetch(counts) if counts else [])
         for report in unread:
             vars(report)["layers"] = {
-                taken.name: LayerReport(taken.size, *next(found).tolist())
+                taken.name: LayerReport(
+                    size=taken.size, **dict(zip(COUNTS, next(found).tolist()))
+                )
                 for taken in report._taken
             }
 
@@ -222,23 +229,19 @@ class Report:
         return {name: layer.sparsity for name, layer in self.layers.items()}
 
 
-def _costs_of(
-    shapes: Mapping[str, tuple[int, ...]], costs: Mapping[str, LayerCost] | None
-) -> dict[str, LayerCost]:
-    """The costs given, if they are of these weights; else of size alone."""
+def _fitting(
+    watched: Mapping[str, LayerCost], costs: Mapping[str, LayerCost] | None
+) -> Mapping[str, LayerCost]:
+    """The costs given, if they are of these weights; none if none are."""
     if costs is None:
-        return {name: LayerCost(shape, 0) for name, shape in shapes.items()}
-    other = [
-        name
-        for name, s in shapes.items()
-        if name not in costs or costs[name].shape != s
-    ]
-    if other:
-        raise ValueError(
-            f"costs are of another model: {other[0]!r} of shape {shapes[other[0]]} is "
-            f"not among {list(costs)}; give rigl_xla.costs_of(model, inputs)"
-        )
-    return dict(costs)
+        return {}
+    for name, cost in watched.items():
+        if name not in costs or costs[name].shape != cost.shape:
+            raise ValueError(
+                f"costs are of another model: {name!r} of shape {cost.shape} is not "
+                f"among {list(costs)}; give rigl_xla.costs_of(model, inputs)"
+            )
+    return costs
 
 
 def _kind(method: Method) -> str:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rigl_xla.layers import clean, holders
+from rigl_xla.positions import evaluating
 from rigl_xla.semi_structured_kernels import TORCH, Kernels
 
 # Of the largest output: 2:4 kernels add up in another order, in half precision.
@@ -195,17 +196,10 @@ def _rows_of(
             rows[name] = max(found, rows.get(name, 0))
 
         handles.append(linear.register_forward_pre_hook(watch))
-    training = {module: module.training for module in model.modules()}
-    # Encoder layers have a fast path that calls nothing that could be watched.
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    model.eval()
     try:
-        model(*inputs)
+        with evaluating(model):
+            model(*inputs)
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        for module, mode in training.items():
-            module.training = mode
         for handle in handles:
             handle.remove()
     return rows

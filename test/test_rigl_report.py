@@ -307,6 +307,32 @@ def test_operations_need_costs_and_these_must_fit():
         TopologyLog(pruner, Writer(), costs=other)
 
 
+def test_weights_are_counted_with_costs_or_without():
+    model = nn.Sequential(
+        nn.Embedding(7, 6),  # included
+        nn.ConvTranspose1d(6, 4, 3, groups=2),  # (6, 2, 3): 4 biases
+        nn.Linear(8, 5),  # excluded: dense
+    )
+    pruner = RigLScheduler(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        0.5,
+        static_topo=True,
+        dense_first=False,
+        ignore_linear_layers=False,
+        include=nn.Embedding,
+        exclude=nn.Linear,
+    )
+    ids = torch.zeros(2, 6, dtype=torch.int64)
+    assert model(ids).shape == (2, 4, 5)
+    report = pruner.report(costs_of(model, ids))
+    # Of 36 weights 18 are left, for 6 pixels each; 8 pixels of 4 channels come out.
+    assert report.cost.macs == 6 * 18 + 4 * 40
+    assert report.cost.flops == 2 * report.cost.macs + 8 * 4 + 4 * 5
+    bits = 32 * (21 + 18 + 40) + 42 + 36 + 32 * (7 + 4 + 5)
+    assert report.size_in_bytes == pruner.report().size_in_bytes == bits / 8
+
+
 def test_google_counts_the_padding_of_the_first_convolution_twice():
     model = nn.Sequential(nn.Conv2d(3, 4, 3, 2, padding="valid"), nn.Conv2d(4, 4, 3))
     images = torch.zeros(2, 3, 16, 12)
@@ -315,6 +341,8 @@ def test_google_counts_the_padding_of_the_first_convolution_twice():
     assert costs["1.weight"] == google["1.weight"]
     with pytest.raises(ValueError, match="has no convolution"):
         google_costs_of(nn.Linear(3, 4), torch.zeros(1, 3))
+    with pytest.raises(ValueError, match="or a transposed one first"):
+        google_costs_of(nn.ConvTranspose2d(3, 4, 3), images)
     model = nn.Sequential(nn.Unflatten(2, (4, 4)), nn.Conv2d(2, 3, 1))
     with pytest.raises(ValueError, match=r"2 dimensions of pixels, but .*\(1, 2, 16\)"):
         google_costs_of(model, torch.zeros(1, 2, 16))
