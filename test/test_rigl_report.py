@@ -393,6 +393,7 @@ def counted_run(rank: int):
 
 @needs_xla
 @pytest.mark.xla
+@pytest.mark.slow  # without a log, programs are counted by default
 def test_a_log_compiles_nothing_and_reads_once():
     [(counts, at_the_end, scalars)] = xla_replica.launch(counted_run, (), 1, "xla")
     assert counts[0][0] <= 4
