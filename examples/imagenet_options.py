@@ -120,8 +120,8 @@ def add_running(group: argparse._ArgumentGroup) -> None:
         "--checkpoint",
         type=Path,
         metavar="DIR",
-        help="save the run there after every epoch, and go on with what is there; on "
-        "another number of replicas too",
+        help="save the run there after every epoch, every 10 minutes, on SIGTERM and "
+        "Ctrl-C; go on with what is there, on any number of replicas",
     )
     add("--eval-batch-size", type=int, default=64, help="default: 64")
     add(

@@ -4,7 +4,7 @@
         --num-classes 10 --epochs 3                      # a minute on a CPU
     python examples/rigl_imagenet.py --data imagenet     # ResNet-50, 80 % sparse, ERK
     python examples/rigl_imagenet.py --data imagenet --sparsity 0.9 --epochs 500 \\
-        --checkpoint saved                               # RigL 5x; resumes
+        --checkpoint saved                               # RigL 5x; stop it, go on
     python examples/rigl_imagenet.py --data imagenet --trace trace.csv
     python examples/rigl_imagenet.py --fake-data --num-replicas 2 --device xla
     PJRT_DEVICE=TPU python examples/rigl_imagenet.py --data imagenet
@@ -125,6 +125,7 @@ class Monitor:
     ) -> None:
         self._replica, self._display, self._every = replica, display, every
         self._topology = topology
+        self.rows: list[Row] = []  # of the epochs that are done
         # Sum of losses and number of minibatches, since it was logged and in all.
         self._recent, self._total = torch.zeros(2, 2, device=replica.device)
 
@@ -146,6 +147,18 @@ class Monitor:
         """Mean over all minibatches since the last call. Collective."""
         return self._mean(self._total)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Collective: sums of all replicas."""
+        sums = torch.stack([self._recent, self._total])
+        self._replica.sum_([sums])
+        return {"rows": self.rows, "sums": sums}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rows = list(state["rows"])
+        if self._replica.is_master:  # the others begin with zeros
+            self._recent.copy_(state["sums"][0])
+            self._total.copy_(state["sums"][1])
+
     def _mean(self, sums: torch.Tensor) -> float:
         total = sums.clone()
         self._replica.sum_([total])
@@ -163,6 +176,7 @@ def train(rank: int, args: argparse.Namespace) -> list[Row] | None:
     image = torch.zeros(1, 3, args.image_size, args.image_size, dtype=torch.uint8)
     costs = costs_of(model, image)
     model.to(replica.device)
+    replica.seed(args.seed)  # dropout
     sampler = vbs.CustomSampler(
         training,
         args.trace,
@@ -171,7 +185,12 @@ def train(rank: int, args: argparse.Namespace) -> list[Row] | None:
         on_end="cycle",
         verbose=False,
     )
-    batches = DataLoader(training, batch_sampler=sampler, num_workers=args.num_workers)
+    batches = DataLoader(
+        training,
+        batch_sampler=sampler,
+        num_workers=args.num_workers,
+        generator=torch.Generator(),  # its draws are none of the model's
+    )
     sgd = torch.optim.SGD(
         model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay
     )
@@ -179,38 +198,49 @@ def train(rank: int, args: argparse.Namespace) -> list[Row] | None:
     scheduler = lr_scheduler(args, sampler, optimizer)
     num_updates = sparse_training.num_updates(sampler, args.epochs)
     pruner = sparse_training.pruner_for(args, model, optimizer, num_updates)  # sparse
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler,
-             "pruner": pruner}  # fmt: skip
-    path = args.checkpoint and args.checkpoint / "last.pt"
-    settings = lasting(args)
-    done = sparse_training.restore(parts, path, settings)
-    history: list[Row] = done.get("history", [])
-    display = Display("train", args, num_updates, pruner.step, replica)
+    display = Display("train", args, num_updates, 0, replica)
     topology = TopologyLog(  # sparse
         pruner, display.writer, costs=costs, num_steps=num_updates
     )
     monitor = Monitor(replica, display, topology, args.log_steps)
     optimizer.attach(monitor)
-    for epoch in range(len(history), args.epochs):
+    checkpointer = None
+    if args.checkpoint:
+        checkpointer = vbs.Checkpointer(
+            args.checkpoint,
+            optimizer,
+            best="max",
+            settings=lasting(args),
+            model=model,
+            scheduler=scheduler,
+            pruner=pruner,
+            monitor=monitor,
+        )
+        checkpointer.load()
+        optimizer.attach(checkpointer)
+    for epoch in range(len(monitor.rows), args.epochs):
         since = time.perf_counter()
-        run_epoch(epoch, args, model, batches, optimizer, pruner, monitor, replica)
+        run_epoch(epoch, model, batches, optimizer, pruner, monitor, replica,
+                  args.label_smoothing)  # fmt: skip
         seconds = time.perf_counter() - since
         optimizer.average_buffers(model)
         pruner.check_replicas()  # sparse: masks are equal, or this says where not
         loss, accuracy = evaluate(model, validation, args, replica)
-        history.append({
+        rows = monitor.rows
+        rows.append({
             "epoch": epoch + 1, "train_loss": monitor.epoch_loss(), "test_loss": loss,
             "test_accuracy": accuracy,
-            "seconds": seconds + (history[-1]["seconds"] if history else 0.0),
+            "seconds": seconds + (rows[-1]["seconds"] if rows else 0.0),
         })  # fmt: skip
-        display.epoch(history[-1])
+        display.epoch(rows[-1])
         topology.flush()
-        sparse_training.save(parts, path, replica, settings, history=history)
-    display.close(history[-1])
+        if checkpointer:
+            checkpointer.save(metric=accuracy)
+    display.close(monitor.rows[-1])
     if replica.is_master:
         print(pruner.report(costs, num_updates))
     pruner.close()
-    return history if replica.is_master else None
+    return monitor.rows if replica.is_master else None
 
 
 def lr_scheduler(
@@ -228,25 +258,21 @@ def lr_scheduler(
 
 def run_epoch(
     epoch: int,
-    args: argparse.Namespace,
     model: nn.Module,
     batches: DataLoader[Any],
     optimizer: vbs.ElasticOptimizer,
     pruner: RigLScheduler,
     monitor: Monitor,
     replica: Replica,
+    label_smoothing: float,
 ) -> None:
     """This replica's minibatches of an epoch, and the updates they lead to."""
     model.train()
-    # Dropout draws alike whether or not the run was interrupted.
-    replica.seed(100_003 * args.seed + 1009 * epoch)
     batches.dataset.epoch = epoch
     batches.batch_sampler.set_epoch(epoch)
     optimizer.set_epoch(epoch)
     for images, labels in replica.loader(batches):
-        loss = F.cross_entropy(
-            model(images), labels, label_smoothing=args.label_smoothing
-        )
+        loss = F.cross_entropy(model(images), labels, label_smoothing=label_smoothing)
         loss.backward()
         monitor.minibatch(loss)
         if pruner():  # sparse

@@ -2,7 +2,7 @@
 
     python examples/rigl_mnist.py                             # 98 % sparse, RigL
     python examples/rigl_mnist.py --method static             # a fixed topology
-    python examples/rigl_mnist.py --checkpoint digits.pth     # resumes where it stands
+    python examples/rigl_mnist.py --checkpoint digits         # stop it; again: goes on
     python examples/rigl_mnist.py --replicas 3 --trace 96,192 # elastic batch sizes
     torchrun --nproc_per_node 2 examples/rigl_mnist.py
 
@@ -89,10 +89,15 @@ def train(rank: int, args: argparse.Namespace) -> float:
     optimizer = vbs.LinearRuleOptimizer(sgd, sampler, sampler.plan.batch_size(0))
     num_updates = sparse_training.num_updates(sampler, args.epochs)
     pruner = sparse_training.pruner_for(args, model, optimizer, num_updates)  # sparse
-    parts = {"model": model, "optimizer": optimizer, "pruner": pruner}
-    first = sparse_training.restore(parts, args.checkpoint, {}).get("epoch", 0)
+    checkpointer = None
+    if args.checkpoint:
+        checkpointer = vbs.Checkpointer(
+            args.checkpoint, optimizer, best="max", model=model, pruner=pruner
+        )
+        checkpointer.load()
+        optimizer.attach(checkpointer)
     accuracy = evaluate(model, test, replica)
-    for epoch in range(first, args.epochs):
+    for epoch in range(sampler.epoch, args.epochs):
         sampler.set_epoch(epoch)
         optimizer.set_epoch(epoch)
         batches = ((training.inputs[i], training.labels[i]) for i in sampler)
@@ -102,7 +107,8 @@ def train(rank: int, args: argparse.Namespace) -> float:
                 optimizer.step()
         pruner.check_replicas()
         accuracy = evaluate(model, test, replica)
-        sparse_training.save(parts, args.checkpoint, replica, {}, epoch=epoch + 1)
+        if checkpointer:
+            checkpointer.save(metric=accuracy)
         if replica.is_master:
             report = pruner.report()
             print(
@@ -146,7 +152,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minibatch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--checkpoint", type=Path, help="folder; goes on with it")
     parser.add_argument("--replicas", type=int, help="default: all there are")
     parser.add_argument("--device", choices=xla_replica.DEVICES)
     return parser.parse_args(argv)

@@ -1,19 +1,15 @@
-"""What the examples of sparse training share: options, the pruner, checkpoints."""
+"""What the examples of sparse training share: options, the pruner."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import run_checkpoint
 from torch import nn
 from torch.optim import Optimizer
 
 import variable_batch_size as vbs
 from rigl_xla import DISTRIBUTIONS, METHODS, RigLScheduler
-from xla_replica import Replica
 
 
 def add_sparse(parser: argparse.ArgumentParser, **defaults: Any) -> None:
@@ -82,45 +78,3 @@ def num_updates(sampler: vbs.CustomSampler, epochs: int) -> int:
     """Updates of the weights in a run of so many epochs."""
     plans = (sampler.schedule.plan(e, sampler.num_replicas) for e in range(epochs))
     return sum(plan.num_steps for plan in plans)
-
-
-def save(
-    parts: Mapping[str, Any],
-    path: Path | None,
-    replica: Replica,
-    settings: Mapping[str, Any],
-    **progress: Any,
-) -> None:
-    """Writes a checkpoint that any number of replicas can resume. Collective.
-
-    Args:
-        parts: Whatever has a state, by name.
-        path: The file; None writes nothing.
-        replica: The caller's.
-        settings: What a continuation must share.
-        progress: Plain values that `restore` gives back.
-    """
-    if path is None:
-        return
-    state = {name: dict(part.state_dict()) for name, part in parts.items()}
-    state = run_checkpoint.fetched(state, replica)
-    if replica.is_master:
-        whole = {**state, "settings": dict(settings), "progress": progress}
-        run_checkpoint.write(whole, path)
-    replica.barrier()  # nobody goes on to a run that could not be resumed
-
-
-def restore(
-    parts: Mapping[str, Any], path: Path | None, settings: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Loads a checkpoint if there is one; what `save` was told, or nothing.
-
-    Raises:
-        ValueError: It is a run with other settings.
-    """
-    if path is None or not path.exists():
-        return {}
-    state = run_checkpoint.read(path, settings)
-    for name, part in parts.items():
-        part.load_state_dict(state[name])
-    return state["progress"]

@@ -16,6 +16,9 @@ import torch
 from support.replicas import needs_xla
 from support.torchrun import LAUNCHER
 
+import xla_replica
+from variable_batch_size.checkpoint_files import saved_files
+
 SCRIPT = Path(rigl_imagenet.__file__)
 # 24 updates of 16 images: a run of a second.
 TINY = ("--fake-data", "--model", "small", "--width", 8, "--image-size", 16,
@@ -61,7 +64,9 @@ def run(folder: Path, *arguments: object, command=(sys.executable,)) -> str:
 
 
 def saved(folder: Path) -> dict[str, Any]:
-    return torch.load(folder / "last.pt", weights_only=True)
+    """What the newest checkpoint has of the training; random numbers aside."""
+    state = torch.load(saved_files(folder)[0].path, weights_only=True)
+    return {"optimizer": state["optimizer"], **state["parts"]}
 
 
 def flat(state: Any, path: str = "") -> dict[str, Any]:
@@ -87,18 +92,33 @@ def assert_same(one: Any, other: Any) -> None:
             assert value == other[path], path
 
 
+def stopped(monkeypatch, folder: Path, step: int, *arguments: object) -> None:
+    """A run that is asked to stop while it makes update ``step``, as by SIGTERM."""
+    whole = rigl_imagenet.Monitor.__call__
+
+    def asks(monitor: Any, update: Any) -> None:
+        whole(monitor, update)
+        if update.step == step:
+            xla_replica.request_stop("test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rigl_imagenet.Monitor, "__call__", asks)
+        with pytest.raises(xla_replica.Stopped):
+            run_here(folder, *arguments)
+
+
 def interrupted(monkeypatch, folder: Path, epoch: int, *arguments: object) -> None:
-    """A run that ends, as by Ctrl-C, when it begins ``epoch``."""
+    """A run that is killed when it begins ``epoch``."""
     whole = rigl_imagenet.run_epoch
 
     def breaks_off(number: int, *rest: Any) -> None:
         if number == epoch:
-            raise KeyboardInterrupt
+            raise MemoryError
         whole(number, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(rigl_imagenet, "run_epoch", breaks_off)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(MemoryError):
             run_here(folder, *arguments)
 
 
@@ -135,8 +155,8 @@ def test_it_learns_and_a_run_in_three_parts_is_one_run(
     (events,) = (tmp_path / "whole/log/train").glob("events.out.tfevents.*")
     for tag in (b"step/lr", b"rigl/exploration_rate", b"rigl/training_flops_ratio"):
         assert tag in events.read_bytes()
-    for epoch in (1, 3):
-        interrupted(monkeypatch, tmp_path / "parts", epoch, *arguments)
+    interrupted(monkeypatch, tmp_path / "parts", 1, *arguments)
+    stopped(monkeypatch, tmp_path / "parts", 9, *arguments)  # within an epoch
     more = run_here(tmp_path / "parts", *arguments)
     assert_same(more, history)
     assert_same(saved(tmp_path / "parts"), saved(tmp_path / "whole"))
@@ -153,8 +173,8 @@ def test_another_run_is_not_gone_on_with(tmp_path, monkeypatch):
 
 def assert_alike(folder: Path, other: Path) -> None:
     """Runs whose sums are rounded differently."""
-    one, two = saved(folder)["progress"], saved(other)["progress"]
-    for row, expected in zip(one["history"], two["history"], strict=True):
+    one, two = saved(folder)["monitor"], saved(other)["monitor"]
+    for row, expected in zip(one["rows"], two["rows"], strict=True):
         assert row["train_loss"] == pytest.approx(expected["train_loss"], rel=0.02)
     one, two = saved(folder)["pruner"], saved(other)["pruner"]
     assert one["step"] == two["step"]

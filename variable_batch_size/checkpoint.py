@@ -219,9 +219,10 @@ class Checkpointer:
                 f"{path} has the parts {sorted(state['parts'])}, and this run has "
                 f"{sorted(self._parts)}: give Checkpointer the same ones"
             )
+        # First what refuses another run, before anything is touched.
+        self._optimizer.load_state_dict(state["optimizer"], allow_changes=allow_changes)
         for name, part in self._parts.items():
             part.load_state_dict(state["parts"][name])
-        self._optimizer.load_state_dict(state["optimizer"], allow_changes=allow_changes)
         restore_random_state(state["random"], self.replica)
         self.num_updates, self.best_metric = state["num_updates"], state["best"]
         self._times.saved(self.num_updates)
