@@ -68,7 +68,8 @@ PUBLIC = {
     "xla_replica": {
         "DEVICES", "Counts", "DeviceLoader", "LocalReplica", "Replica", "ReplicaError",
         "StopRequest", "Stopped", "catch_signals", "count", "current",
-        "default_num_replicas", "full_matmul_precision", "launch", "request_stop",
+        "default_num_replicas", "full_matmul_precision", "launch",
+        "leave_signals_to_parent", "request_stop",
         "seeded", "stop_requested",
     },
 }  # fmt: skip

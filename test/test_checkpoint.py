@@ -125,7 +125,7 @@ def test_a_run_that_has_ended_has_nothing_left(undisturbed, tmp_path):
     again = Training(tmp_path)
     restored = again.checkpointer.load()
     assert restored.num_updates == len(undisturbed[1])
-    assert restored.epoch == CASE.epochs - 1
+    assert restored.epoch == CASE.epochs  # the loop is over
     weights = again.train()
     assert again.updates == []
     assert all(torch.equal(*pair) for pair in zip(weights, undisturbed[0]))
@@ -363,3 +363,184 @@ def test_a_poll_can_ask_to_stop(tmp_path, caplog):
         xla_replica.launch(polled, (tmp_path,), 1, "cpu")
     assert "stop_poll failed" in caplog.text
     assert files.saved_files(tmp_path)
+
+
+def epochs_of(training: Training, folder: Path) -> list[float]:
+    """The usual loop: a scheduler by hand and a save at the end of each epoch."""
+    inner = training.optimizer.inner
+    by_epoch = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+    checkpointer = vbs.Checkpointer(
+        folder, training.optimizer, model=training.model, by_epoch=by_epoch
+    )
+    checkpointer.load()
+    training.optimizer.attach(checkpointer)
+    rates = []
+    for epoch in range(training.sampler.epoch, CASE.epochs):
+        training.sampler.set_epoch(epoch)
+        training.optimizer.set_epoch(epoch)
+        for rows in training.sampler:
+            x, y = training.inputs[rows], training.targets[rows]
+            loss_of(training.model, x, y).backward()
+            training.optimizer.step()
+        by_epoch.step()
+        checkpointer.save()
+        rates.append(inner.param_groups[0]["lr"])
+        if epoch == 0 and folder.name == "parts":
+            break
+    return rates
+
+
+def test_what_ends_an_epoch_is_not_repeated(tmp_path):
+    def fresh() -> Training:
+        training = Training(tmp_path / "unused")
+        training.optimizer._attached._callbacks.clear()
+        return training
+
+    whole = epochs_of(fresh(), tmp_path / "whole")
+    parts = tmp_path / "parts"
+    first = epochs_of(fresh(), parts)
+    parts.rename(tmp_path / "rest")
+    assert first + epochs_of(fresh(), tmp_path / "rest") == whole
+
+
+def test_an_attached_scheduler_is_saved_by_itself(tmp_path):
+    def train_until(stop: int | None) -> list[float]:
+        training = Training(tmp_path / "unused")
+        rates: list[float] = []
+        training.optimizer.attach(lambda update: rates.append(update.lr[0]))
+        checkpointer = vbs.Checkpointer(
+            tmp_path, training.optimizer, every_updates=5, model=training.model
+        )
+        checkpointer.load()
+        training.checkpointer = checkpointer
+        if stop is not None:
+
+            def break_off(update: vbs.Update) -> None:
+                if update.step == stop:
+                    raise MemoryError
+
+            training.optimizer.attach(break_off)
+            with pytest.raises(MemoryError):
+                training.train()
+        else:
+            training.train()
+        return rates
+
+    first = train_until(11)
+    rest = train_until(None)
+    whole = Training(tmp_path / "whole")
+    rates: list[float] = []
+    whole.optimizer.attach(lambda update: rates.append(update.lr[0]))
+    whole.train()
+    assert first[:10] + rest == rates
+
+
+def test_a_scheduler_behind_the_checkpointer_is_refused(tmp_path):
+    training = Training(tmp_path)
+    training.optimizer.attach(training.checkpointer)
+    late = CosineAnnealingLR(training.optimizer.inner, 30)
+    with pytest.raises(ValueError, match="attach it before"):
+        training.optimizer.attach(late)
+
+
+def test_an_order_that_cannot_be_gone_on_with_is_an_error(tmp_path):
+    def sampler(seed: int) -> vbs.CustomSampler:
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.utils.data.RandomSampler(range(128), generator=generator)
+        return vbs.CustomSampler(
+            dataset_size=128, trace=16, minibatch_size=4, order=order, verbose=False
+        )
+
+    first = sampler(0)
+    list(first)
+    first.commit(0, 3)
+    same, other = sampler(0), sampler(1)
+    same.load_state_dict(first.state_dict())
+    assert len(list(same)) == 32 - 3 * 4
+    other.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match="its order is another one"):
+        list(other)
+
+
+def test_a_place_is_not_before_the_restored_one():
+    sampler = vbs.CustomSampler(
+        dataset_size=128, trace=16, minibatch_size=4, verbose=False
+    )
+    sampler.commit(2, 3)
+    again = vbs.CustomSampler(
+        dataset_size=128, trace=16, minibatch_size=4, verbose=False
+    )
+    again.load_state_dict(sampler.state_dict())
+    with pytest.raises(ValueError, match=r"range\(sampler.epoch"):
+        again.set_epoch(0)
+    again.set_epoch(2)
+    assert len(again) == 5 * 4
+    again.set_epoch(3)
+    assert len(again) == 32
+
+
+def several_modules(rank: int, folder: Path) -> list[torch.Tensor]:
+    training = Training(folder)
+    norms = {name: nn.BatchNorm1d(2) for name in "ab"}
+    for norm in norms.values():
+        norm.running_mean.fill_(float(rank + 1))
+    checkpointer = vbs.Checkpointer(
+        folder, training.optimizer, model=training.model, **norms
+    )
+    training.optimizer._steps.num_minibatches_seen = 1
+    checkpointer.save()
+    return [norm.running_mean for norm in norms.values()]
+
+
+def test_buffers_of_all_modules_are_averaged(tmp_path):
+    for means in xla_replica.launch(several_modules, (tmp_path,), 2, "cpu"):
+        for mean in means:
+            torch.testing.assert_close(mean, torch.full((2,), 1.5))
+
+
+def test_another_run_s_folder_is_not_written_to(tmp_path):
+    training = Training(tmp_path)
+    training.train()
+    forgetful = Training(tmp_path)
+    with pytest.raises(vbs.CheckpointError, match=r"call load\(\) before training"):
+        forgetful.train()
+
+
+def test_a_forgotten_model_is_noticed(tmp_path):
+    training = Training(tmp_path)
+    with pytest.raises(ValueError, match="pass model=model"):
+        vbs.Checkpointer(tmp_path, training.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("folder", "settings", "error", "message"),
+    [
+        ("gs://bucket/job", {}, ValueError, "mount the bucket"),
+        ("job", {"data": Path("x")}, TypeError, r"settings\['data'\]"),
+    ],
+)
+def test_what_a_file_could_not_hold_is_named(folder, settings, error, message):
+    with pytest.raises(error, match=message):
+        Training(folder, settings=settings)
+
+
+def test_states_keep_their_kind(tmp_path):
+    """A version that a module checks, and the Counter of MultiStepLR."""
+    training = Training(tmp_path)
+    milestones = torch.optim.lr_scheduler.MultiStepLR(training.optimizer.inner, [2, 2])
+    checkpointer = vbs.Checkpointer(
+        tmp_path, training.optimizer, model=training.model, milestones=milestones
+    )
+    parts = torch.load(checkpointer.save())["parts"]
+    assert parts["model"]._metadata[""]["version"] == 1
+    assert parts["milestones"]["milestones"].elements
+    assert parts["milestones"]["milestones"] == {2: 2}
+
+
+def test_the_best_one_can_be_loaded(tmp_path):
+    training = Training(tmp_path, best="max")
+    for number, metric in enumerate((1.0, 3.0, 2.0), start=1):
+        saved(training, number, metric)
+    again = Training(tmp_path, best="max").checkpointer
+    assert again.load(best=True).num_updates == 2
+    assert again.load().num_updates == 3

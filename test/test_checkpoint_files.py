@@ -118,6 +118,31 @@ def test_if_all_are_damaged_it_is_an_error(tmp_path):
     with pytest.raises(vbs.CheckpointError, match="all 2 checkpoints"):
         files.newest_whole(tmp_path)
     assert len(list(tmp_path.glob("damaged-*"))) == 2
+    with pytest.raises(vbs.CheckpointError, match="all 2 checkpoints"):
+        files.newest_whole(tmp_path)  # a supervisor tries again: not from the beginning
+
+
+def test_a_file_that_cannot_be_read_now_is_not_damaged(tmp_path, monkeypatch):
+    path = files.write(tmp_path, 1, state(1))
+
+    def stale(self):
+        raise OSError(116, "Stale file handle")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(path), "read_bytes", stale)
+        with pytest.raises(OSError, match="Stale"):
+            files.newest_whole(tmp_path)
+    assert files.newest_whole(tmp_path)[0].path == path
+
+
+def test_what_others_are_writing_is_left_alone(tmp_path):
+    unfinished = tmp_path / "update-00000009-host-1.unfinished"
+    unfinished.write_bytes(b"more to come")
+    files.tidy(tmp_path, keep=1)
+    assert unfinished.exists()
+    os.utime(unfinished, (0, 0))
+    files.tidy(tmp_path, keep=1)
+    assert not unfinished.exists()
 
 
 class FullDisk:

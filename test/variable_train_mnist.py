@@ -222,7 +222,7 @@ def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | No
         checkpointer.load()
         optimizer.attach(checkpointer)
     recorder.begin()
-    percent = 0.0
+    percent = None
     for epoch in range(sampler.epoch, epochs):
         sampler.set_epoch(epoch)  # elastic
         optimizer.set_epoch(epoch)  # elastic
@@ -239,6 +239,8 @@ def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | No
             checkpointer.save(metric=percent)
         if args.iterations and optimizer.noise.progress >= args.iterations:
             break  # elastic: training length that no batch size changes
+    if percent is None:  # a run that was complete is started again
+        percent = evaluate(model, data, args.test_batch_size, replica)
     recorder.close()
     return percent, pd.DataFrame(recorder.rows) if replica.is_master else None
 

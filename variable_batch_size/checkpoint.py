@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -17,6 +20,7 @@ from variable_batch_size.checkpoint_files import CheckpointError
 from variable_batch_size.checkpoint_times import SaveTimes
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.random_state import random_state, restore_random_state
+from variable_batch_size.schedule import TraceExhausted
 from variable_batch_size.stop_poll import poll_for_stop
 from variable_batch_size.update import Update
 from xla_replica import Replica
@@ -54,7 +58,7 @@ class Restored(NamedTuple):
 class Checkpointer:
     """Saves a run every so often and where it is asked to stop, and brings it back.
 
-    Attach it to the optimizer behind everything else that has a state::
+    Attach it to the optimizer, behind everything else that has a state::
 
         checkpointer = vbs.Checkpointer("checkpoints", optimizer, model=model)
         checkpointer.load()
@@ -93,6 +97,9 @@ class Checkpointer:
         ValueError, TypeError: An argument is out of range or of the wrong type.
     """
 
+    # For `ElasticOptimizer.attach`: what is attached behind it would lag when resumed.
+    saves_updates = True
+
     def __init__(
         self,
         folder: str | Path,
@@ -112,6 +119,8 @@ class Checkpointer:
         if every_updates is None and every_minutes is None:
             every_minutes = 10.0
         _check(optimizer, keep, best, look_every, parts)
+        _check_folder(folder)
+        _check_plain("settings", settings or {})
         self.folder = Path(folder)
         self.replica: Replica = optimizer.replica
         self.num_updates = 0
@@ -125,9 +134,9 @@ class Checkpointer:
         self._times = SaveTimes(self.replica, every_updates, every_minutes)
         self._is_proven = False  # that what it writes can be loaded
         if stop_on:
-            xla_replica.catch_signals(stop_on)
+            _catch(stop_on)
         if stop_poll is not None:
-            poll_for_stop(stop_poll, poll_seconds)
+            poll_for_stop(stop_poll, poll_seconds, weakref.ref(self))
 
     def __call__(self, update: Update) -> None:
         """Saves and stops where it is time to: once per update, on every replica.
@@ -136,16 +145,22 @@ class Checkpointer:
             xla_replica.Stopped: All replicas were asked to stop, and have saved.
             OSError: Writing failed.
         """
-        self.num_updates = update.step + 1
+        del update
+        self.num_updates += 1
         due = self._times.due(self.num_updates)
         look = due or self.num_updates % self._look_every == 0
         if self._optimizer.asked_to_stop(look):
             self._stop()
         if due:
-            self.save()
+            self._save()
 
     def save(self, metric: float | None = None) -> Path | None:
-        """Writes a checkpoint now. Collective.
+        """Writes a checkpoint now, say last in the loop over epochs. Collective.
+
+        At the end of an epoch the run will go on with the next one. (After one that was
+        written behind its last update by itself, it goes on with what your loop does
+        at the end of that epoch.) Do not call it within a step, between two minibatches
+        of which both have changed BatchNorm's statistics.
 
         Args:
             metric: Of the weights as they are; if it is the best so far, the
@@ -158,7 +173,13 @@ class Checkpointer:
             OSError: Writing failed.
             ValueError: ``metric`` was given without ``best=``, or is not finite.
             TypeError: A part's state cannot be loaded again.
+            CheckpointError: The folder has checkpoints of a run that is further.
         """
+        return self._save(metric, between_epochs=True)
+
+    def _save(
+        self, metric: float | None = None, between_epochs: bool = False
+    ) -> Path | None:
         since = time.perf_counter()
         is_best = self._is_best(metric)
         if is_best:
@@ -166,6 +187,8 @@ class Checkpointer:
         self.replica.sync()
         random_numbers = self.replica.rng_state()
         state = self._state(random_numbers)
+        if between_epochs:
+            _begin_next_epoch(state, self._optimizer)
         self.replica.sync()  # what was summed for it, on every replica alike
         self._times.saved(self.num_updates)
         path = None
@@ -176,6 +199,13 @@ class Checkpointer:
         return path
 
     def _write(self, state: dict[str, Any], is_best: bool, since: float) -> Path:
+        newer = files.saved_files(self.folder)[:1]
+        if newer and newer[0].num_updates > self.num_updates:
+            raise CheckpointError(
+                f"{newer[0].path} has {newer[0].num_updates} updates, and this run "
+                f"{self.num_updates}: call load() before training, or give the run "
+                "another folder"
+            )
         path = files.write(self.folder, self.num_updates, state)
         self._prove(path)
         if is_best:
@@ -189,7 +219,9 @@ class Checkpointer:
         )
         return path
 
-    def load(self, *, allow_changes: bool = False) -> Restored | None:
+    def load(
+        self, *, allow_changes: bool = False, best: bool = False
+    ) -> Restored | None:
         """Goes on with the newest checkpoint that is whole. Collective.
 
         Damaged files are renamed, with a warning, and the one before is used.
@@ -197,6 +229,7 @@ class Checkpointer:
         Args:
             allow_changes: Also a run with other settings, trace, dataset length,
                 minibatch size or seed; see `CustomSampler.load_state_dict`.
+            best: The best one in place of the newest: to evaluate it, not to go on.
 
         Returns:
             Where the run stands; None if there is no checkpoint.
@@ -206,7 +239,8 @@ class Checkpointer:
                 replica 0 has chosen.
             ValueError: It is of another run; all differences are listed.
         """
-        found = self._choose()
+        self.replica.sync()  # what replicas have pending is no part of a collective
+        found = self._choose("best" if best else "update")
         if found is None:
             return None
         path, state = found
@@ -235,7 +269,7 @@ class Checkpointer:
 
     def _stop(self) -> None:
         """Saves, waits until that is done, and raises on every replica."""
-        self.save()
+        self._save()
         self.replica.barrier()  # nobody leaves while replica 0 writes
         request = xla_replica.stop_requested()
         if request is None:
@@ -243,16 +277,16 @@ class Checkpointer:
         raise xla_replica.Stopped(request.reason, request.exit_status)
 
     def _state(self, random_numbers: torch.Tensor) -> dict[str, Any]:
-        for part in self._parts.values():
-            if isinstance(part, nn.Module):
-                self._optimizer.average_buffers(part)
+        # Together: averaging forgets how many minibatches the buffers are of.
+        modules = [p for p in self._parts.values() if isinstance(p, nn.Module)]
+        self._optimizer.average_buffers(nn.ModuleList(modules))
         return {
             "version": VERSION,
             "num_updates": self.num_updates,
             "best": self.best_metric,
             "settings": self._settings,
             "optimizer": self._optimizer.state_dict(),
-            "parts": {n: dict(p.state_dict()) for n, p in self._parts.items()},
+            "parts": {n: p.state_dict() for n, p in self._parts.items()},
             "random": random_state(self.replica, random_numbers),
         }
 
@@ -287,36 +321,46 @@ class Checkpointer:
             ) from error
         self._is_proven = True
 
-    def _choose(self) -> tuple[Path, Any] | None:
+    def _choose(self, kind: str) -> tuple[Path, Any] | None:
         """The same file on every replica, whole on each of them."""
         found, error = None, None
         if self.replica.is_master:
             try:
-                found = files.newest_whole(self.folder)
+                found = files.newest_whole(self.folder, kind)
             except CheckpointError as all_damaged:
                 error = all_damaged
         status = -1 if error else int(found is not None)
         digest = found[0].digest if found else "0" * 32
         name = [status, *(int(digest[i : i + 4], 16) for i in range(0, 32, 4))]
         status, *parts = self._broadcast(name)
-        if status <= 0:
-            if status:
-                raise error or CheckpointError("all checkpoints are damaged")
+        if status < 0:
+            raise error or CheckpointError("all checkpoints are damaged")
+        own_files = files.saved_files(self.folder, kind)
+        if status == 0:
+            if self._sum(bool(own_files)):
+                raise CheckpointError(
+                    f"other replicas see checkpoints in {self.folder}, and replica 0 "
+                    "sees none: all hosts must share the folder"
+                )
             return None
         digest = "".join(f"{part:04x}" for part in parts)
         if found is None:  # not the master
-            for file in files.saved_files(self.folder):
+            for file in own_files:
                 if file.digest == digest and (content := file.content()) is not None:
                     found = file, content
-        missing = self.replica.send(torch.tensor([int(found is None)]))
-        self.replica.sum_([missing])
-        num_missing = self.replica.fetch([missing])[0].item()
+        num_missing = self._sum(found is None)
         if found is None or num_missing:
             raise CheckpointError(
                 f"{num_missing} replicas do not see the checkpoint that replica 0 has "
                 f"chosen in {self.folder}: all hosts must share the folder"
             )
         return found[0].path, files.parse(found[1])
+
+    def _sum(self, number: int) -> int:
+        """Over replicas."""
+        total = self.replica.send(torch.tensor([int(number)]))
+        self.replica.sum_([total])
+        return int(self.replica.fetch([total])[0].item())
 
     def _broadcast(self, numbers: list[int]) -> list[int]:
         tensor = self.replica.send(torch.tensor(numbers))
@@ -331,8 +375,12 @@ def to_host(state: Any, replica: Replica) -> Any:
     def mapped(value: Any, of_tensor: Callable[[torch.Tensor], Any]) -> Any:
         if isinstance(value, torch.Tensor):
             return of_tensor(value)
-        if isinstance(value, Mapping):
-            return {key: mapped(part, of_tensor) for key, part in value.items()}
+        if isinstance(value, dict):
+            # Of its own kind and with its attributes: state_dict()._metadata, Counter.
+            changed = copy.copy(value)
+            for key, part in value.items():
+                changed[key] = mapped(part, of_tensor)
+            return changed
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*(mapped(part, of_tensor) for part in value))
         if isinstance(value, (list, tuple)):
@@ -370,6 +418,67 @@ def _check(
                 f"Checkpointer: {name} is saved with the wrapper's state already: "
                 "leave it out"
             )
+    _check_parameters(optimizer, parts)
+
+
+def _check_folder(folder: str | Path) -> None:
+    if "://" in str(folder):
+        raise ValueError(
+            f"folder={str(folder)!r} is no path: mount the bucket (gcsfuse, s3fs) and "
+            "give the path of the mount"
+        )
+
+
+def _check_plain(name: str, value: Any) -> None:
+    """Raises TypeError unless a file can give back an equal value."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            _check_plain(f"{name}[{key!r}]", part)
+    elif isinstance(value, (list, tuple)):
+        for index, part in enumerate(value):
+            _check_plain(f"{name}[{index}]", part)
+    elif type(value) not in (str, int, float, bool, type(None)):
+        raise TypeError(
+            f"{name}={value!r} is a {type(value).__name__}; settings may be texts, "
+            "numbers, None, lists and dicts of such"
+        )
+
+
+def _check_parameters(optimizer: ElasticOptimizer, parts: Mapping[str, Any]) -> None:
+    saved = {
+        id(parameter)
+        for part in parts.values()
+        if isinstance(part, nn.Module)
+        for parameter in part.parameters()
+    }
+    groups = optimizer.param_groups
+    missing = sum(id(p) not in saved for group in groups for p in group["params"])
+    if missing:
+        raise ValueError(
+            f"Checkpointer: {missing} of the optimizer's parameters are in no part "
+            "that is a module, and would not be saved: pass model=model"
+        )
+
+
+def _catch(signals: Sequence[str | int]) -> None:
+    try:
+        xla_replica.catch_signals(signals)
+    except RuntimeError as error:  # such as in a thread that another library runs
+        logger.warning("signals will not ask this run to stop: %s", error)
+
+
+def _begin_next_epoch(state: dict[str, Any], optimizer: ElasticOptimizer) -> None:
+    """A place at the end of an epoch becomes the beginning of the next."""
+    place, schedule = (
+        state["optimizer"]["elastic"]["sampler"],
+        optimizer.sampler.schedule,
+    )
+    first, end = schedule.steps(place["epoch"])
+    if place["step"] < end - first:
+        return
+    with contextlib.suppress(TraceExhausted):  # there is no next one
+        schedule.steps(place["epoch"] + 1)
+        place |= {"epoch": place["epoch"] + 1, "step": 0}
 
 
 def _check_version(state: Any, path: Path) -> None:

@@ -13,6 +13,8 @@ import io
 import logging
 import os
 import re
+import socket
+import time
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"(update|best)-(\d{8,})-([0-9a-f]{32})\.pt")
 _UNFINISHED = ".unfinished"
+_ABANDONED_SECONDS = 3600.0  # what has not been written to for so long
+_DAMAGED = "damaged-"
 
 
 class CheckpointError(RuntimeError):
@@ -42,10 +46,14 @@ class SavedFile(NamedTuple):
     digest: str
 
     def content(self) -> bytes | None:
-        """Its bytes; None if they are not those that were written, or it is gone."""
+        """Its bytes; None if they are not those that were written, or it is gone.
+
+        Raises:
+            OSError: It is there and cannot be read now, which says nothing about it.
+        """
         try:
             content = self.path.read_bytes()
-        except OSError:
+        except FileNotFoundError:
             return None
         return content if _short(hashlib.sha256(content)) == self.digest else None
 
@@ -67,12 +75,17 @@ def write(folder: Path, num_updates: int, state: Any, kind: str = "update") -> P
     The file is complete and on the disk before it gets its name.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"{kind}-{num_updates:08d}{_UNFINISHED}"
-    with unfinished.open("wb") as file:
-        hashed = _Hashed(file)
-        torch.save(state, hashed)
-        file.flush()
-        os.fsync(file.fileno())
+    writer = f"{socket.gethostname()}-{os.getpid()}"  # a run may outlive its successor
+    unfinished = folder / f"{kind}-{num_updates:08d}-{writer}{_UNFINISHED}"
+    try:
+        with unfinished.open("wb") as file:
+            hashed = _Hashed(file)
+            torch.save(state, hashed)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
     digest = _short(hashed.sha256)
     path = folder / f"{kind}-{num_updates:08d}-{digest}.pt"
     unfinished.replace(path)
@@ -101,32 +114,33 @@ def copy_as_best(path: Path) -> Path:
 
 
 def tidy(folder: Path, keep: int) -> None:
-    """Deletes what was never finished and all but the newest ``keep`` checkpoints."""
+    """Deletes what somebody never finished and all but the newest ``keep``."""
     for unfinished in folder.glob(f"*{_UNFINISHED}"):
-        unfinished.unlink(missing_ok=True)
+        if time.time() - _age(unfinished) / 1e9 > _ABANDONED_SECONDS:
+            unfinished.unlink(missing_ok=True)
     for old in saved_files(folder)[keep:]:
         old.path.unlink(missing_ok=True)
 
 
 def set_aside(damaged: SavedFile) -> Path:
     """Renames a damaged checkpoint, so that it no longer counts."""
-    aside = damaged.path.with_name(f"damaged-{damaged.path.name}")
+    aside = damaged.path.with_name(f"{_DAMAGED}{damaged.path.name}")
     with contextlib.suppress(FileNotFoundError):
         damaged.path.replace(aside)
     _sync_folder(aside.parent)
     return aside
 
 
-def newest_whole(folder: Path) -> tuple[SavedFile, bytes] | None:
+def newest_whole(folder: Path, kind: str = "update") -> tuple[SavedFile, bytes] | None:
     """The newest checkpoint whose content is what was written, and its content.
 
     Damaged ones are set aside with a warning.
 
     Raises:
-        CheckpointError: All are damaged.
+        CheckpointError: There are only damaged ones, also from before.
+        OSError: One cannot be read now.
     """
-    files = saved_files(folder)
-    for file in files:
+    for file in saved_files(folder, kind):
         content = file.content()
         if content is not None:
             return file, content
@@ -136,10 +150,11 @@ def newest_whole(folder: Path) -> tuple[SavedFile, bytes] | None:
             file.path,
             set_aside(file).name,
         )
-    if files:
+    num_damaged = len(list(folder.glob(f"{_DAMAGED}{kind}-*")))
+    if num_damaged:
         raise CheckpointError(
-            f"all {len(files)} checkpoints in {folder} are damaged; they are called "
-            "damaged-* now. Move the folder away to begin anew, or put a copy there"
+            f"all {num_damaged} checkpoints in {folder} are damaged; they are called "
+            f"{_DAMAGED}* now. Move them away to begin anew, or put a copy there"
         )
     return None
 

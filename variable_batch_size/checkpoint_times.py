@@ -68,7 +68,8 @@ class SaveTimes:
         assert self._seconds is not None
         elapsed = self._clock() - self._since
         wait = updates_to_wait(elapsed, self._seconds, num_updates - self._updates_then)
-        told = torch.tensor([wait]).to(self._replica.device)
+        self._replica.sync()  # what replicas have pending is no part of a collective
+        told = self._replica.send(torch.tensor([wait]))
         self._replica.broadcast_([told])
         wait = int(self._replica.fetch([told])[0].item())
         self._next_look = num_updates + max(wait, 1)

@@ -37,11 +37,12 @@ def restore_random_state(state: dict[str, Any], replica: Replica) -> None:
     dropout then differs from the uninterrupted run's, and from other replicas', as it
     should.
     """
-    keys, *rest = state["numpy"]
-    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *rest))
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    torch.set_rng_state(state["torch"])
+    if replica.is_master:  # other processes may have been seeded by rank
+        keys, *rest = state["numpy"]
+        np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *rest))
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+        torch.set_rng_state(state["torch"])
     devices = state["devices"]
     like_own = devices.shape[1] == len(replica.rng_state())
     if like_own and replica.rank < len(devices):

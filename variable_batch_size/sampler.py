@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -104,6 +105,7 @@ class CustomSampler(Sampler[list[int]]):
         self._verbose = verbose
         self._committed: Place | None = None
         self._restored: Place | None = None
+        self._order_digests: dict[int, str] = {}  # of the epoch under way
         self.set_epoch(0)
 
     @property
@@ -181,13 +183,15 @@ class CustomSampler(Sampler[list[int]]):
     def state_dict(self) -> dict[str, Any]:
         """Integers and strings; no number of replicas.
 
-        ``epoch`` and ``step``: the place behind the last committed update.
+        ``epoch`` and ``step``: the place behind the last committed update; ``order``: a
+        digest of that epoch's order, if this replica has begun to run it.
         ``fingerprint``: what a run must have in common with this one to go on with it.
         """
         place = self._committed or Place(self.plan.epoch, self.plan.start_step)
         return {
             "version": VERSION,
             **place._asdict(),
+            "order": self._order_digests.get(place.epoch),
             "fingerprint": self._fingerprint(),
         }
 
@@ -208,6 +212,8 @@ class CustomSampler(Sampler[list[int]]):
         """
         place = self.check_state(state, allow_changes)
         self._restored = self._committed = place
+        digest = None if allow_changes else state.get("order")
+        self._order_digests = {place.epoch: digest} if digest else {}
         self.set_epoch(place.epoch)
 
     def check_state(self, state: Mapping[str, Any], allow_changes: bool) -> Place:
@@ -229,8 +235,22 @@ class CustomSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         plan = self.plan
         order, size = self._epoch_order(plan.epoch), plan.minibatch_size
+        self._check_order(plan, order)
         for minibatch in plan.minibatches(self.rank):
             yield order[minibatch * size : (minibatch + 1) * size].tolist()
+
+    def _check_order(self, plan: EpochPlan, order: np.ndarray) -> None:
+        """What is left of a restored epoch must be left of the same order."""
+        digest = hashlib.sha256(np.ascontiguousarray(order, "<i8")).hexdigest()[:16]
+        expected = self._order_digests.get(plan.epoch, digest)
+        if plan.start_step and digest != expected:
+            raise ValueError(
+                f"epoch {plan.epoch} is gone on with behind step {plan.start_step}, "
+                "and its order is another one: order= must be a function of the epoch, "
+                "or have a state that is restored with the sampler's; if it is "
+                "shuffled, this torch shuffles otherwise"
+            )
+        self._order_digests = {plan.epoch: digest}
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         """``(num_samples,)`` int64: the permutation of this epoch."""

@@ -12,8 +12,12 @@ from variable_batch_size.numbers import as_positive
 logger = logging.getLogger(__name__)
 
 
-def poll_for_stop(poll: Callable[[], str | None], seconds: float) -> None:
+def poll_for_stop(
+    poll: Callable[[], str | None], seconds: float, run: Callable[[], object | None]
+) -> None:
     """Calls ``poll`` every so many seconds until it returns a reason to stop.
+
+    Or until ``run``, a weak reference to what it is for, has nothing to refer to.
 
     In a daemon thread: it may take its time, as an HTTP request to a metadata server
     does. An exception in it is logged, and it is called again.
@@ -26,8 +30,8 @@ def poll_for_stop(poll: Callable[[], str | None], seconds: float) -> None:
     pause = threading.Event()
     interval = as_positive("poll_seconds", seconds)
 
-    def run() -> None:
-        while not pause.wait(interval):
+    def ask() -> None:
+        while not pause.wait(interval) and run() is not None:
             try:
                 reason = poll()
             except Exception:  # the user's code; training goes on without an answer
@@ -37,4 +41,4 @@ def poll_for_stop(poll: Callable[[], str | None], seconds: float) -> None:
                 xla_replica.request_stop(str(reason))
                 return
 
-    threading.Thread(target=run, name="stop-poll", daemon=True).start()
+    threading.Thread(target=ask, name="stop-poll", daemon=True).start()

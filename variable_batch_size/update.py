@@ -51,6 +51,13 @@ class Attached:
     def add(self, target: Any, unit: str, every: float) -> None:
         """See `as_callback`; a scheduler takes the next loaded state that waits."""
         callback = as_callback(target, unit, every, self._noise)
+        if isinstance(callback, ScheduleIn) and any(
+            getattr(each, "saves_updates", False) for each in self._callbacks
+        ):
+            raise ValueError(
+                "attach: a scheduler behind a Checkpointer would be an update late in "
+                "what it saves; attach it before"
+            )
         if isinstance(callback, ScheduleIn) and self._waiting:
             callback.load_state_dict(self._waiting[0])
             del self._waiting[0]
@@ -176,8 +183,9 @@ class ScheduleIn:
         return self._noise.progress - self._begin
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands; the scheduler has a state of its own."""
+        """Where it stands, and the scheduler's own state."""
         return {
+            "scheduler": self.scheduler.state_dict(),
             "unit": self.unit,
             "every": self.every,
             "done": self.done,
@@ -197,6 +205,8 @@ class ScheduleIn:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what `state_dict` gave; see `check_state`."""
         self.check_state(state)
+        if "scheduler" in state:
+            self.scheduler.load_state_dict(state["scheduler"])
         self.done, self.ticks = state["done"], int(state["ticks"])
         self._begin = state["begin"]
 

@@ -15,6 +15,7 @@ from xla_replica.seeding import seeded
 from xla_replica.stopping import (
     StopRequest,
     catch_signals,
+    leave_signals_to_parent,
     request_stop,
     stop_requested,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "default_num_replicas",
     "full_matmul_precision",
     "launch",
+    "leave_signals_to_parent",
     "request_stop",
     "seeded",
     "stop_requested",

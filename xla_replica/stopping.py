@@ -225,6 +225,28 @@ def forwarding(folder: str) -> Iterator[None]:
         _restore(installed)
 
 
+def leave_signals_to_parent(worker_id: int = 0) -> None:
+    """For ``DataLoader(worker_init_fn=)``: a signal to the job does not end the worker.
+
+    torchrun and a terminal signal the whole process group, and torch's workers die of
+    SIGTERM, which ends the training that had just been asked to save. So the worker
+    gets a group of its own; it still ends with its parent. Workers that are forked,
+    torch's default on Linux before Python 3.14, do so by themselves where signals are
+    caught.
+    """
+    del worker_id
+    with contextlib.suppress(OSError):  # the leader of a group already
+        os.setpgid(0, 0)
+
+
+def _leave_group_if_armed() -> None:
+    if _process.armed:
+        leave_signals_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_group_if_armed)
+
+
 def check_stop(reason: Any, exit_status: Any) -> None:
     """Raises TypeError or ValueError unless these can end a run."""
     if not isinstance(reason, str):
