@@ -38,7 +38,8 @@ class Replicas:
     def update(self, look: bool = False) -> list[bool]:
         """What every replica finds behind an update."""
         ballots = []
-        for self._rank, vote in enumerate(self._votes):
+        for rank, vote in enumerate(self._votes):
+            self._rank = rank
             ballots.append(vote.ballot())
         total = sum(ballots)
         for vote in self._votes:
