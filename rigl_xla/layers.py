@@ -115,6 +115,7 @@ def selectors(given: Selector | Iterable[Selector]) -> list[Selector]:
         TypeError: One is no selector.
     """
     single = isinstance(given, (str, type, nn.Module)) or callable(given)
+    single = single or not isinstance(given, Iterable)
     found = [given] if single else list(given)
     for selector in found:
         is_name = isinstance(selector, (str, type))

@@ -127,6 +127,8 @@ def method_named(
     Raises:
         ValueError, TypeError: A name is not known, or a score does not fit the method.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"method is {name!r}; it must be one of {sorted(METHODS)}")
     if name not in METHODS:
         raise ValueError(
             f"method={name!r} is not known; allowed are {sorted(METHODS)}, with drop= "

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
+from rigl_xla.checks import check_flags, check_number
 from rigl_xla.distribution import Distribution, allocate, distribution_named
-from rigl_xla.layers import Selector, Weight, holders, named, weights_of
+from rigl_xla.layers import Selector, Weight, named, weights_of
 from rigl_xla.methods import Method, Score, method_named
 from rigl_xla.schedule import UpdateSchedule
 from rigl_xla.snip import check_scores
@@ -50,12 +49,12 @@ class Options:
     from_rigl_torch: bool = False
 
     def __post_init__(self) -> None:
+        check_flags(self, "ignore_linear_layers", "static_topo", "skip_step")
+        if self.dense_first is not None:
+            check_flags(self, "dense_first")
         density = self.dense_allocation
-        if isinstance(density, bool) or not isinstance(density, (int, float)):
-            raise TypeError(
-                f"dense_allocation is {density!r}; it must be a number, the share of "
-                "active weights, above 0 and at most 1"
-            )
+        allowed = "the share of active weights, above 0 and at most 1"
+        check_number("dense_allocation", density, allowed)
         if not 0 < density <= 1:
             raise ValueError(
                 f"dense_allocation is {density!r}; the share of active weights must "
@@ -69,10 +68,17 @@ class Options:
                 f"initial_weights={self.initial_weights!r} is not known; allowed are "
                 f"{INITIAL_WEIGHTS}, or None to keep the model's"
             )
+        check_number("momentum", self.momentum, "from 0 to below 1")
         if not 0 <= self.momentum < 1:
             raise ValueError(
                 f"momentum is {self.momentum!r}; the share of its past that the "
                 "running mean of gradients keeps must be from 0 to below 1"
+            )
+        given = {} if self.sparsities is None else self.sparsities
+        if not isinstance(given, Mapping) or not all(isinstance(p, str) for p in given):
+            raise TypeError(
+                f"sparsities is {self.sparsities!r}; it must be a dict from patterns "
+                "of parameter names to sparsities, like {'head': 0.5}, or None"
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"seed is {self.seed!r}; it must be an integer")
@@ -213,62 +219,3 @@ class Options:
 
     def _given(self) -> list[float]:
         return list((self.sparsities or {}).values())
-
-
-def check_steps(optimizer: Any, skip_step: bool) -> None:
-    """Raises ValueError if steps are to be skipped that the optimizer counts on.
-
-    A wrapper that decides by itself when it updates, because it must be called after
-    every backward pass, has a true attribute ``steps_by_itself``.
-    """
-    if skip_step and getattr(optimizer, "steps_by_itself", False):
-        raise ValueError(
-            f"{type(optimizer).__name__} must be stepped after every backward pass and "
-            "decides by itself when it updates, so a topology update cannot replace "
-            "its step; build the pruner with skip_step=False"
-        )
-
-
-def check_devices(weights: Sequence[Weight]) -> None:
-    """Raises ValueError unless all weights are on one device, and have values."""
-    names: dict[str, list[str]] = {}
-    for weight in weights:
-        names.setdefault(str(weight.parameter.device), []).append(weight.name)
-    if "meta" in names:
-        raise ValueError(
-            f"{names['meta']} are on the meta device and have no values yet; build the "
-            "pruner after the model has its weights"
-        )
-    if len(names) > 1:
-        raise ValueError(
-            f"weights to be sparse are on several devices, {names}; an update chooses "
-            "for all of them at once, on one. Put those of the others into exclude="
-        )
-
-
-def check_owner(weights: Sequence[Weight], optimizer: Any, pruner: object) -> None:
-    """Raises unless the optimizer trains all the weights, and no other pruner does.
-
-    Raises:
-        ValueError, TypeError: As said.
-    """
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}; it must be a torch optimizer, "
-            "or a wrapper that is one"
-        )
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    strangers = [w.name for w in weights if id(w.parameter) not in owned]
-    if strangers:
-        raise ValueError(
-            f"the optimizer does not train {strangers}, which are to be sparse; build "
-            "it from this model's parameters, after the model was moved to its "
-            "device, or put these into exclude="
-        )
-    for weight in weights:
-        holder = holders.get(weight.parameter)
-        if holder is not None and holder() not in (None, pruner):
-            raise ValueError(
-                f"{weight.name!r} is already kept sparse by another RigLScheduler: "
-                "close() that one first"
-            )

@@ -62,6 +62,11 @@ class UpdateSchedule:
                 f"alpha is {self.alpha!r}; the share of active connections that an "
                 "update may drop must be in [0, 1]; the paper uses 0.3"
             )
+        if not isinstance(self.annealing, str):
+            raise TypeError(
+                f"annealing is {self.annealing!r}; it must be one of "
+                f"{sorted(ANNEALINGS)}"
+            )
         if self.annealing not in ANNEALINGS:
             raise ValueError(
                 f"annealing={self.annealing!r} is not known; allowed are "

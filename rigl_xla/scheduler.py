@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 import xla_replica
 from rigl_xla import saved
+from rigl_xla.checks import check_devices, check_owner, check_steps, check_types
 from rigl_xla.collect import begin_, collect_, collects, is_collecting
 from rigl_xla.compat import RigLTorchNames
 from rigl_xla.distribution import Distribution
@@ -22,7 +23,7 @@ from rigl_xla.flops import LayerCost
 from rigl_xla.initial import first_layer_state, set_weights_
 from rigl_xla.layers import Selector, Weight, check_bound, holders, selectors
 from rigl_xla.methods import Score
-from rigl_xla.options import Options, check_devices, check_owner, check_steps
+from rigl_xla.options import Options
 from rigl_xla.report import Report, describe
 from rigl_xla.schedule import UpdateSchedule
 from rigl_xla.sparse_layer import SparseLayer
@@ -141,6 +142,7 @@ class RigLScheduler(RigLTorchNames):
         seed: int = 0,
         replica: Replica | None = None,
     ) -> None:
+        check_types(model, replica)
         options = Options(
             dense_allocation=dense_allocation,
             sparsity_distribution=sparsity_distribution,

@@ -504,7 +504,19 @@ BAD = [
     ({"structure": "2:4", "dense_allocation": 0.5, "method": "gmp"}, ValueError, "gmp"),
     ({"structure": "1:3", "dense_allocation": 1}, ValueError, "no multiple of 3"),
     ({"momentum": 1}, ValueError, "below 1"),
+    ({"momentum": "0.9"}, TypeError, "momentum is '0.9'; it must be a number"),
     ({"seed": 0.5}, TypeError, "an integer"),
+    ({"sparsities": [0.5]}, TypeError, "a dict from patterns"),
+    ({"sparsities": {5: 0.5}}, TypeError, "a dict from patterns"),
+    ({"sparsities": {"5": "0.5"}}, TypeError, "must be a number"),
+    ({"skip_step": "no"}, TypeError, "skip_step is 'no'; it must be True or False"),
+    ({"static_topo": "yes"}, TypeError, "static_topo is 'yes'; it must be True or"),
+    ({"ignore_linear_layers": 0}, TypeError, "ignore_linear_layers is 0; it must be"),
+    ({"dense_first": 3}, TypeError, "dense_first is 3; it must be True or False"),
+    ({"method": ["rigl"]}, TypeError, "method is .'rigl'.; it must be one of"),
+    ({"annealing": []}, TypeError, "annealing is ..; it must be one of"),
+    ({"include": 3}, TypeError, "3 selects no layers"),
+    ({"replica": "xla"}, TypeError, "replica is 'xla'; it must be a xla_replica"),
     ({"state_dict": 3}, TypeError, "must be what"),
     ({"state_dict": {}}, ValueError, "its own format"),
 ]
@@ -546,4 +558,6 @@ def test_an_optimizer_of_other_weights_is_refused():
         pruned(model, sgd(convnet()))
     with pytest.raises(TypeError, match="must be a torch optimizer"):
         pruned(model, nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="model is a dict; it must be a torch module"):
+        pruned({}, sgd(model))
     assert equal(before, model.state_dict())
