@@ -138,6 +138,9 @@ def test_their_attributes_are_here(reference):
     public += ["grad_accumulation_n", "S"]
     for name in public:
         assert getattr(ours, name) == getattr(theirs, name), name
+    for step in (0, 7, 74):
+        ours.step = theirs.step = step
+        assert ours.cosine_annealing() == theirs.cosine_annealing()
     assert len(ours.W) == len(theirs.W) == len(ours.backward_masks)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 
 import pytest
 import torch
@@ -58,6 +59,32 @@ def test_the_step_that_changes_the_topology_changes_no_other_weight():
             grown = new & ~old
             assert grown.any()
             assert torch.equal(new.sum(), old.sum())
+
+
+@pytest.mark.parametrize("skip_step", [True, False])
+@pytest.mark.parametrize("kind", sorted(set(OPTIMIZERS) - {"sgd-plain"}))
+def test_a_grown_connection_begins_without_the_optimizers_past(kind, skip_step):
+    """Also where something was left behind, as by a state that was loaded."""
+    model = convnet()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    pruner = pruned(model, optimizer, skip_step=skip_step)
+    train(model, optimizer, pruner, range(2))
+    kept_of = {}
+    for name in pruner.masks:
+        weight = model.get_parameter(name)
+        state = optimizer.state[weight].values()
+        kept_of[name] = [v for v in state if v.shape == weight.shape]
+        assert kept_of[name]
+        for tensor in kept_of[name]:
+            tensor.fill_(1.0)
+    masks = copy.deepcopy(pruner.masks)
+    train(model, optimizer, pruner, range(2, 3))
+    for name, new in pruner.masks.items():
+        grown, kept = new & ~masks[name], new & masks[name]
+        assert grown.any()
+        for tensor in kept_of[name]:
+            assert not tensor[grown].any()
+            assert tensor[kept].all()
 
 
 def test_the_strongest_stay_and_the_largest_gradients_grow():
@@ -388,6 +415,41 @@ def test_memory_is_shared_throughout():
     train(model, optimizer, pruner, range(7))
     tensors = [model[5].weight, pruner.masks["5.weight"]]
     assert before == [tensor.data_ptr() for tensor in tensors]
+
+
+def test_masks_and_their_past_follow_a_parameter_to_its_device():
+    model = convnet()
+    [layer, *_] = pruned(model, sgd(model))._layers
+    mask = layer.mask
+    layer.follow(torch.device("cpu"))
+    assert layer.mask is mask
+    layer.follow(torch.device("meta"))
+    moved = [layer.mask, layer.history.ever, layer.history.counts]
+    assert [tensor.device.type for tensor in moved] == ["meta"] * 3
+
+
+def test_the_drop_fraction_by_its_name_in_rigl_torch():
+    model = convnet()
+    pruner = pruned(model, sgd(model), alpha=0.4, T_end=8, delta=4)
+    found = []
+    for _ in range(9):
+        found.append(pruner.cosine_annealing())
+        pruner()
+    expected = [0.2 * (1 + math.cos(math.pi * step / 8)) for step in range(9)]
+    assert found == pytest.approx(expected)
+
+
+def test_gradients_written_by_hand_are_masked_on_demand():
+    model = convnet()
+    pruner = pruned(model, sgd(model))
+    first, *others = pruner.masks  # the first has none
+    for name in others:
+        weight = model.get_parameter(name)
+        weight.grad = torch.where(pruner.masks[name], 2.0, torch.nan)
+    pruner.apply_mask_to_gradients()
+    assert model.get_parameter(first).grad is None
+    for name in others:
+        assert torch.equal(model.get_parameter(name).grad, 2.0 * pruner.masks[name])
 
 
 def test_a_dense_model_is_left_alone():
