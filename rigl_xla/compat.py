@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rigl_xla.sparse_layer import keep_
-from rigl_xla.update import state_of
+from rigl_xla.update import optimizer_state_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -117,6 +117,6 @@ class RigLTorchNames:
     def reset_momentum(self) -> None:
         """Zeroes what the optimizer keeps for inactive weights."""
         for layer in self._layers:
-            for tensor in state_of(layer.weight.parameter, self.optimizer):
+            for tensor in optimizer_state_of(layer.weight.parameter, self.optimizer):
                 layer.follow(tensor.device)
                 keep_(tensor, layer.mask)

@@ -66,7 +66,7 @@ class CostReport:
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class TrainingRun:
     """What of a run its cost depends on.
 
     Attributes:
@@ -86,16 +86,16 @@ class Schedule:
     final: Sparsities
 
 
-def cost_report(costs: Costs, now: Sparsities, schedule: Schedule) -> CostReport:
+def cost_report(costs: Costs, now: Sparsities, run: TrainingRun) -> CostReport:
     """Adds it all up.
 
     Args:
         costs: Of every layer, dense ones too.
         now: Sparsities by name; layers without one are dense.
-        schedule: Of the run.
+        run: What it depends on besides.
 
     >>> from rigl_xla.flops import LayerCost
-    >>> run = Schedule("rigl", 100, 1, 74_900, 100_000, {"fc": 0.9})
+    >>> run = TrainingRun("rigl", 100, 1, 74_900, 100_000, {"fc": 0.9})
     >>> found = cost_report({"fc": LayerCost((10, 100))}, {"fc": 0.9}, run)
     >>> round(found.macs), round(found.dense_macs), round(found.training_ratio, 4)
     (100, 1000, 0.1074)
@@ -103,15 +103,13 @@ def cost_report(costs: Costs, now: Sparsities, schedule: Schedule) -> CostReport
     {'dense': 1.0, 'static': 0.1, 'set': 0.1, 'rigl': 0.11, 'snfs': 0.4, 'gmp': 0.27}
     """
     ratios = {
-        method: training_ratio(
-            costs, now, method, schedule.delta, schedule.num_collected
-        )
+        method: training_ratio(costs, now, method, run.delta, run.num_collected)
         for method in TRAINED_LIKE
     }
-    last, num_steps = schedule.last_update, schedule.num_steps
+    last, num_steps = run.last_update, run.num_steps
     if num_steps is not None and last > 0:
         ratios["gmp"] = gradual_training_ratio(
-            costs, schedule.final, 0, last, schedule.delta, num_steps
+            costs, run.final, 0, last, run.delta, num_steps
         )
     return CostReport(
         macs=inference_macs(costs, now),
@@ -121,5 +119,5 @@ def cost_report(costs: Costs, now: Sparsities, schedule: Schedule) -> CostReport
         size_in_bytes=size_in_bytes(costs, now),
         dense_size_in_bytes=size_in_bytes(costs),
         training_ratios=ratios,
-        method=schedule.method,
+        method=run.method,
     )

@@ -9,6 +9,7 @@ import torch
 
 from rigl_xla import masks
 from rigl_xla.distribution import num_inactive
+from rigl_xla.history import History
 from rigl_xla.layers import Weight
 from rigl_xla.options import INITIAL_WEIGHTS, Options
 from rigl_xla.sparse_layer import SparseLayer, like
@@ -44,7 +45,9 @@ def first_layer_state(weight: Weight, sparsity: float, options: Options) -> Spar
     else:
         flat = masks.random_mask(options.seed, weight.name, size, active)
         mask = flat.reshape(parameter.shape)
-    return SparseLayer(weight, sparsity, active, like(parameter, mask), rows)
+    mask = like(parameter, mask)
+    history = History.begin(mask, active)
+    return SparseLayer(weight, sparsity, active, mask, history, rows)
 
 
 def _scores(weight: Weight, options: Options) -> torch.Tensor | None:

@@ -98,7 +98,7 @@ class Report:
         # What is sparse only because it was included costs nothing, as norms do.
         self._costs = {**watched, **own, **_fitting(watched, costs)}
         schedule = pruner.schedule
-        self._schedule = cost_report.Schedule(
+        self._run = cost_report.TrainingRun(
             method=_kind(pruner._method),
             delta=schedule.delta,
             num_collected=schedule.grad_accumulation_n,
@@ -166,7 +166,7 @@ class Report:
                 "operations depend on how often a forward pass uses each weight; give "
                 "report(costs), where costs = rigl_xla.costs_of(model, inputs)"
             )
-        return cost_report.cost_report(self._costs, self._now(), self._schedule)
+        return cost_report.cost_report(self._costs, self._now(), self._run)
 
     @property
     def size_in_bytes(self) -> float:

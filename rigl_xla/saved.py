@@ -210,9 +210,9 @@ def _fit(
                 entry["sparsity"],
                 entry["num_active"],
                 like(weight.parameter, unpack(entry["mask"], entry["shape"])),
+                _history(weight, entry),
                 options.rows(weight, entry["sparsity"]),
                 gradient=None if gradient is None else gradient.to(device, copy=True),
-                history=_history(weight, entry),
             )
         )
     return layers
@@ -271,8 +271,9 @@ def _read_rigl_torch(
             continue
         _check_shape(weight, tuple(mask.shape))
         own = mask.detach().to("cpu", torch.bool, copy=True)
-        mask = like(weight.parameter, own)
-        layers.append(SparseLayer(weight, float(sparsity), int(own.sum()), mask))
+        active, mask = int(own.sum()), like(weight.parameter, own)
+        history = History.begin(mask, active)
+        layers.append(SparseLayer(weight, float(sparsity), active, mask, history))
     return Found(
         positions,
         layers,

@@ -23,25 +23,21 @@ class SparseLayer:
         sparsity: What it is to have.
         num_active: Connections it is to have now.
         mask: bool of the weight's shape, True where active.
+        history: Where its connections have been.
         rows: The pattern its mask keeps, if any.
         pending: This replica's dense gradient of the step under way, summed over
             backward passes.
         gradient: The dense gradient of earlier steps, over all replicas.
-        history: Where its connections have been.
     """
 
     weight: Weight
     sparsity: float
     num_active: int
     mask: torch.Tensor
+    history: History
     rows: Rows | None = None
     pending: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
-    history: History = None  # type: ignore[assignment]  # made of the mask
-
-    def __post_init__(self) -> None:
-        if self.history is None:
-            self.history = History.begin(self.mask, self.num_active)
 
     @property
     def name(self) -> str:

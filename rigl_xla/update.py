@@ -95,14 +95,16 @@ def install_(layer: SparseLayer, new: torch.Tensor, optimizer: Optimizer) -> Non
     parameter = layer.weight.parameter
     layer.history.record(new, kept)
     keep_(layer.data, kept)
-    for tensor in state_of(parameter, optimizer):
+    for tensor in optimizer_state_of(parameter, optimizer):
         keep_(tensor, kept)
     if parameter.grad is not None:
         keep_(parameter.grad.detach(), new)
     layer.mask.copy_(new)
 
 
-def state_of(parameter: torch.Tensor, optimizer: Optimizer) -> Iterator[torch.Tensor]:
+def optimizer_state_of(
+    parameter: torch.Tensor, optimizer: Optimizer
+) -> Iterator[torch.Tensor]:
     """What the optimizer keeps for each single weight: momentum, second moments."""
     state = optimizer.state.get(parameter)  # not [...], which would make an entry
     for value in (state or {}).values():
