@@ -63,8 +63,8 @@ def weights_of(
 ) -> list[Weight]:
     """Weights of convolutions, linear, attention, recurrent and bilinear layers.
 
-    In order of registration, shared ones once; never biases, norms, embeddings or
-    frozen parameters, unless ``include`` names them.
+    In order of registration, shared ones once, by the name at the first such layer;
+    never biases, norms, embeddings or frozen parameters, unless ``include`` names them.
 
     Args:
         model: Any module.
@@ -100,10 +100,15 @@ def weights_of(
             )
         if id(parameter) in dropped or not allowed:
             continue
-        if selected or _is_kind(module, owner.attribute):
+        by_kind = _is_kind(module, owner.attribute)
+        other = found.get(id(parameter))
+        # A shared one is known by the module that multiplies by it, included or not.
+        if by_kind and other and _is_kind(other.module, other.attribute):
+            continue
+        if by_kind or (selected and not other):
             is_conv = isinstance(module, _ConvNd)
             weight = Weight(owner.name, parameter, module, owner.attribute, is_conv)
-            found.setdefault(id(parameter), weight)
+            found[id(parameter)] = weight
     _check_used([*include, *exclude], used)
     return list(found.values())
 
