@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import re
-import subprocess
-import sys
-import types
 from pathlib import Path
 
 import pytest
+import rigl_torch_reference
 import torch
 import torch.nn.functional as F
+from support.reference import not_compared
 from support.sparse import batch, convnet
 
 from rigl_xla import RigLScheduler
@@ -22,30 +20,11 @@ from rigl_xla import RigLScheduler
 def reference(tmp_path_factory):
     """rigl-torch's scheduler, installed beside the environment."""
     folder = tmp_path_factory.mktemp("rigl-torch")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-    run = subprocess.run(
-        [*command, "--target", str(folder), "rigl-torch==0.5.2"],
-        capture_output=True,
-        text=True,
-    )
-    if run.returncode:
-        pytest.skip(
-            "NOT COMPARED with rigl-torch 0.5.2 bit for bit: it cannot be installed, "
-            f"which needs a package index that has it. pip: {run.stderr[-200:]}"
-        )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
-        if importlib.util.find_spec("torchvision") is None:
-            # It asks whether modules are torchvision's residual blocks; none here is.
-            names = {"Bottleneck": type("A", (), {}), "BasicBlock": type("B", (), {})}
-            resnet = types.SimpleNamespace(**names)
-            models = types.SimpleNamespace(resnet=resnet)
-            stand_in = types.ModuleType("torchvision")
-            stand_in.models = models
-            patch.setitem(sys.modules, "torchvision", stand_in)
-        yield importlib.import_module("rigl_torch.RigL").RigLScheduler
-    for name in [name for name in sys.modules if name.startswith("rigl_torch")]:
-        del sys.modules[name]
+    error = rigl_torch_reference.install(folder)
+    if error is not None:
+        not_compared(f"rigl-torch {rigl_torch_reference.VERSION}", error)
+    with rigl_torch_reference.imported(folder) as scheduler:
+        yield scheduler
 
 
 def sgd(model):
@@ -162,3 +141,11 @@ def test_a_state_of_another_model_is_refused(reference):
     theirs = reference(model, sgd(model), dense_allocation=0.3, T_end=75)
     with pytest.raises(ValueError, match=r"this model has \[16\]"):
         RigLScheduler(other, sgd(other), state_dict=theirs.state_dict())
+
+
+@pytest.mark.parametrize(("ci", "outcome"), [("", "skip"), ("1", "fail")])
+def test_what_cannot_be_compared_fails_in_ci(monkeypatch, ci, outcome):
+    monkeypatch.setenv("CI", ci)
+    expected = getattr(pytest, outcome).Exception
+    with pytest.raises(expected, match=r"NOT COMPARED with it 1.0 .* pip: no index"):
+        not_compared("it 1.0", "no index")

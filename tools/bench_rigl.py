@@ -19,20 +19,17 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib
-import importlib.util
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import rigl_torch_reference
 import torch
 import torch.nn.functional as F
 from record import save
@@ -181,17 +178,13 @@ def topology_updates(theirs: Any, rounds: int, minutes: float) -> dict[str, Any]
 def rigl_torch() -> Iterator[Any]:
     """rigl-torch's scheduler, from a folder that is not of the environment."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-        subprocess.run([*command, "--target", folder, "rigl-torch==0.5.2"], check=True)
-        if importlib.util.find_spec("torchvision") is None:
-            # It asks whether modules are torchvision's residual blocks; none here is.
-            blocks = {name: type(name, (), {}) for name in ("BasicBlock", "Bottleneck")}
-            stand_in: Any = types.ModuleType("torchvision")
-            resnet = types.SimpleNamespace(**blocks)
-            stand_in.models = types.SimpleNamespace(resnet=resnet)
-            sys.modules["torchvision"] = stand_in
-        sys.path.insert(0, folder)
-        yield importlib.import_module("rigl_torch.RigL").RigLScheduler
+        error = rigl_torch_reference.install(Path(folder))
+        if error is not None:
+            sys.exit(
+                f"rigl-torch cannot be installed; --only-steps does without: {error}"
+            )
+        with rigl_torch_reference.imported(Path(folder)) as scheduler:
+            yield scheduler
 
 
 def say(what: str, found: Mapping[str, Any], goal: str) -> None:
