@@ -83,6 +83,8 @@ def test_counts_are_those_of_the_masks(kind):
             assert layer.num_grown == (mask & ~old).sum()
             assert layer.num_dropped == (old & ~mask).sum()
             assert layer.num_explored == ever[name].sum()
+            assert layer.churn == layer.num_grown / layer.num_active
+            assert layer.sparsity == 1 - layer.num_active / layer.size
     assert num_updates == (0 if kind == "static" else 4)
     sizes = sum(mask.numel() for mask in now.values())
     explored = sum(int(mask.sum()) for mask in ever.values())
