@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.torchrun import LAUNCHER
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run(*arguments: str) -> str:
+def run(*arguments: str, launcher: tuple[str, ...] = (sys.executable,)) -> str:
     pytest.importorskip("sklearn")
-    command = [sys.executable, str(ROOT / "examples" / "rigl_mnist.py")]
+    command = [*launcher, str(ROOT / "examples" / "rigl_mnist.py")]
     command += ["--dataset", "digits", "--device", "cpu", "--delta", "10", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -45,3 +46,12 @@ def test_on_replicas_with_a_trace():
     masks = re.compile(r"nonzero_params=.*")
     assert masks.search(alone).group() == masks.search(together).group()
     assert accuracies(together) == pytest.approx(accuracies(alone), abs=2)
+
+
+@pytest.mark.slow
+def test_under_torchrun():
+    """The run that two replicas of its own make, and one line for each epoch."""
+    trace = ["--trace", "96,32,64", "--epochs", "3"]
+    own, torchrun = run(*trace, "--replicas", "2"), run(*trace, launcher=LAUNCHER)
+    assert len(accuracies(torchrun)) == 3
+    assert torchrun == own
