@@ -1,18 +1,20 @@
-"""What is saved of a pruner, and how it is read back; rigl-torch's states too."""
+"""What is saved of a pruner, and how it is read back."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from rigl_xla.found import Found, check_shape
 from rigl_xla.history import History
-from rigl_xla.layers import Weight, clean, weights_of
+from rigl_xla.layers import Weight, weights_of
 from rigl_xla.options import Options
+from rigl_xla.rigl_torch import read_rigl_torch, rigl_torch_weights
 from rigl_xla.schedule import UpdateSchedule
 from rigl_xla.sparse_layer import SparseLayer, like, to_host
 from xla_replica import Replica
@@ -29,17 +31,6 @@ _KEPT_OPTIONS = (
 # The caller may repeat these, and has them from the state otherwise.
 _ASKED = ("method", "skip_step", "drop", "grow", "sparsity_distribution")
 _FUNCTION = "function "  # what a name cannot give back
-
-
-class Found(NamedTuple):
-    """A pruner's state, fit to a model that has not been touched."""
-
-    weights: list[Weight]
-    layers: list[SparseLayer]
-    options: Options
-    schedule: UpdateSchedule
-    step: int
-    num_updates: int
 
 
 def state_of(
@@ -130,7 +121,7 @@ def read(
             f"are {sorted(fields)}"
         )
     if "backward_masks" in state and "hyperparams" in state:
-        return _read_rigl_torch(state, model, options, schedule, changes)
+        return read_rigl_torch(state, model, options, schedule, changes)
     if state.get("format") != FORMAT:
         raise ValueError(
             f"state_dict has format {state.get('format')!r} and keys {sorted(state)}; "
@@ -201,7 +192,7 @@ def _fit(
         if weight.name not in saved:
             continue
         entry = saved[weight.name]
-        _check_shape(weight, tuple(entry["shape"]))
+        check_shape(weight, tuple(entry["shape"]))
         device = weight.parameter.device
         gradient = entry.get("gradient")
         layers.append(
@@ -224,84 +215,3 @@ def _history(weight: Weight, entry: Mapping[str, Any]) -> History:
     ever = unpack(entry.get("ever_active", entry["mask"]), entry["shape"])
     counts = int(mask.count_nonzero()), int(ever.count_nonzero())
     return History.resume(like(weight.parameter, ever), *counts)
-
-
-def _check_shape(weight: Weight, shape: tuple[int, ...]) -> None:
-    if tuple(weight.parameter.shape) != shape:
-        raise ValueError(
-            f"state_dict has a mask of shape {shape} for {weight.name!r}, which has "
-            f"shape {tuple(weight.parameter.shape)}; it is of another model"
-        )
-
-
-def _read_rigl_torch(
-    state: Mapping[str, Any],
-    model: nn.Module,
-    options: Options,
-    schedule: UpdateSchedule,
-    changes: Mapping[str, Any],
-) -> Found:
-    """Masks are by position there; counts are taken from them."""
-    saved = state["hyperparams"]
-    positions = rigl_torch_weights(model)
-    masks = list(state["backward_masks"])
-    if [w.parameter.numel() for w in positions] != list(state["N"]):
-        raise ValueError(
-            f"the rigl-torch state_dict is of weights of {list(state['N'])} numbers; "
-            f"this model has {[w.parameter.numel() for w in positions]}"
-        )
-    options = dataclasses.replace(
-        options,
-        dense_allocation=state["dense_allocation"],
-        ignore_linear_layers=bool(saved["ignore_linear_layers"]),
-        static_topo=bool(saved["static_topo"]),
-        from_rigl_torch=True,
-    )
-    values = {
-        **dataclasses.asdict(schedule),
-        "T_end": saved["T_end"],
-        "delta": saved["delta_T"],
-        "alpha": saved["alpha"],
-        "grad_accumulation_n": saved["grad_accumulation_n"],
-        **changes,
-    }
-    layers = []
-    for weight, sparsity, mask in zip(positions, state["S"], masks):
-        if mask is None:
-            continue
-        _check_shape(weight, tuple(mask.shape))
-        own = mask.detach().to("cpu", torch.bool, copy=True)
-        active, mask = int(own.sum()), like(weight.parameter, own)
-        history = History.begin(mask, active)
-        layers.append(SparseLayer(weight, float(sparsity), active, mask, history))
-    return Found(
-        positions,
-        layers,
-        options,
-        UpdateSchedule(**values),
-        int(state["step"]),
-        int(state["rigl_steps"]),
-    )
-
-
-def rigl_torch_weights(model: nn.Module) -> list[Weight]:
-    """What rigl-torch 0.5.2 takes for the layers of a model, in its order.
-
-    Every module with a weight but `BatchNorm2d`; it looks into no such module.
-    """
-    names = {id(p): clean(name) for name, p in model.named_parameters()}
-    found = []
-
-    def visit(module: nn.Module) -> None:
-        weight = getattr(module, "weight", None)
-        is_norm = type(module) is nn.BatchNorm2d
-        if isinstance(weight, nn.Parameter) and not is_norm:
-            is_conv = not isinstance(module, nn.Linear)
-            name = names[id(weight)]
-            found.append(Weight(name, weight, module, "weight", is_conv))
-            return
-        for child in module.children():
-            visit(child)
-
-    visit(model)
-    return found

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rigl_xla import weights_of
-from rigl_xla.saved import rigl_torch_weights
+from rigl_xla.rigl_torch import rigl_torch_weights
 
 
 class Everything(nn.Module):
