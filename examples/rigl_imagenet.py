@@ -30,7 +30,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ from run_display import Display  # noqa: E402
 
 import variable_batch_size as vbs  # noqa: E402
 import xla_replica  # noqa: E402
-from rigl_xla import RigLScheduler, TopologyLog, costs_of  # noqa: E402
+from rigl_xla import LayerCost, RigLScheduler, TopologyLog, costs_of  # noqa: E402
 from xla_replica import Replica  # noqa: E402
 
 # A large model's first program may take this many seconds to compile.
@@ -167,10 +167,23 @@ class Monitor:
         return loss / max(minibatches, 1)
 
 
-def train(rank: int, args: argparse.Namespace) -> list[Row] | None:
-    """One replica's run; on the master, a row for every epoch."""
-    replica = xla_replica.current()
-    training, validation = load(args)
+class Parts(NamedTuple):
+    """What a run is made of."""
+
+    model: nn.Module
+    costs: dict[str, LayerCost]
+    batches: DataLoader[Any]
+    optimizer: vbs.ElasticOptimizer
+    pruner: RigLScheduler
+    num_updates: int
+    display: Display
+    topology: TopologyLog
+    monitor: Monitor
+    checkpointer: vbs.Checkpointer | None
+
+
+def build(args: argparse.Namespace, training: Images, replica: Replica) -> Parts:
+    """A run at its beginning, or where its checkpoint stands."""
     with replica.seeded(args.seed):
         model = build_model(args, training.num_classes)
     image = torch.zeros(1, 3, args.image_size, args.image_size, dtype=torch.uint8)
@@ -204,43 +217,53 @@ def train(rank: int, args: argparse.Namespace) -> list[Row] | None:
     )
     monitor = Monitor(replica, display, topology, args.log_steps)
     optimizer.attach(monitor)
-    checkpointer = None
-    if args.checkpoint:
-        checkpointer = vbs.Checkpointer(
-            args.checkpoint,
-            optimizer,
-            best="max",
-            settings=lasting(args),
-            model=model,
-            scheduler=scheduler,
-            pruner=pruner,
-            monitor=monitor,
-        )
-        checkpointer.load()
-        optimizer.attach(checkpointer)
-    for epoch in range(len(monitor.rows), args.epochs):
+    checkpointer = checkpointer_for(args, optimizer, model=model, scheduler=scheduler,
+                                    pruner=pruner, monitor=monitor)  # fmt: skip
+    return Parts(model, costs, batches, optimizer, pruner, num_updates, display,
+                 topology, monitor, checkpointer)  # fmt: skip
+
+
+def checkpointer_for(
+    args: argparse.Namespace, optimizer: vbs.ElasticOptimizer, **parts: Any
+) -> vbs.Checkpointer | None:
+    """Attached, with what its folder has loaded; None if no folder was asked for."""
+    if not args.checkpoint:
+        return None
+    checkpointer = vbs.Checkpointer(
+        args.checkpoint, optimizer, best="max", settings=lasting(args), **parts
+    )
+    checkpointer.load()
+    optimizer.attach(checkpointer)
+    return checkpointer
+
+
+def train(rank: int, args: argparse.Namespace) -> list[Row] | None:
+    """One replica's run; on the master, a row for every epoch."""
+    replica = xla_replica.current()
+    training, validation = load(args)
+    run = build(args, training, replica)
+    rows = run.monitor.rows
+    for epoch in range(len(rows), args.epochs):
         since = time.perf_counter()
-        run_epoch(epoch, model, batches, optimizer, pruner, monitor, replica,
-                  args.label_smoothing)  # fmt: skip
+        run_epoch(epoch, run, replica, args.label_smoothing)
         seconds = time.perf_counter() - since
-        optimizer.average_buffers(model)
-        pruner.check_replicas()  # sparse: masks are equal, or this says where not
-        loss, accuracy = evaluate(model, validation, args, replica)
-        rows = monitor.rows
+        run.optimizer.average_buffers(run.model)
+        run.pruner.check_replicas()  # sparse: masks are equal, or this says where not
+        loss, accuracy = evaluate(run.model, validation, args, replica)
         rows.append({
-            "epoch": epoch + 1, "train_loss": monitor.epoch_loss(), "test_loss": loss,
-            "test_accuracy": accuracy,
+            "epoch": epoch + 1, "train_loss": run.monitor.epoch_loss(),
+            "test_loss": loss, "test_accuracy": accuracy,
             "seconds": seconds + (rows[-1]["seconds"] if rows else 0.0),
         })  # fmt: skip
-        display.epoch(rows[-1])
-        topology.flush()
-        if checkpointer:
-            checkpointer.save(metric=accuracy)
-    display.close(monitor.rows[-1])
+        run.display.epoch(rows[-1])
+        run.topology.flush()
+        if run.checkpointer:
+            run.checkpointer.save(metric=accuracy)
+    run.display.close(rows[-1])
     if replica.is_master:
-        print(pruner.report(costs, num_updates))
-    pruner.close()
-    return monitor.rows if replica.is_master else None
+        print(run.pruner.report(run.costs, run.num_updates))
+    run.pruner.close()
+    return rows if replica.is_master else None
 
 
 def lr_scheduler(
@@ -256,27 +279,19 @@ def lr_scheduler(
     return scheduler
 
 
-def run_epoch(
-    epoch: int,
-    model: nn.Module,
-    batches: DataLoader[Any],
-    optimizer: vbs.ElasticOptimizer,
-    pruner: RigLScheduler,
-    monitor: Monitor,
-    replica: Replica,
-    label_smoothing: float,
-) -> None:
+def run_epoch(epoch: int, run: Parts, replica: Replica, label_smoothing: float) -> None:
     """This replica's minibatches of an epoch, and the updates they lead to."""
-    model.train()
-    batches.dataset.epoch = epoch
-    batches.batch_sampler.set_epoch(epoch)
-    optimizer.set_epoch(epoch)
-    for images, labels in replica.loader(batches):
-        loss = F.cross_entropy(model(images), labels, label_smoothing=label_smoothing)
+    run.model.train()
+    run.batches.dataset.epoch = epoch
+    run.batches.batch_sampler.set_epoch(epoch)
+    run.optimizer.set_epoch(epoch)
+    for images, labels in replica.loader(run.batches):
+        logits = run.model(images)
+        loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
         loss.backward()
-        monitor.minibatch(loss)
-        if pruner():  # sparse
-            optimizer.step()
+        run.monitor.minibatch(loss)
+        if run.pruner():  # sparse
+            run.optimizer.step()
     replica.wait()
 
 

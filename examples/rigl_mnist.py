@@ -27,6 +27,7 @@ import sparse_training
 
 import variable_batch_size as vbs
 import xla_replica
+from rigl_xla import RigLScheduler
 
 
 class Split(NamedTuple):
@@ -62,12 +63,22 @@ def load(name: str, folder: str) -> tuple[Split, Split]:
     return Split(inputs[train], labels[train]), Split(inputs[test], labels[test])
 
 
-def train(rank: int, args: argparse.Namespace) -> float:
-    """One replica's run. Returns the test accuracy in percent."""
-    replica = xla_replica.current()
-    training, test = load(args.dataset, args.data)
+class Parts(NamedTuple):
+    """What a run is made of."""
+
+    model: nn.Module
+    sampler: vbs.CustomSampler
+    optimizer: vbs.ElasticOptimizer
+    pruner: RigLScheduler
+    checkpointer: vbs.Checkpointer | None
+
+
+def build(
+    args: argparse.Namespace, training: Split, replica: xla_replica.Replica
+) -> Parts:
+    """A run at its beginning, or where its checkpoint stands."""
+    width = training.inputs.shape[1]
     with replica.seeded(args.seed):
-        width = training.inputs.shape[1]
         model = nn.Sequential(
             nn.Linear(width, 300),
             nn.ReLU(),
@@ -96,6 +107,14 @@ def train(rank: int, args: argparse.Namespace) -> float:
         )
         checkpointer.load()
         optimizer.attach(checkpointer)
+    return Parts(model, sampler, optimizer, pruner, checkpointer)
+
+
+def train(rank: int, args: argparse.Namespace) -> float:
+    """One replica's run. Returns the test accuracy in percent."""
+    replica = xla_replica.current()
+    training, test = load(args.dataset, args.data)
+    model, sampler, optimizer, pruner, checkpointer = build(args, training, replica)
     accuracy = evaluate(model, test, replica)
     for epoch in range(sampler.epoch, args.epochs):
         sampler.set_epoch(epoch)
