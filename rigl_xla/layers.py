@@ -103,9 +103,8 @@ def weights_of(
         by_kind = _is_kind(module, owner.attribute)
         other = found.get(id(parameter))
         # A shared one is known by the module that multiplies by it, included or not.
-        if by_kind and other and _is_kind(other.module, other.attribute):
-            continue
-        if by_kind or (selected and not other):
+        known = other and _is_kind(other.module, other.attribute)
+        if (by_kind and not known) or (selected and not other):
             is_conv = isinstance(module, _ConvNd)
             weight = Weight(owner.name, parameter, module, owner.attribute, is_conv)
             found[id(parameter)] = weight
