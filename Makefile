@@ -31,7 +31,7 @@ mnist: $(VENV)/ready
 test: $(VENV)/ready
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
-# The slow tests too; what CI runs.
+# The slow tests too.
 test-all: PYTEST_ARGS += -m ''
 test-all: test
 
