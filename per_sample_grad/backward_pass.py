@@ -104,7 +104,11 @@ class BackwardPass:
             self._raise_uncovered(outside)
         proof = verify.proof_of(self._model, key)
         due = verify.due(
-            self._options.check, proof, self._params, self._fallback is not None
+            self._options.check,
+            proof,
+            self._params,
+            has_fallback=self._fallback is not None,
+            reordered=reached.reordered,
         )
         comparer = None if self._lenient else self._comparer(due)
         self._budget = self._options.budget or _budget_beside(uses, self._losses)

@@ -188,7 +188,12 @@ class Capture:
         self._check_state()
         refuse_hooked(self.params)
         recorded = self._recorder.uses
-        reached = graph.walk(losses, [use.region for use in recorded], self._names)
+        reached = graph.walk(
+            losses,
+            [use.region for use in recorded],
+            self._names,
+            {0, *(use.call.batch_dim for use in recorded)},
+        )
         uses = [recorded[number] for number in sorted(reached.regions)]
         check_versions(uses)
         refuse_hidden(self._recorder.unrecorded, uses, reached, self._names)
@@ -244,7 +249,10 @@ def capture(
             for those whose rule turns out wrong when it is checked.
         check: When to compare with autograd, for one more backward pass and, on a
             lazy device, one read-back: ``"first"`` time for each structure (modules
-            called, shapes), ``"always"`` or ``"never"``.
+            called, shapes), ``"always"`` or ``"never"``. Where losses or activations
+            are indexed along the batch (``losses[order]``), the order is data, and
+            ``"first"`` compares every time. An order that is made otherwise, by a
+            product with a matrix say, needs ``"always"``.
         method: Form of products: ``"auto"`` as planned, ``"factored"`` or
             ``"materialized"`` (slower, and exact where positions cancel).
         budget: Bytes of temporary tensors; None: a quarter of what the modules with

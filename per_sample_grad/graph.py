@@ -26,6 +26,15 @@ from per_sample_grad.errors import CoverageError
 _RESHAPES = ("ViewBackward0",)
 # Nodes that run a graph of their own in which parameters would not be seen.
 _OPAQUE = ("CheckpointFunctionBackward",)
+# Nodes that take or put rows by a tensor of indices: of the first dimensions that are
+# indexed; of one dimension, `_saved_dim`; of all of them as one.
+_INDEXED = ("IndexBackward0", "IndexPutBackward0")
+_ALONG_A_DIMENSION = (
+    "IndexSelectBackward0", "GatherBackward0", "SortBackward0", "SortBackward1",
+    "TopkBackward0", "IndexCopyBackward0", "IndexAddBackward0", "ScatterBackward0",
+    "ScatterAddBackward0",
+)  # fmt: skip
+_FLAT = ("TakeBackward0",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,16 +88,22 @@ class Reached:
             settings (dimensions, sizes) and what each takes from which.
         custom: The name of a `torch.autograd.Function` outside these calls, if there
             is one: its forward pass may have run anything.
+        reordered: Whether samples are taken in an order that is data, outside these
+            calls: the structure is then alike for orders that are not.
     """
 
     regions: frozenset[int]
     outside: Mapping[str, int]
     structure: str
     custom: str | None = None
+    reordered: bool = False
 
 
 def walk(
-    losses: torch.Tensor, regions: Iterable[Region], names: Mapping[int, str]
+    losses: torch.Tensor,
+    regions: Iterable[Region],
+    names: Mapping[int, str],
+    batch_dims: Collection[int] = (0,),
 ) -> Reached:
     """Finds the calls that ``losses`` depend on, and uses outside of them.
 
@@ -97,6 +112,7 @@ def walk(
         regions: The recorded calls. Of calls with the same output (a module that ends
             with another) the last counts.
         names: The parameter's name for ``id(parameter)``.
+        batch_dims: The dimensions that count samples, in one call or another.
     """
     by_output = {region.output.node: (i, region) for i, region in enumerate(regions)}
     reached: set[int] = set()
@@ -107,6 +123,7 @@ def walk(
     numbers: dict[Node, int] = {}
     operations: list[tuple[object, ...]] = []
     custom: str | None = None
+    reordered = False
     while stack:
         node = stack.pop()
         if node is None or node in seen:
@@ -122,6 +139,7 @@ def walk(
         _refuse_opaque(node)
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             custom = node.name()
+        reordered = reordered or (len(losses) > 1 and _reorders(node, batch_dims))
         outputs = (output for _, output in node.next_functions)
         operations.append(
             (
@@ -139,7 +157,7 @@ def walk(
     _count_leaf_inputs(by_output.values(), reached, names, outside)
     # Not `hash`, to which -1 and -2 are one.
     structure = hashlib.sha256(repr(operations).encode()).hexdigest()
-    return Reached(frozenset(reached), outside, structure, custom)
+    return Reached(frozenset(reached), outside, structure, custom, reordered)
 
 
 def lowest(root: Node | None, nodes: Collection[Node]) -> tuple[set[Node], set[Node]]:
@@ -204,6 +222,28 @@ def _setting_names(kind: type[Node]) -> tuple[str, ...]:
         for name in names
         if name.startswith("_saved_") and "_raw" + name not in names
     )
+
+
+def _reorders(node: Node, batch_dims: Collection[int]) -> bool:
+    """Whether it takes rows along a batch dimension by a tensor of indices.
+
+    By the node's settings alone; what the indices are is on the device. A gather of
+    each sample's own numbers (``logits[arange(B), targets]``) has other dimensions.
+    """
+    name = node.name()
+    if name not in (*_INDEXED, *_ALONG_A_DIMENSION, *_FLAT):
+        return False
+    following = [following for following, _ in node.next_functions]
+    if all(below is None or hasattr(below, "variable") for below in following):
+        return False  # of a leaf: a table, whose rows are no samples
+    if name in _FLAT:
+        return True
+    if name in _INDEXED:
+        return len(node._raw_saved_indices) - 1 in batch_dims  # type: ignore[attr-defined]
+    dim = node._saved_dim  # type: ignore[attr-defined]
+    rank = len(node._input_metadata[0].shape)
+    dim = dim - 2**64 if dim >= 2**63 else dim  # torch gives it without its sign
+    return dim % rank in {each % rank for each in batch_dims}
 
 
 def _is_setting(value: object) -> bool:

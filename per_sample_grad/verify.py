@@ -91,17 +91,23 @@ def proof_of(model: nn.Module, key: Hashable) -> Proof | None:
 
 
 def due(
-    check: Check, proof: Proof | None, names: Collection[str], has_fallback: bool
+    check: Check,
+    proof: Proof | None,
+    names: Collection[str],
+    *,
+    has_fallback: bool,
+    reordered: bool,
 ) -> Due:
     """What this capture has to compare.
 
     A parameter whose gradient was zero proves nothing: it is compared again, as soon
-    as there is any.
+    as there is any. And where samples are taken in an order that is data, a proof says
+    nothing of another order.
     """
     if check == "never":
         return Due(frozenset())
     known = proof is not None and (has_fallback or not proof.wrong)
-    if check == "always" or proof is None or not known:
+    if check == "always" or proof is None or not known or reordered:
         return Due(frozenset(names))
     return Due(proof.silent, at_once=False, whole=proof.whole)
 

@@ -141,6 +141,89 @@ def test_a_dimension_is_structure(own, other):
         recorded.backward(losses)
 
 
+def by_matrix(losses: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    return nn.functional.one_hot(order, len(losses)).to(losses.dtype) @ losses
+
+
+ORDERS = {
+    "index": lambda losses, order: losses[order],
+    "index_select": lambda losses, order: losses.index_select(-1, order),
+    "gather": lambda losses, order: losses.gather(0, order),
+    "take": lambda losses, order: losses.take(order),
+    "index_put": lambda losses, order: losses.index_put((order,), losses),
+    "index_copy": lambda losses, order: losses.index_copy(0, order, losses),
+    "scatter": lambda losses, order: losses.scatter(0, order, losses),
+}
+
+
+def reordered(
+    model: nn.Module, x: torch.Tensor, by, order: torch.Tensor, check: str
+) -> psg.Factors:
+    with psg.capture(model, check=check) as recorded:
+        losses = by(squares(model(x)), order)
+    return recorded.backward(losses)
+
+
+@pytest.mark.parametrize(
+    ("by", "check"),
+    [*((by, "first") for by in ORDERS.values()), (by_matrix, "always")],
+    ids=[*ORDERS, "matrix"],
+)
+def test_losses_in_an_order_that_is_data_are_compared_every_time(by, check):
+    model, x, same = nn.Linear(4, 4), torch.randn(5, 4), torch.arange(5)
+    reordered(model, x, by, same, check)
+    with pytest.raises(psg.CouplingError):
+        reordered(model, x, by, same.roll(2), check)
+
+
+def test_sorted_losses_are_compared_every_time():
+    model, x = nn.Linear(4, 4), torch.randn(5, 4)
+    x = x[squares(model(x)).argsort()]
+    for inputs in (x, x.roll(2, 0)):
+        with psg.capture(model) as recorded:
+            losses = squares(model(inputs)).sort().values
+        if inputs is x:
+            recorded.backward(losses)
+    with pytest.raises(psg.CouplingError):
+        recorded.backward(losses)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_so_are_activations_wherever_their_batch_is(dim):
+    model = Apply(
+        lambda m, x, order: m.b(m.a(x)[order] if dim == 0 else m.a(x)[:, order]),
+        a=nn.Linear(4, 4),
+        b=nn.Linear(4, 2),
+    )
+    x = torch.randn(5, 5, 4)
+    same = torch.arange(5)
+    for order in (same, same.roll(1)):
+        with psg.capture(model, batch_dim=dim) as recorded:
+            losses = model(x, order).transpose(0, dim).square().sum((1, 2))
+        if order is same:
+            recorded.backward(losses)
+    with pytest.raises(psg.CouplingError):
+        recorded.backward(losses)
+
+
+def test_each_samples_own_numbers_are_no_order(monkeypatch):
+    """What usual losses index costs no comparison."""
+    model, x = nn.Linear(4, 4), torch.randn(4, 4)
+    target, rows = torch.tensor([1, 0, 3, 3]), torch.arange(4)
+    table = nn.Parameter(torch.randn(9, 4), requires_grad=False)
+    for losses in (
+        lambda m: m(x).square()[rows, target],
+        lambda m: m(x).square().gather(-1, target[:, None])[:, 0],
+        lambda m: m(x).square().sort().values.sum(1),
+        lambda m: m(x).square()[:, target].sum(1),
+        lambda m: nn.functional.cross_entropy(m(x), target, reduction="none"),
+        lambda m: squares(m(x) * table.detach().requires_grad_()[target]),
+    ):
+        made = comparisons(monkeypatch, model, [losses, losses])
+        assert made == [True, False]
+        model = nn.Linear(4, 4)
+
+
 def test_another_rule_is_compared(rules):
     model, x = nn.Linear(4, 2), torch.randn(3, 4)
 
