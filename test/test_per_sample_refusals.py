@@ -17,7 +17,8 @@ import per_sample_grad as psg
 from per_sample_grad.layers import RULES
 
 HALF = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
-NO_HALF: list[str] = []
+STACKED = Case("stacked", lambda: nn.Sequential(
+    nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)), (5, 6))  # fmt: skip
 
 
 class Raw(nn.Module):
@@ -84,6 +85,8 @@ UNSEEN = [
     Case("patched-forward", patched, (3,)),
     Case("lstm", lambda: Apply(
         lambda m, x: m.inner(x)[0], inner=nn.LSTM(3, 2, batch_first=True)), (4, 3)),
+    Case("gru", lambda: Apply(
+        lambda m, x: m.inner(x)[0], inner=nn.GRU(3, 2, batch_first=True)), (4, 3)),
     Case("unbatched-conv", lambda: Apply(
         lambda m, x: torch.stack([m.inner(item) for item in x]),
         inner=nn.Conv1d(3, 3, 1)), (3, 4)),
@@ -104,7 +107,7 @@ def test_what_no_rule_accounts_for_is_an_error(case):
 @pytest.mark.parametrize("fallback", ["loop", "batched"])
 @pytest.mark.parametrize(
     "case",
-    [c for c in UNSEEN if c.name not in ("pruned", "lstm")],
+    [c for c in UNSEEN if c.name not in ("pruned", "lstm", "gru")],
     ids=lambda case: case.name,
 )
 def test_and_exact_by_a_fallback(case, fallback):
@@ -155,6 +158,7 @@ def test_a_fallback_in_a_stream():
     ("name", "reason"),
     [
         ("lstm", "no rule is registered for LSTM"),
+        ("gru", "no rule is registered for GRU"),
         ("raw-parameter", "no rule is registered for Raw"),
         ("patched-forward", "the forward method of this Linear was replaced"),
         ("pruned", "the weight of this Linear is no parameter, but a tensor"),
@@ -194,8 +198,9 @@ def test_gradient_hooks_on_parameters_are_refused():
     assert not ran
 
 
-def test_a_recurrent_network_by_a_loop():
-    case = BY_NAME["lstm"]
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+def test_a_recurrent_network_by_a_loop(name):
+    case = BY_NAME[name]
     model, inputs = case.make(torch.float64)
     truth = oracle(case, model, inputs)
     norms = psg.per_sample_grad_norms(model, fold, inputs, fallback="loop")
@@ -395,22 +400,6 @@ def test_options_are_checked(option):
         psg.capture(nn.Linear(2, 2), **{option: "no"})
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision(dtype):
-    case = Case("half", lambda: nn.Sequential(
-        nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)), (5, 6))  # fmt: skip
-    model, inputs = case.make(dtype)
-    truth = oracle(case, model, inputs)
-    with psg.capture(model) as recorded:
-        losses = case.loss(model, *inputs)
-    factors = recorded.backward(losses)
-    grads = flat(truth)
-    tolerance = 2e-2 if dtype == torch.bfloat16 else 5e-3
-    assert error(flat(factors.materialize()), grads) <= tolerance
-    assert error(factors.norms(), grads.norm(dim=1)) <= tolerance
-    assert factors.norms().dtype == torch.float32
-
-
 def test_autocast():
     case = Case(
         "autocast",
@@ -456,9 +445,7 @@ def test_float16_that_underflows_is_told_and_can_be_scaled(size):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    "case", [c for c in CASES if c.name not in NO_HALF], ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", [*CASES, STACKED], ids=lambda case: case.name)
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even")
 def test_every_layer_in_half_precision(case, dtype):
     """Answers of the same model in float64, as far as the dtype reaches."""
