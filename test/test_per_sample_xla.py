@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.per_sample import error, flat, fold, oracle
+from hypothesis import HealthCheck, Phase, given, settings
+from support.per_sample import BATCH, Case, error, flat, fold, oracle
 from support.per_sample_cases import CASES, transformer_block
+from support.per_sample_drawn import KINDS
 from support.replicas import Backend, needs_xla
-from test_per_sample_family import agree
+from test_per_sample_family import METHODS, agree
 from test_per_sample_refusals import COUPLED, HALF, UNSEEN
+from test_per_sample_shapes import identities
 from torch import nn
 
 import per_sample_grad as psg
@@ -61,6 +65,13 @@ class Fetched:
 
         return answer
 
+    def __len__(self) -> int:
+        return len(self.factors)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self.factors.shapes
+
     def _send(self, value):
         if isinstance(value, Fetched):
             return value.factors
@@ -75,23 +86,26 @@ class Fetched:
         return replica.fetch([value])[0]
 
 
-def compared(rank: int, names: list[str]) -> list[str]:
-    """What went wrong, in every row."""
+def wrong_with(
+    cases: Iterable[tuple[Case, int, str]], *, whole: bool = False
+) -> list[str]:
+    """What went wrong with cases, batch sizes and methods; ``whole``: `identities`."""
     replica = xla_replica.current()
     wrong = []
-    for case in CASES:
-        if case.name not in names:
-            continue
-        model, inputs = case.make(torch.float32)
+    for case, batch, method in cases:
+        model, inputs = case.make(torch.float32, batch)
         truth = oracle(case, model, inputs)  # `.to` unties what is tied
+        here = copy.deepcopy(model)
         moved(model, replica.device)
         with xla_replica.count() as counts:
-            with psg.capture(model, **case.options) as recorded:
+            with psg.capture(model, method=method, **case.options) as recorded:
                 losses = case.loss(model, *replica.send(inputs))
-            factors = recorded.backward(losses)
+            factors = Fetched(recorded.backward(losses), replica.device)
             replica.wait()
             try:
-                agree(case, Fetched(factors, replica.device), truth, 2e-5)
+                agree(case, factors, truth, 2e-5)
+                if whole:
+                    identities(case, here, inputs, factors, 2e-5)
             except AssertionError as error:
                 wrong.append(f"{case.name}: {error}")
         if counts.fallbacks:
@@ -99,11 +113,58 @@ def compared(rank: int, names: list[str]) -> list[str]:
     return wrong
 
 
+def compared(rank: int, names: list[str], whole: bool) -> list[str]:
+    cases = [(case, BATCH, "auto") for case in CASES if case.name in names]
+    return wrong_with(cases, whole=whole)
+
+
 @pytest.mark.parametrize(
-    "names", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"]
+    ("names", "whole"),
+    [(SOME, False), pytest.param(ALL, True, marks=pytest.mark.slow)],
+    ids=["some", "all"],
 )
-def test_every_answer_equals_the_loop(names):
-    assert BACKEND.run(compared, names, timeout=LONG) == [[]]
+def test_every_answer_equals_the_loop(names, whole):
+    assert BACKEND.run(compared, names, whole, timeout=LONG) == [[]]
+
+
+DRAWN = 3
+
+
+def drawn(kind: str) -> list[Case]:
+    """The same ones every time, but for the first, which is the least there is."""
+    found: list[Case] = []
+
+    @settings(
+        max_examples=DRAWN + 1,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=KINDS[kind])
+    def keep(case: Case) -> None:
+        found.append(case)
+
+    keep()
+    return found[-DRAWN:]
+
+
+def compared_drawn(rank: int, kinds: list[str]) -> list[str]:
+    return wrong_with(
+        (
+            (case, 2 + number, METHODS[number % len(METHODS)])
+            for kind in kinds
+            for number, case in enumerate(drawn(kind))
+        ),
+        whole=True,
+    )
+
+
+@pytest.mark.slow
+def test_drawn_layers_equal_the_loop():
+    assert all(len(drawn(kind)) == DRAWN for kind in KINDS)
+    assert BACKEND.run(compared_drawn, list(KINDS), timeout=LONG) == [[]]
 
 
 def mlp() -> nn.Module:
@@ -164,8 +225,8 @@ def streamed_norms(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list:
     return [psg.per_sample_grad_norms(model, lambda m, x, y: loss_of(m(x), y), (x, y))]
 
 
-def counted(rank: int, name: str) -> list[tuple[int, int, dict[str, int]]]:
-    """Compilations, transfers and fallbacks of 20 steps and a short last one."""
+def counted(rank: int, name: str) -> list[list[tuple[int, int, dict[str, int]]]]:
+    """Compilations, transfers and fallbacks of a first step; of 20 and a short last."""
     replica = xla_replica.current()
     build, draw = MODELS[name]
     with replica.seeded(0):
@@ -180,11 +241,14 @@ def counted(rank: int, name: str) -> list[tuple[int, int, dict[str, int]]]:
         def step(batch, answer=answer) -> list[torch.Tensor]:
             return replica.fetch(answer(model, *replica.send(batch)))
 
-        step(draws[0])  # compared with autograd
+        with xla_replica.count() as first:
+            step(draws[0])  # compared with autograd
         with xla_replica.count() as counts:
             norms = [step(batch)[0] for batch in draws]
             ending = step(padded(last, 4))[0][:3]
-        found.append((counts.compilations, counts.transfers, counts.fallbacks))
+        found.append(
+            [(c.compilations, c.transfers, c.fallbacks) for c in (first, counts)]
+        )
         for batch, value in ((draws[-1], norms[-1]), (last, ending)):
             expected = streamed_norms(truth, *batch)[0]
             torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
@@ -199,10 +263,17 @@ def counted(rank: int, name: str) -> list[tuple[int, int, dict[str, int]]]:
 def test_new_data_compile_one_program_and_answers_take_one_transfer(name):
     """Also in a stream; a short last batch adds none."""
     (found,) = BACKEND.run(counted, name, timeout=LONG)
-    for compilations, transfers, fallbacks in found:
-        assert compilations <= 1  # none if the first step ran the same program
-        assert transfers == 21
-        assert not fallbacks
+    for first, later in found:
+        # The program of all steps and, where the first is compared, one of its own:
+        # that ends in the comparison's read-back.
+        assert first[0] + later[0] <= 2
+        assert later[0] <= 1
+        assert first[1] <= 2
+        assert later[1] == 21
+        assert not first[2]
+        assert not later[2]
+    assert found[0][0][1] == 2  # compared
+    assert found[1][0][1] == 1  # known by then
 
 
 def other_things(rank: int) -> list[str]:
