@@ -8,6 +8,7 @@ arithmetic: equal up to rounding, and the module's own operation is never run.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,19 +28,21 @@ def needs_arithmetic(module: nn.Module) -> bool:
 
 
 def replace_output(
-    module: nn.Module, args: tuple[Any, ...], output: torch.Tensor
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    output: torch.Tensor,
 ) -> torch.Tensor:
     """A forward hook: ``(x - mean) / sqrt(var + eps) * weight + bias``."""
     assert isinstance(module, _NormBase)
     assert module.running_mean is not None
     assert module.running_var is not None
-    if not args:
-        return output  # called by keyword: as it is
+    value = args[0] if args else kwargs["input"]
     shape = (1, -1) + (1,) * (output.dim() - 2)
     scale = torch.rsqrt(module.running_var + module.eps)
     if module.weight is not None:
         scale = scale * module.weight
-    centred = args[0] - module.running_mean.view(shape)
+    centred = value - module.running_mean.view(shape)
     value = centred * scale.view(shape)
     if module.bias is not None:
         value = value + module.bias.view(shape)

@@ -88,7 +88,9 @@ class Recorder:
                 if needs_arithmetic(module):
                     # Before the record is made.
                     self._handles.append(
-                        module.register_forward_hook(replace_output, prepend=True)
+                        module.register_forward_hook(
+                            replace_output, prepend=True, with_kwargs=True
+                        )
                     )
         except BaseException:
             self.stop()
@@ -231,6 +233,6 @@ def _refuse_tracing(name: str, tensor: torch.Tensor) -> None:
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         raise CoverageError(
             f"module {name!r} was called with or returned a {type(tensor).__name__}: "
-            "hooks cannot record what is being traced (scan_layers, torch.compile, "
-            "torch.func). Capture the model without it"
+            "hooks cannot record what is being traced (scan_layers, torch.func, "
+            "torch.jit). Capture the model without it"
         )

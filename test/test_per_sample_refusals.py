@@ -314,6 +314,43 @@ def test_checkpoints_that_are_not_reentrant_are_exact():
     assert all(error(found[name], truth[name]) <= 1e-10 for name in truth)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's own
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_compiled_models_are_exact_or_an_error(compiled_before):
+    """A compiled function that ran before a capture has no hooks in it."""
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    inputs = (torch.randn(5, 3),)
+    truth = psg.per_sample_grad_norms(model, fold, inputs)
+    compiled = torch.compile(model, backend="aot_eager")
+    if compiled_before:
+        compiled(*inputs)
+        with pytest.raises(psg.CoverageError, match="this use is not its own call"):
+            psg.per_sample_grad_norms(compiled, fold, inputs)
+    else:
+        for _ in range(2):
+            found = psg.per_sample_grad_norms(compiled, fold, inputs)
+            torch.testing.assert_close(found, truth)
+    torch.compiler.reset()
+
+
+class Traced(torch.Tensor):
+    """As tracers hand tensors to modules."""
+
+
+def test_what_is_traced_or_transformed_is_refused():
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    with (
+        pytest.raises(psg.CoverageError, match="a Traced: hooks cannot record"),
+        psg.capture(model),
+    ):
+        model(x.as_subclass(Traced))
+    with psg.capture(model) as recorded:
+        losses = torch.func.vmap(model)(x).sum(1)
+    with pytest.raises(psg.CoverageError, match="this use is not its own call"):
+        recorded.backward(losses)
+
+
 def test_an_input_changed_in_place_is_an_error():
     model = nn.Linear(3, 2)
     x = torch.randn(4, 3)

@@ -29,7 +29,7 @@ pytestmark = [
 
 SOME = [
     "linear-3d", "conv2d-groups", "conv2d-reflect", "transposed2d-groups",
-    "embedding-padding", "batch-norm-2d", "time-first-in-part",
+    "embedding-padding", "batch-norm-2d", "batch-norm-keyword", "time-first-in-part",
     "linear-twice", "inplace-relu-tokens", "encoder-layer", "cnn",
 ]  # fmt: skip
 ALL = [case.name for case in CASES]
@@ -298,6 +298,12 @@ def other_things(rank: int) -> list[str]:
         except error_type:
             pass
     model, inputs, there = made("linear-3d")
+    try:
+        psg.vectorized_grads(fold, dict(there.named_parameters()), {}, *inputs)
+        wrong.append("vectorized_grads is no error")
+    except psg.PerSampleError as refusal:
+        if "use per_sample_grads, which runs there" not in str(refusal):
+            wrong.append(str(refusal))
     report = psg.coverage(there, fold, replica.send(inputs))
     if not report.complete:
         wrong.append(str(report))

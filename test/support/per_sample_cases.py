@@ -146,6 +146,8 @@ LAYERS = [
     Case("batch-norm-1d", lambda: nn.BatchNorm1d(4), (4, 5)),
     Case("batch-norm-2d", lambda: nn.BatchNorm2d(3), (3, 4, 4)),
     Case("batch-norm-3d", lambda: nn.BatchNorm3d(2), (2, 2, 3, 2)),
+    Case("batch-norm-keyword", lambda: Apply(
+        lambda m, x: m.norm(input=x), norm=nn.BatchNorm1d(4)), (4, 5)),
     Case("prelu", lambda: nn.PReLU(), (4, 3)),
     Case("prelu-channels", lambda: nn.PReLU(4), (4, 3)),
     Case("bilinear", lambda: nn.Bilinear(3, 4, 2),
