@@ -5,7 +5,7 @@ Axes and forms are those of `contributions`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -22,6 +22,15 @@ from per_sample_grad.contributions import (
     part,
     unfolded_elements,
 )
+
+
+def summed(terms: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The sum of one or more tensors, one after the other."""
+    total = None
+    for term in terms:
+        total = term if total is None else total + term
+    assert total is not None
+    return total
 
 
 def samples_within(contribution: Contribution, budget: int) -> int:

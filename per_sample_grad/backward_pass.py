@@ -79,7 +79,7 @@ class BackwardPass:
         frees: bool,
         remark: str,
     ) -> None:
-        """Args are those of `Capture.run`, and a remark for people in errors."""
+        """Args are those of `Capture._run`, and a remark for people in errors."""
         self._model = model
         self._params = params
         self._names = {id(value): name for name, value in params.items()}

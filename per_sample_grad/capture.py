@@ -104,7 +104,7 @@ class Capture:
         def keep(factors: Factors) -> None:
             merged.update({n: factors.contributions(n) for n in factors.shapes})
 
-        found = self.run(losses, keep, retain_graph)
+        found = self._run(losses, keep, retain_graph)
         if found.compared is not None:
             comparison.judge(found.compared)
         in_order = {name: merged[name] for name in self.params}
@@ -153,16 +153,16 @@ class Capture:
             value = answer(factors)
             answers[:] = [added(answers[0], value) if answers else value]
 
-        found = self.run(losses, ask, retain_graph, frees=not retain_graph)
+        found = self._run(losses, ask, retain_graph, frees=not retain_graph)
         if found.compared is not None:
             comparison.judge(found.compared)
         return answers[0]
 
-    def assemble(self, losses: torch.Tensor, retain_graph: bool) -> Found:
+    def _assemble(self, losses: torch.Tensor, retain_graph: bool) -> Found:
         """Which calls the losses depend on, and which no rule accounts for."""
-        return self.run(losses, lambda _: None, retain_graph, reported=True)
+        return self._run(losses, lambda _: None, retain_graph, reported=True)
 
-    def run(
+    def _run(
         self,
         losses: torch.Tensor,
         receive: Callable[[Factors], None],

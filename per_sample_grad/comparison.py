@@ -21,10 +21,9 @@ import torch
 from torch import nn
 
 from per_sample_grad.calls import Call, tensors_in
-from per_sample_grad.contributions import accumulation_dtype
+from per_sample_grad.contributions import LAZY, accumulation_dtype
 from per_sample_grad.errors import CouplingError, PerSampleError
 from per_sample_grad.factors import Factors
-from per_sample_grad.products import LAZY
 
 if TYPE_CHECKING:
     from per_sample_grad.recording import Use

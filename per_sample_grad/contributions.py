@@ -18,6 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+# Devices where what is written one operation at a time is compiled into one, and a
+# strided view is an operation on the host.
+LAZY = ("xla",)
+
 
 @dataclasses.dataclass(frozen=True)
 class Outer:

@@ -113,7 +113,7 @@ def coverage(
             used = factors.contributions(name)
             plans[name] = {q: tables[q][name] for q in QUANTITIES} if used else {}
 
-    found = capture.run(losses, plan, retain_graph=False, reported=True)
+    found = capture._run(losses, plan, retain_graph=False, reported=True)
     assert found.compared is not None
     errors, tolerance = found.compared.errors, found.compared.tolerance
     return Coverage(

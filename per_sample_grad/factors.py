@@ -12,6 +12,7 @@ from per_sample_grad import algebra, products
 from per_sample_grad import contributions as forms
 from per_sample_grad.contributions import Contribution
 from per_sample_grad.plan import (
+    QUANTITIES,
     Choice,
     Method,
     Plan,
@@ -84,8 +85,9 @@ class Factors:
 
     def plan(self, quantity: Quantity, other: Factors | None = None) -> Plan:
         """How ``"norms"`` or ``"gram"`` will be computed; print it."""
-        if quantity not in ("norms", "gram"):
-            raise ValueError(f"plan({quantity!r}); allowed are 'norms' and 'gram'")
+        if quantity not in QUANTITIES:
+            allowed = " and ".join(map(repr, QUANTITIES))
+            raise ValueError(f"plan({quantity!r}); allowed are {allowed}")
         return Plan(
             quantity,
             {name: self._choice(quantity, name, other) for name in self.shapes},

@@ -9,12 +9,13 @@ parameters used more than once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from per_sample_grad.algebra import columns
+from per_sample_grad.algebra import columns, summed
 from per_sample_grad.contributions import (
+    LAZY,
     Contribution,
     Dense,
     Lookup,
@@ -25,9 +26,6 @@ from per_sample_grad.contributions import (
     num_rows,
     part,
 )
-
-# Where what is written one operation at a time is compiled into one.
-LAZY = ("xla",)
 
 
 def has_product(a: Contribution, b: Contribution) -> bool:
@@ -57,9 +55,9 @@ def squared_norms(contributions: Sequence[Contribution], samples: int) -> torch.
             for i, a in enumerate(parts)
             for b in parts[i:]
         ]
-        return _total(terms)
+        return summed(terms)
 
-    return _joined(of_some, num_rows(contributions[0]), samples)
+    return _side_by_side(of_some, num_rows(contributions[0]), samples)
 
 
 def gram(
@@ -76,11 +74,11 @@ def gram(
                 b = a
             else:
                 b = [part(each, low, high) for each in right]
-            return _total([_pairs(one, other) for one in a for other in b])
+            return summed([_pairs(one, other) for one in a for other in b])
 
-        return _joined(with_some, num_rows(right[0]), samples, dim=1)
+        return _side_by_side(with_some, num_rows(right[0]), samples, dim=1)
 
-    return _joined(of_some, num_rows(left[0]), samples)
+    return _side_by_side(of_some, num_rows(left[0]), samples)
 
 
 def materialized_squared_norms(
@@ -92,12 +90,12 @@ def materialized_squared_norms(
     """`squared_norms` from the gradients, so many samples and columns at a time."""
 
     def of_some(start: int, stop: int) -> torch.Tensor:
-        return _total(
+        return summed(
             _squares(_block(contributions, shape, (start, stop), first, last))
             for first, last in chunks(matrix_shape(shape)[1], width)
         )
 
-    return _joined(of_some, num_rows(contributions[0]), samples)
+    return _side_by_side(of_some, num_rows(contributions[0]), samples)
 
 
 def materialized_gram(
@@ -158,7 +156,7 @@ def _block(
     first: int,
     last: int,
 ) -> torch.Tensor:
-    return _total(columns(each, shape, first, last, samples) for each in contributions)
+    return summed(columns(each, shape, first, last, samples) for each in contributions)
 
 
 def _squares(block: torch.Tensor) -> torch.Tensor:
@@ -232,15 +230,7 @@ def _flat(factor: torch.Tensor) -> torch.Tensor:
     return factor.transpose(0, 1).flatten(1, 2)
 
 
-def _total(terms: Iterable[torch.Tensor]) -> torch.Tensor:
-    total = None
-    for term in terms:
-        total = term if total is None else total + term
-    assert total is not None
-    return total
-
-
-def _joined(
+def _side_by_side(
     of_some: Callable[[int, int], torch.Tensor], total: int, size: int, dim: int = 0
 ) -> torch.Tensor:
     """What a function says of chunks of samples, side by side."""

@@ -128,13 +128,13 @@ def last_layer_grad_norm(scoring: Scoring, inputs: Any, targets: Any) -> torch.T
     return _norms(scoring, inputs, targets, options)
 
 
-class _Recorder(Capture):
+class _ComparedCapture(Capture):
     """Says whether it was compared with autograd."""
 
     compared = False
 
-    def run(self, *args: Any, **options: Any) -> Found:
-        found = super().run(*args, **options)
+    def _run(self, *args: Any, **options: Any) -> Found:
+        found = super()._run(*args, **options)
         self.compared = found.compared is not None
         return found
 
@@ -144,25 +144,25 @@ def _norms(
 ) -> torch.Tensor:
     """A program of its own, on a lazy device."""
     scoring.cut()
-    recorder = _Recorder(scoring.model, **options)
-    norms = _recorded_norms(recorder, scoring, inputs, targets)
-    if recorder.compared:
+    recorded = _ComparedCapture(scoring.model, **options)
+    norms = _recorded_norms(recorded, scoring, inputs, targets)
+    if recorded.compared:
         # The comparison is part of the program, on a lazy device in its very midst:
         # which block has one must not show.
         del norms
         scoring.cut()
-        recorder = _Recorder(scoring.model, **{**options, "check": "never"})
-        norms = _recorded_norms(recorder, scoring, inputs, targets)
+        recorded = _ComparedCapture(scoring.model, **{**options, "check": "never"})
+        norms = _recorded_norms(recorded, scoring, inputs, targets)
     scoring.cut()
     return norms
 
 
 def _recorded_norms(
-    recorder: Capture, scoring: Scoring, inputs: Any, targets: Any
+    recorded: Capture, scoring: Scoring, inputs: Any, targets: Any
 ) -> torch.Tensor:
-    with torch.enable_grad(), recorder:
+    with torch.enable_grad(), recorded:
         losses = scoring.losses(inputs, targets)
-    return recorder.stream(losses, lambda found: found.norms(squared=True)).sqrt()
+    return recorded.stream(losses, lambda found: found.norms(squared=True)).sqrt()
 
 
 SCORES: dict[str, Score] = {
@@ -195,9 +195,9 @@ def expected(score: Score, scoring: Scoring, inputs: Any) -> torch.Tensor:
 
 def last_called(scoring: Scoring, inputs: Any) -> str:
     """Name of the last module that the logits depend on, if every one has a rule."""
-    with torch.enable_grad(), capture(scoring.model, **scoring.options) as recorder:
+    with torch.enable_grad(), capture(scoring.model, **scoring.options) as recorded:
         logits = scoring.logits(inputs)
-    found = recorder.assemble(logits.flatten(1).sum(1), retain_graph=False)
+    found = recorded._assemble(logits.flatten(1).sum(1), retain_graph=False)
     if not found.uses or found.problems:
         unknown = ", ".join(found.problems) or "the model"
         raise ValueError(

@@ -18,7 +18,9 @@ from collections.abc import Sequence
 
 import torch
 
+from per_sample_grad.algebra import summed
 from per_sample_grad.contributions import (
+    LAZY,
     Contribution,
     Dense,
     Lookup,
@@ -32,7 +34,6 @@ from per_sample_grad.contributions import (
     part,
     unfolded_elements,
 )
-from per_sample_grad.products import LAZY
 
 _PRIME = 2**31 - 1
 
@@ -94,7 +95,7 @@ def sketch(
         sines.append(torch.cat([imaginary for _, imaginary in found], 1))
     if not cosines:
         return None
-    return _inverse(_total(cosines), _total(sines), size, budget)
+    return _inverse(summed(cosines), summed(sines), size, budget)
 
 
 def _frequencies(
@@ -121,7 +122,7 @@ def _some_frequencies(
     of_rows = Table(rows, size, f"{seed} {name} rows", (low, high), *like)
     of_columns = Table(columns, size, f"{seed} {name} columns", (low, high), *like)
     pairs = [_transform(use, shape, of_rows, of_columns, budget // 2) for use in uses]
-    return _total([pair[0] for pair in pairs]), _total([pair[1] for pair in pairs])
+    return summed([pair[0] for pair in pairs]), summed([pair[1] for pair in pairs])
 
 
 def _transform(
@@ -204,7 +205,7 @@ def _inverse(
         weight = (2 - alone.to(dtype)).unsqueeze(1) / size
         terms.append(cosines[:, low:high] @ (weight * angles.cos()))
         terms.append(sines[:, low:high] @ (weight * angles.sin()))
-    return _total(terms)
+    return summed(terms)
 
 
 def _hash(index: torch.Tensor, seed: str) -> torch.Tensor:
@@ -214,10 +215,3 @@ def _hash(index: torch.Tensor, seed: str) -> torch.Tensor:
     for _ in range(4):
         value = (value * index + generator.randrange(1, _PRIME)).remainder(_PRIME)
     return value
-
-
-def _total(terms: Sequence[torch.Tensor]) -> torch.Tensor:
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total

@@ -7,14 +7,13 @@ import types
 
 import pytest
 import torch
-from support.per_sample import Case, error, flat, fold, oracle
+from support.per_sample import Case, error, flat, fold, oracle, rules_kept
 from support.per_sample_cases import CASES, Apply
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 import per_sample_grad as psg
-from per_sample_grad.layers import RULES
 
 HALF = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
 STACKED = Case("stacked", lambda: nn.Sequential(
@@ -168,7 +167,6 @@ def test_a_fallback_in_a_stream():
     ],
 )
 def test_errors_say_why_there_is_no_rule(name, reason):
-    RULES.pop(Doubling, None)
     subclass = Case("subclass", lambda: nn.Sequential(Doubling(3, 2)), (3,))
     model, inputs = {**BY_NAME, "subclass": subclass}[name].make(torch.float32)
     with psg.capture(model) as recorded:
@@ -241,6 +239,7 @@ COUPLED = [
 
 @pytest.mark.parametrize("case", COUPLED, ids=lambda case: case.name)
 @pytest.mark.parametrize("batch", [2, 3, 12])
+@rules_kept()
 def test_what_is_attributed_wrongly_is_an_error(case, batch):
     psg.register_rule(Doubling)(psg.layers.linear.linear)
     if case.name.endswith("square"):

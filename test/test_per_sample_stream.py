@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bench_per_sample import peak_memory
-from support.per_sample import Case, error, flat, fold, oracle
+from support.per_sample import Case, error, flat, fold, oracle, rules_kept
 from support.per_sample_cases import CASES, Apply
 from torch import nn
 
@@ -170,6 +170,7 @@ class Gate(nn.Module):
         return self.inner(x) * torch.sigmoid(y.detach())
 
 
+@rules_kept()
 def test_an_input_that_takes_no_gradient_hides_no_call():
     """What is lowest is a matter of the graph, not of what modules were given."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.per_sample import fold
+from support.per_sample import fold, rules_kept
 from support.per_sample_cases import Apply
 from test_per_sample_refusals import Raw
 from torch import nn
@@ -13,21 +13,13 @@ import per_sample_grad as psg
 from per_sample_grad.layers import RULES
 
 
-@pytest.fixture
-def rules():
-    """The registry, as it was afterwards."""
-    kept = dict(RULES)
-    yield RULES
-    RULES.clear()
-    RULES.update(kept)
-
-
 def squares(out: torch.Tensor) -> torch.Tensor:
     return out.flatten(1).square().sum(1)
 
 
 @pytest.mark.parametrize("lowest", [-torch.inf, -1e9])
-def test_a_mask_hides_no_wrong_rule(rules, lowest):
+@rules_kept()
+def test_a_mask_hides_no_wrong_rule(lowest):
     right = RULES[nn.MultiheadAttention].contributions
 
     def wrong(call: psg.Call, grad: torch.Tensor):
@@ -224,7 +216,8 @@ def test_each_samples_own_numbers_are_no_order(monkeypatch):
         model = nn.Linear(4, 4)
 
 
-def test_another_rule_is_compared(rules):
+@rules_kept()
+def test_another_rule_is_compared():
     model, x = nn.Linear(4, 2), torch.randn(3, 4)
 
     def rule(factor: float):
@@ -250,7 +243,8 @@ def test_another_rule_is_compared(rules):
         backward()
 
 
-def test_an_answer_that_is_not_finite_is_wrong(rules):
+@rules_kept()
+def test_an_answer_that_is_not_finite_is_wrong():
     def rule(call: psg.Call, grad: torch.Tensor):
         weight = grad[:, None, None] * torch.nan
         return {

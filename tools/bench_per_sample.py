@@ -24,7 +24,6 @@ import gc
 import importlib.metadata
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -40,6 +39,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks
 
 import torch
 import torch.nn.functional as F
+from record import save
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
@@ -368,12 +368,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         install(folder)
         result: dict[str, Any] = {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            **{
+            "others": {
                 name: importlib.metadata.version(name) for name in ("opacus", "torchjd")
             },
-            "machine": platform.machine(),
             "batch_size": options.batch_size,
             "rounds": options.rounds,
             "goals": GOALS,
@@ -390,8 +387,7 @@ def main() -> None:
             first = found["norms, the first call: memory"]
             print(f"  norms, the first call: {first:.2f} x memory", flush=True)
     if options.output:
-        text = json.dumps(result, indent=1) + "\n"
-        Path(options.output).write_text(text, encoding="utf-8")
+        save(Path(options.output), result)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from per_sample_grad.contributions import Windows
-
-# Where a strided view is an operation on the host.
-LAZY = ("xla",)
+from per_sample_grad.contributions import LAZY, Windows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 
+from per_sample_grad.layers import RULES
+
 BATCH = 3
 Gradients = dict[str, torch.Tensor]
+
+
+@contextlib.contextmanager
+def rules_kept() -> Iterator[None]:
+    """The registry is afterwards as it was; also a decorator of tests."""
+    kept = dict(RULES)
+    try:
+        yield
+    finally:
+        RULES.clear()
+        RULES.update(kept)
 
 
 def fold(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
