@@ -276,6 +276,10 @@ def test_new_data_compile_one_program_and_answers_take_one_transfer(name):
     assert found[1][0][1] == 1  # known by then
 
 
+def reordered(model: nn.Module, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    return fold(model, x)[order]
+
+
 def other_things(rank: int) -> list[str]:
     """Reports, refusals, half precision and sketches, of tiny models."""
     replica = xla_replica.current()
@@ -298,8 +302,17 @@ def other_things(rank: int) -> list[str]:
         except error_type:
             pass
     model, inputs, there = made("linear-3d")
+    (x,), same = replica.send(inputs), torch.arange(BATCH)
+    for order in (same, same.roll(1)):
+        try:
+            psg.per_sample_grad_norms(there, reordered, (x, *replica.send((order,))))
+            if order is not same:
+                wrong.append("another order is no error")
+        except psg.CouplingError as refusal:
+            if order is same:
+                wrong.append(str(refusal))
     try:
-        psg.vectorized_grads(fold, dict(there.named_parameters()), {}, *inputs)
+        psg.vectorized_grads(fold, dict(there.named_parameters()), {}, x)
         wrong.append("vectorized_grads is no error")
     except psg.PerSampleError as refusal:
         if "use per_sample_grads, which runs there" not in str(refusal):
