@@ -34,9 +34,7 @@ def test_it_learns_and_resumes(tmp_path):
     assert accuracies(whole)[-1] > 80
     assert "num_rigl_steps=13" in whole  # T_end is 135
     more = run("--epochs", "14", *checkpoint)
-    # The epoch it stood behind is evaluated again.
-    assert accuracies(more)[0] == accuracies(whole)[-1]
-    assert len(accuracies(more)) == 3
+    assert len(accuracies(more)) == 2
     assert "step=210" in more
 
 

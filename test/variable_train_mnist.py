@@ -176,8 +176,11 @@ class Recorder:
 
 def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | None]:
     """One replica's run: test accuracy in per cent and, on the master, the history."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
     replica = xla_replica.current()  # elastic
+    # In its own process; what torch_xla imports has set up logging before.
+    logging.basicConfig(
+        level=logging.INFO, format="%(message)s", force=replica.compiles
+    )
     data = handwritten_digits.load(args.dataset, args.data_dir)
     with replica.seeded(args.seed):  # elastic: the same weights on every replica
         model = ConvNet(data.train_images.shape[-1])
