@@ -298,7 +298,7 @@ def counted(rank: int) -> list[tuple[int, int, dict[str, int]]]:
 @needs_xla
 @pytest.mark.xla
 def test_a_short_last_batch_compiles_nothing_and_a_part_takes_one_transfer():
-    """Once, among many tests, the first call compiled one program; alone it never did."""
+    """Among many tests the first call once compiled a program; alone it never did."""
     ((given, expected),) = Backend("xla", 1).run(counted)
     assert given[0] <= 1
     assert given[1:] == (3, {})
