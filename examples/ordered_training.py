@@ -174,7 +174,7 @@ class Run:
             means = [grads[name].mean(0) for name in self.params]
         else:
             loss = per_sample.mean_loss(self.model(inputs), targets)
-            means = list(torch.autograd.grad(loss, list(self.params.values())))
+            means = list(xla_replica.grad(loss, list(self.params.values())))
             self.sampler.count(len(inputs))  # order: so that it can be saved here
         self.replica.sum_(means)
         for param, mean in zip(self.params.values(), means):

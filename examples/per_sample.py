@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad_and_value, vmap
 
+import xla_replica
 from xla_replica import Replica
 
 Tensors = Mapping[str, torch.Tensor]
@@ -89,7 +90,7 @@ def expanded(model: nn.Module) -> Form:
             for name, param in params.items()
         }
         losses = of_batch(of_samples, inputs, targets)
-        grads = torch.autograd.grad(losses.sum(), list(of_samples.values()))
+        grads = xla_replica.grad(losses.sum(), list(of_samples.values()))
         return losses.detach(), dict(zip(of_samples, grads))
 
     return form
@@ -104,7 +105,7 @@ def loop(model: nn.Module) -> Form:
         losses, grads = [], []
         for one_input, target in zip(inputs, targets):
             loss = sample_loss(model, params, one_input, target)
-            grads.append(torch.autograd.grad(loss, list(params.values())))
+            grads.append(xla_replica.grad(loss, list(params.values())))
             losses.append(loss.detach())
         return torch.stack(losses), dict(zip(params, map(torch.stack, zip(*grads))))
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+import xla_replica
 from per_sample_grad import graph
 from per_sample_grad.contributions import (
     Contribution,
@@ -109,7 +110,7 @@ class Assembly:
                 elif node not in lowest:
                     self._reach(number, None)
             del node, nodes, lowest, passed
-            gradients = torch.autograd.grad(
+            gradients = xla_replica.grad(
                 losses.sum() * self._scale if self._scale != 1 else losses.sum(),
                 edges,
                 retain_graph=retain_graph,

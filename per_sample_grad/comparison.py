@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+import xla_replica
 from per_sample_grad.calls import Call, tensors_in
 from per_sample_grad.contributions import LAZY, accumulation_dtype
 from per_sample_grad.errors import CouplingError, PerSampleError
@@ -113,7 +114,7 @@ class Comparer:
 
     def expect(self, retain_graph: bool) -> None:
         """One ordinary backward pass, of losses with random weights."""
-        gradients = torch.autograd.grad(
+        gradients = xla_replica.grad(
             (self._losses * self._weights).sum() * self._scale,
             list(self.params.values()),
             retain_graph=retain_graph,

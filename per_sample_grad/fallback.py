@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+import xla_replica
 from per_sample_grad.contributions import Contribution, Dense, widened
 
 Fallback = Literal["error", "loop", "batched"]
@@ -19,7 +20,7 @@ def loop(
     if not params:
         return {}
     rows = [
-        torch.autograd.grad(
+        xla_replica.grad(
             loss, list(params.values()), retain_graph=True, allow_unused=True
         )
         for loss in losses.unbind()
@@ -35,7 +36,7 @@ def batched(
     Not every operation's backward can be vectorised; torch then raises.
     """
     rows = torch.eye(len(losses), dtype=losses.dtype, device=losses.device)
-    grads = torch.autograd.grad(
+    grads = xla_replica.grad(
         losses,
         list(params.values()),
         rows,

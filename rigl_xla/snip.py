@@ -62,7 +62,7 @@ def snip_scores(
     with _as_it_was(model):
         for batch in batches:
             value = loss(model, batch)
-            found = torch.autograd.grad(value, parameters, allow_unused=True)
+            found = xla_replica.grad(value, parameters, allow_unused=True)
             own = [
                 torch.zeros_like(parameter) if gradient is None else gradient.detach()
                 for parameter, gradient in zip(parameters, found)

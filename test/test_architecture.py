@@ -68,7 +68,7 @@ PUBLIC = {
     "xla_replica": {
         "DEVICES", "Counts", "DeviceLoader", "LocalReplica", "Replica", "ReplicaError",
         "StopRequest", "Stopped", "catch_signals", "count", "current",
-        "default_num_replicas", "full_matmul_precision", "launch",
+        "default_num_replicas", "full_matmul_precision", "grad", "launch",
         "leave_signals_to_parent", "request_stop",
         "seeded", "stop_requested",
     },

@@ -298,11 +298,7 @@ def counted(rank: int) -> list[tuple[int, int, dict[str, int]]]:
 @needs_xla
 @pytest.mark.xla
 def test_a_short_last_batch_compiles_nothing_and_a_part_takes_one_transfer():
-    """Among many tests the first call once compiled a program; alone it never did."""
-    ((given, expected),) = Backend("xla", 1).run(counted)
-    assert given[0] <= 1
-    assert given[1:] == (3, {})
-    assert expected == (0, 3, {})
+    assert Backend("xla", 1).run(counted) == [[(0, 3, {}), (0, 3, {})]]
 
 
 def test_a_bar_shows_what_is_done(tmp_path, capsys):

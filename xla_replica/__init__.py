@@ -7,6 +7,7 @@ imported before a backend is chosen.
 from xla_replica.counters import Counts, count
 from xla_replica.current import current
 from xla_replica.errors import ReplicaError, Stopped
+from xla_replica.gradients import grad
 from xla_replica.launch import DEVICES, default_num_replicas, launch
 from xla_replica.loader import DeviceLoader
 from xla_replica.precision import full_matmul_precision
@@ -34,6 +35,7 @@ __all__ = [
     "current",
     "default_num_replicas",
     "full_matmul_precision",
+    "grad",
     "launch",
     "leave_signals_to_parent",
     "request_stop",

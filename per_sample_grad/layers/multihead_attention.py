@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import xla_replica
 from per_sample_grad.calls import Call
 from per_sample_grad.contributions import (
     Contribution,
@@ -52,7 +53,7 @@ def multihead_attention(call: Call, grad: torch.Tensor) -> dict[str, Contributio
             masked_is_zero=not given.get("need_weights", True),
         )
     at_mixed = grad @ module.out_proj.weight.detach().to(dtype)
-    deltas = torch.autograd.grad(mixed, projected, at_mixed)
+    deltas = xla_replica.grad(mixed, projected, at_mixed)
     found: dict[str, Contribution] = {
         "out_proj.weight": Outer(grad.unsqueeze(1), mixed.detach().unsqueeze(1)),
         "out_proj.bias": Dense(grad.sum(1)),
