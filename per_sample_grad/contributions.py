@@ -92,6 +92,9 @@ class Windows:
         rows: k.
         direct: From both factors, of any number of samples with ``k = 1``, to their
             gradients ``(n, r, C' K / G)``, where there is a faster way than unfolding.
+        direct_channels: C' must be G times a multiple of it.
+        direct_elements: Numbers that a sample takes on that way, beside its gradient:
+            of each channel of the source, and of the left factor.
     """
 
     left: torch.Tensor
@@ -100,6 +103,13 @@ class Windows:
     kernel: int
     rows: int = 1
     direct: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    direct_channels: int = 1
+    direct_elements: tuple[int, int] = (0, 0)
+
+    @property
+    def unit(self) -> int:
+        """Columns of the gradient that come together."""
+        return self.kernel * (1 if self.direct is None else self.direct_channels)
 
     @property
     def groups(self) -> int:
@@ -309,12 +319,19 @@ def unfolded_elements(contribution: Contribution) -> int:
     return 0
 
 
-def elements_for_gradients(contribution: Contribution) -> int:
-    """Numbers that one sample takes on the way to its gradient."""
+def elements_for_gradients(contribution: Contribution, columns: int) -> int:
+    """Numbers that one sample takes on the way to so many columns of its gradient."""
     match contribution:
-        case Windows(left, source) if contribution.direct is not None:
-            return left[0].numel() + source[0].numel()
-    return unfolded_elements(contribution)
+        case Windows(left) if contribution.direct is not None:
+            of_channel, of_left = contribution.direct_elements
+            channels = contribution.groups * columns // contribution.kernel
+            gradient = contribution.groups * left.shape[3] * columns
+            return (
+                channels * of_channel + of_left + gradient
+            )  # its blocks, joined later
+        case Windows():
+            return contribution.groups * contribution.positions * columns
+    return 0
 
 
 def chunks(total: int, size: int) -> Iterator[tuple[int, int]]:

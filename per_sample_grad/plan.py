@@ -9,6 +9,7 @@ for as many samples and columns at a time as fit a byte budget: memory does not 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -141,7 +142,7 @@ def samples_of_gradients(
         return num_samples
     samples = num_samples
     itemsize = dtype_of(contributions[0]).itemsize
-    each = max(elements_for_gradients(c) for c in contributions) * itemsize
+    each = max(elements_for_gradients(c, columns) for c in contributions) * itemsize
     while samples > 1 and samples * each > budget:
         samples = -(-samples // 2)
     return samples
@@ -165,28 +166,34 @@ def _materialized(
             case Lookup():
                 flops += num_samples * c.positions * all_columns
     itemsize = dtype_of(contributions[0]).itemsize
-    unfolded = max(map(elements_for_gradients, contributions)) / max(all_columns, 1)
     # Of several uses, the sum so far and the sum to be.
     sums = rows * (1 if len(contributions) == 1 else 3)
+    # And those of all samples.
+    of_all = blocks * num_samples * rows if partners > 1 else 0
+
+    def on_the_way(samples: int, columns: int) -> int:
+        return samples * max(elements_for_gradients(c, columns) for c in contributions)
 
     def size_of(samples: int, columns: int) -> int:
-        cells = samples * (unfolded + sums)
-        if partners > 1:  # and those of all samples
-            cells += blocks * num_samples * rows
-        return int(columns * cells) * itemsize
+        sums_and_all = columns * (samples * sums + of_all)
+        return (on_the_way(samples, columns) + sums_and_all) * itemsize
 
-    # A window's columns come together.
-    unit = max((c.kernel for c in contributions if isinstance(c, Windows)), default=1)
+    units = [c.unit for c in contributions if isinstance(c, Windows)]
+    unit = math.lcm(*units)
     samples, columns = num_samples, all_columns
-    if partners > 1 and not unfolded:
+    if partners > 1 and not units:
         while columns > unit and size_of(samples, columns) > budget:
             columns = _half(columns, unit)
     while samples > 1 and size_of(samples, columns) > budget:
-        if partners > 1 and samples * unfolded < blocks * num_samples * rows:
+        if on_the_way(samples, columns) < columns * of_all:
             break  # the rest is the gradients' of all samples
         samples = -(-samples // 2)
     while columns > unit and size_of(samples, columns) > budget:
         columns = _half(columns, unit)
+    while samples > 1 and size_of(samples, columns) > budget:
+        if 8 * on_the_way(samples, columns) < columns * of_all:
+            break  # fewer at a time would not help
+        samples = -(-samples // 2)
     times = -(-all_columns // max(columns, 1)) * -(-num_samples // samples)
     choice = Choice(
         "materialized", samples, columns, times, flops, size_of(samples, columns)

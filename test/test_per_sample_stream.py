@@ -99,10 +99,9 @@ def test_norms_and_gram_need_the_memory_of_training(name):
     for answer in (psg.per_sample_grad_norms, psg.per_sample_gram):
         answer(model, squares, (x,))  # compared with autograd
         step = functools.partial(answer, model, squares, (x,))
-        assert peak_memory(step) <= 1.2 * training
-    # What streaming is for.
+        assert peak_memory(step) <= 1.1 * training
     kept = peak_memory(lambda: psg.per_sample_factors(model, squares, (x,)).norms())
-    if name != "flat":
+    if name == "tokens":  # what streaming is for: factors are larger than activations
         assert kept > 1.1 * training
 
 
@@ -133,10 +132,8 @@ def test_a_plan_says_what_temporaries_take(name, method):
         assert choice.num_chunks > 1
         assert choice.bytes <= budget
         answer()
-        # And an answer, and copies that a matrix product makes of its operands;
-        # grouped convolutions on several threads make one more.
-        copies = 2.5 if name == "conv-fast" else 1.5
-        assert peak_memory(answer) <= copies * budget + 2**14
+        # And an answer, and copies that a matrix product makes of its operands.
+        assert peak_memory(answer) <= 1.5 * budget + 2**14
 
 
 @pytest.mark.parametrize("size", [64, 4096])

@@ -16,6 +16,10 @@ import torch.nn.functional as F
 
 from per_sample_grad.contributions import LAZY, Windows
 
+# oneDNN's convolutions have registers full of channels. Where they do not fill them it
+# multiplies matrices, for which each of its threads has buffers as large as the answer.
+FAST_CHANNELS = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class Unfolding:
@@ -57,7 +61,7 @@ class Unfolding:
             and left.dtype == source.dtype == torch.float32
             and math.prod(self.kernel) > 1
             and math.prod(self.positions) >= 64
-            and channels % 8 == 0
+            and channels % FAST_CHANNELS == 0
             and channels * left.shape[3] <= 64 * math.prod(self.positions)
         )
 
@@ -85,12 +89,19 @@ class Unfolding:
 
 def windows(left: torch.Tensor, source: torch.Tensor, unfolding: Unfolding) -> Windows:
     """What a convolution contributes: ``left`` ``(N, G, P, p)`` of ``(N, C, *S)``."""
+    kernel = math.prod(unfolding.kernel)
+    if not unfolding.is_slower(left, source):
+        return Windows(left, source, unfolding, kernel)
+    # Both factors twice: as they are given to the convolution, and as it lays them out.
+    sizes = (n + sum(pair) for n, pair in zip(source.shape[2:], unfolding.widths))
     return Windows(
         left,
         source,
         unfolding,
-        math.prod(unfolding.kernel),
-        direct=unfolding.gradients if unfolding.is_slower(left, source) else None,
+        kernel,
+        direct=unfolding.gradients,
+        direct_channels=FAST_CHANNELS,
+        direct_elements=(2 * math.prod(sizes), 2 * left[0].numel()),
     )
 
 
