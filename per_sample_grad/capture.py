@@ -255,7 +255,7 @@ def capture(
             product with a matrix say, needs ``"always"``.
         method: Form of products: ``"auto"`` as planned, ``"factored"`` or
             ``"materialized"`` (slower, and exact where positions cancel).
-        budget: Bytes of temporary tensors; None: a quarter of what the modules with
+        budget: Bytes of temporary tensors; None: half of what the modules with
             rules gave, at least 1 MiB on a CPU and 64 MiB elsewhere, at most 256 MiB.
         scale: Losses are multiplied by it in the backward pass, and answers divided:
             against underflow in float16, as a gradient scaler does. A power of two.

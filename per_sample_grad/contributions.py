@@ -311,6 +311,17 @@ def _floats(contribution: Contribution) -> torch.Tensor:
             return values
 
 
+def held_elements(contribution: Contribution) -> int:
+    """Numbers that are kept with it."""
+    match contribution:
+        case Outer(left, right) | Windows(left, right):
+            return left.numel() + right.numel()
+        case Lookup(index, values):
+            return index.numel() + values.numel()
+        case Dense(values):
+            return values.numel()
+
+
 def unfolded_elements(contribution: Contribution) -> int:
     """Numbers that one sample takes when it is unfolded: 0 where nothing is."""
     match contribution:

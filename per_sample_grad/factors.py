@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -82,6 +84,13 @@ class Factors:
     def contributions(self, name: str) -> list[Contribution]:
         """The merged uses of a parameter: for algebra of your own."""
         return list(self._merged[name])
+
+    @property
+    def smaller_than_gradients(self) -> bool:
+        """Whether keeping them takes less memory than `materialize`."""
+        uses = itertools.chain.from_iterable(self._merged.values())
+        gradients = len(self) * sum(map(math.prod, self.shapes.values()))
+        return sum(map(forms.held_elements, uses)) < gradients
 
     def plan(self, quantity: Quantity, other: Factors | None = None) -> Plan:
         """How ``"norms"`` or ``"gram"`` will be computed; print it."""

@@ -39,7 +39,19 @@ def per_sample_grads(
     model: nn.Module, loss_fn: LossFunction, batch: tuple[Any, ...], **options: Any
 ) -> dict[str, torch.Tensor]:
     """Every gradient, ``(B, *shape)`` by name; arguments of `per_sample_factors`."""
-    found, names = _streamed(model, loss_fn, batch, options, lambda f: f.materialize())
+    later: list[Factors] = []
+
+    def answer(factors: Factors) -> dict[str, torch.Tensor]:
+        # The last layers come first, and their gradients, the largest often, would be
+        # there while the activations of all the others still are.
+        if factors.smaller_than_gradients:
+            later.append(factors)
+            return {}
+        return factors.materialize()
+
+    found, names = _streamed(model, loss_fn, batch, options, answer)
+    while later:
+        found.update(later.pop().materialize())
     return {name: found[name] for name in names}
 
 

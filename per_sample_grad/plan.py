@@ -34,7 +34,7 @@ METHODS: tuple[Method, ...] = ("auto", "factored", "materialized")
 # Bytes of temporary tensors where nobody says how many: this part of what the forward
 # pass recorded, between two bounds. On a CPU chunks that fit its caches are the
 # fastest; elsewhere every chunk is a launch, or a piece of a program to compile.
-SHARE_OF_RECORDED = 4
+SHARE_OF_RECORDED = 2
 LARGEST_BUDGET = 256 * 2**20
 SMALLEST_BUDGETS = {"cpu": 2**20}
 SMALLEST_BUDGET = 64 * 2**20

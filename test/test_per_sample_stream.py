@@ -105,6 +105,26 @@ def test_norms_and_gram_need_the_memory_of_training(name):
         assert kept > 1.1 * training
 
 
+def test_gradients_are_made_when_the_activations_have_gone():
+    """A head's gradients, the largest, would be there all through the pass."""
+    model = nn.Sequential(deep_cnn(), nn.Linear(16, 512), nn.Linear(512, 100))
+    x = torch.randn(32, 3, 24, 24)
+
+    def train() -> None:
+        squares(model, x).sum().backward()
+
+    peak_memory(train)
+    model.zero_grad()
+    training = peak_memory(train)
+    model.zero_grad()
+    found = psg.per_sample_grads(model, squares, (x,))
+    answer = sum(grad.nbytes for grad in found.values())
+    assert answer > 0.4 * training
+    del found
+    step = functools.partial(psg.per_sample_grads, model, squares, (x,))
+    assert peak_memory(step) <= 1.1 * training
+
+
 @pytest.mark.parametrize("method", ["factored", "materialized"])
 @pytest.mark.parametrize("name", ["conv", "conv-fast", "linear", "embedding", "twice"])
 def test_a_plan_says_what_temporaries_take(name, method):
