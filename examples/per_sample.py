@@ -7,8 +7,8 @@ With torch_xla 2.9.0 on XLA:CPU:
 - its numbers were right for all models of these examples (error below 2e-6), but
   ``torch.func.grad`` returns zeros without a word through kl_div, std, selu and some
   more, and raises at max_pool2d;
-- it keeps intermediate tensors alive for a random while, and a sync computes every
-  tensor that is alive: in 8 equal steps logistic regression, the ResNet and the
+- autograd's thread keeps gradients alive for a random while (see `xla_replica.grad`),
+  and a sync computes every tensor that is alive: in 8 equal steps logistic regression, the ResNet and the
   transformer each compiled a second program, at different steps in different runs. Two
   replicas whose programs differ cannot sum: such a run hangs or ends.
 
