@@ -8,9 +8,10 @@ With torch_xla 2.9.0 on XLA:CPU:
   ``torch.func.grad`` returns zeros without a word through kl_div, std, selu and some
   more, and raises at max_pool2d;
 - autograd's thread keeps gradients alive for a random while (see `xla_replica.grad`),
-  and a sync computes every tensor that is alive: in 8 equal steps logistic regression, the ResNet and the
-  transformer each compiled a second program, at different steps in different runs. Two
-  replicas whose programs differ cannot sum: such a run hangs or ends.
+  and a sync computes every tensor that is alive: in 8 equal steps logistic
+  regression, the ResNet and the transformer each compiled a second program, at
+  different steps in different runs. Two replicas whose programs differ cannot sum:
+  such a run hangs or ends.
 
 `expanded` gives every sample its own (expanded, not copied) parameters, lets vmap run
 the forward pass, and asks ordinary autograd for the gradients of the sum of losses. No

@@ -5,20 +5,45 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from rigl_xla import cost_report
 from rigl_xla.cost_report import CostReport
 from rigl_xla.flops import LayerCost, size_in_bytes
 from rigl_xla.history import COUNTS
-from rigl_xla.layers import weights_of
+from rigl_xla.layers import Weight, weights_of
 from rigl_xla.methods import Method
 from rigl_xla.positions import cost_of
+from rigl_xla.schedule import UpdateSchedule
+from rigl_xla.sparse_layer import SparseLayer
+from xla_replica import Replica
 
-if TYPE_CHECKING:
-    from rigl_xla.scheduler import RigLScheduler
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """What a pruner is now, all that a report is made of.
+
+    Attributes:
+        step: Number of the step.
+        num_updates: Topology updates so far.
+        schedule: Of the updates.
+        method: Of dropping and growing.
+        model: All of whose weights are counted.
+        weights: Those that the pruner knows of.
+        layers: Those of them that are sparse.
+        replica: That reads the device.
+    """
+
+    step: int
+    num_updates: int
+    schedule: UpdateSchedule
+    method: Method
+    model: nn.Module
+    weights: Sequence[Weight]
+    layers: Sequence[SparseLayer]
+    replica: Replica
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,30 +106,29 @@ class Report:
 
     def __init__(
         self,
-        pruner: RigLScheduler,
+        now: Snapshot,
         costs: Mapping[str, LayerCost] | None = None,
         num_steps: int | None = None,
     ) -> None:
-        self.step, self.num_updates = pruner.step, pruner.rigl_steps
-        self.drop_fraction = pruner.schedule.drop_fraction(pruner.step)
-        self._replica = pruner.replica
+        schedule = now.schedule
+        self.step, self.num_updates = now.step, now.num_updates
+        self.drop_fraction = schedule.drop_fraction(now.step)
+        self._replica = now.replica
         self._taken = [
-            Taken(layer.name, layer.size, layer.history.counts)
-            for layer in pruner._layers
+            Taken(layer.name, layer.size, layer.history.counts) for layer in now.layers
         ]
-        watched = {weight.name: cost_of(weight) for weight in weights_of(pruner.model)}
-        own = {weight.name: cost_of(weight) for weight in pruner._weights}
+        watched = {weight.name: cost_of(weight) for weight in weights_of(now.model)}
+        own = {weight.name: cost_of(weight) for weight in now.weights}
         self._has_costs = costs is not None
         # What is sparse only because it was included costs nothing, as norms do.
         self._costs = {**watched, **own, **_fitting(watched, costs)}
-        schedule = pruner.schedule
         self._run = cost_report.TrainingRun(
-            method=_kind(pruner._method),
+            method=_kind(now.method),
             delta=schedule.delta,
             num_collected=schedule.grad_accumulation_n,
             last_update=schedule.last_update,
             num_steps=num_steps,
-            final={layer.name: layer.sparsity for layer in pruner._layers},
+            final={layer.name: layer.sparsity for layer in now.layers},
         )
 
     @staticmethod
@@ -253,12 +277,13 @@ def _kind(method: Method) -> str:
     return {"never": "set", "updates": "rigl", "always": "snfs"}[method.collects]
 
 
-def describe(pruner: RigLScheduler) -> str:
+def describe(now: Snapshot, **options: object) -> str:
     """Lines as rigl-torch prints them, from counts known on the host."""
-    active = {layer.name: layer.num_active for layer in pruner._layers}
+    active = {layer.name: layer.num_active for layer in now.layers}
+    sizes = [weight.parameter.numel() for weight in now.weights]
     rows = [
         (active.get(weight.name, size), size, weight.is_conv)
-        for weight, size in zip(pruner._weights, pruner.N)
+        for weight, size in zip(now.weights, sizes)
     ]
     of_each = ", ".join(f"{nonzero}/{size}" for nonzero, size, _ in rows)
     shares = ", ".join(f"{100 * nonzero / size:.2f}%" for nonzero, size, _ in rows)
@@ -270,10 +295,9 @@ def describe(pruner: RigLScheduler) -> str:
             f"nonzero_percentages=[{shares}],",
             f"total_nonzero_params={_total(rows)},",
             f"total_CONV_nonzero_params={_total([row for row in rows if row[2]])},",
-            f"step={pruner.step},",
-            f"num_rigl_steps={pruner.rigl_steps},",
-            f"ignoring_linear_layers={pruner.ignore_linear_layers},",
-            f"sparsity_distribution={pruner.sparsity_distribution},",
+            f"step={now.step},",
+            f"num_rigl_steps={now.num_updates},",
+            *(f"{name}={value}," for name, value in options.items()),
             ")",
         ]
     )

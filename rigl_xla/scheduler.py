@@ -24,7 +24,7 @@ from rigl_xla.initial import first_layer_state, set_weights_
 from rigl_xla.layers import Selector, Weight, check_bound, holders, selectors
 from rigl_xla.methods import Score
 from rigl_xla.options import Options
-from rigl_xla.report import Report, describe
+from rigl_xla.report import Report, Snapshot, describe
 from rigl_xla.schedule import UpdateSchedule
 from rigl_xla.sparse_layer import SparseLayer
 from rigl_xla.update import Moment, change_
@@ -246,7 +246,19 @@ class RigLScheduler(RigLTorchNames):
         Raises:
             ValueError: The costs are of another model.
         """
-        return Report(self, costs, num_steps)
+        return Report(self._snapshot(), costs, num_steps)
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(
+            self.step,
+            self.rigl_steps,
+            self.schedule,
+            self._method,
+            self.model,
+            self._weights,
+            self._layers,
+            self.replica,
+        )
 
     def __str__(self) -> str:
         if self._method.gradual:
@@ -255,7 +267,11 @@ class RigLScheduler(RigLTorchNames):
             found = self.report().layers
             for layer in self._layers:
                 layer.num_active = found[layer.name].num_active
-        return describe(self)
+        return describe(
+            self._snapshot(),
+            ignoring_linear_layers=self.ignore_linear_layers,
+            sparsity_distribution=self.sparsity_distribution,
+        )
 
     def check_replicas(self) -> None:
         """Compares masks and sparse weights of all replicas; reads the device.
