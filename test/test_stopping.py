@@ -16,6 +16,7 @@ from support.stopping import AS_A_TPU, EMULATED, GLOO, LOCAL, TORCHRUN, is_runni
 
 import xla_replica
 from xla_replica import ReplicaError, Stopped
+from xla_replica.stopping import forwarding
 
 XLA = [needs_xla, pytest.mark.xla]
 SLOW = pytest.mark.slow
@@ -225,6 +226,41 @@ def test_a_caught_signal_stops_all_replicas_at_one_update(starter, tmp_path):
     assert any("received SIGTERM" in request for _, request in saved)
     if starter is not TORCHRUN:  # whose own status says that it was ended by a signal
         assert status == 143, error
+
+
+@pytest.mark.parametrize("what", ["armed", "received", None])
+def test_a_signal_that_replicas_obey_or_have_obeyed_goes_no_further(what, tmp_path):
+    """The copy that a process group's leader gets may be the later one."""
+    went_on = []
+    before = signal.signal(signal.SIGTERM, lambda *_: went_on.append("as ever"))
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    try:
+        with forwarding(str(tmp_path)):
+            if what is not None:
+                (tmp_path / f"{gone.pid}.{signal.SIGTERM.value}.{what}").touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert went_on == ([] if what else ["as ever"])
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    "starter",
+    [pytest.param(GLOO, id="gloo"), pytest.param(EMULATED, id="emulated", marks=XLA)],
+)
+def test_a_signal_to_all_processes_stops_all_replicas_at_one_update(
+    starter, name, tmp_path
+):
+    """The server that the replicas were forked from outlives it, and says how."""
+    run = starter.start(tmp_path, arms=True)
+    run.signal_group(signal.Signals[name])
+    status, error = run.ends()
+    assert status == 143, error
+    saved = [path.read_text().split(" ", 1)[0] for path in run.files("saved")]
+    assert len(saved) == run.num_replicas, error
+    assert len(set(saved)) == 1
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import multiprocessing as mp
 import multiprocessing.connection
 import os
 import sys
@@ -22,10 +21,9 @@ from typing import Any
 
 import torch
 
-from xla_replica import emulation
+from xla_replica import emulation, fresh_processes
 from xla_replica.children import cause_of_death, die_with_parent
 from xla_replica.current import bound
-from xla_replica.environment import variables_set
 from xla_replica.errors import ReplicaError
 from xla_replica.outcome import (
     Ending,
@@ -56,21 +54,29 @@ def run_emulated(
         TypeError: ``fn`` or ``args`` cannot be sent to another process.
     """
     payload = dump_task(fn, args)
-    context = mp.get_context("spawn")
+    context = fresh_processes.context()
     receiver, sender = context.Pipe(duplex=False)
     status = context.RawArray(ctypes.c_char, _STATUS_BYTES * num_replicas)
     heartbeat = context.RawValue(ctypes.c_double, float("inf"))
     with tempfile.TemporaryDirectory(prefix="xla_replica") as folder:
         process = context.Process(
             target=_child_main,
-            args=(sender, payload, num_replicas, timeout, status, heartbeat, folder),
+            args=(
+                fresh_processes.Surroundings(emulation.environment(num_replicas)),
+                sender,
+                payload,
+                num_replicas,
+                timeout,
+                status,
+                heartbeat,
+                folder,
+            ),
             name="emulated-replicas",
         )
         message: tuple[bool, bytes] | str = "interrupted"
         with forwarding(folder):
             try:
-                with variables_set(emulation.environment(num_replicas)):
-                    process.start()
+                process.start()
                 sender.close()
                 message = _outcome(
                     process, receiver, heartbeat, max(timeout, FROZEN_AFTER_SECONDS)
@@ -145,6 +151,7 @@ def _read_status(status: Any, num_replicas: int) -> list[str]:
 
 
 def _child_main(
+    surroundings: fresh_processes.Surroundings,
     sender: Any,
     payload: bytes,
     num_replicas: int,
@@ -153,6 +160,7 @@ def _child_main(
     heartbeat: Any,
     folder: str,
 ) -> None:
+    surroundings.enter()
     threading.Thread(target=_beat, args=(heartbeat,), daemon=True).start()
     die_with_parent()
     torch.set_num_threads(1)

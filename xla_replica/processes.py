@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import multiprocessing.connection
 import os
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from xla_replica import fresh_processes
 from xla_replica.children import cause_of_death, die_with_parent
 from xla_replica.current import bound
 from xla_replica.errors import ReplicaError
@@ -46,13 +46,21 @@ def run_processes(
         ReplicaError: A replica raised or died; the first one to do so.
         Stopped: At least one did, and the others ended well.
     """
-    context = mp.get_context("spawn")
+    context = fresh_processes.context()
     task = dump_task(fn, args)
     with tempfile.TemporaryDirectory(prefix="xla_replica") as folder:
         processes = [
             context.Process(
                 target=_run_replica,
-                args=(rank, task, num_replicas, device, timeout, folder),
+                args=(
+                    fresh_processes.Surroundings(),
+                    rank,
+                    task,
+                    num_replicas,
+                    device,
+                    timeout,
+                    folder,
+                ),
                 name=f"replica-{rank}",
             )
             for rank in range(num_replicas)
@@ -99,8 +107,15 @@ def _first_failure(folder: str, death: ReplicaError | None) -> bytes:
 
 
 def _run_replica(
-    rank: int, task: bytes, num_replicas: int, device: str, timeout: float, folder: str
+    surroundings: fresh_processes.Surroundings,
+    rank: int,
+    task: bytes,
+    num_replicas: int,
+    device: str,
+    timeout: float,
+    folder: str,
 ) -> None:
+    surroundings.enter()
     import torch.distributed as dist
 
     die_with_parent()

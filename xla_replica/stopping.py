@@ -61,6 +61,7 @@ class _Process:
         self.num_runs = 0
         self.request: StopRequest | None = None
         self.armed: frozenset[int] = frozenset()
+        self.received: frozenset[int] = frozenset()  # while armed
         self.listened: frozenset[int] = frozenset()
         self.installed_late: _Installed = {}  # by catch_signals
         self.first = _FirstSignal()
@@ -174,7 +175,11 @@ def listening_for_parent(folder: str) -> Iterator[None]:
         with _process.lock:
             _process.folder = None
             for number in _process.armed:
-                _armed_file(folder, number).unlink(missing_ok=True)
+                armed = _armed_file(folder, number)
+                if number in _process.received:
+                    armed.rename(armed.with_suffix(".received"))
+                else:
+                    armed.unlink(missing_ok=True)
 
 
 def _listen_for_good(folder: str) -> None:
@@ -202,7 +207,9 @@ class Listener:
 def forwarding(folder: str) -> Iterator[None]:
     """Hands signals of this process on to replicas that have armed them, and waits.
 
-    A signal that none has armed acts as ever, and so does one that insists.
+    A signal that none has armed acts as ever, and so does one that insists. One that
+    reached the replicas too, as one to a process group does, may come here when they
+    have obeyed it and gone.
 
     Args:
         folder: The same as of the replicas' `listening`.
@@ -211,7 +218,8 @@ def forwarding(folder: str) -> Iterator[None]:
 
     def forward(number: int) -> bool:
         armed = list(Path(folder).glob(f"*.{number}.armed"))
-        if not armed or first.insists():
+        obeyed = any(Path(folder).glob(f"*.{number}.received"))
+        if not (armed or obeyed) or first.insists():
             return False
         for path in armed:
             with contextlib.suppress(ProcessLookupError):
@@ -261,6 +269,7 @@ def _on_signal(number: int) -> bool:
     """Notes a request if the signal is armed; says whether that was all it does."""
     if number not in _process.armed or _process.first.insists():
         return False
+    _process.received |= {number}
     if _process.request is None:
         _process.request = StopRequest(f"received {_name(number)}", 128 + number)
     return True

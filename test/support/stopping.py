@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -59,6 +61,7 @@ class Starter(NamedTuple):
              str(self.num_replicas)],
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # a group of its own, to be signalled as a whole
         )  # fmt: skip
         run = Run(process, folder, self.num_replicas or 2)
         run.wait_until(lambda: len(run.files("ready")) == run.num_replicas)
@@ -85,6 +88,10 @@ class Run:
                 self.process.kill()
                 raise AssertionError(self.process.communicate()[1])
             time.sleep(0.05)
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """As a terminal or a job's scheduler does: the script and all below it."""
+        os.killpg(self.process.pid, number)
 
     def ends(self) -> tuple[int, str]:
         """Its exit status and what it wrote to stderr."""

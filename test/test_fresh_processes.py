@@ -1,0 +1,81 @@
+"""Forked processes have what spawned ones would have, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.replicas import SEVERAL_REPLICAS
+
+VARIABLE = "A_TEST_HAS_SET_THIS"
+
+
+def environment(rank: int) -> tuple[str | None, str, int]:
+    return os.environ.get(VARIABLE), str(Path.cwd()), os.getpid()
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_a_run_has_the_environment_and_folder_of_its_time(
+    backend, monkeypatch, tmp_path
+):
+    """Not those of the time when the first run began."""
+    processes = set()
+    for value in ("1", "2", None):
+        if value is None:
+            monkeypatch.delenv(VARIABLE)
+        else:
+            monkeypatch.setenv(VARIABLE, value)
+        folder = tmp_path / str(value)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        for found, where, process in backend.run(environment):
+            assert (found, where) == (value, str(folder))
+            processes.add(process)
+    # XLA's replicas are threads of one process.
+    assert len(processes) == 3 * (1 if backend.device == "xla" else 3)
+    assert os.getpid() not in processes
+
+
+PRINTS = """
+import os, sys, xla_replica
+
+def train(rank, text):
+    print(text, flush=True)
+    os.write(2, text.encode())
+
+if __name__ == "__main__":
+    device, folder = sys.argv[1:]
+    xla_replica.launch(train, ("first ",), 2, device)
+    for number, name in ((1, "out"), (2, "error")):
+        file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, number)
+    xla_replica.launch(train, ("second ",), 2, device)
+"""
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_a_run_writes_where_its_parent_writes_by_then(backend, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(PRINTS)
+    command = [sys.executable, script, backend.device, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    seen = {
+        "first": (done.stdout, done.stderr),
+        "second": [(tmp_path / name).read_text() for name in ("out", "error")],
+    }
+    for word, other in (("first", "second"), ("second", "first")):
+        assert [text.count(word) for text in seen[word]] == [2, 2]
+        assert [text.count(other) for text in seen[word]] == [0, 0]
+
+
+def imported(rank: int) -> bool:
+    return "torch_xla" in sys.modules
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_only_those_that_need_it_have_imported_torch_xla(backend):
+    """It replaces modules of torch, such as nn.GRU."""
+    assert set(backend.run(imported)) == {backend.device == "xla"}
