@@ -26,7 +26,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,6 +38,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks
 
 import torch
 import torch.nn.functional as F
+from published import fetch
 from record import save
 from torch import nn
 from torch.func import functional_call, grad, vmap
@@ -349,10 +349,10 @@ def judged(rows: dict[str, dict[str, float]]) -> dict[str, Any]:
 
 
 def install(folder: str) -> None:
-    """The others, beside the environment."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-    command += ["--disable-pip-version-check", "--target", folder]
-    subprocess.run([*command, *THEIRS], check=True)
+    """The others, beside the environment; without them nothing is measured."""
+    error = fetch(Path(folder), *THEIRS)
+    if error is not None:
+        sys.exit(f"{', '.join(THEIRS)} cannot be had: {error}")
     sys.path.append(folder)
 
 

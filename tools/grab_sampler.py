@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from published import fetch
 
 VERSION = "0.1.3"
 STAND_INS = ("torch_sparse", "torchopt", "torchopt.typing", "absl", "overrides")
@@ -22,12 +23,7 @@ STAND_INS = ("torch_sparse", "torchopt", "torchopt.typing", "absl", "overrides")
 
 def install(folder: Path) -> str | None:
     """Fetches it into ``folder``; what went wrong, or None."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-    command += ["--disable-pip-version-check", "--target", str(folder)]
-    run = subprocess.run(
-        [*command, f"grab-sampler=={VERSION}"], capture_output=True, text=True
-    )
-    return None if run.returncode == 0 else run.stderr.strip()
+    return fetch(folder, f"grab-sampler=={VERSION}")
 
 
 @contextlib.contextmanager

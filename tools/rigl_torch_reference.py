@@ -10,24 +10,20 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from published import fetch
+
 VERSION = "0.5.2"
 
 
 def install(folder: Path) -> str | None:
     """Fetches it into ``folder``; what went wrong, or None."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-    command += ["--disable-pip-version-check", "--target", str(folder)]
-    run = subprocess.run(
-        [*command, f"rigl-torch=={VERSION}"], capture_output=True, text=True
-    )
-    return None if run.returncode == 0 else run.stderr.strip()
+    return fetch(folder, f"rigl-torch=={VERSION}")
 
 
 @contextlib.contextmanager
