@@ -9,14 +9,7 @@ from support.resnet import RESNET50_WEIGHTS
 
 from rigl_xla import RigLScheduler
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small operations on a busy machine: threads would wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Clock:

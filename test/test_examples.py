@@ -26,6 +26,8 @@ from training_options import ORDERS
 
 import xla_replica
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SCRIPTS = {"images": image_classification, "text": causal_language_model}
 DEVICE = "xla" if HAS_XLA else "cpu"
@@ -33,15 +35,6 @@ DEVICE = "xla" if HAS_XLA else "cpu"
 IMAGES = ("--dataset", "digits", "--num-samples", 120)
 TEXT = ("--max-bytes", 6000, "--context", 24, "--width", 16, "--num-layers", 1,
         "--num-heads", 2, "--batch-size", 8)  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small operations on a busy machine: threads would wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

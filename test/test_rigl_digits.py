@@ -8,19 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import rigl_digits
-import torch
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 # Points by which RigL is to beat a fixed topology, mean of 5 seeds.
 GOALS = {0.98: 4, 0.99: 30}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small operations on a busy machine: threads would wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.slow

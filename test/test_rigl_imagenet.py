@@ -19,21 +19,14 @@ from support.torchrun import LAUNCHER
 import xla_replica
 from variable_batch_size.checkpoint_files import saved_files
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SCRIPT = Path(rigl_imagenet.__file__)
 # 24 updates of 16 images: a run of a second.
 TINY = ("--fake-data", "--model", "small", "--width", 8, "--image-size", 16,
         "--num-classes", 4, "--num-samples", 96, "--epochs", 4, "--warmup-epochs", 1,
         "--batch-size", 16, "--minibatch-size", 8, "--ref-batchsize", 16, "--delta", 5,
         "--log-steps", 2, "--eval-batch-size", 4)  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small operations on a busy machine: threads would wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def words(arguments) -> list[str]:
