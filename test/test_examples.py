@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -21,6 +19,7 @@ import torch
 from image_models import MODELS, image_model
 from language_model import ByteGPT
 from support.replicas import HAS_XLA, needs_xla
+from support.scripts import run_script, words
 from support.torchrun import LAUNCHER
 from training_options import ORDERS
 
@@ -51,10 +50,6 @@ def tasks(book) -> dict[str, tuple]:
     return {"images": IMAGES, "text": (*TEXT, "--text", book)}
 
 
-def words(arguments) -> list[str]:
-    return [str(argument) for argument in arguments]
-
-
 def run_here(name: str, *arguments: object, device: str = "cpu") -> int:
     """One replica in this process."""
     first = ("--no-progress", "--num-replicas", 1, "--device", device)
@@ -63,19 +58,10 @@ def run_here(name: str, *arguments: object, device: str = "cpu") -> int:
 
 def run(name: str, *arguments: object, cwd: Path, command=(sys.executable,)) -> str:
     """What the script prints, started as users do: a checkout must do."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RANK")}
     script = EXAMPLES / Path(SCRIPTS[name].__file__).name
-    done = subprocess.run(
-        words([*command, script, *arguments]),
-        cwd=cwd,
-        env={**kept, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    status, text = run_script(script, *arguments, cwd=cwd, command=command)
+    assert status == 0, text
+    return text
 
 
 def history(folder: Path) -> pd.DataFrame:

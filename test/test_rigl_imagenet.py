@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 import rigl_imagenet
 import torch
 from support.replicas import needs_xla
+from support.scripts import run_script, words
 from support.torchrun import LAUNCHER
 
 import xla_replica
@@ -29,10 +28,6 @@ TINY = ("--fake-data", "--model", "small", "--width", 8, "--image-size", 16,
         "--log-steps", 2, "--eval-batch-size", 4)  # fmt: skip
 
 
-def words(arguments) -> list[str]:
-    return [str(argument) for argument in arguments]
-
-
 def run_here(folder: Path, *arguments: object, device: str = "cpu") -> list[Any]:
     """One replica in this process; checkpoint and logs go to ``folder``."""
     kept = ("--checkpoint", folder, "--logdir", folder / "log", "--no-progress")
@@ -42,18 +37,10 @@ def run_here(folder: Path, *arguments: object, device: str = "cpu") -> list[Any]
 
 def run(folder: Path, *arguments: object, command=(sys.executable,)) -> str:
     """What the script prints, started as users do: a checkout must do."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RANK")}
-    done = subprocess.run(
-        words([*command, SCRIPT, *TINY, "--checkpoint", folder, *arguments]),
-        cwd=folder,
-        env={**kept, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    line = (*TINY, "--checkpoint", folder, *arguments)
+    status, text = run_script(SCRIPT, *line, cwd=folder, command=command, timeout=600)
+    assert status == 0, text
+    return text
 
 
 def saved(folder: Path) -> dict[str, Any]:

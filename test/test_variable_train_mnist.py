@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pandas as pd
 import pytest
 import variable_train_mnist
 from support.replicas import HAS_XLA, needs_xla
+from support.scripts import run_script
 from support.torchrun import LAUNCHER
 
 import variable_batch_size as vbs
@@ -20,25 +20,9 @@ HERE = Path(__file__).resolve().parent
 SCRIPT = HERE / "variable_train_mnist.py"
 
 
-def environment() -> dict[str, str]:
-    """Nothing of this project on the path: a checkout must do."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RANK")}
-    return {**kept, "OMP_NUM_THREADS": "1"}
-
-
 def run(*arguments: object, command=(sys.executable,), cwd: Path) -> tuple[int, str]:
     """(exit status, output) of the script."""
-    words = [*command, SCRIPT, "--no-progress", *arguments]
-    done = subprocess.run(
-        [str(word) for word in words],
-        cwd=cwd,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
-    return done.returncode, done.stdout
+    return run_script(SCRIPT, "--no-progress", *arguments, cwd=cwd, command=command)
 
 
 def check_output(folder: Path, text: str, num_batch_sizes: int) -> pd.DataFrame:

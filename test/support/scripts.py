@@ -1,0 +1,45 @@
+"""Running a script as a user does, from a checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def words(arguments: Iterable[object]) -> list[str]:
+    """A command line."""
+    return [str(argument) for argument in arguments]
+
+
+def environment() -> dict[str, str]:
+    """Nothing of this project on the path: a checkout must do."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RANK")}
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
+def run_script(
+    script: Path,
+    *arguments: object,
+    cwd: Path,
+    command: Iterable[object] = (sys.executable,),
+    timeout: float = 300.0,
+) -> tuple[int, str]:
+    """(exit status, output) of a script in a process of its own.
+
+    Args:
+        command: What runs the script.
+        timeout: Seconds, more than which are an error.
+    """
+    done = subprocess.run(
+        words([*command, script, *arguments]),
+        cwd=cwd,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+    return done.returncode, done.stdout
