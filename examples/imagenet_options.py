@@ -6,9 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import replica_options
 import sparse_training
-
-import xla_replica
 
 STEP_DECAY = (0.3, 0.7, 0.9)  # shares of the run after which 'steps' divides by ten
 # Options that may differ between a run and its continuation.
@@ -37,10 +36,7 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     positive = ("epochs", "num_samples", "num_classes", "image_size", "batch_size",
                 "minibatch_size", "ref_batchsize", "eval_batch_size", "log_steps",
                 "delta", "num_replicas")  # fmt: skip
-    for name in positive:
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    replica_options.check_at_least_one(parser, args, positive)
     if not args.fake_data and args.data is None:
         parser.error("give --data DIR, or --fake-data to try it without ImageNet")
     if not args.fake_data and not (args.data / "train").is_dir():
@@ -105,17 +101,8 @@ def add_training(group: argparse._ArgumentGroup) -> None:
 
 
 def add_running(group: argparse._ArgumentGroup) -> None:
+    replica_options.add_replicas(group)
     add = group.add_argument
-    add(
-        "--num-replicas",
-        type=int,
-        help="default: every chip, GPU or torchrun process there is; 1 on a CPU",
-    )
-    add(
-        "--device",
-        choices=xla_replica.DEVICES,
-        help="default: a TPU, else GPUs, else this CPU",
-    )
     add(
         "--checkpoint",
         type=Path,

@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import xla_replica
+from replica_options import add_replicas, check_at_least_one
+
 from grab_xla import BALANCE_TYPES, ordering_named
 
 # The others need more than options: the order itself, or the model and its loss.
@@ -26,7 +27,7 @@ def add_shared(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     """Adds what both examples have; ``defaults`` are those of the task."""
     _add_orders(parser.add_argument_group("orders"))
     _add_training(parser.add_argument_group("training"), defaults)
-    _add_replicas(parser.add_argument_group("replicas, checkpoints, logs"))
+    _add_running(parser.add_argument_group("replicas, checkpoints, logs"))
 
 
 def _add_orders(group: argparse._ArgumentGroup) -> None:
@@ -99,18 +100,9 @@ def _add_training(group: argparse._ArgumentGroup, defaults: dict[str, Any]) -> N
     )
 
 
-def _add_replicas(group: argparse._ArgumentGroup) -> None:
+def _add_running(group: argparse._ArgumentGroup) -> None:
+    add_replicas(group)
     add = group.add_argument
-    add(
-        "--num-replicas",
-        type=int,
-        help="default: every chip, GPU or torchrun process there is; 1 on a CPU",
-    )
-    add(
-        "--device",
-        choices=xla_replica.DEVICES,
-        help="default: a TPU, else GPUs, else this CPU",
-    )
     add("--checkpoint", metavar="DIR", help="save every run there, after every epoch")
     add(
         "--checkpoint-steps",
@@ -140,12 +132,7 @@ def finish(
     args.logdir = args.logdir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     at_least_one = ("seeds", "epochs", "batch_size", "eval_batch_size", "num_replicas",
                     "checkpoint_steps", "log_steps")  # fmt: skip
-    for option in at_least_one:
-        value = getattr(args, option)
-        if value is not None and value < 1:
-            parser.error(
-                f"--{option.replace('_', '-')} must be at least 1, got {value}"
-            )
+    check_at_least_one(parser, args, at_least_one)
     if args.batch_size % (args.num_replicas or 1):
         parser.error(
             f"--batch-size {args.batch_size} is no multiple of --num-replicas "
