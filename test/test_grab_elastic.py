@@ -17,40 +17,51 @@ TRACE = [8, 4, 16, 12, 4, 24, 8, 20] * 6
 NUM_SAMPLES, MINIBATCH, EPOCHS = 50, 4, 5
 
 
+class Training:
+    """A small model, its elastic optimizer and the sampler that orders its samples."""
+
+    def __init__(self, name: str, **options) -> None:
+        self.replica = xla_replica.current()
+        self.grab = KINDS[name].sampler(NUM_SAMPLES, **options)
+        self.sampler = vbs.CustomSampler(
+            dataset_size=NUM_SAMPLES,
+            trace=TRACE,
+            minibatch_size=MINIBATCH,
+            order=self.grab,
+            verbose=False,
+        )
+        self.model = nn.Linear(3, 1).to(self.replica.device)
+        inner = torch.optim.SGD(self.model.parameters(), 0.01)
+        self.optimizer = vbs.LinearRuleOptimizer(inner, self.sampler, ref_batchsize=8)
+        self.optimizer.attach(self.grab.after_update)
+
+    def epoch(self, epoch: int) -> list[int]:
+        """Trains it; the epoch's order."""
+        rows = ordering.gradients(epoch, NUM_SAMPLES)
+        self.sampler.set_epoch(epoch)
+        self.optimizer.set_epoch(epoch)  # where replicas that begin idle join
+        for minibatch in self.sampler:
+            x = self.replica.send(torch.ones(MINIBATCH, 3))
+            self.model(x).sum().backward()
+            grads = self.replica.send(ordering.as_dict(rows[minibatch]))
+            self.grab.step(grads, indices=minibatch)
+            self.optimizer.step()
+        return self.grab.order.tolist()
+
+
 def train(name: str, epochs: int = EPOCHS, saved=None, **options):
-    """Orders of all epochs, the accumulators, and what the last two epochs cost."""
-    replica = xla_replica.current()
-    grab = KINDS[name].sampler(NUM_SAMPLES, **options)
-    sampler = vbs.CustomSampler(
-        dataset_size=NUM_SAMPLES,
-        trace=TRACE,
-        minibatch_size=MINIBATCH,
-        order=grab,
-        verbose=False,
-    )
-    model = nn.Linear(3, 1).to(replica.device)
-    inner = torch.optim.SGD(model.parameters(), 0.01)
-    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=8)
-    optimizer.attach(grab.after_update)
+    """Orders of all epochs, the accumulators, and what every epoch cost."""
+    run = Training(name, **options)
     first = 0
     if saved is not None:
-        grab.load_state_dict(saved)
-        first = grab.epoch + 1
+        run.grab.load_state_dict(saved)
+        first = run.grab.epoch + 1
     orders, costs = [], []
     for epoch in range(first, epochs):
-        rows = ordering.gradients(epoch, NUM_SAMPLES)
-        with xla_replica.count(replica) as counts:
-            sampler.set_epoch(epoch)
-            optimizer.set_epoch(epoch)  # where replicas that begin idle join
-            for minibatch in sampler:
-                x = replica.send(torch.ones(MINIBATCH, 3))
-                model(x).sum().backward()
-                grads = replica.send(ordering.as_dict(rows[minibatch]))
-                grab.step(grads, indices=minibatch)
-                optimizer.step()
-        orders.append(grab.order.tolist())
+        with xla_replica.count(run.replica) as counts:
+            orders.append(run.epoch(epoch))
         costs.append((counts.compilations, counts.transfers))
-    return orders, grab.state_dict(), costs
+    return orders, run.grab.state_dict(), costs
 
 
 def train_all(rank: int, saved) -> dict:
@@ -156,21 +167,9 @@ def test_an_order_that_is_gone_is_not_given():
 
 def stopped_at(rank: int, name: str, folder, stop_at: int | None) -> list[list[int]]:
     """Orders of all epochs until the end, or until a checkpoint behind ``stop_at``."""
-    replica = xla_replica.current()
-    grab = KINDS[name].sampler(NUM_SAMPLES)
-    sampler = vbs.CustomSampler(
-        dataset_size=NUM_SAMPLES,
-        trace=TRACE,
-        minibatch_size=MINIBATCH,
-        order=grab,
-        verbose=False,
-    )
-    model = nn.Linear(3, 1).to(replica.device)
-    inner = torch.optim.SGD(model.parameters(), 0.01)
-    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=8)
-    optimizer.attach(grab.after_update)
+    run = Training(name)
     checkpointer = vbs.Checkpointer(
-        folder, optimizer, every_updates=10_000, model=model, grab=grab
+        folder, run.optimizer, every_updates=10_000, model=run.model, grab=run.grab
     )
     checkpointer.load()
 
@@ -178,20 +177,9 @@ def stopped_at(rank: int, name: str, folder, stop_at: int | None) -> list[list[i
         if update.step == stop_at:
             xla_replica.request_stop("test")
 
-    optimizer.attach(stop)
-    optimizer.attach(checkpointer)
-    orders = []
-    for epoch in range(sampler.epoch, EPOCHS):
-        rows = ordering.gradients(epoch, NUM_SAMPLES)
-        sampler.set_epoch(epoch)
-        optimizer.set_epoch(epoch)
-        for minibatch in sampler:
-            model(replica.send(torch.ones(MINIBATCH, 3))).sum().backward()
-            grads = replica.send(ordering.as_dict(rows[minibatch]))
-            grab.step(grads, indices=minibatch)
-            optimizer.step()
-        orders.append(grab.order.tolist())
-    return orders
+    run.optimizer.attach(stop)
+    run.optimizer.attach(checkpointer)
+    return [run.epoch(epoch) for epoch in range(run.sampler.epoch, EPOCHS)]
 
 
 @pytest.mark.parametrize("name", ["mean", "pair"])
