@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import hypothesis
 import pytest
 import torch
@@ -25,6 +27,20 @@ def examples(number: int) -> hypothesis.settings:
     return hypothesis.settings(
         max_examples=number, deadline=None, suppress_health_check=list(HealthCheck)
     )
+
+
+def drawn(
+    number: int, kind: str, dtypes: Iterable[torch.dtype], **more: st.SearchStrategy
+) -> Callable[[Callable[..., None]], Callable[[], None]]:
+    """Runs a check on layers of this kind and batches for them, so many of them."""
+    strategies = given(
+        case=KINDS[kind],
+        batch=st.integers(1, 4),
+        dtype=st.sampled_from(list(dtypes)),
+        method=st.sampled_from(METHODS),
+        **more,
+    )
+    return lambda check: examples(number)(strategies(check))
 
 
 NUMBERS = [20, pytest.param(200, marks=pytest.mark.slow)]
@@ -85,12 +101,10 @@ def identities(
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_drawn_layers_equal_the_loop(kind, number):
-    @examples(number)
-    @given(
-        case=KINDS[kind],
-        batch=st.integers(1, 4),
-        dtype=st.sampled_from(list(TOLERANCES)),
-        method=st.sampled_from(METHODS),
+    @drawn(
+        number,
+        kind,
+        TOLERANCES,
         budget=st.sampled_from([1, 1000, 2**28]),
         layout=st.sampled_from(LAYOUTS),
         seed=st.integers(0, 3),
@@ -127,13 +141,7 @@ def by_autograd(
 def test_drawn_layers_in_half_precision_are_as_close_as_autograd(kind, number):
     """What the activations' gradients have lost is lost, where they cancel."""
 
-    @examples(number)
-    @given(
-        case=KINDS[kind],
-        batch=st.integers(1, 4),
-        dtype=st.sampled_from(list(HALVES)),
-        method=st.sampled_from(METHODS),
-    )
+    @drawn(number, kind, HALVES)
     def check(case, batch, dtype, method):
         model, inputs = case.make(dtype, batch)
         grads = flat(oracle(case, model, inputs))
