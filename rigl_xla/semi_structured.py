@@ -234,7 +234,11 @@ def _try(
     try:
         sparse = kernels.convert(weight)
         other = F.linear(rows, sparse)
-    except (RuntimeError, ValueError, NotImplementedError) as error:
+    except torch.AcceleratorError:
+        raise  # the device has failed, whatever the layer is
+    except RuntimeError as error:
+        # All that torch and its libraries say of shapes, dtypes, operations (a
+        # NotImplementedError is one) and memory; none has a type of its own.
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return _Outcome(f"torch refuses it: {said}")
     expected = F.linear(rows, weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 
@@ -95,6 +96,15 @@ def test_wrong_and_refused_kernels_are_not_used():
     assert refused.reason == "torch refuses it: shape must be a multiple of 32"
     assert fine.converted
     assert "  1: dense, because torch refuses it" in str(report)
+
+
+def test_a_device_that_has_failed_is_no_refusal():
+    def convert(weight: torch.Tensor) -> torch.Tensor:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    kernels = dataclasses.replace(Fake().kernels, convert=convert)
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        to_semi_structured(mlp(8, 16), torch.randn(3, 8), kernels=kernels)
 
 
 class Odd(nn.Module):
