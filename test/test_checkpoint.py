@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -88,21 +89,26 @@ def undisturbed(tmp_path_factory):
     return weights, updates
 
 
-@pytest.mark.parametrize("ask_at", [0, 6, 11])
+def asked_at(name: str, backend, asked: tuple[int, ...], steps: Iterable[int]) -> list:
+    """A row for every step at which these ranks are asked to stop."""
+    return [
+        pytest.param(*backend.values, asked, n, marks=backend.marks, id=f"{name}-{n}")
+        for n in steps
+    ]
+
+
 @pytest.mark.parametrize(
-    ("backend", "asked"),
+    ("backend", "asked", "ask_at"),
     [
-        pytest.param(*row("cpu", 1).values, (0,), id="local"),
-        pytest.param(*row("cpu", 3).values, (2,), id="gloo, one is asked"),
-        pytest.param(*row("xla", 3).values, (1,), marks=row("xla", 3).marks, id="xla"),
+        *asked_at("local", row("cpu", 1), (0,), (0, 6, 11)),
+        *asked_at("gloo, one is asked", row("cpu", 3), (2,), (0, 6, 11)),
+        *asked_at("xla", row("xla", 3), (1,), (0, 6)),
     ],
 )
 def test_replicas_stop_within_an_update_and_go_on(
     backend, asked, ask_at, undisturbed, tmp_path
 ):
     """Asked while update ``ask_at`` ends, they make one more and save it."""
-    if backend.device == "xla" and ask_at == 11:
-        pytest.skip("as with 6")
     with pytest.raises(xla_replica.Stopped) as stopped:
         xla_replica.launch(
             train, (tmp_path, ask_at, asked), backend.num_replicas, backend.device
