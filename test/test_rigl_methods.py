@@ -14,6 +14,7 @@ from support.sparse import (
     equal,
     inactive_are_zero,
     pruned,
+    sgd,
     train,
 )
 from torch import nn
@@ -21,10 +22,6 @@ from torch import nn
 from rigl_xla import METHODS, Layer
 from rigl_xla.distribution import num_inactive
 from rigl_xla.structure import rows_of
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -62,6 +62,10 @@ def train(
             optimizer.step()
 
 
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
 def pruned(model: nn.Module, optimizer: torch.optim.Optimizer, **options):
     """A pruner of 80 %, with updates at 3, 6, 9 and 12."""
     defaults = {

@@ -1,0 +1,116 @@
+"""What RigLScheduler refuses, before it touches anything."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from support.sparse import batch, convnet, equal, pruned, sgd
+from torch import nn
+
+import variable_batch_size as vbs
+from rigl_xla import RigLScheduler
+
+
+def test_weights_without_values_are_refused():
+    model = convnet().to("meta")
+    with pytest.raises(ValueError, match="meta device and have no values"):
+        pruned(model, sgd(model))
+
+
+BAD_SCORES = {f"{layer}.weight": torch.ones(3) for layer in (0, 2, 5, 7)}
+
+
+BAD = [
+    ({"dense_allocation": 0}, ValueError, "above 0 and at most 1"),
+    ({"dense_allocation": "0.1"}, TypeError, "must be a number"),
+    ({"T_end": None}, ValueError, "about 0.75 times"),
+    ({"T_end": 0}, ValueError, "at least 1 step"),
+    ({"alpha": 1.5}, ValueError, r"in \[0, 1\]"),
+    ({"delta": 0}, ValueError, "at least 1 step"),
+    ({"grad_accumulation_n": 4}, ValueError, "from 1 to delta"),
+    ({"sparsity_distribution": "unifrom"}, ValueError, "allowed are"),
+    ({"method": "rigel"}, ValueError, "allowed are"),
+    ({"method": "gmp", "grow": "random"}, ValueError, "grows no connections"),
+    ({"method": "gmp", "T_end": 3}, ValueError, "would leave all dense"),
+    ({"method": "static", "drop": "random"}, ValueError, "nothing to do"),
+    ({"static_topo": True, "drop": "random"}, ValueError, "nothing to do"),
+    ({"static_topo": True, "method": "set", "grow": "random"}, ValueError, "nothing"),
+    ({"static_topo": True, "method": "gmp"}, ValueError, "leave out one of them"),
+    ({"static_topo": True, "method": "rigel"}, ValueError, "allowed are"),
+    ({"grow": "magnitud"}, ValueError, "allowed are"),
+    ({"grow": 3}, TypeError, "a function of"),
+    ({"initial_masks": "snipe"}, ValueError, "allowed are"),
+    ({"initial_masks": 3}, TypeError, "scores by parameter name"),
+    ({"initial_masks": {}}, ValueError, "no scores for the weight '2.weight'"),
+    ({"initial_masks": BAD_SCORES}, ValueError, r"have shape \(3,\); the weight has"),
+    ({"initial_masks": "magnitude", "method": "gmp"}, ValueError, "begins dense"),
+    ({"initial_weights": "he"}, ValueError, "allowed are"),
+    ({"sparsities": {"nothing": 0.5}}, ValueError, "the name of no weight"),
+    ({"sparsities": {"5": 1.0}}, ValueError, "from 0 to below 1"),
+    ({"exclude": [nn.Conv2d, nn.Linear]}, ValueError, "no weight is left"),
+    ({"exclude": "heads"}, ValueError, "names 'heads'"),
+    ({"exclude": nn.LSTM}, ValueError, "the model has no such"),
+    ({"structure": "4:2"}, ValueError, "0 < N < M"),
+    ({"structure": "2:4"}, ValueError, "leave it out"),
+    ({"structure": "2:4", "dense_allocation": 0.5, "method": "gmp"}, ValueError, "gmp"),
+    ({"structure": "1:3", "dense_allocation": 1}, ValueError, "no multiple of 3"),
+    ({"momentum": 1}, ValueError, "below 1"),
+    ({"momentum": "0.9"}, TypeError, "momentum is '0.9'; it must be a number"),
+    ({"seed": 0.5}, TypeError, "an integer"),
+    ({"sparsities": [0.5]}, TypeError, "a dict from patterns"),
+    ({"sparsities": {5: 0.5}}, TypeError, "a dict from patterns"),
+    ({"sparsities": {"5": "0.5"}}, TypeError, "must be a number"),
+    ({"skip_step": "no"}, TypeError, "skip_step is 'no'; it must be True or False"),
+    ({"static_topo": "yes"}, TypeError, "static_topo is 'yes'; it must be True or"),
+    ({"ignore_linear_layers": 0}, TypeError, "ignore_linear_layers is 0; it must be"),
+    ({"dense_first": 3}, TypeError, "dense_first is 3; it must be True or False"),
+    ({"method": ["rigl"]}, TypeError, "method is .'rigl'.; it must be one of"),
+    ({"annealing": []}, TypeError, "annealing is ..; it must be one of"),
+    ({"include": 3}, TypeError, "3 selects no layers"),
+    ({"replica": "xla"}, TypeError, "replica is 'xla'; it must be a xla_replica"),
+    ({"state_dict": 3}, TypeError, "must be what"),
+    ({"state_dict": {}}, ValueError, "its own format"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "says"), BAD)
+def test_whatever_is_wrong_is_said_before_anything_is_touched(options, error, says):
+    model = convnet()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = sgd(model)
+    with pytest.raises(error, match=says):
+        pruned(model, optimizer, **options)
+    assert equal(before, model.state_dict())
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+    pruned(model, optimizer)  # and nothing stands in the way
+
+
+def test_a_model_of_linear_layers_needs_to_be_told():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="needs ignore_linear_layers=False"):
+        RigLScheduler(model, sgd(model), dense_allocation=0.5, T_end=10)
+
+
+def test_an_optimizer_that_steps_by_itself_needs_to_be_told():
+    images, labels = batch(0, 16)
+    dataset = torch.utils.data.TensorDataset(images, labels)
+    sampler = vbs.CustomSampler(dataset, [8], minibatch_size=4, on_end="cycle")
+    model = convnet()
+    optimizer = vbs.ConstantOptimizer(sgd(model), sampler)
+    with pytest.raises(ValueError, match="build the pruner with skip_step=False"):
+        pruned(model, optimizer)
+    pruned(model, optimizer, skip_step=False)
+
+
+def test_an_optimizer_of_other_weights_is_refused():
+    model = convnet()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"does not train \['2.weight'"):
+        pruned(model, sgd(convnet()))
+    with pytest.raises(TypeError, match="must be a torch optimizer"):
+        pruned(model, nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="model is a dict; it must be a torch module"):
+        pruned({}, sgd(model))
+    assert equal(before, model.state_dict())
