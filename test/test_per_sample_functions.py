@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from support.per_sample import error, flat, fold, oracle
 from support.per_sample_cases import CASES
-from test_per_sample_refusals import UNSEEN, time_first
+from support.per_sample_refused import UNSEEN, time_first
 from torch import nn
 
 import per_sample_grad as psg

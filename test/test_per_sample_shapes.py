@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
-from support.per_sample import Case, error, flat, oracle
+from support.per_sample import HALF, Case, error, flat, oracle
 from support.per_sample_drawn import KINDS, convolutions
 from test_per_sample_family import METHODS, TOLERANCES, agree
 from torch import nn
@@ -20,7 +20,6 @@ from per_sample_grad.layers.convolution import padding_widths
 from per_sample_grad.layers.patches import _by_slices, padded, patches
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even")
-HALVES = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
 def examples(number: int) -> hypothesis.settings:
@@ -141,12 +140,12 @@ def by_autograd(
 def test_drawn_layers_in_half_precision_are_as_close_as_autograd(kind, number):
     """What the activations' gradients have lost is lost, where they cancel."""
 
-    @drawn(number, kind, HALVES)
+    @drawn(number, kind, HALF)
     def check(case, batch, dtype, method):
         model, inputs = case.make(dtype, batch)
         grads = flat(oracle(case, model, inputs))
         lost = error(by_autograd(case, model, inputs), grads)
-        allowed = max(HALVES[dtype], 2 * lost)
+        allowed = max(HALF[dtype], 2 * lost)
         with psg.capture(model, method=method, **case.options) as recorded:
             losses = case.loss(model, *inputs)
         factors = recorded.backward(losses)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.per_sample import fold, rules_kept
 from support.per_sample_cases import Apply
-from test_per_sample_refusals import Raw
+from support.per_sample_refused import Raw
 from torch import nn
 
 import per_sample_grad as psg

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, settings
-from support.per_sample import BATCH, Case, error, flat, fold, oracle
+from support.per_sample import BATCH, HALF, Case, error, flat, fold, oracle
 from support.per_sample_cases import CASES, transformer_block
 from support.per_sample_drawn import KINDS
+from support.per_sample_refused import COUPLED, UNSEEN
 from support.replicas import Backend, needs_xla
 from test_per_sample_family import METHODS, agree
-from test_per_sample_refusals import COUPLED, HALF, UNSEEN
 from test_per_sample_shapes import identities
 from torch import nn
 

@@ -13,6 +13,8 @@ from torch import nn
 from per_sample_grad.layers import RULES
 
 BATCH = 3
+# Errors that half precision may make, relative to the answer.
+HALF = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
 Gradients = dict[str, torch.Tensor]
 
 

@@ -1,0 +1,138 @@
+"""Beside other hooks, checkpoints, compilers and tracers: exact, or an error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.per_sample import Case, error, fold, oracle
+from support.per_sample_cases import Apply
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import per_sample_grad as psg
+
+
+def test_gradient_hooks_on_parameters_are_refused():
+    """They change the sum's gradient, by who knows what for each sample."""
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    with psg.capture(model) as recorded:
+        losses = model(x).square().sum(1)
+        handle = model.weight.register_hook(lambda grad: 2 * grad)
+    with pytest.raises(psg.PerSampleError, match="weight have gradient hooks"):
+        recorded.backward(losses)
+    with pytest.raises(psg.PerSampleError, match="weight have gradient hooks"):
+        psg.capture(model)
+    psg.capture(model, ["bias"])
+    handle.remove()
+    # Those that see `.grad` do not run: it does not change.
+    ran = []
+    model.weight.register_post_accumulate_grad_hook(ran.append)
+    with psg.capture(model) as recorded:
+        losses = model(x).square().sum(1)
+    recorded.backward(losses)
+    assert not ran
+
+
+def test_reentrant_checkpoints_hide_parameters():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
+    with psg.capture(model) as recorded:
+        hidden = model[0](torch.randn(3, 3))
+        losses = checkpoint(model[1], hidden, use_reentrant=True).sum(1)
+    with pytest.raises(psg.CoverageError, match="use_reentrant=False"):
+        recorded.backward(losses)
+
+
+def test_checkpoints_that_are_not_reentrant_are_exact():
+    case = Case(
+        "checkpointed",
+        lambda: Apply(
+            lambda m, x: checkpoint(m.b, torch.tanh(m.a(x)), use_reentrant=False),
+            a=nn.Linear(3, 4),
+            b=nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)),
+        ),
+        (3,),
+    )
+    model, inputs = case.make(torch.float64)
+    truth = oracle(case, model, inputs)
+    with psg.capture(model) as recorded:
+        losses = case.loss(model, *inputs)
+    found = recorded.backward(losses).materialize()
+    assert all(error(found[name], truth[name]) <= 1e-10 for name in truth)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's own
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_compiled_models_are_exact_or_an_error(compiled_before):
+    """A compiled function that ran before a capture has no hooks in it."""
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    inputs = (torch.randn(5, 3),)
+    truth = psg.per_sample_grad_norms(model, fold, inputs)
+    compiled = torch.compile(model, backend="aot_eager")
+    if compiled_before:
+        compiled(*inputs)
+        with pytest.raises(psg.CoverageError, match="this use is not its own call"):
+            psg.per_sample_grad_norms(compiled, fold, inputs)
+    else:
+        for _ in range(2):
+            found = psg.per_sample_grad_norms(compiled, fold, inputs)
+            torch.testing.assert_close(found, truth)
+    torch.compiler.reset()
+
+
+class Traced(torch.Tensor):
+    """As tracers hand tensors to modules."""
+
+
+def test_what_is_traced_or_transformed_is_refused():
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    with (
+        pytest.raises(psg.CoverageError, match="a Traced: hooks cannot record"),
+        psg.capture(model),
+    ):
+        model(x.as_subclass(Traced))
+    with psg.capture(model) as recorded:
+        losses = torch.func.vmap(model)(x).sum(1)
+    with pytest.raises(psg.CoverageError, match="this use is not its own call"):
+        recorded.backward(losses)
+
+
+def test_hooks_leave_no_trace():
+    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.ReLU(inplace=True), nn.Linear(3, 2))
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    keys = list(model.state_dict())
+    model[2].weight.grad = torch.ones_like(model[2].weight)
+    with psg.capture(model) as recorded:
+        losses = fold(model, torch.randn(4, 2, 4))
+    recorded.backward(losses)
+    with pytest.raises(RuntimeError, match="weight"), psg.capture(model):
+        model(torch.randn(4, 9, 4))  # fails in the middle of the block
+    with psg.capture(model) as recorded:
+        losses = fold(model, torch.randn(4, 2, 4))
+    with pytest.raises(ZeroDivisionError):  # and in the middle of the backward pass
+        recorded.stream(losses, lambda factors: 1 / 0)
+    assert list(model.state_dict()) == keys
+    for name, module in model.named_modules():
+        assert set(vars(module)) == before[name]
+        for value in vars(module).values():
+            if isinstance(value, dict):
+                assert not any(
+                    callable(item) and not isinstance(item, nn.Module)
+                    for item in value.values()
+                )
+        assert not module._forward_hooks
+        assert not module._forward_hooks_with_kwargs
+    assert model[0].weight.grad is None
+    assert torch.equal(model[2].weight.grad, torch.ones_like(model[2].weight))
+    assert all(not param._backward_hooks for param in model.parameters())
+
+
+def test_other_hooks_change_outputs_after_ours():
+    case = Case("hooked", lambda: nn.Sequential(nn.Linear(3, 2)), (3,))
+    model, inputs = case.make(torch.float64)
+    model[0].register_forward_hook(lambda module, args, out: 3 * out)
+    truth = oracle(case, model, inputs)
+    with psg.capture(model) as recorded:
+        losses = case.loss(model, *inputs)
+    found = recorded.backward(losses).materialize()
+    assert all(error(found[name], truth[name]) <= 1e-10 for name in truth)
