@@ -111,6 +111,17 @@ class Instruments:
         result = Herding(*self._replica.fetch(list(self._running.result(state))))
         return float(result.infinity), float(result.euclidean)
 
+    def scalars(self) -> dict[str, float]:
+        """Of what is kept, what TensorBoard should draw, by its name there."""
+        values: dict[str, float] = {}
+        infinity, euclidean = self.herding()
+        if infinity != -math.inf:
+            values |= {"herding": infinity, "avg_grad_error": euclidean}
+        norms = self.norms()
+        if norms:
+            values |= {"norm/mean": sum(norms) / len(norms), "norm/max": max(norms)}
+        return values
+
     def _of_all_vectors(self) -> list[PrefixNorms]:
         mean = sum(rows.sum(0) for rows in self._vectors) / self._num_seen
         state, prefixes = self._running.init(self._columns.num_own), []

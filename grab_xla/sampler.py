@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
@@ -374,14 +373,7 @@ class GraBSampler(Sampler[int]):
 
         Collective where replicas share the columns.
         """
-        values: dict[str, float] = {}
-        infinity, euclidean = self._engine.instruments.herding()
-        if infinity != -math.inf:
-            values |= {"herding": infinity, "avg_grad_error": euclidean}
-        norms = self.grad_norms
-        if norms:
-            values |= {"norm/mean": sum(norms) / len(norms), "norm/max": max(norms)}
-        return values
+        return self._engine.instruments.scalars()
 
     @property
     def sorter(self) -> GraBSampler:
