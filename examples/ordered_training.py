@@ -225,7 +225,7 @@ class Run:
             "sampler": self.sampler.state_dict(),  # order
             "generator": torch.get_rng_state(),
         }
-        state = run_checkpoint.fetched(state, self.replica)
+        state = self.replica.to_host(state)
         if self.replica.is_master:
             run_checkpoint.write(state, self.path)
 

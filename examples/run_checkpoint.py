@@ -9,36 +9,6 @@ from typing import Any
 
 import torch
 
-from xla_replica import Replica
-
-
-def fetched(state: Any, replica: Replica) -> Any:
-    """``state`` with every tensor in it on the CPU: one transfer for all of them."""
-    tensors: list[torch.Tensor] = []
-
-    def collect(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-        elif isinstance(value, Mapping):
-            for part in value.values():
-                collect(part)
-        elif isinstance(value, (list, tuple)):
-            for part in value:
-                collect(part)
-
-    def replaced(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return next(on_cpu)
-        if isinstance(value, Mapping):
-            return {key: replaced(part) for key, part in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(replaced(part) for part in value)
-        return value
-
-    collect(state)
-    on_cpu = iter(replica.fetch(tensors))
-    return replaced(state)
-
 
 def write(state: dict[str, Any], path: Path) -> None:
     """Writes ``path``; a crash leaves the file that was there before."""

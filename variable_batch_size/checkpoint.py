@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import time
 import weakref
@@ -193,7 +192,7 @@ class Checkpointer:
         self._times.saved(self.num_updates)
         path = None
         if self.replica.is_master:
-            path = self._write(to_host(state, self.replica), is_best, since)
+            path = self._write(self.replica.to_host(state), is_best, since)
         # On XLA every program that runs, also one that saves, moves them on.
         self.replica.set_rng_state(random_numbers)
         return path
@@ -366,30 +365,6 @@ class Checkpointer:
         tensor = self.replica.send(torch.tensor(numbers))
         self.replica.broadcast_([tensor])
         return self.replica.fetch([tensor])[0].tolist()
-
-
-def to_host(state: Any, replica: Replica) -> Any:
-    """``state`` with every tensor in it on the CPU: one transfer for all of them."""
-    tensors: list[torch.Tensor] = []
-
-    def mapped(value: Any, of_tensor: Callable[[torch.Tensor], Any]) -> Any:
-        if isinstance(value, torch.Tensor):
-            return of_tensor(value)
-        if isinstance(value, dict):
-            # Of its own kind and with its attributes: state_dict()._metadata, Counter.
-            changed = copy.copy(value)
-            for key, part in value.items():
-                changed[key] = mapped(part, of_tensor)
-            return changed
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(mapped(part, of_tensor) for part in value))
-        if isinstance(value, (list, tuple)):
-            return type(value)(mapped(part, of_tensor) for part in value)
-        return value
-
-    mapped(state, tensors.append)
-    on_cpu = iter(replica.fetch(tensors))
-    return mapped(state, lambda tensor: next(on_cpu))
 
 
 def _check(

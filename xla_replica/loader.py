@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-
-import torch
 
 _END = object()
 
@@ -107,16 +105,3 @@ def _drain(waiting: queue.Queue[Any]) -> None:
             waiting.get_nowait()
     except queue.Empty:
         return
-
-
-def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``batch`` with every tensor in it replaced; other leaves as they are."""
-    if isinstance(batch, torch.Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        return {key: map_tensors(value, function) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(value, function) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(map_tensors(value, function) for value in batch)
-    return batch

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from xla_replica.loader import DeviceLoader, map_tensors
+from xla_replica.loader import DeviceLoader
+from xla_replica.nested import map_tensors, tensors_in
 from xla_replica.seeding import seeded
 
 
@@ -108,9 +109,19 @@ class Replica(abc.ABC):
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies tensors to the host, in one transfer where the backend can.
 
-        Blocks until they are computed. The only verb that reads a device back.
+        Blocks until they are computed. The only verb that reads a device back, but
+        for `to_host`, which calls it.
         """
         return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+
+    def to_host(self, state: Any) -> Any:
+        """``state`` with every tensor in it on the CPU, as one `fetch` gives them.
+
+        Such as a `state_dict`: tensors may sit in tuples, lists and dicts, which keep
+        their kind; everything else stays as it is.
+        """
+        on_cpu = iter(self.fetch(tensors_in(state)))
+        return map_tensors(state, lambda _: next(on_cpu))
 
     def send(self, batch: Any) -> Any:
         """``batch`` with every tensor in it on this replica's device.

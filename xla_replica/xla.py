@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from xla_replica.loader import map_tensors
+from xla_replica.nested import map_tensors
 from xla_replica.replica import Replica, check_parts, check_source
 
 

@@ -11,7 +11,6 @@ from torch import nn
 import variable_batch_size as vbs
 import xla_replica
 from support.elastic import OPTIMIZERS, Case, make
-from variable_batch_size.checkpoint import to_host
 
 # Two epochs of 32 minibatches; steps of 1 to 9 of them: idle replicas, also where an
 # epoch begins and ends, and steps of several substeps.
@@ -51,7 +50,7 @@ def run(
 
     def saved() -> dict[str, Any]:
         found = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        return copy.deepcopy(to_host(found, replica))
+        return copy.deepcopy(replica.to_host(found))
 
     if state is not None:
         state = copy.deepcopy(state)  # torch's optimizers go on with loaded tensors
