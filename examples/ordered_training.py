@@ -12,7 +12,6 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import per_sample
-import run_checkpoint
 import torch
 import torch.nn.functional as F
 from order_report import Row, report
@@ -26,6 +25,7 @@ from training_options import (
     sampler_options,
 )
 
+import variable_batch_size as vbs
 import xla_replica
 from grab_xla import Balancer, GraBSampler, ordering_named
 from xla_replica import Replica
@@ -227,13 +227,13 @@ class Run:
         }
         state = self.replica.to_host(state)
         if self.replica.is_master:
-            run_checkpoint.write(state, self.path)
+            vbs.write_checkpoint(self.path, state)
 
     def _restore(self) -> None:
         """Goes on where `_save` was called, on any number of replicas."""
         if self.path is None or not self.path.exists():
             return
-        state = run_checkpoint.read(self.path, self.settings)
+        state = vbs.read_checkpoint(self.path, self.settings)
         self.epoch, self.step = state["epoch"], state["step"]
         self.seconds, self.history = state["seconds"], state["history"]
         self.model.load_state_dict(state["model"])

@@ -23,7 +23,14 @@ MAY_IMPORT = {
 PACKAGES = sorted(MAY_IMPORT)
 WITHOUT_TORCH = {
     f"variable_batch_size/{name}.py"
-    for name in ("trace", "trace_csv", "schedule", "lr_rules", "adam_rules")
+    for name in (
+        "trace",
+        "trace_csv",
+        "schedule",
+        "lr_rules",
+        "adam_rules",
+        "differences",
+    )
 } | {"grab_xla/reorder.py", "grab_xla/dealing.py"}
 WITHOUT_TORCH |= {
     "rigl_xla/distribution.py",
@@ -63,7 +70,7 @@ PUBLIC = {
         "NoiseMeter", "NoiseOptions", "PowerRuleOptimizer", "Restored",
         "RootRuleOptimizer", "Rule", "Scaled", "Schedule", "SeededDataset",
         "Trace", "TraceError", "TraceExhausted", "TraceWarning", "Update",
-        "average_buffers", "power", "rule_named",
+        "average_buffers", "power", "read_checkpoint", "rule_named", "write_checkpoint",
     },
     "xla_replica": {
         "DEVICES", "Counts", "DeviceLoader", "LocalReplica", "Replica", "ReplicaError",
@@ -186,7 +193,8 @@ def test_packages_import_without_any_runtime(package):
 
 @pytest.mark.parametrize(
     "module", ["variable_batch_size.schedule", "variable_batch_size.lr_rules",
-               "variable_batch_size.adam_rules", "variable_batch_size.gradient_noise",
+               "variable_batch_size.adam_rules", "variable_batch_size.differences",
+               "variable_batch_size.gradient_noise",
                "variable_batch_size.tensor_scalars", "xla_replica.counters",
                "grab_xla.herding", "grab_xla.reorder", "grab_xla.dealing",
               "grab_xla.projection", "grab_xla.offline", "per_sample_grad.answers",

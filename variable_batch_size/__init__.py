@@ -26,6 +26,10 @@ from variable_batch_size.rule_optimizers import (
 from variable_batch_size.sampler import CustomSampler
 from variable_batch_size.schedule import EpochPlan, Schedule, TraceExhausted
 from variable_batch_size.seeded_dataset import SeededDataset
+from variable_batch_size.single_checkpoint import (
+    read_checkpoint,
+    write_checkpoint,
+)
 from variable_batch_size.trace import Trace, TraceError, TraceWarning
 from variable_batch_size.update import Update
 
@@ -59,5 +63,7 @@ __all__ = [
     "Update",
     "average_buffers",
     "power",
+    "read_checkpoint",
     "rule_named",
+    "write_checkpoint",
 ]

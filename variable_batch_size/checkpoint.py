@@ -17,6 +17,7 @@ import xla_replica
 from variable_batch_size import checkpoint_files as files
 from variable_batch_size.checkpoint_files import CheckpointError
 from variable_batch_size.checkpoint_times import SaveTimes
+from variable_batch_size.differences import differences
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.random_state import random_state, restore_random_state
 from variable_batch_size.schedule import TraceExhausted
@@ -467,13 +468,9 @@ def _check_version(state: Any, path: Path) -> None:
 def _check_settings(
     saved: Mapping[str, Any], own: Mapping[str, Any], path: Path
 ) -> None:
-    differences = [
-        f"{name} was {saved.get(name)!r} and is {own.get(name)!r}"
-        for name in sorted(saved.keys() | own.keys())
-        if saved.get(name) != own.get(name)
-    ]
-    if differences:
+    found = differences(saved, own)
+    if found:
         raise ValueError(
-            f"{path} is of another run: {'; '.join(differences)}. Give the run another "
+            f"{path} is of another run: {'; '.join(found)}. Give the run another "
             "folder, or load(allow_changes=True)"
         )

@@ -20,10 +20,12 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
+from variable_batch_size.whole_files import rename, sync_folder, write_whole
+
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"(update|best)-(\d{8,})-([0-9a-f]{32})\.pt")
-_UNFINISHED = ".unfinished"
+UNFINISHED = ".unfinished"
 _ABANDONED_SECONDS = 3600.0  # what has not been written to for so long
 _DAMAGED = "damaged-"
 
@@ -74,39 +76,33 @@ def write(folder: Path, num_updates: int, state: Any, kind: str = "update") -> P
 
     The file is complete and on the disk before it gets its name.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     writer = f"{socket.gethostname()}-{os.getpid()}"  # a run may outlive its successor
-    unfinished = folder / f"{kind}-{num_updates:08d}-{writer}{_UNFINISHED}"
-    try:
-        with unfinished.open("wb") as file:
-            hashed = _Hashed(file)
-            torch.save(state, hashed)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
-    digest = _short(hashed.sha256)
-    path = folder / f"{kind}-{num_updates:08d}-{digest}.pt"
-    unfinished.replace(path)
-    _sync_folder(folder)
-    return path
+    name = f"{kind}-{num_updates:08d}"
+
+    def content(file: BinaryIO) -> Path:
+        hashed = _Hashed(file)
+        torch.save(state, hashed)
+        return folder / f"{name}-{_short(hashed.sha256)}.pt"
+
+    return write_whole(folder / f"{name}-{writer}{UNFINISHED}", content)
 
 
 def copy_as_best(path: Path) -> Path:
     """Makes a written checkpoint the best one, in place of the one before."""
     best = path.with_name(path.name.replace("update-", "best-", 1))
-    unfinished = best.with_suffix(_UNFINISHED)
+    unfinished = best.with_suffix(UNFINISHED)
+
+    def content(file: BinaryIO) -> Path:
+        file.write(path.read_bytes())
+        return best
+
     unfinished.unlink(missing_ok=True)
     try:
         os.link(path, unfinished)
     except OSError:  # no hard links on this file system
-        with unfinished.open("wb") as file:
-            file.write(path.read_bytes())
-            file.flush()
-            os.fsync(file.fileno())
-    unfinished.replace(best)
-    _sync_folder(path.parent)
+        write_whole(unfinished, content)
+    else:
+        rename(unfinished, best)
     for other in saved_files(path.parent, "best"):
         if other.path != best:
             other.path.unlink(missing_ok=True)
@@ -115,7 +111,7 @@ def copy_as_best(path: Path) -> Path:
 
 def tidy(folder: Path, keep: int) -> None:
     """Deletes what somebody never finished and all but the newest ``keep``."""
-    for unfinished in folder.glob(f"*{_UNFINISHED}"):
+    for unfinished in folder.glob(f"*{UNFINISHED}"):
         if time.time() - _age(unfinished) / 1e9 > _ABANDONED_SECONDS:
             unfinished.unlink(missing_ok=True)
     for old in saved_files(folder)[keep:]:
@@ -127,7 +123,7 @@ def set_aside(damaged: SavedFile) -> Path:
     aside = damaged.path.with_name(f"{_DAMAGED}{damaged.path.name}")
     with contextlib.suppress(FileNotFoundError):
         damaged.path.replace(aside)
-    _sync_folder(aside.parent)
+    sync_folder(aside.parent)
     return aside
 
 
@@ -188,13 +184,3 @@ def _age(path: Path) -> int:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
         return 0
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes a renaming last; not every system can."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from variable_batch_size.differences import differences
 from variable_batch_size.schedule import Schedule
 
 VERSION = 1
@@ -49,15 +50,11 @@ def check_fingerprint(
     Raises:
         ValueError: It does not, and ``allow_changes`` is False; lists all differences.
     """
-    differences = [
-        f"{_UNITS[name]} was {saved.get(name)!r} and is {own[name]!r}"
-        for name in own
-        if saved.get(name) != own[name]
-    ]
-    if differences and not allow_changes:
+    found = differences(saved, own, _UNITS)
+    if found and not allow_changes:
         raise ValueError(
             "the saved run used other samples at its steps: "
-            + "; ".join(differences)
+            + "; ".join(found)
             + ". Restore it with the arguments it had, or pass allow_changes=True to "
             "go on from the same step with these"
         )

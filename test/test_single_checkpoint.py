@@ -1,0 +1,53 @@
+"""One file for a loop that saves itself."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+import variable_batch_size as vbs
+
+STATE = {"settings": {"lr": 0.1, "seed": 1}, "weights": torch.arange(5.0)}
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = tmp_path / "new" / "run.pt"
+    for _ in range(2):  # also in place of another
+        vbs.write_checkpoint(path, STATE)
+    found = vbs.read_checkpoint(str(path), {"seed": 1, "lr": 0.1})
+    assert found["settings"] == STATE["settings"]
+    assert torch.equal(found["weights"], STATE["weights"])
+    assert os.listdir(path.parent) == ["run.pt"]
+
+
+def test_a_state_without_settings_is_anybody_s(tmp_path):
+    vbs.write_checkpoint(tmp_path / "run.pt", {"step": 3})
+    assert vbs.read_checkpoint(tmp_path / "run.pt") == {"step": 3}
+
+
+def test_another_run_is_refused_with_all_differences(tmp_path):
+    vbs.write_checkpoint(tmp_path / "run.pt", STATE)
+    with pytest.raises(
+        ValueError, match=r"another run: lr was 0\.1 and is 0\.2; width was None and is"
+    ):
+        vbs.read_checkpoint(tmp_path / "run.pt", {"seed": 1, "lr": 0.2, "width": 3})
+
+
+def test_what_cannot_be_written_leaves_the_one_before(tmp_path):
+    path = tmp_path / "run.pt"
+    vbs.write_checkpoint(path, STATE)
+    with pytest.raises(AttributeError, match="pickle"):
+        vbs.write_checkpoint(path, {"function": lambda: None})
+    assert os.listdir(tmp_path) == ["run.pt"]
+    assert vbs.read_checkpoint(path, STATE["settings"])["settings"] == STATE["settings"]
+
+
+@pytest.mark.parametrize("kept", [0, 10, -50])
+def test_a_damaged_one_is_named(kept, tmp_path):
+    path = tmp_path / "run.pt"
+    vbs.write_checkpoint(path, STATE)
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(vbs.CheckpointError, match=r"run\.pt cannot be loaded"):
+        vbs.read_checkpoint(path, STATE["settings"])

@@ -1,0 +1,50 @@
+"""Files that are there in one piece or not at all, also when the power fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+
+def write_whole(unfinished: Path, write: Callable[[BinaryIO], Path]) -> Path:
+    """Writes a file that has its name only when it is complete and on the disk.
+
+    A crash at any moment leaves the file of that name that was there before.
+
+    Args:
+        unfinished: Its name until then, in the same folder, which is made if missing.
+        write: Writes the content and returns the name, which may depend on it.
+
+    Raises:
+        OSError: It cannot be written; nothing of it is left.
+    """
+    unfinished.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with unfinished.open("wb") as file:
+            path = write(file)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    return rename(unfinished, path)
+
+
+def rename(path: Path, new: Path) -> Path:
+    """Renames a file for good; returns its new name."""
+    path.replace(new)
+    sync_folder(new.parent)
+    return new
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes a renaming last; not every system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
