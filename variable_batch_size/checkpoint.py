@@ -15,9 +15,16 @@ from torch import nn
 
 import xla_replica
 from variable_batch_size import checkpoint_files as files
+from variable_batch_size.checkpoint_checks import (
+    check_arguments,
+    check_folder,
+    check_plain,
+    check_same_parts,
+    check_settings,
+    check_version,
+)
 from variable_batch_size.checkpoint_files import CheckpointError
 from variable_batch_size.checkpoint_times import SaveTimes
-from variable_batch_size.differences import differences
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.random_state import random_state, restore_random_state
 from variable_batch_size.schedule import TraceExhausted
@@ -28,7 +35,6 @@ from xla_replica import Replica
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-_RESERVED = ("optimizer", "settings")
 
 
 class Stateful(Protocol):
@@ -118,9 +124,9 @@ class Checkpointer:
     ) -> None:
         if every_updates is None and every_minutes is None:
             every_minutes = 10.0
-        _check(optimizer, keep, best, look_every, parts)
-        _check_folder(folder)
-        _check_plain("settings", settings or {})
+        check_arguments(optimizer, keep, best, look_every, parts)
+        check_folder(folder)
+        check_plain("settings", settings or {})
         self.folder = Path(folder)
         self.replica: Replica = optimizer.replica
         self.num_updates = 0
@@ -244,15 +250,10 @@ class Checkpointer:
         if found is None:
             return None
         path, state = found
-        _check_version(state, path)
+        check_version(state, VERSION, path)
         if not allow_changes:
-            _check_settings(state["settings"], self._settings, path)
-        missing = sorted(self._parts.keys() ^ state["parts"].keys())
-        if missing:
-            raise ValueError(
-                f"{path} has the parts {sorted(state['parts'])}, and this run has "
-                f"{sorted(self._parts)}: give Checkpointer the same ones"
-            )
+            check_settings(state["settings"], self._settings, path)
+        check_same_parts(state["parts"], self._parts, path)
         # First what refuses another run, before anything is touched.
         self._optimizer.load_state_dict(state["optimizer"], allow_changes=allow_changes)
         for name, part in self._parts.items():
@@ -368,74 +369,6 @@ class Checkpointer:
         return self.replica.fetch([tensor])[0].tolist()
 
 
-def _check(
-    optimizer: Any,
-    keep: int,
-    best: str | None,
-    look_every: int,
-    parts: Mapping[str, Any],
-) -> None:
-    if not isinstance(optimizer, ElasticOptimizer):
-        raise TypeError(
-            f"Checkpointer: optimizer must be an elastic wrapper, got {optimizer!r}"
-        )
-    for name, value in (("keep", keep), ("look_every", look_every)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
-    if best not in (None, "max", "min"):
-        raise ValueError(f"best={best!r}; allowed are 'max', 'min' and None")
-    for name, part in parts.items():
-        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-            raise TypeError(
-                f"Checkpointer: {name}={part!r} has no state_dict and load_state_dict"
-            )
-        if part is optimizer.inner or part is optimizer.sampler:
-            raise ValueError(
-                f"Checkpointer: {name} is saved with the wrapper's state already: "
-                "leave it out"
-            )
-    _check_parameters(optimizer, parts)
-
-
-def _check_folder(folder: str | Path) -> None:
-    if "://" in str(folder):
-        raise ValueError(
-            f"folder={str(folder)!r} is no path: mount the bucket (gcsfuse, s3fs) and "
-            "give the path of the mount"
-        )
-
-
-def _check_plain(name: str, value: Any) -> None:
-    """Raises TypeError unless a file can give back an equal value."""
-    if isinstance(value, Mapping):
-        for key, part in value.items():
-            _check_plain(f"{name}[{key!r}]", part)
-    elif isinstance(value, (list, tuple)):
-        for index, part in enumerate(value):
-            _check_plain(f"{name}[{index}]", part)
-    elif type(value) not in (str, int, float, bool, type(None)):
-        raise TypeError(
-            f"{name}={value!r} is a {type(value).__name__}; settings may be texts, "
-            "numbers, None, lists and dicts of such"
-        )
-
-
-def _check_parameters(optimizer: ElasticOptimizer, parts: Mapping[str, Any]) -> None:
-    saved = {
-        id(parameter)
-        for part in parts.values()
-        if isinstance(part, nn.Module)
-        for parameter in part.parameters()
-    }
-    groups = optimizer.param_groups
-    missing = sum(id(p) not in saved for group in groups for p in group["params"])
-    if missing:
-        raise ValueError(
-            f"Checkpointer: {missing} of the optimizer's parameters are in no part "
-            "that is a module, and would not be saved: pass model=model"
-        )
-
-
 def _catch(signals: Sequence[str | int]) -> None:
     try:
         xla_replica.catch_signals(signals)
@@ -445,32 +378,11 @@ def _catch(signals: Sequence[str | int]) -> None:
 
 def _begin_next_epoch(state: dict[str, Any], optimizer: ElasticOptimizer) -> None:
     """A place at the end of an epoch becomes the beginning of the next."""
-    place, schedule = (
-        state["optimizer"]["elastic"]["sampler"],
-        optimizer.sampler.schedule,
-    )
+    place = state["optimizer"]["elastic"]["sampler"]
+    schedule = optimizer.sampler.schedule
     first, end = schedule.steps(place["epoch"])
     if place["step"] < end - first:
         return
     with contextlib.suppress(TraceExhausted):  # there is no next one
         schedule.steps(place["epoch"] + 1)
         place |= {"epoch": place["epoch"] + 1, "step": 0}
-
-
-def _check_version(state: Any, path: Path) -> None:
-    version = state.get("version") if isinstance(state, dict) else None
-    if version != VERSION:
-        raise ValueError(
-            f"{path} is of version {version!r}, and this library reads {VERSION}"
-        )
-
-
-def _check_settings(
-    saved: Mapping[str, Any], own: Mapping[str, Any], path: Path
-) -> None:
-    found = differences(saved, own)
-    if found:
-        raise ValueError(
-            f"{path} is of another run: {'; '.join(found)}. Give the run another "
-            "folder, or load(allow_changes=True)"
-        )
