@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import types
 
 import pytest
 import torch
 
 import xla_replica
+from variable_batch_size.stop_reason import agreed_request
 from variable_batch_size.stop_vote import StopVote
 
 
@@ -71,3 +74,36 @@ def test_on_cpus_everybody_looks(monkeypatch):
     assert replicas.update() == [False] * 3
     replicas.asked = {1}
     assert replicas.update() == [True] * 3
+
+
+def stops_for_one_reason(rank: int) -> None:
+    """Two of three are asked, each in its own way; the first was not."""
+    if rank == 1:
+        xla_replica.catch_signals()
+        os.kill(os.getpid(), signal.SIGINT)
+    if rank == 2:
+        xla_replica.request_stop("maintenance", 75)
+    request = agreed_request(xla_replica.current())
+    assert request == xla_replica.StopRequest("received SIGINT", 130)
+    raise xla_replica.Stopped(request.reason, request.exit_status)
+
+
+def test_all_replicas_stop_for_the_same_reason():
+    with pytest.raises(xla_replica.Stopped, match="received SIGINT") as stopped:
+        xla_replica.launch(stops_for_one_reason, (), 3, "cpu")
+    assert stopped.value.code == 130
+
+
+@pytest.mark.parametrize(
+    ("reason", "agreed"),
+    [
+        ("Wartung läuft", "Wartung läuft"),
+        ("", ""),
+        ("x" * 999 + "ü", "x" * 999),
+        ("a lone \udc80 surrogate", "a lone ? surrogate"),
+    ],
+)
+def test_a_reason_is_any_text(monkeypatch, reason, agreed):
+    request = xla_replica.StopRequest(reason, 0)
+    monkeypatch.setattr(xla_replica, "stop_requested", lambda: request)
+    assert agreed_request(xla_replica.LocalReplica("cpu")) == (agreed, 0)

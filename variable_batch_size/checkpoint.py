@@ -29,6 +29,7 @@ from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.random_state import random_state, restore_random_state
 from variable_batch_size.schedule import TraceExhausted
 from variable_batch_size.stop_poll import poll_for_stop
+from variable_batch_size.stop_reason import agreed_request
 from variable_batch_size.update import Update
 from xla_replica import Replica
 
@@ -272,9 +273,7 @@ class Checkpointer:
         """Saves, waits until that is done, and raises on every replica."""
         self._save()
         self.replica.barrier()  # nobody leaves while replica 0 writes
-        request = xla_replica.stop_requested()
-        if request is None:
-            raise xla_replica.Stopped("another replica was asked to stop")
+        request = agreed_request(self.replica)
         raise xla_replica.Stopped(request.reason, request.exit_status)
 
     def _state(self, random_numbers: torch.Tensor) -> dict[str, Any]:
