@@ -174,6 +174,7 @@ class GraBSampler(Sampler[int]):
         self._start = 0  # position at which the pass over the order began
         self._own = self._dealing.own(self.order, 0)  # this replica's part of it
         self._given_for: int | None = None  # epoch that an elastic sampler asked for
+        self._num_updated = 0  # of num_seen, those that updates have been made of
 
     def __len__(self) -> int:
         """Samples that this replica runs in a pass over the order."""
@@ -299,6 +300,7 @@ class GraBSampler(Sampler[int]):
 
         Attach it to the elastic optimizer, which calls it once per update on every
         replica, idle or not: ``optimizer.attach(sampler.after_update)``.
+        One replica has balanced them already, and only looks whether it has.
 
         Args:
             update: With its ``epoch``, and ``batch_size`` and ``minibatch_size`` in
@@ -306,9 +308,10 @@ class GraBSampler(Sampler[int]):
 
         Raises:
             ValueError: `step` was not called once for each of this replica's
-                minibatches.
+                minibatches, before ``optimizer.step()``.
         """
         if self._replica.num_replicas == 1:
+            self._check_balanced(update)
             return
         # An idle replica may get here before it asks for the epoch's order.
         self(update.epoch)
@@ -400,6 +403,24 @@ class GraBSampler(Sampler[int]):
         with self._timer("reset_epoch"):
             self._orders.advance(codes)
             self._engine.begin_epoch(self.num_samples, self._orders.generator)
+        self._num_updated = 0
+
+    def _check_balanced(self, update: Any) -> None:
+        """Raises ValueError unless the update's gradients have all been balanced.
+
+        If they came only after it, a state that is saved in it would lack them: the
+        samples of a resumed run would get the signs of others.
+        """
+        if not self._looks or self._given_for != update.epoch:
+            return
+        num_taken = self.num_seen - self._num_updated
+        self._num_updated = self.num_seen
+        if num_taken != update.batch_size:
+            raise ValueError(
+                f"this update is of {update.batch_size} samples, but sampler.step() "
+                f"took the gradients of {num_taken} since the one before: call it once "
+                "per minibatch, before optimizer.step()"
+            )
 
     def _check_samples(
         self, num_rows: int, indices: Sequence[int] | torch.Tensor | None
@@ -472,6 +493,7 @@ class GraBSampler(Sampler[int]):
         self._engine.load_state_dict(state["engine"])
         self._orders.load_state_dict(state)
         self._held.clear()
+        self._num_updated = self.num_seen
         # A finished epoch is not gone on with: the next iter() begins another.
         self._resumed = 0 < self.num_seen < self._dealing.end(0)
         self._start = self.num_seen if self._resumed else 0

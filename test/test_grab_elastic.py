@@ -135,7 +135,7 @@ def stepped_wrongly(rank: int, how: str) -> None:
         optimizer.set_epoch(epoch)
         for _ in sampler:
             model(torch.ones(4, 3)).sum().backward()
-            if how != "optimizer first":
+            if how not in ("optimizer first", "never"):
                 grab.step(ordering.as_dict(ordering.gradients(0)[:4]))
             if how == "other samples":
                 grab.step(ordering.as_dict(ordering.gradients(0)[:4]), indices=range(4))
@@ -155,6 +155,25 @@ def stepped_wrongly(rank: int, how: str) -> None:
 def test_misuse_is_named(how, message):
     with pytest.raises((ValueError, xla_replica.ReplicaError), match=message):
         xla_replica.launch(stepped_wrongly, (how,), 2, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("optimizer first", r"took the gradients of 4 since.*before optimizer\.step"),
+        ("other samples", "indices are"),
+        ("never", "took the gradients of 0 since"),
+    ],
+)
+def test_misuse_is_named_on_one_replica(how, message):
+    """At the first update, of two minibatches of four."""
+    with pytest.raises(ValueError, match=message):
+        xla_replica.launch(stepped_wrongly, (how,), 1, "cpu")
+
+
+def test_one_replica_needs_no_attaching():
+    """It balances at once; two passes, in the right order of calls."""
+    xla_replica.launch(stepped_wrongly, ("not attached",), 1, "cpu")
 
 
 def test_an_order_that_is_gone_is_not_given():
