@@ -1,9 +1,12 @@
 """Saved after any update on any number of replicas, a run ends as it would have.
 
-Bit for bit: the data have sums that no order of summation rounds.
+Bit for bit: the data have sums that no order of summation rounds. Of rules that measure
+or count, one replica goes on bit for bit, and has been through every state on the way.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 import torch
@@ -58,6 +61,35 @@ def test_from_every_update_the_run_ends_as_it_would_have(backend, alone):
         assert global_samples(outcomes) == [
             (step, samples) for step, samples in everything if step >= done
         ]
+
+
+# What counts in a state beside momentum and place: (case, schedule).
+COUNTING = {
+    "adascale": (dataclasses.replace(CASE, rule="adascale"), None),
+    "adascale, scheduler in iterations": (
+        dataclasses.replace(CASE, rule="adascale", optimizer="sgd"),
+        ("iterations", 1.5),
+    ),
+    "adam-root": (
+        dataclasses.replace(CASE, rule="adam-root", optimizer="adamw"),
+        None,
+    ),
+    "linear, scheduler in samples": (CASE, ("samples", 20)),
+}
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_on_a_local_replica_every_state_comes_again(name):
+    """From each state on: all later ones, and so learning rates and weights."""
+    case, schedule = COUNTING[name]
+    [whole] = xla_replica.launch(run, (case, None, True, schedule), 1, "cpu")
+    num_updates, states = len(whole["updates"]), whole["states"]
+    assert len(states) == num_updates + 1 > 15
+    for done, state in enumerate(states):
+        [rest] = xla_replica.launch(run, (case, state, True, schedule), 1, "cpu")
+        assert rest["updates"] == list(range(done, num_updates))
+        assert_equal(rest["states"], states[done + 1 :])
+        assert_equal(rest["weights"], whole["weights"])
 
 
 def assert_equal(received, expected):

@@ -230,7 +230,10 @@ class NoiseMeter:
         tensors = [self._averages, self._differences.averages]
         tensors += [self._progress.whole, self._progress.fraction]
         sizes = torch.tensor([self._batch_size, self._base], dtype=torch.float64)
-        return dict(zip(_STATE, [*self._replica.fetch(tensors), *sizes.split(1)]))
+        state = dict(zip(_STATE, [*self._replica.fetch(tensors), *sizes.split(1)]))
+        # Whoever loads it knows the progress: then so should the run that goes on.
+        self._progress.note(state["whole"], state["fraction"])
+        return state
 
     def check_state(self, state: dict[str, torch.Tensor]) -> None:
         """Raises ValueError unless `load_state_dict` can take ``state``."""
@@ -292,7 +295,6 @@ class NoiseMeter:
     def _read(self) -> torch.Tensor:
         """``(3, G)``, on the CPU, in float64."""
         state = self.state_dict()
-        self._progress.note(state["whole"], state["fraction"])
         averages, differences = state["averages"], state["differences"]
         return gradient_noise.best(averages.double(), differences.double())
 

@@ -18,11 +18,16 @@ CASE = Case((4, 36, 8, 4, 12, 32, 20, 4), epochs=2, exact=True)
 
 
 def run(
-    rank: int, case: Case, state: dict[str, Any] | None = None, saves: bool = True
+    rank: int,
+    case: Case,
+    state: dict[str, Any] | None = None,
+    saves: bool = True,
+    schedule: tuple[str, float] | None = None,
 ) -> dict[str, Any]:
     """A run from ``state`` to its end: weights, its part of the samples, its states.
 
-    ``samples`` are (step, substep, rank, samples) of every minibatch that was run.
+    ``samples`` are (step, substep, rank, samples) of every minibatch that was run;
+    ``schedule`` is the unit of an attached scheduler, and how many of them a step is.
     """
     replica = xla_replica.current()
     model, inputs, targets = make(case)
@@ -40,6 +45,9 @@ def run(
         case.rule,
         case.ref_batchsize,
     )
+    if schedule is not None:
+        decay = torch.optim.lr_scheduler.ExponentialLR(optimizer.inner, 0.9)
+        optimizer.attach(decay, *schedule)
     updates: list[int] = []
     states: list[dict[str, Any]] = []
 
