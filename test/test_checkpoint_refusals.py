@@ -158,6 +158,39 @@ def test_another_run_s_folder_is_not_written_to(tmp_path):
         forgetful.train()
 
 
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_checkpointer_that_was_not_attached_does_not_save(loads, tmp_path):
+    """It would call every file that of update 0, or of the one it has loaded."""
+    if loads:
+        before = Training(tmp_path)
+        before.optimizer.attach(before.checkpointer)
+        before.train_epoch(0)
+        before.checkpointer.save()
+    forgetful = Training(tmp_path)
+    restored = forgetful.checkpointer.load()
+    assert (restored is not None) == loads
+    found = files.saved_files(tmp_path)
+    forgetful.train_epoch(forgetful.sampler.epoch)
+    with pytest.raises(ValueError, match=r"optimizer\.attach\(checkpointer\)"):
+        forgetful.checkpointer.save()
+    assert files.saved_files(tmp_path) == found
+    assert forgetful.checkpointer.num_updates == (restored.num_updates if loads else 0)
+
+
+def test_a_run_that_has_not_begun_can_be_saved(tmp_path):
+    """Also one that is to begin in a later epoch, and one that was only loaded."""
+    training = Training(tmp_path)
+    training.sampler.set_epoch(1)
+    training.optimizer.set_epoch(1)
+    training.checkpointer.save()
+    training.optimizer.attach(training.checkpointer)
+    training.train_epoch(1)
+    training.checkpointer.save()
+    again = Training(tmp_path)
+    again.checkpointer.load()
+    again.checkpointer.save()
+
+
 def test_a_forgotten_model_is_noticed(tmp_path):
     training = Training(tmp_path)
     with pytest.raises(ValueError, match="pass model=model"):

@@ -16,11 +16,13 @@ from torch import nn
 import xla_replica
 from variable_batch_size import checkpoint_files as files
 from variable_batch_size.checkpoint_checks import (
+    Standing,
     check_arguments,
     check_folder,
     check_plain,
     check_same_parts,
     check_settings,
+    check_told,
     check_version,
 )
 from variable_batch_size.checkpoint_files import CheckpointError
@@ -89,7 +91,8 @@ class Checkpointer:
         every_minutes: Save after about so many minutes; 10 if neither is given.
         keep: Checkpoints kept, the newest. The best one is kept beside them.
         best: Which metric given to `save` is best, 'max' or 'min'.
-        stop_on: Signals that ask to stop; empty for none.
+        stop_on: Signals that ask to stop, an attached one; empty for none, as where a
+            script only loads.
         stop_poll: Called every ``poll_seconds`` in a thread of its own; a text it
             returns is a reason to stop (a maintenance event of the machine).
         poll_seconds: See ``stop_poll``.
@@ -140,6 +143,7 @@ class Checkpointer:
         self._settings = dict(settings or {})
         self._times = SaveTimes(self.replica, every_updates, every_minutes)
         self._is_proven = False  # that what it writes can be loaded
+        self._begun = self._standing()
         if stop_on:
             _catch(stop_on)
         if stop_poll is not None:
@@ -178,7 +182,8 @@ class Checkpointer:
 
         Raises:
             OSError: Writing failed.
-            ValueError: ``metric`` was given without ``best=``, or is not finite.
+            ValueError: ``metric`` was given without ``best=``, or there have been
+                updates and this was not attached.
             TypeError: A part's state cannot be loaded again.
             CheckpointError: The folder has checkpoints of a run that is further.
         """
@@ -188,6 +193,7 @@ class Checkpointer:
         self, metric: float | None = None, between_epochs: bool = False
     ) -> Path | None:
         since = time.perf_counter()
+        check_told(self._begun, self._standing())
         is_best = self._is_best(metric)
         if is_best:
             self.best_metric = float(metric)  # type: ignore[arg-type]
@@ -262,12 +268,17 @@ class Checkpointer:
         restore_random_state(state["random"], self.replica)
         self.num_updates, self.best_metric = state["num_updates"], state["best"]
         self._times.saved(self.num_updates)
+        self._begun = self._standing()
         epoch = self._optimizer.sampler.epoch
         if self.replica.is_master:
             logger.info(
                 "going on with %s: %d updates, epoch %d", path, self.num_updates, epoch
             )
         return Restored(path, self.num_updates, epoch, self.best_metric)
+
+    def _standing(self) -> Standing:
+        place = self._optimizer.sampler.state_dict()
+        return Standing(self.num_updates, place["epoch"], place["step"])
 
     def _stop(self) -> None:
         """Saves, waits until that is done, and raises on every replica."""

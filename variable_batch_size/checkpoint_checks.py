@@ -4,12 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from variable_batch_size.differences import differences
 from variable_batch_size.optimizer import ElasticOptimizer
+
+
+class Standing(NamedTuple):
+    """What a `Checkpointer` has been told of, and where the sampler stands."""
+
+    num_updates: int
+    epoch: int
+    step: int
+
+
+def check_told(begun: Standing, now: Standing) -> None:
+    """Raises ValueError if there have been updates that nobody told of."""
+    # A place behind a step is that of an update; other places may be chosen freely.
+    has_moved = now.step > 0 and now[1:] != begun[1:]
+    if has_moved and now.num_updates == begun.num_updates:
+        raise ValueError(
+            "save: the optimizer has made updates that this Checkpointer knows nothing "
+            "of: call optimizer.attach(checkpointer) before training. Without it, "
+            "nothing is saved in between and no signal stops the run"
+        )
 
 
 def check_arguments(

@@ -50,13 +50,16 @@ class Training:
     def train(self) -> list[torch.Tensor]:
         self.optimizer.attach(self.checkpointer)
         for epoch in range(self.sampler.epoch, self.case.epochs):
-            self.sampler.set_epoch(epoch)
-            self.optimizer.set_epoch(epoch)
-            for rows in self.sampler:
-                x, y = self.replica.send((self.inputs[rows], self.targets[rows]))
-                loss_of(self.model, x, y).backward()
-                self.optimizer.step()
+            self.train_epoch(epoch)
         return self.replica.fetch([p.detach() for p in self.model.parameters()])
+
+    def train_epoch(self, epoch: int) -> None:
+        self.sampler.set_epoch(epoch)
+        self.optimizer.set_epoch(epoch)
+        for rows in self.sampler:
+            x, y = self.replica.send((self.inputs[rows], self.targets[rows]))
+            loss_of(self.model, x, y).backward()
+            self.optimizer.step()
 
 
 def train(rank: int, folder: Path, ask_at=None, asked=(), **options):
