@@ -171,8 +171,9 @@ def compare(options: argparse.Namespace) -> None:
         found = in_a_process(way, options.layer, options.pool, options.batch_size)
         first = first or found
         difference = max(abs(a - b) for a, b in zip(found.norms, first.norms))
+        times = first.seconds / found.seconds
         print(
-            f"{way:<18} {found.seconds:8.3f} {first.seconds / found.seconds:6.1f}x "
+            f"{way:<18} {found.seconds:8.3f} {times:6.{1 if times >= 1 else 3}f}x "
             f"{found.mebibytes:8.1f}  {difference:.1e}"
         )
 

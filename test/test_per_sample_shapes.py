@@ -9,12 +9,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
-from support.per_sample import HALF, Case, error, flat, oracle
+from support.per_sample import HALF, Case, Gradients, error, flat, oracle
 from support.per_sample_drawn import KINDS, convolutions
 from test_per_sample_family import METHODS, TOLERANCES, agree
 from torch import nn
 
 import per_sample_grad as psg
+from per_sample_grad import comparison
 from per_sample_grad.layers import registry
 from per_sample_grad.layers.convolution import padding_widths
 from per_sample_grad.layers.patches import _by_slices, padded, patches
@@ -97,6 +98,43 @@ def identities(
     assert float((left - torch.stack(terms).sum()).abs()) <= tolerance * float(bound)
 
 
+def lost(
+    case: Case, model: nn.Module, inputs: tuple[torch.Tensor, ...], truth: Gradients
+) -> float:
+    """What the loop itself loses in this dtype, where a parameter's terms cancel."""
+    rows = by_autograd(case, model, inputs)
+    sizes = [gradient[0].numel() for gradient in truth.values()]
+    size = flat(truth).norm()
+    return max(
+        error(found.view_as(expected), expected, size)
+        for found, expected in zip(rows.split(sizes, 1), truth.values())
+    )
+
+
+def wrong_by_itself(
+    case: Case,
+    model: nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    laid_out: tuple[torch.Tensor, ...],
+) -> bool:
+    """Whether autograd's gradient depends on how the same numbers lie in memory.
+
+    That of BatchNorm in evaluation mode does, in torch 2.9 and 2.13: inputs of shape
+    (1, 2, 1, 2) and strides (1, 1, 2, 2) have other weight gradients than contiguous
+    ones.
+    """
+    params = [param for param in model.parameters() if param.requires_grad]
+    one, other = (
+        torch.autograd.grad(case.loss(model, *x).sum(), params, allow_unused=True)
+        for x in (inputs, laid_out)
+    )
+    return any(
+        a is not None
+        and not torch.allclose(a, b, rtol=1e-3, atol=1e-3 * float(a.norm()))
+        for a, b in zip(one, other)
+    )
+
+
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_drawn_layers_equal_the_loop(kind, number):
@@ -111,13 +149,18 @@ def test_drawn_layers_equal_the_loop(kind, number):
     def check(case, batch, dtype, method, budget, layout, seed):
         model, inputs = case.make(dtype, batch, seed)
         truth = oracle(case, model, inputs)
-        inputs = tuple(strided(x, layout) for x in inputs)
+        tolerance = max(TOLERANCES[dtype], 2 * lost(case, model, inputs, truth))
+        laid_out = tuple(strided(x, layout) for x in inputs)
         options = {"method": method, "budget": budget, **case.options}
         with psg.capture(model, **options) as recorded:
-            losses = case.loss(model, *inputs)
+            losses = case.loss(model, *laid_out)
+        if wrong_by_itself(case, model, inputs, laid_out):
+            with pytest.raises(psg.CouplingError):
+                recorded.backward(losses)
+            return
         factors = recorded.backward(losses)
-        agree(case, factors, truth, TOLERANCES[dtype])
-        identities(case, model, inputs, factors, TOLERANCES[dtype])
+        agree(case, factors, truth, tolerance)
+        identities(case, model, laid_out, factors, tolerance)
 
     check()
 
@@ -126,13 +169,25 @@ def by_autograd(
     case: Case, model: nn.Module, inputs: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
     """``(B, D)``: the loop in the model's own dtype."""
-    params = list(model.parameters())
+    params = [param for param in model.parameters() if param.requires_grad]
     rows = []
     for i in range(len(inputs[0])):
         loss = case.loss(model, *(x[i : i + 1] for x in inputs)).sum()
-        grads = torch.autograd.grad(loss, params)
+        grads = torch.autograd.grad(loss, params, materialize_grads=True)
         rows.append(torch.cat([grad.double().flatten() for grad in grads]))
     return torch.stack(rows)
+
+
+def error_of_sum(
+    case: Case, model: nn.Module, inputs: tuple[torch.Tensor, ...], truth: Gradients
+) -> float:
+    """Of what answers are compared with: autograd's sum, of terms that may cancel."""
+    losses = case.loss(model, *inputs)
+    weights = comparison._weights(losses)
+    params = [param for param in model.parameters() if param.requires_grad]
+    sums = torch.autograd.grad((losses * weights).sum(), params, materialize_grads=True)
+    expected = [torch.tensordot(weights.double(), g, 1) for g in truth.values()]
+    return max(error(found, right) for found, right in zip(sums, expected))
 
 
 @pytest.mark.parametrize("number", [10, pytest.param(100, marks=pytest.mark.slow)])
@@ -143,12 +198,21 @@ def test_drawn_layers_in_half_precision_are_as_close_as_autograd(kind, number):
     @drawn(number, kind, HALF)
     def check(case, batch, dtype, method):
         model, inputs = case.make(dtype, batch)
-        grads = flat(oracle(case, model, inputs))
+        truth = oracle(case, model, inputs)
+        grads = flat(truth)
         lost = error(by_autograd(case, model, inputs), grads)
         allowed = max(HALF[dtype], 2 * lost)
-        with psg.capture(model, method=method, **case.options) as recorded:
-            losses = case.loss(model, *inputs)
-        factors = recorded.backward(losses)
+
+        def factors_of(**options) -> psg.Factors:
+            with psg.capture(model, method=method, **options) as recorded:
+                losses = case.loss(model, *inputs)
+            return recorded.backward(losses)
+
+        try:
+            factors = factors_of(**case.options)
+        except psg.CouplingError:  # then it is autograd that is wrong
+            assert error_of_sum(case, model, inputs, truth) > comparison._HALF_TOLERANCE
+            factors = factors_of(**case.options, check="never")
         norms = factors.norms()
         assert norms.dtype == torch.float32
         assert torch.isfinite(norms).all()

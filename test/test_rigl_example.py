@@ -28,6 +28,11 @@ def accuracies(output: str) -> list[float]:
     return [float(found) for found in re.findall(r"accuracy ([\d.]+) %", output)]
 
 
+def said(output: str) -> list[str]:
+    """Without what gloo's threads write, through each other, while they connect."""
+    return [line for line in output.splitlines() if "peer ranks" not in line]
+
+
 def test_it_learns_and_resumes(tmp_path):
     checkpoint = ["--checkpoint", str(tmp_path / "digits")]
     whole = run("--epochs", "12", *checkpoint)
@@ -52,4 +57,4 @@ def test_under_torchrun():
     trace = ["--trace", "96,32,64", "--epochs", "3"]
     own, torchrun = run(*trace, "--replicas", "2"), run(*trace, launcher=LAUNCHER)
     assert len(accuracies(torchrun)) == 3
-    assert torchrun == own
+    assert said(torchrun) == said(own)
