@@ -12,7 +12,7 @@ from torch import nn
 
 import xla_replica
 from rigl_xla import Report, TopologyLog, costs_of
-from xla_replica import LocalReplica
+from xla_replica import LocalReplica, Replica
 
 
 @pytest.mark.parametrize("single_call", [False, True])
@@ -57,13 +57,18 @@ def test_a_log_without_a_writer_keeps_nothing():
     assert replica.num_fetches == 0
 
 
-def counted_run(rank: int):
-    """Compilations and transfers of ten steps each, with a log; then what it wrote."""
-    replica = xla_replica.current()
+def built_for(replica: Replica) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same weights on every device."""
     with LocalReplica("cpu").seeded(0):
         model = nn.Sequential(nn.Linear(64, 24), nn.Tanh(), nn.Linear(24, 10)).double()
     model.to(replica.device)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def counted_run(rank: int):
+    """Compilations and transfers of ten steps each, with a log; then what it wrote."""
+    replica = xla_replica.current()
+    model, optimizer = built_for(replica)
     pruner = pruned(model, optimizer, delta=10, T_end=42)
     writer = Writer()
     log = TopologyLog(pruner, writer)
@@ -101,10 +106,7 @@ def test_a_log_compiles_nothing_and_reads_once():
 def logging_run(rank: int):
     """What the master logs, alone, where all replicas read their loss."""
     replica = xla_replica.current()
-    with LocalReplica("cpu").seeded(0):
-        model = nn.Sequential(nn.Linear(64, 24), nn.Tanh(), nn.Linear(24, 10)).double()
-    model.to(replica.device)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model, optimizer = built_for(replica)
     pruner = pruned(model, optimizer, delta=4, T_end=14)
     log = TopologyLog(pruner, Writer() if replica.is_master else None)
     for step in range(15):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 @contextlib.contextmanager
 def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables, for an import or a child process, then puts the old ones back."""
+    """Sets variables, for an import, then puts the old ones back."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
