@@ -44,7 +44,7 @@ format: $(VENV)/ready
 	$(VENV)/bin/ruff format .
 
 bench: $(VENV)/ready
-	$(VENV)/bin/python tools/bench_step.py
+	$(VENV)/bin/python tools/benchmarks/bench_step.py
 
 clean:
 	rm -rf .venv-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -9,9 +9,9 @@ sampler.step(per_sample_grads)  # a dict of (B, *shape) tensors, once per batch
 """
 
 from grab_xla.balancers import BALANCE_TYPES, Balancer, Ordering, ordering_named
-from grab_xla.decisions import Decisions
-from grab_xla.herding import Herding, RunningHerding, herding
-from grab_xla.orders import GraBWarning
+from grab_xla.balancing.decisions import Decisions
+from grab_xla.balancing.prefix_sums import Herding, RunningHerding, herding
+from grab_xla.epoch.orders import GraBWarning
 from grab_xla.sampler import GraBSampler
 
 __all__ = [

@@ -14,16 +14,16 @@ from grab_xla.balancers import Balancer, ordering_named
 from grab_xla.balancers.gradient_free import Unbalanced
 from grab_xla.balancers.mean import AdaMeanBalance
 from grab_xla.balancers.ntk import NTKEigen
-from grab_xla.columns import Columns
-from grab_xla.dealing import Dealing
-from grab_xla.engine import Engine
-from grab_xla.held import HeldMinibatches
-from grab_xla.instruments import Instruments
-from grab_xla.options import check_same_order, generator_for, replica_for
-from grab_xla.orders import Orders
-from grab_xla.projection import projection
-from grab_xla.rows import Rows, normalized
-from grab_xla.saved import VERSION, check_same
+from grab_xla.epoch.columns import Columns
+from grab_xla.epoch.epoch_metrics import Instruments
+from grab_xla.epoch.gradient_matrix import Rows, normalized
+from grab_xla.epoch.online_balancer import Engine
+from grab_xla.epoch.options import check_same_order, generator_for, replica_for
+from grab_xla.epoch.orders import Orders
+from grab_xla.epoch.pending_minibatches import HeldMinibatches
+from grab_xla.epoch.round_robin_sharding import Dealing
+from grab_xla.epoch.saved import VERSION, check_same
+from grab_xla.projections.random_projection import projection
 
 
 class GraBSampler(Sampler[int]):
@@ -344,7 +344,7 @@ class GraBSampler(Sampler[int]):
         """Computes the next epoch's order of 'ntk-eigen' at these parameters.
 
         Args:
-            model: This and what follows: see `grab_xla.ntk.per_sample_gradients`.
+            model: This and what follows: see `grab_xla.contrib.ntk.per_sample_gradients`.
 
         Raises:
             TypeError: The balance type computes no order.

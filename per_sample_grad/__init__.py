@@ -5,17 +5,17 @@ gradients of activations, and all answers come from the same factors, most of th
 without forming a gradient.
 """
 
-from per_sample_grad.calls import Call
-from per_sample_grad.capture import Capture, capture
-from per_sample_grad.contributions import Dense, Lookup, Outer, Windows
-from per_sample_grad.coverage import Coverage, ParameterCoverage, coverage
+from per_sample_grad.engine.capturing import Capture, capture
+from per_sample_grad.engine.coverage_report import Coverage, ParameterCoverage, coverage
 from per_sample_grad.errors import (
     CouplingError,
     CoverageError,
     PerSampleError,
     Refusal,
 )
-from per_sample_grad.factors import Factors
+from per_sample_grad.factors.factors import Factors
+from per_sample_grad.factors.forms import Dense, Lookup, Outer, Windows
+from per_sample_grad.factors.plan import Plan
 from per_sample_grad.functional import (
     cross_gram,
     per_sample_factors,
@@ -27,10 +27,10 @@ from per_sample_grad.functional import (
     weighted_grad,
 )
 from per_sample_grad.layers import register_rule
+from per_sample_grad.layers.call import Call
 from per_sample_grad.losses import token_cross_entropy
-from per_sample_grad.plan import Plan
-from per_sample_grad.pool import score_pool
-from per_sample_grad.pool_scores import PoolScores
+from per_sample_grad.pool.pool import score_pool
+from per_sample_grad.pool.result import PoolScores
 
 __all__ = [
     "Call",

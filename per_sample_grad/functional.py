@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from per_sample_grad.capture import capture
+from per_sample_grad.engine.capturing import capture
 from per_sample_grad.errors import PerSampleError
-from per_sample_grad.factors import Factors, check_vectors
+from per_sample_grad.factors.factors import Factors, check_vectors
 
 LossFunction = Callable[..., torch.Tensor]
 _T = TypeVar("_T")

@@ -8,10 +8,11 @@ if pruner():
     optimizer.step()
 """
 
-from rigl_xla.conventions import google_costs_of
-from rigl_xla.cost_report import CostReport
-from rigl_xla.distribution import DISTRIBUTIONS, allocate
-from rigl_xla.flops import (
+from rigl_xla.contrib.google_costs import google_costs_of
+from rigl_xla.layers.snip import global_distribution, snip_scores
+from rigl_xla.layers.weights import Weight, weights_of
+from rigl_xla.report.cost_report import CostReport
+from rigl_xla.report.flops import (
     LayerCost,
     gradual_training_ratio,
     inference_flops,
@@ -20,20 +21,19 @@ from rigl_xla.flops import (
     size_in_bytes,
     training_ratio,
 )
-from rigl_xla.layers import Weight, weights_of
-from rigl_xla.methods import METHODS, SCORES, Layer
-from rigl_xla.positions import costs_of
-from rigl_xla.report import LayerReport, Report
-from rigl_xla.schedule import ANNEALINGS, UpdateSchedule
+from rigl_xla.report.positions import costs_of
+from rigl_xla.report.report import LayerReport, Report
+from rigl_xla.report.topology_log import TopologyLog
 from rigl_xla.scheduler import RigLScheduler
-from rigl_xla.semi_structured import (
+from rigl_xla.semi_structured.conversion import (
     Conversion,
     SemiStructuredReport,
     to_semi_structured,
 )
-from rigl_xla.semi_structured_kernels import Kernels
-from rigl_xla.snip import global_distribution, snip_scores
-from rigl_xla.topology_log import TopologyLog
+from rigl_xla.semi_structured.kernels import Kernels
+from rigl_xla.topology.distribution import DISTRIBUTIONS, allocate
+from rigl_xla.topology.methods import METHODS, SCORES, Layer
+from rigl_xla.topology.update_schedule import ANNEALINGS, UpdateSchedule
 
 __all__ = [
     "ANNEALINGS",

@@ -13,21 +13,26 @@ from torch import nn
 from torch.optim import Optimizer
 
 import xla_replica
-from rigl_xla import saved
-from rigl_xla.checks import check_devices, check_owner, check_steps, check_types
-from rigl_xla.collect import begin_, collect_, collects, is_collecting
-from rigl_xla.compat import RigLTorchNames
-from rigl_xla.distribution import Distribution
-from rigl_xla.drift import check_equal
-from rigl_xla.flops import LayerCost
-from rigl_xla.initial import first_layer_state, set_weights_
-from rigl_xla.layers import Selector, Weight, check_bound, holders, selectors
-from rigl_xla.methods import Score
-from rigl_xla.options import Options
-from rigl_xla.report import Report, Snapshot, describe
-from rigl_xla.schedule import UpdateSchedule
-from rigl_xla.sparse_layer import SparseLayer
-from rigl_xla.update import Moment, change_
+from rigl_xla.contrib.rigl_torch_names import RigLTorchNames
+from rigl_xla.layers.checks import check_devices, check_owner, check_steps, check_types
+from rigl_xla.layers.initial import first_layer_state, set_weights_
+from rigl_xla.layers.options import Options
+from rigl_xla.layers.sparse_layer import SparseLayer
+from rigl_xla.layers.weights import Selector, Weight, check_bound, holders, selectors
+from rigl_xla.report.flops import LayerCost
+from rigl_xla.report.report import Report, Snapshot, describe
+from rigl_xla.state import saved
+from rigl_xla.topology.distribution import Distribution
+from rigl_xla.topology.methods import Score
+from rigl_xla.topology.update_schedule import UpdateSchedule
+from rigl_xla.update.collect import (
+    begin_,
+    collect_,
+    collects,
+    is_collecting,
+)
+from rigl_xla.update.drift import check_equal
+from rigl_xla.update.topology_update import Moment, change_
 from xla_replica import Replica
 
 logger = logging.getLogger(__name__)

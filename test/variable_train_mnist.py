@@ -83,9 +83,9 @@ class Recorder:
         self.writer: SummaryWriter | None = None
         self._logdir = args.logdir
         self.bar = tqdm(
-            total=steps, unit="step", disable=not (replica.is_master and args.progress)
+            total=steps, unit="step", disable=not (replica.is_primary and args.progress)
         )
-        if replica.is_master:
+        if replica.is_primary:
             self.bar.write(f"{args.dataset}, on {replica}", sys.stderr)
 
     def begin(self) -> None:
@@ -93,20 +93,20 @@ class Recorder:
         self._written = len(self.rows)
         self.bar.update(len(self.rows))
         self._since = time.perf_counter()
-        if self.replica.is_master:
+        if self.replica.is_primary:
             self.writer = SummaryWriter(self._logdir, purge_step=len(self.rows))
 
     def state_dict(self) -> dict[str, object]:
         """The history until now."""
         self._read_lrs()
         loss = self.loss.clone()
-        self.replica.sum_([loss])
+        self.replica.all_reduce_([loss])
         return {"rows": self.rows, "loss": loss, "samples": self._samples}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         self.rows = [dict(row) for row in state["rows"]]
         self._samples = state["samples"]
-        if self.replica.is_master:  # the others begin with zero: it is of all of them
+        if self.replica.is_primary:  # the others begin with zero: it is of all of them
             self.loss.copy_(state["loss"])
 
     def __call__(self, update: vbs.Update) -> None:
@@ -127,14 +127,14 @@ class Recorder:
 
     def _measure(self) -> dict[str, float]:
         total = self.loss.clone()
-        self.replica.sum_([total])
+        self.replica.all_reduce_([total])
         self.loss.zero_()
         loss, minibatches = self.replica.fetch([total])[0].tolist()
         now = time.perf_counter()
         rate = self._samples / (now - self._since)
         self._samples, self._since = 0, now
         found = {"loss": loss / max(minibatches, 1), "samples_per_second": rate}
-        if self.noise and self.replica.is_master:
+        if self.noise and self.replica.is_primary:
             found |= self.noise.measure()._asdict()
         return found
 
@@ -245,7 +245,7 @@ def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | No
     if percent is None:  # a run that was complete is started again
         percent = evaluate(model, data, args.test_batch_size, replica)
     recorder.close()
-    return percent, pd.DataFrame(recorder.rows) if replica.is_master else None
+    return percent, pd.DataFrame(recorder.rows) if replica.is_primary else None
 
 
 def lasting(args: argparse.Namespace) -> dict[str, object]:
@@ -283,7 +283,7 @@ def evaluate(
             hits = guesses == data.test_labels[rows].to(replica.device)
             correct += (hits * weights.to(replica.device)).sum()
             replica.sync()
-        replica.sum_([correct])
+        replica.all_reduce_([correct])
     return 100 * replica.fetch([correct])[0].item() / len(data.test_labels)
 
 

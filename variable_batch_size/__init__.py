@@ -6,12 +6,17 @@ sampler = vbs.CustomSampler(dataset=dataset, trace="trace.csv", minibatch_size=3
 optimizer = vbs.LinearRuleOptimizer(inner_optimizer, sampler, ref_batchsize=128)
 """
 
-from variable_batch_size.buffers import average_buffers
-from variable_batch_size.checkpoint import Checkpointer, Restored
-from variable_batch_size.checkpoint_files import CheckpointError
-from variable_batch_size.lr_rules import RULES, Rule, Scaled, power, rule_named
-from variable_batch_size.noise_meter import NoiseMeter
-from variable_batch_size.noise_options import Measurements, NoiseOptions
+from variable_batch_size.checkpoint.checkpointer import Checkpointer, Restored
+from variable_batch_size.checkpoint.files import CheckpointError
+from variable_batch_size.checkpoint.single_checkpoint import (
+    read_checkpoint,
+    write_checkpoint,
+)
+from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.data.schedule import EpochPlan, Schedule, TraceExhausted
+from variable_batch_size.data.seeded_dataset import SeededDataset
+from variable_batch_size.gradient_noise.meter import NoiseMeter
+from variable_batch_size.gradient_noise.options import Measurements, NoiseOptions
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.rule_optimizers import (
     AdamHalfLifeRuleOptimizer,
@@ -23,15 +28,10 @@ from variable_batch_size.rule_optimizers import (
     PowerRuleOptimizer,
     RootRuleOptimizer,
 )
-from variable_batch_size.sampler import CustomSampler
-from variable_batch_size.schedule import EpochPlan, Schedule, TraceExhausted
-from variable_batch_size.seeded_dataset import SeededDataset
-from variable_batch_size.single_checkpoint import (
-    read_checkpoint,
-    write_checkpoint,
-)
-from variable_batch_size.trace import Trace, TraceError, TraceWarning
-from variable_batch_size.update import Update
+from variable_batch_size.rules.rule import RULES, Rule, Scaled, power, rule_named
+from variable_batch_size.step.buffers import average_buffers
+from variable_batch_size.step.update import Update
+from variable_batch_size.traces.batch_trace import Trace, TraceError, TraceWarning
 
 __all__ = [
     "RULES",

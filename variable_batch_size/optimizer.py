@@ -10,9 +10,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 import xla_replica
-from variable_batch_size.agreement import Agreement
-from variable_batch_size.buffers import average_buffers
-from variable_batch_size.checks import (
+from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.gradient_noise.meter import NoiseMeter
+from variable_batch_size.gradient_noise.options import NoiseOptions, chosen_options
+from variable_batch_size.rules.rule import Rule, with_options
+from variable_batch_size.rules.scaling import Scaling
+from variable_batch_size.step.agreement import Agreement
+from variable_batch_size.step.buffers import average_buffers
+from variable_batch_size.step.checks import (
     check_groups,
     check_numbers,
     check_optimizer,
@@ -20,20 +25,15 @@ from variable_batch_size.checks import (
     check_sampler,
     check_step,
 )
-from variable_batch_size.elastic_state import ElasticState
-from variable_batch_size.lr_rules import Rule, with_options
-from variable_batch_size.noise_meter import NoiseMeter
-from variable_batch_size.noise_options import NoiseOptions, chosen_options
-from variable_batch_size.numbers import Numbers, as_floats
-from variable_batch_size.proxy import OptimizerProxy
-from variable_batch_size.report import describe, lrs_to_come
-from variable_batch_size.sampler import CustomSampler
-from variable_batch_size.scaling import Scaling
-from variable_batch_size.step_gradients import StepGradients, parameters_of
-from variable_batch_size.steps import Steps
-from variable_batch_size.stop_vote import StopVote
-from variable_batch_size.update import Attached
-from variable_batch_size.update_graph import UpdateGraph
+from variable_batch_size.step.device_scalars import Numbers, as_floats
+from variable_batch_size.step.elastic_state import ElasticState
+from variable_batch_size.step.proxy import OptimizerProxy
+from variable_batch_size.step.report import describe, lrs_to_come
+from variable_batch_size.step.step_gradients import StepGradients, parameters_of
+from variable_batch_size.step.steps import Steps
+from variable_batch_size.step.stop_vote import StopVote
+from variable_batch_size.step.update import Attached
+from variable_batch_size.step.update_graph import UpdateGraph
 from xla_replica import Replica
 
 logger = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ class ElasticOptimizer(OptimizerProxy):
         on every replica before evaluation and before a checkpoint: BatchNorm's running
         statistics drift apart, because replicas see different minibatches and
         different numbers of them. What it costs is two sums over the buffers. See
-        `variable_batch_size.buffers` for what it cannot restore.
+        `variable_batch_size.step.buffers` for what it cannot restore.
 
         Raises:
             ReplicaError: Replicas have used different hyperparameters; on an
@@ -235,7 +235,7 @@ class ElasticOptimizer(OptimizerProxy):
 
         Ask inside `attach`, where all replicas have made the same updates, as
         `Checkpointer` does. They agree without a collective or, unless ``look``, a
-        transfer of their own; see `variable_batch_size.stop_vote`.
+        transfer of their own; see `variable_batch_size.step.stop_vote`.
 
         Args:
             look: Every replica looks, at this update on all of them: finds a request
@@ -317,7 +317,7 @@ class ElasticOptimizer(OptimizerProxy):
         if self.log_steps and update.step % self.log_steps == 0:
             self._agreement.check()
             line = describe(update, self.noise, self.replica)
-            if self.replica.is_master:
+            if self.replica.is_primary:
                 logger.info(line)
 
     def _check_groups(self, groups: list[dict[str, Any]]) -> None:

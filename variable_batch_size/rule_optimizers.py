@@ -6,11 +6,11 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from variable_batch_size.lr_rules import power
-from variable_batch_size.noise_meter import NoiseMeter
-from variable_batch_size.noise_options import NoiseOptions
+from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.gradient_noise.meter import NoiseMeter
+from variable_batch_size.gradient_noise.options import NoiseOptions
 from variable_batch_size.optimizer import ElasticOptimizer
-from variable_batch_size.sampler import CustomSampler
+from variable_batch_size.rules.rule import power
 
 
 class _NamedRuleOptimizer(ElasticOptimizer):
@@ -47,7 +47,7 @@ class AdamRootRuleOptimizer(_NamedRuleOptimizer):
     """For Adam and AdamW at kappa = B / ref_batchsize times the reference batch.
 
     Learning rate times sqrt(kappa), 1 - beta times kappa, epsilon over sqrt(kappa),
-    and bias corrections for betas that change: see `variable_batch_size.adam_rules`.
+    and bias corrections for betas that change: see `variable_batch_size.rules.adam`.
     Needs kappa (1 - beta1) < 1. Further options: see `ElasticOptimizer`.
     """
 

@@ -4,15 +4,15 @@ The only package that names torch_xla, torch_tpu or torch.distributed. None of t
 imported before a backend is chosen.
 """
 
-from xla_replica.counters import Counts, count
-from xla_replica.current import current
+from xla_replica.backends.counters import Counts, count
+from xla_replica.backends.current_replica import current
+from xla_replica.backends.replica import LocalReplica, Replica
+from xla_replica.device.gradients import grad
+from xla_replica.device.loader import DeviceLoader
+from xla_replica.device.precision import full_matmul_precision
+from xla_replica.device.seeding import seeded
 from xla_replica.errors import ReplicaError, Stopped
-from xla_replica.gradients import grad
-from xla_replica.launch import DEVICES, default_num_replicas, launch
-from xla_replica.loader import DeviceLoader
-from xla_replica.precision import full_matmul_precision
-from xla_replica.replica import LocalReplica, Replica
-from xla_replica.seeding import seeded
+from xla_replica.starting.launcher import DEVICES, default_num_replicas, launch
 from xla_replica.stopping import (
     StopRequest,
     catch_signals,

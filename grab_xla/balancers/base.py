@@ -19,8 +19,8 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from grab_xla.decisions import Decisions
-from grab_xla.reorder import reorder
+from grab_xla.balancing.decisions import Decisions
+from grab_xla.balancing.reordering import reorder
 
 State = dict[str, torch.Tensor]
 

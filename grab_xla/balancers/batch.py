@@ -9,7 +9,7 @@ import torch
 
 from grab_xla.balancers.base import State
 from grab_xla.balancers.mean import MeanBalance
-from grab_xla.decisions import Decisions, without_nan
+from grab_xla.balancing.decisions import Decisions, without_nan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

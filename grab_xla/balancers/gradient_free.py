@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from grab_xla.balancers.base import Balancer, Ordering, State
-from grab_xla.decisions import Decisions
+from grab_xla.balancing.decisions import Decisions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

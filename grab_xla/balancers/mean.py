@@ -13,9 +13,9 @@ from typing import ClassVar
 import torch
 
 from grab_xla.balancers.base import Balancer, State
-from grab_xla.checks import check_positive, check_probability
-from grab_xla.compiled_loop import balance_in_sequence
-from grab_xla.decisions import Decisions, finite_rows, spoil, without_nan
+from grab_xla.balancing.checks import check_positive, check_probability
+from grab_xla.balancing.compiled_loop import balance_in_sequence
+from grab_xla.balancing.decisions import Decisions, finite_rows, spoil, without_nan
 
 
 class Centred(Balancer):

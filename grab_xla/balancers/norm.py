@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from grab_xla.balancers.base import Balancer, State
-from grab_xla.decisions import Decisions
-from grab_xla.reorder import reorder_by_score
+from grab_xla.balancing.decisions import Decisions
+from grab_xla.balancing.reordering import reorder_by_score
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from grab_xla.balancers.base import Ordering
-from grab_xla.checks import check_integer
-from grab_xla.ntk import LossFn, empirical_ntk
-from grab_xla.offline import eigen_order, ntk_fixed_order
+from grab_xla.balancing.checks import check_integer
+from grab_xla.contrib.ntk import LossFn, empirical_ntk
+from grab_xla.contrib.offline import eigen_order, ntk_fixed_order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

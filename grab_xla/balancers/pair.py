@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from grab_xla.balancers.base import Balancer, State
-from grab_xla.checks import check_integer
-from grab_xla.compiled_loop import balance_in_sequence
-from grab_xla.decisions import Decisions, finite_rows, spoil
-from grab_xla.reorder import reorder_interleaved
+from grab_xla.balancing.checks import check_integer
+from grab_xla.balancing.compiled_loop import balance_in_sequence
+from grab_xla.balancing.decisions import Decisions, finite_rows, spoil
+from grab_xla.balancing.reordering import reorder_interleaved
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 
 from grab_xla.balancers.mean import MeanBalance
-from grab_xla.checks import check_integer
-from grab_xla.decisions import Decisions
+from grab_xla.balancing.checks import check_integer
+from grab_xla.balancing.decisions import Decisions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 
 from grab_xla.balancers.base import Balancer, State
-from grab_xla.checks import check_integer
-from grab_xla.decisions import Decisions, without_nan
+from grab_xla.balancing.checks import check_integer
+from grab_xla.balancing.decisions import Decisions, without_nan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

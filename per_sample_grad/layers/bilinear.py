@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from per_sample_grad.calls import Call
-from per_sample_grad.contributions import Contribution, Dense, Outer
 from per_sample_grad.errors import Refusal
+from per_sample_grad.factors.forms import Contribution, Dense, Outer
+from per_sample_grad.layers.call import Call
 from per_sample_grad.layers.registry import register_rule
 from per_sample_grad.layers.sums import over_positions
 

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from per_sample_grad.calls import Call
-from per_sample_grad.contributions import Contribution
+from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.layers.batch_norm import by_running_statistics
+from per_sample_grad.layers.call import Call
 from per_sample_grad.layers.registry import register_rule
 from per_sample_grad.layers.sums import affine, require_batched, wide_input
 

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import xla_replica
-from per_sample_grad.calls import Call
-from per_sample_grad.contributions import (
+from per_sample_grad.errors import Refusal
+from per_sample_grad.factors.forms import (
     Contribution,
     Dense,
     Outer,
     accumulation_dtype,
 )
-from per_sample_grad.errors import Refusal
+from per_sample_grad.layers.call import Call
 from per_sample_grad.layers.registry import register_rule
 
 _SIGNATURE = inspect.signature(nn.MultiheadAttention.forward)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from per_sample_grad.contributions import LAZY, Windows
+from per_sample_grad.factors.forms import LAZY, Windows
 
 # oneDNN's convolutions have registers full of channels. Where they do not fill them it
 # multiplies matrices, for which each of its threads has buffers as large as the answer.

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from per_sample_grad.calls import Call
-from per_sample_grad.contributions import Contribution
+from per_sample_grad.factors.forms import Contribution
+from per_sample_grad.layers.call import Call
 
 # From a call and the gradient of the summed losses with respect to its output (batch
 # first) to the contribution of each parameter, by its name within the module.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from per_sample_grad.calls import Call
-from per_sample_grad.contributions import Contribution, accumulation_dtype
+from per_sample_grad.factors.forms import Contribution, accumulation_dtype
+from per_sample_grad.layers.call import Call
 from per_sample_grad.layers.registry import register_rule
 from per_sample_grad.layers.sums import affine, wide_input
 

@@ -6,9 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from per_sample_grad.calls import Call
-from per_sample_grad.contributions import Contribution, Dense, accumulation_dtype
 from per_sample_grad.errors import Refusal
+from per_sample_grad.factors.forms import (
+    Contribution,
+    Dense,
+    accumulation_dtype,
+)
+from per_sample_grad.layers.call import Call
 
 
 def over_positions(values: torch.Tensor, kept: Sequence[int]) -> torch.Tensor:

@@ -88,7 +88,7 @@ def run(
         "weights": weights,
         "samples": samples,
         "updates": updates,
-        "states": states if replica.is_master else [],
+        "states": states if replica.is_primary else [],
     }
 
 

@@ -25,7 +25,7 @@ def train(rank, folder, arms):
         request = xla_replica.stop_requested()
         flags = [torch.zeros(1, device=replica.device) + replica.scalar(bool(request))]
         replica.sync()
-        replica.sum_(flags)
+        replica.all_reduce_(flags)
         [total] = replica.fetch(flags)
         if total.item():
             Path(folder, f"saved-{rank}").write_text(f"{update} {request}")
@@ -38,7 +38,7 @@ if __name__ == "__main__":
     folder, arms, device, num_replicas = sys.argv[1:5]
     args = folder, arms == "arms"
     if device == "as a TPU":  # the way torch_xla starts replicas there; here, only one
-        from xla_replica import tpu
+        from xla_replica.starting import tpu
         os.environ["PJRT_DEVICE"] = "CPU"
         tpu.run_on_tpu(train, args, None)
     xla_replica.launch(train, args, int(num_replicas) or None, device, timeout=60)

@@ -1,0 +1,1 @@
+"""Training scripts, one folder per subject; ``--help`` explains each."""

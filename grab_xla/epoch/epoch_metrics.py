@@ -1,0 +1,131 @@
+"""What a researcher wants to know of an epoch; off unless asked for, never on the way.
+
+Everything stays on the device until it is read. Vectors are taken as they are balanced,
+after projection and normalisation, in the order in which they were visited, from all
+replicas. With sharded columns, reading is a collective.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from grab_xla.balancing.prefix_sums import Herding, PrefixNorms, RunningHerding
+from grab_xla.epoch.columns import Columns
+from xla_replica import Replica
+
+
+class Instruments:
+    """Norms and herding of the epoch under way.
+
+    Args:
+        columns: Which columns this replica holds.
+        replica: Whose device it is.
+        norms: Keep the norm of every vector.
+        herding: 'exact' keeps all vectors of an epoch, n d numbers, and centres them
+            by their own mean; 'running' keeps O(d) and centres them by the mean of the
+            epoch before (zero in the first one); None keeps nothing.
+    """
+
+    def __init__(
+        self,
+        columns: Columns,
+        replica: Replica,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        norms: bool = False,
+        herding: str | None = None,
+    ) -> None:
+        self._columns, self._replica = columns, replica
+        self._keeps_norms, self._herding = norms, herding
+        self._dtype = dtype
+        self._running = RunningHerding(dtype, device)
+        if herding == "running":
+            self._sum = self._running.init(columns.num_own)["prefix"]
+        self._forget()
+
+    def _forget(self) -> None:
+        self._squares: list[torch.Tensor] = []
+        self._vectors: list[torch.Tensor] = []
+        self._prefixes: list[PrefixNorms] = []
+        self._num_seen = 0
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is kept."""
+        return self._keeps_norms or self._herding is not None
+
+    def begin_epoch(self) -> None:
+        """Forgets the epoch before, but for its mean."""
+        if self._herding == "running":
+            # A tensor and no condition: the same program in the first epoch as later.
+            count = self._replica.scalar(max(self._num_seen, 1), self._dtype)
+            self._mean = self._sum / count
+            self._sum = torch.zeros_like(self._sum)
+            self._state = self._running.init(self._columns.num_own)
+        self._forget()
+
+    def observe(self, rows_RD: torch.Tensor) -> None:
+        """Takes the next vectors, own columns of each."""
+        self._num_seen += len(rows_RD)
+        if self._keeps_norms:
+            self._squares.append(rows_RD.square().sum(1))
+        if self._herding == "exact":
+            # What is not finite is not balanced either.
+            kept = torch.where(torch.isfinite(rows_RD), rows_RD, 0.0)
+            self._vectors.append(kept)
+        elif self._herding == "running":
+            rows_RD = torch.where(torch.isfinite(rows_RD), rows_RD, self._mean)
+            self._state, norms = self._running.advance(self._state, rows_RD, self._mean)
+            self._prefixes.append(norms)
+            self._sum = self._sum + rows_RD.sum(0)
+
+    def norms(self) -> list[float]:
+        """2-norms in the order visited. One transfer."""
+        if not self._squares:
+            return []
+        squares = torch.cat(self._squares)
+        self._columns.all_reduce_([squares])
+        return self._replica.fetch([squares.sqrt()])[0].tolist()
+
+    def herding(self) -> tuple[float, float]:
+        """Largest prefix sum so far, infinity norm and 2-norm; -inf before the first.
+
+        One transfer.
+        """
+        prefixes = self._prefixes
+        if self._vectors:
+            prefixes = self._of_all_vectors()
+        if not prefixes:
+            return -math.inf, -math.inf
+        infinity = torch.cat([norms.infinity for norms in prefixes])
+        squares = torch.cat([norms.squares for norms in prefixes])
+        if self._columns.shards:
+            self._columns.all_reduce_([squares])
+            infinity = self._replica.all_gather(infinity).amax(0)
+        state = self._running.record(
+            self._running.init(0), PrefixNorms(infinity, squares)
+        )
+        result = Herding(*self._replica.fetch(list(self._running.result(state))))
+        return float(result.infinity), float(result.euclidean)
+
+    def scalars(self) -> dict[str, float]:
+        """Of what is kept, what TensorBoard should draw, by its name there."""
+        values: dict[str, float] = {}
+        infinity, euclidean = self.herding()
+        if infinity != -math.inf:
+            values |= {"herding": infinity, "avg_grad_error": euclidean}
+        norms = self.norms()
+        if norms:
+            values |= {"norm/mean": sum(norms) / len(norms), "norm/max": max(norms)}
+        return values
+
+    def _of_all_vectors(self) -> list[PrefixNorms]:
+        mean = sum(rows.sum(0) for rows in self._vectors) / self._num_seen
+        state, prefixes = self._running.init(self._columns.num_own), []
+        for rows in self._vectors:
+            state, norms = self._running.advance(state, rows, mean)
+            prefixes.append(norms)
+        return prefixes

@@ -1,0 +1,88 @@
+"""Minibatches that wait for the update they are part of."""
+
+from __future__ import annotations
+
+import torch
+
+from grab_xla.epoch.online_balancer import Engine
+from xla_replica import Replica
+
+
+class HeldMinibatches:
+    """Gradients of this replica's minibatches of the step under way.
+
+    Under an elastic sampler replicas run different numbers of minibatches, so they
+    can only balance together where all of them are: at the update. Minibatch k of a
+    step was run by replica k mod W; round after round the replicas exchange one each,
+    zeros where a replica has none, and balance them one by one. Programs are the same
+    for every batch size: one that exchanges, one that balances a minibatch.
+
+    Memory: one minibatch of per-sample gradients for every substep.
+    """
+
+    def __init__(self, replica: Replica, num_columns: int, dtype: torch.dtype) -> None:
+        self._replica = replica
+        self._num_columns, self._dtype = num_columns, dtype
+        self._minibatches: list[torch.Tensor] = []
+        self._nothing: torch.Tensor | None = None
+        self._attached = False
+
+    def __len__(self) -> int:
+        return len(self._minibatches)
+
+    def append(self, rows_BD: torch.Tensor) -> None:
+        """Keeps a copy of one minibatch: gradients may be zeroed before the update."""
+        self._minibatches.append(rows_BD.clone())
+
+    def clear(self) -> None:
+        """Forgets them."""
+        self._minibatches = []
+
+    def abandon(self) -> None:
+        """Forgets the minibatches of a step that was left before its update.
+
+        Raises:
+            ValueError: No update has ever come.
+        """
+        num_minibatches = len(self)
+        self.clear()
+        if num_minibatches and not self._attached:
+            raise ValueError(
+                f"{num_minibatches} minibatches of gradients were never balanced: with "
+                "several replicas, call optimizer.attach(sampler.after_update) once, "
+                "and sampler.step() before optimizer.step()"
+            )
+
+    def balance(self, engine: Engine, batch_size: int, minibatch_size: int) -> None:
+        """Balances all minibatches of an update, in the order's order. Collective."""
+        self._attached = True
+        num_replicas, rank = self._replica.num_replicas, self._replica.rank
+        num_minibatches = batch_size // minibatch_size
+        num_own = max(0, -(-(num_minibatches - rank) // num_replicas))
+        if len(self) != num_own:
+            raise ValueError(
+                f"replica {rank} ran {num_own} minibatches of this update, but "
+                f"sampler.step() was called {len(self)} times: call it once per "
+                "minibatch, before optimizer.step()"
+            )
+        # What is sent is then data, the same program on every replica.
+        self._replica.sync()
+        for first in range(0, num_minibatches, num_replicas):
+            own = first // num_replicas
+            sent = (
+                self._minibatches[own] if own < num_own else self._zeros(minibatch_size)
+            )
+            received = engine.columns.of_all_replicas(sent)
+            minibatches = [rows.clone() for rows in received.unbind(0)]
+            self._replica.sync()
+            for rows in minibatches[: num_minibatches - first]:
+                engine.balance(rows)
+                self._replica.sync()
+        self.clear()
+
+    def _zeros(self, minibatch_size: int) -> torch.Tensor:
+        if self._nothing is None or len(self._nothing) != minibatch_size:
+            shape = (minibatch_size, self._num_columns)
+            zeros = torch.zeros(shape, dtype=self._dtype)
+            self._nothing = zeros.to(self._replica.device)
+        return self._nothing

@@ -1,0 +1,316 @@
+"""A numerical proof, once, that the factors are the gradients of this very model.
+
+For random weights, ``Σ_i w_i g_i`` from the factors must equal autograd's gradient of
+``Σ_i w_i loss_i``. Wrong attributions, ``ĝ_i ≠ g_i``, would have to satisfy
+``Σ_i w_i (ĝ_i - g_i) = 0`` for weights they know nothing of. So one ordinary backward
+pass finds a wrong rule, a wrong batch dimension (also where T = B), samples that are
+coupled, and uses that no rule saw, for one parameter after the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import random
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+import xla_replica
+from per_sample_grad.errors import CouplingError, PerSampleError
+from per_sample_grad.factors.factors import Factors
+from per_sample_grad.factors.forms import LAZY, accumulation_dtype
+from per_sample_grad.layers.call import Call, tensors_in
+
+if TYPE_CHECKING:
+    from per_sample_grad.engine.recording import Use
+
+# Largest relative difference that counts as rounding. Accelerators multiply float32
+# with fewer bits.
+_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
+_ACCELERATOR_TOLERANCE = 2e-2
+_HALF_TOLERANCE = 6e-2
+# Units in the last place by which a sum's terms may be off together.
+_ROUNDINGS = 4
+# Of the whole gradient's size: what large inputs may explain at most.
+_LARGEST_NOISE = 0.1
+# Share of a use's gradients in float16 that may be subnormal without a warning.
+_UNDERFLOW = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """With autograd.
+
+    Attributes:
+        errors: Relative differences by parameter; NaN where the gradient is not finite,
+            so that nothing can be said.
+        silent: Parameters that the losses depend on, but with a gradient so small that
+            no error in it would have been seen: those below a head that is zero.
+        tolerance: The largest error that counts as rounding.
+        whole: The size of the whole gradient.
+        underflow: Of the gradients of activations in float16 that are not zero, the
+            largest share in one use that is too small to have all its digits.
+    """
+
+    errors: Mapping[str, float]
+    silent: frozenset[str]
+    tolerance: float
+    whole: float
+    underflow: float = 0.0
+
+    @property
+    def wrong(self) -> dict[str, float]:
+        """Errors that are no rounding."""
+        return {n: error for n, error in self.errors.items() if error > self.tolerance}
+
+
+class Comparer:
+    """Compares what the factors add up to with autograd, parameter by parameter.
+
+    Relative to the gradient's size, or where that is less to 1/1000 of the whole
+    gradient's or to what rounding explains; large inputs explain no more than a tenth
+    of the whole gradient.
+    """
+
+    def __init__(
+        self,
+        losses: torch.Tensor,
+        params: Mapping[str, nn.Parameter],
+        *,
+        whole: float = 0.0,
+        scale: float = 1.0,
+    ) -> None:
+        """Args:
+        losses: ``(B,)``.
+        params: Those that are compared.
+        whole: The least size of the whole gradient, of these parameters and others.
+        scale: What losses are multiplied by in every backward pass.
+        """
+        self.params = params
+        self._scale = scale
+        self._whole = whole
+        self._losses = losses
+        self._weights = _weights(losses)
+        self._expected: dict[str, torch.Tensor | None] | None = None
+        # Where autograd's gradient is not there yet.
+        self._actual: dict[str, torch.Tensor] = {}
+        self._distances: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._noise: dict[str, torch.Tensor] = {}
+        self._underflow: list[torch.Tensor] = []
+        self._used: set[str] = set()
+        self._dtypes = {losses.dtype, *(p.dtype for p in params.values())}
+
+    def of(self, names: Collection[str]) -> Comparer:
+        """Another one, for some of the parameters, that has witnessed the same."""
+        params = {name: self.params[name] for name in names}
+        other = Comparer(self._losses, params, whole=self._whole, scale=self._scale)
+        other._noise, other._dtypes = self._noise, self._dtypes
+        return other
+
+    def expect(self, retain_graph: bool) -> None:
+        """One ordinary backward pass, of losses with random weights."""
+        gradients = xla_replica.grad(
+            (self._losses * self._weights).sum() * self._scale,
+            list(self.params.values()),
+            retain_graph=retain_graph,
+            allow_unused=True,
+        )
+        self._expected = dict(zip(self.params, gradients))
+        del gradients
+        for name in list(self._actual):
+            self._distances[name] = self._distance(name, self._actual.pop(name))
+
+    def add(self, factors: Factors) -> None:
+        """Takes the factors of some parameters; keeps numbers only, after `expect`."""
+        if self.params.keys().isdisjoint(factors.shapes):
+            return
+        for name, actual in factors.weighted_sum(self._weights).items():
+            if name not in self.params:
+                continue
+            if factors.contributions(name):
+                self._used.add(name)
+            if self._expected is None:
+                self._actual[name] = actual
+            else:
+                self._distances[name] = self._distance(name, actual)
+
+    def _distance(
+        self, name: str, actual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._expected is not None
+        truth = self._expected.pop(name)
+        if truth is None:
+            return actual.norm(), actual.new_zeros(())
+        truth = truth.detach().to(actual.dtype)
+        if self._scale != 1:
+            truth = truth / self._scale
+        return actual.sub_(truth).norm(), truth.norm()
+
+    def witness(self, use: Use, names: Sequence[str], gradient: torch.Tensor) -> None:
+        """Takes the gradient of a use's output: what rounding may explain there.
+
+        The norm of the terms that are summed, times the dtype's precision: gradients
+        that cancel to nothing (a bias before a normalisation) differ by that much.
+        Three numbers: the norm of the output's gradient, that by the precision, and
+        this times the largest inputs.
+        """
+        self._dtypes.add(gradient.dtype)
+        wanted = [name for name in dict.fromkeys(names) if name in self.params]
+        if not wanted:
+            return
+        size = torch.linalg.vector_norm(
+            gradient, dtype=accumulation_dtype(gradient.dtype)
+        )
+        plain = size * (_ROUNDINGS * torch.finfo(gradient.dtype).eps)
+        scaled = plain
+        for value in _multiplied(use.call):
+            if value.is_floating_point() and value.numel():
+                scaled = scaled * _largest(value).clamp(min=1).to(scaled.dtype)
+        terms = torch.stack([size, plain, scaled]) / self._scale
+        for name in wanted:
+            known = self._noise.get(name)
+            self._noise[name] = terms if known is None else known + terms
+        if gradient.dtype == torch.float16:
+            something = (gradient != 0).sum()
+            tiny = torch.finfo(torch.float16).tiny
+            small = something - (gradient.abs() >= tiny).sum()
+            self._underflow.append(small / something.clamp(min=1))
+
+    def nothing_arrived(self) -> bool:
+        """Whether all gradients that came to these parameters were exactly zero.
+
+        Reads the device back. So is then what the parameters' gradients are, whatever
+        the rules say.
+        """
+        sizes = [terms[0].float() for terms in self._noise.values()]
+        return not sizes or not bool(torch.stack(sizes).count_nonzero())
+
+    def result(self) -> Comparison:
+        """The verdict; reads the device back once."""
+        names = list(self.params)
+        pairs = [self._distances[name] for name in names]
+        nothing = pairs[0][0].new_zeros(3)
+        noise = [self._noise.get(name, nothing).to(nothing.dtype) for name in names]
+        # One transfer for all of them.
+        columns = [
+            torch.stack([distance.to(nothing.dtype) for distance, _ in pairs]),
+            torch.stack([size.to(nothing.dtype) for _, size in pairs]),
+            *torch.stack(noise, 1),
+        ]
+        most = [torch.stack(self._underflow).max()] if self._underflow else []
+        underflow = [value.to(nothing.dtype).expand(len(names)) for value in most]
+        fetched = torch.stack([*columns, *underflow]).cpu().double()
+        distance, size, terms, *noisy = fetched[:5].unbind()
+        # The gradients that are finite are judged whatever the others are.
+        finite = torch.isfinite(size)
+        whole = max(float(size[finite].norm()), self._whole)
+        floor = max(1e-3 * whole, 1e-30)
+        tolerance = self._tolerance()
+        plain, scaled = (
+            torch.where(torch.isfinite(noise), noise, 0.0) / tolerance
+            for noise in noisy
+        )
+        allowed = torch.maximum(plain, scaled.clamp(max=_LARGEST_NOISE * whole))
+        errors = distance / torch.maximum(size.clamp(min=floor), allowed)
+        errors[~torch.isfinite(errors)] = torch.inf
+        errors[~finite] = torch.nan
+        # What the terms are that were summed: where they are not small, but their sum
+        # is, they cancel (a bias before a normalisation), and that was seen.
+        unseen = (torch.maximum(size, terms) <= tolerance * floor).tolist()
+        silent = frozenset(
+            name
+            for name, nothing in zip(names, unseen)
+            if nothing and name in self._used
+        )
+        return Comparison(
+            dict(zip(names, errors.tolist())),
+            silent,
+            tolerance,
+            whole,
+            float(fetched[5][0]) if underflow else 0.0,
+        )
+
+    def _tolerance(self) -> float:
+        """The largest relative difference that counts as rounding for these dtypes."""
+        if self._dtypes - set(_TOLERANCES):
+            return _HALF_TOLERANCE
+        tolerance = max(_TOLERANCES[dtype] for dtype in self._dtypes)
+        if tolerance > 1e-4 and self._losses.device.type != "cpu":
+            return _ACCELERATOR_TOLERANCE
+        return tolerance
+
+
+def judge(found: Comparison) -> None:
+    """Raises an error where a difference is no rounding.
+
+    Raises:
+        CouplingError: Rules are wrong here.
+        PerSampleError: Or float16 cannot tell.
+    """
+    if found.wrong and found.underflow > _UNDERFLOW:
+        raise PerSampleError(
+            f"the gradients of {', '.join(found.wrong)} are lost: {_underflow(found)}"
+        )
+    if found.wrong:
+        lines = "".join(
+            f"\n  {name}: off by {e:.2g}" for name, e in found.wrong.items()
+        )
+        raise CouplingError(
+            "per-sample gradients do not add up to autograd's gradient (relative "
+            f"difference, allowed {found.tolerance:g}):{lines}\nThe usual causes: "
+            "samples that influence each other's losses (batch statistics, losses that "
+            "compare samples, attention across the batch), a batch that is not in "
+            "dimension batch_dim of these modules, global forward hooks, a registered "
+            "rule that is wrong. Say where the batch is (batch_dim=), make the samples "
+            "independent, leave these parameters out (params=), or pass "
+            'fallback="loop", which is exact for each loss as it is'
+        )
+
+
+def warn_of_underflow(found: Comparison) -> None:
+    """Warns where float16 loses digits of many gradients of activations."""
+    if found.underflow > _UNDERFLOW and not found.wrong:
+        warnings.warn(_underflow(found), stacklevel=4)
+
+
+def _underflow(found: Comparison) -> str:
+    return (
+        f"{found.underflow:.0%} of the float16 gradients of one layer's output are so "
+        "small that digits are lost, and others may have become zero. Pass "
+        "scale=2.0**10, or a larger power of two (losses are multiplied by it in the "
+        "backward pass, and answers divided), or use bfloat16"
+    )
+
+
+def _largest(value: torch.Tensor) -> torch.Tensor:
+    if value.device.type in LAZY:
+        return value.abs().max()
+    return torch.linalg.vector_norm(value, math.inf)  # without a tensor of sizes
+
+
+def _multiplied(call: Call) -> Iterator[torch.Tensor]:
+    """The tensors that enter products: not masks, which are added and may be -inf."""
+    forward = inspect.signature(type(call.module).forward)
+    given = forward.bind(call.module, *call.args, **call.kwargs).arguments
+    for name, value in given.items():
+        if "mask" not in name:
+            yield from tensors_in(value)
+
+
+def _weights(losses: torch.Tensor) -> torch.Tensor:
+    """Signed powers of two between 1/4 and 4, drawn alike every time: ``(B,)``.
+
+    Exact: they scale a backward pass without a rounding. Each ten samples have ten
+    different ones.
+    """
+    generator = random.Random(0x5EED)
+    values = [sign * 2.0**power for sign in (1, -1) for power in range(-2, 3)]
+    drawn: list[float] = []
+    while len(drawn) < len(losses):
+        drawn += generator.sample(values, len(values))
+    return torch.tensor(drawn[: len(losses)], dtype=losses.dtype).to(losses.device)

@@ -1,0 +1,167 @@
+"""Masks from one look at the data: how much the loss depends on each connection.
+
+SNIP (Lee et al. 2019, arXiv:1810.02340) scores a connection, before training, by the
+derivative of the loss by a factor of 1 in front of its weight: ``|w dL/dw|``. Scores
+are one thing, how many connections each layer gets is another: any distribution will
+do, and `global_distribution` is SNIP's own, the best of all layers at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+import xla_replica
+from rigl_xla.layers.sparse_layer import to_host
+from rigl_xla.layers.weights import Selector, weights_of
+from rigl_xla.topology import masks
+from rigl_xla.topology.distribution import Distribution, Shapes, num_inactive
+from xla_replica import Replica
+
+
+def snip_scores(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss: Callable[[nn.Module, Any], torch.Tensor],
+    *,
+    include: Selector | Iterable[Selector] = (),
+    exclude: Selector | Iterable[Selector] = (),
+    replica: Replica | None = None,
+) -> dict[str, torch.Tensor]:
+    """``|w dL/dw|`` of every weight that can be sparse, L summed over all batches.
+
+    For ``initial_masks=`` of `RigLScheduler`, before it is built. Weights, gradients,
+    buffers and modes stay as they are; dropout draws random numbers. Where there are
+    several replicas every one must call it, each with as many batches of its own; all
+    get the same scores.
+
+    Args:
+        model: On its device, in the mode that its loss is to be seen in.
+        batches: One or more, as ``loss`` takes them.
+        loss: ``loss(model, batch)`` gives a tensor of one number.
+        include, exclude: As for `RigLScheduler`.
+        replica: Default: the one the caller runs in.
+
+    Returns:
+        By parameter name, on the CPU and of the weights' shapes and dtypes. Only their
+        order means something.
+
+    Raises:
+        ValueError: There is no batch, or a layer has gradients that are all zero or
+            not finite: it can then not be said which of its connections matter.
+    """
+    replica = xla_replica.current() if replica is None else replica
+    weights = weights_of(model, include, exclude)
+    parameters = [weight.parameter for weight in weights]
+    total: list[torch.Tensor] | None = None
+    with _as_it_was(model):
+        for batch in batches:
+            value = loss(model, batch)
+            found = xla_replica.grad(value, parameters, allow_unused=True)
+            own = [
+                torch.zeros_like(parameter) if gradient is None else gradient.detach()
+                for parameter, gradient in zip(parameters, found)
+            ]
+            total = own if total is None else [a + b for a, b in zip(total, own)]
+            replica.sync()  # one program for every batch
+    if total is None:
+        raise ValueError("snip_scores was given no batch; give it at least one")
+    with torch.no_grad():
+        total = [gradient.clone() for gradient in total]  # autograd may share them
+        replica.all_reduce_(total)
+        scores = [(p.detach() * g).abs() for p, g in zip(parameters, total)]
+    fetched = dict(zip((w.name for w in weights), to_host(scores, replica)))
+    _check(fetched)
+    return fetched
+
+
+def global_distribution(scores: Mapping[str, torch.Tensor]) -> Distribution:
+    """Connections go to the layers that have the highest scores of all.
+
+    For ``sparsity_distribution=`` together with the same scores for ``initial_masks=``.
+    Layers that are dense by other rules are outside of the competition; every layer
+    keeps at least one connection. Among equal scores earlier layers and lower indices
+    win.
+
+    Args:
+        scores: By parameter name: `snip_scores`, or any others that compare between
+            layers.
+    """
+
+    def distribute(free: Shapes, sparsity: float, dense: Shapes) -> dict[str, float]:
+        del dense
+        check_scores(scores, free)
+        sizes = [math.prod(shape) for shape in free.values()]
+        flat_N = torch.cat([_flat_with_a_best(scores[name]) for name in free])
+        budget = sum(size - num_inactive(sparsity, size) for size in sizes)
+        count = max(budget, len(sizes))
+        best_N = masks.top(flat_N[None], torch.tensor([count]), [count])[0]
+        return {
+            name: 1 - int(chosen.sum()) / size
+            for name, chosen, size in zip(free, best_N.split(sizes), sizes)
+        }
+
+    distribute.__name__ = "global_distribution"
+    return distribute
+
+
+def check_scores(
+    scores: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raises ValueError unless every weight of ``shapes`` has finite scores."""
+    for name, shape in shapes.items():
+        if name not in scores:
+            raise ValueError(
+                f"there are no scores for the weight {name!r}; there are those of "
+                f"{list(scores)}"
+            )
+        found = scores[name]
+        if tuple(found.shape) != tuple(shape):
+            raise ValueError(
+                f"scores of {name!r} have shape {tuple(found.shape)}; the weight has "
+                f"{tuple(shape)}"
+            )
+        if not bool(torch.isfinite(found).all()):
+            raise ValueError(f"scores of {name!r} are not all finite")
+
+
+def _check(scores: Mapping[str, torch.Tensor]) -> None:
+    for name, found in scores.items():
+        if not bool(torch.isfinite(found).all()):
+            raise ValueError(
+                f"the gradient of {name!r} is not finite, so its connections cannot "
+                "be scored; check the batches and the loss"
+            )
+        if not bool(found.any()):
+            raise ValueError(
+                f"the loss does not depend on {name!r} as the model is now: all its "
+                "gradients, or weights, are zero. Use it in the loss, begin with other "
+                "weights (a last norm of zeros hides what is before it), or put it "
+                "into exclude="
+            )
+
+
+def _flat_with_a_best(scores: torch.Tensor) -> torch.Tensor:
+    """Float64 on the CPU; the highest is above those of all other layers."""
+    flat = scores.detach().to("cpu", torch.float64, copy=True).flatten()
+    flat[flat.argmax()] = math.inf
+    return flat
+
+
+@contextlib.contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Puts buffers back, which norms change; keeps DDP from waiting for a backward."""
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    alone = getattr(model, "no_sync", contextlib.nullcontext)
+    try:
+        with alone(), torch.enable_grad():
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)

@@ -1,0 +1,82 @@
+"""What becomes of a topology, for TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rigl_xla.report.flops import LayerCost
+from rigl_xla.report.report import Report
+
+if TYPE_CHECKING:
+    from rigl_xla.scheduler import RigLScheduler
+
+_OF_LAYERS = ("sparsity", "churn", "exploration_rate")
+
+
+class ScalarWriter(Protocol):
+    """``SummaryWriter`` of tensorboardX or of torch."""
+
+    def add_scalar(self, tag: str, value: float, step: int) -> Any: ...
+
+
+class TopologyLog:
+    """Writes a `Report` for every topology update.
+
+    Call it behind the optimizer's step, or attach it to an elastic optimizer. It takes
+    a report if the topology has changed, and reads nothing; `flush` reads all reports
+    that have come together, in one transfer, and writes them: call it where training
+    reads its loss.
+
+    Tags are ``prefix/sparsity``, ``/drop_fraction``, ``/churn``, ``/grown``,
+    ``/dropped``, ``/exploration_rate``, ``/size_in_bytes`` and, with costs,
+    ``/inference_flops_ratio`` and ``/training_flops_ratio``; of single layers
+    ``prefix_sparsity/NAME``, ``prefix_churn/NAME``, ``prefix_exploration_rate/NAME``.
+
+    Args:
+        pruner: Whose topology.
+        writer: Takes scalars; None, as on all replicas but one, logs nothing.
+        costs: What `costs_of` found, for operations.
+        num_steps: Of the whole run, for the operations of gradual pruning.
+        layers: Log single layers too.
+        prefix: Of the tags.
+    """
+
+    def __init__(
+        self,
+        pruner: RigLScheduler,
+        writer: ScalarWriter | None,
+        *,
+        costs: Mapping[str, LayerCost] | None = None,
+        num_steps: int | None = None,
+        layers: bool = True,
+        prefix: str = "rigl",
+    ) -> None:
+        self._pruner, self._writer = pruner, writer
+        self._costs, self._num_steps = costs, num_steps
+        self._layers, self._prefix = layers, prefix
+        self._waiting: list[Report] = []
+        self._num_updates = -1  # so that the first call logs how it began
+        pruner.report(costs, num_steps)  # costs that do not fit are found now
+
+    def __call__(self, *update: object) -> None:
+        """After a step; what an elastic optimizer passes is not needed."""
+        del update
+        if self._writer is None or self._pruner.rigl_steps == self._num_updates:
+            return
+        self._num_updates = self._pruner.rigl_steps
+        self._waiting.append(self._pruner.report(self._costs, self._num_steps))
+
+    def flush(self) -> None:
+        """Reads and writes what waits."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting or self._writer is None:
+            return
+        Report.read(waiting)
+        for report in waiting:
+            for name, value in report.scalars().items():
+                self._writer.add_scalar(f"{self._prefix}/{name}", value, report.step)
+            for layer, of_layer in report.layers.items() if self._layers else ():
+                for name in _OF_LAYERS:
+                    tag = f"{self._prefix}_{name}/{layer}"
+                    self._writer.add_scalar(tag, getattr(of_layer, name), report.step)

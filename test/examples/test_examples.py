@@ -1,0 +1,380 @@
+"""The example scripts, as a user starts them, stops them and goes on."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from support.replicas import HAS_XLA, needs_xla
+from support.scripts import run_script, words
+from support.torchrun import LAUNCHER
+
+import xla_replica
+from examples.common.image_models import MODELS, image_model
+from examples.ordering import (
+    causal_language_model,
+    image_classification,
+    image_data,
+    ordered_training,
+    per_sample,
+    text_data,
+)
+from examples.ordering.language_model import ByteGPT
+from examples.ordering.training_options import ORDERS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SCRIPTS = {"images": image_classification, "text": causal_language_model}
+DEVICE = "xla" if HAS_XLA else "cpu"
+
+IMAGES = ("--dataset", "digits", "--num-samples", 120)
+TEXT = ("--max-bytes", 6000, "--context", 24, "--width", 16, "--num-layers", 1,
+        "--num-heads", 2, "--batch-size", 8)  # fmt: skip
+
+
+@pytest.fixture
+def book(tmp_path) -> Path:
+    """A small text in which something can be learnt."""
+    path = tmp_path / "book.txt"
+    path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(400)))
+    return path
+
+
+@pytest.fixture
+def tasks(book) -> dict[str, tuple]:
+    """Arguments of each script for a run of a second."""
+    return {"images": IMAGES, "text": (*TEXT, "--text", book)}
+
+
+def run_here(name: str, *arguments: object, device: str = "cpu") -> int:
+    """One replica in this process."""
+    first = ("--no-progress", "--num-replicas", 1, "--device", device)
+    return SCRIPTS[name].main(words([*first, *arguments]))
+
+
+def run(name: str, *arguments: object, cwd: Path, command=(sys.executable,)) -> str:
+    """What the script prints, started as users do: a checkout must do."""
+    script = Path(SCRIPTS[name].__file__)
+    status, text = run_script(script, *arguments, cwd=cwd, command=command)
+    assert status == 0, text
+    return text
+
+
+def history(folder: Path) -> pd.DataFrame:
+    """All epochs of all runs, without what depends on the clock."""
+    return pd.read_csv(folder / "history.csv").drop(columns="seconds")
+
+
+def check_output(folder: Path, orders: list[str], seeds: int, epochs: int) -> None:
+    rows = history(folder)
+    assert rows["order"].unique().tolist() == orders
+    assert len(rows) == len(orders) * seeds * (epochs + 1)
+    first, last = (rows[rows["epoch"] == epoch] for epoch in (0, epochs))
+    assert (last["train_loss"].to_numpy() < first["train_loss"].to_numpy()).all()
+    assert (folder / "orders.png").stat().st_size > 20_000
+    saved = json.loads((folder / "results.json").read_text())
+    assert len(saved["history"]) == len(rows)
+    assert saved["settings"]["order"] == orders
+    for order in orders:
+        for seed in range(seeds):
+            assert list((folder / f"{order}-seed{seed}").glob("events.out.tfevents.*"))
+
+
+# --- from end to end
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_orders_and_seeds_on_one_replica(tmp_path, tasks, name, capsys):
+    orders = ["rr", "mean", "recursive-pair"]
+    run_here(
+        name, *tasks[name], "--order", "rr,mean", "--order", "recursive-pair",
+        "--seeds", 2, "--epochs", 2, "--herding", "exact", "--logdir", tmp_path / "log",
+        "--random-projection", "jl", "--pi-eps", 0.9, "--check-gradients",
+    )  # fmt: skip
+    check_output(tmp_path / "log", orders, seeds=2, epochs=2)
+    text = capsys.readouterr().out
+    assert "means over 2 seeds" in text
+    assert "per-sample gradients are right" in text
+    herding = history(tmp_path / "log").set_index("order")["herding"]
+    assert herding["mean"].notna().sum() == 4  # after every epoch
+    # All orders of a seed begin with the same weights and the same first epoch's order.
+    rows = history(tmp_path / "log")
+    losses = rows[rows["epoch"] == 0].groupby("seed")["train_loss"]
+    assert (losses.nunique() == 1).all()
+    losses = rows[rows["epoch"] == 1].groupby("seed")["train_loss"]
+    assert (losses.max() - losses.min() < 1e-5).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("images", DEVICE),
+        ("text", "cpu"),
+        # Its programs take half a minute to compile.
+        pytest.param("text", "xla", marks=[pytest.mark.slow, needs_xla]),
+    ],
+)
+def test_two_replicas_do_what_one_does(tmp_path, tasks, name, device):
+    arguments = (*tasks[name], "--order", "pair", "--epochs", 2)
+    run_here(name, *arguments, "--logdir", tmp_path / "one")
+    text = run(
+        name, *arguments, "--num-replicas", 2, "--device", device, "--logdir", "two",
+        cwd=tmp_path,
+    )  # fmt: skip
+    check_output(tmp_path / "two", ["pair"], seeds=1, epochs=2)
+    assert "100%" in text  # the progress bar
+    one, two = history(tmp_path / "one"), history(tmp_path / "two")
+    pd.testing.assert_frame_equal(one, two, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_under_torchrun(tmp_path, tasks, name):
+    text = run(
+        name, *tasks[name], "--order", "mean", "--epochs", 1, "--logdir", "log",
+        "--device", "cpu", "--no-progress",
+        cwd=tmp_path, command=LAUNCHER,
+    )  # fmt: skip
+    check_output(tmp_path / "log", ["mean"], seeds=1, epochs=1)
+    assert text.count("means over 1 seeds") == 1
+
+
+def test_every_order_trains(tmp_path):
+    run_here(
+        "images", *IMAGES, "--order", ",".join(ORDERS), "--epochs", 2,
+        "--logdir", tmp_path / "log",
+    )  # fmt: skip
+    check_output(tmp_path / "log", list(ORDERS), seeds=1, epochs=2)
+
+
+# --- going on
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_run_in_two_parts_is_one_run(tmp_path, tasks, name):
+    arguments = (*tasks[name], "--order", "rr,so,mean,pair,recursive-pair")
+    run_here(name, *arguments, "--epochs", 3, "--logdir", tmp_path / "whole")
+    saved = ("--checkpoint", tmp_path / "saved", "--logdir", tmp_path / "parts")
+    run_here(name, *arguments, *saved, "--epochs", 1)
+    run_here(name, *arguments, *saved, "--epochs", 3, "--resume")
+    pd.testing.assert_frame_equal(
+        history(tmp_path / "whole"), history(tmp_path / "parts"), rtol=1e-6
+    )
+
+
+def test_a_run_that_breaks_off_amid_an_epoch_is_one_run(tmp_path, monkeypatch):
+    """Of 8 updates per epoch 13 are done, 11 of them saved."""
+    arguments = (*IMAGES, "--order", "rr,mean,pair", "--epochs", 3)
+    run_here("images", *arguments, "--logdir", tmp_path / "whole")
+    saved = ("--checkpoint", tmp_path / "saved", "--checkpoint-steps", 3)
+    update = ordered_training.Run._update
+    for order in ("rr", "mean", "pair"):
+        with monkeypatch.context() as patch:
+            patch.setattr(ordered_training.Run, "_update", breaks_off(update, order))
+            with pytest.raises(KeyboardInterrupt):
+                run_here(
+                    "images", *arguments, *saved, "--resume",
+                    "--logdir", tmp_path / "broken",
+                )  # fmt: skip
+        state = torch.load(tmp_path / "saved" / f"{order}-seed0.pt")
+        assert (state["epoch"], state["step"]) == (1, 3)
+    run_here("images", *arguments, *saved, "--resume", "--logdir", tmp_path / "parts")
+    pd.testing.assert_frame_equal(
+        history(tmp_path / "whole"), history(tmp_path / "parts"), rtol=1e-6
+    )
+    assert not list((tmp_path / "saved").glob("*.unfinished"))
+
+
+def breaks_off(update, order: str):
+    """An update that is interrupted, as by Ctrl-C, when this order has run 13."""
+
+    def interrupted(run, inputs, targets) -> None:
+        if run.order == order and run._num_steps() == 13:
+            raise KeyboardInterrupt
+        update(run, inputs, targets)
+
+    return interrupted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_run_goes_on_with_another_number_of_replicas(tmp_path, tasks, name):
+    arguments = (*tasks[name], "--order", "rr,mean")
+    run_here(name, *arguments, "--epochs", 3, "--logdir", tmp_path / "whole")
+    saved = ("--checkpoint", tmp_path / "saved", "--logdir", tmp_path / "parts")
+    run_here(name, *arguments, *saved, "--epochs", 1)
+    run(
+        name, *arguments, *saved, "--epochs", 3, "--resume", "--num-replicas", 2,
+        "--device", DEVICE,
+        cwd=tmp_path,
+    )  # fmt: skip
+    pd.testing.assert_frame_equal(
+        history(tmp_path / "whole"), history(tmp_path / "parts"), rtol=1e-4
+    )
+
+
+def test_another_run_is_not_gone_on_with(tmp_path, capsys):
+    arguments = (*IMAGES, "--order", "rr", "--epochs", 1, "--logdir", tmp_path / "log",
+                 "--checkpoint", tmp_path / "saved")  # fmt: skip
+    run_here("images", *arguments)
+    with pytest.raises(SystemExit):
+        run_here("images", *arguments)
+    assert "rr-seed0.pt holds a run: add --resume" in capsys.readouterr().err
+    with pytest.raises(
+        ValueError, match=r"another run: lr was 0\.1 and is 0\.2; model"
+    ):
+        run_here("images", *arguments, "--resume", "--lr", 0.2, "--model", "lenet")
+
+
+# --- what is said
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_teaches(tmp_path, name):
+    text = run(name, "--help", cwd=tmp_path)
+    for word in (
+        "torchrun",
+        "--resume",
+        "recursive-pair",
+        "--num-replicas 2",
+        "default:",
+    ):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("images", ["--epochs", 0], "--epochs must be at least 1, got 0"),
+        ("images", ["--order", "best"], "--order best: allowed are mean, pair"),
+        ("images", ["--order", "recursive-pair", "--batch-size", 24], "power of two"),
+        ("images", ["--order", "recursive", "--depth", -1], "--order recursive: depth"),
+        ("images", ["--batch-size", 15, "--num-replicas", 2], "15 is no multiple"),
+        ("images", ["--resume"], "need --checkpoint DIR"),
+        ("images", ["--num-samples", 3], "at least --batch-size, 16"),
+        ("images", ["--width", 9], "--width must be a multiple of 8, got 9"),
+        ("text", ["--text", "nofile.txt"], "nofile.txt"),
+        ("text", ["--max-bytes", 99], "has 99 bytes, but windows of 128 need more"),
+        ("text", ["--num-heads", 3], "--width 128 is no multiple of --num-heads 3"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_say_so(tmp_path, monkeypatch, name, arguments, message, capsys):
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = SCRIPTS[name].main(words(arguments))
+    except SystemExit as exit_:
+        status = exit_.code
+    assert status == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_digits_stand_in_and_a_line_says_so(monkeypatch, caplog):
+    def offline(name: str, folder: str) -> None:
+        raise RuntimeError("Error downloading\nno route to host")
+
+    monkeypatch.setattr(image_data, "_torchvision", offline)
+    assert image_data.choose("cifar10", "data") == "digits"
+    assert caplog.messages == [
+        "cifar10 cannot be had (no route to host); taking the 1797 digits that ship "
+        "inside scikit-learn"
+    ]
+
+
+def test_the_repository_stands_in_and_a_line_says_so(monkeypatch, caplog, tmp_path):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    files = text_data.choose(None, "wikitext-103", str(tmp_path), 1000)
+    assert len(caplog.messages) == 1
+    assert "wikitext-103 cannot be had" in caplog.text
+    assert files == text_data.choose(None, None, str(tmp_path), 1000)
+    assert {"README.md", "test_examples.py"} < {Path(file).name for file in files}
+
+
+# --- data, models, gradients
+
+
+def test_a_corpus_is_fetched_once(monkeypatch, tmp_path):
+    asked = []
+
+    def load_dataset(*name, **options):
+        asked.append((name, options))
+        return ({"text": f"document {n}\n"} for n in range(1000))
+
+    package = types.SimpleNamespace(load_dataset=load_dataset)
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    for _ in range(2):
+        (file,) = text_data.choose(None, "openwebtext", str(tmp_path), 100)
+    assert Path(file).read_text().startswith("document 0\ndocument 1\n")
+    assert 100 <= Path(file).stat().st_size < 120
+    assert len(asked) == 1
+
+
+def test_windows_follow_one_another(book):
+    splits = text_data.load((str(book),), context=10, max_bytes=1000)
+    text = book.read_bytes()
+    inputs, targets = splits.train[:]
+    assert bytes(inputs.flatten().tolist()) == text[: inputs.numel()]
+    assert bytes(targets.flatten().tolist()) == text[1 : inputs.numel() + 1]
+    assert len(splits.train) == 89
+    assert bytes(splits.test[0][0].tolist()) == text[900:910]
+
+
+def models() -> dict[str, tuple]:
+    """Each with inputs and targets of four samples."""
+    torch.manual_seed(0)
+    labels = torch.randint(10, (4,))
+    rows = {}
+    for name in MODELS:
+        channels, side = (3, 32) if name == "lenet" else (1, 8)
+        images = torch.randint(256, (4, channels, side, side), dtype=torch.uint8)
+        rows[name] = (image_model(name, channels, side, width=8), images, labels)
+    for tied in (True, False):
+        windows = torch.randint(256, (4, 13), dtype=torch.uint8)
+        model = ByteGPT(12, width=16, num_layers=2, num_heads=2, tied=tied)
+        rows[f"gpt, tied: {tied}"] = (model, windows[:, :-1], windows[:, 1:])
+    return rows
+
+
+@pytest.mark.parametrize("name", models())
+def test_forms_agree(name):
+    model, inputs, targets = models()[name]
+    params = dict(model.named_parameters())
+    losses, expected = per_sample.loop(model)(params, inputs, targets)
+    for form in (per_sample.functional(model), per_sample.expanded(model)):
+        found_losses, grads = form(params, inputs, targets)
+        torch.testing.assert_close(found_losses, losses)
+        assert grads.keys() == expected.keys()
+        errors = per_sample.relative_errors(grads, expected)
+        assert max(errors.values()) < per_sample.TOLERANCE
+
+
+def check_all_models(rank: int) -> list[float]:
+    replica = xla_replica.current()
+    return [per_sample.check(*row, replica) for row in models().values()]
+
+
+@pytest.mark.slow
+@needs_xla
+def test_gradients_are_right_on_xla():
+    (errors,) = xla_replica.launch(check_all_models, (), 1, "xla")
+    assert max(errors) < per_sample.TOLERANCE
+
+
+def test_wrong_gradients_are_found(monkeypatch):
+    """As torch.func has them on XLA for some layers: zeros."""
+
+    def zeros(model, replica):
+        return lambda params, inputs, targets: (
+            torch.zeros(4),
+            {name: torch.zeros(4, *param.shape) for name, param in params.items()},
+        )
+
+    monkeypatch.setattr(per_sample, "form_for", zeros)
+    with pytest.raises(RuntimeError, match=r"are off by 1\.0e\+00"):
+        per_sample.check(*models()["logistic"], xla_replica.LocalReplica("cpu"))

@@ -1,0 +1,60 @@
+"""examples/sparse/rigl_mnist.py learns, resumes, and runs on replicas with a trace."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.torchrun import LAUNCHER
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments: str, launcher: tuple[str, ...] = (sys.executable,)) -> str:
+    pytest.importorskip("sklearn")
+    command = [*launcher, str(ROOT / "examples" / "rigl_mnist.py")]
+    command += ["--dataset", "digits", "--device", "cpu", "--delta", "10", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def accuracies(output: str) -> list[float]:
+    return [float(found) for found in re.findall(r"accuracy ([\d.]+) %", output)]
+
+
+def said(output: str) -> str:
+    """Without what gloo's threads write before, through each other, as they connect."""
+    return output[output.index("epoch 0:") :]
+
+
+def test_it_learns_and_resumes(tmp_path):
+    checkpoint = ["--checkpoint", str(tmp_path / "digits")]
+    whole = run("--epochs", "12", *checkpoint)
+    assert accuracies(whole)[-1] > 80
+    assert "num_rigl_steps=13" in whole  # T_end is 135
+    more = run("--epochs", "14", *checkpoint)
+    assert len(accuracies(more)) == 2
+    assert "step=210" in more
+
+
+def test_on_replicas_with_a_trace():
+    trace = ["--trace", "96,32,64", "--epochs", "3"]
+    alone, together = run(*trace), run(*trace, "--replicas", "2")
+    masks = re.compile(r"nonzero_params=.*")
+    assert masks.search(alone).group() == masks.search(together).group()
+    assert accuracies(together) == pytest.approx(accuracies(alone), abs=2)
+
+
+@pytest.mark.slow
+def test_under_torchrun():
+    """The run that two replicas of its own make, and one line for each epoch."""
+    trace = ["--trace", "96,32,64", "--epochs", "3"]
+    own, torchrun = run(*trace, "--replicas", "2"), run(*trace, launcher=LAUNCHER)
+    assert len(accuracies(torchrun)) == 3
+    assert said(torchrun) == said(own)

@@ -1,0 +1,290 @@
+"""examples/sparse/rigl_imagenet.py learns, resumes, and runs wherever replicas do."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.replicas import needs_xla
+from support.scripts import run_script, words
+from support.torchrun import LAUNCHER
+
+import xla_replica
+from examples.sparse import imagenet_data, rigl_imagenet
+from variable_batch_size.checkpoint.files import saved_files
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SCRIPT = Path(rigl_imagenet.__file__)
+# 24 updates of 16 images: a run of a second.
+TINY = ("--fake-data", "--model", "small", "--width", 8, "--image-size", 16,
+        "--num-classes", 4, "--num-samples", 96, "--epochs", 4, "--warmup-epochs", 1,
+        "--batch-size", 16, "--minibatch-size", 8, "--ref-batchsize", 16, "--delta", 5,
+        "--log-steps", 2, "--eval-batch-size", 4)  # fmt: skip
+
+
+def run_here(folder: Path, *arguments: object, device: str = "cpu") -> list[Any]:
+    """One replica in this process; checkpoint and logs go to ``folder``."""
+    kept = ("--checkpoint", folder, "--logdir", folder / "log", "--no-progress")
+    first = ("--num-replicas", 1, "--device", device)
+    return rigl_imagenet.main(words([*TINY, *kept, *first, *arguments]))
+
+
+def run(folder: Path, *arguments: object, command=(sys.executable,)) -> str:
+    """What the script prints, started as users do: a checkout must do."""
+    line = (*TINY, "--checkpoint", folder, *arguments)
+    status, text = run_script(SCRIPT, *line, cwd=folder, command=command, timeout=600)
+    assert status == 0, text
+    return text
+
+
+def saved(folder: Path) -> dict[str, Any]:
+    """What the newest checkpoint has of the training; random numbers aside."""
+    state = torch.load(saved_files(folder)[0].path, weights_only=True)
+    return {"optimizer": state["optimizer"], **state["parts"]}
+
+
+def flat(state: Any, path: str = "") -> dict[str, Any]:
+    """Every leaf of a state by its path, without times."""
+    if isinstance(state, dict):
+        found: dict[str, Any] = {}
+        for key, value in state.items():
+            found |= flat(value, f"{path}/{key}")
+        return found
+    if isinstance(state, (list, tuple)):
+        return flat(dict(enumerate(state)), path)
+    return {} if path.endswith("/seconds") else {path: state}
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Bit for bit."""
+    one, other = flat(one), flat(other)
+    assert one.keys() == other.keys()
+    for path, value in one.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, other[path]), path
+        else:
+            assert value == other[path], path
+
+
+def stopped(monkeypatch, folder: Path, step: int, *arguments: object) -> None:
+    """A run that is asked to stop while it makes update ``step``, as by SIGTERM."""
+    whole = rigl_imagenet.Monitor.__call__
+
+    def asks(monitor: Any, update: Any) -> None:
+        whole(monitor, update)
+        if update.step == step:
+            xla_replica.request_stop("test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rigl_imagenet.Monitor, "__call__", asks)
+        with pytest.raises(xla_replica.Stopped):
+            run_here(folder, *arguments)
+
+
+def interrupted(monkeypatch, folder: Path, epoch: int, *arguments: object) -> None:
+    """A run that is killed when it begins ``epoch``."""
+    whole = rigl_imagenet.run_epoch
+
+    def breaks_off(number: int, *rest: Any) -> None:
+        if number == epoch:
+            raise MemoryError
+        whole(number, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rigl_imagenet, "run_epoch", breaks_off)
+        with pytest.raises(MemoryError):
+            run_here(folder, *arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        (
+            "--trace",
+            "16,32,8",
+            "--method",
+            "set",
+            "--delta",
+            4,
+            "--decay",
+            "cosine",
+            "--lr",
+            0.03,
+        ),
+    ],
+    ids=["rigl", "set with a trace"],
+)
+def test_it_learns_and_a_run_in_three_parts_is_one_run(
+    tmp_path, monkeypatch, capsys, arguments
+):
+    history = run_here(tmp_path / "whole", *arguments)
+    assert [row["epoch"] for row in history] == [1, 2, 3, 4]
+    assert history[-1]["train_loss"] < 0.8 * history[0]["train_loss"]
+    state = saved(tmp_path / "whole")["pruner"]
+    assert state["num_updates"] >= 3
+    sizes = [torch.Size(layer["shape"]).numel() for layer in state["layers"].values()]
+    active = sum(layer["num_active"] for layer in state["layers"].values())
+    assert active < 0.25 * sum(sizes)
+    (events,) = (tmp_path / "whole/log/train").glob("events.out.tfevents.*")
+    for tag in (b"step/lr", b"rigl/exploration_rate", b"rigl/training_flops_ratio"):
+        assert tag in events.read_bytes()
+    interrupted(monkeypatch, tmp_path / "parts", 1, *arguments)
+    stopped(monkeypatch, tmp_path / "parts", 9, *arguments)  # within an epoch
+    more = run_here(tmp_path / "parts", *arguments)
+    assert_same(more, history)
+    assert_same(saved(tmp_path / "parts"), saved(tmp_path / "whole"))
+    assert "all sparse layers" in capsys.readouterr().out
+
+
+def test_another_run_is_not_gone_on_with(tmp_path, monkeypatch):
+    interrupted(monkeypatch, tmp_path, 1)
+    with pytest.raises(
+        ValueError, match=r"another run: lr was 0\.1 and is 0\.2; sparsity was 0\.8"
+    ):
+        run_here(tmp_path, "--lr", 0.2, "--sparsity", 0.9)
+
+
+def assert_alike(folder: Path, other: Path) -> None:
+    """Runs whose sums are rounded differently."""
+    one, two = saved(folder)["monitor"], saved(other)["monitor"]
+    for row, expected in zip(one["rows"], two["rows"], strict=True):
+        assert row["train_loss"] == pytest.approx(expected["train_loss"], rel=0.02)
+    one, two = saved(folder)["pruner"], saved(other)["pruner"]
+    assert one["step"] == two["step"]
+    for name, layer in one["layers"].items():
+        assert layer["num_active"] == two["layers"][name]["num_active"], name
+
+
+TRACE = ("--trace", "8,32,16", "--epochs", 2, "--label-smoothing", 0.2)
+
+
+@pytest.mark.parametrize(
+    ("device", "num_replicas"),
+    [
+        pytest.param("cpu", 2, marks=pytest.mark.slow),
+        pytest.param("xla", 2, marks=[pytest.mark.slow, pytest.mark.xla, needs_xla]),
+    ],
+)
+def test_replicas_do_what_one_does(tmp_path, device, num_replicas):
+    """One of them idle in every third step."""
+    (tmp_path / "two").mkdir()
+    run_here(tmp_path / "one", *TRACE)
+    text = run(
+        tmp_path / "two", *TRACE, "--num-replicas", num_replicas, "--device", device
+    )
+    assert_alike(tmp_path / "two", tmp_path / "one")
+    assert "100%" in text  # the progress bar
+
+
+@pytest.mark.slow
+def test_under_torchrun(tmp_path):
+    (tmp_path / "two").mkdir()
+    run_here(tmp_path / "one", *TRACE)
+    text = run(tmp_path / "two", *TRACE, "--device", "cpu", command=LAUNCHER)
+    assert_alike(tmp_path / "two", tmp_path / "one")
+    assert text.count("all sparse layers") == 1
+
+
+def test_torchvisions_models_and_folders_of_images(tmp_path):
+    pytest.importorskip("torchvision")
+    from PIL import Image
+
+    for part, number in (("train", 8), ("val", 3)):
+        for label in ("cat", "dog"):
+            folder = tmp_path / "data" / part / label
+            folder.mkdir(parents=True)
+            for index in range(number):
+                pixels = np.random.default_rng(index).integers(0, 256, (40, 56, 3))
+                image = Image.fromarray(pixels.astype(np.uint8))
+                image.save(folder / f"{index}.png")
+    arguments = ["--data", tmp_path / "data", "--model", "resnet18", "--image-size", 32,
+                 "--batch-size", 8, "--minibatch-size", 8, "--epochs", 1, "--delta", 1,
+                 "--distribution", "uniform", "--logdir", tmp_path / "log",
+                 "--no-progress", "--num-replicas", 1, "--device", "cpu",
+                 "--t-end-fraction", 1]  # fmt: skip
+    (row,) = rigl_imagenet.main(words(arguments))
+    assert np.isfinite(row["train_loss"])
+    assert row["test_accuracy"] in [pytest.approx(100 * hits / 6) for hits in range(7)]
+
+
+def test_augmentation_depends_on_seed_epoch_and_index_alone(tmp_path):
+    pytest.importorskip("torchvision")
+    from PIL import Image
+
+    folder = tmp_path / "only"
+    folder.mkdir()
+    ramp = np.arange(60 * 90 * 3).reshape(60, 90, 3) % 256
+    for name in "ab":
+        Image.fromarray(ramp.astype(np.uint8)).save(folder / f"{name}.png")
+
+    def image(seed: int | None, epoch: int, index: int = 0) -> torch.Tensor:
+        data = imagenet_data.FolderImages(tmp_path, 24, seed)
+        data.epoch = epoch
+        torch.rand(1)
+        found, label = data[index]
+        assert (found.dtype, found.shape, label) == (torch.uint8, (3, 24, 24), 0)
+        return found
+
+    assert torch.equal(image(0, 1), image(0, 1))
+    for other in [image(1, 1), image(0, 2), image(0, 1, index=1)]:
+        assert not torch.equal(image(0, 1), other)
+    assert torch.equal(image(None, 0), image(None, 1, index=1))
+
+
+def test_parts_of_an_image():
+    assert imagenet_data.middle(512, 256) == (144.0, 16.0, 368.0, 240.0)
+    areas = []
+    for index in range(300):
+        draw = imagenet_data.draw_for(index)
+        left, upper, right, lower = imagenet_data.random_part(80, 60, draw)
+        assert 0 <= left < right <= 80
+        assert 0 <= upper < lower <= 60
+        assert 0.74 < (right - left) / (lower - upper) < 1.34
+        areas.append((right - left) * (lower - upper) / 4800)
+    assert min(areas) < 0.12
+    assert max(areas) > 0.85
+
+
+@pytest.mark.parametrize("decay", ["steps", "cosine"])
+def test_the_learning_rate_rises_and_falls(decay):
+    found = [rigl_imagenet.lr_factor(5, decay, 100, step) for step in range(101)]
+    assert found[:5] == pytest.approx([1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6])
+    assert found[5] == 1
+    expected = {"steps": [1, 0.1, 0.01, 0.001], "cosine": [0.851, 0.839, 0.227, 0.027]}
+    picked = [found[step] for step in (29, 30, 70, 90)]
+    assert picked == pytest.approx(expected[decay], abs=1e-3)
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit):
+        rigl_imagenet.main(["--help"])
+    text = capsys.readouterr().out
+    for word in (
+        "torchrun",
+        "--checkpoint saved",
+        "--trace",
+        "PJRT_DEVICE",
+        "default:",
+    ):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give --data DIR, or --fake-data"),
+        (["--data", "nowhere"], "--data nowhere has no folder train"),
+        (["--fake-data", "--epochs", "0"], "--epochs must be at least 1, got 0"),
+        (["--fake-data", "--distribution", "best"], "invalid choice: 'best'"),
+    ],
+)
+def test_bad_arguments_say_so(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        rigl_imagenet.main(arguments)
+    assert message in capsys.readouterr().err

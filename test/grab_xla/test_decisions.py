@@ -1,0 +1,90 @@
+"""Signs from inner products equal those of the loop they stand for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grab_xla.balancing import compiled_loop
+from grab_xla.balancing.decisions import Decisions, finite_rows
+
+
+def one_by_one(vectors, total, limits, tie_positive):
+    """Signs and the accumulator, from the vectors themselves."""
+    signs, total = [], np.array(total)
+    for z, limit in zip(vectors, limits):
+        if not np.isfinite(z).all():
+            signs.append(0)
+            continue
+        product = total @ z
+        plus = product < limit or (tie_positive and product == limit)
+        signs.append(1 if plus else -1)
+        total = total + signs[-1] * z
+    return signs, total
+
+
+# Small integers: every inner product is exact, and ties are frequent.
+ROWS = st.integers(1, 12).flatmap(
+    lambda n: st.lists(
+        st.lists(st.integers(-3, 3), min_size=3, max_size=3), min_size=n, max_size=n
+    )
+)
+
+
+@settings(deadline=None)
+@given(ROWS, st.booleans(), st.booleans(), st.data())
+def test_signs_are_those_of_the_loop(rows, tie_positive, walks, data):
+    vectors = np.array(rows, dtype=np.float64)
+    bad = data.draw(st.sets(st.integers(0, len(rows) - 1), max_size=2))
+    for row in bad:
+        vectors[row, 1] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
+    limits = np.zeros(len(rows))
+    if walks:
+        limits = np.array([data.draw(st.integers(-9, 9)) for _ in rows], float)
+    start = np.array([1.0, -2.0, 0.5])
+    expected, total = one_by_one(vectors, start, limits, tie_positive)
+    tie = "positive" if tie_positive else "negative"
+    decide = Decisions(tie=tie)
+    z, a = torch.from_numpy(vectors), torch.from_numpy(start)
+    gram, products = decide.gram(z, a.unsqueeze(0))
+    thresholds = torch.from_numpy(limits) if walks else None
+    signs = decide.signs(products[:, 0], gram, finite_rows(gram), thresholds)
+    assert signs.tolist() == expected
+    drawn = None if thresholds is None else thresholds.unsqueeze(1)
+    sums, codes = compiled_loop.balance_in_sequence(
+        z, torch.zeros_like(z[:1]), a.unsqueeze(0), drawn, tie_positive=tie_positive
+    )
+    assert codes.tolist() == expected
+    assert sums[0].tolist() == total.tolist()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_the_compiled_loop_is_the_python_it_was_made_of(monkeypatch, depth):
+    """Whether Numba is there or not."""
+    x, y = torch.randn(6, 5), torch.randn(1, 5)
+    sums, limits = torch.randn(2 ** (depth + 1), 5), torch.randn(6, depth + 1)
+    if compiled_loop.available():
+        fast = compiled_loop.balance_in_sequence(x, y, sums, limits, depth=depth)
+    monkeypatch.setattr(compiled_loop, "_compiled", lambda loop: loop)
+    slow = compiled_loop.balance_in_sequence(x, y, sums, limits, depth=depth)
+    assert slow[1].abs().max() <= 2**depth
+    if compiled_loop.available():
+        assert torch.equal(fast[1], slow[1])
+        torch.testing.assert_close(fast[0], slow[0])
+
+
+@pytest.mark.parametrize("views", ["rows", "every other", "columns", "one"])
+def test_strided_rows_are_read_where_they_are(views):
+    whole = torch.arange(40.0).reshape(8, 5)
+    x = {"rows": whole, "every other": whole[1::2], "columns": whole[:, ::2],
+         "one": whole[3:4]}[views]  # fmt: skip
+    sums = torch.zeros(2, x.shape[1])
+    new, codes = compiled_loop.balance_in_sequence(
+        x, torch.zeros_like(x[:1]), sums, None
+    )
+    assert (sums == 0).all()
+    assert torch.equal(new[1], x.sum(0))
+    assert torch.equal(new[0], (codes.unsqueeze(1) * x).sum(0))

@@ -1,0 +1,213 @@
+"""Moments at which a sampler is saved, left, looked at or given something odd."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from support import ordering
+from support.ordering import KINDS
+from support.replicas import SEVERAL_REPLICAS
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import xla_replica
+from grab_xla import GraBSampler
+from grab_xla.epoch.round_robin_sharding import Dealing
+
+N = 24
+
+
+def step(sampler, order, epoch=0, num_samples=N):
+    rows = ordering.gradients(epoch, num_samples)[order]
+    sampler.step(ordering.as_dict(rows.to(sampler.device)))
+
+
+@pytest.mark.parametrize("stale_mean_herding", [False, True])
+def test_instruments_begin_anew_in_a_restored_sampler(stale_mean_herding):
+    options = {"record_norm": True, "record_herding": True}
+    options["stale_mean_herding"] = stale_mean_herding
+    sampler = KINDS["mean"].sampler(N, **options)
+    step(sampler, list(sampler)[:8])
+    state = sampler.state_dict()
+    step(sampler, sampler.order[8:])
+    for restored in (KINDS["mean"].sampler(N, **options), sampler):
+        restored.load_state_dict(state)
+        rest = list(restored)
+        assert len(rest) == N - 8
+        step(restored, rest)
+        assert len(restored.grad_norms) == N - 8
+        assert np.isfinite(restored.herding)
+
+
+@pytest.mark.filterwarnings("ignore::grab_xla.GraBWarning")
+def test_what_is_not_finite_is_not_herded():
+    sampler = KINDS["mean"].sampler(N, record_herding=True, stale_mean_herding=True)
+    for _ in range(2):
+        rows = ordering.gradients(0, N)[list(sampler)]
+        rows[3] = np.nan
+        sampler.step(ordering.as_dict(rows))
+        assert np.isfinite(sampler.herding)
+        assert sampler.scalars().keys() == {"herding", "avg_grad_error"}
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_drawn_signs_do_not_depend_on_batches(num_workers):
+    """Also those of partners that arrived in an earlier batch."""
+    kind = KINDS["pair"]._replace(options={"num_workers": num_workers})
+    options = {"prob_balance": True, "prob_balance_c": 5.0}
+    orders = []
+    for size in (48, 1, 3, 5, 7):
+        sampler = kind.sampler(**options)
+        orders.append([ordering.run_epoch(sampler, epoch, size) for epoch in range(3)])
+    assert all(each == orders[0] for each in orders)
+
+
+def test_a_bad_second_moment_changes_nothing():
+    sampler, other = KINDS["adamean"].sampler(N), KINDS["adamean"].sampler(N)
+    good = torch.full((13,), 4.0, dtype=torch.float64)
+    bad = good.clone()
+    bad[0], bad[1], bad[2] = np.nan, -1.0, np.inf
+    for each in (sampler, other):
+        list(each)
+        each.update_v(good)
+    sampler.update_v(bad)
+    for epoch in range(3):
+        for each in (sampler, other):
+            step(each, each.order, epoch)
+        assert list(sampler) == list(other)
+
+
+def scaled_on_replicas(rank):
+    del rank
+    sampler = KINDS["adamean"].sampler(N)
+    orders = []
+    for epoch in range(3):
+        own = list(sampler)
+        sampler.update_v(torch.arange(1.0, 14.0) + epoch)
+        step(sampler, own, epoch)
+        orders.append(sampler.order.tolist())
+    return orders
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_replicas_scale_alike(backend):
+    expected = scaled_on_replicas(0)
+    assert backend.run(scaled_on_replicas) == [expected] * backend.num_replicas
+
+
+def test_a_look_at_the_rest_of_a_restored_epoch_changes_nothing():
+    sampler = KINDS["mean"].sampler(N)
+    order = list(sampler)
+    step(sampler, order[:8])
+    restored = KINDS["mean"].sampler(N)
+    restored.load_state_dict(sampler.state_dict())
+    assert [list(restored) for _ in range(3)] == [order[8:]] * 3
+    step(restored, order[8:])
+    step(sampler, order[8:])
+    assert list(restored) == list(sampler)
+
+
+def test_states_say_what_they_were_made_with():
+    state = KINDS["mean"].sampler().state_dict()
+    for options in (
+        {"tie": "positive"}, {"normalize_grads": True}, {"prob_balance": True},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="settings is"):
+            KINDS["mean"].sampler(**options).load_state_dict(state)
+
+
+def test_a_sampler_and_its_state_travel():
+    sampler = KINDS["mean"].sampler(N)
+    step(sampler, list(sampler))
+    copy = pickle.loads(pickle.dumps(sampler))
+    assert list(copy) == list(sampler)
+
+
+def test_kernel_orders_must_fit_and_are_saved():
+    x = torch.randn(10, 3)
+    model = nn.Linear(3, 1)
+    params = dict(model.named_parameters())
+    compute = (model, params, {}, nn.functional.mse_loss)
+    options = {"largest_eig": True, "centered_feature_map": False}
+
+    def sampler(n, m):
+        dataset = TensorDataset(x[:m], x[:m].sum(1, keepdim=True))
+        return GraBSampler(range(n), params, "ntk-eigen", dataset=dataset, **options)
+
+    for n, m in ((10, 6), (6, 10)):
+        with pytest.raises(ValueError, match=f"permutation of range\\({n}\\)"):
+            sampler(n, m).compute_order(*compute)
+    one, other = sampler(10, 10), sampler(10, 10)
+    list(one)
+    one.compute_order(*compute)
+    other.load_state_dict(one.state_dict())
+    assert list(other) == list(one)
+
+
+def ordered_otherwise(rank, how):
+    options = {"seed": rank} if how == "seed" else {}
+    if how == "device":
+        options["device"] = "meta"
+    KINDS["mean"].sampler(N, **options)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [("seed", "different first orders"), ("device", "device=meta")],
+)
+def test_replicas_that_cannot_agree_are_named(how, message):
+    with pytest.raises((ValueError, xla_replica.ReplicaError), match=message):
+        xla_replica.launch(ordered_otherwise, (how,), 2, "cpu")
+
+
+def test_more_replicas_than_samples():
+    order = np.array([1, 0, 2])
+    hands = [Dealing(3, 8, rank).own(order, 0).tolist() for rank in range(8)]
+    assert hands == [[1], [0], [2], [1], [0], [2], [1], [0]]
+    assert Dealing(1, 4, 3).own(np.array([0]), 0).tolist() == [0]
+
+
+@pytest.mark.parametrize("balance_type", ["mean", "pair", "recursive-pair"])
+def test_no_sample_at_all_and_only_one(balance_type):
+    sampler = KINDS[balance_type].sampler(1)
+    for _ in range(3):
+        assert list(sampler) == [0]
+        sampler.step(ordering.as_dict(torch.zeros(0, 13)))
+        sampler.step(ordering.as_dict(torch.ones(1, 13)))
+    with pytest.raises(ValueError, match="data_source is empty"):
+        KINDS[balance_type].sampler(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_sums_are_refused(dtype):
+    with pytest.raises(ValueError, match="sums over an epoch need"):
+        GraBSampler(range(N), {"w": torch.zeros(3)}, dtype=dtype)
+
+
+class Update:
+    epoch, batch_size, minibatch_size = 0, 8, 4
+
+
+def left_in_the_middle(rank):
+    """One whole step, then half a step of the same epoch, then another epoch."""
+    sampler = KINDS["mean"].sampler(N)
+    order, orders = sampler(0), []
+    grads = ordering.gradients(0, N)
+    held = grads[order[4 * rank : 4 * rank + 4]].clone()
+    sampler.step(ordering.as_dict(held))
+    held.zero_()  # as a loop may do with gradients that it has used
+    sampler.after_update(Update())
+    sampler.step(ordering.as_dict(grads[order[8 + 4 * rank : 12 + 4 * rank]]))
+    orders.append(sampler(1).tolist())
+    return orders
+
+
+def test_an_epoch_left_in_the_middle_of_a_step_orders_what_was_updated():
+    sampler = KINDS["mean"].sampler(N)
+    order = sampler(0)
+    sampler.step(ordering.as_dict(ordering.gradients(0, N)[order[:8]]))
+    expected = [sampler(1).tolist()]
+    assert xla_replica.launch(left_in_the_middle, (), 2, "cpu") == [expected] * 2

@@ -1,0 +1,170 @@
+"""Orders equal those of grab-sampler 0.1.3, whose ties are negative, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.reference import not_compared
+
+from grab_xla import GraBSampler
+from tools.references import grab_sampler
+
+D = 40
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("grab-sampler")
+    error = grab_sampler.install(folder)
+    if error is not None:
+        not_compared(f"grab-sampler {grab_sampler.VERSION}", error)
+    init = torch.utils.data.Sampler.__init__
+    with grab_sampler.imported(folder) as imported:
+        yield imported
+    torch.utils.data.Sampler.__init__ = init
+
+
+def theirs_of(package, n, balance_type, **options):
+    return package.GraBSampler(
+        range(n),
+        {"w": torch.zeros(D, dtype=torch.float64)},
+        balance_type,
+        "cpu",
+        random_first_epoch=False,
+        dtype=torch.float64,
+        **options,
+    )
+
+
+def ours(n, balance_type, **options):
+    return GraBSampler(
+        range(n),
+        {"w": torch.zeros(D)},
+        balance_type,
+        random_first_epoch=False,
+        dtype=torch.float64,
+        **options,
+    )
+
+
+def gradients(n, epoch):
+    """Another set every epoch, with a common mean."""
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(n, D, generator=generator, dtype=torch.float64) + 0.3
+    generator.manual_seed(1 + epoch)
+    drift = torch.randn(n, D, generator=generator, dtype=torch.float64)
+    return base + 0.3 * drift
+
+
+def assert_same_orders(theirs, mine, n, size, epochs=5):
+    orders = set()
+    for epoch in range(epochs):
+        order = list(theirs)
+        assert list(mine) == order, epoch
+        orders.add(tuple(order))
+        rows = gradients(n, epoch)[order]
+        for start in range(0, n, size):
+            grads = {"w": rows[start : start + size]}
+            theirs.step(grads)
+            mine.step(grads, indices=order[start : start + size])
+    assert len(orders) == epochs
+
+
+TYPES = [
+    ("mean", {}),
+    ("pair", {}),
+    ("recursive", {"depth": 3}),
+    ("recursive", {}),
+    ("sign", {}),
+]
+
+
+@pytest.mark.parametrize("tile_size", [None, 4])
+@pytest.mark.parametrize("normalize_grads", [False, True])
+@pytest.mark.parametrize("size", [1, 7, 32])
+@pytest.mark.parametrize(("balance_type", "options"), TYPES)
+def test_orders_are_equal(
+    package, balance_type, options, size, normalize_grads, tile_size
+):
+    options = {**options, "normalize_grads": normalize_grads}
+    theirs = theirs_of(package, 90, balance_type, **options)
+    mine = ours(90, balance_type, tile_size=tile_size, **options)
+    assert_same_orders(theirs, mine, 90, size)
+
+
+@pytest.mark.parametrize("normalize_grads", [False, True])
+@pytest.mark.parametrize("size", [2, 16, 32])
+def test_recursive_pairs_are_equal(package, size, normalize_grads):
+    """The blocks are the batches: it needs whole ones of a power of two."""
+    options = {"batch_size": size, "normalize_grads": normalize_grads}
+    theirs = theirs_of(package, 96, "recursive-pair", **options)
+    mine = ours(96, "recursive-pair", **options)
+    assert_same_orders(theirs, mine, 96, size)
+
+
+@pytest.mark.parametrize("balance_type", ["mean", "pair", "recursive"])
+@pytest.mark.parametrize("kind", ["jl", "kron"])
+def test_projected_orders_are_equal(package, balance_type, kind):
+    """Given the same projection: each package draws its own."""
+    with pytest.warns(UserWarning, match="reduces nothing"):
+        mine = ours(90, balance_type, random_projection=kind, pi_eps=0.9)
+    theirs = theirs_of(package, 90, balance_type, random_projection=kind, pi_eps=0.9)
+    assert theirs.sorter.PI.dd == mine._project.num_outputs
+    theirs.sorter.PI.project = mine._project
+    assert_same_orders(theirs, mine, 90, 7)
+
+
+def test_uncentred_batches_are_equal(package):
+    """The one with the defect, for comparisons. It runs in the default dtype only."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        theirs = theirs_of(package, 90, "batch", batch_size=7)
+        mine = ours(90, "batch-uncentred")
+        assert_same_orders(theirs, mine, 90, 7)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("balance_type", ["ema", "adaema"])
+def test_moving_averages_agree_but_for_ties(package, balance_type):
+    """Teacher forcing: our accumulators follow their signs.
+
+    Over the first batch the centred gradients sum to zero, so that exact ties come up,
+    and rounding decides them.
+    """
+    theirs = theirs_of(package, 90, balance_type)
+    mine = ours(90, balance_type, tile_size=1)
+    compared = near_ties = 0
+    for epoch in range(3):
+        order = list(theirs)
+        list(mine)
+        rows = gradients(90, epoch)[order]
+        for start in range(0, 90, 7):
+            mine._engine.state = {
+                **mine._engine.state,
+                "sums": torch.stack([theirs.sorter.acc, torch.zeros(D).double()]),
+            }
+            before = theirs.sorter.acc.clone()
+            grads = {"w": rows[start : start + 7]}
+            left = theirs.sorter.left
+            theirs.step(grads)
+            mine.step(grads)
+            centre = mine._engine.state["mean"]
+            scale = mine._engine.state.get("scale", torch.ones(1, 1).double())
+            codes = torch.from_numpy(mine._engine.codes()[start:]).double()
+            vectors = (grads["w"] - centre) / scale
+            assert left <= theirs.sorter.left
+            for vector, code in zip(vectors, codes):
+                product = float(before @ vector)
+                if abs(product) < 1e-9 * float(vector @ vector):
+                    near_ties += 1
+                    break  # what follows depends on how it was decided
+                assert code == (1 if product < 0 else -1)
+                compared += 1
+                before = before + code * vector
+            else:
+                torch.testing.assert_close(
+                    theirs.sorter.acc, before, rtol=1e-9, atol=1e-9
+                )
+    assert compared > 200
+    assert near_ties > 0

@@ -1,0 +1,228 @@
+"""Orders from Gram matrices and kernels: oracles, conventions, what is refused."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from grab_xla.contrib.offline import eigen_order, ntk_fixed_order, offline_mean_balance
+
+F64 = torch.float64
+
+
+def vectors(n: int, d: int, seed: int = 0, mean: float = 0.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return mean + torch.randn(n, d, generator=generator, dtype=F64)
+
+
+def balanced_one_by_one(z, rounds, order, tie, centered) -> list[int]:
+    """The algorithm as it is written down, with the vectors themselves."""
+    z = z if centered else z - z.mean(0)
+    for _ in range(rounds):
+        accumulator = torch.zeros(z.shape[1], dtype=z.dtype)
+        left, right = [], []
+        for i in order:
+            product = float(accumulator @ z[i])
+            if product < 0 or (product == 0 and tie == "positive"):
+                accumulator = accumulator + z[i]
+                left.append(i)
+            else:
+                accumulator = accumulator - z[i]
+                right.insert(0, i)
+        order = left + right
+    return list(order)
+
+
+def herding(z: torch.Tensor, order) -> float:
+    return float((z - z.mean(0))[order].cumsum(0).norm(dim=1).max())
+
+
+def random_herding(z: torch.Tensor) -> float:
+    generator = np.random.default_rng(0)
+    return min(herding(z, generator.permutation(len(z))) for _ in range(20))
+
+
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("tie", ["negative", "positive"])
+@pytest.mark.parametrize("rounds", [1, 2, 16])
+@pytest.mark.parametrize(("n", "d"), [(1, 3), (2, 3), (7, 1), (40, 5), (41, 100)])
+def test_balancing_is_the_loop_over_vectors(n, d, rounds, tie, centered):
+    z = vectors(n, d, mean=0.5)
+    begin = np.random.default_rng(n).permutation(n)
+    found = offline_mean_balance(z @ z.T, rounds, begin, tie, centered)
+    assert found.dtype == np.int64
+    assert found.tolist() == balanced_one_by_one(
+        z, rounds, begin.tolist(), tie, centered
+    )
+
+
+@pytest.mark.parametrize("tie", ["negative", "positive"])
+def test_exact_ties_go_where_the_option_says(tie):
+    """Vectors of -1, 0 and 1, whose products are exact and often zero."""
+    generator = torch.Generator().manual_seed(3)
+    z = torch.randint(-1, 2, (50, 4), generator=generator).double()
+    found = offline_mean_balance(z @ z.T, 4, tie=tie, centered=True)
+    assert found.tolist() == balanced_one_by_one(z, 4, range(50), tie, True)
+    first = offline_mean_balance(torch.eye(3), 1, tie=tie, centered=True)
+    assert first.tolist() == ([2, 1, 0] if tie == "negative" else [0, 1, 2])
+
+
+def test_balancing_makes_herding_small():
+    z = vectors(400, 8, mean=2.0)
+    found = offline_mean_balance(z @ z.T)
+    assert sorted(found) == list(range(400))
+    assert herding(z, found) < 0.3 * random_herding(z)
+
+
+@pytest.mark.parametrize("tie", ["negative", "positive"])
+@pytest.mark.parametrize("rounds", [1, 16])
+def test_the_fixed_order_balances_the_rows_of_the_kernel(rounds, tie):
+    features = vectors(200, 8, mean=1.0)
+    kernel = features @ features.T
+    begin = np.random.default_rng(0).permutation(200)
+    found = ntk_fixed_order(kernel, rounds, begin, tie)
+    assert found.tolist() == balanced_one_by_one(
+        kernel, rounds, begin.tolist(), tie, False
+    )
+    if rounds > 1:
+        assert herding(kernel, found) < 0.5 * random_herding(kernel)
+        assert herding(features, found) < random_herding(features)
+
+
+def test_nothing_given_is_changed():
+    kernel, begin = vectors(9, 9), np.arange(9)[::-1].copy()
+    kernel = kernel @ kernel.T
+    copies = kernel.clone(), begin.copy()
+    offline_mean_balance(kernel, order=begin, centered=True)
+    ntk_fixed_order(kernel, order=begin)
+    eigen_order(kernel)
+    assert torch.equal(kernel, copies[0])
+    assert np.array_equal(begin, copies[1])
+
+
+def kernel_of(values, vectors) -> torch.Tensor:
+    return vectors @ torch.diag(torch.tensor(values, dtype=F64)) @ vectors.T
+
+
+# An orthonormal basis, each with its largest entry by magnitude positive.
+SMALL = torch.tensor([0.8, -0.6, 0.0, 0.0], dtype=F64)
+LARGE = torch.tensor([0.3, 0.4, 0.5, -(0.5**0.5)], dtype=F64) * -1
+BASIS = torch.linalg.qr(torch.stack([SMALL, LARGE, *torch.eye(4, dtype=F64)[2:]], 1))[0]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [0, 2, 3, 1]),  # of 0.8, -0.6, 0, 0
+        ({"descending": False}, [1, 2, 3, 0]),
+        ({"absolute": True}, [0, 1, 2, 3]),
+        ({"absolute": True, "descending": False}, [2, 3, 1, 0]),
+    ],
+)
+def test_an_eigenvector_is_sorted(options, expected, sign):
+    kernel = kernel_of([1.0, 5.0, 3.0, 4.0], sign * BASIS)
+    assert eigen_order(kernel, **options).tolist() == expected
+
+
+def test_the_largest_or_the_smallest_eigenvalue():
+    features = vectors(30, 60)
+    kernel = features @ features.T
+    for largest in (False, True):
+        values, columns = np.linalg.eig(kernel.numpy())
+        column = columns[:, (np.argmax if largest else np.argmin)(values)]
+        column = column * np.sign(column[np.abs(column).argmax()])
+        assert eigen_order(kernel, largest).tolist() == np.argsort(-column).tolist()
+
+
+def test_the_sign_is_that_of_the_first_of_several_largest_entries():
+    vector = torch.tensor([[-0.5], [0.5], [0.5], [-0.5]], dtype=F64)
+    for sign in (1, -1):
+        noisy = sign * vector + 1e-13 * vectors(4, 1)
+        order = eigen_order(noisy @ noisy.T, largest=True)
+        assert order.tolist() == [0, 3, 1, 2]
+
+
+def test_two_calls_make_the_same_order_whatever_the_generator_did():
+    features = vectors(50, 80).float()
+    kernel = features @ features.T
+    torch.manual_seed(0)
+    first = eigen_order(kernel)
+    torch.manual_seed(1)
+    assert np.array_equal(eigen_order(kernel), first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize(("n", "d"), [(20, 100), (20, 5)])
+def test_an_eigenvector_that_is_noise_is_warned_about(n, d, dtype):
+    """The null vector of a centred kernel, or any of a null space."""
+    features = vectors(n, d)
+    features = features - features.mean(0)
+    kernel = (features @ features.T).to(dtype)
+    with pytest.warns(UserWarning, match="smallest.*is rounding noise"):
+        assert sorted(eigen_order(kernel)) == list(range(n))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        eigen_order(kernel, largest=True)
+
+
+def test_the_null_vector_of_a_centred_kernel_leaves_samples_as_they_are():
+    features = vectors(20, 100)
+    features = features - features.mean(0)
+    with pytest.warns(UserWarning, match="noise"):
+        assert eigen_order(features @ features.T).tolist() == list(range(20))
+
+
+def test_one_sample():
+    assert eigen_order(torch.ones(1, 1)).tolist() == [0]
+    assert ntk_fixed_order(torch.ones(1, 1)).tolist() == [0]
+
+
+ORDERS = [offline_mean_balance, ntk_fixed_order, eigen_order]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_is_not_finite_is_refused_by_name(order, bad):
+    features = vectors(30, 3)
+    features[[4, 17]] = bad
+    with pytest.raises(ValueError, match=r"samples \[4, 17\] of 30"):
+        order(features @ features.T)
+    matrix = torch.eye(30)
+    matrix[2, 5] = bad
+    with pytest.raises(ValueError, match=r"samples \[2\] of 30"):
+        order(matrix)
+    with pytest.raises(ValueError, match=r"\[0, 1, .*, 9\] and 20 more of 30"):
+        order(torch.full((30, 30), bad))
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (3,), (0, 0)])
+@pytest.mark.parametrize("order", ORDERS)
+def test_matrices_are_square(order, shape):
+    with pytest.raises(ValueError, match=r"shape \(n, n\).*got \("):
+        order(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_matrices_have_a_floating_dtype(order):
+    with pytest.raises(TypeError, match=r"floating dtype, got torch.int64"):
+        order(torch.eye(2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tie": "neg"}, "tie='neg' is unknown; allowed are .*'negative', 'positive'"),
+        ({"rounds": 0}, "rounds must be >= 1, got 0"),
+        ({"order": [0, 0, 1]}, "permutation of the 3"),
+        ({"order": [0, 1]}, "permutation of the 3"),
+        ({"order": [0.0, 1.0, 2.0]}, "permutation of the 3"),
+    ],
+)
+@pytest.mark.parametrize("order", [offline_mean_balance, ntk_fixed_order])
+def test_options_that_are_refused(order, options, message):
+    with pytest.raises(ValueError, match=message):
+        order(torch.eye(3), **options)

@@ -1,0 +1,132 @@
+"""The page about per_sample_grad, and the README's lines on it, show code that runs."""
+
+from __future__ import annotations
+
+import re
+import types
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from support.pool import CLASSES, Vectors, dense_model
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import per_sample_grad as psg
+
+ROOT = Path(__file__).resolve().parents[2]
+COUNT = 1000  # the pages ask for the highest thousand
+
+
+def examples(path: str) -> list[str]:
+    page = (ROOT / path).read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", page, re.S)
+
+
+def example(path: str, mark: str) -> str:
+    [found] = [text for text in examples(path) if mark in text]
+    return found
+
+
+def test_a_capture_and_a_stream():
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    names = {
+        "F": F,
+        "model": model,
+        "x": torch.randn(6, 5),
+        "y": torch.randint(0, 3, (6,)),
+        "v": {name: torch.ones_like(p) for name, p in model.named_parameters()},
+        "w": torch.ones(6),
+    }
+    exec(example("docs/per_sample_grad.md", "factors = recorded.backward"), names)
+    factors = names["factors"]
+    assert factors.sketch(1024).shape == (6, 1024)
+    with psg.capture(model) as names["recorded"]:
+        names["losses"] = F.cross_entropy(
+            model(names["x"]), names["y"], reduction="none"
+        )
+    exec(example("docs/per_sample_grad.md", "recorded.stream"), names)
+    torch.testing.assert_close(names["squared"].sqrt(), factors.norms())
+    torch.testing.assert_close(names["gram"], factors.gram())
+
+
+def test_scoring_a_pool(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"psg": psg, "model": dense_model(), "dataset": Vectors(COUNT)}
+    exec(example("docs/per_sample_grad.md", "scores.to_csv"), names)
+    assert len(names["scores"]) == COUNT
+    assert len((tmp_path / "scores.csv").read_text().splitlines()) == COUNT + 1
+
+
+def test_the_lines_of_the_readme(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"model": dense_model(), "pool": Vectors(COUNT)}
+    exec(example("README.md", "psg.score_pool"), names)
+    truth = psg.score_pool(
+        names["model"], names["pool"], score="egl", labels="expected", progress=False
+    )
+    assert (names["scores"].scores == truth.scores).all()
+
+
+class Tokenised(Dataset):
+    """As a Hugging Face dataset gives its items."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        return {"input_ids": index, "labels": index % CLASSES}
+
+
+class Classifier(nn.Module):
+    """As a Hugging Face model is called, and answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(COUNT, 3), nn.Linear(3, CLASSES)
+
+    def forward(self, input_ids: torch.Tensor) -> types.SimpleNamespace:
+        return types.SimpleNamespace(logits=self.head(self.embed(input_ids)))
+
+
+def test_a_pool_of_dicts():
+    names = {
+        "psg": psg,
+        "DataLoader": DataLoader,
+        "model": Classifier(),
+        "tokenised": Tokenised(),
+        "collator": torch.utils.data.default_collate,
+    }
+    exec(example("docs/per_sample_grad.md", "collate_fn=collator"), names)
+
+
+class Images(Dataset):
+    """Nested, so that it must be said what is what."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        return {
+            "image": torch.full((4,), float(index)),
+            "class": {"fine": index % CLASSES},
+        }
+
+
+class WithFeatures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: torch.Tensor, return_features: bool) -> tuple[torch.Tensor]:
+        assert not return_features
+        return (self.head(x),)
+
+
+def test_a_pool_that_needs_words():
+    names = {"psg": psg, "model": WithFeatures(), "dataset": Images()}
+    exec(example("docs/per_sample_grad.md", "return_features"), names)
+
+
+def test_no_other_example_is_shown():
+    assert len(examples("docs/per_sample_grad.md")) == 5

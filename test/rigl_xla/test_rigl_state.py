@@ -1,0 +1,309 @@
+"""A resumed run is the run; a state that does not fit is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from support import sparse
+from support.sparse import OPTIMIZERS, convnet, equal, pruned, train
+from torch import nn
+
+from rigl_xla import Layer, RigLScheduler
+from rigl_xla.state.saved import pack, unpack
+
+RUNS = {
+    "paper": {},
+    "window": {"delta": 5, "grad_accumulation_n": 4},
+    "single-call": {"skip_step": False},
+    "set": {"method": "set"},
+    "snfs": {"method": "snfs"},
+    "gmp": {"method": "gmp"},
+    "2:4": {"structure": "2:4", "dense_allocation": 1},
+}
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def flat_state(optimizer):
+    """What it keeps, by parameter and name."""
+    return {
+        f"{parameter}.{name}": value
+        for parameter, kept in optimizer.state_dict()["state"].items()
+        for name, value in kept.items()
+    }
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_resuming_at_every_step_changes_nothing(run, kind):
+    steps, options = 13, RUNS[run]
+    model = convnet()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    pruner = pruned(model, optimizer, seed=1, **options)
+    saved = []
+    for step in range(steps):
+        parts = {"model": model, "optimizer": optimizer, "pruner": pruner}
+        saved.append(through_a_file({k: v.state_dict() for k, v in parts.items()}))
+        train(model, optimizer, pruner, range(step, step + 1))
+    assert pruner.rigl_steps >= 2
+    for step, state in enumerate(saved):
+        again = convnet(seed=9)
+        again.load_state_dict(state["model"])
+        other = OPTIMIZERS[kind](again.parameters())
+        other.load_state_dict(state["optimizer"])
+        resumed = pruned(again, other, **options, state_dict=state["pruner"])
+        assert resumed.step == step
+        train(again, other, resumed, range(step, steps))
+        assert equal(resumed.masks, pruner.masks), step
+        assert equal(again.state_dict(), model.state_dict()), step
+        assert equal(flat_state(other), flat_state(optimizer)), step
+        assert resumed.rigl_steps == pruner.rigl_steps
+
+
+def test_the_states_order_of_loading_does_not_matter():
+    model = convnet()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    pruner = pruned(model, optimizer)
+    train(model, optimizer, pruner, range(4))
+    weights, momenta = model.state_dict(), optimizer.state_dict()
+    other = convnet(seed=9)
+    its = OPTIMIZERS["sgd"](other.parameters())
+    resumed = pruned(other, its, dense_allocation=0.5, T_end=500, delta=100)
+    resumed.load_state_dict(pruner.state_dict())
+    assert (resumed.T_end, resumed.delta_T, resumed.dense_allocation) == (14, 3, 0.2)
+    other.load_state_dict(copy.deepcopy(weights))
+    its.load_state_dict(copy.deepcopy(momenta))
+    for one in (model, optimizer, pruner), (other, its, resumed):
+        train(*one, range(4, 13))
+    assert equal(model.state_dict(), other.state_dict())
+
+
+def test_a_state_is_a_copy_of_plain_types():
+    model = convnet()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    pruner = pruned(model, optimizer)
+    state = pruner.state_dict()
+    before = copy.deepcopy(state)
+    train(model, optimizer, pruner, range(6))
+    for name, entry in state["layers"].items():
+        assert torch.equal(entry["mask"], before["layers"][name]["mask"])
+        assert entry["mask"].numel() == -(-pruner.masks[name].numel() // 8)
+    assert state["step"] == 0
+
+
+def test_saved_values_can_be_changed_in_so_many_words():
+    model = convnet()
+    pruner = pruned(model, OPTIMIZERS["sgd"](model.parameters()))
+    state = pruner.state_dict()
+    pruner.load_state_dict(state, T_end=99, delta=33)
+    assert (pruner.T_end, pruner.delta_T, pruner.alpha) == (99, 33, 0.3)
+    with pytest.raises(TypeError, match=r"cannot change \['Tend'\]"):
+        pruner.load_state_dict(state, Tend=99)
+    with pytest.raises(ValueError, match="T_end is 0"):
+        pruner.load_state_dict(state, T_end=0)
+    assert pruner.T_end == 99
+
+
+@pytest.mark.parametrize("method", ["rigl", "set", "snfs"])
+def test_a_schedule_without_an_update_is_warned_of(method):
+    model = convnet()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    pruner = pruned(model, optimizer, method=method, T_end=4)
+    state = pruner.state_dict()
+    with pytest.warns(UserWarning, match="T_end=14 is not past .* delta=14") as caught:
+        pruner.load_state_dict(state, T_end=14, delta=14)
+    assert [warning.filename for warning in caught] == [__file__]
+    pruner.close()
+    with pytest.warns(UserWarning, match="T_end=3 is not past .* delta=3") as caught:
+        pruned(model, optimizer, method=method, T_end=3).close()
+    assert [warning.filename for warning in caught] == [sparse.__file__]
+    pruner = pruned(model, optimizer, method=method, T_end=4)
+    with pytest.warns(UserWarning, match="T_end=2 is not past"):
+        pruner.load_state_dict(state, T_end=2)
+    with pytest.raises(ValueError, match="needs T_end"):
+        pruner.load_state_dict(state, T_end=None)
+    assert pruner.T_end == 2
+    pruner.close()
+    pruned(model, optimizer, method="static", T_end=3)
+
+
+def first(layer: Layer) -> torch.Tensor:
+    """A score: the lowest index."""
+    return -torch.arange(layer.weight.numel()).reshape(layer.weight.shape).float()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "set", "skip_step": False, "sparsity_distribution": "erk"},
+        {"method": "snfs", "drop": "sensitivity"},
+        {"grow": "random"},
+        {"static_topo": True, "method": "set"},
+    ],
+)
+def test_what_was_asked_for_need_not_be_repeated(options):
+    masks = []
+    for repeated in (options, {}):
+        model = convnet()
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        pruner = pruned(model, optimizer, **options)
+        train(model, optimizer, pruner, range(2))
+        state = through_a_file(pruner.state_dict())
+        pruner.close()
+        resumed = pruned(model, optimizer, **repeated, state_dict=state)
+        for name, value in options.items():
+            assert getattr(resumed.options, name) == value
+        train(model, optimizer, resumed, range(2, 8))
+        masks.append(resumed.masks)
+    assert equal(*masks)
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "says"),
+    [
+        ({"method": "set"}, {"method": "snfs"}, "made with method='set', but .*'snfs'"),
+        ({}, {"method": "set"}, "made with method='rigl'"),
+        ({}, {"skip_step": False}, "made with skip_step=True, but"),
+        ({}, {"grow": "random"}, "made with grow=None, but"),
+        ({"drop": "random"}, {"drop": first}, "but .* asked for drop='function first'"),
+        ({"grow": first}, {}, "grow= a function first, which it cannot hold"),
+        (
+            {"sparsity_distribution": "er"},
+            {"sparsity_distribution": "erk"},
+            "'er', but",
+        ),
+    ],
+)
+def test_other_options_than_the_saved_ones_are_refused(saved, asked, says):
+    model = convnet()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    pruner = pruned(model, optimizer, **saved)
+    state = through_a_file(pruner.state_dict())
+    pruner.close()
+    with pytest.raises(ValueError, match=says):
+        pruned(model, optimizer, **asked, state_dict=state)
+    pruned(model, optimizer, **saved, state_dict=state)
+
+
+@pytest.mark.parametrize("kind", ["random", "magnitude"])
+def test_masks_have_the_memory_format_of_weights(kind):
+    model = convnet().to(memory_format=torch.channels_last)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    pruner = pruned(model, optimizer, initial_masks=kind)
+    train(model, optimizer, pruner, range(4))
+    assert pruner.rigl_steps == 1
+    state = through_a_file(pruner.state_dict())
+    pruner.close()
+    resumed = pruned(model, optimizer, state_dict=state)
+    for one in (pruner, resumed):
+        mask = one.masks["2.weight"]
+        assert mask.is_contiguous(memory_format=torch.channels_last)
+    assert equal(pruner.masks, resumed.masks)
+    optimizer.zero_grad()
+    model(torch.randn(4, 1, 8, 8)).square().sum().backward()
+    grad = model[2].weight.grad
+    assert grad.is_contiguous(memory_format=torch.channels_last)
+    assert not grad[~resumed.masks["2.weight"]].any()
+
+
+def rigl_torch_state(masks: list[torch.Tensor | None], sizes: list[int]) -> dict:
+    """As rigl-torch 0.5.2 saves it."""
+    hyperparams = {
+        "ignore_linear_layers": False,
+        "static_topo": False,
+        "T_end": 14,
+        "delta_T": 3,
+        "alpha": 0.3,
+        "grad_accumulation_n": 1,
+    }
+    return {
+        "backward_masks": masks,
+        "hyperparams": hyperparams,
+        "N": sizes,
+        "S": [0.0 if mask is None else 0.5 for mask in masks],
+        "dense_allocation": 0.5,
+        "step": 4,
+        "rigl_steps": 1,
+    }
+
+
+def test_a_run_of_rigl_torch_with_sparse_norms_resumes_from_its_own_state():
+    def built():
+        model = nn.Sequential(
+            nn.Embedding(10, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 10)
+        )
+        return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    def steps(model, optimizer, pruner, number):
+        draw = torch.Generator().manual_seed(0)
+        for _ in range(number):
+            words = torch.randint(0, 10, (16,), generator=draw)
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(words), words).backward()
+            if pruner():
+                optimizer.step()
+
+    model, optimizer = built()
+    draw = torch.Generator().manual_seed(0)
+    masks = [torch.rand(p.shape, generator=draw) < 0.5 for p in (
+        model[0].weight, model[1].weight, model[2].weight)]  # fmt: skip
+    theirs = rigl_torch_state([*masks, None], [80, 64, 8, 80])
+    pruner = RigLScheduler(model, optimizer, state_dict=theirs)
+    steps(model, optimizer, pruner, 3)
+    state = through_a_file(pruner.state_dict())
+    again, other = built()
+    again.load_state_dict(copy.deepcopy(model.state_dict()))
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resumed = RigLScheduler(again, other, state_dict=state)
+    assert list(resumed.masks) == ["0.weight", "1.weight", "2.weight"]
+    assert resumed.N == pruner.N == [80, 64, 8, 80]
+    assert resumed.S == pruner.S
+    for one in (model, optimizer, pruner), (again, other, resumed):
+        steps(*one, 8)
+    assert resumed.rigl_steps == 4
+    assert equal(resumed.masks, pruner.masks)
+    assert equal(again.state_dict(), model.state_dict())
+
+
+def test_a_state_of_another_model_is_refused_and_changes_nothing():
+    model = convnet()
+    pruner = pruned(model, OPTIMIZERS["sgd"](model.parameters()))
+    masks, state = copy.deepcopy(pruner.masks), pruner.state_dict()
+    renamed = copy.deepcopy(state)
+    renamed["layers"]["there"] = renamed["layers"].pop("5.weight")
+    other_shape = copy.deepcopy(state)
+    other_shape["layers"]["5.weight"]["shape"] = [16, 255]
+    for wrong, says in [
+        (renamed, r"masks of \['there'\], which are no weights"),
+        (other_shape, r"shape \(16, 255\) for '5.weight', which has shape \(16, 256\)"),
+        ({**state, "format": 99}, "format 99"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            pruner.load_state_dict(wrong)
+        assert equal(pruner.masks, masks)
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 100])
+def test_masks_are_packed_without_loss(size):
+    mask = torch.rand(size, 3) < 0.4
+    assert torch.equal(unpack(pack(mask), [size, 3]), mask)
+
+
+def test_initial_masks_depend_on_seed_and_name_alone():
+    found = []
+    for seed, noise in [(0, 1), (0, 2), (1, 1)]:
+        torch.manual_seed(noise)
+        model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        found.append(pruned(model, optimizer, seed=seed, dense_first=False).masks)
+    assert equal(found[0], found[1])
+    assert not equal(found[0], found[2])
+    assert not torch.equal(found[0]["0.weight"], found[0]["1.weight"])

@@ -1,0 +1,112 @@
+"""The studies in tools/ find what they are to find, on a small scale."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+
+ROOT = Path(__file__).resolve().parents[2]
+PNG = b"\x89PNG"
+
+
+def run(tool: str, folder: Path, *options: str) -> dict[str, Any]:
+    """What the tool saved; what it drew must be an image."""
+    image, output = folder / "made" / "image.png", folder / "made" / "output.json"
+    command = [sys.executable, str(ROOT / "tools" / tool), *options]
+    finished = subprocess.run(
+        [*command, "--image", str(image), "--output", str(output)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert image.read_bytes().startswith(PNG)
+    saved = json.loads(output.read_text(encoding="utf-8"))
+    assert saved["versions"]["torch"]
+    assert saved["date"]
+    return saved
+
+
+def test_herding_hardly_grows_but_for_random_orders(tmp_path):
+    saved = run("herding_study.py", tmp_path, "--quick", "--seeds", "0", "1")
+    slopes = saved["slope"]
+    assert 0.4 < slopes["rr"] < 0.6
+    assert slopes["mean"] < 0.15
+    assert slopes["pair"] < 0.15
+    for balance_type in ("mean", "pair"):  # halved by every epoch, to begin with
+        first, second, *_, last = saved["herding_by_epoch_of_largest"][balance_type]
+        assert second < 0.75 * first
+        assert last < first / 4
+
+
+def test_balanced_orders_settle_five_times_closer_to_the_minimum(tmp_path):
+    saved = run("convex_study.py", tmp_path, "--quick")
+    (problem,) = saved["problems"].values()
+    assert problem["rr_over"]["mean"] > 5
+    assert problem["rr_over"]["pair"] > 5
+    assert all(distance > 0 for distance in problem["distance"].values())
+
+
+@pytest.mark.slow
+def test_they_do_on_every_data_set(tmp_path):
+    problems = run("convex_study.py", tmp_path)["problems"]
+    assert set(problems) == {"breast_cancer", "diabetes", "digits"}
+    for problem in problems.values():
+        assert min(problem["rr_over"].values()) > 5
+
+
+def test_gradients_and_minimum_of_the_problems(monkeypatch):
+    """Against autograd; and no step from the minimum leads further down."""
+    import torch
+
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from tools.studies import convex_problems
+
+    for name in ("breast_cancer", "diabetes"):
+        row = convex_problems.PROBLEMS[name]
+        problem = convex_problems.make_problem(*row, multiple=16)
+        generator = torch.Generator().manual_seed(0)
+        shape = problem.initial().shape
+        weights = torch.randn(shape, generator=generator, dtype=torch.float64)
+        everything = torch.arange(len(problem.features))
+        mean = problem.gradients(weights, everything).mean(0)
+        torch.testing.assert_close(mean, torch.func.grad(problem.value)(weights))
+        weights = problem.initial().requires_grad_()
+        optimizer = torch.optim.LBFGS(
+            [weights],
+            max_iter=500,
+            tolerance_change=1e-15,
+            line_search_fn="strong_wolfe",
+        )
+
+        def closure(problem=problem, weights=weights, optimizer=optimizer):
+            optimizer.zero_grad()
+            value = problem.value(weights)
+            value.backward()
+            return value
+
+        optimizer.step(closure)
+        found = problem.value(weights).item()
+        assert found == pytest.approx(problem.minimum(), abs=1e-9)
+        assert problem.minimum() <= found + 1e-12
+
+
+@pytest.mark.parametrize("tool", ["herding_study.py", "convex_study.py"])
+def test_the_help_teaches(tool):
+    command = [sys.executable, str(ROOT / "tools" / tool), "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    shown = subprocess.run(
+        command, capture_output=True, text=True, env=environment, check=True
+    ).stdout
+    assert "--quick" in shown
+    assert "default: " in shown

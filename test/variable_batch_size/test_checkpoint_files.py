@@ -1,0 +1,175 @@
+"""Files of checkpoints: whole or not there, and what has changed is found."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+
+import pytest
+import torch
+
+import variable_batch_size as vbs
+from variable_batch_size.checkpoint import files
+
+
+def state(number: int) -> dict:
+    generator = torch.Generator().manual_seed(number)
+    weights = torch.randn(40, 7, generator=generator)
+    return {"number": number, "weights": weights, "names": ["a", "b"]}
+
+
+def test_a_file_can_be_read_with_and_without_us(tmp_path):
+    path = files.write(tmp_path / "new" / "folder", 7, state(7))
+    found = files.newest_whole(path.parent)
+    assert found is not None
+    assert (found[0].path, found[0].num_updates) == (path, 7)
+    for loaded in (files.parse(found[1]), torch.load(path)):
+        assert loaded["number"] == 7
+        assert torch.equal(loaded["weights"], state(7)["weights"])
+
+
+def test_an_empty_folder_and_none_have_no_checkpoint(tmp_path):
+    assert files.newest_whole(tmp_path) is None
+    assert files.newest_whole(tmp_path / "none") is None
+    (tmp_path / "notes.txt").write_text("other files do not matter")
+    assert files.newest_whole(tmp_path) is None
+
+
+def test_only_the_newest_and_the_best_are_kept(tmp_path):
+    for number in range(1, 6):
+        path = files.write(tmp_path, number, state(number))
+        if number in (2, 3):
+            files.copy_as_best(path)
+        files.tidy(tmp_path, keep=2)
+    assert [f.num_updates for f in files.saved_files(tmp_path)] == [5, 4]
+    (best,) = files.saved_files(tmp_path, "best")
+    assert best.num_updates == 3
+    assert torch.load(best.path)["number"] == 3
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_the_last_one_written_of_an_update_counts(tmp_path):
+    first = files.write(tmp_path, 3, state(3))
+    os.utime(first, ns=(1, 1))
+    second = files.write(tmp_path, 3, state(4))
+    assert files.newest_whole(tmp_path)[0].path == second
+
+
+def test_without_hard_links_the_best_one_is_copied(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise OSError("no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    path = files.write(tmp_path, 3, state(3))
+    best = files.copy_as_best(path)
+    assert best.read_bytes() == path.read_bytes()
+
+
+def damaged(content: bytes, number: int) -> tuple[str, bytes]:
+    """A way in which disks and networks lose data."""
+    at = random.Random(number)
+    offset = at.randrange(len(content))
+    if number % 3 == 0:
+        return f"cut at {offset}", content[:offset]
+    if number % 3 == 1:
+        end = min(len(content), offset + at.randrange(1, 4096))
+        zeros = content[:offset] + bytes(end - offset) + content[end:]
+        return f"zeros from {offset} to {end}", zeros
+    flipped = bytearray(content)
+    flipped[offset] ^= 1 << at.randrange(8)
+    return f"a bit at {offset}", bytes(flipped)
+
+
+def test_every_damage_is_found_and_the_one_before_is_used(tmp_path, caplog):
+    before = files.write(tmp_path, 1, state(1))
+    newest = files.write(tmp_path, 2, state(2))
+    content = newest.read_bytes()
+    num_damaged = 0
+    for number in range(450):
+        what, bad = damaged(content, number)
+        if bad == content:  # zeros over zeros
+            continue
+        newest.write_bytes(bad)
+        with caplog.at_level(logging.WARNING):
+            found = files.newest_whole(tmp_path)
+        assert found is not None, what
+        assert found[0].path == before, what
+        assert files.parse(found[1])["number"] == 1
+        aside = tmp_path / f"damaged-{newest.name}"
+        assert aside.read_bytes() == bad
+        assert f"{newest} is damaged" in caplog.text
+        aside.unlink()
+        caplog.clear()
+        num_damaged += 1
+    assert num_damaged > 300
+
+
+def test_an_intact_one_is_not_suspected(tmp_path, caplog):
+    files.write(tmp_path, 1, state(1))
+    newest = files.write(tmp_path, 2, state(2))
+    assert files.newest_whole(tmp_path)[0].path == newest
+    assert not caplog.records
+
+
+def test_if_all_are_damaged_it_is_an_error(tmp_path):
+    for number in (1, 2):
+        files.write(tmp_path, number, state(number)).write_bytes(b"nothing")
+    with pytest.raises(vbs.CheckpointError, match="all 2 checkpoints"):
+        files.newest_whole(tmp_path)
+    assert len(list(tmp_path.glob("damaged-*"))) == 2
+    with pytest.raises(vbs.CheckpointError, match="all 2 checkpoints"):
+        files.newest_whole(tmp_path)  # a supervisor tries again: not from the beginning
+
+
+def test_a_file_that_cannot_be_read_now_is_not_damaged(tmp_path, monkeypatch):
+    path = files.write(tmp_path, 1, state(1))
+
+    def stale(self):
+        raise OSError(116, "Stale file handle")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(path), "read_bytes", stale)
+        with pytest.raises(OSError, match="Stale"):
+            files.newest_whole(tmp_path)
+    assert files.newest_whole(tmp_path)[0].path == path
+
+
+def test_what_others_are_writing_is_left_alone(tmp_path):
+    unfinished = tmp_path / "update-00000009-host-1.unfinished"
+    unfinished.write_bytes(b"more to come")
+    files.tidy(tmp_path, keep=1)
+    assert unfinished.exists()
+    os.utime(unfinished, (0, 0))
+    files.tidy(tmp_path, keep=1)
+    assert not unfinished.exists()
+
+
+class FullDisk:
+    """Writes so many bytes, then none."""
+
+    def __init__(self, file, room: int) -> None:
+        self._file, self._room = file, room
+
+    def write(self, data) -> int:
+        self._room -= len(data)
+        if self._room < 0:
+            raise OSError(28, "No space left on device")
+        return self._file.write(data)
+
+
+@pytest.mark.parametrize("room", [0, 500, 1500])
+def test_a_disk_that_is_full_loses_nothing(tmp_path, monkeypatch, room):
+    before = files.write(tmp_path, 1, state(1))
+    original = files._Hashed.__init__
+
+    def limited(self, file):
+        original(self, FullDisk(file, room))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files._Hashed, "__init__", limited)
+        with pytest.raises((OSError, RuntimeError)):
+            files.write(tmp_path, 2, state(2))
+    assert files.newest_whole(tmp_path)[0].path == before
+    files.tidy(tmp_path, keep=3)
+    assert list(tmp_path.iterdir()) == [before]

@@ -1,0 +1,206 @@
+"""The estimators of gradient noise: closed forms, Monte Carlo, and what must hold."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from variable_batch_size.gradient_noise import estimators as gradient_noise
+from variable_batch_size.gradient_noise.estimators import (
+    average,
+    no_statistics,
+    weight_of,
+)
+
+F64 = torch.float64
+
+
+def vector(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=F64)
+
+
+def statistics(variance, square, weight=1.0, dtype=F64) -> torch.Tensor:
+    """``(3, 1)``."""
+    return torch.tensor([[variance], [square], [weight]], dtype=dtype)
+
+
+def estimate_of(gradients: torch.Tensor, minibatch_size: int = 1) -> torch.Tensor:
+    """From ``(G, n, d)`` minibatch gradients: ``(3, G)``."""
+    matrix = gradient_noise.coefficients(gradients.shape[1], minibatch_size)
+    return gradient_noise.estimate(
+        (gradients**2).sum((1, 2)),
+        (gradients.mean(1) ** 2).sum(1),
+        torch.tensor(matrix, dtype=F64),
+    )
+
+
+# Minibatch gradients (n, d); tr Sigma, |G|^2 and the gain of n minibatches over one.
+CLOSED_FORMS = {
+    "orthonormal": (torch.eye(4, dtype=F64), 1.0, 0.0, 4.0),
+    "1 and 3": (vector(1, 3)[:, None], 2.0, 3.0, 1.25),
+    "1 to 8": (vector(*range(1, 9))[:, None], 6.0, 19.5, 1.259259),
+}
+
+
+@pytest.mark.parametrize("name", CLOSED_FORMS)
+def test_closed_forms(name):
+    gradients, variance, square, gain = CLOSED_FORMS[name]
+    estimate = estimate_of(gradients[None])
+    assert estimate[:, 0].tolist() == pytest.approx([variance, square, 1], abs=1e-12)
+    ratio = vector(len(gradients))
+    found = gradient_noise.gain(estimate, ratio, 1.0)
+    assert found.item() == pytest.approx(gain, abs=1e-6)
+
+
+@pytest.mark.parametrize("num_minibatches", [2, 4, 8, 32])
+def test_the_estimators_are_unbiased(num_minibatches):
+    """Over 200,000 steps: within 2 % (tr Sigma) and 5 % (|G|^2) of the truth."""
+    generator = torch.Generator().manual_seed(num_minibatches)
+    mean = torch.tensor([0.4, -0.3, 0.2], dtype=F64)
+    spread = torch.tensor([0.5, 1.0, 0.2], dtype=F64)
+    samples, minibatch = 200_000, 4
+    noise = torch.randn(samples, num_minibatches, 3, generator=generator, dtype=F64)
+    gradients = mean + noise * spread / math.sqrt(minibatch)
+    estimate = estimate_of(gradients, minibatch)
+    truth = (spread**2).sum().item(), (mean**2).sum().item()
+    assert estimate[0].mean().item() == pytest.approx(truth[0], rel=0.02)
+    assert estimate[1].mean().item() == pytest.approx(truth[1], rel=0.05)
+
+
+def test_the_difference_estimator_is_unbiased_without_drift():
+    generator = torch.Generator().manual_seed(0)
+    gradients = 0.5 + torch.randn(200_000, 2, 3, generator=generator, dtype=F64)
+    first, second = gradients[:, 0], gradients[:, 1]
+    estimate = gradient_noise.estimate_from_differences(
+        (second**2).sum(1), (first**2).sum(1), (first * second).sum(1), 4
+    )
+    assert estimate[0].mean().item() == pytest.approx(4 * 3, rel=0.02)
+    assert estimate[1].mean().item() == pytest.approx(0.75, rel=0.05)
+
+
+any_number = st.floats(-(2.0**100), 2.0**100, width=32)
+ratios = st.floats(2**-12, 2**12, width=32)
+
+
+@given(variance=any_number, square=any_number, ratio=ratios, ref=st.integers(1, 4096))
+def test_the_gain_keeps_its_bounds(variance, square, ratio, ref):
+    for dtype in (torch.float32, F64):
+        estimate = statistics(variance, square, dtype=dtype)
+        kappa = torch.tensor([ratio], dtype=dtype)
+        gain = gradient_noise.gain(estimate, kappa, ref).item()
+        assert min(1, ratio) <= gain <= max(1, ratio)
+
+
+@given(variance=any_number, square=any_number, ref=st.integers(1, 4096))
+def test_the_gain_is_exactly_one_at_the_reference(variance, square, ref):
+    estimate = statistics(variance, square, dtype=torch.float32)
+    assert gradient_noise.gain(estimate, torch.ones(1), ref).item() == 1.0
+
+
+positive = st.floats(1e-3, 1e3)
+
+
+@given(variance=positive, square=positive, ratio=positive)
+def test_the_gain_is_the_papers(variance, square, ratio):
+    """(sigma^2 + mu^2) / (sigma^2 / S + mu^2), and (B/B0) (B0 + N) / (B + N)."""
+    ref = 32
+    gain = gradient_noise.gain(statistics(variance, square), vector(ratio), ref).item()
+    sigma2 = variance / ref
+    assert gain == pytest.approx((sigma2 + square) / (sigma2 / ratio + square))
+    scale = gradient_noise.noise_scale(variance, square)
+    assert gain == pytest.approx(ratio * (ref + scale) / (ratio * ref + scale))
+    assert gradient_noise.efficiency(gain, ratio) == pytest.approx(
+        (ref + scale) / (ratio * ref + scale)
+    )
+
+
+@pytest.mark.parametrize(
+    ("variance", "square", "ratio", "gain"),
+    [
+        (1.0, 0.0, 4.0, 4.0),  # all noise: the linear rule
+        (1.0, -1.0, 4.0, 4.0),
+        (0.0, 1.0, 4.0, 1.0),  # no noise: a larger batch gains nothing
+        (-1.0, 1.0, 4.0, 1.0),
+        (0.0, 0.0, 4.0, 1.0),  # nothing known: careful
+        (0.0, 0.0, 0.25, 0.25),
+        (1e-30, 1e-30, 4.0, 1.6),  # small gradients are not taken for none
+        (1e30, 1e30, 4.0, 1.6),
+    ],
+)
+def test_the_edges_of_the_gain(variance, square, ratio, gain):
+    estimate = statistics(variance, square, dtype=torch.float32)
+    found = gradient_noise.gain(estimate, torch.tensor([ratio]), 1)
+    assert found.item() == pytest.approx(gain)
+
+
+def test_noise_scale():
+    assert gradient_noise.noise_scale(6.0, 2.0) == 3.0
+    assert gradient_noise.noise_scale(-6.0, 2.0) == 0.0
+    assert gradient_noise.noise_scale(1.0, 0.0) == math.inf
+    assert math.isnan(gradient_noise.noise_scale(0.0, 0.0))
+
+
+def averaged(steps: list[tuple[float, float, int]], time_constant: float) -> list:
+    """[variance, square] of steps of (variance, square, number of minibatches)."""
+    averages = no_statistics(1, F64)
+    for variance, square, n in steps:
+        weight = vector(weight_of(n, time_constant))
+        averages = average(averages, statistics(variance, square), weight)
+    return gradient_noise.unbiased(averages)[:2, 0].tolist()
+
+
+def test_averages_weigh_by_minibatches_and_have_no_bias():
+    """A weighted mean: step t weighs (1 - theta^n_t) theta^(minibatches after it)."""
+    steps = [(5.0, 1.0, 2), (7.0, 0.0, 8), (1.0, 4.0, 3)]
+    theta = math.exp(-1 / 10)
+    after = [8 + 3, 3, 0]
+    weights = [(1 - theta**n) * theta**m for (_, _, n), m in zip(steps, after)]
+    for index, found in enumerate(averaged(steps, 10)):
+        values = [step[index] for step in steps]
+        mean = sum(w * v for w, v in zip(weights, values)) / sum(weights)
+        assert found == pytest.approx(mean)
+
+
+def test_the_first_estimate_counts_in_full():
+    assert averaged([(3.0, 2.0, 2)], 1000) == pytest.approx([3.0, 2.0])
+
+
+def test_nothing_known_is_zero():
+    assert averaged([], 1000) == [0.0, 0.0]
+    assert averaged([(3.0, 2.0, 1)], 1000) == [0.0, 0.0]
+
+
+def test_single_minibatches_and_what_is_not_finite_leave_averages_alone():
+    known = [(5.0, 1.0, 2)]
+    for bad in ((9.0, 9.0, 1), (math.inf, 1.0, 4), (1.0, math.nan, 4)):
+        found = averaged([*known, bad, *known], 10)
+        assert found == averaged([*known, *known], 10)
+
+
+def test_one_minibatch_has_no_estimate():
+    assert estimate_of(torch.ones(1, 1, 3, dtype=F64)).tolist() == [[0.0]] * 3
+
+
+def test_alternating_batch_sizes_show_no_transient():
+    """Statistics are per sample: a new batch size needs no time to settle."""
+    sizes = [2, 8, 2, 64, 4] * 5
+    found = averaged([(6.0, 2.0, n) for n in sizes], 100)
+    assert found == pytest.approx([6.0, 2.0], rel=1e-12)
+
+
+def test_groups_add_up_and_unknown_ones_count_for_nothing():
+    """Weights may differ: a group that was added later knows less."""
+    averages = torch.tensor([[2.0, 3.0, 0.0], [4.0, 1.0, 0.0], [0.5, 0.25, 0.0]])
+    assert gradient_noise.unbiased(averages)[0].tolist() == [4.0, 12.0, 0.0]
+    assert gradient_noise.overall(averages)[:2].tolist() == [[16.0], [12.0]]
+
+
+def test_a_fallback_serves_where_nothing_is_known():
+    averages = torch.tensor([[2.0, 0.0], [4.0, 0.0], [0.5, 0.0]])
+    fallback = torch.tensor([[7.0, 7.0], [8.0, 8.0], [1.0, 1.0]])
+    best = gradient_noise.best(averages, fallback)
+    assert best.tolist() == [[2.0, 7.0], [4.0, 8.0], [0.5, 1.0]]

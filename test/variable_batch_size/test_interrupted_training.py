@@ -1,0 +1,244 @@
+"""The MNIST script killed, asked to stop, and resized under torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from support.replicas import needs_xla
+from support.torchrun import free_port, wait_for_server
+
+from variable_batch_size.checkpoint import files
+
+SCRIPT = Path(__file__).resolve().parents[1] / "variable_train_mnist.py"
+# Steps of up to 64 minibatches.
+ARGUMENTS = (
+    "--dataset", "fake", "--epochs", "60", "--batch-size", "16", "--log-steps", "1",
+    "--ref-batchsize", "64",
+)  # fmt: skip
+PATIENCE = 240.0
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes that this one and they have started; torchrun's leave its group."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for child in map(int, children):
+            found += [child, *descendants(child)]
+    return found
+
+
+class Run:
+    """The script in processes of its own; all of them end with the block."""
+
+    def __init__(
+        self, folder: Path, *arguments: object, command=(sys.executable,), **variables
+    ) -> None:
+        words = [*command, SCRIPT, "--no-progress", "--checkpoint", folder, *arguments]
+        self.folder = folder
+        self._output = folder.parent / f"output-{time.monotonic_ns()}"
+        kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+        with self._output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [str(word) for word in words],
+                env={**kept, "OMP_NUM_THREADS": "1", **variables},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.kill()
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text(errors="replace")
+
+    def kill(self) -> None:
+        """SIGKILL for the script and all that it has started, as when a host dies."""
+        for pid in [self.process.pid, *descendants(self.process.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def wait(self) -> int:
+        """The exit status."""
+        status = self.process.wait(PATIENCE)
+        assert status is not None
+        return status
+
+    def wait_for_update(self, number: int) -> bool:
+        """Until so many are saved; False if the script ends before."""
+        deadline = time.monotonic() + PATIENCE
+        while num_updates(self.folder) < number:
+            if self.process.poll() is not None:
+                return False
+            assert time.monotonic() < deadline, f"no update {number}:\n{self.output}"
+            time.sleep(0.005)
+        return True
+
+
+def num_updates(folder: Path) -> int:
+    saved = files.saved_files(folder)
+    return saved[0].num_updates if saved else 0
+
+
+def restored(output: str) -> int | None:
+    """Updates that a run began behind; None if it did not come to load any."""
+    found = re.findall(r"going on with .*: (\d+) updates", output)
+    return int(found[-1]) if found else None
+
+
+def history(folder: Path) -> pd.DataFrame:
+    return pd.read_csv(folder / "history.csv")
+
+
+def assert_same_training(received: pd.DataFrame, expected: pd.DataFrame) -> None:
+    """Loss by loss: each is of the samples of a step and of all steps before."""
+    for column in ("step", "batch_size", "lr"):
+        np.testing.assert_array_equal(received[column], expected[column])
+    np.testing.assert_allclose(received["loss"], expected["loss"], rtol=2e-3, atol=2e-4)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> pd.DataFrame:
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    with Run(folder, *ARGUMENTS, "--device", "cpu", "--num-replicas", 1) as run:
+        assert run.wait() == 0, run.output
+    return history(folder)
+
+
+@pytest.mark.parametrize("num_kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_any_moment_it_finishes_as_if_undisturbed(
+    num_kills, undisturbed, tmp_path
+):
+    """Each time on another number of replicas; saving every other update."""
+    folder, at = tmp_path / "run", random.Random(num_kills)
+    steps_between = len(undisturbed) / num_kills
+    kills = ended = 0
+    while not ended:
+        before = num_updates(folder)
+        replicas = 1 + kills % 3
+        with Run(
+            folder, *ARGUMENTS, "--device", "cpu", "--num-replicas", replicas,
+            "--checkpoint-steps", 2,
+        ) as run:  # fmt: skip
+            if kills == num_kills:
+                assert run.wait() == 0, run.output
+                ended = True
+            else:
+                # Some before it has begun, and early enough that something is left.
+                until = time.monotonic() + 8.0 * at.random()
+                goal = before + at.randrange(1, int(steps_between) - 1)
+                while time.monotonic() < until and num_updates(folder) < goal:
+                    time.sleep(0.002)
+                assert run.process.poll() is None, run.output
+                run.kill()
+                kills += 1
+        # Nothing that was saved is lost, nor by a run killed before it began.
+        if (began := restored(run.output)) is None:
+            assert before in (0, num_updates(folder))
+        else:
+            assert began == before
+        assert "damaged" not in run.output
+        for file in files.saved_files(folder):
+            assert file.content() is not None
+    assert_same_training(history(folder), undisturbed)
+
+
+def test_a_signal_to_the_whole_group_spares_the_loader_s_workers(tmp_path):
+    """As torchrun and a terminal send it; a worker that died would end the training."""
+    folder = tmp_path / "run"
+    with Run(
+        folder, *ARGUMENTS, "--epochs", 10_000, "--device", "cpu", "--num-replicas", 1,
+        "--num-workers", 2,
+    ) as run:  # fmt: skip
+        assert run.wait_for_update(1), run.output
+        os.killpg(run.process.pid, signal.SIGTERM)
+        assert run.wait() == 143, run.output
+    assert "DataLoader worker" not in run.output
+
+
+@needs_xla
+@pytest.mark.xla
+def test_asked_to_stop_eight_replicas_save_and_go_on_to_their_target(tmp_path):
+    folder = tmp_path / "run"
+    digits = ("--dataset", "digits", "--epochs", 12, "--device", "xla")
+    with Run(folder, *digits, "--num-replicas", 8) as run:
+        assert run.wait_for_update(1), run.output  # that of the first epoch's end
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.wait() == 143, run.output
+    newest = files.saved_files(folder)[0]
+    stopped_at = newest.num_updates
+    place = torch.load(newest.path)["optimizer"]["elastic"]["sampler"]
+    assert place["step"] > 0  # within an epoch: nothing else saves there
+    with Run(folder, *digits, "--num-replicas", 3, "--target-accuracy", 95) as run:
+        assert run.wait() == 0, run.output
+    assert restored(run.output) == stopped_at
+    assert history(folder)["step"].tolist() == list(range(len(history(folder))))
+
+
+class Node(Run):
+    """One agent of an elastic job, with one worker."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        settings = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3"
+        super().__init__(
+            folder, *ARGUMENTS, "--epochs", 60, "--checkpoint-steps", 2,
+            "--device", "cpu",
+            command=(
+                sys.executable, "-m", "torch.distributed.run", "--nnodes", "2:3",
+                "--nproc_per_node", "1", "--max_restarts", "9", "--rdzv_id", "elastic",
+                "--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}",
+                "--rdzv_conf", settings,
+            ),
+            # Otherwise a node that joins later never learns where the others meet.
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+        )  # fmt: skip
+
+    @property
+    def worlds(self) -> list[int]:
+        """How many trained together, each time that its worker was the first."""
+        return [int(n) for n in re.findall(r"fake, on replica 0 of (\d)", self.output)]
+
+
+@pytest.mark.slow
+def test_under_torchrun_it_goes_on_with_the_workers_there_are(tmp_path):
+    """Three nodes, then two because one dies, then three because one joins."""
+    whole, folder, port = tmp_path / "whole", tmp_path / "run", free_port()
+    with Run(whole, *ARGUMENTS, "--epochs", 60, "--device", "cpu") as run:
+        assert run.wait() == 0, run.output
+    nodes: list[Node] = []
+    try:
+        for _ in range(3):
+            nodes.append(Node(folder, port))
+            wait_for_server(port)  # the first is where the others meet
+        assert nodes[0].wait_for_update(4)
+        nodes[2].kill()
+        behind = num_updates(folder)
+        assert nodes[0].wait_for_update(behind + 4)
+        nodes.append(Node(folder, port))
+        statuses = [node.wait() for node in (nodes[0], nodes[1], nodes[3])]
+    finally:
+        for node in nodes:
+            node.kill()
+    everything = "\n\n=====\n\n".join(node.output for node in nodes)
+    assert statuses == [0, 0, 0], everything
+    assert_same_training(history(folder), history(whole))
+    worlds = [world for node in nodes for world in node.worlds]
+    assert sorted(worlds) == [2, 3, 3], everything

@@ -1,0 +1,167 @@
+"""The schedule, against the slow obvious way to deal minibatches."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from variable_batch_size.data.schedule import EpochPlan, Schedule, TraceExhausted
+from variable_batch_size.traces.batch_trace import Trace, TraceError
+
+
+def slow_epochs(sizes, capacity, on_end, num_epochs):
+    """Lists of minibatches per step, epoch by epoch, one step at a time."""
+    steps = {
+        "stop": iter(sizes),
+        "error": iter(sizes),
+        "hold": itertools.chain(sizes, itertools.repeat(sizes[-1])),
+        "cycle": itertools.cycle(sizes),
+    }[on_end]
+    epochs, epoch = [], []
+    for size in steps:
+        if sum(epoch) + size > capacity:
+            epochs.append(epoch)
+            epoch = []
+        if len(epochs) == num_epochs:
+            return epochs
+        epoch.append(size)
+    return [*epochs, epoch]
+
+
+schedules = st.integers(1, 12).flatmap(
+    lambda capacity: st.tuples(
+        st.lists(st.integers(1, capacity), min_size=1, max_size=30),
+        st.just(capacity),
+        st.integers(1, 5),  # minibatch size
+        st.integers(0, 4),  # samples beyond the last whole minibatch
+    )
+)
+
+
+@given(schedules, st.sampled_from(["stop", "error", "hold", "cycle"]))
+def test_epochs_equal_the_slow_way(drawn, on_end):
+    sizes, capacity, unit, rest = drawn
+    num_samples = capacity * unit + min(rest, unit - 1)
+    schedule = Schedule(
+        Trace([n * unit for n in sizes]), num_samples, unit, on_end=on_end
+    )
+    expected = slow_epochs(sizes, capacity, on_end, num_epochs=40)
+    first = 0
+    for epoch, steps in enumerate(expected[:40]):
+        plan = schedule.plan(epoch, 3)
+        assert plan.num_minibatches.tolist() == steps
+        assert plan.first_step == first
+        assert plan.num_dropped_samples == num_samples - unit * sum(steps)
+        assert [plan.batch_size(t) for t in range(plan.num_steps)] == [
+            n * unit for n in steps
+        ]
+        first += len(steps)
+    if on_end in ("hold", "cycle"):
+        assert schedule.num_epochs == math.inf
+    else:
+        assert schedule.num_epochs == len(expected)
+
+
+@given(schedules, st.integers(1, 9))
+def test_every_minibatch_is_dealt_exactly_once(drawn, num_replicas):
+    """To replica k mod R, in order; so every sample is used at most once an epoch."""
+    sizes, capacity, unit, _ = drawn
+    schedule = Schedule(Trace([n * unit for n in sizes]), capacity * unit, unit)
+    plan = schedule.plan(0, num_replicas)
+    dealt = [plan.minibatches(rank).tolist() for rank in range(num_replicas)]
+    assert sorted(itertools.chain(*dealt)) == list(range(plan.starts[-1]))
+    for rank, minibatches in enumerate(dealt):
+        slow, substeps = [], []
+        for start, n in zip(plan.starts, plan.num_minibatches):
+            mine = [int(start) + k for k in range(n) if k % num_replicas == rank]
+            slow += mine
+            substeps.append(len(mine))
+        assert minibatches == slow
+        assert plan.num_substeps(rank).tolist() == substeps
+    idle = any(0 in plan.num_substeps(rank) for rank in range(num_replicas))
+    assert plan.has_idle_replicas == idle
+
+
+@given(schedules)
+def test_epochs_can_be_asked_for_in_any_order(drawn):
+    sizes, capacity, unit, _ = drawn
+    trace = Trace([n * unit for n in sizes])
+    late_first = Schedule(trace, capacity * unit, unit, "cycle")
+    in_order = Schedule(trace, capacity * unit, unit, "cycle")
+    late = late_first.plan(17, 2)
+    for epoch in range(17):
+        in_order.plan(epoch, 2)
+    assert late.first_step == in_order.plan(17, 2).first_step
+
+
+def test_behind_the_end():
+    stop = Schedule(Trace([64, 64, 64]), 128, 32)
+    assert stop.num_epochs == 2
+    assert stop.plan(1, 1).num_steps == 1  # the last epoch keeps what it has
+    assert stop.plan(2, 1).num_steps == 0
+    assert stop.plan(2, 1).first_step == 3
+    error = Schedule(Trace([64, 64, 64]), 128, 32, on_end="error")
+    assert error.plan(1, 1).num_steps == 1
+    with pytest.raises(TraceExhausted, match=r"last of the 3 steps .* fill 2 epochs"):
+        error.plan(2, 1)
+
+
+def test_a_trace_of_exactly_one_epoch_is_one_epoch():
+    schedule = Schedule(Trace([64, 64]), 128, 32)
+    assert schedule.num_epochs == 1
+    assert schedule.plan(0, 1).num_steps == 2
+
+
+def test_a_constant_goes_on_for_ever():
+    schedule = Schedule(Trace(64), 256, 32)
+    assert schedule.num_epochs == math.inf
+    assert schedule.plan(1000, 1).first_step == 4000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((40, 256, 32), TraceError, "no multiple of minibatch_size=32; .* 32 or 64"),
+        ((8, 256, 32), TraceError, "no multiple of minibatch_size=32; nearest is 32"),
+        ((512, 256, 32), TraceError, "exceeds epoch capacity: 256 samples hold 8 mini"),
+        ((288, 287, 32), TraceError, "exceeds epoch capacity"),
+        ((32, 31, 32), ValueError, "31 samples, fewer than one minibatch"),
+        ((32, 256, 0), ValueError, "minibatch_size must be >= 1, got 0"),
+        ((32, 256, -1), ValueError, "minibatch_size must be >= 1, got -1"),
+        ((32, 256, 32.0), TypeError, "minibatch_size must be an integer, got 32.0"),
+        ((32, 256, True), TypeError, "minibatch_size must be an integer, got True"),
+        ((32, 256, 32, "loop"), ValueError, "on_end='loop' is unknown; allowed are"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    trace, *rest = arguments
+    with pytest.raises(error, match=message):
+        Schedule(Trace([trace]), *rest)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "error"), [(-1, ValueError), (1.0, TypeError), (True, TypeError)]
+)
+def test_bad_epochs(epoch, error):
+    with pytest.raises(error, match="epoch must be"):
+        Schedule(Trace([32]), 256, 32).plan(epoch, 1)
+
+
+def test_ten_million_steps_are_a_prefix_sum():
+    """Linear memory and no loop over steps; seconds are for tools/benchmarks/bench_step.py."""
+    trace = Trace(np.resize([64, 128, 256, 32], 10**7))
+    schedule = Schedule(trace, 60_000, 32, on_end="cycle")
+    plan = schedule.plan(0, 8)
+    assert plan.starts[-1] <= schedule.capacity
+    assert len(schedule._prefix) == 10**7 + 1
+
+
+def test_a_plan_is_a_value():
+    plan = EpochPlan(0, 0, 256, 32, 2, np.array([2, 3]))
+    with pytest.raises(AttributeError):
+        plan.epoch = 1

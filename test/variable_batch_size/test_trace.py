@@ -1,0 +1,213 @@
+"""Traces: everything sensible is read, everything else is an error that helps."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from variable_batch_size.data.schedule import Schedule
+from variable_batch_size.traces.batch_trace import Trace, TraceError, TraceWarning
+from variable_batch_size.traces.trace_csv import parse_plain, read_header
+
+
+def write(folder: Path, content: str | bytes) -> Path:
+    path = folder / "trace.csv"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+GOOD = {
+    "plain": "step,batchsize\n0,64\n1,96\n",
+    "leading spaces": " step,batchsize\n 0, 64\n 1, 96\n",
+    "space before the header": "step, batchsize\n0,64\n1,96",
+    "CRLF": "step,batchsize\r\n0,64\r\n1,96\r\n",
+    "old Mac line ends": "step,batchsize\r0,64\r1,96\r",
+    "byte order mark": b"\xef\xbb\xbfstep,batchsize\n0,64\n1,96\n",
+    "no final newline": "step,batchsize\n0,64\n1,96",
+    "blank lines": "\n\nstep,batchsize\n\n0,64\n  \n1,96\n\n",
+    "extra and reordered columns": "note,batchsize,step\nx,64,0\ny,96,1\n",
+    "quoted extra column": 'step,batchsize,note\n0,64,"a, b"\n1,96,"c"\n',
+    "no step column": "batchsize\n64\n96\n",
+    "floats": "step,batchsize\n0,64.0\n1,9.6e1\n",
+    "quoted numbers": 'step,batchsize\n0,"64"\n1,"96"\n',
+    "plus signs": "step,batchsize\n0,+64\n1,+96\n",
+}
+
+
+@pytest.mark.parametrize("content", GOOD.values(), ids=GOOD)
+def test_good_files_are_read(tmp_path, content):
+    path = write(tmp_path, content)
+    for source in (path, str(path)):
+        assert Trace(source).batch_sizes.tolist() == [64, 96]
+    with open(path, "rb") as binary, open(path, encoding="utf-8", newline="") as text:
+        assert Trace(binary).batch_sizes.tolist() == [64, 96]
+        assert Trace(text).batch_sizes.tolist() == [64, 96]
+
+
+# Content, what the message says after the file's name. Lines are physical, from 1.
+BAD = {
+    "blank cell": (
+        "step,batchsize\n0,64\n1,\n",
+        "line 3, batchsize: missing batchsize",
+    ),
+    "short row": ("step,batchsize\n0,64\n1\n", "line 3, batchsize: missing batchsize"),
+    "fraction": ("step,batchsize\n0,64.5\n", "line 2, batchsize: '64.5' is not an int"),
+    "text": ("step,batchsize\n0,abc\n", "line 2, batchsize: 'abc' is not an integer"),
+    "nan": ("step,batchsize\n0,nan\n", "line 2, batchsize: 'nan' is not an integer"),
+    "inf": ("step,batchsize\n0,inf\n", "line 2, batchsize: 'inf' is not an integer"),
+    "underscore": ("step,batchsize\n0,1_0\n", "line 2, batchsize: '1_0' is not an int"),
+    "boolean": ("step,batchsize\n0,True\n", "line 2, batchsize: 'True' is not an int"),
+    "thousands": ('step,batchsize\n0,"1,024"\n', "'1,024' is not an integer"),
+    "bare thousands": ("step,batchsize\n0,1,024\n", "line 2: 3 cells under 2 columns"),
+    "negative": ("step,batchsize\n0,64\n1,-32\n", "line 3, batchsize: -32 must be > 0"),
+    "zero": ("step,batchsize\n\n\n0,0\n", "line 4, batchsize: 0 must be > 0"),
+    "huge": (f"batchsize\n{2**70}\n", "is too large"),
+    "other columns": ("step,size\n0,64\n", "found none; columns are ['step', 'size']"),
+    "no header": ("0,64\n1,96\n", "seems to lack its header 'step,batchsize'"),
+    "twice": ("batchsize,batchsize\n64,96\n", "found several"),
+    "empty": ("", "no steps; the file is empty"),
+    "blank": (" \n\n", "no steps; the file is empty"),
+    "header only": ("step,batchsize\n", "no steps; a trace needs at least one row"),
+    "not text": (b"\xff\xfe\x00", "not UTF-8 text"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), BAD.values(), ids=BAD)
+def test_bad_files_say_where_and_why(tmp_path, content, message):
+    path = write(tmp_path, content)
+    with pytest.raises(TraceError) as caught:
+        Trace(path)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(str(path))
+
+
+@pytest.mark.parametrize("content", ["5,64\n2,64\n", "0,64\n2,64\n", "9,64\n9,64\n"])
+def test_steps_out_of_order_warn_or_raise(tmp_path, content):
+    path = write(tmp_path, "step,batchsize\n" + content)
+    with pytest.warns(TraceWarning, match="line 3, step: "):
+        trace = Trace(path)
+    assert trace.batch_sizes.tolist() == [64, 64]
+    for source in (path, trace):
+        with pytest.raises(TraceError, match="line 3, step: "):
+            Trace(source, strict_steps=True)
+
+
+def test_a_step_that_is_no_number_warns(tmp_path):
+    path = write(tmp_path, "step,batchsize\n0,64\nx,64\n")
+    with pytest.warns(TraceWarning, match="a cell that is no number follows 0"):
+        Trace(path)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        [64, 96],
+        (64, 96),
+        range(64, 97, 32),
+        np.array([64, 96]),
+        np.array([64, 96], dtype=np.uint16),
+        np.array([64.0, 96.0]),
+        [np.int64(64), 96.0],
+        pd.Series([64, 96]),
+        pd.DataFrame({"step": [0, 1], " batchsize ": [64, 96], "x": ["a", "b"]}),
+        pd.DataFrame({"batchsize": [64.0, 96.0]}),
+        io.StringIO("batchsize\n64\n96\n"),
+        Trace([64, 96]),
+    ],
+    ids=lambda source: type(source).__name__,
+)
+def test_sources_in_memory(source):
+    trace = Trace(source)
+    assert trace.batch_sizes.tolist() == [64, 96]
+    assert trace.batch_sizes.dtype == np.int64
+    assert not trace.endless
+    assert len(trace) == 2
+
+
+@pytest.mark.parametrize("source", [64, np.int64(64)])
+def test_a_number_is_an_endless_trace(source):
+    assert Trace(source).endless
+    assert Trace(source).batch_sizes.tolist() == [64]
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        (True, TypeError, "trace=True of type bool"),
+        (None, TypeError, "of type NoneType"),
+        (6.4, TypeError, "of type float"),
+        (b"64", TypeError, "of type bytes"),
+        (0, ValueError, "0 must be > 0"),
+        (-1, ValueError, "-1 must be > 0"),
+        ("nofile.csv", FileNotFoundError, "nofile.csv"),
+        ([], TraceError, "the list: no steps"),
+        ([64, 0], TraceError, "the list, element 1, batchsize: 0 must be > 0"),
+        ([64, True], TraceError, "element 1, batchsize: True is not an integer"),
+        (["64"], TraceError, "element 0, batchsize: '64' is not an integer"),
+        ([64, None], TraceError, "element 1, batchsize: None is not an integer"),
+        ((64, 0.5), TraceError, "the tuple, element 1, batchsize: 0.5 is not an int"),
+        (np.array([64.5]), TraceError, "element 0, batchsize: 64.5 is not an integer"),
+        (np.array([np.nan]), TraceError, "element 0, batchsize: nan is not an integer"),
+        (np.ones((2, 2), int), TraceError, "needs one dimension, has shape (2, 2)"),
+        (pd.DataFrame({"size": [64]}), TraceError, "columns are ['size']"),
+        (pd.DataFrame({"batchsize": [64, None]}), TraceError, "element 1, batchsize"),
+    ],
+    ids=repr,
+)
+def test_bad_sources_in_memory(source, error, message):
+    with pytest.raises(error) as caught:
+        Trace(source)
+    assert message in str(caught.value)
+
+
+def test_errors_of_the_schedule_name_the_physical_line(tmp_path):
+    path = write(tmp_path, "step,batchsize\n\n0,64\n\n1,40\n2,512\n")
+    with pytest.raises(
+        TraceError, match=r"trace.csv, line 5: batch size 40 is no mult"
+    ):
+        Schedule(Trace(path), 256, 32)
+    path = write(tmp_path, "step,batchsize\n0,64\n1,512\n")
+    with pytest.raises(TraceError, match=r"line 3: batch size 512 exceeds epoch cap"):
+        Schedule(Trace(path), 256, 32)
+
+
+CELLS = st.one_of(
+    st.integers(-3, 10**6).map(str),
+    st.floats(allow_nan=True).map(repr),
+    st.sampled_from(["", " ", "abc", "1e3", "+5", "0x10", "1.0", '"7"', "1_0", "٣"]),
+)
+
+
+@given(st.lists(CELLS, max_size=6), st.booleans())
+def test_the_fast_parser_agrees_with_the_slow_one(cells, with_steps):
+    """The fast one may pass, never differ."""
+    header = "step,batchsize" if with_steps else "batchsize"
+    rows = [f"{n},{cell}" if with_steps else cell for n, cell in enumerate(cells)]
+    text = "\n".join([header, *rows]) + "\n"
+    fast = parse_plain(text, read_header(text, "t"))
+    slow = Trace.__new__(Trace)
+    slow.name, slow.endless = "t", False
+    slow._lines = slow._first_line = None
+    try:
+        expected = slow._read_any_csv(text, read_header(text, "t"))[0].tolist()
+    except TraceError:
+        with pytest.raises(TraceError):
+            Trace(io.StringIO(text))
+        return
+    if fast is not None:
+        assert fast["batchsize"].tolist() == expected
+    if expected:
+        assert Trace(io.StringIO(text)).batch_sizes.tolist() == expected
+
+
+def test_the_shipped_trace_is_good():
+    path = Path(__file__).resolve().parents[1] / "variable_trace.csv"
+    trace = Trace(path, strict_steps=True)
+    assert (np.diff(trace.batch_sizes) != 0).all()  # another batch size at every step
+    Schedule(trace, 1437, 32)  # scikit-learn's digits hold it

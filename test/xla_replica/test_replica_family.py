@@ -1,0 +1,383 @@
+"""Every replica backend keeps the same promises."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.replicas import BACKENDS, SEVERAL_REPLICAS, Backend, row
+from support.torchrun import LAUNCHER
+from torch.utils.data import DataLoader, Dataset
+
+import xla_replica
+from xla_replica import LocalReplica, ReplicaError
+
+
+def every_verb(rank: int) -> dict[str, object]:
+    replica = xla_replica.current()
+    number = replica.scalar(rank + 1)
+    sums = [
+        torch.ones(2, 3, device=replica.device) * number,
+        torch.full((4,), 0.5, dtype=torch.float64, device=replica.device),
+        torch.ones((), dtype=torch.int64, device=replica.device),
+        torch.ones(3, 2, device=replica.device).t() * number,  # not contiguous
+        torch.zeros(0, device=replica.device),
+        torch.ones(2, dtype=torch.bfloat16, device=replica.device),
+    ]
+    replica.sync()
+    replica.all_reduce_(sums)
+    last = replica.num_replicas - 1
+    nan = torch.full((2,), float("nan")).to(replica.device)
+    sent = [
+        torch.where(number == replica.num_replicas, 7.0 * torch.ones_like(nan), nan),
+        number == replica.num_replicas,
+        (number * 10).to(torch.int64),
+        number.reshape(()).clone(),
+    ]
+    replica.broadcast_(sent, source=last)
+    gathered = replica.all_gather(number.reshape(1, 1))
+    receivers = torch.arange(replica.num_replicas, device=replica.device)
+    sender = (number - 1).expand(replica.num_replicas)
+    parts = torch.stack([sender, receivers.float()], dim=1).unsqueeze(2)
+    exchanged = replica.all_to_all(parts.to(torch.float64))
+    narrow = replica.all_to_all(parts.to(torch.bfloat16))
+    replica.barrier()
+    with replica.seeded(3):
+        seeded = torch.rand(2)
+    replica.seed(0)
+    fetched = replica.fetch([*sums, *sent, gathered, exchanged, narrow])
+    return {
+        "place": (replica.rank, replica.num_replicas, rank, replica.is_primary),
+        "sums": fetched[:6],
+        "sent": fetched[6:10],
+        "gathered": fetched[10],
+        "exchanged": fetched[11:],
+        "seeded": seeded,
+        "empty": replica.fetch([]),
+        "text": str(replica),
+        "aliased": replica.fetch([number])[0].data_ptr() == number.data_ptr(),
+    }
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def outcomes(request):
+    return request.param.run(every_verb)
+
+
+def test_ranks_count_the_replicas(outcomes):
+    n = len(outcomes)
+    places = [outcome["place"] for outcome in outcomes]
+    assert places == [(rank, n, rank, rank == 0) for rank in range(n)]
+    assert f"of {n}" in outcomes[0]["text"]
+
+
+def test_sums_are_sums_of_every_dtype_and_shape(outcomes):
+    n = len(outcomes)
+    total = n * (n + 1) / 2
+    expected = [
+        torch.full((2, 3), total),
+        torch.full((4,), n / 2, dtype=torch.float64),
+        torch.tensor(n),
+        torch.full((2, 3), total),
+        torch.zeros(0),
+        torch.full((2,), n, dtype=torch.bfloat16),
+    ]
+    for outcome in outcomes:
+        for value, reference in zip(outcome["sums"], expected, strict=True):
+            assert torch.equal(value, reference)
+            assert value.dtype == reference.dtype
+
+
+def test_broadcast_takes_the_source_and_nothing_else(outcomes):
+    """Not even the NaN that the others hold."""
+    for outcome in outcomes:
+        values, flag, number, scalar = outcome["sent"]
+        assert values.tolist() == [7.0, 7.0]
+        assert flag.tolist() == [True]
+        assert flag.dtype == torch.bool
+        assert number.tolist() == [10 * len(outcomes)]
+        assert scalar.shape == ()
+        assert scalar == len(outcomes)
+
+
+def test_a_fetched_tensor_is_a_copy(outcomes):
+    """Also on a CPU: what is done to the model later must not change it."""
+    assert not any(outcome["aliased"] for outcome in outcomes)
+
+
+def test_gather_is_in_order_of_rank(outcomes):
+    n = len(outcomes)
+    expected = torch.arange(1.0, n + 1).reshape(n, 1, 1)
+    assert all(torch.equal(outcome["gathered"], expected) for outcome in outcomes)
+
+
+def test_an_exchange_gives_each_replica_what_the_others_had_for_it(outcomes):
+    n = len(outcomes)
+    for rank, outcome in enumerate(outcomes):
+        expected = [[[sender], [rank]] for sender in range(n)]
+        for received in outcome["exchanged"]:
+            assert received.tolist() == expected
+        assert outcome["exchanged"][0].dtype == torch.float64
+        assert outcome["exchanged"][1].dtype == torch.bfloat16
+
+
+def test_an_exchange_has_a_part_for_everybody():
+    replica = LocalReplica("cpu")
+    part = torch.ones(1, 2)
+    assert torch.equal(replica.all_to_all(part), part)
+    for wrong in (torch.ones(2, 2), torch.ones(())):
+        with pytest.raises(ValueError, match="first dimension must be 1"):
+            replica.all_to_all(wrong)
+
+
+def test_seeded_draws_are_equal_and_leave_no_trace(outcomes):
+    assert all(torch.equal(o["seeded"], outcomes[0]["seeded"]) for o in outcomes)
+    assert all(outcome["empty"] == [] for outcome in outcomes)
+    state = torch.random.get_rng_state()
+    with xla_replica.seeded(3):
+        assert torch.equal(torch.rand(2), outcomes[0]["seeded"])
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+class Faulty(Dataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 5:
+            raise KeyError("sample 5 is broken")
+        return torch.tensor([index])
+
+
+def loads_and_fails(rank: int) -> list[int]:
+    replica = xla_replica.current()
+    seen = []
+    for _ in range(2):  # breaking out leaves the loader usable
+        for batch in replica.loader(DataLoader(Faulty(), batch_size=2)):
+            assert batch.device.type == replica.device.type
+            seen += replica.fetch([batch])[0].flatten().tolist()
+            break
+    broken = iter(replica.loader(DataLoader(Faulty(), batch_size=2)))
+    assert [len(next(broken)), len(next(broken))] == [2, 2]
+    with pytest.raises(KeyError, match="sample 5"):
+        next(broken)
+    return seen
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_the_loader_raises_what_the_dataset_raises(backend):
+    expected = [0, 1, 0, 1]
+    assert backend.run(loads_and_fails) == [expected] * backend.num_replicas
+
+
+def device_noise(rank: int) -> torch.Tensor:
+    replica = xla_replica.current()
+    replica.seed(1)
+    return torch.rand(4, device=replica.device).cpu()
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_seed_draws_differently_on_every_replica(backend):
+    draws = [tuple(draw.tolist()) for draw in backend.run(device_noise)]
+    assert len(set(draws)) == backend.num_replicas
+
+
+def repeats_its_noise(rank: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    replica = xla_replica.current()
+    replica.seed(1)
+
+    def draw() -> torch.Tensor:
+        drawn = [torch.rand(2, device=replica.device) for _ in range(2)]
+        replica.sync()
+        drawn.append(torch.rand(2, device=replica.device))
+        return torch.cat(replica.fetch(drawn))
+
+    draw()
+    if replica.device.type == "cpu":
+        state = replica.rng_state()
+        return state, [draw(), replica.set_rng_state(state) or draw(), draw()]
+    torch.rand(3, device=replica.device)  # still to be run when the state is taken
+    state = replica.rng_state()
+    draws = [draw(), replica.set_rng_state(state) or draw(), draw()]
+    with pytest.raises(ValueError, match="not that of a torch_xla device, 8 bytes"):
+        replica.set_rng_state(torch.zeros(9, dtype=torch.uint8))
+    return state, draws
+
+
+@pytest.mark.parametrize("backend", [row("cpu", 1), *SEVERAL_REPLICAS])
+def test_a_state_of_random_numbers_is_put_back(backend):
+    for state, (first, again, later) in backend.run(repeats_its_noise):
+        assert (state.dtype, state.dim(), state.device.type) == (torch.uint8, 1, "cpu")
+        assert torch.equal(first, again)
+        assert not torch.equal(first, later)
+
+
+def raises(rank: int, culprit: int) -> None:
+    replica = xla_replica.current()
+    if rank == culprit:
+        raise KeyError("no such thing")
+    replica.all_reduce_([torch.ones(1, device=replica.device)])
+    replica.wait()
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_a_replica_that_raises_ends_the_run_with_its_exception(backend):
+    with pytest.raises(ReplicaError, match="replica 2 raised KeyError") as caught:
+        backend.run(raises, 2)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.rank == 2
+    assert 'raise KeyError("no such thing")' in str(caught.value)
+
+
+def exits(rank: int) -> None:
+    if rank == 1:
+        sys.exit(3)
+    raises(rank, -1)
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_a_replica_that_exits_is_an_error(backend):
+    with pytest.raises(ReplicaError, match="replica 1 raised SystemExit: 3"):
+        backend.run(exits)
+
+
+def all_exit(rank: int) -> None:
+    sys.exit(0)
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_replicas_that_all_exit_are_an_error(backend):
+    with pytest.raises(ReplicaError, match="raised SystemExit: 0"):
+        backend.run(all_exit)
+
+
+def returns_early(rank: int) -> None:
+    if rank != 1:
+        raises(rank, -1)
+
+
+def test_a_process_that_returns_early_is_an_error():
+    """Emulated replicas: see test_emulation.py."""
+    with pytest.raises(
+        ReplicaError, match=r"replica 1 returned, but a peer|failed in sum_ of 1"
+    ):
+        Backend("cpu", 2).run(returns_early, timeout=4)
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_a_function_that_cannot_travel_is_an_error(backend):
+    with pytest.raises(TypeError, match="top level of a module"):
+        backend.run(lambda rank: rank)
+
+
+def nested(rank: int) -> tuple[str, int]:
+    [inner] = xla_replica.launch(place)
+    return inner
+
+
+def place(rank: int) -> tuple[int, int]:
+    replica = xla_replica.current()
+    assert replica.rank == rank
+    return replica.rank, replica.num_replicas
+
+
+def test_launch_joins_the_group_that_is_there():
+    """Whoever initialised it; here an outer launch."""
+    assert Backend("cpu", 2).run(nested) == [(0, 2), (1, 2)]
+
+
+# --- without other replicas ---------------------------------------------------------
+
+
+def test_current_is_local_in_a_plain_script():
+    """In a process of its own: other tests may have imported torch_xla in this one."""
+    script = (
+        "import xla_replica; replica = xla_replica.current(); print(replica);"
+        "assert (replica.rank, replica.num_replicas) == (0, 1)"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "PJRT_DEVICE"}
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment
+    )
+    assert run.returncode == 0, run.stderr
+    assert "replica 0 of 1" in run.stdout
+
+
+LEAVES_NO_GROUP = """
+import gc, weakref, torch, torch.distributed as dist, xla_replica
+
+def train(rank):
+    weight = torch.ones(1, requires_grad=True)
+    torch.optim.SGD([weight], lr=0.1)  # imports what holds on to a group
+    xla_replica.current().all_reduce_([weight.detach()])
+    return weakref.ref(dist.group.WORLD)
+
+if __name__ == "__main__":
+    [group] = xla_replica.launch(train, device="cpu")
+    gc.collect()
+    assert group() is None, gc.get_referrers(group())
+"""
+
+
+def test_the_group_of_a_torchrun_job_ends_with_it(tmp_path):
+    """A gloo thread that outlives it may abort the process while Python exits."""
+    script = tmp_path / "script.py"
+    script.write_text(LEAVES_NO_GROUP)
+    done = subprocess.run(
+        [*LAUNCHER, script], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_current_refuses_to_train_torchrun_processes_apart(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    with pytest.raises(ReplicaError, match="init_process_group"):
+        xla_replica.current()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"num_replicas": 0}, "num_replicas must be an integer >= 1, got 0"),
+        ({"num_replicas": True}, "num_replicas must be an integer"),
+        ({"num_replicas": 2.0}, "num_replicas must be an integer"),
+        ({"device": "gpu"}, "device='gpu' is unknown; allowed are"),
+        ({"timeout": 0}, "timeout must be positive seconds"),
+    ],
+)
+def test_launch_rejects(arguments, error):
+    with pytest.raises(ValueError, match=error):
+        xla_replica.launch(every_verb, **arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_launch_rejects_gpus_that_are_not_there():
+    with pytest.raises(ValueError, match="there are 0 GPUs"):
+        xla_replica.launch(every_verb, device="cuda")
+
+
+def test_broadcast_rejects_a_source_that_is_no_replica():
+    with pytest.raises(ValueError, match="source=1 is no replica"):
+        LocalReplica("cpu").broadcast_([torch.ones(1)], source=1)
+
+
+def test_a_single_replica_raises_its_own_exception():
+    with pytest.raises(KeyError, match="no such thing"):
+        xla_replica.launch(raises, (0,), num_replicas=1, device="cpu")
+
+
+def test_buckets_group_by_dtype_and_stay_small():
+    from xla_replica.backends.distributed import buckets
+
+    tensors = [torch.ones(4), torch.ones(4, dtype=torch.float64), torch.ones(4)]
+    sizes = [[t.dtype for t in bucket] for bucket in buckets(tensors * 2, 32)]
+    assert sizes == [
+        [torch.float64],
+        [torch.float32] * 2,
+        [torch.float64],
+        [torch.float32] * 2,
+    ]

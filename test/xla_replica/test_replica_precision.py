@@ -1,0 +1,52 @@
+"""Products with all their digits, and settings as they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.per_sample import fold
+from torch import nn
+
+import per_sample_grad as psg
+import xla_replica
+from per_sample_grad.factors import factors
+
+
+@pytest.mark.parametrize("chosen", ["tf32", "ieee", "none"])
+def test_a_gpu_keeps_all_digits_inside_and_its_setting_after(chosen):
+    """The setting is there without a GPU."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = chosen
+    try:
+        with xla_replica.full_matmul_precision(torch.device("cuda")):
+            assert matmul.fp32_precision == "ieee"
+        assert matmul.fp32_precision == chosen
+        with (
+            pytest.raises(KeyError),
+            xla_replica.full_matmul_precision(torch.device("cuda")),
+        ):
+            raise KeyError
+        assert matmul.fp32_precision == chosen
+        with xla_replica.full_matmul_precision(torch.device("cpu")):
+            assert matmul.fp32_precision == chosen
+    finally:
+        matmul.fp32_precision = before
+
+
+def test_gram_matrices_ask_for_it(monkeypatch):
+    asked = []
+
+    def noted(device: torch.device):
+        asked.append(device)
+        return xla_replica.full_matmul_precision(device)
+
+    monkeypatch.setattr(factors, "full_matmul_precision", noted)
+    model, x = nn.Linear(3, 2, bias=False), torch.randn(4, 3)
+    found = psg.per_sample_factors(model, fold, (x,))
+    found.norms()
+    assert not asked
+    found.gram()
+    found.cross_gram(found)
+    psg.per_sample_gram(model, fold, (x,))
+    assert asked == 3 * [torch.device("cpu")]

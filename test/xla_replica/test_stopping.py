@@ -1,0 +1,310 @@
+"""Stopping: every backend stops at the same update, asked by a signal or a program."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from support.replicas import SEVERAL_REPLICAS, Backend, needs_xla, row
+from support.stopping import AS_A_TPU, EMULATED, GLOO, LOCAL, TORCHRUN, is_running
+
+import xla_replica
+from xla_replica import ReplicaError, Stopped
+from xla_replica.stopping import forwarding
+
+XLA = [needs_xla, pytest.mark.xla]
+SLOW = pytest.mark.slow
+STARTERS = [
+    pytest.param(LOCAL, id="local"),
+    pytest.param(GLOO, id="gloo"),
+    pytest.param(TORCHRUN, id="torchrun"),
+    pytest.param(EMULATED, id="emulated", marks=XLA),
+    pytest.param(AS_A_TPU, id="torch_xla", marks=XLA),
+]
+
+
+# --- Stopped ------------------------------------------------------------------------
+
+
+def test_stopped_is_an_exit_with_a_reason():
+    stopped = pickle.loads(pickle.dumps(Stopped("the machine goes away", 7)))
+    assert (stopped.reason, stopped.exit_status, stopped.code) == (
+        "the machine goes away",
+        7,
+        7,
+    )
+    assert str(stopped) == "the machine goes away"
+    script = "import xla_replica; raise xla_replica.Stopped('why', 9)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((7,), TypeError, "reason must be a string, got 7"),
+        (("why", True), TypeError, "exit_status must be an integer"),
+        (("why", 256), ValueError, "exit_status=256; allowed are 0 to 255"),
+    ],
+)
+def test_stopped_and_request_stop_reject(arguments, error, text):
+    for function in (Stopped, xla_replica.request_stop):
+        with pytest.raises(error, match=text):
+            function(*arguments)
+    assert xla_replica.stop_requested() is None
+
+
+def stops(rank: int, who: tuple[int, ...]) -> int:
+    """Some replicas stop after a sum of all; the others have more to do alone."""
+    replica = xla_replica.current()
+    ones = [torch.ones(1, device=replica.device)]
+    replica.all_reduce_(ones)
+    replica.sync()
+    if rank in who:
+        raise Stopped(f"replica {rank} of {replica.num_replicas}", 7)
+    time.sleep(0.5)
+    return rank
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_launch_raises_stopped_when_all_have_ended(backend):
+    with pytest.raises(Stopped, match="replica 1 of 3") as caught:
+        backend.run(stops, (1, 2))
+    assert caught.value.exit_status == 7
+
+
+def stops_early(rank: int) -> None:
+    replica = xla_replica.current()
+    if rank == 1:
+        raise Stopped("too early")
+    replica.all_reduce_([torch.ones(1, device=replica.device)])
+    replica.wait()
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_a_replica_that_stops_alone_is_an_error(backend):
+    with pytest.raises(
+        ReplicaError, match=r"replica 1 returned|peer failed|failed in sum_ of 1"
+    ):
+        backend.run(stops_early, timeout=4)
+
+
+# --- requests -----------------------------------------------------------------------
+
+
+def stops_when_asked(rank: int) -> None:
+    if rank == 0:
+        assert xla_replica.stop_requested() is None
+        xla_replica.request_stop("maintenance", 3)
+        xla_replica.request_stop("a second reason", 4)
+    replica = xla_replica.current()
+    for _ in range(3):
+        request = xla_replica.stop_requested()
+        asked = [
+            torch.zeros(1).to(replica.device) + replica.scalar(request is not None)
+        ]
+        replica.sync()
+        replica.all_reduce_(asked)
+        if replica.fetch(asked)[0].item():
+            reason, status = request or ("a peer was asked", 0)
+            raise Stopped(reason, status)
+
+
+@pytest.mark.parametrize("backend", [row("cpu", 1), *SEVERAL_REPLICAS])
+def test_a_program_can_ask(backend):
+    """And the next run in the same process starts without its request."""
+    for _ in range(2 if backend.num_replicas == 1 else 1):
+        with pytest.raises(Stopped, match="maintenance") as caught:
+            backend.run(stops_when_asked)
+        assert caught.value.exit_status == 3
+        assert xla_replica.stop_requested() is None
+
+
+def catches(rank: int, signals: object) -> None:
+    xla_replica.catch_signals(signals)
+
+
+@pytest.mark.parametrize(
+    ("signals", "error", "text"),
+    [
+        (["SIGTREM"], ValueError, "'SIGTREM' is no signal here"),
+        ([1000], ValueError, "1000 is no signal here"),
+        ([True], ValueError, "True is no signal here"),
+        (["SIGKILL"], ValueError, "SIGKILL cannot be caught"),
+        ("SIGTERM", TypeError, r"must be a sequence such as \('SIGTERM',\)"),
+    ],
+)
+def test_catch_signals_rejects(signals, error, text):
+    with pytest.raises(error, match=text):
+        Backend("cpu", 1).run(catches, signals)
+
+
+FROM_A_THREAD = """
+import threading, xla_replica
+
+def catch():
+    try:
+        xla_replica.catch_signals()
+    except RuntimeError as error:
+        print(error)
+
+thread = threading.Thread(target=catch)
+thread.start()
+thread.join()
+"""
+
+
+def test_a_thread_cannot_listen_by_itself():
+    """In a process of its own: here another test may have listened for good."""
+    command = [sys.executable, "-c", FROM_A_THREAD]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "nobody in this process listens for SIGINT, SIGTERM" in said
+
+
+def signals_itself(rank: int) -> list[object]:
+    seen: list[object] = []
+    xla_replica.catch_signals(["SIGTERM", signal.SIGINT])
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGTERM)  # a copy, as far as anybody can tell
+    seen.append(xla_replica.stop_requested())
+    time.sleep(1.1)
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+    except KeyboardInterrupt:
+        seen.append("insisted")
+    return seen
+
+
+def test_a_second_signal_acts_as_if_not_caught():
+    handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    [[request, then]] = Backend("cpu", 1).run(signals_itself)
+    assert request == xla_replica.StopRequest("received SIGINT", 130)
+    assert then == "insisted"
+    assert handlers == [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+
+
+OUTSIDE = """
+import os, signal, xla_replica
+xla_replica.catch_signals(["SIGUSR1", "SIGTERM"])
+os.kill(os.getpid(), signal.SIGUSR1)
+
+def train(rank):
+    request = xla_replica.stop_requested()  # came before, and is for whoever trains
+    raise xla_replica.Stopped(request.reason, request.exit_status)
+
+try:
+    xla_replica.launch(train, device="cpu")
+except xla_replica.Stopped as stopped:
+    assert stopped.exit_status == 128 + signal.SIGUSR1, stopped
+assert xla_replica.stop_requested() is None
+os.kill(os.getpid(), signal.SIGTERM)  # still armed
+assert xla_replica.stop_requested().exit_status == 143
+"""
+
+
+def test_signals_caught_outside_launch():
+    assert subprocess.run([sys.executable, "-c", OUTSIDE]).returncode == 0
+
+
+# --- real signals to real scripts -----------------------------------------------------
+
+
+@pytest.mark.parametrize("starter", STARTERS)
+def test_a_caught_signal_stops_all_replicas_at_one_update(starter, tmp_path):
+    run = starter.start(tmp_path, arms=True)
+    run.process.send_signal(signal.SIGTERM)
+    status, error = run.ends()
+    saved = [path.read_text().split(" ", 1) for path in run.files("saved")]
+    assert len(saved) == run.num_replicas, error
+    assert len({update for update, _ in saved}) == 1
+    assert any("received SIGTERM" in request for _, request in saved)
+    if starter is not TORCHRUN:  # whose own status says that it was ended by a signal
+        assert status == 143, error
+
+
+@pytest.mark.parametrize("what", ["armed", "received", None])
+def test_a_signal_that_replicas_obey_or_have_obeyed_goes_no_further(what, tmp_path):
+    """The copy that a process group's leader gets may be the later one."""
+    went_on = []
+    before = signal.signal(signal.SIGTERM, lambda *_: went_on.append("as ever"))
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    try:
+        with forwarding(str(tmp_path)):
+            if what is not None:
+                (tmp_path / f"{gone.pid}.{signal.SIGTERM.value}.{what}").touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert went_on == ([] if what else ["as ever"])
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    "starter",
+    [pytest.param(GLOO, id="gloo"), pytest.param(EMULATED, id="emulated", marks=XLA)],
+)
+def test_a_signal_to_all_processes_stops_all_replicas_at_one_update(
+    starter, name, tmp_path
+):
+    """The server that the replicas were forked from outlives it, and says how."""
+    run = starter.start(tmp_path, arms=True)
+    run.signal_group(signal.Signals[name])
+    status, error = run.ends()
+    assert status == 143, error
+    saved = [path.read_text().split(" ", 1)[0] for path in run.files("saved")]
+    assert len(saved) == run.num_replicas, error
+    assert len(set(saved)) == 1
+
+
+@pytest.mark.parametrize(
+    ("starter", "name"),
+    [
+        pytest.param(LOCAL, "SIGTERM", id="local-SIGTERM"),
+        pytest.param(LOCAL, "SIGINT", id="local-SIGINT"),
+        pytest.param(GLOO, "SIGTERM", id="gloo-SIGTERM"),
+        pytest.param(GLOO, "SIGINT", id="gloo-SIGINT", marks=SLOW),
+        pytest.param(EMULATED, "SIGTERM", id="emulated-SIGTERM", marks=[*XLA, SLOW]),
+        pytest.param(EMULATED, "SIGINT", id="emulated-SIGINT", marks=XLA),
+    ],
+)
+def test_a_signal_that_is_not_caught_ends_the_process(starter, name, tmp_path):
+    """And its replicas with it."""
+    run = starter.start(tmp_path, arms=False)
+    children = run.children()
+    run.process.send_signal(signal.Signals[name])
+    status, error = run.ends()
+    assert status == -signal.Signals[name]
+    assert ("KeyboardInterrupt" in error) == (name == "SIGINT")
+    assert run.files("saved") == []
+    deadline = time.monotonic() + 20
+    while any(map(is_running, children)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, children))
+
+
+@pytest.mark.parametrize(
+    "starter",
+    [
+        pytest.param(GLOO, id="gloo"),
+        pytest.param(EMULATED, id="emulated", marks=[*XLA, SLOW]),
+    ],
+)
+def test_no_replica_outlives_a_killed_parent(starter, tmp_path):
+    """Nor saves: another run may have begun, in the same folder."""
+    run = starter.start(tmp_path, arms=True)
+    children = run.children()
+    assert len(children) >= (1 if starter is EMULATED else run.num_replicas)
+    run.process.kill()
+    run.process.communicate()
+    deadline = time.monotonic() + 20
+    while any(map(is_running, children)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, children))
+    assert run.files("saved") == []

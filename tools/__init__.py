@@ -1,0 +1,1 @@
+"""Benchmarks, studies and the references that they compare with."""

@@ -1,0 +1,396 @@
+"""Per-sample gradients: what each way costs, side by side, as ratios to training.
+
+    python tools/benchmarks/bench_per_sample.py
+    python tools/benchmarks/bench_per_sample.py --models cnn --rounds 40 --output result.json
+
+A multilayer perceptron, a convolutional network and a small transformer; norms, Gram
+matrices and the gradients themselves; by a loop over samples, ``vmap(grad)``, Opacus
+(hooks, ghost norms), TorchJD's engine, and this package. Opacus and TorchJD are
+installed into a folder of their own.
+
+Every way of a model runs once in every round, in an order that changes from round to
+round, in one process on one thread. Its time in a round is divided by the ordinary
+training step's in the same round; the median of these ratios is reported, which a busy
+machine disturbs least. Times are processor times. Memory is the most that torch's
+allocator held during a step beyond what it held before, as the profiler counts it (not
+what a matrix library takes for itself), divided by that of training: forward pass,
+backward pass and the gradients. Where ways disagree about the answer, the tool fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.metadata
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call, grad, vmap
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
+
+import per_sample_grad as psg
+from tools.record import save
+from tools.references.published import fetch
+
+Step = Callable[[], torch.Tensor]
+CLASSES = 10
+THEIRS = ("opacus==1.6.0", "torchjd==0.18.0", "opt_einsum==3.4.0")
+
+
+class Transformer(nn.Module):
+    """Embedding, one encoder layer with Linears of its own, head."""
+
+    def __init__(self, width: int = 128, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.embed = nn.Embedding(200, width)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        parts = self.qkv(self.norm1(x)).chunk(3, -1)
+        q, k, v = (p.unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in parts)
+        scores = q @ k.transpose(2, 3) / q.shape[-1] ** 0.5
+        x = x + self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        x = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return self.head(x.mean(1))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(),
+        nn.Linear(512, CLASSES),
+    )  # fmt: skip
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4),
+        nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.Flatten(),
+        nn.Linear(2048, CLASSES),
+    )  # fmt: skip
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]] = {
+    "mlp": (mlp, lambda batch: torch.randn(batch, 1024)),
+    "cnn": (cnn, lambda batch: torch.randn(batch, 3, 32, 32)),
+    "transformer": (Transformer, lambda batch: torch.randint(0, 200, (batch, 64))),
+}
+
+
+def losses_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def norms_of(grads: Any) -> torch.Tensor:
+    return sum(g.flatten(1).square().sum(1) for g in grads).sqrt()
+
+
+def flat(grads: Any) -> torch.Tensor:
+    return torch.cat([g.flatten(1) for g in grads], 1)
+
+
+def train(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
+    def step() -> torch.Tensor:
+        model.zero_grad()
+        losses = losses_of(model, x, y)
+        losses.sum().backward()
+        return losses.detach()
+
+    return step
+
+
+def loop(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
+    def norm(i: int) -> torch.Tensor:
+        loss = losses_of(model, x[i : i + 1], y[i : i + 1]).sum()
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        return sum(g.square().sum() for g in grads).sqrt()
+
+    return lambda: torch.stack([norm(i) for i in range(len(x))])
+
+
+# The gradients are an answer of their own: nothing is made of them.
+def grads_loop(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
+    def step() -> list[torch.Tensor]:
+        rows = []
+        for i in range(len(x)):
+            loss = losses_of(model, x[i : i + 1], y[i : i + 1]).sum()
+            rows.append(torch.autograd.grad(loss, list(model.parameters())))
+        return [torch.stack(column) for column in zip(*rows)]
+
+    return step
+
+
+def vectorised(reduce: Callable[[Any], Any]) -> Callable[..., Step]:
+    def make(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
+        params = {name: value.detach() for name, value in model.named_parameters()}
+
+        def loss(params: dict, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            out = functional_call(model, params, (x.unsqueeze(0),))
+            return F.cross_entropy(out, y.unsqueeze(0))
+
+        per_sample = vmap(grad(loss), (None, 0, 0))
+        return lambda: reduce(per_sample(params, x, y).values())
+
+    return make
+
+
+def opacus_hooks(reduce: Callable[[Any], Any]) -> Callable[..., Step]:
+    def make(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
+        from opacus.grad_sample import GradSampleModule
+
+        wrapped = GradSampleModule(model, loss_reduction="sum")
+
+        def step() -> Any:
+            wrapped.zero_grad()
+            losses_of(wrapped, x, y).sum().backward()
+            return reduce([p.grad_sample for p in wrapped.parameters()])
+
+        return step
+
+    return make
+
+
+def opacus_ghost(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+
+    wrapped = GradSampleModuleFastGradientClipping(
+        model, loss_reduction="sum", max_grad_norm=1.0
+    )
+
+    def step() -> torch.Tensor:
+        wrapped.zero_grad()
+        losses_of(wrapped, x, y).sum().backward()
+        return wrapped.get_norm_sample()
+
+    return step
+
+
+def torchjd(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
+    from torchjd.autogram import Engine
+
+    engine = Engine(model, batch_dim=0)
+    return lambda: engine.compute_gramian(losses_of(model, x, y))
+
+
+def ours(one_shot: Callable[..., Any]) -> Callable[..., Step]:
+    def make(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
+        return lambda: one_shot(model, losses_of, (x, y))
+
+    return make
+
+
+def gram_of(grads: Any) -> torch.Tensor:
+    rows = flat(grads)
+    return rows @ rows.T
+
+
+WAYS: dict[str, dict[str, Callable[..., Step]]] = {
+    "norms": {
+        "loop": loop,
+        "vmap": vectorised(norms_of),
+        "Opacus hooks": opacus_hooks(norms_of),
+        "Opacus ghost": opacus_ghost,
+        "per_sample_grad": ours(psg.per_sample_grad_norms),
+    },
+    "gram": {
+        "vmap": vectorised(gram_of),
+        "Opacus hooks": opacus_hooks(gram_of),
+        "TorchJD": torchjd,
+        "per_sample_grad": ours(psg.per_sample_gram),
+    },
+    "gradients": {
+        "loop": grads_loop,
+        "vmap": vectorised(list),
+        "Opacus hooks": opacus_hooks(list),
+        "per_sample_grad": ours(lambda *a: list(psg.per_sample_grads(*a).values())),
+    },
+}
+GOALS = {"norms: time": 1.5, "time to the fastest other": 1.05, "memory": 1.2}
+
+
+def peak_memory(step: Step) -> int:
+    """Bytes by which what torch's allocator held grew at most during a step.
+
+    From its least: a step may begin with throwing away the last one's gradients.
+    """
+    gc.collect()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as found:
+        result = step()
+    del result
+    events = found.profiler.kineto_results.events()
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    held = least = most = 0
+    for _, change in sorted(changes, key=lambda pair: pair[0]):
+        held += change
+        least = min(least, held)
+        most = max(most, held - least)
+    return most
+
+
+def check(steps: dict[tuple[str, str], Step]) -> None:
+    """Fails unless all ways give one answer."""
+    answers: dict[str, torch.Tensor] = {}
+    for (quantity, way), step in steps.items():
+        found = step()
+        found = flat(found) if isinstance(found, list) else found.detach()
+        expected = answers.setdefault(quantity, found)
+        off = float((found - expected).norm() / expected.norm())
+        if off > 1e-4:
+            raise RuntimeError(f"{quantity} by {way}: off by {off:.1e}")
+
+
+def measure(name: str, batch: int, rounds: int) -> dict[str, Any]:
+    """Ratios to training of every way, and milliseconds and MiB of training."""
+    build, draw = MODELS[name]
+    torch.manual_seed(0)
+    origin = build()
+    state, x, y = origin.state_dict(), draw(batch), torch.randint(0, CLASSES, (batch,))
+
+    def made(make: Callable[..., Step]) -> Step:
+        model = build()  # some ways change the model that they are given
+        model.load_state_dict(state)
+        return make(model, x, y)
+
+    steps = {
+        (quantity, way): made(make)
+        for quantity, ways in WAYS.items()
+        for way, make in ways.items()
+    }
+    check(steps)
+    training = made(train)
+    training()
+    peaks = {key: peak_memory(step) for key, step in steps.items()}
+    first = {
+        ("norms", "first call"): peak_memory(made(ours(psg.per_sample_grad_norms))),
+    }
+    base = peak_memory(training)
+    gradients = sum(p.numel() * 4 for p in origin.parameters())
+    times: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
+    plain: list[float] = []
+    generator = random.Random(0)
+    for _ in range(rounds):
+        turn = [*steps]
+        generator.shuffle(turn)
+        before = timed(training)
+        found = {key: timed(steps[key]) for key in turn}
+        own = (before + timed(training)) / 2
+        plain.append(own)
+        for key, value in found.items():
+            times[key].append(value / own)
+    rows = {
+        f"{quantity}: {way}": {
+            "time": statistics.median(times[quantity, way]),
+            "memory": peaks[quantity, way] / base,
+        }
+        for quantity, way in steps
+    }
+    return {
+        "training": {
+            "ms": 1e3 * statistics.median(plain),
+            "MiB": base / 2**20,
+            "gradients MiB": gradients / 2**20,
+        },
+        "ways": rows,
+        "norms, the first call: memory": first["norms", "first call"] / base,
+        "goals": judged(rows),
+    }
+
+
+def timed(step: Step) -> float:
+    begin = time.process_time()
+    step()
+    return time.process_time() - begin
+
+
+def judged(rows: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """What the goals are about, and whether they are met."""
+    found: dict[str, Any] = {}
+    for quantity in WAYS:
+        own = rows[f"{quantity}: per_sample_grad"]
+        others = {
+            way: rows[f"{quantity}: {way}"]["time"]
+            for way in WAYS[quantity]
+            if way != "per_sample_grad"
+        }
+        fastest = min(others, key=lambda way: others[way])
+        ratio = own["time"] / others[fastest]
+        found[quantity] = {
+            "fastest other": fastest,
+            "time to the fastest other": ratio,
+            "met": ratio <= GOALS["time to the fastest other"],
+        }
+    norms = rows["norms: per_sample_grad"]
+    found["norms"]["time"] = norms["time"]
+    found["norms"]["met"] &= norms["time"] <= GOALS["norms: time"]
+    for quantity in ("norms", "gram"):
+        memory = rows[f"{quantity}: per_sample_grad"]["memory"]
+        found[quantity]["memory"] = memory
+        found[quantity]["met"] &= memory <= GOALS["memory"]
+    return found
+
+
+def install(folder: str) -> None:
+    """The others, beside the environment; without them nothing is measured."""
+    error = fetch(Path(folder), *THEIRS)
+    if error is not None:
+        sys.exit(f"{', '.join(THEIRS)} cannot be had: {error}")
+    sys.path.append(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--output", help="write all numbers here, as JSON")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        install(folder)
+        result: dict[str, Any] = {
+            "others": {
+                name: importlib.metadata.version(name) for name in ("opacus", "torchjd")
+            },
+            "batch_size": options.batch_size,
+            "rounds": options.rounds,
+            "goals": GOALS,
+            "models": {},
+        }
+        for name in options.models:
+            found = measure(name, options.batch_size, options.rounds)
+            result["models"][name] = found
+            print(f"{name}: training {json.dumps(found['training'])} = 1")
+            for way, row in found["ways"].items():
+                print(f"  {way:<28} {row['time']:7.2f} x {row['memory']:7.2f} x memory")
+            for quantity, goal in found["goals"].items():
+                print(f"  {quantity}: {json.dumps(goal)}")
+            first = found["norms, the first call: memory"]
+            print(f"  norms, the first call: {first:.2f} x memory", flush=True)
+    if options.output:
+        save(Path(options.output), result)
+
+
+if __name__ == "__main__":
+    main()

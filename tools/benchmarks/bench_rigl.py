@@ -1,0 +1,247 @@
+"""What sparse training costs on a CPU, measured side by side on ResNet-50.
+
+1. An ordinary step at 90 % sparsity over the same step dense: forward, backward, SGD
+   with momentum. Goal: at most 1.03.
+2. A topology update against rigl-torch 0.5.2 on the same weights and gradients. It is
+   installed into a folder of its own, for this run. Goal: at least 3 times faster.
+
+Both are medians over rounds of the ratio within a round, in which the two kinds take
+turns: whatever else the machine does then meets both. A step's sparse part does not
+depend on the batch, so its share does: --batch-size and --image-side are recorded. Each
+part ends after --minutes, so the whole takes less than six; on a busy machine with
+fewer rounds.
+
+    python tools/benchmarks/bench_rigl.py --output docs/benchmarks/bench_rigl.json
+    python tools/benchmarks/bench_rigl.py --only-steps --rounds 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
+
+from rigl_xla import RigLScheduler, weights_of
+from tools.record import save
+from tools.references import rigl_torch_reference
+from tools.references.resnet50 import resnet50
+
+OPTIONS = {"dense_allocation": 0.1, "T_end": 10**6, "ignore_linear_layers": False}
+Seconds = dict[str, list[float]]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, weight_decay=1e-4)
+
+
+def in_turns(
+    functions: Mapping[str, Callable[[], float]],
+    rounds: int,
+    minutes: float,
+    what: str,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Seconds:
+    """Seconds of each function in each round; who goes first changes every round.
+
+    Ends before ``rounds`` if one more would probably take longer than ``minutes`` in
+    all; one round is always run.
+    """
+    names, begin = list(functions), clock()
+    found: Seconds = {name: [] for name in names}
+    for turn in tqdm(range(rounds), desc=what, unit="round"):
+        if turn and (clock() - begin) * (turn + 1) / turn > 60 * minutes:
+            break
+        for name in names if turn % 2 == 0 else names[::-1]:
+            found[name].append(functions[name]())
+    return found
+
+
+def ratio_of(seconds: Seconds, numerator: str, denominator: str) -> dict[str, Any]:
+    """The median of the rounds' ratios, its quartiles, and median seconds."""
+    ratios = [a / b for a, b in zip(seconds[numerator], seconds[denominator])]
+    return {
+        "ratio": statistics.median(ratios),
+        "quartiles": quartiles(ratios),
+        "ratio of medians": statistics.median(seconds[numerator])
+        / statistics.median(seconds[denominator]),
+        "seconds": {name: statistics.median(all_) for name, all_ in seconds.items()},
+        "rounds": len(ratios),
+    }
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """The first and the third; of one value, itself twice."""
+    if len(values) == 1:
+        return [values[0]] * 2
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return [first, third]
+
+
+def timed(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def ordinary_steps(
+    rounds: int, minutes: float, side: int, batch_size: int
+) -> dict[str, Any]:
+    """Steps without a topology update, sparse over dense."""
+    images, labels = torch.randn(batch_size, 3, side, side), torch.arange(batch_size)
+    steps: dict[str, Callable[[], float]] = {}
+    pruners = []
+    for kind in ("dense", "sparse"):
+        torch.manual_seed(0)
+        model = resnet50()
+        optimizer = sgd(model)
+        pruner = None
+        if kind == "sparse":
+            pruner = RigLScheduler(model, optimizer, delta=10**5, **OPTIONS)
+            pruners.append(pruner)
+
+        def step(model=model, optimizer=optimizer, pruner=pruner) -> None:
+            optimizer.zero_grad()
+            F.cross_entropy(model(images), labels).backward()
+            if pruner is None or pruner():
+                optimizer.step()
+
+        step()  # momentum is made, memory is mapped
+        steps[kind] = lambda step=step: timed(step)
+    seconds = in_turns(steps, rounds, minutes, "steps")
+    assert all(pruner.rigl_steps == 0 for pruner in pruners)
+    found = ratio_of(seconds, "sparse", "dense")
+    return {**found, "image_side": side, "batch_size": batch_size}
+
+
+class Weights(nn.Module):
+    """ResNet-50's weights without its activations: their gradient is a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(w.module for w in weights_of(resnet50()))
+        for layer in self.layers:
+            layer.bias = None
+        draw = torch.Generator().manual_seed(0)
+        self.directions = [
+            torch.randn(layer.weight.shape, generator=draw) for layer in self.layers
+        ]
+
+    def loss(self) -> torch.Tensor:
+        pairs = zip(self.layers, self.directions)
+        return torch.stack([(layer.weight * d).sum() for layer, d in pairs]).sum()
+
+
+def topology_updates(theirs: Any, rounds: int, minutes: float) -> dict[str, Any]:
+    """The call that changes the topology, and an optimizer step between two of them."""
+    makers = {"rigl-torch": theirs, "rigl_xla": RigLScheduler}
+    torch.manual_seed(0)
+    model = Weights()
+    updates: dict[str, Callable[[], float]] = {}
+    for kind, maker in makers.items():
+        built = copy.deepcopy(model)
+        optimizer = sgd(built)
+        pruner = maker(built, optimizer, delta=2, **OPTIONS)
+
+        def update(built=built, optimizer=optimizer, pruner=pruner) -> float:
+            for _ in range(2):
+                optimizer.zero_grad()
+                built.loss().backward()
+                before = pruner.rigl_steps
+                seconds = timed(pruner)
+                if pruner.rigl_steps == before:
+                    optimizer.step()
+            assert pruner.rigl_steps == before + 1
+            return seconds
+
+        updates[kind] = update
+    seconds = in_turns(updates, rounds, minutes, "updates")
+    found = ratio_of(seconds, "rigl-torch", "rigl_xla")
+    return {**found, "weights": sum(d.numel() for d in model.directions)}
+
+
+@contextmanager
+def rigl_torch() -> Iterator[Any]:
+    """rigl-torch's scheduler, from a folder that is not of the environment."""
+    with tempfile.TemporaryDirectory() as folder:
+        error = rigl_torch_reference.install(Path(folder))
+        if error is not None:
+            sys.exit(
+                f"rigl-torch cannot be installed; --only-steps does without: {error}"
+            )
+        with rigl_torch_reference.imported(Path(folder)) as scheduler:
+            yield scheduler
+
+
+def say(what: str, found: Mapping[str, Any], goal: str) -> None:
+    low, high = found["quartiles"]
+    print(
+        f"{what}: {found['ratio']:.3f} (quartiles {low:.3f}, {high:.3f}; "
+        f"{found['rounds']} rounds); goal: {goal}"
+    )
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--rounds", type=int, default=12, help="of steps (default: 12)")
+    add("--update-rounds", type=int, default=5, help="of updates (default: 5)")
+    add("--minutes", type=float, default=2.5, help="of each part (default: 2.5)")
+    add("--threads", type=int, help="of torch (default: its own choice)")
+    add("--image-side", type=int, default=224, help="pixels (default: 224)")
+    add("--batch-size", type=int, default=32, help="of a step (default: 32)")
+    add("--only-steps", action="store_true", help="without rigl-torch")
+    add("--only-updates", action="store_true", help="without steps")
+    add("--output", type=Path, help="a JSON file, with versions and load")
+    args = parser.parse_args(argv)
+    for name in ("rounds", "update_rounds", "threads", "image_side", "batch_size"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if args.only_steps and args.only_updates:
+        parser.error("--only-steps and --only-updates leave nothing to do")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    result: dict[str, Any] = {
+        "threads": torch.get_num_threads(),
+        "load at the beginning": os.getloadavg()[0],
+    }
+    if not args.only_updates:
+        found = ordinary_steps(
+            args.rounds, args.minutes, args.image_side, args.batch_size
+        )
+        result["ordinary step over dense"] = found
+        say("an ordinary step over a dense one", found, "at most 1.03")
+    if not args.only_steps:
+        with rigl_torch() as theirs:
+            found = topology_updates(theirs, args.update_rounds, args.minutes)
+        result["topology update, rigl-torch over rigl_xla"] = found
+        say("a topology update, rigl-torch over rigl_xla", found, "at least 3")
+    result["load at the end"] = os.getloadavg()[0]
+    if args.output:
+        save(args.output, result)
+
+
+if __name__ == "__main__":
+    main()

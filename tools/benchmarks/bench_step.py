@@ -1,0 +1,292 @@
+"""What an elastic step costs, measured side by side.
+
+1. An elastic step against a hand-written loop that accumulates, all-reduces and steps,
+   on the same model and replicas, in alternating rounds of one run: a ratio.
+2. The same of AdaScale, which measures gradient noise, against the linear rule.
+3. Compilations and time per step with 1, 4 and 16 distinct batch sizes.
+4. The schedule of a trace of ten million steps: time and memory to the first epoch.
+
+    python tools/benchmarks/bench_step.py --output docs/benchmarks/bench_step.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
+
+import variable_batch_size as vbs
+import xla_replica
+from tools.record import save
+
+MINIBATCH = 32
+LR = 0.05
+
+
+def make_model(side: int, width: int) -> nn.Module:
+    """The network of variable_train_mnist.py, ``width`` times as wide: 11 tensors."""
+    layers: list[nn.Module] = []
+    channels = 1
+    for new, stride in ((16 * width, 1), (32 * width, 2), (64 * width, 2)):
+        layers += [
+            nn.Conv2d(channels, new, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(new),
+            nn.ReLU(),
+        ]
+        channels, side = new, -(-side // stride)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * side**2, 10))
+
+
+class Setup:
+    """One replica's model, data and inner optimizer; the same for both loops."""
+
+    def __init__(self, trace: list[int], num_steps: int, side: int, width: int) -> None:
+        self.replica = xla_replica.current()
+        with self.replica.seeded(0):
+            self.model = make_model(side, width)
+            images = torch.randn(MINIBATCH, 1, side, side)
+        self.model.to(self.replica.device)
+        self.minibatch = self.replica.send((images, torch.arange(MINIBATCH) % 10))
+        self.inner = torch.optim.SGD(self.model.parameters(), LR, momentum=0.9)
+        steps = np.resize(trace, num_steps)
+        self.sampler = vbs.CustomSampler(
+            dataset_size=int(steps.sum()),
+            trace=steps,
+            minibatch_size=MINIBATCH,
+            on_end="cycle",
+            verbose=False,
+        )
+
+    def backward(self) -> None:
+        images, labels = self.minibatch
+        F.cross_entropy(self.model(images), labels).backward()
+
+
+def linear_epoch(setup: Setup) -> Callable[[int], None]:
+    return elastic_epoch(setup, vbs.LinearRuleOptimizer)
+
+
+def adascale_epoch(setup: Setup) -> Callable[[int], None]:
+    return elastic_epoch(setup, vbs.AdaScaleOptimizer)
+
+
+def elastic_epoch(
+    setup: Setup, wrapper: type[vbs.ElasticOptimizer]
+) -> Callable[[int], None]:
+    optimizer = wrapper(setup.inner, setup.sampler, ref_batchsize=128)
+
+    def run(epoch: int) -> None:
+        setup.sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        for _ in range(len(setup.sampler)):
+            setup.backward()
+            optimizer.step()
+
+    return run
+
+
+def hand_written_epoch(setup: Setup) -> Callable[[int], None]:
+    """What a careful user of torch_xla writes, without any of our checks."""
+    replica, inner = setup.replica, setup.inner
+    gradients = [torch.zeros_like(p) for p in setup.model.parameters()]
+    for parameter, gradient in zip(setup.model.parameters(), gradients):
+        parameter.grad = gradient
+    replica.sync()
+    plan = setup.sampler.plan
+    substeps = plan.num_substeps(replica.rank).tolist()
+    minibatches = plan.num_minibatches.tolist()
+
+    def run(epoch: int) -> None:
+        del epoch
+        for mine, total in zip(substeps, minibatches):
+            for _ in range(mine):
+                setup.backward()
+                replica.sync()
+            divisor = replica.scalar(total)
+            replica.all_reduce_(gradients)
+            for gradient in gradients:
+                gradient.div_(divisor)
+            inner.param_groups[0]["lr"] = LR * total * MINIBATCH / 128
+            inner.step()
+            for gradient in gradients:
+                gradient.zero_()
+            replica.sync()
+
+    return run
+
+
+def timed(
+    replica: xla_replica.Replica, run: Callable[[int], None], epoch: int
+) -> float:
+    replica.barrier()
+    start = time.perf_counter()
+    run(epoch)
+    replica.barrier()
+    return time.perf_counter() - start
+
+
+LOOPS = {
+    "by hand": hand_written_epoch,
+    "linear": linear_epoch,
+    "adascale": adascale_epoch,
+}
+
+
+def compare_replica(
+    rank: int,
+    names: tuple[str, str],
+    trace: list[int],
+    num_steps: int,
+    rounds: int,
+    side: int,
+    width: int,
+) -> dict[str, list[float]]:
+    """Seconds per step of two loops, in alternating rounds."""
+    loops = {}
+    for name in names:
+        setup = Setup(trace, num_steps, side, width)
+        loops[name] = (setup, LOOPS[name](setup))
+    seconds: dict[str, list[float]] = {name: [] for name in loops}
+    for epoch in range(rounds + 2):
+        # Each goes first every other round: what comes second finds warmer caches.
+        order = list(loops.items())[:: 1 if epoch % 2 else -1]
+        for name, (setup, run) in order:
+            elapsed = timed(setup.replica, run, epoch)
+            if epoch >= 2:  # the first two compile
+                seconds[name].append(elapsed / num_steps)
+    return seconds
+
+
+def count_replica(
+    rank: int, num_sizes: int, num_steps: int, side: int, width: int
+) -> tuple[int, float]:
+    """(compilations in all, seconds per step afterwards), mean batch size constant."""
+    replica = xla_replica.current()
+    base = 2 * replica.num_replicas
+    spread = np.linspace(-base + 1, base - 1, num_sizes).round().astype(int)
+    sizes = (base + spread) if num_sizes > 1 else np.array([base])
+    assert len(set(sizes.tolist())) == num_sizes
+    setup = Setup((sizes * MINIBATCH).tolist(), num_steps, side, width)
+    run = linear_epoch(setup)
+    with xla_replica.count(replica) as counts:
+        for epoch in range(2):
+            timed(replica, run, epoch)
+    seconds = [timed(replica, run, epoch) for epoch in range(2, 5)]
+    return counts.compilations, statistics.median(seconds) / num_steps
+
+
+def schedule_of_a_long_trace(num_steps: int) -> dict[str, float]:
+    sizes = np.resize([1024, 2048, 4096, 512], num_steps)
+    start = time.perf_counter()
+    schedule = vbs.Schedule(vbs.Trace(sizes), 1_281_167, MINIBATCH)
+    schedule.plan(0, 8)
+    first = time.perf_counter() - start
+    start = time.perf_counter()
+    num_epochs = int(schedule.num_epochs)
+    every = time.perf_counter() - start
+    del schedule
+    tracemalloc.start()
+    vbs.Schedule(vbs.Trace(sizes), 1_281_167, MINIBATCH).plan(0, 8)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return {
+        "steps": num_steps,
+        "seconds_to_first_epoch": first,
+        "microseconds_per_further_epoch": 1e6 * every / num_epochs,
+        "peak_bytes_per_step": peak / num_steps,
+    }
+
+
+def compare(
+    names: tuple[str, str], num_replicas: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    """The median over rounds of the ratio of their times."""
+    trace = [2 * num_replicas * MINIBATCH]
+    seconds = xla_replica.launch(
+        compare_replica,
+        (names, trace, args.steps, args.rounds, args.side, args.width),
+        num_replicas,
+        args.device,
+    )[0]
+    pairs = zip(seconds[names[0]], seconds[names[1]])
+    return {
+        "ratio": statistics.median(mine / other for mine, other in pairs),
+        "milliseconds": {
+            name: 1e3 * statistics.median(values) for name, values in seconds.items()
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", choices=xla_replica.DEVICES, help="default: as launch"
+    )
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--rounds", type=int, default=15, help="of each loop")
+    parser.add_argument("--steps", type=int, default=8, help="in a round")
+    parser.add_argument("--side", type=int, default=28, help="of an image, in pixels")
+    parser.add_argument("--width", type=int, default=1, help="of the network: times")
+    parser.add_argument("--trace-steps", type=int, default=10**7)
+    parser.add_argument("--output", type=Path, help="JSON with results and versions")
+    args = parser.parse_args()
+    result: dict[str, Any] = {"image_side": args.side, "width": args.width}
+
+    print("Whole steps of two minibatches per replica, against each other")
+    for names in (("linear", "by hand"), ("adascale", "linear")):
+        key = " over ".join(names)
+        result[key] = {}
+        for num_replicas in args.replicas:
+            compared = compare(names, num_replicas, args)
+            result[key][num_replicas] = compared
+            times = " against ".join(
+                f"{value:.2f} ms" for value in compared["milliseconds"].values()
+            )
+            ratio = compared["ratio"]
+            print(f"  {key} on {num_replicas} replicas: {ratio:.3f} times ({times})")
+
+    print("Distinct batch sizes: compilations, time per step")
+    result["distinct_batch_sizes"] = {}
+    for num_replicas in args.replicas:
+        for num_sizes in (1, 4, 16):
+            if num_sizes > 4 * num_replicas - 1:
+                continue
+            compilations, seconds = xla_replica.launch(
+                count_replica,
+                (num_sizes, 16, args.side, args.width),
+                num_replicas,
+                args.device,
+            )[0]
+            result["distinct_batch_sizes"][f"{num_sizes} on {num_replicas}"] = {
+                "compilations": compilations,
+                "milliseconds": 1e3 * seconds,
+            }
+            print(
+                f"  {num_sizes:2} sizes on {num_replicas} replicas: {compilations} "
+                f"compilations, {1e3 * seconds:.2f} ms"
+            )
+
+    print(f"Schedule of a trace of {args.trace_steps:,} steps")
+    result["schedule"] = schedule_of_a_long_trace(args.trace_steps)
+    for name, value in result["schedule"].items():
+        print(f"  {name.replace('_', ' ')}: {value:,.3g}")
+    if args.output:
+        save(args.output, result)
+
+
+if __name__ == "__main__":
+    main()

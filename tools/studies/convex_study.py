@@ -1,0 +1,224 @@
+"""What an order of the samples is worth: distance from the minimum, by epoch and order.
+
+SGD with a constant step size, the same for all orders, on regularised convex problems
+(logistic regression on breast_cancer, least squares on diabetes, softmax regression on
+digits, all of scikit-learn). F - F* does not reach zero: it settles where steps in the
+wrong order keep it. That level is what is compared, averaged over the last ten epochs:
+
+    rr    a new random order in every epoch     so    one random order, kept
+    mean  GraB, around the last epoch's mean    pair  GraB, of differences of pairs
+
+The ratio to rr should be at least 5. Takes a minute; seconds with --quick:
+
+    python tools/studies/convex_study.py --quick
+    python tools/studies/convex_study.py --image docs/images/convex.png \\
+        --output docs/benchmarks/convex.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
+
+import grab_xla
+from tools.record import save
+from tools.studies.convex_problems import PROBLEMS, Problem, make_problem
+
+ORDERS = ("rr", "so", "mean", "pair")
+DEFAULT_PROBLEMS = ("breast_cancer", "diabetes", "digits")
+LAST_EPOCHS = 10
+
+
+class Setting(NamedTuple):
+    """Step size and epochs, the same for all orders."""
+
+    step_size: float
+    epochs: int
+
+
+# By problem and batch size: steps that are large enough for orders to matter.
+SETTINGS = {
+    ("breast_cancer", 1): Setting(0.01, 60),
+    ("breast_cancer", 16): Setting(0.3, 60),
+    ("diabetes", 1): Setting(0.005, 60),
+    ("diabetes", 16): Setting(0.1, 60),
+    ("digits", 1): Setting(0.05, 25),
+    ("digits", 16): Setting(0.5, 40),
+    ("digits-standardised", 1): Setting(0.05, 25),
+    ("digits-standardised", 16): Setting(0.5, 40),
+}
+# Distances from the minimum by problem and order: (seeds, epochs + 1).
+Curves = dict[str, dict[str, np.ndarray]]
+
+
+def train(
+    problem: Problem,
+    order: str,
+    setting: Setting,
+    batch_size: int,
+    seed: int,
+    bar: tqdm,
+) -> list[float]:
+    """F before the first epoch and after each."""
+    weights = problem.initial()
+    sampler = grab_xla.GraBSampler(
+        problem.features,
+        {"weights": weights},
+        order,
+        device="cpu",
+        generator=torch.Generator().manual_seed(seed),
+    )
+    values = [problem.value(weights).item()]
+    for _ in range(setting.epochs):
+        for batch in torch.tensor(list(sampler)).split(batch_size):
+            gradients = problem.gradients(weights, batch)
+            sampler.step({"weights": gradients})
+            weights = weights - setting.step_size * gradients.mean(0)
+        values.append(problem.value(weights).item())
+        bar.update()
+    return values
+
+
+def study(names: list[str], batch_size: int, seeds: list[int]) -> Curves:
+    """Trains every problem in every order with every seed."""
+    curves: Curves = {}
+    settings = {name: SETTINGS[name, batch_size] for name in names}
+    epochs = sum(setting.epochs for setting in settings.values())
+    with tqdm(total=epochs * len(ORDERS) * len(seeds), unit="epoch") as bar:
+        for name, setting in settings.items():
+            problem = make_problem(*PROBLEMS[name], multiple=16)
+            minimum = problem.minimum()
+            curves[name] = {}
+            for order in ORDERS:
+                bar.set_description(f"{name}, {order}")
+                values = [
+                    train(problem, order, setting, batch_size, seed, bar)
+                    for seed in seeds
+                ]
+                curves[name][order] = np.array(values) - minimum
+    return curves
+
+
+def settled(curves: dict[str, np.ndarray]) -> dict[str, float]:
+    """F - F* by order: the mean over seeds and the last epochs."""
+    return {
+        order: float(rows[:, -LAST_EPOCHS:].mean()) for order, rows in curves.items()
+    }
+
+
+def ratios(curves: dict[str, np.ndarray]) -> dict[str, float]:
+    """How many times further from the minimum random reshuffling settles."""
+    level = settled(curves)
+    return {order: level["rr"] / level[order] for order in ("mean", "pair")}
+
+
+def print_table(curves: Curves) -> None:
+    print(f"F - F*, mean over seeds and the last {LAST_EPOCHS} epochs")
+    head = [*ORDERS, "rr/mean", "rr/pair"]
+    print(f"{'':20}" + "".join(f"{column:>10}" for column in head))
+    for name, by_order in curves.items():
+        level = "".join(f"{value:10.1e}" for value in settled(by_order).values())
+        times = "".join(f"{value:10.1f}" for value in ratios(by_order).values())
+        print(f"{name:20}{level}{times}")
+
+
+def plot(curves: Curves, batch_size: int, path: Path) -> None:
+    """Writes a PNG: one panel per problem, the mean over seeds and their range."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(
+        1, len(curves), figsize=(4.5 * len(curves), 4), layout="constrained",
+        squeeze=False,
+    )  # fmt: skip
+    for axis, (name, by_order) in zip(axes[0], curves.items()):
+        for order, rows in by_order.items():
+            epochs = np.arange(rows.shape[1])
+            axis.semilogy(epochs, rows.mean(0), label=order, linewidth=1.2)
+            axis.fill_between(epochs, rows.min(0), rows.max(0), alpha=0.15)
+        step_size = SETTINGS[name, batch_size].step_size
+        axis.set_title(f"{name}, batch {batch_size}, step size {step_size}")
+        axis.set_xlabel("epoch")
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("F - F*")
+    axes[0][0].legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    print(f"drawn to {path}")
+
+
+def record(curves: Curves, args: argparse.Namespace) -> dict[str, Any]:
+    """For the JSON."""
+    return {
+        "batch_size": args.batch_size,
+        "seeds": args.seeds,
+        "last_epochs": LAST_EPOCHS,
+        "problems": {
+            name: {
+                **SETTINGS[name, args.batch_size]._asdict(),
+                "regularisation": PROBLEMS[name][1],
+                "distance": settled(by_order),
+                "distance_by_seed": {
+                    order: rows[:, -LAST_EPOCHS:].mean(1).tolist()
+                    for order, rows in by_order.items()
+                },
+                "rr_over": ratios(by_order),
+            }
+            for name, by_order in curves.items()
+        },
+    }
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--problems", nargs="+", choices=PROBLEMS, default=DEFAULT_PROBLEMS,
+        help=f"default: {' '.join(DEFAULT_PROBLEMS)}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--batch-size", type=int, choices=(1, 16), default=16,
+        help="samples per step; step sizes and epochs go with it. 1 takes many times "
+        "as long; default: 16",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1, 2],
+        help="of orders: one run for each; default: 0 1 2",
+    )  # fmt: skip
+    parser.add_argument(
+        "--quick", action="store_true",
+        help="diabetes and one seed, whatever else is asked for",
+    )  # fmt: skip
+    parser.add_argument("--image", type=Path, help="PNG to draw")
+    parser.add_argument("--output", type=Path, help="JSON with results and versions")
+    args = parser.parse_args()
+    if args.quick:
+        args.problems, args.seeds, args.batch_size = ["diabetes"], [0], 16
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    torch.set_num_threads(1)  # the matrices are small: several threads only wait
+    curves = study(args.problems, args.batch_size, args.seeds)
+    print_table(curves)
+    if args.image:
+        plot(curves, args.batch_size, args.image)
+    if args.output:
+        save(args.output, record(curves, args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Which replica runs which minibatch of which step: integers, from the trace alone.
+
+Everything elastic is read off one table, the `EpochPlan`: the sampler's indices, the
+divisor of the summed gradients, the batch ratio, and who is idle. No torch in here.
+
+Rules, the same as the earlier implementation's:
+
+- An epoch holds ``num_samples // minibatch_size`` whole minibatches and takes steps
+  from the trace, in order, as long as they fit. The step that does not fit begins the
+  next epoch; what is left of this one is dropped.
+- Minibatch k of a step (from 0) goes to replica ``k mod num_replicas``. With fewer
+  minibatches than replicas, the high ranks are idle in that step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from variable_batch_size.traces.batch_trace import Trace, TraceError
+
+ON_END = ("stop", "error", "hold", "cycle")
+
+
+class TraceExhausted(TraceError):
+    """An epoch was asked for that begins behind the last step of the trace."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EpochPlan:
+    """The steps of one epoch and how they are dealt to replicas.
+
+    Attributes:
+        epoch: Number of the epoch, from 0.
+        first_step: Number of its first step since the beginning of training.
+        num_samples: Length of the epoch order.
+        minibatch_size: Samples in a minibatch.
+        num_replicas: Replicas that share the steps.
+        num_minibatches: ``(num_steps,)`` int64, minibatches of every step.
+        start_step: Steps of the epoch that were done before, in the run that this one
+            resumes.
+        starts: ``(num_steps + 1,)`` int64, each step's first minibatch in the order.
+    """
+
+    epoch: int
+    first_step: int
+    num_samples: int
+    minibatch_size: int
+    num_replicas: int
+    num_minibatches: np.ndarray
+    start_step: int = 0
+    starts: np.ndarray = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        starts = np.concatenate([[0], np.cumsum(self.num_minibatches)])
+        object.__setattr__(self, "starts", starts.astype(np.int64))
+
+    @property
+    def num_steps(self) -> int:
+        """Updates that every replica takes in this epoch."""
+        return len(self.num_minibatches)
+
+    @property
+    def num_dropped_samples(self) -> int:
+        """Samples of the order that no step of this epoch uses."""
+        return self.num_samples - int(self.starts[-1]) * self.minibatch_size
+
+    @property
+    def has_idle_replicas(self) -> bool:
+        """Whether some step has fewer minibatches than there are replicas."""
+        return bool((self.num_minibatches < self.num_replicas).any())
+
+    def batch_size(self, step: int) -> int:
+        """Global batch size of step ``step`` of this epoch, in samples."""
+        return int(self.num_minibatches[step]) * self.minibatch_size
+
+    def num_substeps(self, rank: int) -> np.ndarray:
+        """``(num_steps,)`` int64: minibatches of replica ``rank`` in every step."""
+        remaining = self.num_minibatches - rank + self.num_replicas - 1
+        return np.maximum(remaining, 0) // self.num_replicas
+
+    def minibatches(self, rank: int) -> np.ndarray:
+        """``(len,)`` int64: positions in the order, in minibatches, that ``rank`` runs.
+
+        From `start_step` on.
+
+        >>> plan = EpochPlan(0, 0, 256, 32, 2, np.array([2, 3]))
+        >>> plan.minibatches(0).tolist(), plan.minibatches(1).tolist()
+        ([0, 2, 4], [1, 3])
+        """
+        substeps = self.num_substeps(rank)
+        substeps[: self.start_step] = 0
+        first = np.repeat(self.starts[:-1] + rank, substeps)
+        ends = np.cumsum(substeps)
+        within_step = np.arange(len(first)) - np.repeat(ends - substeps, substeps)
+        return first + within_step * self.num_replicas
+
+
+class Schedule:
+    """Cuts a trace into epochs over a dataset.
+
+    Reading the trace costs one prefix sum; an epoch's steps are then found by binary
+    search, each epoch once.
+
+    Args:
+        trace: Global batch size of every step.
+        num_samples: Length of the dataset.
+        minibatch_size: Samples in a minibatch; must divide every batch size.
+        on_end: What follows the trace's last step: 'stop', epochs behind it are empty;
+            'error', they raise `TraceExhausted`; 'hold', the last batch size goes on
+            for ever; 'cycle', the trace begins again. The epoch in which the trace
+            ends keeps the steps it has.
+
+    Attributes:
+        capacity: Minibatches in an epoch.
+
+    Raises:
+        TraceError: A batch size is no multiple of the minibatch, or exceeds the epoch.
+        ValueError, TypeError: Another argument is out of range or of the wrong type.
+    """
+
+    def __init__(
+        self, trace: Trace, num_samples: int, minibatch_size: int, on_end: str = "stop"
+    ) -> None:
+        check_positive_integer("minibatch_size", minibatch_size)
+        if num_samples < minibatch_size:
+            raise ValueError(
+                f"the dataset has {num_samples} samples, fewer than one minibatch of "
+                f"minibatch_size={minibatch_size}"
+            )
+        if on_end not in ON_END:
+            raise ValueError(f"on_end={on_end!r} is unknown; allowed are {ON_END}")
+        self.trace = trace
+        self.num_samples = int(num_samples)
+        self.minibatch_size = int(minibatch_size)
+        self.capacity = self.num_samples // self.minibatch_size
+        self.on_end = "hold" if trace.endless else on_end
+        self._check_batch_sizes()
+        self._num_minibatches = trace.batch_sizes // self.minibatch_size
+        self._prefix = np.concatenate([[0], np.cumsum(self._num_minibatches)])
+        self._first_steps = [0]  # of epochs found so far, and of the next one
+
+    def _check_batch_sizes(self) -> None:
+        sizes, unit = self.trace.batch_sizes, self.minibatch_size
+        if (sizes % unit).any():
+            row = int(np.argmax(sizes % unit != 0))
+            below = int(sizes[row]) // unit * unit
+            nearest = f"{below} or {below + unit}" if below else f"{unit}"
+            raise TraceError(
+                f"{self.trace.place(row)}: batch size {sizes[row]} is no multiple of "
+                f"minibatch_size={unit}; nearest is {nearest}"
+            )
+        if sizes.max() > self.capacity * unit:
+            row = int(np.argmax(sizes > self.capacity * unit))
+            raise TraceError(
+                f"{self.trace.place(row)}: batch size {sizes[row]} exceeds epoch "
+                f"capacity: {self.num_samples} samples hold {self.capacity} "
+                f"minibatches of {unit}, {self.capacity * unit} samples"
+            )
+
+    @property
+    def num_epochs(self) -> float:
+        """Epochs with at least one step: an integer, or ``math.inf``."""
+        if self.on_end in ("hold", "cycle"):
+            return math.inf
+        while self._first_steps[-1] < len(self.trace):
+            self._find_next_epoch()
+        return len(self._first_steps) - 1
+
+    def plan(self, epoch: int, num_replicas: int) -> EpochPlan:
+        """The plan of one epoch; empty behind the end under ``on_end='stop'``.
+
+        Raises:
+            TraceExhausted: Behind the end of the trace under ``on_end='error'``.
+            ValueError, TypeError: ``epoch`` is negative or no integer.
+        """
+        first, end = self.steps(epoch)
+        return EpochPlan(
+            epoch=int(epoch),
+            first_step=first,
+            num_samples=self.num_samples,
+            minibatch_size=self.minibatch_size,
+            num_replicas=num_replicas,
+            num_minibatches=self._num_minibatches_between(first, end),
+        )
+
+    def steps(self, epoch: int) -> tuple[int, int]:
+        """The first step of an epoch, and of the next, since training began.
+
+        Costs the same for any number of steps in it.
+
+        Raises:
+            TraceExhausted, ValueError, TypeError: See `plan`.
+        """
+        if isinstance(epoch, bool) or not isinstance(epoch, (int, np.integer)):
+            raise TypeError(f"epoch must be an integer, got {epoch!r}")
+        if epoch < 0:
+            raise ValueError(f"epoch must be >= 0, got {epoch}")
+        while len(self._first_steps) <= epoch + 1 and not self._at_end():
+            self._find_next_epoch()
+        if epoch + 1 < len(self._first_steps):
+            return self._first_steps[epoch], self._first_steps[epoch + 1]
+        if self.on_end == "error":
+            raise TraceExhausted(
+                f"epoch {epoch} begins behind the last of the {len(self.trace)} steps "
+                f"of {self.trace.name}, which fill {self.num_epochs} epochs; lengthen "
+                "the trace, train fewer epochs, or choose on_end='hold' or 'cycle'"
+            )
+        return self._first_steps[-1], self._first_steps[-1]
+
+    def _at_end(self) -> bool:
+        ends = self.on_end in ("stop", "error")
+        return ends and self._first_steps[-1] >= len(self.trace)
+
+    def _find_next_epoch(self) -> None:
+        """Appends the first step that does not fit into the epoch under way."""
+        first, length = self._first_steps[-1], len(self.trace)
+        total = int(self._prefix[-1])
+        if self.on_end == "cycle":
+            rounds, row = divmod(first, length)
+            goal = rounds * total + int(self._prefix[row]) + self.capacity
+            rounds, rest = divmod(goal, total)
+            self._first_steps.append(rounds * length + self._last_row_within(rest))
+            return
+        last = int(self._num_minibatches[-1])
+        done = int(self._prefix[min(first, length)]) + max(first - length, 0) * last
+        goal = done + self.capacity
+        if self.on_end == "hold" and goal >= total:
+            self._first_steps.append(length + (goal - total) // last)
+        else:
+            self._first_steps.append(self._last_row_within(goal))
+
+    def _last_row_within(self, goal: int) -> int:
+        return int(np.searchsorted(self._prefix, goal, side="right")) - 1
+
+    def _num_minibatches_between(self, first: int, end: int) -> np.ndarray:
+        rows = np.arange(first, end)
+        if self.on_end == "cycle":
+            rows %= len(self.trace)
+        return self._num_minibatches[np.minimum(rows, len(self.trace) - 1)]
+
+
+def check_positive_integer(name: str, value: object) -> None:
+    """Raises TypeError or ValueError unless ``value`` is an integer above zero."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be >= 1, got {value}")

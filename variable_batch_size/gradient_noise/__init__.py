@@ -1,0 +1,31 @@
+"""Estimates the gradient noise of a training run; the estimators are public."""
+
+from variable_batch_size.gradient_noise.estimators import (
+    average,
+    best,
+    coefficients,
+    efficiency,
+    estimate,
+    estimate_from_differences,
+    gain,
+    no_statistics,
+    noise_scale,
+    overall,
+    unbiased,
+    weight_of,
+)
+
+__all__ = [
+    "average",
+    "best",
+    "coefficients",
+    "efficiency",
+    "estimate",
+    "estimate_from_differences",
+    "gain",
+    "no_statistics",
+    "noise_scale",
+    "overall",
+    "unbiased",
+    "weight_of",
+]

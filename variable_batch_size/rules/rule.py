@@ -1,0 +1,234 @@
+"""How hyperparameters follow the batch size: a registry of pure rules.
+
+A rule is a pair of functions, `Rule.init` and `Rule.update`: from the hyperparameters
+of one parameter group, the step's batch ratio and the rule's state to what the
+optimizer is to use in this update, and the next state. Nothing here needs the wrapper.
+
+The batch ratio kappa is B / ref_batchsize: the step's global batch size over the one
+for which the hyperparameters were tuned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from variable_batch_size.rules import adam as adam_rules
+from variable_batch_size.rules.adam import AdamState
+
+Factor = Callable[[float], float]
+
+# What a rule may look at and change, of a parameter group.
+HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay")
+
+
+class Scaled(NamedTuple):
+    """What one update uses in place of a group's hyperparameters.
+
+    Attributes:
+        effective_lr: What the rule makes of the learning rate: the one to report.
+        lr: The one to hand to the optimizer. It differs from the effective one where
+            the factor is applied to the gradient, and where it carries what torch's
+            bias correction gets wrong.
+        weight_decay: To hand to the optimizer.
+        gradient_factor: Multiplies gradient + weight_decay * weight, or None.
+        betas: To hand to the optimizer, or None: as they are.
+        eps: To hand to the optimizer, or None: as it is.
+    """
+
+    effective_lr: Any
+    lr: Any
+    weight_decay: Any
+    gradient_factor: Any = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What a batch ratio does to the hyperparameters of one update.
+
+    Attributes:
+        name: What it is called in messages and, if registered, in `RULES`.
+        lr_factor: From the batch ratio to what multiplies every learning rate.
+        measured: ``lr_factor`` takes the gain, which is measured from the gradients, in
+            place of the batch ratio: a tensor, where it must not be read.
+        beta: From (beta, batch ratio) to the beta of this update: for Adam alone, whose
+            epsilon is then divided by sqrt(batch ratio) too.
+        momentum_correction: The factor multiplies the gradient, weight decay included,
+            instead of the learning rate. For SGD this puts it inside the momentum
+            buffer, so that a step's contribution keeps the factor of its own batch
+            (Goyal et al. 2017, arXiv:1706.02677, 3, eq. 10).
+        decay_per_sample: Weight decay becomes ``weight_decay * ratio / factor``, so
+            that weights decay by the same amount per sample whatever the rule: for SGD
+            and decoupled weight decay.
+    """
+
+    name: str
+    lr_factor: Factor
+    measured: bool = False
+    beta: adam_rules.Beta | None = None
+    momentum_correction: bool = False
+    decay_per_sample: bool = False
+
+    def __post_init__(self) -> None:
+        if self.beta and (self.measured or self.momentum_correction):
+            raise TypeError(
+                f"rule {self.name!r} changes Adam's betas, so it can be neither "
+                "measured nor take a momentum_correction, which are for SGD"
+            )
+
+    def init(self, num_updates: int = 0) -> AdamState | None:
+        """The state of one parameter group before its first update.
+
+        Args:
+            num_updates: Updates that the inner optimizer has made already, all at
+                batch ratio one.
+        """
+        return None if self.beta is None else AdamState(num_updates)
+
+    def update(
+        self,
+        batch_ratio: Any,
+        hyperparameters: Mapping[str, Any],
+        state: AdamState | None = None,
+        gain: Any = None,
+    ) -> tuple[Scaled, AdamState | None]:
+        """What one update uses, and the next state.
+
+        Args:
+            batch_ratio: kappa.
+            hyperparameters: ``lr`` and those of `HYPERPARAMETERS` the group has.
+            state: What `init` or the last call returned.
+            gain: For a measured rule, between min(1, kappa) and max(1, kappa). Batch
+                ratio, learning rate, weight decay and gain may then be tensors.
+
+        Raises:
+            ValueError: The rule has no meaning at this batch ratio.
+        """
+        factor = self.lr_factor(gain if self.measured else batch_ratio)
+        lr = hyperparameters["lr"]
+        decay = hyperparameters.get("weight_decay", 0.0)
+        if self.decay_per_sample and not _is_zero(decay):
+            decay = decay * (batch_ratio / factor)
+        if self.beta is None:
+            scaled = Scaled(lr * factor, lr * factor, decay)
+            if self.momentum_correction:
+                scaled = scaled._replace(lr=lr, gradient_factor=factor)
+            return scaled, state
+        handed, state = adam_rules.update(
+            self.beta,
+            batch_ratio,
+            lr * factor,
+            hyperparameters["betas"],
+            hyperparameters["eps"],
+            self.init() if state is None else state,
+        )
+        if hyperparameters.get("decoupled_weight_decay"):  # times the lr handed
+            decay *= handed.decay_factor
+        return (
+            Scaled(lr * factor, handed.lr, decay, None, handed.betas, handed.eps),
+            state,
+        )
+
+
+def constant(batch_ratio: float) -> float:
+    """1: the learning rate stays at its reference."""
+    del batch_ratio
+    return 1.0
+
+
+def linear(batch_ratio: float) -> float:
+    """B / ref: the linear scaling rule (Goyal et al. 2017, arXiv:1706.02677, 2.1).
+
+    >>> linear(4.0)
+    4.0
+    """
+    return batch_ratio
+
+
+def root(batch_ratio: float) -> float:
+    """sqrt(B / ref): the square root rule (Krizhevsky 2014, arXiv:1404.5997, 5).
+
+    >>> root(4.0)
+    2.0
+    """
+    return math.sqrt(batch_ratio)
+
+
+def power(alpha: float) -> Rule:
+    """The rule (B / ref) ** alpha: between constant (0) and linear (1).
+
+    >>> power(0.5).lr_factor(4.0)
+    2.0
+
+    Raises:
+        ValueError: ``alpha`` is not finite.
+    """
+    if not math.isfinite(alpha):
+        raise ValueError(f"power: alpha must be a finite number, got {alpha!r}")
+    return Rule(f"power:{alpha:g}", lambda batch_ratio: batch_ratio**alpha)
+
+
+RULES: dict[str, Rule] = {
+    rule.name: rule
+    for rule in (
+        Rule("constant", constant),
+        Rule("linear", linear),
+        Rule("root", root),
+        Rule("linear-momentum", linear, momentum_correction=True),
+        # The gain takes the place of the batch ratio (Johnson et al. 2020,
+        # arXiv:2007.05105, Algorithm 1).
+        Rule("adascale", linear, measured=True),
+        Rule("adam-root", root, beta=adam_rules.sde_beta),
+        Rule("adam-half-life", root, beta=adam_rules.half_life_beta),
+    )
+}
+
+
+def rule_named(rule: str | Rule) -> Rule:
+    """The rule called ``rule``: a key of `RULES`, or ``power:ALPHA``; or ``rule``.
+
+    Raises:
+        ValueError: There is none.
+        TypeError: It is neither a name nor a rule.
+    """
+    if isinstance(rule, Rule):
+        return rule
+    if not isinstance(rule, str):
+        raise TypeError(f"rule must be a name or a Rule, got {rule!r}")
+    name, _, alpha = rule.partition(":")
+    if name == "power" and alpha:
+        try:
+            return power(float(alpha))
+        except ValueError as error:
+            raise ValueError(f"rule={rule!r}: {alpha!r} is no finite number") from error
+    if rule not in RULES:
+        raise ValueError(
+            f"rule={rule!r} is unknown; allowed are {sorted(RULES)} and 'power:ALPHA', "
+            "such as 'power:0.75'"
+        )
+    return RULES[rule]
+
+
+def with_options(
+    rule: str | Rule, momentum_correction: bool, decay_per_sample: bool
+) -> Rule:
+    """The rule with these options, where it does not have them already.
+
+    Raises:
+        TypeError: The rule changes betas, and a momentum correction was asked for.
+    """
+    found = rule_named(rule)
+    return dataclasses.replace(
+        found,
+        momentum_correction=found.momentum_correction or momentum_correction,
+        decay_per_sample=found.decay_per_sample or decay_per_sample,
+    )
+
+
+def _is_zero(number: Any) -> bool:
+    """Whether a Python number is zero; a tensor, which may not be read, never is."""
+    return isinstance(number, (int, float)) and number == 0

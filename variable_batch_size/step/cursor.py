@@ -1,0 +1,114 @@
+"""Where a replica stands in an epoch's plan."""
+
+from __future__ import annotations
+
+from variable_batch_size.data.schedule import EpochPlan
+from xla_replica import ReplicaError
+
+
+class Position:
+    """Counts minibatches into steps and steps into an epoch, for one replica.
+
+    Args:
+        plan: The epoch's plan.
+        rank: The replica.
+        announced: Whether the user began the epoch with ``set_epoch``, which is where
+            replicas join the steps at its beginning in which they are idle.
+
+    Attributes:
+        step: Step under way, from 0 within the epoch; those of a run that is resumed
+            count too.
+        substep: Minibatches this replica has accumulated in it.
+        announced: See the argument; also true once the first minibatch has passed.
+        begun: Whether it has run a minibatch of this epoch.
+    """
+
+    def __init__(self, plan: EpochPlan, rank: int, announced: bool) -> None:
+        self.plan = plan
+        self.step = plan.start_step
+        self.substep = 0
+        self.begun = False
+        self._rank = rank
+        self.announced = announced
+        self._num_substeps = plan.num_substeps(rank)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last step of the epoch is done."""
+        return self.step >= self.plan.num_steps
+
+    @property
+    def idle(self) -> bool:
+        """Whether this replica has no minibatch in the step under way."""
+        return not self.ended and bool(self._num_substeps[self.step] == 0)
+
+    @property
+    def num_minibatches(self) -> int:
+        """Minibatches of the step under way, over all replicas; 0 at the end."""
+        return 0 if self.ended else int(self.plan.num_minibatches[self.step])
+
+    @property
+    def batch_size(self) -> int:
+        """Global batch size of the step under way, in samples; 0 at the end."""
+        return self.num_minibatches * self.plan.minibatch_size
+
+    def count_minibatch(self) -> bool:
+        """Counts one; returns whether it was this replica's last of the step."""
+        self.begun = True
+        self.substep += 1
+        return bool(self.substep == self._num_substeps[self.step])
+
+    def next_step(self) -> None:
+        """Moves behind the step under way."""
+        self.step += 1
+        self.substep = 0
+
+    def follow(self, plan: EpochPlan) -> Position:
+        """The position of the next minibatch, whose sampler is at ``plan``.
+
+        Returns:
+            This one, or the beginning of the sampler's epoch when this one has ended.
+
+        Raises:
+            ValueError: Sampler and optimizer are at different epochs, or there is no
+                such step.
+            ReplicaError: The epoch begins with idle replicas and was not announced.
+        """
+        position = self
+        if (plan.epoch, plan.start_step) != (self.plan.epoch, self.plan.start_step):
+            if not self.ended and (self.announced or self.begun):
+                raise ValueError(
+                    f"the optimizer is at step {self.step} of epoch {self.plan.epoch} "
+                    f"and the sampler at epoch {plan.epoch}: call set_epoch on both "
+                    "before every epoch, and restore both (the optimizer's "
+                    "load_state_dict does) before the first"
+                )
+            position = Position(plan, self._rank, announced=False)
+        if position.ended:
+            raise ValueError(
+                f"step() after the last of the {plan.num_steps} steps of epoch "
+                f"{plan.epoch}: call set_epoch({plan.epoch + 1}) on sampler and "
+                "optimizer, and step() once per minibatch of the sampler"
+            )
+        position._check_first_step()
+        if position.idle:
+            raise ReplicaError(
+                f"replica {self._rank} is idle in step {position.step} of epoch "
+                f"{plan.epoch} and has not joined it, because an earlier update or "
+                "callback raised an exception: go on from a checkpoint",
+                self._rank,
+            )
+        return position
+
+    def _check_first_step(self) -> None:
+        plan = self.plan
+        first = plan.num_minibatches[plan.start_step]
+        if not self.announced and first < plan.num_replicas:
+            raise ReplicaError(
+                f"epoch {plan.epoch} begins with a step of {first} "
+                f"minibatches on {plan.num_replicas} replicas: call "
+                f"optimizer.set_epoch({plan.epoch}) before iterating, where idle "
+                "replicas join that step before their first forward pass",
+                self._rank,
+            )
+        self.announced = True

@@ -1,0 +1,77 @@
+"""Counts of what must not happen in a training step: compilations and transfers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator
+
+from xla_replica.backends.replica import Replica
+
+
+@dataclasses.dataclass
+class Counts:
+    """What the process did between two moments; filled in when `count` ends.
+
+    All counts are of the whole process: with emulated replicas, of all of them.
+    Eager backends have no graphs to compile and are not counted: zeros.
+
+    Attributes:
+        compilations: Graphs compiled.
+        transfers: Device-to-host transfers, each of one or more tensors.
+        fallbacks: Operations that fell back to the host, by name, with their number.
+    """
+
+    compilations: int = 0
+    transfers: int = 0
+    fallbacks: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+def snapshot() -> Counts:
+    """The counts since the process started."""
+    if "torch_xla" not in sys.modules:
+        return Counts()
+    import torch_xla.debug.metrics as metrics
+
+    def samples(name: str) -> int:
+        data = metrics.metric_data(name)  # None before the first sample
+        return int(data[0]) if data else 0
+
+    fallbacks = {
+        name: int(metrics.counter_value(name))
+        for name in metrics.counter_names()
+        if name.startswith("aten::")
+    }
+    return Counts(samples("CompileTime"), samples("TransferFromDeviceTime"), fallbacks)
+
+
+@contextlib.contextmanager
+def count(replica: Replica | None = None) -> Iterator[Counts]:
+    """Counts compilations and device-to-host transfers of the block.
+
+    Args:
+        replica: Give it, on every replica, where replicas share a process: barriers
+            then keep what peers do before and after the block out of the counts.
+
+    >>> with count() as counts:
+    ...     pass  # training steps
+    >>> counts.compilations, counts.transfers
+    (0, 0)
+    """
+    barrier = replica.barrier if replica is not None else lambda: None
+    counts = Counts()
+    barrier()  # nobody is still in what came before
+    before = snapshot()
+    barrier()  # nobody begins before all have looked
+    yield counts
+    barrier()
+    after = snapshot()
+    barrier()
+    counts.compilations = after.compilations - before.compilations
+    counts.transfers = after.transfers - before.transfers
+    counts.fallbacks = {
+        name: number - before.fallbacks.get(name, 0)
+        for name, number in after.fallbacks.items()
+        if number > before.fallbacks.get(name, 0)
+    }

@@ -1,0 +1,239 @@
+"""What a replica is: a rank, a count, a device and a few verbs.
+
+Everything above this package is written against `Replica`. A backend is one subclass
+in one file (`xla`, `distributed`); one replica is a value, `LocalReplica`, not a
+special case. No verb takes a ``scale``: torch_xla ignores it at one replica and
+compiles a new graph for every value otherwise, so callers divide by a tensor instead.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from xla_replica.common.trees import map_tensors, tensors_in
+from xla_replica.device.loader import DeviceLoader
+from xla_replica.device.seeding import seeded
+
+
+class Replica(abc.ABC):
+    """One data-parallel copy of a training job.
+
+    Attributes:
+        rank: This replica's number, ``0 <= rank < num_replicas``.
+        num_replicas: How many replicas sum their gradients together.
+        device: Where this replica computes.
+        reason: Why `current` chose this backend, for people.
+    """
+
+    def __init__(
+        self, rank: int, num_replicas: int, device: torch.device, reason: str
+    ) -> None:
+        self.rank = rank
+        self.num_replicas = num_replicas
+        self.device = device
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return (
+            f"replica {self.rank} of {self.num_replicas} on {self.device} "
+            f"({self.reason})"
+        )
+
+    @property
+    def is_primary(self) -> bool:
+        """True on the one replica that logs and writes files."""
+        return self.rank == 0
+
+    @property
+    def compiles(self) -> bool:
+        """True where programs are compiled with the Python numbers in them.
+
+        A number that changes from step to step must then enter as a tensor, see
+        `scalar`; elsewhere a Python number is as good and often faster.
+        """
+        return self.device.type in ("xla", "tpu")
+
+    @abc.abstractmethod
+    def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replaces each tensor by its sum over all replicas, in place.
+
+        Every replica must bring tensors of the same shapes and dtypes in the same
+        order. Any float or integer dtype; on a lazy backend the sum runs at the next
+        `sync`.
+        """
+
+    @abc.abstractmethod
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns ``(num_replicas, *tensor.shape)``: every replica's tensor."""
+
+    @abc.abstractmethod
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Deals the parts of a tensor to the replicas: an all-to-all.
+
+        Args:
+            tensor: ``(num_replicas, ...)``; ``tensor[r]`` is for replica r.
+
+        Returns:
+            The same shape; ``[r]`` is what replica r had for this one.
+        """
+
+    @abc.abstractmethod
+    def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+        """Replaces each tensor by that of replica ``source``, in place."""
+
+    @abc.abstractmethod
+    def barrier(self) -> None:
+        """Returns once every replica has called it and its device is idle."""
+
+    def sync(self) -> None:  # noqa: B027 (nothing to do is right where nothing is lazy)
+        """Cuts the pending lazy graph here and starts it; nothing where none is."""
+
+    def wait(self) -> None:
+        """Cuts the pending graph and blocks until this replica's device is idle."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def scalar(self, value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A changing number as device data: shape ``(1,)`` on this replica's device.
+
+        One dimension, not zero: a lazy backend bakes a Python number or a 0-d tensor
+        into the graph when it is 0, 1 or -1 or happens to equal another one.
+        """
+        return torch.tensor([value], dtype=dtype).to(self.device)
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies tensors to the host, in one transfer where the backend can.
+
+        Blocks until they are computed. The only verb that reads a device back, but
+        for `to_host`, which calls it.
+        """
+        return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+
+    def to_host(self, state: Any) -> Any:
+        """``state`` with every tensor in it on the CPU, as one `fetch` gives them.
+
+        Such as a `state_dict`: tensors may sit in tuples, lists and dicts, which keep
+        their kind; everything else stays as it is.
+        """
+        on_cpu = iter(self.fetch(tensors_in(state)))
+        return map_tensors(state, lambda _: next(on_cpu))
+
+    def send(self, batch: Any) -> Any:
+        """``batch`` with every tensor in it on this replica's device.
+
+        Tensors may sit in tuples, lists and dicts; everything else stays as it is.
+        """
+        return map_tensors(batch, lambda t: t.to(self.device, non_blocking=True))
+
+    def loader(self, batches: Iterable[Any], prefetch: int = 2) -> Iterable[Any]:
+        """``batches`` as `send` moves them, ``prefetch`` ahead of the training loop.
+
+        An exception in the dataset is raised in the training loop, at its place. On a
+        CPU, where nothing has to be moved, batches come through as they are.
+        """
+        if self.device.type == "cpu":
+            return batches
+        return DeviceLoader(batches, self.send, prefetch)
+
+    def seed(self, seed: int) -> None:
+        """Seeds random numbers drawn on the device, differently on every replica.
+
+        Dropout masks then differ between replicas, as the samples do.
+        """
+        torch.manual_seed(seed + self.rank)
+
+    def rng_state(self) -> torch.Tensor:
+        """State of the random numbers that this replica draws on its device.
+
+        1-D uint8 on the CPU, of a length that depends on the kind of device. Every
+        replica calls it, since a lazy graph is cut: the state moves with every cut.
+        """
+        if self.device.type == "cpu":
+            return torch.get_rng_state()
+        return torch.get_device_module(self.device).get_rng_state(self.device).cpu()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Puts back what `rng_state` returned on a device of this kind."""
+        state = state.cpu()
+        if self.device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            module = torch.get_device_module(self.device)
+            module.set_rng_state(state, self.device)
+
+    @contextlib.contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        """Random numbers drawn on the CPU inside are the same on every replica.
+
+        Build the model in here, then move it to `device`. The CPU generator is put
+        back afterwards. Emulated replicas are threads that share one generator, so
+        they enter one at a time.
+        """
+        with seeded(seed):
+            yield
+
+
+class LocalReplica(Replica):
+    """The only replica of its job: sums are what they were.
+
+    Args:
+        device: Defaults to the accelerator if there is one, else the CPU.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | None = None,
+        reason: str = "no other replica",
+    ) -> None:
+        chosen = default_device() if device is None else torch.device(device)
+        super().__init__(0, 1, chosen, reason)
+
+    def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
+        del tensors  # one replica's sum is its own tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone().unsqueeze(0)
+
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        check_parts(tensor, self.num_replicas)
+        return tensor.detach().clone()
+
+    def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+        del tensors
+        check_source(source, self.num_replicas)
+
+    def barrier(self) -> None:
+        self.wait()
+
+
+def default_device() -> torch.device:
+    """The accelerator torch sees (a CUDA GPU, a TPU under TorchTPU), else the CPU."""
+    # A CUDA build without a GPU names "cuda" as its accelerator: ask if it is there.
+    if torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None:
+            return accelerator
+    return torch.device("cpu")
+
+
+def check_source(source: int, num_replicas: int) -> None:
+    """Raises ValueError unless ``source`` is the rank of a replica."""
+    if not 0 <= source < num_replicas:
+        raise ValueError(
+            f"broadcast_: source={source} is no replica; allowed are 0 to "
+            f"{num_replicas - 1}"
+        )
+
+
+def check_parts(tensor: torch.Tensor, num_replicas: int) -> None:
+    """Raises ValueError unless there is one part for every replica."""
+    if tensor.dim() == 0 or len(tensor) != num_replicas:
+        raise ValueError(
+            f"all_to_all: a tensor of shape {tuple(tensor.shape)} has no part for each "
+            f"of {num_replicas} replicas; its first dimension must be {num_replicas}"
+        )

@@ -1,0 +1,129 @@
+"""The torch_xla backend: TPUs through PJRT, on one host or many, and XLA:CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from xla_replica.backends.replica import Replica, check_parts, check_source
+from xla_replica.common.trees import map_tensors
+
+
+class XlaReplica(Replica):
+    """The calling thread's torch_xla device as a replica.
+
+    Build it inside a replica (after ``launch``), never before: torch_xla caches the
+    number of replicas at the first question for the whole process.
+    """
+
+    def __init__(self, reason: str) -> None:
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+        import torch_xla.runtime as xr
+
+        self._torch_xla, self._xm = torch_xla, xm
+        self._on_cpu = xr.device_type() == "CPU"
+        super().__init__(
+            xr.global_ordinal(), xr.world_size(), torch_xla.device(), reason
+        )
+
+    def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
+        if not tensors or self.num_replicas == 1:
+            return
+        narrow = [t for t in tensors if t.dtype == torch.bfloat16 and self._on_cpu]
+        wide = [tensor.float() for tensor in narrow]  # XLA:CPU cannot sum bfloat16
+        kept = [t for t in tensors if not any(t is other for other in narrow)]
+        # The list form reduces in place, all tensors in one collective.
+        self._xm.all_reduce(self._xm.REDUCE_SUM, [*kept, *wide])
+        for tensor, value in zip(narrow, wide):
+            tensor.copy_(value)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        value = tensor.detach().unsqueeze(0)
+        if self.num_replicas == 1:
+            return value.clone()
+        if tensor.dtype == torch.bfloat16 and self._on_cpu:
+            return self.all_gather(tensor.float()).to(torch.bfloat16)
+        # Pinned layouts make torch_xla pad with the replica's own ordinal: a
+        # different graph on every replica, which hangs.
+        return self._xm.all_gather(value, dim=0, pin_layout=False)
+
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        check_parts(tensor, self.num_replicas)
+        if self.num_replicas == 1:
+            return tensor.detach().clone()
+        if tensor.dtype == torch.bfloat16 and self._on_cpu:
+            return self.all_to_all(tensor.float()).to(torch.bfloat16)
+        return self._xm.all_to_all(tensor.detach(), 0, 0, self.num_replicas)
+
+    def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+        check_source(source, self.num_replicas)
+        if not tensors or self.num_replicas == 1:
+            return
+        # Selected, not multiplied: a NaN outside the source must not survive.
+        is_source = self.scalar(self.rank == source, torch.bool).reshape(())
+        with torch.no_grad():
+            chosen = [_select(is_source, tensor) for tensor in tensors]
+            self.all_reduce_(chosen)
+            for tensor, value in zip(tensors, chosen):
+                tensor.copy_(value)
+
+    def barrier(self) -> None:
+        self.all_reduce_([self.scalar(1.0)])
+        self.wait()
+
+    def sync(self) -> None:
+        self._torch_xla.sync()
+
+    def wait(self) -> None:
+        # sync(wait=True) returns before the execution ends.
+        self._torch_xla.sync()
+        self._xm.wait_device_ops([str(self._xm._xla_real_device(self.device))])
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if not tensors:
+            return []
+        # Syncing first keeps the pending work in the one graph every step runs.
+        self.sync()
+        return self._torch_xla._XLAC._xla_get_cpu_tensors(
+            [tensor.detach() for tensor in tensors]
+        )
+
+    def send(self, batch: Any) -> Any:
+        # Not tensor.to(): in the loader's thread its unfinished copy would be one of
+        # the live tensors that the training loop syncs, and so change the graph.
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device.type != "cpu":
+                return tensor.to(self.device)
+            return self._xm.send_cpu_data_to_device([tensor], self.device)[0]
+
+        return map_tensors(batch, move)
+
+    def seed(self, seed: int) -> None:
+        self._torch_xla.manual_seed(seed + self.rank, device=self.device)
+
+    def rng_state(self) -> torch.Tensor:
+        # Cut first: between cuts the state is that of the unfinished graph.
+        self.sync()
+        state = self._xm.get_rng_state(str(self.device))
+        return torch.tensor(list(state.to_bytes(8, "little")), dtype=torch.uint8)
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        if state.dtype != torch.uint8 or state.shape != (8,):
+            raise ValueError(
+                f"set_rng_state: a state of {state.dtype} and shape "
+                f"{tuple(state.shape)} is not that of a torch_xla device, 8 bytes"
+            )
+        self.sync()
+        number = int.from_bytes(bytes(state.tolist()), "little")
+        self._xm.set_rng_state(number, str(self.device))
+
+
+def _select(is_source: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` on the source and zeros elsewhere, in a dtype that can be summed."""
+    value = tensor.detach()
+    if value.dtype == torch.bool:
+        value = value.to(torch.uint8)
+    return torch.where(is_source, value, torch.zeros_like(value))

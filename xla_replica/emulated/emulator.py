@@ -1,0 +1,300 @@
+"""N data-parallel replicas on XLA:CPU, one thread each, with real collectives.
+
+Upstream calls collectives on XLA:CPU unsupported, and a plain `torch_xla.launch` with
+CPU_NUM_DEVICES=N dies at the first one. Five separate things must be put right
+(measured with torch_xla 2.9.0; docs/architecture.md has the ablation):
+
+1. A collective meets its partners by the id of the compiled program, so replicas must
+   share one: a process-wide lock stands around every place where a graph may compile.
+   The first replica compiles, the others hit the cache.
+2. A waiting collective blocks a thread of torch_xla's pool: the pool is made larger.
+3. The lock's holder must not wait for its own earlier execution, which may wait for a
+   peer that wants the lock: each replica waits for its device outside the lock.
+4. Dropping a donated buffer waits for the execution that uses it with the GIL held:
+   donation is switched off.
+5. A sync on a device without any live tensor waits for device 0: each replica keeps
+   one tensor alive.
+
+Besides, replicas meet in Python before every graph with a collective (`meeting`), so
+that a replica that differs, hangs or leaves is an error and not an abort; gathers are
+unpinned; and a fetch whose graph still holds a collective syncs first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.utils.data
+from torch.overrides import TorchFunctionMode
+
+from xla_replica.backends import counters
+from xla_replica.device.seeding import in_turn
+from xla_replica.emulated.rendezvous import Collective, Meeting
+from xla_replica.errors import ReplicaError
+
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "collective_permute",
+)
+
+_OWN_FOLDER = os.path.dirname(os.path.abspath(__file__))
+
+
+def environment(num_replicas: int) -> dict[str, str]:
+    """Variables that must be set before torch_xla is imported in the child."""
+    return {
+        "PJRT_DEVICE": "CPU",
+        "CPU_NUM_DEVICES": str(num_replicas),
+        "XLA_THREAD_POOL_SIZE": str(max(2 * num_replicas, 8)),  # cure 2
+        "XLA_ENABLE_PARAM_ALIASING": "0",  # cure 4
+        "OMP_NUM_THREADS": "1",  # N replicas already fill the cores
+    }
+
+
+class Emulator:
+    """Patches torch_xla in a process that `environment` has prepared.
+
+    Args:
+        num_replicas: Replica threads of this process.
+        timeout: Seconds a replica may be late at a collective.
+        report: Called as ``report(rank, text)`` when a replica's situation changes.
+    """
+
+    def __init__(
+        self, num_replicas: int, timeout: float, report: Callable[[int, str], None]
+    ) -> None:
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+        import torch_xla.runtime as xr
+
+        self.meeting = Meeting(num_replicas, timeout)
+        self._report = report
+        self._torch_xla, self._xm, self._xr = torch_xla, xm, xr
+        self._c = torch_xla._XLAC
+        self._compiling = threading.Lock()
+        self._pending: list[list[Collective]] = [[] for _ in range(num_replicas)]
+        self._alive: list[torch.Tensor] = []
+
+    def install(self) -> None:
+        """Replaces the entry points where graphs compile and collectives are traced."""
+        for name in COLLECTIVES:
+            setattr(self._xm, name, self._announced(name, getattr(self._xm, name)))
+        for name in ("_xla_step_marker", "_xla_sync_multi", "_xla_sync_live_tensors"):
+            setattr(self._c, name, self._guarded(getattr(self._c, name)))
+        # An epoch of any DataLoader begins with a draw from the generator they share.
+        loading = torch.utils.data.dataloader._BaseDataLoaderIter
+        loading.__init__ = in_turn(loading.__init__)
+
+    @contextlib.contextmanager
+    def replica(self) -> Iterator[int]:
+        """Makes the calling thread, whose device is set, a replica; gives its rank."""
+        rank = self._xr.global_ordinal()
+        self.meeting.enter(rank)
+        self._alive.append(torch.zeros(1).to(self._torch_xla.device()))  # cure 5
+        with _FetchGuard(self, rank):
+            yield rank
+            self._torch_xla.sync()
+        self._report(rank, "returned")
+        self.meeting.leave(rank)
+        self.meeting.wait_for_all_to_leave()
+
+    def has_pending(self, rank: int) -> bool:
+        """Whether replica ``rank`` has traced a collective that has not run."""
+        return bool(self._pending[rank])
+
+    def settle(self) -> None:
+        """Runs what the calling replica has pending."""
+        # Not the raw step marker: only sync resets the chain of all-reduce tokens,
+        # without which every call would be a new graph.
+        self._torch_xla.sync()
+
+    def _announced(self, name: str, traced: Callable[..., Any]) -> Callable[..., Any]:
+        """``traced``, a collective of xla_model, noted among the pending ones."""
+
+        @functools.wraps(traced)
+        def announce(*args: Any, **kwargs: Any) -> Any:
+            if name == "all_gather":
+                kwargs["pin_layout"] = False  # pinned, every replica traces another
+                args = args[:4]
+            collective = Collective(_call(name, args, kwargs), _place())
+            rank = self._xr.global_ordinal()
+            self._pending[rank].append(collective)
+            self._report(rank, f"computing, with {collective} to be run")
+            return traced(*args, **kwargs)
+
+        return announce
+
+    def _guarded(self, compile_and_start: Callable[..., Any]) -> Callable[..., Any]:
+        """``compile_and_start`` under the lock, at a meeting, between waits."""
+
+        @functools.wraps(compile_and_start)
+        def guard(*args: Any, **kwargs: Any) -> None:
+            kwargs.pop("wait", None)  # we wait ourselves, outside the lock
+            rank = self._xr.global_ordinal()
+            collectives, self._pending[rank] = self._pending[rank], []
+            self._wait(rank)  # cure 3
+            meeting = None
+            if collectives:
+                self._report(rank, f"waiting for its peers in {collectives[0]}")
+                meeting = self.meeting.meet(rank, collectives)
+                self._report(rank, f"running the graph with {collectives[0]}")
+            with self._compiling:  # cure 1
+                before = counters.snapshot().compilations if meeting else 0
+                compile_and_start(*args, **kwargs, wait=False)
+                if meeting:
+                    compiled = counters.snapshot().compilations > before
+                    self._check_same_program(rank, meeting, compiled, collectives)
+            self._wait(rank)  # cure 4: nothing is dropped while it runs
+            if collectives:
+                self._report(rank, f"past {collectives[0]}")
+
+        return guard
+
+    def _check_same_program(
+        self, rank: int, meeting: Any, compiled: bool, collectives: Sequence[Collective]
+    ) -> None:
+        """Raises if this replica compiled what its peers have already dispatched."""
+        if compiled and meeting.num_dispatched:
+            raise ReplicaError(
+                f"replica {rank} compiled another program than its peers for the graph "
+                f"with {collectives[0]}, and on a TPU would hang. A Python number, a "
+                "shape or a pending tensor differs between replicas: bring numbers "
+                "that differ to the device with Replica.scalar, and call "
+                "Replica.sync() before the collective",
+                rank,
+            )
+        meeting.num_dispatched += 1
+
+    def _wait(self, rank: int) -> None:
+        self._c._xla_wait_device_ops(devices=[f"CPU:{rank}"])
+
+
+_TENSOR = torch.Tensor
+_FETCHES = {
+    getattr(owner, name)
+    for owner in (torch.Tensor, torch)
+    for name in (
+        "item",
+        "cpu",
+        "tolist",
+        "numpy",
+        "__array__",
+        "__bool__",
+        "__float__",
+        "__int__",
+        "__index__",
+        "__contains__",
+        "__repr__",
+        "__format__",
+        "__deepcopy__",
+        "__reduce_ex__",
+        "allclose",
+        "argwhere",
+        "bincount",
+        "equal",
+        "is_nonzero",
+        "masked_select",
+        "nonzero",
+        "repeat_interleave",
+        "unique",
+        "unique_consecutive",
+    )
+    if callable(getattr(owner, name, None))
+    and (owner is torch.Tensor or name[0] != "_")
+}
+_MAY_FETCH = {
+    _TENSOR.copy_,
+    _TENSOR.to,
+    _TENSOR.__getitem__,
+    _TENSOR.__setitem__,
+    _TENSOR.where,
+    torch.where,
+}
+
+
+class _FetchGuard(TorchFunctionMode):
+    """Syncs before any call that may read the device back.
+
+    Such a call compiles and runs a graph of its own, past the lock and the meeting. It
+    costs nothing where no collective is pending. It does not see what autograd's own
+    threads call: a hook that sums must not fetch.
+    """
+
+    def __init__(self, emulator: Emulator, rank: int) -> None:
+        super().__init__()
+        self._emulator = emulator
+        self._rank = rank
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        del types
+        kwargs = kwargs or {}
+        if (func in _FETCHES or func in _MAY_FETCH) and (
+            self._emulator.has_pending(self._rank) and _fetches(func, args, kwargs)
+        ):
+            self._emulator.settle()
+        return func(*args, **kwargs)
+
+
+def _fetches(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether this call, of one of `_FETCHES` or `_MAY_FETCH`, reads the device."""
+    if func in _FETCHES:
+        return any(_on_xla(value) for value in args)
+    if func is _TENSOR.to:
+        target = kwargs.get("device", args[1] if len(args) > 1 else None)
+        if isinstance(target, torch.Tensor):
+            target = target.device
+        is_device = isinstance(target, (str, torch.device))
+        return _on_xla(args[0]) and is_device and torch.device(target).type == "cpu"
+    if func in (torch.where, _TENSOR.where):
+        return len(args) + len(kwargs) == 1  # the positions of the true elements
+    if func is _TENSOR.__getitem__:
+        return _on_xla(args[0]) and _has_tensor(args[1])
+    # copy_ and item assignment, into a tensor on the host
+    return not _on_xla(args[0]) or (
+        func is _TENSOR.__setitem__ and _has_tensor(args[1])
+    )
+
+
+def _has_tensor(index: Any) -> bool:
+    indices = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(one, torch.Tensor) for one in indices)
+
+
+def _on_xla(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "xla"
+
+
+def _call(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """Name, reduction, dtypes and shapes of a collective, equal on all replicas."""
+    described = []
+    for value in [*args, *kwargs.values()]:
+        tensors = value if isinstance(value, (list, tuple)) else [value]
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                shape = ",".join(str(size) for size in tensor.shape)
+                described.append(f"{dtype}[{shape}]")
+    if args and isinstance(args[0], str):
+        described.insert(0, args[0])
+    return f"{name}({', '.join(described)})"
+
+
+def _place() -> str:
+    """File and line of the innermost caller outside this package and torch_xla."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if _OWN_FOLDER not in path and f"{os.sep}torch_xla{os.sep}" not in path:
+            return f"{os.path.basename(path)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "unknown"
