@@ -4,41 +4,19 @@ from pathlib import Path
 
 from setuptools import setup
 
-PACKAGES = [
+ROOT = Path(__file__).resolve().parent
+NAMES = [
     "grab_xla",
-    "grab_xla.balancers",
-    "grab_xla.balancing",
-    "grab_xla.contrib",
-    "grab_xla.epoch",
-    "grab_xla.herding",
-    "grab_xla.projection",
     "per_sample_grad",
-    "per_sample_grad.engine",
-    "per_sample_grad.factors",
-    "per_sample_grad.layers",
-    "per_sample_grad.pool",
     "rigl_xla",
-    "rigl_xla.contrib",
-    "rigl_xla.layers",
-    "rigl_xla.report",
-    "rigl_xla.semi_structured",
-    "rigl_xla.state",
-    "rigl_xla.topology",
-    "rigl_xla.update",
     "variable_batch_size",
-    "variable_batch_size.checkpoint",
-    "variable_batch_size.data",
-    "variable_batch_size.gradient_noise",
-    "variable_batch_size.rules",
-    "variable_batch_size.step",
-    "variable_batch_size.traces",
     "xla_replica",
-    "xla_replica.backends",
-    "xla_replica.common",
-    "xla_replica.device",
-    "xla_replica.emulated",
-    "xla_replica.starting",
 ]
+PACKAGES = sorted(
+    ".".join(path.parent.relative_to(ROOT).parts)
+    for name in NAMES
+    for path in (ROOT / name).rglob("__init__.py")
+)
 
 setup(
     name="elastic-xla",
@@ -53,7 +31,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=PACKAGES,
-    package_data={package: ["py.typed"] for package in PACKAGES if "." not in package},
+    package_data={package: ["py.typed"] for package in NAMES},
     # torch is pinned in the xla extra only: torch_xla needs exactly 2.9, its successor
     # torch_tpu needs 2.11 or newer, and everybody else wants their own.
     install_requires=["torch", "numpy", "pandas", "tensorboardX", "tqdm"],

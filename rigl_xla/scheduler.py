@@ -426,7 +426,7 @@ class RigLScheduler(RigLTorchNames):
             begin: Whether what was collected so far is of no more use.
         """
         if begin:
-            compiles = self.replica.compiles
+            compiles = self.replica.is_lazy
             begin_(self._layers, self._method, self.schedule, self.step, compiles)
         self._collects = collects(self._method, self.schedule, self.step + 1)
 

@@ -178,9 +178,7 @@ def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | No
     """One replica's run: test accuracy in per cent and, on the master, the history."""
     replica = xla_replica.current()  # elastic
     # In its own process; what torch_xla imports has set up logging before.
-    logging.basicConfig(
-        level=logging.INFO, format="%(message)s", force=replica.compiles
-    )
+    logging.basicConfig(level=logging.INFO, format="%(message)s", force=replica.is_lazy)
     data = handwritten_digits.load(args.dataset, args.data_dir)
     with replica.seeded(args.seed):  # elastic: the same weights on every replica
         model = ConvNet(data.train_images.shape[-1])

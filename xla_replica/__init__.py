@@ -11,6 +11,7 @@ from xla_replica.device.gradients import grad
 from xla_replica.device.loader import DeviceLoader
 from xla_replica.device.precision import full_matmul_precision
 from xla_replica.device.seeding import seeded
+from xla_replica.device.traits import DeviceTraits, register_device, traits
 from xla_replica.errors import ReplicaError, Stopped
 from xla_replica.starting.launcher import DEVICES, default_num_replicas, launch
 from xla_replica.stopping import (
@@ -25,6 +26,7 @@ __all__ = [
     "DEVICES",
     "Counts",
     "DeviceLoader",
+    "DeviceTraits",
     "LocalReplica",
     "Replica",
     "ReplicaError",
@@ -38,7 +40,9 @@ __all__ = [
     "grad",
     "launch",
     "leave_signals_to_parent",
+    "register_device",
     "request_stop",
     "seeded",
     "stop_requested",
+    "traits",
 ]

@@ -74,7 +74,7 @@ def train_all(rank: int, task: Task, args: argparse.Namespace) -> list[Row] | No
             f"{replica.num_replicas}"
         )
     splits = task.load()
-    if args.check_gradients or (args.check_gradients is None and replica.compiles):
+    if args.check_gradients or (args.check_gradients is None and replica.is_lazy):
         with replica.seeded(args.seed):
             model = task.build_model()
         few = splits.train[: min(8, args.batch_size)]

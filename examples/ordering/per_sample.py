@@ -115,7 +115,7 @@ def loop(model: nn.Module) -> Form:
 
 def form_for(model: nn.Module, replica: Replica) -> Form:
     """The form that can be relied on where this replica computes."""
-    return expanded(model) if replica.compiles else functional(model)
+    return expanded(model) if replica.is_lazy else functional(model)
 
 
 def relative_errors(found: Tensors, expected: Tensors) -> dict[str, float]:

@@ -45,7 +45,7 @@ import variable_batch_size as vbs  # noqa: E402
 import xla_replica  # noqa: E402
 from examples.common.image_models import image_model  # noqa: E402
 from examples.common.run_display import Display  # noqa: E402
-from examples.sparse import (
+from examples.sparse import (  # noqa: E402
     imagenet_data,
     sparse_training,
 )

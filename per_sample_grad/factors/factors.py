@@ -10,7 +10,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from per_sample_grad.factors import algebra, forms, products, sketch
+from per_sample_grad.factors import algebra, forms, products
 from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.factors.plan import (
     QUANTITIES,
@@ -21,6 +21,7 @@ from per_sample_grad.factors.plan import (
     choose,
     samples_of_gradients,
 )
+from per_sample_grad.factors.sketch import sketch
 from xla_replica import full_matmul_precision
 
 _P = ParamSpec("_P")

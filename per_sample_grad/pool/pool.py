@@ -130,7 +130,7 @@ def score_pool(
             autocast=autocast,
             device=replica.device.type,
             cut=replica.sync,
-            compiles=replica.compiles,
+            compiles=replica.is_lazy,
             options=options,
         )
         for one in models

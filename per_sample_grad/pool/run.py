@@ -103,7 +103,7 @@ class Run:
             # All the replicas', about; exact at the end.
             done = self.source.block_size * self.replica.num_replicas
             bar.update(min(done, self.parts.count - bar.n))
-        if not self.replica.compiles:  # elsewhere a list is one transfer as it is
+        if not self.replica.is_lazy:  # elsewhere a list is one transfer as it is
             found = [torch.cat(found)]
         return torch.cat(self.replica.fetch(found))[:count].numpy()
 

@@ -9,8 +9,8 @@ from support.per_sample_cases import CASES
 from torch import nn
 
 import per_sample_grad as psg
-from per_sample_grad.factors import sketch
 from per_sample_grad.factors.forms import Dense
+from per_sample_grad.factors.sketch import sketch
 
 SIZE = 11
 

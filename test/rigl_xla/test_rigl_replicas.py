@@ -230,7 +230,7 @@ def counted_run(rank: int, kind: str):
     model = convnet().double().to(replica.device)
     optimizer = sgd(model)
     if kind == "adam":  # whose count of steps must not be a number in the program
-        compiles = replica.compiles
+        compiles = replica.is_lazy
         optimizer = torch.optim.Adam(model.parameters(), 0.01, capturable=compiles)
     pruner = pruned(model, optimizer, **{**COUNTED[kind], "delta": 10, "T_end": 102})
     counts, masks = [], []

@@ -19,7 +19,7 @@ class FakeReplica(LocalReplica):
         super().__init__("cpu")
         self.rank, self.num_replicas = rank, num_replicas
 
-    def sum_(self, tensors) -> None:
+    def all_reduce_(self, tensors) -> None:
         for tensor in tensors:
             tensor.mul_(self.num_replicas)
 

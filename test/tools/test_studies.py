@@ -21,7 +21,7 @@ PNG = b"\x89PNG"
 def run(tool: str, folder: Path, *options: str) -> dict[str, Any]:
     """What the tool saved; what it drew must be an image."""
     image, output = folder / "made" / "image.png", folder / "made" / "output.json"
-    command = [sys.executable, str(ROOT / "tools" / tool), *options]
+    command = [sys.executable, str(ROOT / "tools" / "studies" / tool), *options]
     finished = subprocess.run(
         [*command, "--image", str(image), "--output", str(output)],
         cwd=folder,
@@ -69,7 +69,6 @@ def test_gradients_and_minimum_of_the_problems(monkeypatch):
     """Against autograd; and no step from the minimum leads further down."""
     import torch
 
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
     from tools.studies import convex_problems
 
     for name in ("breast_cancer", "diabetes"):
@@ -103,7 +102,7 @@ def test_gradients_and_minimum_of_the_problems(monkeypatch):
 
 @pytest.mark.parametrize("tool", ["herding_study.py", "convex_study.py"])
 def test_the_help_teaches(tool):
-    command = [sys.executable, str(ROOT / "tools" / tool), "--help"]
+    command = [sys.executable, str(ROOT / "tools" / "studies" / tool), "--help"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     shown = subprocess.run(
         command, capture_output=True, text=True, env=environment, check=True

@@ -48,6 +48,13 @@ def every_verb(rank: int) -> dict[str, object]:
     with replica.seeded(3):
         seeded = torch.rand(2)
     replica.seed(0)
+    texts = replica.all_gather_object({"rank": rank, "text": "ä" * rank * 700})
+    replica.check_agreement("the seed", 3, "")
+    try:
+        replica.check_agreement("the width", min(rank, 1), "Build alike.")
+        disagreement = None
+    except ReplicaError as error:
+        disagreement = (str(error), error.rank)
     fetched = replica.fetch([*sums, *sent, gathered, exchanged, narrow])
     return {
         "place": (replica.rank, replica.num_replicas, rank, replica.is_primary),
@@ -56,6 +63,8 @@ def every_verb(rank: int) -> dict[str, object]:
         "gathered": fetched[10],
         "exchanged": fetched[11:],
         "seeded": seeded,
+        "texts": texts,
+        "disagreement": disagreement,
         "empty": replica.fetch([]),
         "text": str(replica),
         "aliased": replica.fetch([number])[0].data_ptr() == number.data_ptr(),
@@ -112,6 +121,27 @@ def test_gather_is_in_order_of_rank(outcomes):
     n = len(outcomes)
     expected = torch.arange(1.0, n + 1).reshape(n, 1, 1)
     assert all(torch.equal(outcome["gathered"], expected) for outcome in outcomes)
+
+
+def test_objects_of_any_length_are_gathered_by_rank(outcomes):
+    """Short ones in one round, one that is longer than the first round in two."""
+    n = len(outcomes)
+    expected = [{"rank": rank, "text": "ä" * rank * 700} for rank in range(n)]
+    assert all(outcome["texts"] == expected for outcome in outcomes)
+
+
+def test_values_that_differ_are_an_error_on_every_replica(outcomes):
+    n = len(outcomes)
+    for outcome in outcomes:
+        if n == 1:
+            assert outcome["disagreement"] is None
+        else:
+            text, rank = outcome["disagreement"]
+            assert rank == 1
+            assert text == (
+                "replicas disagree about the width: replica 0 has 0, replica 1 has 1, "
+                f"and {n - 1} of {n} differ from replica 0. Build alike."
+            )
 
 
 def test_an_exchange_gives_each_replica_what_the_others_had_for_it(outcomes):

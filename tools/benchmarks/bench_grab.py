@@ -100,7 +100,7 @@ def measure_cell(package: Any, cell: dict[str, Any], epochs: int) -> dict[str, f
                 replica.wait()
                 if epoch >= 2:
                     times[name].append(time.perf_counter() - started)
-    average = statistics.mean if replica.compiles else statistics.median
+    average = statistics.mean if replica.is_lazy else statistics.median
     found = {name: average(values) / batch * 1e6 for name, values in times.items()}
     return {**found, "ratio": found["grab_sampler"] / found["grab_xla"]}
 

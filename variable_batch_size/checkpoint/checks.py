@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from variable_batch_size.optimizer import ElasticOptimizer
-from xla_replica.common import differences
+from xla_replica.common.differences import differences
 
 
 class Standing(NamedTuple):

@@ -13,7 +13,7 @@ from variable_batch_size.checkpoint.files import (
     UNFINISHED,
     CheckpointError,
 )
-from xla_replica.common import differences
+from xla_replica.common.differences import differences
 from xla_replica.common.files import write_whole
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from variable_batch_size.data.schedule import Schedule
-from xla_replica.common import differences
+from xla_replica.common.differences import differences
 
 VERSION = 1
 _UNITS = {

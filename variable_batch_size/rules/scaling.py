@@ -39,7 +39,7 @@ class Scaling:
         self._states: list[AdamState | None] = []
         self._trained: list[list[int]] = []  # ids of parameters, by group
         # A rule that is measured stays on the device, where reading is not free.
-        self._on_device = replica.compiles or (
+        self._on_device = replica.is_lazy or (
             rule.measured and replica.device.type != "cpu"
         )
 
@@ -180,7 +180,7 @@ class Scaling:
     def _tensor_scalars(self) -> contextlib.AbstractContextManager[Any]:
         if not self._on_device:
             return contextlib.nullcontext()
-        return TensorScalars(self._replica.scalar if self._replica.compiles else None)
+        return TensorScalars(self._replica.scalar if self._replica.is_lazy else None)
 
     def _hand_over(self, group: Group, scaled: Scaled) -> None:
         """Writes the numbers into the group; does what torch cannot do with them."""

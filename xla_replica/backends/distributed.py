@@ -41,7 +41,7 @@ class DistributedReplica(Replica):
             for bucket in buckets(tensors, BUCKET_BYTES):
                 self._check_device(bucket[0])
                 flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-                with self._named("sum_", bucket):
+                with self._named("all_reduce_", bucket):
                     dist.all_reduce(flat)
                 parts = flat.split([tensor.numel() for tensor in bucket])
                 for tensor, part in zip(bucket, parts):
@@ -51,7 +51,7 @@ class DistributedReplica(Replica):
         self._check_device(tensor)
         value = tensor.detach().contiguous()
         gathered = [torch.empty_like(value) for _ in range(self.num_replicas)]
-        with self._named("gather", [value]):
+        with self._named("all_gather", [value]):
             dist.all_gather(gathered, value)
         return torch.stack(gathered)
 
@@ -60,7 +60,7 @@ class DistributedReplica(Replica):
         self._check_device(tensor)
         value = tensor.detach().contiguous()
         received = torch.empty_like(value)
-        with self._named("exchange", [value]):
+        with self._named("all_to_all", [value]):
             dist.all_to_all_single(received, value)
         return received
 

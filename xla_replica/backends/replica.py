@@ -10,14 +10,21 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from xla_replica.common.trees import map_tensors, tensors_in
 from xla_replica.device.loader import DeviceLoader
 from xla_replica.device.seeding import seeded
+from xla_replica.device.traits import traits
+from xla_replica.errors import ReplicaError
+
+# What `Replica.all_gather_object` sends at first; longer values take a second round.
+_FIRST_BYTES = 1024
 
 
 class Replica(abc.ABC):
@@ -50,13 +57,18 @@ class Replica(abc.ABC):
         return self.rank == 0
 
     @property
-    def compiles(self) -> bool:
+    def is_lazy(self) -> bool:
         """True where programs are compiled with the Python numbers in them.
 
         A number that changes from step to step must then enter as a tensor, see
         `scalar`; elsewhere a Python number is as good and often faster.
         """
-        return self.device.type in ("xla", "tpu")
+        return traits(self.device).is_lazy
+
+    @property
+    def is_host(self) -> bool:
+        """True where the replica computes on this CPU, so that reading is free."""
+        return traits(self.device).is_host
 
     @abc.abstractmethod
     def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -95,7 +107,7 @@ class Replica(abc.ABC):
 
     def wait(self) -> None:
         """Cuts the pending graph and blocks until this replica's device is idle."""
-        if self.device.type != "cpu":
+        if not self.is_host:
             torch.accelerator.synchronize()
 
     def scalar(self, value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -113,6 +125,55 @@ class Replica(abc.ABC):
         for `to_host`, which calls it.
         """
         return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Returns every replica's ``value``, by rank. Collective; blocks.
+
+        Synchronises by itself: what a replica has pending is not a part of it, so
+        replicas may call it after different work. For settings, names and small
+        states, not for tensors of a step.
+
+        Args:
+            value: Anything that can be pickled; tensors in it should be on the CPU.
+        """
+        self.sync()
+        own = pickle.dumps(value)
+        texts = self._all_gather_bytes(own, _FIRST_BYTES)
+        longest = max(length for length, _ in texts)
+        if longest > _FIRST_BYTES:
+            # A power of two, so that few programs are compiled.
+            texts = self._all_gather_bytes(own, 1 << (longest - 1).bit_length())
+        return [pickle.loads(text) for _, text in texts]
+
+    def _all_gather_bytes(self, own: bytes, width: int) -> list[tuple[int, bytes]]:
+        """Returns the length and the first ``width`` bytes of every replica's text."""
+        padded = np.frombuffer(own[:width].ljust(width, b"\0"), np.int32)
+        words = torch.from_numpy(np.concatenate([[len(own)], padded]).astype(np.int32))
+        rows = self.fetch([self.all_gather(self.send(words))])[0].numpy()
+        return [
+            (int(row[0]), row[1:].tobytes()[: min(int(row[0]), width)]) for row in rows
+        ]
+
+    def check_agreement(self, what: str, value: Any, remedy: str) -> None:
+        """Raises unless every replica brings an equal ``value``. Collective; blocks.
+
+        Args:
+            what: Names the value in the message, such as "the order of epoch 3".
+            value: Anything that can be pickled and compared.
+            remedy: Ends the message: the usual cause and what to do.
+
+        Raises:
+            ReplicaError: Replicas differ; on every replica, with the ranks.
+        """
+        values = self.all_gather_object(value)
+        others = [rank for rank, other in enumerate(values) if other != values[0]]
+        if others:
+            raise ReplicaError(
+                f"replicas disagree about {what}: replica 0 has {values[0]!r}, replica "
+                f"{others[0]} has {values[others[0]]!r}, and {len(others)} of "
+                f"{self.num_replicas} differ from replica 0. {remedy}",
+                others[0],
+            )
 
     def to_host(self, state: Any) -> Any:
         """``state`` with every tensor in it on the CPU, as one `fetch` gives them.
@@ -136,7 +197,7 @@ class Replica(abc.ABC):
         An exception in the dataset is raised in the training loop, at its place. On a
         CPU, where nothing has to be moved, batches come through as they are.
         """
-        if self.device.type == "cpu":
+        if self.is_host:
             return batches
         return DeviceLoader(batches, self.send, prefetch)
 
@@ -153,14 +214,14 @@ class Replica(abc.ABC):
         1-D uint8 on the CPU, of a length that depends on the kind of device. Every
         replica calls it, since a lazy graph is cut: the state moves with every cut.
         """
-        if self.device.type == "cpu":
+        if self.is_host:
             return torch.get_rng_state()
         return torch.get_device_module(self.device).get_rng_state(self.device).cpu()
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Puts back what `rng_state` returned on a device of this kind."""
         state = state.cpu()
-        if self.device.type == "cpu":
+        if self.is_host:
             torch.set_rng_state(state)
         else:
             module = torch.get_device_module(self.device)

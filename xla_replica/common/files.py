@@ -1,4 +1,4 @@
-"""Files that are there in one piece or not at all, also when the power fails."""
+"""Files that are there whole or not at all, also when the power fails."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from typing import BinaryIO
 
 
 def write_whole(unfinished: Path, write: Callable[[BinaryIO], Path]) -> Path:
-    """Writes a file that has its name only when it is complete and on the disk.
+    """Writes a file that takes its name once it is complete and on the disk.
 
-    A crash at any moment leaves the file of that name that was there before.
+    A crash at any moment leaves the earlier file of that name.
 
     Args:
-        unfinished: Its name until then, in the same folder, which is made if missing.
+        unfinished: The file's name until then, in the same folder, which is made if it
+            is missing.
         write: Writes the content and returns the name, which may depend on it.
 
+    Returns:
+        The name.
+
     Raises:
-        OSError: It cannot be written; nothing of it is left.
+        OSError: The file cannot be written; nothing of it is left.
     """
     unfinished.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -34,14 +38,14 @@ def write_whole(unfinished: Path, write: Callable[[BinaryIO], Path]) -> Path:
 
 
 def rename(path: Path, new: Path) -> Path:
-    """Renames a file for good; returns its new name."""
+    """Renames a file so that the new name survives a power failure; returns it."""
     path.replace(new)
     sync_folder(new.parent)
     return new
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes a renaming last; not every system can."""
+    """Makes a renaming in this folder durable, on systems that can."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

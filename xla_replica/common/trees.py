@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``value`` with ``function`` of every tensor in it; the rest stays as it is."""
+    """Returns ``value`` with ``function`` of every tensor in it; the rest as it is.
+
+    Containers keep their kind: named tuples, and the attributes of a dict.
+    """
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, dict):
-        # Of its own kind and with its attributes: state_dict()._metadata, Counter.
+        # A copy keeps its kind and attributes: state_dict()._metadata, Counter.
         changed = copy.copy(value)
         for key, part in value.items():
             changed[key] = map_tensors(part, function)
@@ -28,13 +31,18 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     return value
 
 
+def leaves(value: Any) -> Iterator[Any]:
+    """Yields everything in nested tuples, lists and dicts that is not one of these."""
+    if isinstance(value, Mapping):
+        for part in value.values():
+            yield from leaves(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from leaves(part)
+    else:
+        yield value
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors that `map_tensors` calls its function with, in that order."""
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(value, note)
-    return found
+    """Returns the tensors that `map_tensors` calls its function with, in that order."""
+    return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]

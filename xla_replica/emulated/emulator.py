@@ -28,6 +28,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ COLLECTIVES = (
     "collective_permute",
 )
 
-_OWN_FOLDER = os.path.dirname(os.path.abspath(__file__))
+_OWN_FOLDER = str(Path(__file__).resolve().parents[1])
 
 
 def environment(num_replicas: int) -> dict[str, str]:

@@ -1,0 +1,119 @@
+"""Checks of arguments that say what was received and what is allowed.
+
+A bool is an int to Python and a text is true; neither is meant where a number or a flag
+is asked for, so every check of the five packages goes through here.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable
+from typing import Any
+
+
+def is_integer(value: object) -> bool:
+    """Returns whether ``value`` is an integer of Python or NumPy; a bool is not one."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Returns whether ``value`` is a real number; a bool is not one."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def check_integer(
+    name: str, value: object, least: int | None = None, most: int | None = None
+) -> int:
+    """Returns ``value`` as an int.
+
+    Args:
+        name: What people call the argument.
+        value: What was received.
+        least, most: The allowed range, both included.
+
+    Raises:
+        TypeError: ``value`` is not an integer.
+        ValueError: It is out of range.
+
+    >>> check_integer("seed", 3)
+    3
+    """
+    allowed = f"an integer{_range(least, most)}"
+    if not is_integer(value):
+        raise TypeError(f"{name} must be {allowed}, got {value!r}")
+    number = int(value)  # type: ignore[call-overload]
+    if (least is not None and number < least) or (most is not None and number > most):
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+    return number
+
+
+def check_number(
+    name: str,
+    value: object,
+    least: float | None = None,
+    most: float | None = None,
+    *,
+    above: float | None = None,
+    below: float | None = None,
+) -> float:
+    """Returns ``value``, a finite real number, unchanged.
+
+    Args:
+        name: What people call the argument.
+        value: What was received.
+        least, most: The allowed range, both included.
+        above, below: The same, both excluded.
+
+    Raises:
+        TypeError: ``value`` is not a real number.
+        ValueError: It is not finite, or out of range.
+    """
+    allowed = f"a finite number{_range(least, most, above, below)}"
+    if not is_number(value):
+        raise TypeError(f"{name} must be {allowed}, got {value!r}")
+    number = float(value)  # type: ignore[arg-type]
+    if (
+        not math.isfinite(number)
+        or (least is not None and number < least)
+        or (most is not None and number > most)
+        or (above is not None and number <= above)
+        or (below is not None and number >= below)
+    ):
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+    return value  # type: ignore[return-value]
+
+
+def check_flag(name: str, value: object) -> bool:
+    """Returns ``value``, which is True or False.
+
+    Raises:
+        TypeError: It is anything else, such as the text ``'no'``, which is true.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def check_choice(name: str, value: Any, allowed: Iterable[Any]) -> Any:
+    """Returns ``value``, which is one of ``allowed``.
+
+    Raises:
+        ValueError: It is not; the message lists what is.
+    """
+    allowed = list(allowed)
+    if value not in allowed:
+        choices = ", ".join(repr(choice) for choice in allowed)
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+    return value
+
+
+def _range(
+    least: float | None,
+    most: float | None,
+    above: float | None = None,
+    below: float | None = None,
+) -> str:
+    limits = ((">=", least), (">", above), ("<=", most), ("<", below))
+    parts = [f"{sign} {limit}" for sign, limit in limits if limit is not None]
+    return " " + " and ".join(parts) if parts else ""
