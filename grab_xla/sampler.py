@@ -344,7 +344,8 @@ class GraBSampler(Sampler[int]):
         """Computes the next epoch's order of 'ntk-eigen' at these parameters.
 
         Args:
-            model: This and what follows: see `grab_xla.contrib.ntk.per_sample_gradients`.
+            model: This and what follows: see
+                `grab_xla.contrib.ntk.per_sample_gradients`.
 
         Raises:
             TypeError: The balance type computes no order.

@@ -1,7 +1,8 @@
 """Trains a small GPT on bytes, its windows in several orders, and compares them.
 
-    python examples/ordering/causal_language_model.py                      # this repository
-    python examples/ordering/causal_language_model.py --text book.txt --order rr,mean --seeds 3
+    python examples/ordering/causal_language_model.py  # this repository
+    python examples/ordering/causal_language_model.py --text book.txt \\
+        --order rr,mean --seeds 3
     python examples/ordering/causal_language_model.py --dataset wikitext-103 \\
         --order rr,pair --random-projection kron --normalize-grads
     python examples/ordering/causal_language_model.py --num-replicas 2 --device xla

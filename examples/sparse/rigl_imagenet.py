@@ -2,9 +2,9 @@
 
     python examples/sparse/rigl_imagenet.py --fake-data --model small --image-size 32 \\
         --num-classes 10 --epochs 3                      # a minute on a CPU
-    python examples/sparse/rigl_imagenet.py --data imagenet     # ResNet-50, 80 % sparse, ERK
-    python examples/sparse/rigl_imagenet.py --data imagenet --sparsity 0.9 --epochs 500 \\
-        --checkpoint saved                               # RigL 5x; stop it, go on
+    python examples/sparse/rigl_imagenet.py --data imagenet  # ResNet-50, 80 %, ERK
+    python examples/sparse/rigl_imagenet.py --data imagenet --sparsity 0.9 \\
+        --epochs 500 --checkpoint saved  # RigL 5x; run again to resume
     python examples/sparse/rigl_imagenet.py --data imagenet --trace trace.csv
     python examples/sparse/rigl_imagenet.py --fake-data --num-replicas 2 --device xla
     PJRT_DEVICE=TPU python examples/sparse/rigl_imagenet.py --data imagenet

@@ -2,8 +2,8 @@
 
     python examples/sparse/rigl_mnist.py                             # 98 % sparse, RigL
     python examples/sparse/rigl_mnist.py --method static             # a fixed topology
-    python examples/sparse/rigl_mnist.py --checkpoint digits         # stop it; again: goes on
-    python examples/sparse/rigl_mnist.py --replicas 3 --trace 96,192 # elastic batch sizes
+    python examples/sparse/rigl_mnist.py --checkpoint digits  # run again: resumes
+    python examples/sparse/rigl_mnist.py --replicas 3 --trace 96,192  # elastic
     torchrun --nproc_per_node 2 examples/sparse/rigl_mnist.py
 
 MNIST if torchvision and a network are there, else the digits inside scikit-learn. The

@@ -1,7 +1,8 @@
 """The empirical neural tangent kernel of a model's loss, from per-sample gradients.
 
 The kernel of n samples is K = F F^T, where row i of F, the features, is the gradient of
-sample i's loss. `grab_xla.contrib.offline` makes orders of it. Everything stays on the device
+sample i's loss. `grab_xla.contrib.offline` makes orders of it. Everything
+stays on the device
 of the parameters, but for one look per block of gradients at whether they are finite.
 The products take O(n^2 d): for before a run or between epochs, not for a training step.
 

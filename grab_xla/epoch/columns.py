@@ -6,7 +6,8 @@ same signs as one replica that has them all:
 
 - 'sharded': replicas exchange columns for rows, so that each holds its share of the
   columns of every sample, and of the accumulators. Partial inner products are added up
-  with one `Replica.all_reduce_` per tile. Each replica receives B d (W - 1) / W numbers of
+  with one `Replica.all_reduce_` per tile. Each replica receives B d (W - 1) / W numbers
+  of
   gradients per step and (rows x (rows + accumulators)) numbers of inner products.
 - 'gather': every replica receives the gradients of all the others, B d (W - 1) numbers,
   and repeats the whole balancing. No sum; W times the work, traffic and accumulators.

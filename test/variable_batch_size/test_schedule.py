@@ -153,7 +153,7 @@ def test_bad_epochs(epoch, error):
 
 
 def test_ten_million_steps_are_a_prefix_sum():
-    """Linear memory and no loop over steps; seconds are for tools/benchmarks/bench_step.py."""
+    """Linear memory and no loop over steps; seconds are for tools/benchmarks."""
     trace = Trace(np.resize([64, 128, 256, 32], 10**7))
     schedule = Schedule(trace, 60_000, 32, on_end="cycle")
     plan = schedule.plan(0, 8)

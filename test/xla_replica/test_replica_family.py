@@ -292,7 +292,7 @@ def returns_early(rank: int) -> None:
 def test_a_process_that_returns_early_is_an_error():
     """Emulated replicas: see test_emulation.py."""
     with pytest.raises(
-        ReplicaError, match=r"replica 1 returned, but a peer|failed in sum_ of 1"
+        ReplicaError, match=r"replica 1 returned, but a peer|failed in all_reduce_ of 1"
     ):
         Backend("cpu", 2).run(returns_early, timeout=4)
 

@@ -89,7 +89,7 @@ def stops_early(rank: int) -> None:
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
 def test_a_replica_that_stops_alone_is_an_error(backend):
     with pytest.raises(
-        ReplicaError, match=r"replica 1 returned|peer failed|failed in sum_ of 1"
+        ReplicaError, match=r"replica 1 returned|peer failed|failed in all_reduce_ of 1"
     ):
         backend.run(stops_early, timeout=4)
 

@@ -5,7 +5,7 @@
 2. Saving and loading, for models of several sizes: seconds and bytes.
 3. Taking and comparing a sampler's state, for data sets and traces of several lengths.
 
-    python tools/benchmarks/bench_checkpoint.py --output docs/benchmarks/bench_checkpoint.json
+    python tools/benchmarks/bench_checkpoint.py --output checkpoint.json
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ median: a mean would be of what else the machine does), in microseconds per samp
 ratio says how many times faster grab_xla is. grab-sampler 0.1.3 is fetched from PyPI
 into a temporary folder.
 
-    python tools/benchmarks/bench_grab.py                      # on this CPU
-    python tools/benchmarks/bench_grab.py --device xla         # XLA:CPU, or a TPU
-    python tools/benchmarks/bench_grab.py --device cuda --output docs/benchmarks/grab-cuda.json
+    python tools/benchmarks/bench_grab.py                # on this CPU
+    python tools/benchmarks/bench_grab.py --device xla   # XLA:CPU, or a TPU
+    python tools/benchmarks/bench_grab.py --device cuda --output grab-cuda.json
 """
 
 from __future__ import annotations

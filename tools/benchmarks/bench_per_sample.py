@@ -1,7 +1,7 @@
 """Per-sample gradients: what each way costs, side by side, as ratios to training.
 
     python tools/benchmarks/bench_per_sample.py
-    python tools/benchmarks/bench_per_sample.py --models cnn --rounds 40 --output result.json
+    python tools/benchmarks/bench_per_sample.py --models cnn --output result.json
 
 A multilayer perceptron, a convolutional network and a small transformer; norms, Gram
 matrices and the gradients themselves; by a loop over samples, ``vmap(grad)``, Opacus
