@@ -4,7 +4,7 @@
     python examples/ordering/image_classification.py --dataset digits \\
         --order rr,mean,pair --epochs 40 --lr 0.5 --seeds 3 --herding exact
     python examples/ordering/image_classification.py --dataset cifar10 \\
-        --model resnet18 --batch-size 64 --order rr,recursive-pair --random-projection kron
+        --model resnet18 --order rr,recursive-pair --random-projection kron
     python examples/ordering/image_classification.py --num-replicas 2
     torchrun --nproc_per_node 2 examples/ordering/image_classification.py
     python examples/ordering/image_classification.py --checkpoint saved --resume
