@@ -1,4 +1,4 @@
-"""Who may import whom, what is public, and what a bare installation can import."""
+"""What docs/architecture.md promises of the structure: who imports whom, and sizes."""
 
 from __future__ import annotations
 
@@ -8,53 +8,160 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-MAY_IMPORT = {
+ROOT = Path(__file__).resolve().parents[1]
+# The arrows that docs/architecture.md draws: all of them exist, and no others.
+IMPORTS = {
     "grab_xla": {"per_sample_grad", "xla_replica"},
     "per_sample_grad": {"xla_replica"},
     "rigl_xla": {"xla_replica"},
-    "xla_replica": set(),
     "variable_batch_size": {"xla_replica"},
+    "xla_replica": set(),
 }
-PACKAGES = sorted(MAY_IMPORT)
-WITHOUT_TORCH = {
-    "variable_batch_size/traces/batch_trace.py",
-    "variable_batch_size/traces/trace_csv.py",
-    "variable_batch_size/data/schedule.py",
-    "variable_batch_size/rules/rule.py",
-    "variable_batch_size/rules/adam.py",
-    "grab_xla/balancing/reordering.py",
-    "grab_xla/epoch/round_robin_sharding.py",
-    "rigl_xla/topology/distribution.py",
-    "rigl_xla/topology/update_schedule.py",
-    "rigl_xla/report/flops.py",
-    "rigl_xla/report/cost_report.py",
-    "xla_replica/common/differences.py",
-    "xla_replica/common/files.py",
-}
+PACKAGES = sorted(IMPORTS)
 RUNTIMES = ("torch_xla", "torch_tpu", "torch.distributed")
+# One file per member, as many as there are members.
+FAMILIES = {"grab_xla/balancers", "per_sample_grad/layers"}
+MODULES_PER_FOLDER = 12
+# The classes that users hold and that change; each is a room of its own.
+SHELLS = {
+    "variable_batch_size.data.sampler",
+    "grab_xla.sampler",
+    "rigl_xla.scheduler",
+}
+WITHOUT_TORCH = {
+    "grab_xla.balancing.reordering",
+    "grab_xla.epoch.round_robin_sharding",
+    "rigl_xla.report.cost_report",
+    "rigl_xla.report.flops",
+    "rigl_xla.topology.distribution",
+    "rigl_xla.topology.update_schedule",
+    "variable_batch_size.data.schedule",
+    "variable_batch_size.rules.adam",
+    "variable_batch_size.rules.rule",
+    "variable_batch_size.traces.batch_trace",
+    "variable_batch_size.traces.trace_csv",
+    "xla_replica.common.arguments",
+    "xla_replica.common.differences",
+    "xla_replica.common.files",
+}
+
+
+def dotted(path: Path) -> str:
+    """The dotted name of a module's file; a package's is that of its folder."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {
+    dotted(path): path
+    for package in PACKAGES
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
+
+
+def nodes_at_run_time(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those that only a type checker sees."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        yield from nodes_at_run_time(node)
 
 
 def imports(path: Path) -> list[tuple[str, bool]]:
-    """(module, whether at the top level) of every import statement."""
+    """(module, whether at the top level) of every import; submodules by full name."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found = []
-    for node in ast.walk(tree):
+    for node in nodes_at_run_time(tree):
         top = node in tree.body
         if isinstance(node, ast.Import):
             found += [(alias.name, top) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found.append((node.module or "", top))
+            module = node.module or ""
+            names = [f"{module}.{alias.name}" for alias in node.names]
+            found += [(name if name in MODULES else module, top) for name in names]
     return found
 
 
-def modules(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
+IMPORTED = {
+    module: {name for name, _ in imports(path)} & MODULES.keys() - {module}
+    for module, path in MODULES.items()
+}
+
+
+def folder(module: str) -> str:
+    """The folder that a module is in; a module at a package's root is its own."""
+    is_folder = MODULES[module].name == "__init__.py"
+    parts = module.split(".")
+    return module if is_folder or len(parts) == 2 else ".".join(parts[:-1])
+
+
+def assert_acyclic(graph: dict[str, set[str]]) -> None:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(f"an import circle: {error.args[1]}") from error
+
+
+def test_packages_import_exactly_what_is_drawn():
+    drawn = {package: set() for package in PACKAGES}
+    for module, others in IMPORTED.items():
+        package = module.split(".")[0]
+        drawn[package] |= {other.split(".")[0] for other in others} - {package}
+    assert drawn == IMPORTS
+
+
+def test_no_modules_and_no_folders_import_each_other():
+    inner = {m: others - set(PACKAGES) for m, others in IMPORTED.items()}
+    assert_acyclic({m: others for m, others in inner.items() if m not in PACKAGES})
+    folders: dict[str, set[str]] = {}
+    for module, others in inner.items():
+        if module not in PACKAGES:
+            own = folder(module)
+            folders.setdefault(own, set()).update(
+                {folder(other) for other in others} - {own}
+            )
+    assert_acyclic(folders)
+
+
+def test_shells_do_not_import_each_other():
+    for shell in SHELLS:
+        assert not IMPORTED[shell] & SHELLS, shell
+
+
+def test_folders_are_small_enough_to_be_read():
+    count = Counter(
+        path.parent.relative_to(ROOT).as_posix()
+        for path in MODULES.values()
+        if path.name != "__init__.py"
+    )
+    crowded = {name: n for name, n in count.items() if n > MODULES_PER_FOLDER}
+    assert crowded.keys() <= FAMILIES, crowded
+
+
+def test_a_package_has_at_most_six_folders():
+    for package in PACKAGES:
+        folders = [p for p in (ROOT / package).iterdir() if (p / "__init__.py").exists()]
+        assert 3 <= len(folders) <= 6, package
+
+
+def test_modules_have_names_of_their_own():
+    """Neither a standard module's nor, outside families, a public function's."""
+    public = {name for p in PACKAGES for name in importlib.import_module(p).__all__}
+    for module, path in MODULES.items():
+        if path.name == "__init__.py":
+            continue
+        name = module.rpartition(".")[2]
+        assert name not in sys.stdlib_module_names, module
+        assert name not in public, module
 
 
 def test_every_package_is_packaged():
@@ -73,50 +180,43 @@ def test_every_package_is_packaged():
     inner = {
         str(path.parent.relative_to(ROOT)).replace(os.sep, ".")
         for package in PACKAGES
-        for path in (ROOT / package).rglob("__init__.py")
+        for path in (ROOT / package).rglob("*.py")
     }
     assert json.loads(run.stdout) == sorted(inner)
-    for package in PACKAGES:
-        assert (ROOT / package / "py.typed").exists()
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_packages_import_only_what_is_below_them(package):
-    for path in modules(package):
-        for module, _ in imports(path):
-            owner = module.split(".")[0]
-            assert owner not in MAY_IMPORT.keys() - MAY_IMPORT[package] - {package}, (
-                path
-            )
 
 
 def test_only_xla_replica_names_a_runtime_and_only_when_chosen():
-    for package in PACKAGES:
-        for path in modules(package):
-            text = path.read_text(encoding="utf-8")
-            if package != "xla_replica":
-                assert not any(name in text for name in RUNTIMES), path
-            for module, top_level in imports(path):
-                if module.startswith(RUNTIMES) and top_level:
-                    assert path.name == "distributed.py", path
+    for module, path in MODULES.items():
+        text = path.read_text(encoding="utf-8")
+        if not module.startswith("xla_replica"):
+            assert not any(name in text for name in RUNTIMES), path
+        for name, top_level in imports(path):
+            if name.startswith(RUNTIMES) and top_level:
+                assert path.name == "distributed.py", path
 
 
-def test_pure_modules_do_not_import_torch():
-    for name in WITHOUT_TORCH:
-        assert not any(m.startswith("torch") for m, _ in imports(ROOT / name)), name
+@pytest.mark.parametrize("module", sorted(WITHOUT_TORCH))
+def test_pure_modules_do_not_import_torch(module):
+    assert not any(name.startswith("torch") for name, _ in imports(MODULES[module]))
 
 
 def test_tools_and_examples_use_public_names_only():
-    for folder in ("tools", "examples"):
-        for path in (ROOT / folder).rglob("*.py"):
+    for name in ("tools", "examples"):
+        for path in (ROOT / name).rglob("*.py"):
             for module, _ in imports(path):
                 if module.split(".")[0] in PACKAGES:
                     assert module in PACKAGES, f"{path} imports {module}"
 
 
-def test_the_tests_are_no_package():
+def test_the_tests_are_not_a_package():
     """`test` would shadow the standard library's."""
-    assert not (ROOT / "test" / "__init__.py").exists()
+    assert not list((ROOT / "test").glob("__init__.py"))
+
+
+def test_files_of_tests_have_different_names():
+    """pytest imports them by their bare names."""
+    count = Counter(path.name for path in (ROOT / "test").rglob("test_*.py"))
+    assert max(count.values()) == 1, count.most_common(3)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -148,17 +248,10 @@ def test_packages_import_without_any_runtime(package):
     assert run.stdout.strip() == "[]"
 
 
-def modules_with_examples() -> list[str]:
-    """Every module of a package whose docstrings hold an example."""
-    return [
-        ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for package in PACKAGES
-        for path in modules(package)
-        if ">>> " in path.read_text(encoding="utf-8")
-    ]
-
-
-@pytest.mark.parametrize("module", modules_with_examples())
+@pytest.mark.parametrize(
+    "module",
+    [name for name, path in MODULES.items() if ">>> " in path.read_text("utf-8")],
+)
 def test_docstring_examples(module):
     import doctest
 
