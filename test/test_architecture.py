@@ -149,7 +149,9 @@ def test_folders_are_small_enough_to_be_read():
 
 def test_a_package_has_at_most_six_folders():
     for package in PACKAGES:
-        folders = [p for p in (ROOT / package).iterdir() if (p / "__init__.py").exists()]
+        folders = [
+            p for p in (ROOT / package).iterdir() if (p / "__init__.py").exists()
+        ]
         assert 3 <= len(folders) <= 6, package
 
 
