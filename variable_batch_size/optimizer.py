@@ -224,11 +224,11 @@ class ElasticOptimizer(OptimizerProxy):
     @property
     def epoch(self) -> int:
         """The epoch under way."""
-        return self._steps.position.plan.epoch
+        return self._steps.counter.plan.epoch
 
     def get_bs(self) -> int:
         """Global batch size of the step under way; 0 at the end of the epoch."""
-        return self._steps.position.batch_size
+        return self._steps.counter.batch_size
 
     def asked_to_stop(self, look: bool = False) -> bool:
         """Whether all replicas are to stop after the update that was made last.
@@ -306,12 +306,12 @@ class ElasticOptimizer(OptimizerProxy):
         return joined
 
     def _update(self) -> None:
-        position = self._steps.position
-        ratio = position.batch_size / (self.ref_batchsize or 1)
-        update = self._update_graph.run(position, ratio, self.max_grad_norm)
+        counter = self._steps.counter
+        ratio = counter.batch_size / (self.ref_batchsize or 1)
+        update = self._update_graph.run(counter, ratio, self.max_grad_norm)
         self._last_lr = update.lr
         self._opt_called = True  # what torch's schedulers look at before their step
-        self.sampler.commit(position.plan.epoch, position.step)
+        self.sampler.commit(counter.cursor.epoch, counter.cursor.step)
         self._attached.run(update)
         self._steps.end_update()
         if self.log_steps and update.step % self.log_steps == 0:
@@ -350,8 +350,8 @@ class ElasticOptimizer(OptimizerProxy):
         )
 
     def _current_lrs(self) -> tuple[float, ...]:
-        position = self._steps.position
-        if position.ended:
+        counter = self._steps.counter
+        if counter.ended:
             return as_floats(self._last_lr, self.replica)
-        lrs, batch_size = self.get_lr(), position.batch_size
+        lrs, batch_size = self.get_lr(), counter.batch_size
         return lrs_to_come(lrs, self.rule, self.noise, batch_size, self.ref_batchsize)

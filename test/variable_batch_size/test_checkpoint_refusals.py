@@ -114,7 +114,7 @@ def test_a_scheduler_behind_the_checkpointer_is_refused(tmp_path):
         training.optimizer.attach(late)
 
 
-def test_an_order_that_cannot_be_gone_on_with_is_an_error(tmp_path):
+def test_resuming_with_another_order_is_an_error(tmp_path):
     def sampler(seed: int) -> vbs.CustomSampler:
         generator = torch.Generator().manual_seed(seed)
         order = torch.utils.data.RandomSampler(range(128), generator=generator)
@@ -129,11 +129,11 @@ def test_an_order_that_cannot_be_gone_on_with_is_an_error(tmp_path):
     same.load_state_dict(first.state_dict())
     assert len(list(same)) == 32 - 3 * 4
     other.load_state_dict(first.state_dict())
-    with pytest.raises(ValueError, match="its order is another one"):
+    with pytest.raises(ValueError, match="its order differs from the saved one"):
         list(other)
 
 
-def test_a_place_is_not_before_the_restored_one():
+def test_an_epoch_before_the_restored_one_is_an_error():
     sampler = vbs.CustomSampler(
         dataset_size=128, trace=16, minibatch_size=4, verbose=False
     )

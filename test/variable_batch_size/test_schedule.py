@@ -1,4 +1,4 @@
-"""The schedule, against the slow obvious way to deal minibatches."""
+"""`Schedule`, compared with the slow, obvious way to deal minibatches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from variable_batch_size.traces.batch_trace import Trace, TraceError
 
 
 def slow_epochs(sizes, capacity, on_end, num_epochs):
-    """Lists of minibatches per step, epoch by epoch, one step at a time."""
+    """Returns lists of minibatches per step, epoch by epoch, one step at a time."""
     steps = {
         "stop": iter(sizes),
         "error": iter(sizes),
@@ -99,7 +99,7 @@ def test_epochs_can_be_asked_for_in_any_order(drawn):
     assert late.first_step == in_order.plan(17, 2).first_step
 
 
-def test_behind_the_end():
+def test_past_the_end_of_the_trace():
     stop = Schedule(Trace([64, 64, 64]), 128, 32)
     assert stop.num_epochs == 2
     assert stop.plan(1, 1).num_steps == 1  # the last epoch keeps what it has
@@ -117,7 +117,7 @@ def test_a_trace_of_exactly_one_epoch_is_one_epoch():
     assert schedule.plan(0, 1).num_steps == 2
 
 
-def test_a_constant_goes_on_for_ever():
+def test_a_constant_trace_does_not_end():
     schedule = Schedule(Trace(64), 256, 32)
     assert schedule.num_epochs == math.inf
     assert schedule.plan(1000, 1).first_step == 4000
@@ -126,16 +126,16 @@ def test_a_constant_goes_on_for_ever():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((40, 256, 32), TraceError, "no multiple of minibatch_size=32; .* 32 or 64"),
-        ((8, 256, 32), TraceError, "no multiple of minibatch_size=32; nearest is 32"),
+        ((40, 256, 32), TraceError, "not a multiple of minibatch_size=32; .* 32 or 64"),
+        ((8, 256, 32), TraceError, "not a multiple of minibatch_size=32; nearest is 32"),
         ((512, 256, 32), TraceError, "exceeds epoch capacity: 256 samples hold 8 mini"),
         ((288, 287, 32), TraceError, "exceeds epoch capacity"),
         ((32, 31, 32), ValueError, "31 samples, fewer than one minibatch"),
-        ((32, 256, 0), ValueError, "minibatch_size must be >= 1, got 0"),
-        ((32, 256, -1), ValueError, "minibatch_size must be >= 1, got -1"),
-        ((32, 256, 32.0), TypeError, "minibatch_size must be an integer, got 32.0"),
-        ((32, 256, True), TypeError, "minibatch_size must be an integer, got True"),
-        ((32, 256, 32, "loop"), ValueError, "on_end='loop' is unknown; allowed are"),
+        ((32, 256, 0), ValueError, "minibatch_size must be an integer >= 1, got 0"),
+        ((32, 256, -1), ValueError, "minibatch_size must be an integer >= 1, got -1"),
+        ((32, 256, 32.0), TypeError, "minibatch_size must be an integer .* got 32.0"),
+        ((32, 256, True), TypeError, "minibatch_size must be an integer .* got True"),
+        ((32, 256, 32, "loop"), ValueError, "on_end must be one of 'stop', .* got 'loop'"),
     ],
 )
 def test_bad_arguments(arguments, error, message):

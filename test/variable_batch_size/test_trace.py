@@ -169,7 +169,7 @@ def test_bad_sources_in_memory(source, error, message):
 def test_errors_of_the_schedule_name_the_physical_line(tmp_path):
     path = write(tmp_path, "step,batchsize\n\n0,64\n\n1,40\n2,512\n")
     with pytest.raises(
-        TraceError, match=r"trace.csv, line 5: batch size 40 is no mult"
+        TraceError, match=r"trace.csv, line 5: batch size 40 is not a m"
     ):
         Schedule(Trace(path), 256, 32)
     path = write(tmp_path, "step,batchsize\n0,64\n1,512\n")

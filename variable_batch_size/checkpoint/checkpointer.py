@@ -393,8 +393,7 @@ def _begin_next_epoch(state: dict[str, Any], optimizer: ElasticOptimizer) -> Non
     """A place at the end of an epoch becomes the beginning of the next."""
     place = state["optimizer"]["elastic"]["sampler"]
     schedule = optimizer.sampler.schedule
-    first, end = schedule.steps(place["epoch"])
-    if place["step"] < end - first:
+    if place["step"] < schedule.num_steps(place["epoch"]):
         return
     with contextlib.suppress(TraceExhausted):  # there is no next one
         schedule.steps(place["epoch"] + 1)

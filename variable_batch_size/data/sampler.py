@@ -13,22 +13,23 @@ import torch
 from torch.utils.data import Sampler
 
 import xla_replica
-from variable_batch_size.data.sampler_state import (
-    VERSION,
-    Place,
-    check_fingerprint,
-    check_state_keys,
-    fingerprint,
-    place_in,
-)
-from variable_batch_size.data.schedule import (
-    EpochPlan,
-    Schedule,
-    check_positive_integer,
-)
+from variable_batch_size.data.schedule import Cursor, EpochPlan, Schedule
 from variable_batch_size.traces.batch_trace import Trace, TraceSource
+from xla_replica.common.arguments import check_integer
+from xla_replica.common.differences import check_same
 
 logger = logging.getLogger(__name__)
+
+VERSION = 1  # of the state
+# What must agree between the run that saved a state and the one that loads it.
+_FINGERPRINT = {
+    "trace": "the trace",
+    "on_end": "on_end",
+    "num_samples": "the number of samples",
+    "minibatch_size": "minibatch_size",
+    "seed": "seed",
+    "order": "the order",
+}
 
 OrderProvider = Callable[[int], Sequence[int]] | Iterable[int]
 
@@ -36,33 +37,38 @@ OrderProvider = Callable[[int], Sequence[int]] | Iterable[int]
 class CustomSampler(Sampler[list[int]]):
     """A batch sampler whose global batch size follows a trace.
 
-    Give it to a DataLoader as ``batch_sampler``. Each item is one minibatch of this
+    Pass it to a DataLoader as ``batch_sampler``. Each item is one minibatch of this
     replica: ``minibatch_size`` dataset indices. Replicas may get different numbers of
     minibatches in a step, and none where the step has fewer than there are replicas;
-    the optimizer wrapper, which reads the same plan, keeps them together.
+    the optimizer wrapper reads the same plan and keeps them together.
 
     Which samples a step uses depends on trace, seed and epoch alone, never on the
-    number of replicas. So a state is an epoch and a step of it, and can be restored on
-    any number of replicas. It is that of the last update the optimizer wrapper has
-    made, whatever a prefetching loader has handed out since.
+    number of replicas. A state is therefore an epoch and a step of it, and can be
+    restored on any number of replicas. It is the state after the last update of the
+    optimizer wrapper, whatever a prefetching loader has handed out since.
 
     Args:
-        dataset: Anything with a length; or give ``dataset_size``.
-        trace: See `Trace`.
+        dataset: Anything with a length; or pass ``dataset_size``.
+        trace: The global batch size of every step; see `Trace`.
         seed: Epoch e is shuffled by ``torch.randperm`` seeded with ``seed + e``.
-        num_replicas: Default: of the replica that the caller runs in.
-        rank: Default: of the replica that the caller runs in.
-        minibatch_size: Samples in a minibatch, the shape the model sees.
-        verbose: Log a summary at level INFO on rank 0.
+        num_replicas: Default: that of the replica that the caller runs in.
+        rank: Default: that of the replica that the caller runs in.
+        minibatch_size: Samples in a minibatch, the batch size that the model sees.
+        verbose: Log a summary of each epoch at level INFO on rank 0.
         dataset_size: Number of samples, in place of ``dataset``.
         order: In place of the shuffle: a function from the epoch to a permutation of
             ``range(num_samples)``, or an iterable (such as a torch Sampler) that is
-            iterated once an epoch. Must be the same on every replica.
+            iterated once an epoch. It must be the same on every replica.
         on_end: What follows the trace's last step; see `Schedule`.
 
+    Attributes:
+        plan: The plan of the epoch that iterating yields now.
+        schedule: The trace, cut into epochs.
+
     Raises:
-        TraceError: The trace is bad or does not fit dataset and minibatch size.
-        ValueError, TypeError: Another argument is.
+        TraceError: The trace is bad or does not fit the dataset and minibatch size.
+        ValueError: Another argument is out of range.
+        TypeError: An argument has the wrong type.
     """
 
     def __init__(
@@ -87,28 +93,21 @@ class CustomSampler(Sampler[list[int]]):
                 replica.num_replicas if num_replicas is None else num_replicas
             )
             rank = replica.rank if rank is None else rank
-        check_positive_integer("num_replicas", num_replicas)
-        if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)):
-            raise TypeError(f"rank must be an integer, got {rank!r}")
-        if not 0 <= rank < num_replicas:
-            raise ValueError(f"rank={rank}; allowed are 0 to {num_replicas - 1}")
-        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
-            raise TypeError(f"seed must be an integer, got {seed!r}")
         if isinstance(order, Iterator):
             raise TypeError(
                 "order= is an iterator, which one epoch uses up: pass a function from "
                 "the epoch to an order, or an iterable such as a torch Sampler"
             )
-        self.seed = int(seed)
-        self.num_replicas = int(num_replicas)
-        self.rank = int(rank)
+        self.seed = check_integer("seed", seed)
+        self.num_replicas = check_integer("num_replicas", num_replicas, least=1)
+        self.rank = check_integer("rank", rank, 0, self.num_replicas - 1)
         self.schedule = Schedule(
             Trace(trace), _num_samples(dataset, dataset_size), minibatch_size, on_end
         )
         self._order = order
         self._verbose = verbose
-        self._committed: Place | None = None
-        self._restored: Place | None = None
+        self._committed: Cursor | None = None
+        self._restored: Cursor | None = None
         self._order_digests: dict[int, str] = {}  # of the epoch under way
         self.set_epoch(0)
 
@@ -116,6 +115,11 @@ class CustomSampler(Sampler[list[int]]):
     def epoch(self) -> int:
         """The epoch that iterating yields now."""
         return self.plan.epoch
+
+    @property
+    def cursor(self) -> Cursor:
+        """Where the run is: the steps that are done, not what a loader prefetches."""
+        return self._committed or Cursor(self.plan.epoch, self.plan.start_step)
 
     @property
     def minibatch_size(self) -> int:
@@ -130,11 +134,12 @@ class CustomSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch that the next iteration yields.
 
-        Of the epoch at which a restored run stands, what is left.
+        In the epoch in which a restored run resumes, only the steps that are left are
+        yielded.
 
         Raises:
             TraceExhausted: The trace has ended and ``on_end='error'``.
-            ValueError: A restored run stands in a later epoch.
+            ValueError: A restored run is in a later epoch.
         """
         self.plan: EpochPlan = self.plan_of(epoch)
         if self.plan.num_steps == 0:
@@ -155,7 +160,7 @@ class CustomSampler(Sampler[list[int]]):
             )
 
     def plan_of(self, epoch: int) -> EpochPlan:
-        """The plan of an epoch, from the step on at which a restored run stands in it.
+        """Returns the plan of an epoch, which starts where a restored run resumes it.
 
         Raises:
             TraceExhausted, ValueError: See `set_epoch`.
@@ -166,71 +171,113 @@ class CustomSampler(Sampler[list[int]]):
             return plan
         if plan.epoch < restored.epoch:
             raise ValueError(
-                f"set_epoch({epoch}): the restored run stands in epoch "
-                f"{restored.epoch}; begin there, with "
-                "`for epoch in range(sampler.epoch, num_epochs)`"
+                f"set_epoch({epoch}): the restored run is in epoch {restored.epoch}; "
+                "begin there, with `for epoch in range(sampler.epoch, num_epochs)`"
             )
         return dataclasses.replace(plan, start_step=restored.step)
 
     def commit(self, epoch: int, step: int) -> None:
         """Notes that the first ``step`` steps of ``epoch`` are done.
 
-        The optimizer wrapper does so after every update; a loop without one may.
+        The optimizer wrapper calls this after every update; a loop without a wrapper
+        may call it too.
         """
-        self._committed = Place(epoch, step)
+        self._committed = Cursor(epoch, step)
         if self._restored is None:
             return
-        first, end = self.schedule.steps(epoch)
-        if epoch > self._restored.epoch or step >= end - first:
+        if epoch > self._restored.epoch or step >= self.schedule.num_steps(epoch):
             self._restored = None  # another pass over that epoch is a whole one
 
     def state_dict(self) -> dict[str, Any]:
-        """Integers and strings; no number of replicas.
+        """Returns the state: integers and strings, which name no number of replicas.
 
-        ``epoch`` and ``step``: the place behind the last committed update; ``order``: a
-        digest of that epoch's order, if this replica has begun to run it.
-        ``fingerprint``: what a run must have in common with this one to go on with it.
+        ``epoch`` and ``step``: the cursor after the last committed update; ``order``: a
+        digest of that epoch's order, if this replica has begun to run it;
+        ``fingerprint``: what a run must have in common with this one to resume it.
         """
-        place = self._committed or Place(self.plan.epoch, self.plan.start_step)
+        epoch, step, _ = self.cursor
         return {
             "version": VERSION,
-            **place._asdict(),
-            "order": self._order_digests.get(place.epoch),
+            "epoch": epoch,
+            "step": step,
+            "order": self._order_digests.get(epoch),
             "fingerprint": self._fingerprint(),
         }
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, allow_changes: bool = False
     ) -> None:
-        """Goes on where `state_dict` was taken, on any number of replicas.
+        """Resumes where `state_dict` was called, on any number of replicas.
 
         The next iteration yields what is left of that epoch.
 
         Args:
-            state: What `state_dict` gave.
-            allow_changes: Take it although trace, dataset length, minibatch size or
-                seed have changed; the steps done count, whatever samples they used.
+            state: What `state_dict` returned.
+            allow_changes: Accept the state although trace, dataset length, minibatch
+                size or seed have changed. The steps that are done still count as
+                done, whatever samples they used.
 
         Raises:
             ValueError: They have changed, or there is no such step.
         """
-        place = self.check_state(state, allow_changes)
-        self._restored = self._committed = place
+        cursor = self.check_state(state, allow_changes)
+        self._restored = self._committed = cursor
         digest = None if allow_changes else state.get("order")
-        self._order_digests = {place.epoch: digest} if digest else {}
-        self.set_epoch(place.epoch)
+        self._order_digests = {cursor.epoch: digest} if digest else {}
+        self.set_epoch(cursor.epoch)
 
-    def check_state(self, state: Mapping[str, Any], allow_changes: bool) -> Place:
-        """Raises ValueError unless `load_state_dict` can take it; changes nothing."""
-        check_state_keys(state)
-        check_fingerprint(state["fingerprint"], self._fingerprint(), allow_changes)
-        return place_in(state, self.schedule)
+    def check_state(self, state: Mapping[str, Any], allow_changes: bool) -> Cursor:
+        """Returns the saved cursor, without loading it.
+
+        Raises:
+            ValueError: `load_state_dict` cannot load the state.
+        """
+        missing = sorted({"version", "epoch", "step", "fingerprint"} - state.keys())
+        if missing:
+            raise ValueError(
+                f"the sampler's state lacks {', '.join(missing)}: pass what state_dict "
+                f"returned, got a dict with {sorted(state)}"
+            )
+        if state["version"] != VERSION:
+            raise ValueError(
+                f"the sampler's state has version {state['version']!r}; this version "
+                f"of the library reads {VERSION}"
+            )
+        if not allow_changes:
+            check_same(
+                state["fingerprint"],
+                self._fingerprint(),
+                "the sampler's state is of another run",
+                "Restore it with the arguments it had, or pass allow_changes=True to "
+                "resume at the same step with these",
+                _FINGERPRINT,
+            )
+        epoch, num_steps = state["epoch"], self.schedule.num_steps(state["epoch"])
+        return Cursor(
+            epoch,
+            check_integer(
+                f"the state's step of epoch {epoch}", state["step"], 0, num_steps
+            ),
+        )
 
     def _fingerprint(self) -> dict[str, Any]:
-        return fingerprint(self.schedule, self.seed, self._order is not None)
+        """Returns what decides which samples every step uses.
+
+        Costs the same for any number of samples; the trace is hashed once.
+        """
+        schedule, trace = self.schedule, self.schedule.trace
+        shuffled = self._order is None
+        return {
+            "trace": f"{len(trace)} steps, sha256 {trace.digest[:16]}",
+            "on_end": schedule.on_end,
+            "num_samples": schedule.num_samples,
+            "minibatch_size": schedule.minibatch_size,
+            "seed": self.seed if shuffled else None,
+            "order": "shuffled" if shuffled else "given",
+        }
 
     def __len__(self) -> int:
-        """Minibatches that this replica yields in this epoch."""
+        """Returns how many minibatches this replica yields in this epoch."""
         return len(self.plan.minibatches(self.rank))
 
     def __bool__(self) -> bool:
@@ -244,20 +291,20 @@ class CustomSampler(Sampler[list[int]]):
             yield order[minibatch * size : (minibatch + 1) * size].tolist()
 
     def _check_order(self, plan: EpochPlan, order: np.ndarray) -> None:
-        """What is left of a restored epoch must be left of the same order."""
+        """Raises ValueError if the order of a resumed epoch is not the saved one."""
         digest = hashlib.sha256(np.ascontiguousarray(order, "<i8")).hexdigest()[:16]
         expected = self._order_digests.get(plan.epoch, digest)
         if plan.start_step and digest != expected:
             raise ValueError(
-                f"epoch {plan.epoch} is gone on with behind step {plan.start_step}, "
-                "and its order is another one: order= must be a function of the epoch, "
-                "or have a state that is restored with the sampler's; if it is "
-                "shuffled, this torch shuffles otherwise"
+                f"resuming epoch {plan.epoch} after step {plan.start_step}, but its "
+                "order differs from the saved one: order= must be a function of the "
+                "epoch, or have a state that is restored with the sampler's; "
+                "without order=, this version of torch shuffles differently"
             )
         self._order_digests = {plan.epoch: digest}
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
-        """``(num_samples,)`` int64: the permutation of this epoch."""
+        """Returns ``(num_samples,)`` integers: the permutation of this epoch."""
         num_samples = self.schedule.num_samples
         if self._order is None:
             generator = torch.Generator()
@@ -276,8 +323,9 @@ class CustomSampler(Sampler[list[int]]):
         )
         if not is_permutation:
             raise ValueError(
-                f"order= gave an array of shape {order.shape} and dtype {order.dtype} "
-                f"for epoch {epoch}; it must be a permutation of range({num_samples})"
+                f"order= returned an array of shape {order.shape} and dtype "
+                f"{order.dtype} for epoch {epoch}; it must be a permutation of "
+                f"range({num_samples})"
             )
         return order
 
@@ -286,8 +334,7 @@ def _num_samples(dataset: Any, dataset_size: int | None) -> int:
     if (dataset is None) == (dataset_size is None):
         raise TypeError("CustomSampler needs either dataset= or dataset_size=")
     if dataset_size is not None:
-        check_positive_integer("dataset_size", dataset_size)
-        return int(dataset_size)
+        return check_integer("dataset_size", dataset_size, least=1)
     try:
         return len(dataset)
     except TypeError as error:

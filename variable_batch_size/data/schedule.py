@@ -1,13 +1,14 @@
 """Which replica runs which minibatch of which step: integers, from the trace alone.
 
-Everything elastic is read off one table, the `EpochPlan`: the sampler's indices, the
-divisor of the summed gradients, the batch ratio, and who is idle. No torch in here.
+Everything elastic is read from one table, the `EpochPlan`: the sampler's indices, the
+divisor of the summed gradients, the batch ratio, and which replicas are idle. This
+module does not use torch.
 
-Rules, the same as the earlier implementation's:
+The rules are those of the earlier implementation:
 
 - An epoch holds ``num_samples // minibatch_size`` whole minibatches and takes steps
   from the trace, in order, as long as they fit. The step that does not fit begins the
-  next epoch; what is left of this one is dropped.
+  next epoch; the minibatches that are left of this one are dropped.
 - Minibatch k of a step (from 0) goes to replica ``k mod num_replicas``. With fewer
   minibatches than replicas, the high ranks are idle in that step.
 """
@@ -16,21 +17,41 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import numpy as np
 
 from variable_batch_size.traces.batch_trace import Trace, TraceError
+from xla_replica.common.arguments import check_choice, check_integer
 
 ON_END = ("stop", "error", "hold", "cycle")
 
 
+class Cursor(NamedTuple):
+    """Where a run is: ``step`` steps of an epoch are done.
+
+    The sampler, the optimizer wrapper and `Checkpointer` all say it with this value.
+
+    Attributes:
+        epoch: Number of the epoch, from 0.
+        step: Steps of the epoch that are done, also by the run that this one resumes:
+            the number of the step under way, from 0 within the epoch.
+        substep: Minibatches of the step under way that this replica has run. What is
+            saved has none: a step that was interrupted is run again.
+    """
+
+    epoch: int
+    step: int
+    substep: int = 0
+
+
 class TraceExhausted(TraceError):
-    """An epoch was asked for that begins behind the last step of the trace."""
+    """An epoch was requested that begins after the last step of the trace."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EpochPlan:
-    """The steps of one epoch and how they are dealt to replicas.
+    """The steps of one epoch, and which replica runs which of their minibatches.
 
     Attributes:
         epoch: Number of the epoch, from 0.
@@ -39,8 +60,8 @@ class EpochPlan:
         minibatch_size: Samples in a minibatch.
         num_replicas: Replicas that share the steps.
         num_minibatches: ``(num_steps,)`` int64, minibatches of every step.
-        start_step: Steps of the epoch that were done before, in the run that this one
-            resumes.
+        start_step: Steps of the epoch that are done already, because the run was
+            resumed within it.
         starts: ``(num_steps + 1,)`` int64, each step's first minibatch in the order.
     """
 
@@ -73,18 +94,19 @@ class EpochPlan:
         return bool((self.num_minibatches < self.num_replicas).any())
 
     def batch_size(self, step: int) -> int:
-        """Global batch size of step ``step`` of this epoch, in samples."""
+        """Returns the global batch size of step ``step`` of this epoch, in samples."""
         return int(self.num_minibatches[step]) * self.minibatch_size
 
     def num_substeps(self, rank: int) -> np.ndarray:
-        """``(num_steps,)`` int64: minibatches of replica ``rank`` in every step."""
+        """Returns ``(num_steps,)`` int64: minibatches of replica ``rank`` per step."""
         remaining = self.num_minibatches - rank + self.num_replicas - 1
         return np.maximum(remaining, 0) // self.num_replicas
 
     def minibatches(self, rank: int) -> np.ndarray:
-        """``(len,)`` int64: positions in the order, in minibatches, that ``rank`` runs.
+        """Returns the minibatches that replica ``rank`` runs from `start_step` on.
 
-        From `start_step` on.
+        ``(num_minibatches,)`` int64: numbers of minibatches in the order; minibatch n
+        is the samples from ``n * minibatch_size`` on.
 
         >>> plan = EpochPlan(0, 0, 256, 32, 2, np.array([2, 3]))
         >>> plan.minibatches(0).tolist(), plan.minibatches(1).tolist()
@@ -108,33 +130,33 @@ class Schedule:
         trace: Global batch size of every step.
         num_samples: Length of the dataset.
         minibatch_size: Samples in a minibatch; must divide every batch size.
-        on_end: What follows the trace's last step: 'stop', epochs behind it are empty;
-            'error', they raise `TraceExhausted`; 'hold', the last batch size goes on
-            for ever; 'cycle', the trace begins again. The epoch in which the trace
-            ends keeps the steps it has.
+        on_end: What follows the trace's last step. 'stop': later epochs are empty;
+            'error': they raise `TraceExhausted`; 'hold': the last batch size is
+            repeated without end; 'cycle': the trace begins again. The epoch in which
+            the trace ends keeps the steps it has.
 
     Attributes:
         capacity: Minibatches in an epoch.
 
     Raises:
-        TraceError: A batch size is no multiple of the minibatch, or exceeds the epoch.
-        ValueError, TypeError: Another argument is out of range or of the wrong type.
+        TraceError: A batch size is not a multiple of ``minibatch_size``, or exceeds
+            the epoch.
+        ValueError: Another argument is out of range.
+        TypeError: ``minibatch_size`` is not an integer.
     """
 
     def __init__(
         self, trace: Trace, num_samples: int, minibatch_size: int, on_end: str = "stop"
     ) -> None:
-        check_positive_integer("minibatch_size", minibatch_size)
+        self.minibatch_size = check_integer("minibatch_size", minibatch_size, least=1)
         if num_samples < minibatch_size:
             raise ValueError(
                 f"the dataset has {num_samples} samples, fewer than one minibatch of "
                 f"minibatch_size={minibatch_size}"
             )
-        if on_end not in ON_END:
-            raise ValueError(f"on_end={on_end!r} is unknown; allowed are {ON_END}")
+        check_choice("on_end", on_end, ON_END)
         self.trace = trace
         self.num_samples = int(num_samples)
-        self.minibatch_size = int(minibatch_size)
         self.capacity = self.num_samples // self.minibatch_size
         self.on_end = "hold" if trace.endless else on_end
         self._check_batch_sizes()
@@ -149,8 +171,8 @@ class Schedule:
             below = int(sizes[row]) // unit * unit
             nearest = f"{below} or {below + unit}" if below else f"{unit}"
             raise TraceError(
-                f"{self.trace.place(row)}: batch size {sizes[row]} is no multiple of "
-                f"minibatch_size={unit}; nearest is {nearest}"
+                f"{self.trace.place(row)}: batch size {sizes[row]} is not a multiple "
+                f"of minibatch_size={unit}; nearest is {nearest}"
             )
         if sizes.max() > self.capacity * unit:
             row = int(np.argmax(sizes > self.capacity * unit))
@@ -170,11 +192,14 @@ class Schedule:
         return len(self._first_steps) - 1
 
     def plan(self, epoch: int, num_replicas: int) -> EpochPlan:
-        """The plan of one epoch; empty behind the end under ``on_end='stop'``.
+        """Returns the plan of one epoch.
+
+        It is empty past the end of the trace under ``on_end='stop'``.
 
         Raises:
-            TraceExhausted: Behind the end of the trace under ``on_end='error'``.
-            ValueError, TypeError: ``epoch`` is negative or no integer.
+            TraceExhausted: The trace has ended before, under ``on_end='error'``.
+            ValueError: ``epoch`` is negative.
+            TypeError: ``epoch`` is not an integer.
         """
         first, end = self.steps(epoch)
         return EpochPlan(
@@ -187,28 +212,34 @@ class Schedule:
         )
 
     def steps(self, epoch: int) -> tuple[int, int]:
-        """The first step of an epoch, and of the next, since training began.
+        """Returns the first step of an epoch and of the next, since training began.
 
-        Costs the same for any number of steps in it.
+        Costs the same for any number of steps in the epoch.
 
         Raises:
             TraceExhausted, ValueError, TypeError: See `plan`.
         """
-        if isinstance(epoch, bool) or not isinstance(epoch, (int, np.integer)):
-            raise TypeError(f"epoch must be an integer, got {epoch!r}")
-        if epoch < 0:
-            raise ValueError(f"epoch must be >= 0, got {epoch}")
+        epoch = check_integer("epoch", epoch, least=0)
         while len(self._first_steps) <= epoch + 1 and not self._at_end():
             self._find_next_epoch()
         if epoch + 1 < len(self._first_steps):
             return self._first_steps[epoch], self._first_steps[epoch + 1]
         if self.on_end == "error":
             raise TraceExhausted(
-                f"epoch {epoch} begins behind the last of the {len(self.trace)} steps "
+                f"epoch {epoch} begins after the last of the {len(self.trace)} steps "
                 f"of {self.trace.name}, which fill {self.num_epochs} epochs; lengthen "
                 "the trace, train fewer epochs, or choose on_end='hold' or 'cycle'"
             )
         return self._first_steps[-1], self._first_steps[-1]
+
+    def num_steps(self, epoch: int) -> int:
+        """Returns how many steps an epoch has.
+
+        Raises:
+            TraceExhausted, ValueError, TypeError: See `plan`.
+        """
+        first, end = self.steps(epoch)
+        return end - first
 
     def _at_end(self) -> bool:
         ends = self.on_end in ("stop", "error")
@@ -240,11 +271,3 @@ class Schedule:
         if self.on_end == "cycle":
             rows %= len(self.trace)
         return self._num_minibatches[np.minimum(rows, len(self.trace) - 1)]
-
-
-def check_positive_integer(name: str, value: object) -> None:
-    """Raises TypeError or ValueError unless ``value`` is an integer above zero."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be >= 1, got {value}")

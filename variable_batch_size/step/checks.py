@@ -11,9 +11,8 @@ import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.data.schedule import Schedule
+from variable_batch_size.data.schedule import Cursor, EpochPlan, Schedule
 from variable_batch_size.rules.rule import Rule
-from variable_batch_size.step.cursor import Position
 from xla_replica import Replica, ReplicaError
 
 # Their steps are normalised, so they do not grow with the learning rate's batch factor
@@ -194,22 +193,26 @@ class HyperparameterWatch:
         self._last = hyperparameters(groups)
 
     def check(
-        self, groups: list[dict[str, Any]], position: Position, replica: Replica
+        self,
+        groups: list[dict[str, Any]],
+        plan: EpochPlan,
+        cursor: Cursor,
+        replica: Replica,
     ) -> None:
         """Raises ReplicaError if replicas would use different hyperparameters."""
         if replica.num_replicas == 1 or self._last in (None, hyperparameters(groups)):
             return
-        if position.substep:
-            where = f"within step {position.step}"
+        if cursor.substep:
+            where = f"within step {cursor.step}"
             why = "replicas may accumulate different numbers of minibatches"
-        elif position.plan.has_idle_replicas:
+        elif plan.has_idle_replicas:
             where = "between two updates"
             why = "idle replicas join updates without running your code"
         else:
             return
         raise ReplicaError(
             "the learning rate or another hyperparameter changed "
-            f"{where} of epoch {position.plan.epoch}. There {why}, so replicas would "
+            f"{where} of epoch {plan.epoch}. There {why}, so replicas would "
             "use different values: call optimizer.attach(scheduler) once in place of "
             "scheduler.step() in the loop, or change it between epochs, before "
             "optimizer.set_epoch",

@@ -8,9 +8,9 @@ from torch.optim import Optimizer
 from variable_batch_size.rules.scaling import Scaling
 from variable_batch_size.step.agreement import Agreement
 from variable_batch_size.step.checks import hyperparameters
-from variable_batch_size.step.cursor import Position
 from variable_batch_size.step.device_scalars import Numbers
 from variable_batch_size.step.step_gradients import StepGradients
+from variable_batch_size.step.steps import StepCounter
 from variable_batch_size.step.stop_vote import StopVote
 from variable_batch_size.step.update import Update
 from xla_replica import Replica
@@ -48,14 +48,14 @@ class UpdateGraph:
         self._gradients = gradients
 
     def run(
-        self, position: Position, batch_ratio: float, max_grad_norm: float | None
+        self, counter: StepCounter, batch_ratio: float, max_grad_norm: float | None
     ) -> Update:
-        """Makes the update of the step at ``position``, which moves on.
+        """Makes the update of the step at ``counter``, which moves on.
 
         If an exception ends the update, the step is lost and gradients are zero.
 
         Args:
-            position: The step, on this replica.
+            counter: At the step, on this replica.
             batch_ratio: Its batch size over the reference.
             max_grad_norm: Clip the averaged gradient to this global norm.
 
@@ -67,12 +67,12 @@ class UpdateGraph:
         groups = self._inner.param_groups
         own = (*hyperparameters(groups), *self._scaling.state_dict())
         ballot, vote = self._agreement.ballot(own), self._stop_vote.ballot()
-        num_minibatches = position.num_minibatches
+        num_minibatches = counter.num_minibatches
         divisor = self._numbers.get("divisor", num_minibatches)
         scaling = self._scaling.applied(self._inner, batch_ratio)
         buffers, noise, squares = self._gradients.buffers, self._gradients.noise, []
         if noise:
-            squares = noise.begin_update(num_minibatches, position.batch_size)
+            squares = noise.begin_update(num_minibatches, counter.batch_size)
         try:
             with torch.no_grad(), scaling as step:
                 buffers.average_(divisor, ballot, vote, *squares)
@@ -83,19 +83,19 @@ class UpdateGraph:
                     buffers.clip_(max_grad_norm)
                 lrs = step(factors if self._scaling.rule.measured else None)
         except BaseException:
-            position.next_step()  # whatever became of this update
+            counter.next_step()  # whatever became of this update
             raise
         finally:
             self._gradients.discard()
             self._replica.sync()
         update = Update(
-            epoch=position.plan.epoch,
-            step=position.plan.first_step + position.step,
-            batch_size=position.batch_size,
-            minibatch_size=position.plan.minibatch_size,
+            epoch=counter.plan.epoch,
+            step=counter.plan.first_step + counter.cursor.step,
+            batch_size=counter.batch_size,
+            minibatch_size=counter.plan.minibatch_size,
             lr=lrs,
-            idle=position.idle,
-            ends_epoch=position.step + 1 == position.plan.num_steps,
+            idle=counter.idle,
+            ends_epoch=counter.cursor.step + 1 == counter.plan.num_steps,
         )
-        position.next_step()
+        counter.next_step()
         return update
