@@ -141,7 +141,10 @@ def test_digits_reach_97_percent_on_eight_replicas(tmp_path, rule):
         (["--epochs", 0], "--epochs must be at least 1, got 0"),
         (["--rule", "lars"], "--rule: rule='lars' is unknown; allowed are"),
         (["--trace", "nofile.csv", "--dataset", "fake"], "nofile.csv"),
-        (["--batch-size", 48, "--dataset", "fake"], "not a multiple of minibatch_size=48"),
+        (
+            ["--batch-size", 48, "--dataset", "fake"],
+            "not a multiple of minibatch_size=48",
+        ),
     ],
 )
 def test_bad_arguments_say_so(tmp_path, arguments, message):

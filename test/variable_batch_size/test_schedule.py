@@ -127,7 +127,11 @@ def test_a_constant_trace_does_not_end():
     ("arguments", "error", "message"),
     [
         ((40, 256, 32), TraceError, "not a multiple of minibatch_size=32; .* 32 or 64"),
-        ((8, 256, 32), TraceError, "not a multiple of minibatch_size=32; nearest is 32"),
+        (
+            (8, 256, 32),
+            TraceError,
+            "not a multiple of minibatch_size=32; nearest is 32",
+        ),
         ((512, 256, 32), TraceError, "exceeds epoch capacity: 256 samples hold 8 mini"),
         ((288, 287, 32), TraceError, "exceeds epoch capacity"),
         ((32, 31, 32), ValueError, "31 samples, fewer than one minibatch"),
@@ -135,7 +139,11 @@ def test_a_constant_trace_does_not_end():
         ((32, 256, -1), ValueError, "minibatch_size must be an integer >= 1, got -1"),
         ((32, 256, 32.0), TypeError, "minibatch_size must be an integer .* got 32.0"),
         ((32, 256, True), TypeError, "minibatch_size must be an integer .* got True"),
-        ((32, 256, 32, "loop"), ValueError, "on_end must be one of 'stop', .* got 'loop'"),
+        (
+            (32, 256, 32, "loop"),
+            ValueError,
+            "on_end must be one of 'stop', .* got 'loop'",
+        ),
     ],
 )
 def test_bad_arguments(arguments, error, message):
