@@ -38,9 +38,9 @@ if __name__ == "__main__":
     folder, arms, device, num_replicas = sys.argv[1:5]
     args = folder, arms == "arms"
     if device == "as a TPU":  # the way torch_xla starts replicas there; here, only one
-        from xla_replica.starting import tpu
+        from xla_replica.starting import xla
         os.environ["PJRT_DEVICE"] = "CPU"
-        tpu.run_on_tpu(train, args, None)
+        xla.run_on_tpu(train, args, None)
     xla_replica.launch(train, args, int(num_replicas) or None, device, timeout=60)
 """
 

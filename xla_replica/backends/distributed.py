@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 
 from xla_replica.backends.replica import (
     Replica,
@@ -25,13 +24,20 @@ from xla_replica.errors import ReplicaError
 BUCKET_BYTES = 32 * 2**20
 
 
+def process_group() -> str | None:
+    """Returns the backend of the default process group, None where there is none."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_backend()
+    return None
+
+
 class DistributedReplica(Replica):
     """This process's rank in the default process group."""
 
     def __init__(self, reason: str, device: torch.device | None = None) -> None:
         super().__init__(
-            dist.get_rank(),
-            dist.get_world_size(),
+            torch.distributed.get_rank(),
+            torch.distributed.get_world_size(),
             default_device() if device is None else device,
             reason,
         )
@@ -42,7 +48,7 @@ class DistributedReplica(Replica):
                 self._check_device(bucket[0])
                 flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
                 with self._named("all_reduce_", bucket):
-                    dist.all_reduce(flat)
+                    torch.distributed.all_reduce(flat)
                 parts = flat.split([tensor.numel() for tensor in bucket])
                 for tensor, part in zip(bucket, parts):
                     tensor.copy_(part.view_as(tensor))
@@ -52,7 +58,7 @@ class DistributedReplica(Replica):
         value = tensor.detach().contiguous()
         gathered = [torch.empty_like(value) for _ in range(self.num_replicas)]
         with self._named("all_gather", [value]):
-            dist.all_gather(gathered, value)
+            torch.distributed.all_gather(gathered, value)
         return torch.stack(gathered)
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -61,7 +67,7 @@ class DistributedReplica(Replica):
         value = tensor.detach().contiguous()
         received = torch.empty_like(value)
         with self._named("all_to_all", [value]):
-            dist.all_to_all_single(received, value)
+            torch.distributed.all_to_all_single(received, value)
         return received
 
     def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
@@ -71,14 +77,14 @@ class DistributedReplica(Replica):
                 self._check_device(tensor)
                 value = tensor.detach().contiguous()
                 with self._named("broadcast_", [value]):
-                    dist.broadcast(value, source)
+                    torch.distributed.broadcast(value, source)
                 tensor.copy_(value)
 
     def barrier(self) -> None:
         # dist.barrier() does nothing on some backends; a sum that is read does.
         flag = torch.ones(1, device=self.device)
         with self._named("barrier", [flag]):
-            dist.all_reduce(flag)
+            torch.distributed.all_reduce(flag)
             flag.cpu()
 
     @contextlib.contextmanager
@@ -92,15 +98,15 @@ class DistributedReplica(Replica):
                 f"replica {self.rank} of {self.num_replicas} failed in {verb} of "
                 f"{len(shapes)} {tensors[0].dtype} tensors of shapes {shapes[:4]}: a "
                 "peer raised, hung, left early, or brought other tensors. The "
-                f"{dist.get_backend()} group says: {error}",
+                f"{process_group()} group says: {error}",
                 self.rank,
             ) from error
 
     def _check_device(self, tensor: torch.Tensor) -> None:
         if tensor.device.type == "xla":
             raise ReplicaError(
-                f"replica {self.rank}: a tensor on {tensor.device} was handed to the "
-                f"{dist.get_backend()} process group, which would return it unsummed. "
+                f"replica {self.rank}: a tensor on {tensor.device} was given to the "
+                f"{process_group()} process group, which would return it unsummed. "
                 "Start the job with xla_replica.launch(fn, device='xla'), or keep the "
                 "model on the CPU",
                 self.rank,

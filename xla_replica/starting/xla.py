@@ -1,14 +1,21 @@
-"""Replicas on the chips of a TPU, started by torch_xla: a process per chip."""
+"""The backend 'xla': the chips of a TPU, or replicas emulated on this CPU.
+
+torch_xla starts a process for every chip; `emulated` starts threads of one process.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from xla_replica.backends.current_replica import bound
+from xla_replica.backends.distributed import process_group
+from xla_replica.backends.registry import Job, bound, register_backend
+from xla_replica.backends.xla import XlaReplica
+from xla_replica.starting.emulated import run_emulated
 from xla_replica.starting.environment import variables_set
 from xla_replica.starting.exit_results import (
     read_endings,
@@ -61,8 +68,6 @@ def _run_replica(
     folder: str,
     signals: Listener,
 ) -> None:
-    from xla_replica.backends.xla import XlaReplica
-
     replica = XlaReplica("launched by torch_xla")
     if num_replicas not in (None, replica.num_replicas):
         raise ValueError(
@@ -75,3 +80,50 @@ def _run_replica(
         ending = run_to_end(fn, replica.rank, args)
     replica.wait()
     write_ending(folder, replica.rank, ending)
+
+
+# --- the row ------------------------------------------------------------------------
+
+
+def _find() -> str | None:
+    group = process_group()
+    if group == "xla":
+        return "torch.distributed is initialised with xla"
+    chosen = os.environ.get("PJRT_DEVICE")
+    if group is None and "torch_xla" in sys.modules and chosen:
+        return f"PJRT_DEVICE={chosen}"
+    return None
+
+
+def _launch(job: Job) -> list[Any]:
+    if not is_installed():
+        raise ValueError(
+            "device='xla' needs torch_xla: pip install 'elastic-xla[xla]', or launch "
+            "with device='cpu'"
+        )
+    if has_tpu() and process_group() is None:
+        return run_on_tpu(job.fn, job.args, job.num_replicas)
+    if job.is_started:
+        raise ValueError(
+            "device='xla' in one of several processes needs a TPU: XLA replicas on a "
+            "CPU live in one process. Start the script with python, or use "
+            "device='cpu'"
+        )
+    return run_emulated(job.fn, job.args, job.num_replicas or 1, job.timeout)
+
+
+def _preference(job: Job) -> int:
+    if has_tpu() and process_group() is None:
+        return 4
+    several_here = job.num_replicas not in (None, 1) and not job.is_started
+    return 2 if several_here and is_installed() else 0
+
+
+register_backend(
+    "xla",
+    _find,
+    XlaReplica,
+    _launch,
+    preference=_preference,
+    has_any_number=lambda: not has_tpu(),
+)

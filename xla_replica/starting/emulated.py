@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from xla_replica.backends.current_replica import bound
+from xla_replica.backends.registry import bound
+from xla_replica.backends.xla import XlaReplica
 from xla_replica.emulated import emulator as emulation
 from xla_replica.errors import ReplicaError
 from xla_replica.starting import fresh_processes
@@ -185,8 +186,6 @@ def _child_main(
     endings: dict[int, bytes] = {}
 
     def run_replica() -> None:
-        from xla_replica.backends.xla import XlaReplica
-
         rank = None
         try:
             with emulator.replica() as rank:

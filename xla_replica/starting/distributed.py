@@ -1,7 +1,11 @@
-"""Replicas that are processes joined by torch.distributed: our own, or torchrun's."""
+"""The backends 'cpu' and 'cuda': processes joined by torch.distributed.
+
+They are this package's own, torchrun's, or whatever has initialised a process group.
+"""
 
 from __future__ import annotations
 
+import functools
 import multiprocessing.connection
 import os
 import sys
@@ -13,7 +17,9 @@ from typing import Any
 
 import torch
 
-from xla_replica.backends.current_replica import bound
+from xla_replica.backends.distributed import DistributedReplica, process_group
+from xla_replica.backends.registry import Job, bound, register_backend
+from xla_replica.backends.replica import LocalReplica
 from xla_replica.errors import ReplicaError
 from xla_replica.starting import fresh_processes
 from xla_replica.starting.child_processes import cause_of_death, die_with_parent
@@ -30,7 +36,7 @@ from xla_replica.starting.exit_results import (
 )
 from xla_replica.stopping import forwarding, listening, listening_for_parent
 
-BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+GROUPS = {"cuda": "nccl", "cpu": "gloo"}
 
 
 def run_processes(
@@ -116,8 +122,6 @@ def _run_replica(
     folder: str,
 ) -> None:
     surroundings.enter()
-    import torch.distributed as dist
-
     die_with_parent()
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -141,7 +145,7 @@ def _run_replica(
         path.write_bytes(dump_failure(rank, error))
         path.rename(path.with_suffix(".failure"))  # never read half-written
         sys.exit(1)
-    dist.destroy_process_group()
+    torch.distributed.destroy_process_group()
 
 
 def _join_group(device: str, timeout: float, **where: Any) -> None:
@@ -152,20 +156,17 @@ def _join_group(device: str, timeout: float, **where: Any) -> None:
     torch._dynamo), the group outlives destroy_process_group; a gloo thread that frees
     its last tensor while Python exits then aborts the process, after all its work.
     """
-    import torch.distributed as dist
-    import torch.distributed.nn  # noqa: F401  before there is a group to hold on to
+    import torch.distributed.nn  # before there is a group to hold on to
 
-    dist.init_process_group(
-        BACKENDS[device], timeout=timedelta(seconds=timeout), **where
+    torch.distributed.init_process_group(
+        GROUPS[device], timeout=timedelta(seconds=timeout), **where
     )
 
 
 def _wait_for_peers(rank: int, timeout: float) -> None:
     """Nobody tears its end down while a peer still sums."""
-    import torch.distributed as dist
-
     try:
-        dist.barrier()
+        torch.distributed.barrier()
     except RuntimeError as error:
         raise ReplicaError(
             f"replica {rank} returned, but a peer failed or did not return within "
@@ -187,10 +188,12 @@ def run_in_this_process(
         ValueError: The job has another number of processes.
         Stopped: ``fn`` did, and its peers have ended.
     """
-    import torch.distributed as dist
-
-    joined_here = not dist.is_initialized()
-    world_size = int(os.environ["WORLD_SIZE"]) if joined_here else dist.get_world_size()
+    joined_here = not torch.distributed.is_initialized()
+    world_size = (
+        int(os.environ["WORLD_SIZE"])
+        if joined_here
+        else torch.distributed.get_world_size()
+    )
     if num_replicas not in (None, world_size):
         raise ValueError(
             f"num_replicas={num_replicas}, but this job has {world_size} processes: "
@@ -204,20 +207,75 @@ def run_in_this_process(
         with listening():
             ending = _run_in_group(fn, args, device, "a process of this job")
             if joined_here:
-                _wait_for_peers(dist.get_rank(), timeout)
+                _wait_for_peers(torch.distributed.get_rank(), timeout)
         [value] = values([ending])
         return value
     finally:
         if joined_here:
-            dist.destroy_process_group()
+            torch.distributed.destroy_process_group()
 
 
 def _run_in_group(
     fn: Callable[..., Any], args: tuple[Any, ...], device: str, reason: str
 ) -> Ending:
-    from xla_replica.backends.distributed import DistributedReplica
-
     index = torch.cuda.current_device() if device == "cuda" else None
     replica = DistributedReplica(reason, torch.device(device, index))
     with bound(replica):
         return run_to_end(fn, replica.rank, args)
+
+
+# --- the two rows -------------------------------------------------------------------
+
+
+def _launch_on_cpu(job: Job) -> list[Any]:
+    return _launch(job, "cpu", job.num_replicas or 1)
+
+
+def _launch_on_gpus(job: Job) -> list[Any]:
+    num_gpus = torch.cuda.device_count()
+    num_replicas = job.num_replicas or num_gpus
+    if not 1 <= num_replicas <= num_gpus:
+        raise ValueError(
+            f"num_replicas={job.num_replicas} on device='cuda', but there are "
+            f"{num_gpus} GPUs"
+        )
+    return _launch(job, "cuda", num_replicas)
+
+
+def _launch(job: Job, device: str, num_replicas: int) -> list[Any]:
+    fn, args, _, timeout, _ = job
+    if job.is_started:
+        return [run_in_this_process(fn, args, job.num_replicas, device, timeout)]
+    if num_replicas > 1:
+        return run_processes(fn, args, num_replicas, device, timeout)
+    with listening(), bound(LocalReplica(device, reason="launched alone")):
+        return [fn(0, *args)]
+
+
+def _find(is_ours: Callable[[str], bool]) -> str | None:
+    group = process_group()
+    if group is None or not is_ours(group):
+        return None
+    return f"torch.distributed is initialised with {group}"
+
+
+def _gpu_preference(job: Job) -> int:
+    group = process_group()
+    return 3 if (torch.cuda.is_available() if group is None else group == "nccl") else 0
+
+
+register_backend(
+    "cuda",
+    functools.partial(_find, lambda group: group == "nccl"),
+    DistributedReplica,
+    _launch_on_gpus,
+    preference=_gpu_preference,
+    has_any_number=lambda: False,
+)
+register_backend(
+    "cpu",  # and every other group, such as TorchTPU's
+    functools.partial(_find, lambda group: group not in ("nccl", "xla")),
+    DistributedReplica,
+    _launch_on_cpu,
+    preference=lambda job: 1,
+)

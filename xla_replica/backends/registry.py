@@ -1,0 +1,125 @@
+"""The backends, one row each, and which replica the caller is (`current`).
+
+A row says everything that is known of a backend: how a thread finds out that it is one
+of its replicas, how that `Replica` is made, and how `launch` starts them. The rows of
+this package are in `starting/`; `register_backend` adds others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from xla_replica.backends.replica import LocalReplica, Replica
+from xla_replica.errors import ReplicaError
+
+
+class Job(NamedTuple):
+    """What `launch` was asked to run.
+
+    Attributes:
+        fn: To be called as ``fn(rank, *args)`` on every replica.
+        args: The arguments after the rank.
+        num_replicas: An integer above 0; None for as many as the backend has.
+        timeout: Seconds that a replica may be late.
+        is_started: Whether this process is one of several that something else has
+            started, such as torchrun: ``fn`` is to be called here, as one replica.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    num_replicas: int | None
+    timeout: float
+    is_started: bool
+
+
+class Backend(NamedTuple):
+    """What is known of a backend; the arguments of `register_backend`."""
+
+    find: Callable[[], str | None]
+    replica: Callable[[str], Replica]
+    launch: Callable[[Job], list[Any]] | None
+    preference: Callable[[Job], int]
+    has_any_number: Callable[[], bool]
+
+
+# By the names that `launch` takes; added to by `register_backend`.
+DEVICES: dict[str, Backend] = {}
+
+
+def register_backend(
+    device: str,
+    find: Callable[[], str | None],
+    replica: Callable[[str], Replica],
+    launch: Callable[[Job], list[Any]] | None = None,
+    *,
+    preference: Callable[[Job], int] = lambda job: 0,
+    has_any_number: Callable[[], bool] = lambda: True,
+) -> None:
+    """Adds a backend, for `current` and ``launch(device=device)``.
+
+    A name that is known already gets the new row. Devices of another kind than a CPU,
+    a GPU or XLA are described by `register_device`.
+
+    Args:
+        device: The backend's name, as `launch` takes it.
+        find: Returns why the calling thread is one of the backend's replicas, for
+            people, or None where it is not. `current` asks the row that was added last
+            first.
+        replica: Makes the calling thread's replica; called with that reason.
+        launch: Runs a `Job` and returns the results by rank, or, where the job
+            ``is_started``, this replica's result alone. None where something else
+            starts the replicas.
+        preference: How much ``launch(device=None)`` prefers this backend for a job; the
+            highest is chosen. 0: only if it is asked for.
+        has_any_number: Whether any number of replicas can be had, as on a CPU, and not
+            only as many as there are devices.
+    """
+    DEVICES.pop(device, None)
+    DEVICES[device] = Backend(find, replica, launch, preference, has_any_number)
+
+
+_bound = threading.local()
+
+
+@contextlib.contextmanager
+def bound(replica: Replica) -> Iterator[None]:
+    """Makes ``replica`` the calling thread's `current` inside the block."""
+    before = getattr(_bound, "replica", None)
+    _bound.replica = replica
+    try:
+        yield
+    finally:
+        _bound.replica = before
+
+
+def current() -> Replica:
+    """Returns the replica that the caller runs in; ``reason`` says how it was found.
+
+    In this order: the replica that `launch` started; one that a registered backend
+    finds, such as that of an initialised ``torch.distributed`` process group, or a
+    torch_xla device, if the script has imported torch_xla and chosen one
+    (``PJRT_DEVICE``); otherwise the only replica of its job.
+
+    Raises:
+        ReplicaError: torchrun started several processes, but nothing has joined them
+            to a group yet: each would silently train a model of its own.
+    """
+    replica = getattr(_bound, "replica", None)
+    if replica is not None:
+        return replica
+    for backend in reversed(DEVICES.values()):
+        reason = backend.find()
+        if reason is not None:
+            return backend.replica(reason)
+    num_processes = os.environ.get("WORLD_SIZE", "1")
+    if num_processes != "1":
+        raise ReplicaError(
+            f"WORLD_SIZE={num_processes} says that this process is one of several, but "
+            "torch.distributed is not initialised. Run the training function through "
+            "xla_replica.launch, or call torch.distributed.init_process_group() first"
+        )
+    return LocalReplica()
