@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from xla_replica.common.trees import map_tensors, tensors_in
+from xla_replica.device.device_traits import traits
 from xla_replica.device.loader import DeviceLoader
 from xla_replica.device.seeding import seeded
-from xla_replica.device.device_traits import traits
 from xla_replica.errors import ReplicaError
 
 # What `Replica.all_gather_object` sends at first; longer values take a second round.
