@@ -281,4 +281,4 @@ def _called(use: Use, names: Mapping[int, str]) -> Called:
 def _budget_beside(uses: Sequence[Use], losses: torch.Tensor) -> int:
     """Of temporaries, which are in float32, from what modules gave."""
     recorded = sum(use.shape.numel() * 4 for use in uses)
-    return default_budget(recorded, losses.device.type)
+    return default_budget(recorded, losses.device)

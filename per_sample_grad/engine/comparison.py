@@ -23,7 +23,7 @@ from torch import nn
 import xla_replica
 from per_sample_grad.errors import CouplingError, PerSampleError
 from per_sample_grad.factors.factors import Factors
-from per_sample_grad.factors.forms import LAZY, accumulation_dtype
+from per_sample_grad.factors.forms import accumulation_dtype
 from per_sample_grad.layers.call import Call, tensors_in
 
 if TYPE_CHECKING:
@@ -288,7 +288,7 @@ def _underflow(found: Comparison) -> str:
 
 
 def _largest(value: torch.Tensor) -> torch.Tensor:
-    if value.device.type in LAZY:
+    if xla_replica.traits(value).is_lazy:
         return value.abs().max()
     return torch.linalg.vector_norm(value, math.inf)  # without a tensor of sizes
 

@@ -1,11 +1,17 @@
-"""The linear algebra on contributions that forms no gradient, or some columns of one.
+"""Linear algebra on contributions: products, norms and Gram matrices of gradients.
 
-Axes and forms are those of `contributions`.
+Most of it forms no gradient. The inner product of two sums of outer products is
+``⟨g_i, g_j⟩ = Σ_h Σ_{t,s} (u_{iht} · u'_{jhs}) (z_{iht} · z'_{jhs})``, over groups h
+and positions t, s; for one group and position and i = j it is Goodfellow's
+``‖u‖² ‖z‖²`` (arXiv:1510.01799). Summed over all ordered pairs of uses it is exact for
+parameters that are used more than once.
+
+Axes are those of `forms`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -16,82 +22,22 @@ from per_sample_grad.factors.forms import (
     Outer,
     Windows,
     chunks,
-    dtype_of,
+    float_factor,
     matrix_shape,
     num_rows,
     part,
+    summed,
     unfolded_elements,
 )
-
-
-def summed(terms: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The sum of one or more tensors, one after the other."""
-    total = None
-    for term in terms:
-        total = term if total is None else total + term
-    assert total is not None
-    return total
-
-
-def samples_within(contribution: Contribution, budget: int) -> int:
-    """Samples at a time whose unfolded factors have no more than ``budget`` bytes."""
-    total = num_rows(contribution)
-    each = unfolded_elements(contribution) * dtype_of(contribution).itemsize
-    return max(1, min(total, budget // each)) if each else max(1, total)
-
-
-def parts(
-    contribution: Contribution, budget: int
-) -> Iterator[tuple[int, int, Outer | Lookup | Dense]]:
-    """Start, stop and samples: chunks that fit the budget when unfolded."""
-    total = num_rows(contribution)
-    for start, stop in chunks(total, samples_within(contribution, budget)):
-        yield start, stop, part(contribution, start, stop)
-
-
-def columns(
-    contribution: Contribution,
-    shape: Sequence[int],
-    start: int,
-    stop: int,
-    samples: tuple[int, int] | None = None,
-) -> torch.Tensor:
-    """Columns ``[start, stop)`` of every sample's gradient: ``(N, r, stop - start)``.
-
-    Costs ``2 N G T p (stop - start)`` flops: chunks together cost what the whole does.
-    Of `Windows`, ``start`` and ``stop`` are multiples of K.
-    """
-    rows, all_columns = matrix_shape(shape)
-    low, high = samples or (0, num_rows(contribution))
-    match contribution:
-        case Outer(left, right):
-            block = left[low:high].transpose(2, 3) @ right[low:high, ..., start:stop]
-            return block.flatten(1, 2)
-        case Windows():
-            return contribution.gradients(low, high, start, stop)
-        case Lookup(index, values):
-            index, values = index[low:high], values[low:high]
-            num, width = len(index), stop - start
-            first_row = torch.arange(num, device=index.device).unsqueeze(1) * rows
-            table = values.new_zeros(num * rows, width)
-            table.index_add_(
-                0,
-                (index.long() + first_row).flatten(),
-                values[..., start:stop].reshape(-1, width),
-            )
-            return table.unflatten(0, (num, rows))
-        case Dense(values):
-            matrix = values[low:high].reshape(high - low, rows, all_columns)
-            return matrix[..., start:stop]
+from xla_replica import traits
 
 
 def dot(contribution: Contribution, vector: torch.Tensor, budget: int) -> torch.Tensor:
-    """``⟨v, g_n⟩`` for every n: ``(N,)``. ``vector`` has the parameter's shape.
+    """Returns ``⟨v, g_n⟩`` for every n, ``(N,)``; ``v`` has the parameter's shape.
 
-    For outer products ``Σ_t u_tᵀ V z_t``: one product with V, no T² term, no gradient.
+    For outer products that is ``Σ_t u_tᵀ V z_t``: one product with V.
     """
-    found = [_dot(some, vector) for _, _, some in parts(contribution, budget)]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    return _joined(_dot(some, vector) for _, _, some in _parts(contribution, budget))
 
 
 def _dot(contribution: Outer | Lookup | Dense, vector: torch.Tensor) -> torch.Tensor:
@@ -117,13 +63,11 @@ def weighted_sum(
     weights: torch.Tensor,
     budget: int,
 ) -> torch.Tensor:
-    """``Σ_n w_n g_n``, of the parameter's shape: the cost of a batch gradient."""
-    total: torch.Tensor | None = None
-    for start, stop, some in parts(contribution, budget):
-        term = _weighted_sum(some, shape, weights[start:stop])
-        total = term if total is None else total + term
-    assert total is not None
-    return total
+    """Returns ``Σ_n w_n g_n``, of this shape, at the cost of a batch gradient."""
+    return summed(
+        _weighted_sum(some, shape, weights[start:stop])
+        for start, stop, some in _parts(contribution, budget)
+    )
 
 
 def _weighted_sum(
@@ -137,8 +81,7 @@ def _weighted_sum(
             if not alike and p * q <= left.shape[2] * (p + q):
                 # Forming gradients writes less than bringing positions together.
                 return (scaled.transpose(2, 3) @ right).sum(0).reshape(shape)
-            by_group = scaled.transpose(0, 1).flatten(1, 2).transpose(1, 2)
-            return (by_group @ right.transpose(0, 1).flatten(1, 2)).reshape(shape)
+            return (_flat(scaled).transpose(1, 2) @ _flat(right)).reshape(shape)
         case Lookup(index, values):
             rows, width = matrix_shape(shape)
             scaled = (values * weights[:, None, None]).reshape(-1, width)
@@ -146,3 +89,268 @@ def _weighted_sum(
             return table.index_add(0, index.flatten().long(), scaled).reshape(shape)
         case Dense(values):
             return (weights @ values.flatten(1)).reshape(shape)
+
+
+def _parts(
+    contribution: Contribution, budget: int
+) -> Iterator[tuple[int, int, Outer | Lookup | Dense]]:
+    """Yields start, stop and samples whose unfolded factors fit ``budget`` bytes."""
+    samples = max(1, num_rows(contribution))
+    each = unfolded_elements(contribution) * float_factor(contribution).dtype.itemsize
+    if each:
+        samples = max(1, min(samples, budget // each))
+    for start, stop in chunks(num_rows(contribution), samples):
+        yield start, stop, part(contribution, start, stop)
+
+
+def has_product(a: Contribution, b: Contribution) -> bool:
+    """Returns whether `squared_norms` and `gram` take this pair of uses."""
+    match a, b:
+        case (Dense(), Dense()) | (Lookup(), Lookup()):
+            return True
+        case (Outer() | Windows(), Outer() | Windows()):
+            return a.groups == b.groups
+        case (Outer() | Windows() as outer, Lookup()) | (
+            Lookup(),
+            Outer() | Windows() as outer,
+        ):
+            return outer.groups == 1
+    return False
+
+
+def squared_norms(contributions: Sequence[Contribution], samples: int) -> torch.Tensor:
+    """Returns ``‖g_n‖²`` for every n, ``(N,)``; rounding may make it negative.
+
+    Args:
+        contributions: Merged uses of a parameter; every pair has a product.
+        samples: How many samples are computed at a time.
+    """
+
+    def of_some(start: int, stop: int) -> torch.Tensor:
+        parts = [part(each, start, stop) for each in contributions]
+        return summed(
+            _diagonal(a, b) if a is b else 2 * _diagonal(a, b)
+            for i, a in enumerate(parts)
+            for b in parts[i:]
+        )
+
+    return _side_by_side(of_some, num_rows(contributions[0]), samples)
+
+
+def gram(
+    left: Sequence[Contribution], right: Sequence[Contribution], samples: int
+) -> torch.Tensor:
+    """Returns ``⟨g_i, g'_j⟩``, ``(N, N')``, from ``samples`` of each at a time."""
+    same = left is right
+
+    def of_some(start: int, stop: int) -> torch.Tensor:
+        a = [part(each, start, stop) for each in left]
+
+        def with_some(low: int, high: int) -> torch.Tensor:
+            if same and (low, high) == (start, stop):
+                b = a
+            else:
+                b = [part(each, low, high) for each in right]
+            return summed(_pairs(one, other) for one in a for other in b)
+
+        return _side_by_side(with_some, num_rows(right[0]), samples, dim=1)
+
+    return _side_by_side(of_some, num_rows(left[0]), samples)
+
+
+def materialized_squared_norms(
+    contributions: Sequence[Contribution],
+    shape: Sequence[int],
+    samples: int,
+    width: int,
+) -> torch.Tensor:
+    """Returns `squared_norms` from gradients: of some samples and columns at a time."""
+
+    def of_some(start: int, stop: int) -> torch.Tensor:
+        return summed(
+            _squares(_block(contributions, shape, (start, stop), first, last))
+            for first, last in chunks(matrix_shape(shape)[1], width)
+        )
+
+    return _side_by_side(of_some, num_rows(contributions[0]), samples)
+
+
+def materialized_gram(
+    left: Sequence[Contribution],
+    right: Sequence[Contribution],
+    shape: Sequence[int],
+    samples: int,
+    width: int,
+) -> torch.Tensor:
+    """Returns `gram` from gradients: ``width`` columns of all samples at a time.
+
+    Args:
+        left: Merged uses in a batch.
+        right: Those in the same or another batch.
+        shape: The parameter's shape.
+        samples: How many samples are unfolded at a time.
+        width: How many columns.
+    """
+
+    def of_columns(first: int, last: int) -> torch.Tensor:
+        a = b = gradients(left, shape, samples, first, last).flatten(1)
+        if left is not right:
+            b = gradients(right, shape, samples, first, last).flatten(1)
+        return a @ b.T
+
+    all_columns = matrix_shape(shape)[1]
+    return summed(of_columns(*interval) for interval in chunks(all_columns, width))
+
+
+def gradients(
+    contributions: Sequence[Contribution],
+    shape: Sequence[int],
+    samples: int,
+    first: int,
+    last: int,
+) -> torch.Tensor:
+    """Returns columns of every sample's gradient, ``(N, r, last - first)``.
+
+    The uses are summed; ``samples`` is how many samples are computed at a time.
+    """
+    total = num_rows(contributions[0])
+    if samples >= total:
+        return _block(contributions, shape, (0, total), first, last)
+    found: torch.Tensor | None = None
+    for start, stop in chunks(total, samples):
+        block = _block(contributions, shape, (start, stop), first, last)
+        if found is None:
+            found = block.new_empty(total, *block.shape[1:])
+        # Written into place: pieces that are joined later take the memory twice.
+        found[start:stop] = block
+    assert found is not None
+    return found
+
+
+def _block(
+    contributions: Sequence[Contribution],
+    shape: Sequence[int],
+    samples: tuple[int, int],
+    first: int,
+    last: int,
+) -> torch.Tensor:
+    return summed(_columns(each, shape, first, last, samples) for each in contributions)
+
+
+def _columns(
+    contribution: Contribution,
+    shape: Sequence[int],
+    start: int,
+    stop: int,
+    samples: tuple[int, int],
+) -> torch.Tensor:
+    """Returns columns ``[start, stop)`` of these samples' gradients.
+
+    Costs ``2 n G T p (stop - start)`` flops for n samples: chunks together cost what
+    the whole does. For `Windows`, ``start`` and ``stop`` are multiples of K.
+    """
+    rows, all_columns = matrix_shape(shape)
+    low, high = samples
+    match contribution:
+        case Outer(left, right):
+            block = left[low:high].transpose(2, 3) @ right[low:high, ..., start:stop]
+            return block.flatten(1, 2)
+        case Windows():
+            return contribution.gradients(low, high, start, stop)
+        case Lookup(index, values):
+            index, values = index[low:high], values[low:high]
+            num, width = len(index), stop - start
+            first_row = torch.arange(num, device=index.device).unsqueeze(1) * rows
+            table = values.new_zeros(num * rows, width)
+            table.index_add_(
+                0,
+                (index.long() + first_row).flatten(),
+                values[..., start:stop].reshape(-1, width),
+            )
+            return table.unflatten(0, (num, rows))
+        case Dense(values):
+            matrix = values[low:high].reshape(high - low, rows, all_columns)
+            return matrix[..., start:stop]
+
+
+def _squares(block: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of squares of every sample, ``(N,)``, without the squares."""
+    flat = block.flatten(1)
+    if traits(flat).is_lazy:
+        return (flat * flat).sum(1)  # a compiler makes one loop of it
+    return torch.linalg.vector_norm(flat, dim=1).square()
+
+
+def _diagonal(a: Outer | Lookup | Dense, b: Outer | Lookup | Dense) -> torch.Tensor:
+    """Returns ``⟨a_n, b_n⟩``, ``(N,)``."""
+    match a, b:
+        case Dense(), Dense():
+            if a is b:
+                return _squares(a.values)
+            return (a.values.flatten(1) * b.values.flatten(1)).sum(1)
+        case Outer(), Outer() if a.positions == b.positions == 1:
+            if a is b and a.groups == 1:
+                return _squares(a.left) * _squares(a.right)
+            return ((a.left * b.left).sum(-1) * (a.right * b.right).sum(-1)).sum((1, 2))
+        case Lookup(), Outer():
+            return _diagonal(b, a)
+        case Outer(), Outer():
+            kernel = a.left @ b.left.transpose(2, 3)
+            kernel = kernel * (a.right @ b.right.transpose(2, 3))
+        case Lookup(), Lookup():
+            same = a.index.unsqueeze(2) == b.index.unsqueeze(1)
+            kernel = a.values @ b.values.transpose(1, 2)
+            kernel = torch.where(same, kernel, torch.zeros_like(kernel))
+        case Outer(), Lookup():
+            left = a.left.squeeze(1)  # (n, S, V)
+            index = b.index.long().unsqueeze(1)
+            index = index.expand(-1, left.shape[1], -1)
+            kernel = left.gather(2, index)
+            right = a.right.squeeze(1)
+            kernel = kernel * (right @ b.values.transpose(1, 2))
+        case _:
+            raise AssertionError("no factored product; see has_product")
+    return kernel.flatten(1).sum(1)
+
+
+def _pairs(a: Outer | Lookup | Dense, b: Outer | Lookup | Dense) -> torch.Tensor:
+    """Returns ``⟨a_i, b_j⟩``, ``(n, n')``, from ``n T n' T'`` products per group."""
+    match a, b:
+        case Dense(), Dense():
+            return a.values.flatten(1) @ b.values.flatten(1).T
+        case Lookup(), Outer():
+            return _pairs(b, a).T
+        case Outer(), Outer():
+            kernel = _flat(a.left) @ _flat(b.left).transpose(1, 2)
+            kernel = kernel * (_flat(a.right) @ _flat(b.right).transpose(1, 2))
+        case Lookup(), Lookup():
+            same = a.index.flatten().unsqueeze(1) == b.index.flatten().unsqueeze(0)
+            kernel = a.values.flatten(0, 1) @ b.values.flatten(0, 1).T
+            kernel = torch.where(same, kernel, torch.zeros_like(kernel)).unsqueeze(0)
+        case Outer(), Lookup():
+            kernel = _flat(a.left)[0].index_select(1, b.index.flatten().long())
+            right = _flat(a.right)[0] @ b.values.flatten(0, 1).T
+            kernel = (kernel * right).unsqueeze(0)
+        case _:
+            raise AssertionError("no factored product; see has_product")
+    if a.positions == b.positions == 1:
+        return kernel.sum(0)
+    shape = (-1, num_rows(a), a.positions, num_rows(b), b.positions)
+    return kernel.reshape(shape).sum((0, 2, 4))
+
+
+def _flat(factor: torch.Tensor) -> torch.Tensor:
+    """Returns ``(N, G, T, p)`` as ``(G, N T, p)``."""
+    return factor.transpose(0, 1).flatten(1, 2)
+
+
+def _side_by_side(
+    of_some: Callable[[int, int], torch.Tensor], total: int, size: int, dim: int = 0
+) -> torch.Tensor:
+    """Returns what a function gives for chunks of samples, joined along ``dim``."""
+    return _joined((of_some(start, stop) for start, stop in chunks(total, size)), dim)
+
+
+def _joined(parts: Iterator[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    found = list(parts)
+    return found[0] if len(found) == 1 else torch.cat(found, dim)

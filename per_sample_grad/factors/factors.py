@@ -1,16 +1,16 @@
-"""Every sample's gradient as factors, and the answers that are computed from them."""
+"""Every sample's gradient as factors, and the answers computed from them."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from per_sample_grad.factors import algebra, forms, products
+from per_sample_grad.factors import algebra, forms
 from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.factors.plan import (
     QUANTITIES,
@@ -21,8 +21,9 @@ from per_sample_grad.factors.plan import (
     choose,
     samples_of_gradients,
 )
-from per_sample_grad.factors.sketch import sketch
+from per_sample_grad.factors.tensor_sketch import sketch
 from xla_replica import full_matmul_precision
+from xla_replica.common.arguments import check_choice, check_integer
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -31,7 +32,7 @@ _T = TypeVar("_T")
 def _in_full_precision(
     method: Callable[Concatenate[Factors, _P], _T],
 ) -> Callable[Concatenate[Factors, _P], _T]:
-    """Whatever autocast the caller is in: sums are in float32 or wider, no graph."""
+    """Runs a method without the caller's autocast, and without a graph."""
 
     @functools.wraps(method)
     def answer(self: Factors, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -42,11 +43,11 @@ def _in_full_precision(
 
 
 class Factors:
-    """The gradients of B losses, none of which is formed before it is asked for.
+    """The gradients of B losses, each formed only when an answer needs it.
 
-    Made by `Capture.backward`. Every answer is in float32 or wider and has no graph.
-    On a lazy device nothing is computed before it is fetched: ask for all the answers
-    first, then fetch them together.
+    `Capture.backward` returns them. Every answer is in float32 or wider and has no
+    graph. On a lazy device nothing is computed before it is fetched: ask for all the
+    answers first, then fetch them together.
 
     Attributes:
         shapes: The shape of each parameter, by name.
@@ -66,11 +67,11 @@ class Factors:
         self.losses = losses
         self._method: Method = method
         self._budget = budget
-        # Not that of the losses, which targets in float64 make wider than the model.
-        dtypes = [forms.dtype_of(p) for uses in merged.values() for p in uses]
-        self._dtype = forms.accumulation_dtype(*(dtypes or [losses.dtype]))
-        # Nothing for a parameter that the losses do not depend on.
+        # A parameter that the losses do not depend on has an empty list.
         self._merged = {name: list(merged[name]) for name in self.shapes}
+        # Not the dtype of the losses: float64 targets make it wider than the model's.
+        dtypes = [forms.float_factor(use).dtype for use in self._all_uses()]
+        self._dtype = forms.accumulation_dtype(*(dtypes or [losses.dtype]))
 
     def __len__(self) -> int:
         return self.losses.shape[0]
@@ -81,51 +82,46 @@ class Factors:
         )
 
     def contributions(self, name: str) -> list[Contribution]:
-        """The merged uses of a parameter: for algebra of your own."""
+        """Returns the merged uses of a parameter, for your own algebra."""
         return list(self._merged[name])
 
     @property
     def smaller_than_gradients(self) -> bool:
-        """Whether keeping them takes less memory than `materialize`."""
-        uses = itertools.chain.from_iterable(self._merged.values())
+        """Whether keeping the factors takes less memory than `materialize`."""
         gradients = len(self) * sum(map(math.prod, self.shapes.values()))
-        return sum(map(forms.held_elements, uses)) < gradients
+        return sum(map(forms.held_elements, self._all_uses())) < gradients
 
     def plan(self, quantity: Quantity, other: Factors | None = None) -> Plan:
-        """How ``"norms"`` or ``"gram"`` will be computed; print it."""
-        if quantity not in QUANTITIES:
-            allowed = " and ".join(map(repr, QUANTITIES))
-            raise ValueError(f"plan({quantity!r}); allowed are {allowed}")
-        return Plan(
-            quantity,
-            {name: self._choice(quantity, name, other) for name in self.shapes},
-        )
+        """Returns how ``"norms"`` or ``"gram"`` will be computed, for printing."""
+        check_choice("plan: quantity", quantity, QUANTITIES)
+        choices = {name: self._choice(quantity, name, other) for name in self.shapes}
+        return Plan(quantity, choices)
 
     @_in_full_precision
     def norms(self, *, squared: bool = False) -> torch.Tensor:
-        """``‖g_i‖`` over all parameters: ``(B,)``, never negative."""
+        """Returns ``‖g_i‖`` over all parameters, ``(B,)``, never negative."""
         terms = [self._squared_norms(name) for name in self.shapes]
         total = self._sum(terms, (len(self),)).clamp(min=0)
         return total if squared else total.sqrt()
 
     @_in_full_precision
     def norms_by_parameter(self, *, squared: bool = False) -> dict[str, torch.Tensor]:
-        """``‖g_i‖`` of each parameter: ``(B,)`` by name."""
+        """Returns ``‖g_i‖`` of each parameter, ``(B,)``, by name."""
         found = {name: self._squared_norms(name).clamp(min=0) for name in self.shapes}
-        return (
-            found if squared else {name: value.sqrt() for name, value in found.items()}
-        )
+        if squared:
+            return found
+        return {name: squares.sqrt() for name, squares in found.items()}
 
     @_in_full_precision
     def gram(self) -> torch.Tensor:
-        """``⟨g_i, g_j⟩``: ``(B, B)``, symmetric; products in full float32."""
+        """Returns ``⟨g_i, g_j⟩``, ``(B, B)``, symmetric, from full float32 algebra."""
         terms = [self._gram(name, self) for name in self.shapes]
         total = self._sum(terms, (len(self), len(self)))
         return (total + total.T) / 2
 
     @_in_full_precision
     def cross_gram(self, other: Factors) -> torch.Tensor:
-        """``⟨g_i, g'_j⟩`` with the samples of another batch: ``(B, B')``."""
+        """Returns ``⟨g_i, g'_j⟩`` with the samples of another batch, ``(B, B')``."""
         if self.shapes != other.shapes:
             differing = set(self.shapes.items()) ^ set(other.shapes.items())
             raise ValueError(
@@ -138,10 +134,11 @@ class Factors:
 
     @_in_full_precision
     def dot(self, vectors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """``⟨v, g_i⟩``: ``(B,)``, or ``(B, K)`` for K vectors.
+        """Returns ``⟨v, g_i⟩``, ``(B,)``, or ``(B, K)`` for K vectors.
 
         Args:
-            vectors: By name, of the parameter's shape or ``(K, *shape)``; all names.
+            vectors: A tensor for every name in `shapes`, of the parameter's shape or
+                ``(K, *shape)``.
         """
         many = check_vectors(vectors, self.shapes)
         count = len(next(iter(vectors.values()))) if many else 1
@@ -157,7 +154,7 @@ class Factors:
 
     @_in_full_precision
     def weighted_sum(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
-        """``Σ_i w_i g_i`` by name: of the parameter's shape, or ``(K, *shape)``.
+        """Returns ``Σ_i w_i g_i`` by name, of the parameter's shape or ``(K, *shape)``.
 
         Args:
             weights: ``(B,)`` or ``(K, B)``; ones give the gradient of the summed loss.
@@ -177,43 +174,39 @@ class Factors:
 
     @_in_full_precision
     def sketch(self, size: int, *, seed: int = 0) -> torch.Tensor:
-        """Random sketches of all gradients: ``(B, size)``, without forming one.
+        """Returns random sketches of all gradients, ``(B, size)``, without forming one.
 
-        Linear in the gradient, the same map for every batch and device with the same
-        names, shapes and seed. Inner products of sketches are those of the gradients
-        in expectation over seeds; see `per_sample_grad.factors.sketch`.
+        The map is linear in the gradient, and the same for every batch and device with
+        the same names, shapes and seed. Inner products of sketches are those of the
+        gradients in expectation over seeds; see
+        `per_sample_grad.factors.tensor_sketch`.
         """
-        if size < 1:
-            raise ValueError(f"sketch({size}); give at least 1 number per sample")
+        check_integer("sketch: size", size, least=1)
         merged = [(n, shape, self._merged[n]) for n, shape in self.shapes.items()]
-        found = sketch(merged, len(self), size, seed, self._budget)
+        found = sketch(merged, size, seed, self._budget)
         return self._sum([] if found is None else [found], (len(self), size))
 
     @_in_full_precision
     def materialize(self) -> dict[str, torch.Tensor]:
-        """Every gradient: ``(B, *shape)`` by name. B times the model's size."""
-        found = {}
-        for name, shape in self.shapes.items():
-            width = forms.matrix_shape(shape)[1]
-            uses = self._merged[name]
-            size = (len(self), *shape)
-            if not uses:
-                found[name] = self._sum([], size)
-                continue
-            samples = samples_of_gradients(uses, width, len(self), self._budget)
-            found[name] = products.gradients(uses, shape, samples, 0, width).reshape(
-                size
-            )
-        return found
+        """Returns every gradient, ``(B, *shape)`` by name: B times the model's size."""
+        return {name: self._gradients(name) for name in self.shapes}
+
+    def _gradients(self, name: str) -> torch.Tensor:
+        shape, uses = self.shapes[name], self._merged[name]
+        size, width = (len(self), *shape), forms.matrix_shape(shape)[1]
+        if not uses:
+            return self._sum([], size)
+        samples = samples_of_gradients(uses, width, len(self), self._budget)
+        return algebra.gradients(uses, shape, samples, 0, width).reshape(size)
+
+    def _all_uses(self) -> Iterable[Contribution]:
+        return itertools.chain.from_iterable(self._merged.values())
 
     def _sum(self, terms: list[torch.Tensor], size: Sequence[int]) -> torch.Tensor:
-        """The sum of the terms; zeros of this size where there are none."""
-        if not terms:
-            return torch.zeros(size, dtype=self._dtype, device=self.losses.device)
-        total = terms[0]
-        for term in terms[1:]:
-            total = total + term
-        return total
+        """Returns the sum of the terms; zeros of this size where there are none."""
+        if terms:
+            return forms.summed(terms)
+        return torch.zeros(size, dtype=self._dtype, device=self.losses.device)
 
     def _weighted(self, name: str, weights: torch.Tensor) -> torch.Tensor:
         shape, parts = self.shapes[name], self._merged[name]
@@ -228,26 +221,22 @@ class Factors:
             return self._sum([], (len(self),))
         choice = self._choice("norms", name)
         if choice.form == "materialized":
-            return products.materialized_squared_norms(
+            return algebra.materialized_squared_norms(
                 parts, self.shapes[name], choice.samples, choice.columns
             )
-        return products.squared_norms(parts, choice.samples)
+        return algebra.squared_norms(parts, choice.samples)
 
     def _gram(self, name: str, other: Factors) -> torch.Tensor:
-        with full_matmul_precision(self.losses.device):
-            return self._gram_of(name, other)
-
-    def _gram_of(self, name: str, other: Factors) -> torch.Tensor:
-        left = self._merged[name]
-        right = left if other is self else other._merged[name]
+        left, right = self._merged[name], other._merged[name]
         if not left or not right:
             return self._sum([], (len(self), len(other)))
         choice = self._choice("gram", name, other)
-        if choice.form == "materialized":
-            return products.materialized_gram(
-                left, right, self.shapes[name], choice.samples, choice.columns
-            )
-        return products.gram(left, right, choice.samples)
+        with full_matmul_precision(self.losses.device):
+            if choice.form == "materialized":
+                return algebra.materialized_gram(
+                    left, right, self.shapes[name], choice.samples, choice.columns
+                )
+            return algebra.gram(left, right, choice.samples)
 
     def _choice(
         self, quantity: Quantity, name: str, other: Factors | None = None
@@ -268,7 +257,11 @@ class Factors:
 def check_vectors(
     vectors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> bool:
-    """Whether there are K vectors; ValueError where names or shapes are wrong."""
+    """Returns whether there are K vectors for every parameter, and not one.
+
+    Raises:
+        ValueError: Names or shapes are not those of the parameters.
+    """
     differing = sorted(set(vectors) ^ set(shapes))
     if differing:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""How one use of a parameter contributes to every sample's gradient.
+"""The four forms in which one use of a parameter adds to every sample's gradient.
 
-Four forms. A parameter of shape ``(r, ...)`` is a matrix of r rows and c columns,
+A parameter of shape ``(r, ...)`` is a matrix of r rows and c columns, where
 ``c = numel / r``; all forms agree on that view, so that uses of one parameter by
 different layers can be combined.
 
@@ -14,17 +14,31 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
-# Devices where what is written one operation at a time is compiled into one, and a
-# strided view is an operation on the host.
-LAZY = ("xla",)
+
+@dataclasses.dataclass(frozen=True)
+class _Grouped:
+    """What `Outer` and `Windows` share: the left factor, ``(N, G, T, p)``."""
+
+    left: torch.Tensor
+
+    @property
+    def groups(self) -> int:
+        """G."""
+        return self.left.shape[1]
+
+    @property
+    def positions(self) -> int:
+        """T."""
+        return self.left.shape[2]
 
 
 @dataclasses.dataclass(frozen=True)
-class Outer:
+class Outer(_Grouped):
     """A sum of T outer products in each of G groups of rows.
 
     ``g_n[h p + i, j] = Σ_t left[n, h, t, i] · right[n, h, t, j]``.
@@ -34,16 +48,12 @@ class Outer:
         right: ``(N, G, T, q)``, any float dtype.
     """
 
-    left: torch.Tensor
     right: torch.Tensor
 
     @property
-    def groups(self) -> int:
-        return self.left.shape[1]
-
-    @property
-    def positions(self) -> int:
-        return self.left.shape[2]
+    def width(self) -> int:
+        """q, the columns of the right factor."""
+        return self.right.shape[3]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +64,7 @@ class Lookup:
 
     Attributes:
         index: ``(N, T)``, integers in ``[0, V)``.
-        values: ``(N, T, q)``, any float dtype; zero what does not count.
+        values: ``(N, T, q)``, any float dtype; zeros where nothing is added.
     """
 
     index: torch.Tensor
@@ -62,7 +72,13 @@ class Lookup:
 
     @property
     def positions(self) -> int:
+        """T."""
         return self.index.shape[1]
+
+    @property
+    def width(self) -> int:
+        """q, the columns of the table."""
+        return self.values.shape[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,27 +93,26 @@ class Dense:
 
 
 @dataclasses.dataclass(frozen=True)
-class Windows:
+class Windows(_Grouped):
     """An `Outer` whose right factor is unfolded when it is used, and not kept.
 
-    What a convolution sees is ``K`` times as large as its input (K the kernel's size):
-    held for every layer, that would be most of the memory.
+    What a convolution sees is ``K`` times as large as its input (K is the kernel's
+    size): held for every layer, that would be most of the memory.
 
     Attributes:
         left: ``(N, G, T, p)``, any float dtype.
         source: ``(N k, C, *S)``: k consecutive rows for each of N samples.
-        unfold: From ``(n k, C', *S)`` to ``(n k, G, T / k, C' K / G)``, for any
-            number of rows and any C' channels, as many of each group.
+        unfold: Maps ``(n k, C', *S)`` to ``(n k, G, T / k, C' K / G)``, for any
+            number of rows and any C' channels, the same number from each group.
         kernel: K.
         rows: k.
-        direct: From both factors, of any number of samples with ``k = 1``, to their
-            gradients ``(n, r, C' K / G)``, where there is a faster way than unfolding.
-        direct_channels: C' must be G times a multiple of it.
-        direct_elements: Numbers that a sample takes on that way, beside its gradient:
-            of each channel of the source, and of the left factor.
+        direct: Where there is a faster way than unfolding: maps both factors of any
+            number of samples, with ``k = 1``, to the gradients ``(n, r, C' K / G)``.
+        direct_channels: C' must be a multiple of G times this number.
+        direct_elements: How many numbers a sample takes on that way, beside its
+            gradient: for each channel of the source, and for the left factor.
     """
 
-    left: torch.Tensor
     source: torch.Tensor
     unfold: Callable[[torch.Tensor], torch.Tensor]
     kernel: int
@@ -108,31 +123,29 @@ class Windows:
 
     @property
     def unit(self) -> int:
-        """Columns of the gradient that come together."""
+        """How many columns of the gradient are computed together, at least."""
         return self.kernel * (1 if self.direct is None else self.direct_channels)
 
     @property
-    def groups(self) -> int:
-        return self.left.shape[1]
-
-    @property
-    def positions(self) -> int:
-        return self.left.shape[2]
-
-    @property
     def width(self) -> int:
-        """q, of the right factor."""
+        """q, the columns of the right factor."""
         return self.source.shape[1] // self.groups * self.kernel
 
     def outer(
         self, start: int, stop: int, first: int = 0, last: int | None = None
     ) -> Outer:
-        """Samples ``[start, stop)``, columns ``[first, last)``: multiples of K."""
+        """Returns samples ``[start, stop)`` and columns ``[first, last)``, unfolded.
+
+        Both columns are multiples of K; ``last`` None means all of them.
+        """
         right = self.unfold(self._source(start, stop, first, last))
         return Outer(self.left[start:stop], _joined(right, stop - start))
 
     def gradients(self, start: int, stop: int, first: int, last: int) -> torch.Tensor:
-        """The same of the gradients: ``(n, r, last - first)``."""
+        """Returns these columns of these samples' gradients, ``(n, r, last - first)``.
+
+        Both columns are multiples of `unit`.
+        """
         if self.direct is not None:
             source = self._source(start, stop, first, last)
             return self.direct(self.left[start:stop], source)
@@ -155,7 +168,7 @@ Contribution = Outer | Windows | Lookup | Dense
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a parameter of this shape seen as a matrix.
+    """Returns the rows and columns of a parameter of this shape, seen as a matrix.
 
     >>> matrix_shape((8, 3, 5, 5)), matrix_shape((7,)), matrix_shape(())
     ((8, 75), (7, 1), (1, 1))
@@ -165,7 +178,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """The widest of the dtypes, and at least float32: what sums are kept in."""
+    """Returns the dtype of sums: the widest of these dtypes, and at least float32."""
     widest = torch.float32
     for dtype in dtypes:
         if dtype.is_floating_point:
@@ -174,7 +187,7 @@ def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """No graph, and whatever autocast the caller is in: not here."""
+    """Returns a context without a graph and without the caller's autocast."""
     if not torch.is_autocast_enabled(device.type):
         return torch.no_grad()
     stack = contextlib.ExitStack()
@@ -184,7 +197,7 @@ def full_precision(device: torch.device) -> contextlib.AbstractContextManager[ob
 
 
 def widened(contribution: Contribution) -> Contribution:
-    """Both factors in their common `accumulation_dtype`, outside any graph."""
+    """Returns both factors in their common `accumulation_dtype`, without a graph."""
     match contribution:
         case Outer(left, right):
             dtype = accumulation_dtype(left.dtype, right.dtype)
@@ -202,10 +215,11 @@ def widened(contribution: Contribution) -> Contribution:
 
 
 def regroup(contribution: Contribution, num_samples: int) -> Contribution:
-    """From N rows to B samples, each of k = N / B consecutive rows.
+    """Returns N rows as B samples, each of k = N / B consecutive rows.
 
-    What a layer applied to a folded batch (``x.flatten(0, 1)``) needs: a sample's
-    gradient is the sum over its rows, so positions are joined and gradients added.
+    A layer that is applied to a folded batch (``x.flatten(0, 1)``) needs this: a
+    sample's gradient is the sum over its rows, so positions are joined and gradients
+    are added.
     """
     match contribution:
         case Outer(left, right):
@@ -234,56 +248,52 @@ def _joined(factor: torch.Tensor, num_samples: int) -> torch.Tensor:
 
 
 def merge(contributions: Sequence[Contribution]) -> list[Contribution]:
-    """Uses of one parameter, those of a form joined where that needs no copy of more.
+    """Returns the uses of one parameter with those of one form joined.
 
-    The outer products of several uses are the positions of one longer use; the cross
-    terms between uses then come by themselves. (`Outer` counts as a form per number of
-    groups; `Windows` stay apart, and have their cross terms with all.)
+    The outer products of several uses are the positions of one longer use, which has
+    the cross terms between the uses too. `Outer` counts as a form for each number of
+    groups; `Windows` stay apart, since joining them would unfold them.
     """
-    if len(contributions) == 1:
-        return list(contributions)
-    outers: dict[int, list[Outer]] = {}
-    lookups: list[Lookup] = []
-    denses: list[Dense] = []
-    merged: list[Contribution] = []
-    for contribution in contributions:
+    alike: dict[tuple[int, int], list[Contribution]] = {}
+    for number, contribution in enumerate(contributions):
         match contribution:
-            case Outer():
-                outers.setdefault(contribution.groups, []).append(contribution)
             case Windows():
-                merged.append(contribution)
+                key = (0, number)
+            case Outer():
+                key = (1, contribution.groups)
             case Lookup():
-                lookups.append(contribution)
+                key = (2, 0)
             case Dense():
-                denses.append(contribution)
-    for alike in outers.values():
-        merged.append(alike[0] if len(alike) == 1 else _joined_outers(alike))
-    if lookups:
-        merged.append(lookups[0] if len(lookups) == 1 else _joined_lookups(lookups))
-    if denses:
-        total = denses[0].values
-        for dense in denses[1:]:
-            total = total + dense.values
-        merged.append(Dense(total))
-    return merged
+                key = (3, 0)
+        alike.setdefault(key, []).append(contribution)
+    forms = sorted(alike.items(), key=lambda item: item[0][0])
+    return [uses[0] if len(uses) == 1 else _merged(uses) for _, uses in forms]
 
 
-def _joined_outers(outers: Sequence[Outer]) -> Outer:
-    return Outer(
-        torch.cat([outer.left for outer in outers], 2),
-        torch.cat([outer.right for outer in outers], 2),
-    )
+def _merged(uses: list[Any]) -> Contribution:
+    """Returns two or more uses of one form as one."""
+    match uses[0]:
+        case Outer():
+            left = torch.cat([use.left for use in uses], 2)
+            return Outer(left, torch.cat([use.right for use in uses], 2))
+        case Lookup():
+            index = torch.cat([use.index for use in uses], 1)
+            return Lookup(index, torch.cat([use.values for use in uses], 1))
+        case _:
+            return Dense(summed(use.values for use in uses))
 
 
-def _joined_lookups(lookups: Sequence[Lookup]) -> Lookup:
-    return Lookup(
-        torch.cat([lookup.index for lookup in lookups], 1),
-        torch.cat([lookup.values for lookup in lookups], 1),
-    )
+def summed(terms: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Returns the sum of one or more tensors, added one after the other."""
+    total = None
+    for term in terms:
+        total = term if total is None else total + term
+    assert total is not None
+    return total
 
 
 def num_rows(contribution: Contribution) -> int:
-    """N."""
+    """Returns N."""
     match contribution:
         case Outer(left) | Windows(left):
             return left.shape[0]
@@ -293,17 +303,8 @@ def num_rows(contribution: Contribution) -> int:
             return values.shape[0]
 
 
-def dtype_of(contribution: Contribution) -> torch.dtype:
-    """Of the factors."""
-    return _floats(contribution).dtype
-
-
-def device_of(contribution: Contribution) -> torch.device:
-    """Of the factors."""
-    return _floats(contribution).device
-
-
-def _floats(contribution: Contribution) -> torch.Tensor:
+def float_factor(contribution: Contribution) -> torch.Tensor:
+    """Returns the factor whose dtype and device are those of the gradients."""
     match contribution:
         case Outer(left) | Windows(left):
             return left
@@ -312,7 +313,7 @@ def _floats(contribution: Contribution) -> torch.Tensor:
 
 
 def held_elements(contribution: Contribution) -> int:
-    """Numbers that are kept with it."""
+    """Returns how many numbers its tensors hold."""
     match contribution:
         case Outer(left, right) | Windows(left, right):
             return left.numel() + right.numel()
@@ -323,7 +324,7 @@ def held_elements(contribution: Contribution) -> int:
 
 
 def unfolded_elements(contribution: Contribution) -> int:
-    """Numbers that one sample takes when it is unfolded: 0 where nothing is."""
+    """Returns how many numbers one sample's unfolded factor has; 0 without one."""
     match contribution:
         case Windows():
             return contribution.groups * contribution.positions * contribution.width
@@ -331,28 +332,27 @@ def unfolded_elements(contribution: Contribution) -> int:
 
 
 def elements_for_gradients(contribution: Contribution, columns: int) -> int:
-    """Numbers that one sample takes on the way to so many columns of its gradient."""
+    """Returns how many numbers one sample takes while so many columns are formed."""
     match contribution:
         case Windows(left) if contribution.direct is not None:
             of_channel, of_left = contribution.direct_elements
             channels = contribution.groups * columns // contribution.kernel
-            gradient = contribution.groups * left.shape[3] * columns
-            return (
-                channels * of_channel + of_left + gradient
-            )  # its blocks, joined later
+            # The blocks of the gradient, which are joined later.
+            blocks = contribution.groups * left.shape[3] * columns
+            return channels * of_channel + of_left + blocks
         case Windows():
             return contribution.groups * contribution.positions * columns
     return 0
 
 
 def chunks(total: int, size: int) -> Iterator[tuple[int, int]]:
-    """Intervals of ``size`` numbers that make up ``[0, total)``."""
+    """Yields intervals of ``size`` numbers that make up ``[0, total)``."""
     for start in range(0, total, size):
         yield start, min(start + size, total)
 
 
 def part(contribution: Contribution, start: int, stop: int) -> Outer | Lookup | Dense:
-    """Samples ``[start, stop)``, unfolded."""
+    """Returns samples ``[start, stop)``, unfolded."""
     match contribution:
         case Outer(left, right):
             return Outer(left[start:stop], right[start:stop])

@@ -1,44 +1,48 @@
-"""Which form each parameter's products are computed in: static shapes decide.
+"""The form in which each parameter's products are computed, chosen from its shapes.
 
 The factored form costs ``2 N G T² (p + q + 1)`` flops for norms and N times that for a
 Gram matrix; forming the gradients costs ``2 N G T p q`` and then little (Li et al.,
-arXiv:2110.05679; Bu et al., arXiv:2205.10683, who switch on memory). Either is done
-for as many samples and columns at a time as fit a byte budget: memory does not decide.
+arXiv:2110.05679; Bu et al., arXiv:2205.10683, who switch on memory). Either runs for as
+many samples and columns at a time as fit a byte budget, so memory does not decide.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
+import torch
+
+from per_sample_grad.factors.algebra import has_product
 from per_sample_grad.factors.forms import (
     Contribution,
     Dense,
     Lookup,
     Outer,
     Windows,
-    dtype_of,
     elements_for_gradients,
+    float_factor,
     matrix_shape,
     unfolded_elements,
 )
-from per_sample_grad.factors.products import has_product
+from xla_replica import traits
 
 Quantity = Literal["norms", "gram"]
 Method = Literal["auto", "factored", "materialized"]
 
 QUANTITIES: tuple[Quantity, ...] = ("norms", "gram")
 METHODS: tuple[Method, ...] = ("auto", "factored", "materialized")
-# Bytes of temporary tensors where nobody says how many: this part of what the forward
-# pass recorded, between two bounds. On a CPU chunks that fit its caches are the
-# fastest; elsewhere every chunk is a launch, or a piece of a program to compile.
+# The default for the bytes of temporary tensors is what the forward pass recorded,
+# divided by this number and kept between two bounds. On a CPU chunks that fit its
+# caches are the fastest; elsewhere every chunk is a launch, or a part of a program to
+# compile.
 SHARE_OF_RECORDED = 2
 LARGEST_BUDGET = 256 * 2**20
-SMALLEST_BUDGETS = {"cpu": 2**20}
+SMALLEST_BUDGET_ON_HOST = 2**20
 SMALLEST_BUDGET = 64 * 2**20
-# Reading or writing a number costs as much as so many flops.
+# Reading or writing a number takes as long as this many flops.
 FLOPS_PER_ELEMENT = 8
 
 
@@ -48,11 +52,12 @@ class Choice:
 
     Attributes:
         form: ``"dense"``, ``"factored"`` or ``"materialized"``.
-        samples: At a time.
-        columns: Of the gradient as a matrix, at a time; all of them if factored.
-        num_chunks: How many times.
-        flops: Floating-point operations, 2 for a multiplication and addition.
-        bytes: Of all temporaries that are there at once.
+        samples: How many samples are computed at a time.
+        columns: How many columns of the gradient, seen as a matrix, are computed at a
+            time; all of them if factored.
+        num_chunks: How many times something is computed.
+        flops: Floating-point operations: 2 for a multiplication and an addition.
+        bytes: The size of all temporaries that exist at once.
     """
 
     form: Literal["dense", "factored", "materialized"]
@@ -65,7 +70,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The choices for one quantity; `str` is a table for people."""
+    """The choices for one quantity, by parameter; `str` shows them as a table."""
 
     quantity: Quantity
     choices: Mapping[str, Choice]
@@ -88,9 +93,10 @@ class Plan:
         return "\n".join(lines)
 
 
-def default_budget(recorded: int, device: str) -> int:
-    """Bytes of temporaries beside ``recorded`` bytes of activations."""
-    smallest = SMALLEST_BUDGETS.get(device, SMALLEST_BUDGET)
+def default_budget(recorded: int, device: torch.device) -> int:
+    """Returns the bytes of temporaries beside ``recorded`` bytes of activations."""
+    on_host = traits(device).is_host
+    smallest = SMALLEST_BUDGET_ON_HOST if on_host else SMALLEST_BUDGET
     return min(LARGEST_BUDGET, max(smallest, recorded // SHARE_OF_RECORDED))
 
 
@@ -105,17 +111,17 @@ def choose(
     other: Sequence[Contribution] | None = None,
     method: Method = "auto",
 ) -> Choice:
-    """The cheaper form of one parameter's share, in chunks that fit the budget.
+    """Returns the cheaper form of one parameter's share, in chunks within the budget.
 
     Args:
         quantity: ``"norms"`` or ``"gram"``.
         contributions: Merged uses of the parameter.
-        shape: Of the parameter.
+        shape: The parameter's shape.
         num_samples: B.
         budget: Bytes of all temporaries; a single sample or column may exceed it.
-        num_other: Samples of the other batch of a Gram matrix; B without one.
+        num_other: The other batch's samples for a Gram matrix; B without one.
         other: Merged uses in the other batch.
-        method: ``"auto"``, or a form to prefer where it exists.
+        method: ``"auto"``, or the form to prefer where both exist.
     """
     distinct = other is not None and other is not contributions
     other = contributions if other is None else other
@@ -137,15 +143,12 @@ def choose(
 def samples_of_gradients(
     contributions: Sequence[Contribution], columns: int, num_samples: int, budget: int
 ) -> int:
-    """Samples at a time, beside the gradients that are asked for."""
+    """Returns how many samples to compute at a time when all gradients are kept."""
     if not any(unfolded_elements(c) for c in contributions):
         return num_samples
-    samples = num_samples
-    itemsize = dtype_of(contributions[0]).itemsize
-    each = max(elements_for_gradients(c, columns) for c in contributions) * itemsize
-    while samples > 1 and samples * each > budget:
-        samples = -(-samples // 2)
-    return samples
+    each = max(elements_for_gradients(c, columns) for c in contributions)
+    each *= _itemsize(contributions)
+    return _halved(num_samples, lambda samples: samples * each > budget)
 
 
 def _materialized(
@@ -156,6 +159,7 @@ def _materialized(
     blocks: int,
     budget: int,
 ) -> tuple[Choice, int]:
+    """Returns the choice that forms gradients, and its cost in flops."""
     rows, all_columns = matrix_shape(shape)
     size = rows * all_columns
     flops = 2 * num_samples * partners * size
@@ -165,10 +169,10 @@ def _materialized(
                 flops += 2 * num_samples * c.positions * size
             case Lookup():
                 flops += num_samples * c.positions * all_columns
-    itemsize = dtype_of(contributions[0]).itemsize
-    # Of several uses, the sum so far and the sum to be.
+    itemsize = _itemsize(contributions)
+    # Several uses have the sum so far, the next term and the next sum.
     sums = rows * (1 if len(contributions) == 1 else 3)
-    # And those of all samples.
+    # A Gram matrix has the gradients of all samples besides.
     of_all = blocks * num_samples * rows if partners > 1 else 0
 
     def on_the_way(samples: int, columns: int) -> int:
@@ -178,31 +182,31 @@ def _materialized(
         sums_and_all = columns * (samples * sums + of_all)
         return (on_the_way(samples, columns) + sums_and_all) * itemsize
 
+    def halved_samples(samples: int, share: int) -> int:
+        """Stops early where most of the size is the gradients of all samples."""
+
+        def too_large(some: int) -> bool:
+            helps = share * on_the_way(some, columns) >= columns * of_all
+            return helps and size_of(some, columns) > budget
+
+        return _halved(samples, too_large)
+
+    def halved_columns() -> int:
+        return _halved(columns, lambda some: size_of(samples, some) > budget, unit)
+
     units = [c.unit for c in contributions if isinstance(c, Windows)]
     unit = math.lcm(*units)
     samples, columns = num_samples, all_columns
     if partners > 1 and not units:
-        while columns > unit and size_of(samples, columns) > budget:
-            columns = _half(columns, unit)
-    while samples > 1 and size_of(samples, columns) > budget:
-        if on_the_way(samples, columns) < columns * of_all:
-            break  # the rest is the gradients' of all samples
-        samples = -(-samples // 2)
-    while columns > unit and size_of(samples, columns) > budget:
-        columns = _half(columns, unit)
-    while samples > 1 and size_of(samples, columns) > budget:
-        if 8 * on_the_way(samples, columns) < columns * of_all:
-            break  # fewer at a time would not help
-        samples = -(-samples // 2)
+        columns = halved_columns()
+    samples = halved_samples(samples, 1)
+    columns = halved_columns()
+    samples = halved_samples(samples, 8)
     times = -(-all_columns // max(columns, 1)) * -(-num_samples // samples)
     choice = Choice(
         "materialized", samples, columns, times, flops, size_of(samples, columns)
     )
     return choice, flops + 2 * FLOPS_PER_ELEMENT * num_samples * size
-
-
-def _half(columns: int, unit: int) -> int:
-    return max(unit, -(-columns // (2 * unit)) * unit)
 
 
 def _factored(
@@ -213,22 +217,23 @@ def _factored(
     columns: int,
     budget: int,
 ) -> tuple[Choice, int]:
+    """Returns the choice that forms no gradient, and its cost in flops."""
     flops, largest, elements = 0, 1, 0
     for a in contributions:
         for b in other:
-            pairs = _positions(a) * _positions(b)
+            pairs = math.prod(c.positions for c in (a, b) if not isinstance(c, Dense))
             match a, b:
                 case (Outer() | Windows(), Outer() | Windows()):
-                    inner = a.left.shape[3] + _width(a) + 1
+                    inner = a.left.shape[3] + a.width + 1
                     pairs *= a.groups
                 case (Outer() | Windows() | Lookup(), Outer() | Windows() | Lookup()):
-                    inner = _width(a) + 2
+                    inner = a.width + 2
                 case _:
                     inner = 0
             flops += 2 * num_samples * partners * pairs * inner
             largest = max(largest, 3 * pairs)
             elements += 3 * pairs * partners * num_samples
-    itemsize = dtype_of(contributions[0]).itemsize
+    itemsize = _itemsize(contributions)
     unfolded = sum(unfolded_elements(c) for c in contributions)
     if partners > 1:
         unfolded += sum(unfolded_elements(c) for c in other)
@@ -237,25 +242,19 @@ def _factored(
         of_others = min(samples, partners)
         return samples * (largest * of_others + unfolded) * itemsize
 
-    samples = max(num_samples, partners)
-    while samples > 1 and size_of(samples) > budget:
-        samples = -(-samples // 2)
+    samples = _halved(max(num_samples, partners), lambda some: size_of(some) > budget)
     times = -(-num_samples // samples) * -(-partners // samples)
     choice = Choice("factored", samples, columns, times, flops, size_of(samples))
     return choice, flops + FLOPS_PER_ELEMENT * elements
 
 
-def _positions(contribution: Contribution) -> int:
-    return 1 if isinstance(contribution, Dense) else contribution.positions
+def _halved(number: int, too_large: Callable[[int], bool], unit: int = 1) -> int:
+    """Returns ``number`` halved while it is too large, as multiples of ``unit``."""
+    while number > unit and too_large(number):
+        number = max(unit, -(-number // (2 * unit)) * unit)
+    return number
 
 
-def _width(contribution: Contribution) -> int:
-    match contribution:
-        case Outer(_, right):
-            return right.shape[3]
-        case Windows():
-            return contribution.width
-        case Lookup(_, values):
-            return values.shape[2]
-        case Dense(values):
-            return values[0].numel()
+def _itemsize(contributions: Sequence[Contribution]) -> int:
+    """Returns the bytes of one number of the gradients."""
+    return float_factor(contributions[0]).dtype.itemsize

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from per_sample_grad.factors.forms import LAZY, Windows
+from per_sample_grad.factors.forms import Windows
+from xla_replica import traits
 
 # oneDNN's convolutions have registers full of channels. Where they do not fill them it
 # multiplies matrices, for which each of its threads has buffers as large as the answer.
@@ -57,7 +58,7 @@ class Unfolding:
         """
         channels = source.shape[1] // self.groups
         return (
-            left.device.type == "cpu"
+            traits(left).is_host
             and left.dtype == source.dtype == torch.float32
             and math.prod(self.kernel) > 1
             and math.prod(self.positions) >= 64
@@ -150,7 +151,7 @@ def patches(
         dilation: Between elements of the kernel.
         positions: How many along each dimension, P their product.
     """
-    if inputs.device.type in LAZY:
+    if traits(inputs).is_lazy:
         return _by_slices(inputs, kernel, stride, dilation, positions)
     view = inputs
     for dim, size in enumerate(kernel, start=2):
