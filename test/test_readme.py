@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.documents import ROOT, blocks, patched, read, sides
 from support.torchrun import LAUNCHER
 
-ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README = read("README.md")
 
 # What the README's script imports from its own project.
 MY_PROJECT = """
@@ -39,33 +39,22 @@ def accuracy(model):
 REPORT = "    print(f'accuracy {accuracy(model)}', flush=True)\n    return model\n"
 
 
-def sides_of_the_diff() -> tuple[str, str]:
-    """(the user's script, the elastic one)."""
-    diff = re.search(r"```diff\n(.*?)```", README, re.DOTALL).group(1).splitlines()
-    before = "\n".join(line[1:] for line in diff if not line.startswith("+"))
-    after = "\n".join(line[1:] for line in diff if not line.startswith("-"))
-    return before, after
-
-
-def with_adascale() -> str:
-    """The elastic script with the README's second diff applied."""
-    diff = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)[1].splitlines()
-    before = "\n".join(line[1:] for line in diff if not line.startswith("+"))
-    after = "\n".join(line[1:] for line in diff if not line.startswith("-"))
-    script = sides_of_the_diff()[1]
-    assert script.count(before) == 1
-    return script.replace(before, after)
+def scripts() -> tuple[str, str, str]:
+    """Returns the user's script, the elastic one, and that with AdaScale."""
+    to_elastic, to_adascale = blocks("README.md", "diff")
+    ordinary, elastic = sides(to_elastic)
+    return ordinary, elastic, patched(elastic, to_adascale)
 
 
 def run(script: str, folder: Path, *launcher: str) -> list[float]:
-    """The accuracies that the script's replicas print."""
+    """Returns the accuracies that the script's replicas print."""
     (folder / "my_project.py").write_text(MY_PROJECT)
     (folder / "trace.csv").write_text(
         "step,batchsize\n" + "".join(f"{n},{32 + 32 * (n % 6)}\n" for n in range(40))
     )
     script = script.replace("import Net, dataset", "import Net, accuracy, dataset")
     script = script.replace("    return model\n", REPORT)
-    (folder / "train.py").write_text(script + "\n")
+    (folder / "train.py").write_text(script)
     kept = {k: v for k, v in os.environ.items() if k != "PJRT_DEVICE"}
     done = subprocess.run(
         [sys.executable, *launcher, "train.py"],
@@ -80,14 +69,14 @@ def run(script: str, folder: Path, *launcher: str) -> list[float]:
 
 
 def test_the_script_before_the_diff_trains(tmp_path):
-    assert run(sides_of_the_diff()[0], tmp_path)[0] > 0.9
+    assert run(scripts()[0], tmp_path)[0] > 0.9
 
 
 @pytest.mark.parametrize("num_replicas", [1, 3])
 def test_the_script_after_the_diff_trains_on_every_replica_alike(
     tmp_path, num_replicas
 ):
-    script = sides_of_the_diff()[1]
+    script = scripts()[1]
     launch = "xla_replica.launch(train)"
     assert launch in script
     script = script.replace(launch, launch[:-1] + f", num_replicas={num_replicas})")
@@ -98,7 +87,7 @@ def test_the_script_after_the_diff_trains_on_every_replica_alike(
 
 
 def test_the_script_after_the_diff_trains_under_torchrun(tmp_path):
-    accuracies = run(sides_of_the_diff()[1], tmp_path, *LAUNCHER[1:])
+    accuracies = run(scripts()[1], tmp_path, *LAUNCHER[1:])
     assert len(accuracies) == 2
     assert len(set(accuracies)) == 1
     assert accuracies[0] > 0.9
@@ -107,7 +96,7 @@ def test_the_script_after_the_diff_trains_under_torchrun(tmp_path):
 @pytest.mark.parametrize("num_replicas", [1, 3])
 def test_the_script_with_adascale_trains_on_every_replica_alike(tmp_path, num_replicas):
     launch = "xla_replica.launch(train)"
-    script = with_adascale().replace(
+    script = scripts()[2].replace(
         launch, launch[:-1] + f", num_replicas={num_replicas})"
     )
     accuracies = run(script, tmp_path)
@@ -117,18 +106,10 @@ def test_the_script_with_adascale_trains_on_every_replica_alike(tmp_path, num_re
 
 
 def test_the_diff_is_as_short_as_it_says():
-    diff = re.search(r"```diff\n(.*?)```", README, re.DOTALL).group(1).splitlines()
-    added = [line for line in diff if line.startswith("+")]
+    added = [
+        line for line in blocks("README.md", "diff")[0].splitlines() if line[0:1] == "+"
+    ]
     assert len(added) <= 17
-
-
-def test_what_the_readme_links_to_is_there():
-    for target in re.findall(r"\]\((?!https:)([^)]+)\)", README):
-        path, _, anchor = target.partition("#")
-        assert (ROOT / path).exists(), target
-        if anchor:
-            text = (ROOT / path).read_text(encoding="utf-8").lower()
-            assert f"\n## {anchor.replace('-', ' ')}\n" in text, target
 
 
 def test_the_readme_names_make_targets_and_python_versions_that_exist():

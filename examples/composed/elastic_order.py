@@ -1,0 +1,107 @@
+"""Trains digits with a changing batch size, in the order that GraB chooses.
+
+    cd examples/composed
+    python elastic_order.py                                   # run again: resumes
+    python elastic_order.py --num-replicas 3 --device cpu     # the same samples
+
+Three packages in one loop: `variable_batch_size` cuts the steps of a trace out of the
+order that `grab_xla` makes of the gradients that `per_sample_grad` takes.
+docs/tutorial.md comes to this script in four stages.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
+
+import per_sample_grad as psg
+import variable_batch_size as vbs
+import xla_replica
+from grab_xla import GraBSampler
+
+
+def load():
+    """Training samples, and images and labels to test with."""
+    digits = load_digits()
+    images = torch.tensor(digits.data, dtype=torch.float32) / 16
+    labels = torch.tensor(digits.target, dtype=torch.int64)
+    mixed = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    first, last = mixed[:1440], mixed[1440:]
+    return TensorDataset(images[first], labels[first]), images[last], labels[last]
+
+
+def build_model():
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
+
+def accuracy(model, images, labels):
+    with torch.no_grad():
+        return (model(images).argmax(1) == labels).float().mean().item()
+
+
+def train(rank, args):
+    replica = xla_replica.current()
+    training, images, labels = load()
+    images, labels = replica.send((images, labels))
+    with replica.seeded(0):  # the same weights on every replica
+        model = build_model()
+    model.to(replica.device)
+    grab = GraBSampler(training, dict(model.named_parameters()))
+    sampler = vbs.CustomSampler(
+        dataset=training,
+        trace=args.trace,
+        minibatch_size=32,
+        on_end="cycle",
+        order=grab,
+    )
+    loader = DataLoader(training, batch_sampler=sampler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    optimizer = vbs.LinearRuleOptimizer(optimizer, sampler, ref_batchsize=32)
+    optimizer.attach(grab.after_update)
+    checkpointer = vbs.Checkpointer(
+        args.checkpoint,
+        optimizer,
+        every_updates=50,
+        model=model,
+        grab=grab,
+    )
+    checkpointer.load()  # where nothing was saved, training begins at 0
+    optimizer.attach(checkpointer)
+    for epoch in range(sampler.epoch, args.epochs):
+        sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        for x, y in replica.loader(loader):
+            with psg.capture(model) as recorded:
+                losses = F.cross_entropy(model(x), y, reduction="none")
+            gradients = recorded.backward(losses, retain_graph=True)
+            grab.step(gradients.materialize())
+            losses.mean().backward()
+            optimizer.step()
+        percent = 100 * accuracy(model, images, labels)
+        if replica.is_primary:
+            print(f"epoch {epoch}: test accuracy {percent:.2f} %", flush=True)
+        checkpointer.save()
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--epochs", type=int, default=10, help="default: 10")
+    add("--lr", type=float, default=0.02, help="for 32 samples (default: 0.02)")
+    add("--trace", default="trace.csv", help="default: trace.csv")
+    add("--checkpoint", default="checkpoints", help="default: checkpoints")
+    add("--num-replicas", type=int, help="default: all chips or GPUs, else 1")
+    add("--device", choices=xla_replica.DEVICES, help="default: the best there is")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    args = parse()
+    xla_replica.launch(train, (args,), args.num_replicas, args.device)

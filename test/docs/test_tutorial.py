@@ -1,0 +1,179 @@
+"""Every stage of docs/tutorial.md runs, learns, and leads to the composed example."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from support.documents import ROOT, block, blocks, patched
+from support.scripts import environment, run_script
+
+pytest.importorskip("sklearn")
+
+PAGE = "docs/tutorial.md"
+EXAMPLE = ROOT / "examples" / "composed" / "elastic_order.py"
+EPOCHS = 6
+GLOO = ("--num-replicas", 3, "--device", "cpu")
+ALONE = ("--num-replicas", 1, "--device", "cpu")
+
+
+class Stages(NamedTuple):
+    """The complete script of each stage, and the second one with AdaScale."""
+
+    ordinary: str
+    elastic: str
+    adascale: str
+    resumable: str
+    ordered: str
+
+
+def stages() -> Stages:
+    [ordinary] = blocks(PAGE, "python")
+    to_elastic, to_adascale, to_resumable, to_ordered = blocks(PAGE, "diff")
+    elastic = patched(ordinary, to_elastic)
+    resumable = patched(elastic, to_resumable)
+    return Stages(
+        ordinary,
+        elastic,
+        patched(elastic, to_adascale),
+        resumable,
+        patched(resumable, to_ordered),
+    )
+
+
+def write(folder: Path, stage: str) -> Path:
+    """Writes what the reader has saved when a stage is reached."""
+    script = folder / "train.py"
+    # The reader has installed the packages; this checkout is not.
+    path = f"import sys\n\nsys.path.insert(0, {str(ROOT)!r})\n"
+    script.write_text(path + getattr(stages(), stage))
+    (folder / "trace.csv").write_text(block(PAGE, "csv", "step,batchsize"))
+    return script
+
+
+def accuracies(text: str) -> dict[int, float]:
+    """Returns test accuracies in per cent by epoch."""
+    found = re.findall(r"^epoch (\d+): test accuracy ([\d.]+) %$", text, re.MULTILINE)
+    return {int(epoch): float(percent) for epoch, percent in found}
+
+
+def train(
+    folder: Path, stage: str, *arguments: object, epochs: int = EPOCHS
+) -> dict[int, float]:
+    """Runs a stage in a process of its own, as the reader does."""
+    script = write(folder, stage)
+    status, text = run_script(script, "--epochs", epochs, *arguments, cwd=folder)
+    assert status == 0, text
+    return accuracies(text)
+
+
+def train_here(folder: Path, stage: str, epochs: int = EPOCHS) -> dict[int, float]:
+    """Runs a stage on one replica in this process, which starts faster."""
+    arguments = ["train.py", "--epochs", str(epochs), *map(str, ALONE)]
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(io.StringIO()) as output,
+    ):
+        patch.chdir(folder)
+        patch.setattr(sys, "path", sys.path.copy())
+        patch.setattr(sys, "argv", arguments)
+        runpy.run_path(str(write(folder, stage)), run_name="__main__")
+    return accuracies(output.getvalue())
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> dict[str, dict[int, float]]:
+    """The accuracies of each stage on one replica."""
+    return {
+        stage: train_here(tmp_path_factory.mktemp(stage), stage)
+        for stage in ("elastic", "ordered")
+    }
+
+
+def test_the_ordinary_script_learns(tmp_path):
+    found = train(tmp_path, "ordinary")
+    assert list(found) == list(range(EPOCHS))
+    assert found[EPOCHS - 1] > 85
+
+
+def test_the_elastic_script_learns_the_same_on_several_replicas(
+    tmp_path, uninterrupted
+):
+    alone = uninterrupted["elastic"]
+    assert list(alone) == list(range(EPOCHS))
+    assert max(alone.values()) > 85
+    assert train(tmp_path, "elastic", *GLOO) == pytest.approx(alone, abs=1)
+
+
+def test_adascale_learns(tmp_path):
+    assert max(train_here(tmp_path, "adascale").values()) > 75
+
+
+def test_the_resumable_script_continues(tmp_path, uninterrupted):
+    first = train_here(tmp_path, "resumable", epochs=2)
+    second = train_here(tmp_path, "resumable")
+    assert list(first) == [0, 1]
+    assert list(second) == list(range(2, EPOCHS))
+    assert first | second == uninterrupted["elastic"]
+
+
+def test_the_ordered_script_learns_and_continues_on_several_replicas(
+    tmp_path, uninterrupted
+):
+    alone = uninterrupted["ordered"]
+    assert max(alone.values()) > 85
+    assert alone != uninterrupted["elastic"]
+    first = train_here(tmp_path, "ordered", epochs=2)
+    second = train(tmp_path, "ordered", *GLOO)
+    assert list(second) == list(range(2, EPOCHS))
+    assert first | second == pytest.approx(alone, abs=1)
+
+
+def test_a_run_that_is_asked_to_stop_continues_where_it_was(tmp_path):
+    script = write(tmp_path, "ordered")
+    command = [sys.executable, str(script), "--epochs", "1000", *map(str, ALONE)]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("epoch 1:"):
+                process.send_signal(signal.SIGTERM)
+                break
+        rest = process.stdout.read()
+    assert process.returncode == 143
+    stopped = max(accuracies(line + rest)) + 1
+    assert stopped < 900
+    continued = train_here(tmp_path, "ordered", epochs=stopped + 2)
+    # The update it stopped after may be the last one of an epoch: that epoch's end,
+    # with its evaluation, is then repeated.
+    assert list(continued)[-2:] == [stopped, stopped + 1]
+    assert len(continued) <= 3
+
+
+def test_the_last_stage_is_the_composed_example(tmp_path):
+    [body, example] = (
+        text[text.index("import argparse\n") :]
+        for text in (stages().ordered, EXAMPLE.read_text(encoding="utf-8"))
+    )
+    lines = [
+        line
+        for line in example.splitlines(keepends=True)
+        if line not in ("import sys\n", "from pathlib import Path\n")
+        and not line.startswith("sys.path.insert(0, ")
+    ]
+    # The line that puts a bare checkout on the path has a blank line after it.
+    assert "".join(lines).replace("\n\n\nimport per_s", "\n\nimport per_s") == body
+    status, text = run_script(EXAMPLE, "--help", cwd=tmp_path)
+    assert status == 0
+    assert "--checkpoint" in text
+    trace = EXAMPLE.with_name("trace.csv").read_text(encoding="utf-8")
+    assert trace == block(PAGE, "csv", "step,batchsize")
