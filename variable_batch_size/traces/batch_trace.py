@@ -7,16 +7,14 @@ A trace file is CSV with a column ``batchsize`` and, usually, ``step``::
     1,2048
 
 Spaces, a byte order mark, CRLF, blank lines, extra columns and their order do not
-matter. Everything else that is not a positive integer is a `TraceError` that names
+matter. A batch size that is not a positive integer raises a `TraceError` that names
 file, line, column and value.
 """
 
 from __future__ import annotations
 
-import csv
 import functools
 import hashlib
-import io
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -28,17 +26,16 @@ import pandas as pd
 from variable_batch_size.traces.trace_csv import (
     COLUMN,
     STEP_COLUMN,
-    Header,
     TraceError,
     check_columns,
     number_of_cell,
-    parse_plain,
-    read_header,
+    read_cells,
 )
+from xla_replica.common.arguments import is_integer
 
 
 class TraceWarning(UserWarning):
-    """A trace that can be used but looks wrong."""
+    """A trace that can be used, but is probably not what was meant."""
 
 
 TraceSource: TypeAlias = (
@@ -51,21 +48,21 @@ class Trace:
     """The global batch size of every step, in samples.
 
     Args:
-        source: A CSV path or open text file, a sequence, range or array of integers, a
+        source: A CSV path or open file, a sequence, range or array of integers, a
             DataFrame, another trace, or one integer for a constant batch size.
-        strict_steps: Raise instead of warn where the ``step`` column does not count
-            up by one.
+        strict_steps: Raise TraceError, instead of a warning, where the ``step`` column
+            does not count up by one.
 
     Attributes:
         batch_sizes: ``(num_steps,)`` int64, read-only, all positive.
-        endless: True for a constant, which has no last step.
+        endless: True for a constant batch size, which has no last step.
         name: What errors call the source.
 
     Raises:
-        TraceError: A value is not a positive integer, there are none, or the file has
+        TraceError: A batch size is not a positive integer, there are none, or there is
             no ``batchsize`` column.
-        TypeError: ``source`` is none of the above (a bool is not an integer here).
-        FileNotFoundError: There is no such file.
+        TypeError: ``source`` is of another type; a bool is not an integer here.
+        FileNotFoundError: The file does not exist.
 
     >>> Trace([64, 96, 96]).batch_sizes.tolist()
     [64, 96, 96]
@@ -74,7 +71,6 @@ class Trace:
     def __init__(self, source: TraceSource, *, strict_steps: bool = False) -> None:
         self.endless = False
         self._lines: np.ndarray | None = None
-        self._first_line: int | None = None
         steps: np.ndarray | None = None
         if isinstance(source, Trace):
             vars(self).update(vars(source))
@@ -90,7 +86,7 @@ class Trace:
         elif isinstance(source, pd.DataFrame):
             self.name = "the DataFrame"
             values, steps = self._read_frame(source)
-        elif _is_integer(source):
+        elif is_integer(source):
             self.name, self.endless = "the constant trace", True
             values = self._checked([source])
         elif isinstance(
@@ -122,16 +118,14 @@ class Trace:
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 of the batch sizes, in hexadecimal: equal for equal traces."""
+        """The SHA-256 of the batch sizes in hexadecimal, equal for equal traces."""
         sizes = np.ascontiguousarray(self.batch_sizes, dtype="<i8")
         return hashlib.sha256(sizes.tobytes()).hexdigest()
 
     def place(self, row: int) -> str:
-        """Where row ``row`` (from 0) stands, for messages: file and physical line."""
+        """Returns where row ``row`` (from 0) was read: the file and physical line."""
         if self._lines is not None:
             return f"{self.name}, line {self._lines[row]}"
-        if self._first_line is not None:
-            return f"{self.name}, line {self._first_line + row}"
         if self.endless:
             return self.name
         return f"{self.name}, element {row}"
@@ -139,39 +133,14 @@ class Trace:
     # --- sources --------------------------------------------------------------------
 
     def _read_csv(self, text: str) -> tuple[np.ndarray, np.ndarray | None]:
-        header = read_header(text, self.name)
-        self._first_line = header.line + 1
-        columns = parse_plain(text, header)
-        if columns is None:
-            return self._read_any_csv(text, header)
-        values = columns[COLUMN]
-        return self._checked(values), columns.get(STEP_COLUMN)
-
-    def _read_any_csv(
-        self, text: str, header: Header
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """The reference parser: slow, takes quotes and blank lines, finds the line."""
-        cells: list[str] = []
-        steps: list[str] = []
-        lines: list[int] = []
-        reader = csv.reader(io.StringIO(text), skipinitialspace=True)
-        for row in reader:
-            if reader.line_num <= header.line or not any(cell.strip() for cell in row):
-                continue
-            if len(row) > len(header.columns):
-                raise TraceError(
-                    f"{self.name}, line {reader.line_num}: {len(row)} cells under "
-                    f"{len(header.columns)} columns {header.columns}; write numbers "
-                    "without thousands separators"
-                )
-            row += [""] * (len(header.columns) - len(row))
-            cells.append(row[header.columns.index(COLUMN)].strip())
-            lines.append(reader.line_num)
-            if STEP_COLUMN in header.columns:
-                steps.append(row[header.columns.index(STEP_COLUMN)].strip())
-        self._lines = np.asarray(lines, dtype=np.int64)
-        values = self._checked(cells, number_of_cell)
-        return values, _numbers_or_nan(steps) if steps else None
+        cells, self._lines = read_cells(text, self.name)
+        numbers = pd.to_numeric(cells[COLUMN], errors="coerce").to_numpy()
+        if numbers.dtype.kind == "i":
+            values = self._checked(numbers)
+        else:  # slower, and says which cell is not an integer
+            values = self._checked(cells[COLUMN].tolist(), number_of_cell)
+        steps = cells.get(STEP_COLUMN)
+        return values, None if steps is None else _numbers_or_nan(steps)
 
     def _read_frame(self, frame: pd.DataFrame) -> tuple[np.ndarray, np.ndarray | None]:
         columns = [str(column).strip() for column in frame.columns]
@@ -179,8 +148,7 @@ class Trace:
         values = self._checked(frame.iloc[:, columns.index(COLUMN)].to_numpy())
         if STEP_COLUMN not in columns:
             return values, None
-        steps = frame.iloc[:, columns.index(STEP_COLUMN)].tolist()
-        return values, _numbers_or_nan(steps)
+        return values, _numbers_or_nan(frame.iloc[:, columns.index(STEP_COLUMN)])
 
     # --- checks ---------------------------------------------------------------------
 
@@ -189,7 +157,15 @@ class Trace:
         values: Sequence[Any] | np.ndarray,
         number: Callable[[Any], int] | None = None,
     ) -> np.ndarray:
-        """``values`` as positive int64, or the error of the first that is not one."""
+        """Returns ``values`` as int64, all positive.
+
+        Args:
+            values: Numbers, or what ``number`` takes.
+            number: Returns the integer in a value, or raises ValueError.
+
+        Raises:
+            TraceError: A value is not a positive integer; names the first of them.
+        """
         array = values if isinstance(values, np.ndarray) else None
         if array is None or array.dtype.kind not in "iuf":
             numbers = [self._number(row, v, number) for row, v in enumerate(values)]
@@ -220,9 +196,10 @@ class Trace:
         return result
 
     def _problem_of(self, steps: np.ndarray | None) -> str | None:
+        """Returns what is wrong with the ``step`` column, if anything is."""
         if steps is None or len(steps) < 2:
             return None
-        bad = np.diff(steps) != 1  # NaN, a cell that is no number, is bad too
+        bad = np.diff(steps) != 1  # NaN, a cell that is not a number, is bad too
         if not bad.any():
             return None
         row = int(np.argmax(bad)) + 1
@@ -265,22 +242,18 @@ def _flat(values: Iterable[Any], name: str) -> Sequence[Any] | np.ndarray:
     return array  # type: ignore[return-value]
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
 def _number_of_value(value: Any) -> int:
-    if _is_integer(value):
+    if is_integer(value):
         return int(value)
     if isinstance(value, (float, np.floating)) and float(value).is_integer():
         return int(value)
     raise ValueError(f"{value!r} is not an integer")
 
 
-def _numbers_or_nan(values: Sequence[Any]) -> np.ndarray:
-    series = pd.to_numeric(pd.Series(list(values), dtype=object), errors="coerce")
-    return series.to_numpy(dtype=np.float64, na_value=np.nan)
+def _numbers_or_nan(values: pd.Series) -> np.ndarray:
+    numbers = pd.to_numeric(values, errors="coerce")
+    return numbers.to_numpy(dtype=np.float64, na_value=np.nan)
 
 
 def _short(step: float) -> str:
-    return str(int(step)) if np.isfinite(step) else "a cell that is no number"
+    return str(int(step)) if np.isfinite(step) else "a cell that is not a number"

@@ -1,8 +1,7 @@
-"""The text of a trace file: its header, and a fast parser for plain files."""
+"""The text of a trace file as columns of cells, with the line that each row is on."""
 
 from __future__ import annotations
 
-import csv
 import io
 import re
 
@@ -12,32 +11,47 @@ import pandas as pd
 COLUMN = "batchsize"
 STEP_COLUMN = "step"
 _INTEGER = re.compile(r"[+-]?[0-9]+", re.ASCII)
+_TOO_MANY_CELLS = re.compile(r"Expected (\d+) fields in line (\d+), saw (\d+)")
 
 
 class TraceError(ValueError):
     """A trace that cannot be used; the message names the place and the remedy."""
 
 
-class Header:
-    """Column names, the header's physical line, and where the rows begin."""
+def read_cells(text: str, name: str) -> tuple[pd.DataFrame, np.ndarray]:
+    """Returns the cells of a CSV text, as texts, and the line of every row.
 
-    def __init__(self, columns: list[str], line: int, offset: int) -> None:
-        self.columns = columns
-        self.line = line
-        self.offset = offset
+    Args:
+        text: Lines that end in newlines; the first that is not blank is the header.
+        name: What errors call the text.
 
+    Returns:
+        The columns ``batchsize`` and, if there is one, ``step``, without blank rows;
+        and ``(num_rows,)`` int64, the physical line, from 1, on which each row ends.
 
-def read_header(text: str, name: str) -> Header:
-    """The first line that is not blank; raises TraceError if it is no header."""
-    stream = io.StringIO(text)
-    line = 0
-    while content := stream.readline():
-        line += 1
-        if content.strip():
-            columns = [cell.strip() for cell in next(csv.reader([content.strip()]))]
-            check_columns(columns, name)
-            return Header(columns, line, stream.tell())
-    raise TraceError(f"{name}: no steps; the file is empty")
+    Raises:
+        TraceError: The text is empty, has no ``batchsize`` column, or has a row with
+            more cells than the header.
+    """
+    body = text.lstrip()
+    first_line = 1 + text[: len(text) - len(body)].count("\n")
+    if not body:
+        raise TraceError(f"{name}: no steps; the file is empty")
+    try:
+        rows = _rows(body)
+    except pd.errors.ParserError as error:
+        raise TraceError(f"{name}{_explained(error, body, first_line)}") from error
+    columns = [cell.strip() for cell in rows.iloc[0]]
+    check_columns(columns, name)
+    wanted = [column for column in (COLUMN, STEP_COLUMN) if column in columns]
+    cells = pd.DataFrame({column: rows[columns.index(column)] for column in wanted})
+    lines = first_line + np.arange(len(rows))
+    if '"' in body:  # a quoted cell may hold several lines
+        lines += np.cumsum(_num_newlines(rows))
+    is_row = (cells[COLUMN] != "").to_numpy(copy=True)
+    is_row[~is_row] = (rows[~is_row] != "").any(axis=1)  # a row without a batch size
+    is_row[0] = False
+    return cells[is_row], lines[is_row]
 
 
 def check_columns(columns: list[str], name: str) -> None:
@@ -47,44 +61,20 @@ def check_columns(columns: list[str], name: str) -> None:
     hint = ""
     if len(columns) == 2 and all(_INTEGER.fullmatch(cell) for cell in columns):
         hint = f". The file seems to lack its header '{STEP_COLUMN},{COLUMN}'"
-    found = "one" if COLUMN not in columns else "several"
+    found = "several" if COLUMN in columns else "none"
     raise TraceError(
-        f"{name}: needs exactly one column '{COLUMN}', "
-        f"found {'none' if found == 'one' else 'several'}; columns are {columns}{hint}"
+        f"{name}: needs exactly one column '{COLUMN}', found {found}; columns are "
+        f"{columns}{hint}"
     )
 
 
-def parse_plain(text: str, header: Header) -> dict[str, np.ndarray] | None:
-    """Numeric columns of a plain file, fast; None if anything is out of the ordinary.
-
-    Ordinary means: no quotes, as many commas in every line as in the header, no blank
-    line. Only then does a row's number tell its line.
-    """
-    body = text[header.offset :]
-    num_rows = body.count("\n") + (not body.endswith("\n") and bool(body))
-    num_commas = (len(header.columns) - 1) * num_rows
-    if '"' in text or num_rows == 0 or body.count(",") != num_commas:
-        return None
-    wanted = [
-        header.columns.index(c) for c in (COLUMN, STEP_COLUMN) if c in header.columns
-    ]
-    try:
-        frame = pd.read_csv(
-            io.StringIO(body),
-            header=None,
-            usecols=wanted,
-            skip_blank_lines=False,
-            skipinitialspace=True,
-        )
-    except (ValueError, pd.errors.ParserError):
-        return None
-    columns = {header.columns[i]: frame[i].to_numpy() for i in wanted}
-    plain = all(column.dtype.kind == "i" for column in columns.values())
-    return columns if plain and len(frame) == num_rows else None
-
-
 def number_of_cell(cell: str) -> int:
-    """An integer, also written as a float; raises ValueError on anything else."""
+    """Returns the integer in a cell, which may be written as a float.
+
+    Raises:
+        ValueError: The cell holds anything else.
+    """
+    cell = cell.strip()
     if not cell:
         raise ValueError("missing batchsize: the cell is empty")
     if _INTEGER.fullmatch(cell):
@@ -96,3 +86,36 @@ def number_of_cell(cell: str) -> int:
     if not number.is_integer():  # nan and inf are not
         raise ValueError(f"{cell!r} is not an integer")
     return int(number)
+
+
+def _rows(body: str, limit: int | None = None) -> pd.DataFrame:
+    """Returns every row, blank ones too, as texts; the header is the first."""
+    return pd.read_csv(
+        io.StringIO(body),
+        header=None,
+        nrows=limit,
+        dtype=str,
+        keep_default_na=False,
+        skip_blank_lines=False,
+        skipinitialspace=True,
+    )
+
+
+def _num_newlines(rows: pd.DataFrame) -> np.ndarray:
+    """Returns ``(num_rows,)`` int64: newlines inside the cells of every row."""
+    return sum(rows[column].str.count("\n").to_numpy(np.int64) for column in rows)
+
+
+def _explained(error: Exception, body: str, first_line: int) -> str:
+    """Returns what follows the file's name in the message for a row of wrong length."""
+    found = _TOO_MANY_CELLS.search(str(error))
+    if found is None:
+        return f": not CSV text ({error})"
+    num_columns, row, num_cells = map(int, found.groups())
+    above = _rows(body, row - 1)
+    line = first_line + row - 1 + int(_num_newlines(above).sum())
+    columns = [cell.strip() for cell in above.iloc[0]]
+    return (
+        f", line {line}: {num_cells} cells under {num_columns} columns {columns}; "
+        "write numbers without thousands separators"
+    )
