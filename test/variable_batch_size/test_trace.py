@@ -16,6 +16,7 @@ from variable_batch_size.data.schedule import Schedule
 from variable_batch_size.traces.batch_trace import Trace, TraceError, TraceWarning
 from variable_batch_size.traces.trace_csv import number_of_cell
 
+
 def write(folder: Path, content: str | bytes) -> Path:
     path = folder / "trace.csv"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
