@@ -1,6 +1,6 @@
 """The backends 'cpu' and 'cuda': processes joined by torch.distributed.
 
-They are this package's own, torchrun's, or whatever has initialised a process group.
+`launch` starts them, or torchrun or another launcher has.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 import functools
 import multiprocessing.connection
 import os
+import pickle
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,74 +22,37 @@ from xla_replica.backends.distributed import DistributedReplica, process_group
 from xla_replica.backends.registry import Job, bound, register_backend
 from xla_replica.backends.replica import LocalReplica
 from xla_replica.errors import ReplicaError
-from xla_replica.starting import fresh_processes
-from xla_replica.starting.child_processes import cause_of_death, die_with_parent
+from xla_replica.starting.child_process import cause_of_death, run_in_children
 from xla_replica.starting.exit_results import (
-    Ending,
-    dump_failure,
+    ExitResult,
     dump_task,
-    load,
-    raise_failure,
-    read_endings,
     run_to_end,
     values,
-    write_ending,
+    write_failure,
+    write_result,
 )
-from xla_replica.stopping import forwarding, listening, listening_for_parent
+from xla_replica.stopping import listening, listening_for_parent
 
 GROUPS = {"cuda": "nccl", "cpu": "gloo"}
 
 
-def run_processes(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    num_replicas: int,
-    device: str,
-    timeout: float,
-) -> list[Any]:
-    """Runs ``fn(rank, *args)`` in processes on this host; returns results by rank.
-
-    Raises:
-        ReplicaError: A replica raised or died; the first one to do so.
-        Stopped: At least one did, and the others ended well.
-    """
-    context = fresh_processes.context()
-    task = dump_task(fn, args)
-    with tempfile.TemporaryDirectory(prefix="xla_replica") as folder:
-        processes = [
-            context.Process(
-                target=_run_replica,
-                args=(
-                    fresh_processes.Surroundings(),
-                    rank,
-                    task,
-                    num_replicas,
-                    device,
-                    timeout,
-                    folder,
-                ),
-                name=f"replica-{rank}",
-            )
-            for rank in range(num_replicas)
-        ]
-        try:
-            with forwarding(folder):
-                for process in processes:
-                    process.start()
-                death = _wait_for_all(processes)
-        finally:  # also on Ctrl-C, which may reach this process alone
-            for process in processes:
-                if process.pid is not None:  # it was started
-                    process.kill()
-                    process.join()
-        endings = read_endings(folder)
-        if death is not None or len(endings) < num_replicas:  # or os._exit(0)
-            raise_failure(_first_failure(folder, death))
-        return values(endings)
+def _launch(job: Job, device: str, num_replicas: int) -> list[Any]:
+    if job.is_started:
+        return [_run_here(job, device)]
+    if num_replicas == 1:
+        with listening(), bound(LocalReplica(device, reason="launched alone")):
+            return [job.fn(0, *job.args)]
+    task = dump_task(job.fn, job.args)
+    arguments = {
+        f"replica-{rank}": (rank, task, num_replicas, device, job.timeout)
+        for rank in range(num_replicas)
+    }
+    return run_in_children(_child_main, arguments, _watch, num_replicas)
 
 
-def _wait_for_all(processes: Sequence[Any]) -> ReplicaError | None:
-    """Waits until all processes have ended well or one has not."""
+def _watch(processes: Sequence[BaseProcess], folder: str) -> ReplicaError | None:
+    """Waits until all processes have ended well, or returns how one has not."""
+    del folder
     running = {process.sentinel: process for process in processes}
     while running:
         for sentinel in multiprocessing.connection.wait(list(running)):
@@ -101,49 +65,28 @@ def _wait_for_all(processes: Sequence[Any]) -> ReplicaError | None:
     return None
 
 
-def _first_failure(folder: str, death: ReplicaError | None) -> bytes:
-    """What the first replica to fail wrote, or that it died without a word."""
-    failures = sorted(
-        Path(folder).glob("*.failure"), key=lambda p: p.stat().st_mtime_ns
-    )
-    if failures:
-        return failures[0].read_bytes()
-    death = death or ReplicaError("a replica exited before its function returned")
-    return dump_failure(death.rank, death)
-
-
-def _run_replica(
-    surroundings: fresh_processes.Surroundings,
-    rank: int,
-    task: bytes,
-    num_replicas: int,
-    device: str,
-    timeout: float,
-    folder: str,
+def _child_main(
+    folder: str, rank: int, task: bytes, num_replicas: int, device: str, timeout: float
 ) -> None:
-    surroundings.enter()
-    die_with_parent()
     if device == "cuda":
         torch.cuda.set_device(rank)
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_replicas))
     try:
-        fn, args = load(task)
+        fn, args = pickle.loads(task)
         _join_group(
             device,
             timeout,
-            init_method=Path(folder, "meeting").as_uri(),
+            init_method=Path(folder, "rendezvous").as_uri(),
             rank=rank,
             world_size=num_replicas,
         )
         with listening_for_parent(folder):
-            ending = _run_in_group(fn, args, device, "a process")
-            write_ending(folder, rank, ending)
+            result = _run_in_group(fn, args, device, "a process")
+            write_result(folder, rank, result)
             _wait_for_peers(rank, timeout)
     except BaseException as error:  # a replica that exits has failed its peers too
-        path = Path(folder, f"{rank:06d}")
-        path.write_bytes(dump_failure(rank, error))
-        path.rename(path.with_suffix(".failure"))  # never read half-written
+        write_failure(folder, rank, error)
         sys.exit(1)
     torch.distributed.destroy_process_group()
 
@@ -164,7 +107,7 @@ def _join_group(device: str, timeout: float, **where: Any) -> None:
 
 
 def _wait_for_peers(rank: int, timeout: float) -> None:
-    """Nobody tears its end down while a peer still sums."""
+    """Returns when all replicas have ended: until then a peer may still sum."""
     try:
         torch.distributed.barrier()
     except RuntimeError as error:
@@ -175,56 +118,49 @@ def _wait_for_peers(rank: int, timeout: float) -> None:
         ) from error
 
 
-def run_in_this_process(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    num_replicas: int | None,
-    device: str,
-    timeout: float,
-) -> Any:
-    """Joins the group of this job if nobody has; runs ``fn(rank, *args)`` right here.
+def _run_here(job: Job, device: str) -> Any:
+    """Runs the job's function in this process, which joins its group if it has not.
 
     Raises:
-        ValueError: The job has another number of processes.
-        Stopped: ``fn`` did, and its peers have ended.
+        ValueError: There is another number of processes than was asked for.
+        Stopped: ``fn`` raised it, and its peers have ended.
     """
-    joined_here = not torch.distributed.is_initialized()
+    joins = process_group() is None
     world_size = (
-        int(os.environ["WORLD_SIZE"])
-        if joined_here
-        else torch.distributed.get_world_size()
+        int(os.environ["WORLD_SIZE"]) if joins else torch.distributed.get_world_size()
     )
-    if num_replicas not in (None, world_size):
+    if job.num_replicas not in (None, world_size):
         raise ValueError(
-            f"num_replicas={num_replicas}, but this job has {world_size} processes: "
-            "leave num_replicas out or start as many (torchrun --nproc_per_node)"
+            f"num_replicas={job.num_replicas}, but this job has {world_size} "
+            "processes: leave num_replicas out or start as many (torchrun "
+            "--nproc_per_node)"
         )
     if device == "cuda" and "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if joined_here:
-        _join_group(device, timeout)
+    if joins:
+        _join_group(device, job.timeout)
     try:
         with listening():
-            ending = _run_in_group(fn, args, device, "a process of this job")
-            if joined_here:
-                _wait_for_peers(torch.distributed.get_rank(), timeout)
-        [value] = values([ending])
+            result = _run_in_group(job.fn, job.args, device, "a process of this job")
+            if joins:
+                _wait_for_peers(torch.distributed.get_rank(), job.timeout)
+        [value] = values([result])
         return value
     finally:
-        if joined_here:
+        if joins:
             torch.distributed.destroy_process_group()
 
 
 def _run_in_group(
     fn: Callable[..., Any], args: tuple[Any, ...], device: str, reason: str
-) -> Ending:
+) -> ExitResult:
     index = torch.cuda.current_device() if device == "cuda" else None
     replica = DistributedReplica(reason, torch.device(device, index))
     with bound(replica):
         return run_to_end(fn, replica.rank, args)
 
 
-# --- the two rows -------------------------------------------------------------------
+# --- the rows -----------------------------------------------------------------------
 
 
 def _launch_on_cpu(job: Job) -> list[Any]:
@@ -242,19 +178,9 @@ def _launch_on_gpus(job: Job) -> list[Any]:
     return _launch(job, "cuda", num_replicas)
 
 
-def _launch(job: Job, device: str, num_replicas: int) -> list[Any]:
-    fn, args, _, timeout, _ = job
-    if job.is_started:
-        return [run_in_this_process(fn, args, job.num_replicas, device, timeout)]
-    if num_replicas > 1:
-        return run_processes(fn, args, num_replicas, device, timeout)
-    with listening(), bound(LocalReplica(device, reason="launched alone")):
-        return [fn(0, *args)]
-
-
-def _find(is_ours: Callable[[str], bool]) -> str | None:
+def _find(is_own: Callable[[str], bool]) -> str | None:
     group = process_group()
-    if group is None or not is_ours(group):
+    if group is None or not is_own(group):
         return None
     return f"torch.distributed is initialised with {group}"
 

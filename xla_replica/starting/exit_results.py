@@ -1,4 +1,4 @@
-"""What a replica in another process returned or raised, and its way back."""
+"""How replicas in other processes ended, sent back through files in a shared folder."""
 
 from __future__ import annotations
 
@@ -6,105 +6,136 @@ import contextlib
 import io
 import pickle
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from xla_replica.device.device_traits import traits
 from xla_replica.errors import ReplicaError, Stopped
 
 
-class Ending(NamedTuple):
-    """How a replica ended that ended well: by returning, or by `Stopped`."""
+class ExitResult(NamedTuple):
+    """How a replica ended that ended well: it returned ``value``, or it stopped."""
 
     value: Any
     stopped: Stopped | None
 
 
-def run_to_end(fn: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> Ending:
-    """Calls ``fn(rank, *args)``."""
+def run_to_end(fn: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> ExitResult:
+    """Calls ``fn(rank, *args)`` and returns how it ended, unless it fails."""
     try:
-        return Ending(fn(rank, *args), None)
+        return ExitResult(fn(rank, *args), None)
     except Stopped as stopped:
-        return Ending(None, stopped)
+        return ExitResult(None, stopped)
 
 
-def values(endings: Iterable[Ending]) -> list[Any]:
-    """What the replicas returned.
+def values(results: list[ExitResult]) -> list[Any]:
+    """Returns what the replicas returned.
 
     Raises:
-        Stopped: At least one of them did.
+        Stopped: That of the first replica that stopped.
     """
-    endings = list(endings)
-    for ending in endings:
-        if ending.stopped is not None:
-            raise ending.stopped
-    return [ending.value for ending in endings]
+    for result in results:
+        if result.stopped is not None:
+            raise result.stopped
+    return [result.value for result in results]
 
 
 class _Pickler(pickle.Pickler):
     """Writes tensors of any device, also inside modules, as tensors on the CPU."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is torch.Tensor and obj.device.type != "cpu":
+        if type(obj) is torch.Tensor and not traits(obj).is_host:
             return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented
 
 
 def dump(value: Any) -> bytes:
-    """``value`` as bytes; nothing of this process is needed to `load` them."""
-    buffer = io.BytesIO()
-    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
-    return buffer.getvalue()
-
-
-def load(data: bytes) -> Any:
-    """What `dump` wrote: bytes of our own parent or replica, so any value is meant."""
-    return pickle.loads(data)
-
-
-def dump_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """``(fn, args)`` for another process.
+    """Returns ``value`` as bytes that any process can unpickle.
 
     Raises:
         TypeError: It cannot be pickled.
     """
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    except Exception as error:  # pickle raises many kinds
+        raise TypeError(f"the replica's result cannot be pickled: {error}") from error
+    return buffer.getvalue()
+
+
+def dump_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Returns ``(fn, args)`` as bytes for another process.
+
+    Raises:
+        TypeError: They cannot be pickled.
+    """
     try:
         return dump((fn, args))
-    except Exception as error:  # pickle raises many kinds
+    except TypeError as error:
         raise TypeError(
             f"launch: {fn!r} and its arguments must be picklable, because replicas "
             "run in another process: pass a function defined at the top level of a "
-            f"module ({error})"
+            f"module ({error.__cause__})"
         ) from error
 
 
-def dump_failure(rank: int | None, error: BaseException) -> bytes:
-    """A failure for `raise_failure`; the exception goes along if it can travel."""
+def write_result(folder: str, rank: int, result: ExitResult | bytes) -> None:
+    """Writes how replica ``rank`` ended, perhaps as `dump` gave it, into the folder."""
+    content = result if isinstance(result, bytes) else dump(result)
+    Path(folder, f"{rank:06d}.result").write_bytes(content)
+
+
+def read_results(folder: str) -> list[ExitResult]:
+    """Returns how the replicas in the folder ended, by rank."""
+    return [pickle.loads(p.read_bytes()) for p in sorted(Path(folder).glob("*.result"))]
+
+
+def have_all_ended(folder: str, num_replicas: int) -> bool:
+    """Returns whether all results are in the folder."""
+    return len(list(Path(folder).glob("*.result"))) == num_replicas
+
+
+def write_failure(folder: str, rank: int | None, error: BaseException) -> None:
+    """Writes what replica ``rank`` raised; None where no single replica is at fault."""
     who = "the emulated replicas" if rank is None else f"replica {rank}"
     trace = "".join(traceback.format_exception(error))
     text = f"{who} raised {type(error).__name__}: {error}\n\n{trace}"
-    with contextlib.suppress(Exception):  # pickle raises many kinds
-        data = dump((rank, text, error))
-        load(data)
-        return data
-    return dump((rank, text, None))
+    content = pickle.dumps((rank, text, None))
+    with contextlib.suppress(Exception):  # the exception, if it can be pickled and back
+        whole = dump((rank, text, error))
+        pickle.loads(whole)
+        content = whole
+    path = Path(folder, f"{rank}.unfinished")
+    path.write_bytes(content)
+    path.rename(path.with_suffix(".failure"))  # never read half-written
 
 
-def raise_failure(data: bytes) -> None:
-    """Raises what `dump_failure` wrote as a ReplicaError."""
-    rank, text, error = load(data)
-    if isinstance(error, ReplicaError):
-        raise error
-    raise ReplicaError(text, rank) from error
+def collect_results(
+    folder: str, num_replicas: int, death: ReplicaError | None
+) -> list[Any]:
+    """Returns what the replicas returned, by rank, once their processes have ended.
 
+    Args:
+        folder: Where they have written how they ended.
+        num_replicas: How many there were.
+        death: The error if a process ended badly, for one that wrote nothing.
 
-def write_ending(folder: str, rank: int, ending: Ending) -> None:
-    """Writes how replica ``rank`` ended into a folder."""
-    Path(folder, f"{rank:06d}.ending").write_bytes(dump(ending))
-
-
-def read_endings(folder: str) -> list[Ending]:
-    """How the replicas ended, by rank."""
-    return [load(p.read_bytes()) for p in sorted(Path(folder).glob("*.ending"))]
+    Raises:
+        ReplicaError: A replica failed: what the first of them wrote, or ``death``.
+        Stopped: At least one replica raised it, and the others ended well.
+    """
+    failures = sorted(
+        Path(folder).glob("*.failure"), key=lambda path: path.stat().st_mtime_ns
+    )
+    if failures:
+        rank, text, error = pickle.loads(failures[0].read_bytes())
+        if isinstance(error, ReplicaError):
+            raise error
+        raise ReplicaError(text, rank) from error
+    results = read_results(folder)
+    if death is not None or len(results) < num_replicas:  # os._exit(0) leaves none
+        raise death or ReplicaError("a replica exited before its function returned")
+    return values(results)

@@ -15,13 +15,13 @@ from typing import Any
 from xla_replica.backends.distributed import process_group
 from xla_replica.backends.registry import Job, bound, register_backend
 from xla_replica.backends.xla import XlaReplica
+from xla_replica.starting.child_process import variables_set
 from xla_replica.starting.emulated import run_emulated
-from xla_replica.starting.environment import variables_set
 from xla_replica.starting.exit_results import (
-    read_endings,
+    read_results,
     run_to_end,
     values,
-    write_ending,
+    write_result,
 )
 from xla_replica.stopping import Listener, forwarding, listening
 
@@ -57,7 +57,7 @@ def run_on_tpu(
         here = "TORCHELASTIC_RUN_ID" in os.environ
         with listening() if here else forwarding(folder):
             torch_xla.launch(_run_replica, args=task)
-        return values(read_endings(folder))
+        return values(read_results(folder))
 
 
 def _run_replica(
@@ -77,9 +77,9 @@ def _run_replica(
     # Under torchrun the rank that torch_xla passes counts within the host.
     del rank, signals
     with bound(replica):
-        ending = run_to_end(fn, replica.rank, args)
+        result = run_to_end(fn, replica.rank, args)
     replica.wait()
-    write_ending(folder, replica.rank, ending)
+    write_result(folder, replica.rank, result)
 
 
 # --- the row ------------------------------------------------------------------------

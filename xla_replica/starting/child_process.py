@@ -1,0 +1,163 @@
+"""Child processes that run replicas, forked from one that has torch imported.
+
+Importing torch, with what torch_xla and optimizers import of it, takes three seconds of
+a processor's time, in every process of every run. So children are forked from a server
+(Python's own, its default on Linux since 3.14) that only imports: no device, no group
+and no lock is inherited. What a process that was spawned would have from its parent is
+sent along (`_Surroundings`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import forkserver, reduction, resource_tracker
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from xla_replica.errors import ReplicaError
+from xla_replica.starting.exit_results import collect_results
+from xla_replica.stopping import forwarding
+
+_IMPORTED = [
+    "torch",
+    "torch._dynamo",
+    "torch._functorch.aot_autograd",
+    "torch.distributed.nn",
+]
+# A signal to the process group is meant for the replicas too. The server, in the same
+# group, must outlive them, because it reports how they ended.
+_FOR_REPLICAS = (signal.SIGTERM, signal.SIGHUP)
+_FILES = (1, 2)
+
+
+def run_in_children(
+    main: Callable[..., None],
+    arguments: Mapping[str, tuple[Any, ...]],
+    watch: Callable[[Sequence[BaseProcess], str], ReplicaError | None],
+    num_replicas: int,
+    variables: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Runs replicas in child processes and returns their results by rank.
+
+    Args:
+        main: Called in every child as ``main(folder, *arguments[name])``, where
+            ``folder`` is for `exit_results` and for the signals that `forwarding`
+            passes on.
+        arguments: A child's arguments, by the name of its process.
+        watch: Called with the processes, by name, and the folder. Returns when the
+            replicas have ended, with the error if they ended badly; what is still
+            running is then killed.
+        num_replicas: How many results there must be.
+        variables: Environment variables for the children alone.
+
+    Raises:
+        ReplicaError: What a replica reported first, or else what ``watch`` returned.
+        Stopped: At least one replica raised it, and the others ended well.
+    """
+    context = _context()
+    with tempfile.TemporaryDirectory(prefix="xla_replica") as folder:
+        processes = [
+            context.Process(
+                target=_run_child,
+                args=(_Surroundings(variables), main, folder, *own),
+                name=name,
+            )
+            for name, own in arguments.items()
+        ]
+        try:
+            with forwarding(folder):
+                for process in processes:
+                    process.start()
+                death = watch(processes, folder)
+        finally:  # also on Ctrl-C, which may reach this process alone
+            for process in processes:
+                if process.pid is not None:  # it was started
+                    process.kill()
+                    process.join()
+        return collect_results(folder, num_replicas, death)
+
+
+def _run_child(
+    surroundings: _Surroundings, main: Callable[..., None], folder: str, *own: Any
+) -> None:
+    surroundings.enter()
+    threading.Thread(
+        target=_end_with_parent, name="end-with-parent", daemon=True
+    ).start()
+    main(folder, *own)
+
+
+def _end_with_parent() -> None:
+    """Ends this process as soon as its parent has ended, however that happens."""
+    parent = mp.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def cause_of_death(exit_code: int) -> str:
+    """Returns a ``Process.exitcode`` in words."""
+    return f"signal {-exit_code}" if exit_code < 0 else f"exit status {exit_code}"
+
+
+@contextlib.contextmanager
+def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables, for an import, and restores the previous ones."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _context() -> ForkServerContext | SpawnContext:
+    """Returns what starts processes that must begin with `_Surroundings.enter`."""
+    if sys.platform != "linux":  # where forking after an import is not always safe
+        return mp.get_context("spawn")
+    resource_tracker.ensure_running()  # which would unblock signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_REPLICAS)
+    try:
+        forkserver.set_forkserver_preload(_IMPORTED)
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return mp.get_context("forkserver")
+
+
+class _Surroundings:
+    """The environment and output files of this process, for a child.
+
+    Args:
+        variables: Environment variables for the child alone.
+    """
+
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+        self._variables = {**os.environ, **(variables or {})}
+        self._files: list[Any] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        files = [reduction.DupFd(number) for number in _FILES]
+        return {"_variables": self._variables, "_files": files}
+
+    def enter(self) -> None:
+        """Makes them this process's own, and unblocks signals."""
+        os.environ.clear()
+        os.environ.update(self._variables)
+        for number, file in zip(_FILES, self._files):
+            received = file.detach()
+            os.dup2(received, number)
+            os.close(received)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_REPLICAS)
