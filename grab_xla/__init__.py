@@ -8,6 +8,7 @@ loader = DataLoader(dataset, batch_size=32, sampler=sampler)
 sampler.step(per_sample_grads)  # a dict of (B, *shape) tensors, once per batch
 """
 
+import grab_xla.contrib.ntk_orders  # noqa: F401 (adds its balance types)
 from grab_xla.balancers import BALANCE_TYPES, Balancer, Ordering, ordering_named
 from grab_xla.balancing.decisions import Decisions
 from grab_xla.balancing.prefix_sums import Herding, RunningHerding, herding

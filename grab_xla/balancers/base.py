@@ -1,8 +1,8 @@
 """What a balance type is: a handful of pure functions and their options.
 
-A new type is one subclass and one row of the registry. Its options are the fields of a
-frozen dataclass; what changes lives in a state, a dict of tensors that the functions
-take and return:
+Adding a balance type takes one subclass and one row in `BALANCE_TYPES`. Its options are
+the fields of a frozen dataclass. Whatever changes lives in a state, a dict of tensors
+that the functions take and return:
 
 - a two-dimensional tensor, ``(rows, columns)``, has a column for every (projected)
   parameter; with several replicas, for this replica's share of them;
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -30,90 +30,126 @@ class Ordering:
     """An order for every epoch that needs no gradients; the base of those that do.
 
     Class attributes:
-        needs_gradients: Whether `GraBSampler.step` has anything to do.
+        needs_gradients: Whether the order follows from gradients. If not,
+            `GraBSampler.step` has nothing to do unless metrics are recorded.
         is_permutation: Whether every sample comes once an epoch.
+        placement_dtype: The dtype of placements, which stay on the device for a whole
+            epoch.
+        fills: What tensors of the state, by name, hold in the columns that fill up a
+            replica's share and belong to no parameter. Default: 0.
     """
 
     needs_gradients: ClassVar[bool] = False
     is_permutation: ClassVar[bool] = True
+    placement_dtype: ClassVar[torch.dtype] = torch.int8
+    fills: ClassVar[Mapping[str, float]] = {}
+
+    @property
+    def num_draws(self) -> int:
+        """The uniform random numbers that a sample needs in probabilistic balancing."""
+        return 1
+
+    def num_pending(self, state: State) -> int:
+        """Returns the number of samples that wait for a partner."""
+        del state
+        return 0
 
     def first_order(
         self, num_samples: int, shuffled: bool, generator: torch.Generator
     ) -> np.ndarray:
-        """``(n,)`` int64: the order of the first epoch."""
+        """Returns the order of the first epoch, ``(n,)`` int64."""
         if shuffled:
             return torch.randperm(num_samples, generator=generator).numpy()
         return np.arange(num_samples)
 
     def next_order(
-        self, order: np.ndarray, codes: np.ndarray, generator: torch.Generator
+        self, order: np.ndarray, placements: np.ndarray, generator: torch.Generator
     ) -> np.ndarray:
-        """``(n,)`` int64: the order that follows ``order``.
+        """Returns the order that follows ``order``, ``(n,)`` int64.
 
         Args:
-            order: Of the epoch that ends.
-            codes: ``(m,)``, what `Balancer.balance` gave for its first m samples.
+            order: The order of the epoch that ends.
+            placements: ``(m,)``, what `balance` returned for its first m samples.
             generator: The only source of random numbers.
         """
-        del codes, generator
+        del placements, generator
         return order
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Balancer(Ordering, abc.ABC):
-    """An order that follows from the gradients of the epoch before.
-
-    Class attributes:
-        code_dtype: Of the codes, which stay on the device for a whole epoch.
-        fills: By name, what tensors of the state hold in columns that no parameter
-            has, where those of a shard are filled up; 0 if not named.
-    """
-
-    needs_gradients: ClassVar[bool] = True
-    fills: ClassVar[Mapping[str, float]] = {}
-    code_dtype: ClassVar[torch.dtype] = torch.int8
-
-    @property
-    def num_draws(self) -> int:
-        """Uniform random numbers a sample needs in probabilistic balancing."""
-        return 1
-
-    @property
-    def num_leaves(self) -> int:
-        """Leaves that codes name; see `reorder`."""
-        return 1
-
-    def num_pending(self, state: State) -> int:
-        """Samples that wait for a partner."""
-        del state
-        return 0
-
-    @abc.abstractmethod
     def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
-        """The state before the first epoch."""
+        """Returns the state before the first epoch."""
+        del num_columns, dtype, device
+        return {}
 
     def begin_epoch(self, state: State) -> State:
-        """The state at the beginning of an epoch, the first one too."""
+        """Returns the state at the beginning of every epoch, the first one included."""
         return {name: torch.zeros_like(value) for name, value in state.items()}
 
-    @abc.abstractmethod
     def balance(
         self, state: State, rows_RD: torch.Tensor, decide: Decisions
     ) -> tuple[State, torch.Tensor]:
         """Balances the next R samples of the order.
 
         Args:
-            state: What the call before returned.
+            state: What the previous call returned.
             rows_RD: ``(R, columns)`` gradients, one sample after the other.
             decide: How signs are decided in this step.
 
         Returns:
-            The new state, and ``(C,)`` codes: of samples that waited for a partner in
-            an earlier call, then of these, but for those that wait now.
+            The new state, and ``(P,)`` placements: those of samples that waited for a
+            partner in an earlier call, then those of these samples, except the ones
+            that wait now.
         """
+        del decide
+        return state, torch.zeros(0, dtype=self.placement_dtype, device=rows_RD.device)
+
+    def with_second_moment(self, state: State, second_moment: torch.Tensor) -> State:
+        """Returns the state that divides gradients by this ``(columns,)`` moment.
+
+        Raises:
+            TypeError: The balance type does not scale gradients.
+        """
+        del state, second_moment
+        raise TypeError(f"update_v: {type(self).__name__} does not scale gradients")
+
+    def order_at(
+        self,
+        model: torch.nn.Module,
+        params: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        loss_fn: Callable[[Any, torch.Tensor], torch.Tensor],
+    ) -> np.ndarray:
+        """Returns the order at these parameters; see `GraBSampler.compute_order`.
+
+        Raises:
+            TypeError: The balance type computes no order.
+        """
+        del model, params, buffers, loss_fn
+        raise TypeError(f"compute_order: {type(self).__name__} computes no order")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Balancer(Ordering, abc.ABC):
+    """An order that follows from the gradients of the previous epoch."""
+
+    needs_gradients: ClassVar[bool] = True
+
+    @property
+    def num_leaves(self) -> int:
+        """The number of leaves that placements name; see `reorder`."""
+        return 1
+
+    @abc.abstractmethod
+    def init(
+        self, num_columns: int, dtype: torch.dtype, device: torch.device
+    ) -> State: ...
+
+    @abc.abstractmethod
+    def balance(
+        self, state: State, rows_RD: torch.Tensor, decide: Decisions
+    ) -> tuple[State, torch.Tensor]: ...
 
     def next_order(
-        self, order: np.ndarray, codes: np.ndarray, generator: torch.Generator
+        self, order: np.ndarray, placements: np.ndarray, generator: torch.Generator
     ) -> np.ndarray:
         del generator
-        return reorder(order, codes, self.num_leaves)
+        return reorder(order, placements, self.num_leaves)

@@ -1,4 +1,4 @@
-"""Batch balance: all signs of a step from one accumulator, without a Gram matrix."""
+"""Batch balance: one accumulator decides all signs of a step, without a Gram matrix."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from grab_xla.balancing.decisions import Decisions, without_nan
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchBalance(MeanBalance):
-    """Mean balance whose signs see the accumulator at the beginning of the step only.
+    """Mean balance whose signs only see the accumulator at the beginning of the step.
 
-    Cheap, and worse the larger the step: herding grows with the samples in it. It
-    depends on how the epoch is cut into steps.
+    It is cheap, and worse the larger the step: herding grows with the samples in it.
+    The order depends on how the epoch is cut into steps.
 
     Attributes:
         batch_size: Accepted for code that passes it; nothing reads it.
+
+    Class attributes:
+        centres_update: Whether the accumulator sums centred gradients or raw ones.
     """
 
     centres_update: ClassVar[bool] = True
@@ -35,8 +38,8 @@ class BatchBalance(MeanBalance):
         squares = (vectors * vectors).sum(1)
         products = decide.whole(torch.stack([vectors @ state["sums"][0], squares]))
         finite = torch.isfinite(products[1])
-        # The mean of what was balanced so far, as in grab-sampler; it matters where
-        # signs are drawn.
+        # The mean of what was balanced so far, as in grab-sampler; it only matters
+        # where signs are drawn.
         inner = products[0] / state["count"].clamp(min=1)
         thresholds = decide.thresholds_RN
         below = decide.below(inner, None if thresholds is None else thresholds[:, 0])
@@ -47,15 +50,15 @@ class BatchBalance(MeanBalance):
             raw = signs.sum() * state["mean"]
             sums = torch.cat([sums[:1] + raw, sums[1:]])
         new_state = {**state, "sums": sums, "count": state["count"] + seen.sum()}
-        return new_state, signs.to(self.code_dtype)
+        return new_state, signs.to(self.placement_dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UncentredBatchBalance(BatchBalance):
-    """Batch balance as grab-sampler 0.1.3 has it: the accumulator sums raw gradients.
+    """Batch balance as in grab-sampler 0.1.3, whose accumulator sums raw gradients.
 
-    For comparisons: unless the mean gradient is nearly zero, orders are several times
-    worse than random ones.
+    It serves comparisons: unless the mean gradient is nearly zero, its orders are
+    several times worse than random ones.
     """
 
     centres_update: ClassVar[bool] = False

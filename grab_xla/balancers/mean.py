@@ -1,7 +1,7 @@
-"""Mean balance and its relatives: one vector after the other, centred by an estimate.
+"""Mean balance and its variants: vectors one after the other, centred by an estimate.
 
-GraB of Lu, Guo and De Sa (arXiv:2205.10733) and its variants: what differs is what is
-centred, and by which estimate of the mean.
+GraB of Lu, Guo and De Sa (arXiv:2205.10733) and its variants, which differ in what is
+centred and in the estimate of the mean.
 """
 
 from __future__ import annotations
@@ -13,18 +13,25 @@ from typing import ClassVar
 import torch
 
 from grab_xla.balancers.base import Balancer, State
-from grab_xla.balancing.checks import check_positive, check_probability
 from grab_xla.balancing.compiled_loop import balance_in_sequence
-from grab_xla.balancing.decisions import Decisions, finite_rows, spoil, without_nan
+from grab_xla.balancing.decisions import (
+    Decisions,
+    finite_rows,
+    mark_nonfinite,
+    without_nan,
+)
+from xla_replica.common.arguments import check_number
 
 
 class Centred(Balancer):
-    """Balances ``(row - centre) / scale``; what these are is the subclass's.
+    """Balances ``(row - centre) / scale``; a subclass says what these are.
 
-    State: ``sums`` (accumulators + 1, columns), signed sums and, last, the plain sum
-    of what was balanced in this epoch; ``count`` (1,), of how many; ``mean`` (1,
-    columns), the estimate; besides, what the subclass keeps.
+    The state holds ``sums`` (accumulators + 1, columns), the signed sums and, last, the
+    plain sum of what was balanced in this epoch; ``count`` (1,), the number of its
+    terms; ``mean`` (1, columns), the estimate; and what the subclass adds.
     """
+
+    depth: ClassVar[int] = 0
 
     def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
         like = {"dtype": dtype, "device": device}
@@ -34,12 +41,14 @@ class Centred(Balancer):
             "count": torch.zeros(1, **like),
         }
 
-    depth: ClassVar[int] = 0
+    def begin_epoch(self, state: State) -> State:
+        zeros = {name: torch.zeros_like(state[name]) for name in ("sums", "count")}
+        return {**state, **zeros}
 
     def centred(
         self, state: State, rows_RD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(R, columns)``, ``(1, columns)``: their difference is what is balanced."""
+        """Returns rows and ``(1, columns)``, a centre; the difference is balanced."""
         return rows_RD, state["mean"]
 
     def balance(
@@ -47,7 +56,7 @@ class Centred(Balancer):
     ) -> tuple[State, torch.Tensor]:
         rows, centre = self.centred(state, rows_RD)
         if decide.loops:
-            sums, codes = balance_in_sequence(
+            sums, placements = balance_in_sequence(
                 rows,
                 centre,
                 state["sums"],
@@ -55,20 +64,21 @@ class Centred(Balancer):
                 depth=self.depth,
                 tie_positive=decide.tie == "positive",
             )
-            count = state["count"] + torch.count_nonzero(codes)
-            return {**state, "sums": sums, "count": count}, codes.to(self.code_dtype)
+            count = state["count"] + torch.count_nonzero(placements)
+            new_state = {**state, "sums": sums, "count": count}
+            return new_state, placements.to(self.placement_dtype)
         rows = without_nan(rows)
         sums, count, parts = state["sums"], state["count"], []
         for tile, thresholds in decide.tiles(rows, decide.thresholds_RN):
             gram, products = decide.centred_gram(tile, centre, sums[:-1])
             finite = finite_rows(gram)
-            signs, codes = self.walk(gram, products, finite, thresholds, decide)
+            signs, placements = self.walk(gram, products, finite, thresholds, decide)
             seen = finite.to(sums.dtype)
             weights = torch.cat([signs, seen.unsqueeze(1)], dim=1).T
             off_centre = weights.sum(1, keepdim=True) * centre
             sums = torch.addmm(sums, weights, tile) - off_centre
             count = count + seen.sum()
-            parts.append(codes.to(self.code_dtype))
+            parts.append(placements.to(self.placement_dtype))
         return {**state, "sums": sums, "count": count}, torch.cat(parts)
 
     def walk(
@@ -79,7 +89,7 @@ class Centred(Balancer):
         thresholds_RN: torch.Tensor | None,
         decide: Decisions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(R, V)`` signs at the accumulators, and ``(R,)`` codes."""
+        """Returns ``(R, V)`` signs at the accumulators, and ``(R,)`` placements."""
         limits = None if thresholds_RN is None else thresholds_RN[:, 0]
         signs = decide.signs(products_RV[:, 0], gram_RR, finite_R, limits)
         return signs.unsqueeze(1), signs
@@ -87,17 +97,12 @@ class Centred(Balancer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeanBalance(Centred):
-    """GraB: centred by the mean of the epoch before, by zero in the first one."""
+    """GraB: centred by the mean of the previous epoch, by zero in the first one."""
 
     def begin_epoch(self, state: State) -> State:
-        # The deviations' mean is what the estimate was off by.
+        # The mean of the deviations is the error of the estimate.
         off_by = state["sums"][-1:] / state["count"].clamp(min=1)
-        return {
-            **state,
-            "mean": state["mean"] + off_by,
-            "sums": torch.zeros_like(state["sums"]),
-            "count": torch.zeros_like(state["count"]),
-        }
+        return super().begin_epoch({**state, "mean": state["mean"] + off_by})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,15 +112,15 @@ class SignBalance(MeanBalance):
     def centred(
         self, state: State, rows_RD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return spoil(torch.sign(rows_RD), rows_RD), state["mean"]
+        return mark_nonfinite(torch.sign(rows_RD), rows_RD), state["mean"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaMeanBalance(MeanBalance):
     """Mean balance of gradients divided by the root of their second moment.
 
-    The second moment is what `GraBSampler.update_v` was given, such as Adam's; without
-    it this is mean balance.
+    The second moment is what `GraBSampler.update_v` received, such as Adam's; without
+    one this is mean balance.
 
     Attributes:
         eps: Added to the root.
@@ -126,7 +131,7 @@ class AdaMeanBalance(MeanBalance):
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        check_positive("eps", self.eps)
+        check_number("eps", self.eps, above=0)
 
     def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
         state = super().init(num_columns, dtype, device)
@@ -135,19 +140,19 @@ class AdaMeanBalance(MeanBalance):
     def centred(
         self, state: State, rows_RD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return scaled(state, rows_RD)
+        return _standardised(state, rows_RD)
 
     def begin_epoch(self, state: State) -> State:
-        # Deviations were divided by the scale; the mean is kept in the gradients' unit.
+        # Deviations were divided by the scale; the mean is in the gradients' unit.
         off_by = state["sums"][-1:] * state["scale"]
         sums = torch.cat([state["sums"][:-1], off_by])
         return super().begin_epoch({**state, "sums": sums})
 
     def with_second_moment(self, state: State, second_moment: torch.Tensor) -> State:
-        """The state from now on, given ``(columns,)`` second moments.
+        """Returns the state from now on, given ``(columns,)`` second moments.
 
-        The epoch's deviations so far are brought to the new unit. Where one is
-        negative or not finite, the scale stays.
+        The deviations of this epoch are converted to the new unit. Where a second
+        moment is negative or not finite, the scale does not change.
         """
         scale = second_moment.reshape(1, -1).sqrt() + self.eps
         scale = torch.where(torch.isfinite(scale), scale, state["scale"])
@@ -160,44 +165,32 @@ class AdaMeanBalance(MeanBalance):
 class EMABalance(Centred):
     """Centred by an exponential moving average of the means of the batches.
 
-    The batch at hand is in the average already, as in grab-sampler; so the result
-    depends on how the epoch is cut into batches. The average runs on over epochs.
+    The average includes the current batch, as in grab-sampler; so the result depends
+    on how the epoch is cut into batches. The average continues from epoch to epoch.
 
     Attributes:
-        ema_decay: Weight of the newest batch, one minus beta.
+        ema_decay: The weight of the newest batch, one minus beta.
     """
 
     ema_decay: float = 0.1
 
     def __post_init__(self) -> None:
-        check_probability("ema_decay", self.ema_decay)
+        check_number("ema_decay", self.ema_decay, above=0, below=1)
 
     def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
         state = super().init(num_columns, dtype, device)
-        # What is left of the weights' sum: one minus it undoes the bias towards zero.
         missing = torch.ones(1, dtype=dtype, device=device)
         return {**state, "average": torch.zeros_like(state["mean"]), "missing": missing}
-
-    def begin_epoch(self, state: State) -> State:
-        zeroed = {name: torch.zeros_like(state[name]) for name in ("sums", "count")}
-        return {**state, **zeroed}
 
     def balance(
         self, state: State, rows_RD: torch.Tensor, decide: Decisions
     ) -> tuple[State, torch.Tensor]:
-        return super().balance(self.with_batch(state, rows_RD, decide), rows_RD, decide)
-
-    def with_batch(
-        self, state: State, rows_RD: torch.Tensor, decide: Decisions
-    ) -> State:
-        """The state with a batch in its averages; one without a finite row is not."""
-        mean, any_finite = batch_mean(rows_RD, decide)
-        beta = 1 - self.ema_decay
-        average = beta * state["average"] + (1 - beta) * mean
-        average = torch.where(any_finite, average, state["average"])
-        missing = torch.where(any_finite, beta * state["missing"], state["missing"])
-        centre = average / unbiased(missing)
-        return {**state, "average": average, "missing": missing, "mean": centre}
+        mean, any_finite = _batch_mean(rows_RD, decide)
+        average, missing, centre = _moving_average(
+            state["average"], state["missing"], 1 - self.ema_decay, mean, any_finite
+        )
+        averages = {"average": average, "missing": missing, "mean": centre}
+        return super().balance({**state, **averages}, rows_RD, decide)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,8 +198,8 @@ class AdaEMABalance(Centred):
     """Centred and scaled by Adam's two averages of the means of the batches.
 
     Attributes:
-        betas: Decay of the average of the means and of that of their squares.
-        eps: Added to the root of the second.
+        betas: The decay of the average of the means and of that of their squares.
+        eps: Added to the root of the second average.
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -216,8 +209,8 @@ class AdaEMABalance(Centred):
         if len(self.betas) != 2:
             raise ValueError(f"betas must be two numbers, got {self.betas!r}")
         for beta in self.betas:
-            check_probability("betas", beta)
-        check_positive("eps", self.eps)
+            check_number("betas", beta, above=0, below=1)
+        check_number("eps", self.eps, above=0)
 
     def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
         state = super().init(num_columns, dtype, device)
@@ -229,28 +222,25 @@ class AdaEMABalance(Centred):
             "scale": torch.ones(1, num_columns, **like),
         }
 
-    def begin_epoch(self, state: State) -> State:
-        zeroed = {name: torch.zeros_like(state[name]) for name in ("sums", "count")}
-        return {**state, **zeroed}
-
     def centred(
         self, state: State, rows_RD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return scaled(state, rows_RD)
+        return _standardised(state, rows_RD)
 
     def balance(
         self, state: State, rows_RD: torch.Tensor, decide: Decisions
     ) -> tuple[State, torch.Tensor]:
-        mean, any_finite = batch_mean(rows_RD, decide)
-        averages, missing = [], []
-        for moment, beta in enumerate(self.betas):
-            old = state["averages"][moment : moment + 1]
-            left = state["missing"][moment : moment + 1]
-            new = beta * old + (1 - beta) * mean ** (moment + 1)
-            averages.append(torch.where(any_finite, new, old))
-            missing.append(torch.where(any_finite, beta * left, left))
-        first, second = (
-            average / unbiased(left) for average, left in zip(averages, missing)
+        mean, any_finite = _batch_mean(rows_RD, decide)
+        averages, missing, (first, second) = zip(
+            *(
+                _moving_average(average, left, beta, mean**power, any_finite)
+                for average, left, beta, power in zip(
+                    state["averages"].split(1),
+                    state["missing"].split(1),
+                    self.betas,
+                    (1, 2),
+                )
+            )
         )
         state = {
             **state,
@@ -262,16 +252,18 @@ class AdaEMABalance(Centred):
         return super().balance(state, rows_RD, decide)
 
 
-def scaled(state: State, rows_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows that are centred and divided, less nothing."""
-    vectors = spoil((rows_RD - state["mean"]) / state["scale"], rows_RD)
+def _standardised(
+    state: State, rows_RD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns rows that are centred and scaled, and a centre of zero."""
+    vectors = mark_nonfinite((rows_RD - state["mean"]) / state["scale"], rows_RD)
     return vectors, torch.zeros_like(state["mean"])
 
 
-def batch_mean(
+def _batch_mean(
     rows_RD: torch.Tensor, decide: Decisions
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(1, columns)`` mean of the finite rows, and ``(1,)`` whether there is any."""
+    """Returns the mean of the finite rows, ``(1, columns)``, and whether it exists."""
     rows_RD = without_nan(rows_RD)
     squares = decide.whole((rows_RD * rows_RD).sum(1))
     finite = torch.isfinite(squares)
@@ -280,6 +272,25 @@ def batch_mean(
     return weights @ rows_RD / count.clamp(min=1), count > 0
 
 
-def unbiased(missing: torch.Tensor) -> torch.Tensor:
-    """What an average from zero is divided by; 1 before the first batch."""
-    return torch.where(missing < 1, 1 - missing, torch.ones_like(missing))
+def _moving_average(
+    average: torch.Tensor,
+    missing: torch.Tensor,
+    beta: float,
+    value: torch.Tensor,
+    any_finite: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns a moving average with one more value, what is missing, and the estimate.
+
+    Args:
+        average: ``(1, columns)``, which began at zero.
+        missing: ``(1,)``, one minus the sum of the weights: ``1 - missing`` undoes the
+            bias towards zero.
+        beta: The weight of the average so far.
+        value: ``(1, columns)``; ignored unless ``any_finite``.
+        any_finite: ``(1,)`` bool.
+    """
+    average = torch.where(any_finite, beta * average + (1 - beta) * value, average)
+    missing = torch.where(any_finite, beta * missing, missing)
+    # Before the first value the estimate is zero, not zero divided by zero.
+    weights = torch.where(missing < 1, 1 - missing, torch.ones_like(missing))
+    return average, missing, average / weights

@@ -1,4 +1,4 @@
-"""Order by the norm of the gradient."""
+"""Orders by the norm of the gradient."""
 
 from __future__ import annotations
 
@@ -8,26 +8,23 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from grab_xla.balancers.base import Balancer, State
+from grab_xla.balancers.base import Ordering, State
 from grab_xla.balancing.decisions import Decisions
 from grab_xla.balancing.reordering import reorder_by_score
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NormOrder(Balancer):
+class NormOrder(Ordering):
     """Samples sorted by the norm that their gradient had in this epoch.
 
     Attributes:
-        descending_norm: Largest first.
+        descending_norm: Whether the largest comes first.
     """
 
-    code_dtype: ClassVar[torch.dtype] = torch.float32
+    needs_gradients: ClassVar[bool] = True
+    placement_dtype: ClassVar[torch.dtype] = torch.float32
 
     descending_norm: bool = True
-
-    def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
-        del num_columns, dtype, device
-        return {}
 
     def balance(
         self, state: State, rows_RD: torch.Tensor, decide: Decisions
@@ -35,7 +32,7 @@ class NormOrder(Balancer):
         return state, decide.whole((rows_RD * rows_RD).sum(1))
 
     def next_order(
-        self, order: np.ndarray, codes: np.ndarray, generator: torch.Generator
+        self, order: np.ndarray, placements: np.ndarray, generator: torch.Generator
     ) -> np.ndarray:
         del generator
-        return reorder_by_score(order, codes, self.descending_norm)
+        return reorder_by_score(order, placements, self.descending_norm)

@@ -1,6 +1,6 @@
 """Pair balance: differences of neighbours need no estimate of the mean.
 
-PairBalance and CD-GraB of Cooper et al., arXiv:2302.00845.
+PairBalance and CD-GraB by Cooper et al., arXiv:2302.00845.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ import numpy as np
 import torch
 
 from grab_xla.balancers.base import Balancer, State
-from grab_xla.balancing.checks import check_integer
 from grab_xla.balancing.compiled_loop import balance_in_sequence
-from grab_xla.balancing.decisions import Decisions, finite_rows, spoil
+from grab_xla.balancing.decisions import Decisions, finite_rows, mark_nonfinite
 from grab_xla.balancing.reordering import reorder_interleaved
+from xla_replica.common.arguments import check_integer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PairBalance(Balancer):
     """Balances differences of pairs; one goes to the front, its partner to the back.
 
-    With W workers, worker w owns the samples at positions w, w + W, w + 2W ... of the
-    order, for ever, and its pairs are among its own samples: coordinated pair balance.
-    All workers share one accumulator; pair t of worker 0 comes before that of worker 1.
-    A sample without a partner at the end of an epoch goes to the middle.
+    With W workers, worker w always owns the samples at positions w, w + W, w + 2W ...
+    of the order, and its pairs are formed among its own samples: coordinated pair
+    balance. All workers share one accumulator; pair t of worker 0 comes before that of
+    worker 1. A sample without a partner at the end of an epoch goes to the middle.
 
-    State: ``sums`` (1, columns), the accumulator; ``pending`` (k, columns), gradients
-    of the last k < 2W samples, which wait for partners.
+    The state holds ``sums`` (1, columns), the accumulator, and ``pending`` (k,
+    columns), the gradients of the last k < 2W samples, which wait for partners.
 
     Attributes:
-        num_workers: Shards that are ordered for themselves. It is part of the order:
-            choose it once for a training, whatever the number of replicas.
+        num_workers: The number of shards that are ordered separately. It is part of
+            the order: choose it once for a training, whatever the number of replicas.
     """
 
     num_workers: int = 1
@@ -51,7 +51,7 @@ class PairBalance(Balancer):
 
     def begin_epoch(self, state: State) -> State:
         sums = torch.zeros_like(state["sums"])
-        # Nobody waits; not a slice, whose program would depend on how many did.
+        # No sample waits. Not a slice: its program would depend on how many waited.
         none = state["pending"].new_zeros(0, sums.shape[1])
         return {"sums": sums, "pending": none}
 
@@ -63,22 +63,24 @@ class PairBalance(Balancer):
             rows = torch.cat([state["pending"], rows])
         size = 2 * self.num_workers
         end = len(rows) // size * size
-        # A copy: a view would keep the whole batch alive.
+        # A copy, because a view would keep the whole batch alive.
         pending = rows[end:].clone()
         if end == 0:
-            none = torch.zeros(0, dtype=self.code_dtype, device=rows.device)
+            none = torch.zeros(0, dtype=self.placement_dtype, device=rows.device)
             return {**state, "pending": pending}, none
         first, second = self._partners(rows[:end])
         if thresholds is not None:
-            # The partner's, which came last.
+            # That of the partner, which came last.
             thresholds = self._partners(thresholds[:end])[1]
         sums, signs = self._signs(state["sums"], first, second, thresholds, decide)
         signs = signs.unflatten(0, (-1, 1, self.num_workers))
-        codes = torch.cat([signs, -signs], dim=1).flatten().to(self.code_dtype)
-        return {"sums": sums, "pending": pending}, codes
+        placements = (
+            torch.cat([signs, -signs], dim=1).flatten().to(self.placement_dtype)
+        )
+        return {"sums": sums, "pending": pending}, placements
 
     def _partners(self, rows_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(R / 2, N)`` each: the first and the second samples of the pairs."""
+        """Returns the first and second samples of the pairs, ``(R / 2, N)`` each."""
         if self.num_workers == 1:
             return rows_RN[0::2], rows_RN[1::2]
         blocks = rows_RN.unflatten(0, (-1, 2, self.num_workers))
@@ -92,7 +94,7 @@ class PairBalance(Balancer):
         thresholds_PN: torch.Tensor | None,
         decide: Decisions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The new accumulator, and ``(P,)`` the signs of the pairs."""
+        """Returns the new accumulator and the signs of the pairs, ``(P,)``."""
         if decide.loops:
             return balance_in_sequence(
                 first_PD,
@@ -102,7 +104,7 @@ class PairBalance(Balancer):
                 tie_positive=decide.tie == "positive",
             )
         parts = []
-        differences = spoil(first_PD - second_PD, first_PD, second_PD)
+        differences = mark_nonfinite(first_PD - second_PD, first_PD, second_PD)
         for vectors, limits in decide.tiles(differences, thresholds_PN):
             gram, products = decide.gram(vectors, sums)
             finite = finite_rows(gram)
@@ -113,7 +115,7 @@ class PairBalance(Balancer):
         return sums, torch.cat(parts)
 
     def next_order(
-        self, order: np.ndarray, codes: np.ndarray, generator: torch.Generator
+        self, order: np.ndarray, placements: np.ndarray, generator: torch.Generator
     ) -> np.ndarray:
         del generator
-        return reorder_interleaved(order, codes, self.num_workers)
+        return reorder_interleaved(order, placements, self.num_workers)

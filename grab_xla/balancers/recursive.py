@@ -8,26 +8,26 @@ from typing import ClassVar
 import torch
 
 from grab_xla.balancers.mean import MeanBalance
-from grab_xla.balancing.checks import check_integer
 from grab_xla.balancing.decisions import Decisions
+from xla_replica.common.arguments import check_integer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecursiveBalance(MeanBalance):
-    """A sample walks from the root of a binary tree to a leaf by its sign at each node.
+    """Sends samples from the root of a binary tree to a leaf by their signs at nodes.
 
     Every node has an accumulator; +1 leads to the left. The next order is that of the
     leaves, each with its positives as they came and its negatives reversed. Depth 0 is
     mean balance.
 
-    State: that of mean balance with 2^(depth + 1) - 1 accumulators; node v has the
-    children 2v + 1 and 2v + 2.
+    The state is that of mean balance with 2^(depth + 1) - 1 accumulators; node v has
+    the children 2v + 1 and 2v + 2.
 
     Attributes:
-        depth: Levels below the root.
+        depth: The number of levels below the root.
     """
 
-    code_dtype: ClassVar[torch.dtype] = torch.int32
+    placement_dtype: ClassVar[torch.dtype] = torch.int32
 
     depth: int = 5  # type: ignore[misc]
 
@@ -54,9 +54,11 @@ class RecursiveBalance(MeanBalance):
         thresholds_RN: torch.Tensor | None,
         decide: Decisions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(R, V)`` signs at the nodes a sample passes, 0 elsewhere; ``(R,)`` codes.
+        """Returns the signs at the nodes that a sample passes, and the placements.
 
-        Level by level: at one level, samples at the same node follow one another.
+        Signs are ``(R, V)``, 0 at other nodes; placements are ``(R,)``. The tree is
+        processed level by level: at one level, samples at the same node are decided
+        one after the other.
         """
         nodes = torch.arange(self._num_nodes, device=gram_RR.device)
         node = torch.zeros_like(finite_R, dtype=nodes.dtype)

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 
 from grab_xla.balancers.base import Balancer, State
-from grab_xla.balancing.checks import check_integer
 from grab_xla.balancing.decisions import Decisions, without_nan
+from xla_replica.common.arguments import check_integer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,20 +17,20 @@ class RecursivePairBalance(Balancer):
     """Sorts each block of ``batch_size`` samples by a tree of pair balancings.
 
     At every node neighbours are paired; of each pair one goes left and one right. All
-    pairs of a node meet its accumulator as it was before the block, so no sign waits
-    for another. The next order takes column after column of the sorted blocks, every
-    other one backwards. A block is cut at the end of a step: choose a power of two that
+    pairs of a node see its accumulator as it was before the block, so no sign depends
+    on another. The next order takes column after column of the sorted blocks, every
+    other one backwards. A block ends at the end of a step: choose a power of two that
     divides the number of samples per step (over all replicas). A short block is filled
-    with zeros, which are taken out again.
+    with zeros, which are removed afterwards.
 
-    State: ``sums`` (batch_size - 1, columns), an accumulator for every node; node v has
-    the children 2v + 1 and 2v + 2.
+    The state holds ``sums`` (batch_size - 1, columns), an accumulator for every node;
+    node v has the children 2v + 1 and 2v + 2.
 
     Attributes:
-        batch_size: Samples of a block, a power of two from 2 on.
+        batch_size: The number of samples in a block, a power of two and at least 2.
     """
 
-    code_dtype: ClassVar[torch.dtype] = torch.int32
+    placement_dtype: ClassVar[torch.dtype] = torch.int32
 
     batch_size: int
 
@@ -57,7 +57,7 @@ class RecursivePairBalance(Balancer):
     def balance(
         self, state: State, rows_RD: torch.Tensor, decide: Decisions
     ) -> tuple[State, torch.Tensor]:
-        sums, codes = state["sums"], []
+        sums, placements = state["sums"], []
         blocks = dataclasses.replace(decide, tile_size=self.batch_size)
         for rows, thresholds in blocks.tiles(
             without_nan(rows_RD), decide.thresholds_RN
@@ -68,15 +68,17 @@ class RecursivePairBalance(Balancer):
             products = torch.where(
                 finite.unsqueeze(1), products, torch.zeros_like(products)
             )
-            weights, code = self._sort(products[:, :-1], thresholds, decide)
-            code = torch.where(finite, code[: len(rows)], torch.zeros_like(code[:1]))
-            # A spoilt sample takes part with products of 0 and is not added.
+            weights, placed = self._sort(products[:, :-1], thresholds, decide)
+            placed = torch.where(
+                finite, placed[: len(rows)], torch.zeros_like(placed[:1])
+            )
+            # A sample that is not finite has products of 0 and is not added.
             weights = torch.where(
                 finite.unsqueeze(1), weights[: len(rows)], torch.zeros_like(weights[:1])
             )
             sums = torch.addmm(sums, weights.T, rows)
-            codes.append(code.to(self.code_dtype))
-        return {"sums": sums}, torch.cat(codes)
+            placements.append(placed.to(self.placement_dtype))
+        return {"sums": sums}, torch.cat(placements)
 
     def _sort(
         self,
@@ -84,7 +86,7 @@ class RecursivePairBalance(Balancer):
         thresholds_RN: torch.Tensor | None,
         decide: Decisions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(b, V)`` signs of the samples at the nodes, and ``(b,)`` codes.
+        """Returns the samples' signs at nodes, ``(b, V)``, and placements, ``(b,)``.
 
         ``items`` holds the samples as the tree has sorted them so far, node by node.
         """
@@ -114,5 +116,5 @@ class RecursivePairBalance(Balancer):
         column = torch.arange(size, device=device)
         # Columns are leaves: the even ones forwards, the odd ones backwards.
         of_column = torch.where(column % 2 == 0, column + 1, -column - 1)
-        codes = torch.zeros_like(column).scatter(0, items.flatten(), of_column)
-        return torch.cat(weights).T, codes
+        placements = torch.zeros_like(column).scatter(0, items.flatten(), of_column)
+        return torch.cat(weights).T, placements

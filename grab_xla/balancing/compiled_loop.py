@@ -1,9 +1,9 @@
 """Balancing on a CPU: one vector after the other, in a loop that Numba compiles.
 
-A CPU gains nothing from inner products of whole tiles: going through every gradient
-once more is cheaper than multiplying it with its neighbours (docs/benchmarks has the
-numbers). The loop decides as `Decisions.signs` does and serves where one replica
-holds all columns. Without Numba the tiles do.
+A CPU gains nothing from inner products of whole tiles: another pass through every
+gradient is cheaper than multiplying it with its neighbours (docs/benchmarks has the
+numbers). The loop decides as `Decisions.signs` does. It is used where one replica holds
+all columns and Numba is installed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.float64)
 
 
 def available() -> bool:
-    """Whether Numba is installed."""
+    """Returns whether Numba is installed."""
     return importlib.util.find_spec("numba") is not None
 
 
@@ -40,17 +40,17 @@ def balance_in_sequence(
         minuends: ``(R, D)`` float32 or float64 on the CPU; rows may be strided.
         subtrahends: ``(R, D)``, or ``(1, D)`` for all rows.
         sums: ``(V, D)`` or ``(V + 1, D)``: the accumulators of a tree of ``depth``
-            levels below the root, V = 2^(depth + 1) - 1; the row behind them is the
+            levels below the root, V = 2^(depth + 1) - 1; the row after them is the
             plain sum of what was balanced.
         thresholds: ``(R, depth + 1)`` or None for zeros; see `Decisions`.
         tie_positive: The sign where an inner product equals its threshold.
 
     Returns:
-        The new sums, and ``(R,)`` int32 codes; see `reorder`.
+        The new sums, and ``(R,)`` int32 placements; see `reorder`.
     """
     num_rows = len(minuends)
     sums = sums.clone(memory_format=torch.contiguous_format)
-    codes = np.zeros(num_rows, dtype=np.int32)
+    placements = np.zeros(num_rows, dtype=np.int32)
     if thresholds is None:
         thresholds = torch.zeros(1, 1, dtype=sums.dtype).expand(num_rows, depth + 1)
     if num_rows:
@@ -62,15 +62,15 @@ def balance_in_sequence(
             np.ascontiguousarray(thresholds.numpy()),
             depth,
             tie_positive,
-            codes,
+            placements,
         )
-    return sums, torch.from_numpy(codes)
+    return sums, torch.from_numpy(placements)
 
 
 def _rows(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
-    """The tensor's memory as contiguous rows, and how many of them a step is.
+    """Returns the tensor's memory as contiguous rows, and the step between its rows.
 
-    Views of every other row stay views: pairs are differences of such.
+    A view of every other row is not copied: pairs are differences of such views.
     """
     num_columns = tensor.shape[1]
     if len(tensor) == 1:
@@ -91,14 +91,14 @@ def _chain(
     thresholds: Any,
     depth: int,
     tie_positive: bool,
-    codes: Any,
+    placements: Any,
 ) -> None:
-    """`_tree` of depth 0 in one pass over memory for each row.
+    """Does what `_tree` of depth 0 does, in one pass over memory for each row.
 
-    A row is added to the accumulator in the same pass that forms the inner product of
-    the accumulator with the row behind it.
+    The pass that adds a row to the accumulator also forms the accumulator's inner
+    product with the following row.
     """
-    num_rows, num_columns = len(codes), sums.shape[1]
+    num_rows, num_columns = len(placements), sums.shape[1]
     zero = sums.dtype.type(0)
     one = sums.dtype.type(1)
     total, plain = sums[0], sums[-1]
@@ -123,7 +123,7 @@ def _chain(
                 product += z * total[j]
                 square += z * z
             continue
-        codes[i] = 1 if positive else -1
+        placements[i] = 1 if positive else -1
         if keeps_plain:
             for j in range(num_columns):
                 z = a[j] - b[j]
@@ -151,13 +151,13 @@ def _tree(
     thresholds: Any,
     depth: int,
     tie_positive: bool,
-    codes: Any,
+    placements: Any,
 ) -> None:
-    """What Numba compiles: rows of x minus rows of y, balanced into ``sums``."""
+    """Balances rows of x minus rows of y into ``sums``."""
     num_columns = sums.shape[1]
     num_nodes = 2 ** (depth + 1) - 1
     one = sums.dtype.type(1)
-    for i in range(len(codes)):
+    for i in range(len(placements)):
         a, b = x[i * x_step], y[i * y_step]
         node = 0
         for level in range(depth + 1):
@@ -182,7 +182,7 @@ def _tree(
                 for j in range(num_columns):
                     total[j] += sign * (a[j] - b[j])
             leaf = node - (2**level - 1)
-            codes[i] = leaf + 1 if positive else -(leaf + 1)
+            placements[i] = leaf + 1 if positive else -(leaf + 1)
             node = 2 * node + (1 if positive else 2)
 
 
@@ -190,5 +190,5 @@ def _tree(
 def _compiled(loop: Callable[..., None]) -> Callable[..., None]:
     import numba
 
-    # Sums may be formed in any order, so that they vectorise; NaN stays NaN.
+    # Sums may be formed in any order, so that they vectorise; NaN is preserved.
     return numba.njit(fastmath={"reassoc", "contract", "nsz"}, cache=True)(loop)

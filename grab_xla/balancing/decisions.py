@@ -1,15 +1,15 @@
-"""Signs from inner products: what every balancer shares.
+"""Signs from inner products, which all balancers share.
 
-Balancing decides on one vector z after the other: its sign is +1 where its inner
-product p with the signed sum ``a`` of those before it lies below a threshold, and then
+Balancing decides on one vector z after the other. The sign of z is +1 if its inner
+product p with the signed sum ``a`` of the vectors before it is below a threshold; then
 ``a += sign * z``. With K = Z Z^T and u = Z a of a tile of vectors, all p follow without
 touching a vector again: ``p_i = u_i + sum_{j<i} sign_j K_ij``. This is exact, so a tile
 of any size gives the same signs.
 
 The recursion is solved as a fixed point, ``p <- u + strictly_lower(K) sign(p)``: after
-k rounds at least the first k + 1 signs are right, and rounds beyond that change
-nothing. So a compiled backend unrolls ``tile - 1`` rounds of four operations, without
-a gather, a branch or a read-back, and a CPU stops where a round changes nothing.
+k rounds at least the first k + 1 signs are right, and further rounds do not change
+them. So a compiled backend unrolls ``tile - 1`` rounds of four operations, without a
+gather, a branch or a read-back, and a CPU stops when a round changes nothing.
 
 Axes: R rows of a tile, D columns (parameters, or this replica's share of them), V
 accumulators.
@@ -23,11 +23,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from xla_replica import traits
+
 TIES = ("negative", "positive")
 
 
 def no_sum(tensors: list[torch.Tensor]) -> None:
-    """One shard holds every column: partial inner products are whole."""
+    """Sums nothing: one shard holds all columns, so inner products are whole."""
     del tensors
 
 
@@ -36,15 +38,16 @@ class Decisions:
     """How signs are decided in one step.
 
     Attributes:
-        tie: The sign at p equal to the threshold. 'negative' is the convention of
+        tie: The sign where p equals the threshold. 'negative' is the convention of
             grab-sampler, 'positive' that of the papers' code.
-        thresholds_RN: ``(rows, draws)``, what p must lie below for +1; None means 0.
-            Of the samples that wait for a partner, too, in front of the others.
+        thresholds_RN: ``(rows, draws)``: the sign is +1 where p is below it. None
+            means 0. Thresholds of samples that wait for a partner come first.
             The self-balancing walk (Alweiss, Liu and Sawhney, arXiv:2006.14009) takes
             +1 with probability 1/2 - p / 2c, which is p < c (1 - 2 uniform).
         sum_: Adds partial inner products over the shards of the columns, in place.
-        tile_size: Rows whose inner products are formed at once; None means all.
-        loops: On a CPU, balance in a compiled loop instead; see `compiled_loop`.
+        tile_size: The number of rows whose inner products are formed at once; None
+            means all.
+        loops: Whether to balance in a compiled loop instead; see `compiled_loop`.
     """
 
     tie: str = "negative"
@@ -56,24 +59,24 @@ class Decisions:
     def tiles(
         self, rows_RD: torch.Tensor, thresholds_RN: torch.Tensor | None = None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Tiles of rows and of what belongs to each row, in order."""
+        """Yields tiles of rows with their thresholds, in order."""
         size = self.tile_size or max(len(rows_RD), 1)
         for start in range(0, len(rows_RD), size):
             own = slice(start, start + size)
             yield rows_RD[own], None if thresholds_RN is None else thresholds_RN[own]
 
     def whole(self, partial: torch.Tensor) -> torch.Tensor:
-        """A partial inner product summed over the shards of the columns."""
+        """Returns partial inner products summed over the shards of the columns."""
         self.sum_([partial])
         return partial
 
     def gram(
         self, rows_RD: torch.Tensor, vectors_VD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(R, R)`` and ``(R, V)``: inner products with one another and with others.
+        """Returns inner products of rows, ``(R, R)``, and with vectors, ``(R, V)``.
 
-        One sum over the shards. A spoilt row spoils its own row and column of the
-        first and its own row of the second, nothing else.
+        This takes one sum over the shards. A row that is not finite affects its own row
+        and column of the first and its own row of the second, nothing else.
         """
         products = [rows_RD @ rows_RD.T, rows_RD @ vectors_VD.T]
         self.sum_(products)
@@ -82,7 +85,7 @@ class Decisions:
     def centred_gram(
         self, rows_RD: torch.Tensor, centre_1D: torch.Tensor, vectors_VD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`gram` of ``rows - centre``, without forming the differences."""
+        """Returns `gram` of ``rows - centre`` without forming the differences."""
         others = torch.cat([vectors_VD, centre_1D])
         products = [rows_RD @ rows_RD.T, rows_RD @ others.T, centre_1D @ others.T]
         self.sum_(products)
@@ -94,7 +97,7 @@ class Decisions:
     def below(
         self, products: torch.Tensor, thresholds: torch.Tensor | None
     ) -> torch.Tensor:
-        """Where the sign is +1, bool in the shape of ``products``."""
+        """Returns where the sign is +1, bool in the shape of ``products``."""
         limit = torch.zeros_like(products) if thresholds is None else thresholds
         return products < limit if self.tie == "negative" else products <= limit
 
@@ -105,16 +108,17 @@ class Decisions:
         finite_R: torch.Tensor,
         thresholds_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The signs of R vectors that are balanced one after the other.
+        """Returns the signs of R vectors that are balanced one after the other.
 
         Args:
-            products_R: With the accumulator as it stands before the first of them.
-            gram_RR: With one another.
-            finite_R: bool; the others get sign 0 and no say in what follows.
+            products_R: Inner products with the accumulator before the first vector.
+            gram_RR: Inner products of the vectors.
+            finite_R: Which vectors are finite, bool. The others get sign 0 and do not
+                affect those after them.
             thresholds_R: See the class.
 
         Returns:
-            ``(R,)`` of the dtype of ``products_R``: +1, -1 or 0.
+            ``(R,)`` in the dtype of ``products_R``: +1, -1 or 0.
         """
         positive = finite_R.to(products_R.dtype)
         negative = -positive
@@ -123,42 +127,42 @@ class Decisions:
         gram = torch.where(both, gram_RR, torch.zeros_like(gram_RR))
         # Row i, columns j < i: what earlier signs add to p_i.
         earlier = torch.tril(gram, diagonal=-1)
-        on_cpu = products.device.type == "cpu"
+        can_look = traits(products).is_host
         below = self.below(products, thresholds_R)
         for _ in range(len(products) - 1):
             signs = torch.where(below, positive, negative)
             before = below
             below = self.below(products + torch.mv(earlier, signs), thresholds_R)
-            if on_cpu and torch.equal(before, below):
+            if can_look and torch.equal(before, below):
                 break
         return torch.where(below, positive, negative)
 
 
 def finite_rows(gram_RR: torch.Tensor) -> torch.Tensor:
-    """``(R,)`` bool: the rows whose squared norm is finite."""
+    """Returns which rows have a finite squared norm, ``(R,)`` bool."""
     return torch.isfinite(torch.diagonal(gram_RR))
 
 
-def spoilt(dtype: torch.dtype) -> float:
-    """What stands for an entry that is not finite; see `without_nan`."""
+def nonfinite_marker(dtype: torch.dtype) -> float:
+    """Returns the number that replaces an entry that is not finite."""
     return torch.finfo(dtype).max / 4
 
 
 def without_nan(rows_RD: torch.Tensor) -> torch.Tensor:
-    """The rows with a huge number in place of what is not finite.
+    """Returns the rows with a huge number in place of what is not finite.
 
-    Its square overflows, so that the row is noticed by its norm; but its product with
-    a weight of 0 is 0, so that nobody has to go through all rows again to leave it out.
+    Its square overflows, so the norm of the row shows it; but its product with a weight
+    of 0 is 0, so leaving the row out takes no other pass through all rows.
     """
-    if rows_RD.device.type == "cpu" and math.isfinite(float(rows_RD.sum())):
-        return rows_RD  # where looking is free
-    huge = spoilt(rows_RD.dtype)
+    if traits(rows_RD).is_host and math.isfinite(float(rows_RD.sum())):
+        return rows_RD
+    huge = nonfinite_marker(rows_RD.dtype)
     return torch.nan_to_num(rows_RD, nan=huge, posinf=huge, neginf=huge)
 
 
-def spoil(values_RD: torch.Tensor, *sources_RD: torch.Tensor) -> torch.Tensor:
-    """``values``, made huge where one of the rows they come from is not finite."""
-    huge = spoilt(values_RD.dtype)
+def mark_nonfinite(values_RD: torch.Tensor, *sources_RD: torch.Tensor) -> torch.Tensor:
+    """Returns ``values``, made huge where a source they come from is not finite."""
+    huge = nonfinite_marker(values_RD.dtype)
     for source in sources_RD:
         values_RD = torch.where(source.abs() < huge, values_RD, huge)
     return values_RD

@@ -1,16 +1,17 @@
-"""How far an order's prefix sums stray from a straight line: what GraB makes small.
+"""The herding of an order: how far its prefix sums are from a straight line.
 
 The herding of vectors z_1 ... z_n with mean m in the order s is
 
     max over k of || sum_(t <= k) (z_s(t) - m) ||,
 
-which grows like the square root of n for random orders and hardly for balanced ones.
-How fast an order converges depends on it: Lu, Guo and De Sa 2022 (arXiv:2205.10733).
+which grows like the square root of n for random orders and hardly grows for balanced
+ones. It determines how fast training in that order converges: Lu, Guo and De Sa 2022
+(arXiv:2205.10733).
 
-Pure functions of tensors; nothing reads a device. `herding` has the whole set before
-it, `RunningHerding` sees it batch by batch and keeps three tensors.
+Pure functions of tensors; nothing reads a device. `herding` takes the whole set at
+once, `RunningHerding` batch by batch.
 
-    B rows of a batch, D columns (those of this shard, where columns are sharded)
+Axes: B rows of a batch, D columns (of this shard, where columns are sharded).
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from typing import NamedTuple
 
 import torch
 
+from xla_replica import traits
+
 Tensor = torch.Tensor
 
-# Of a chunk: large enough that Python's share is small, small beside any set of vectors
-# that is worth cutting.
+# The largest chunk of vectors: large enough that Python's share of the time is small,
+# small beside any set of vectors that is worth cutting.
 MAX_ROWS = 1024
 MAX_ELEMENTS = 2**20
 
@@ -33,8 +36,8 @@ class Herding(NamedTuple):
     """The largest norm of a prefix sum; tensors of shape ``(1,)`` on the device.
 
     Attributes:
-        infinity: In the infinity norm, the one of the GraB papers.
-        euclidean: In the 2-norm.
+        infinity: The infinity norm, as in the GraB papers.
+        euclidean: The 2-norm.
     """
 
     infinity: Tensor
@@ -44,13 +47,13 @@ class Herding(NamedTuple):
 class PrefixNorms(NamedTuple):
     """Norms of the prefix sums that end at each row of a batch, over some columns.
 
-    Of several shards of the columns, those of all columns are the maximum of their
-    ``infinity`` and the sum of their ``squares``, row by row. (Not of their herdings:
-    the prefix that is longest in all columns may be longest in none.)
+    Where columns are sharded, the norms over all columns are the maximum of the shards'
+    ``infinity`` and the sum of their ``squares``, row by row. (The herdings cannot be
+    combined: the prefix that is longest in all columns may be longest in no shard.)
 
     Attributes:
-        infinity: ``(B,)``: infinity norms.
-        squares: ``(B,)``: squared 2-norms.
+        infinity: ``(B,)`` infinity norms.
+        squares: ``(B,)`` squared 2-norms.
     """
 
     infinity: Tensor
@@ -62,9 +65,9 @@ class RunningHerding:
     """Herding around a given centre, from one batch after another, in O(D) memory.
 
     The centre must be known before the epoch, so it is an estimate: the mean of the
-    epoch before. With the epoch's own mean the result is that of `herding`. It does not
-    depend on how the epoch is cut into batches. A state is a dict of three tensors, to
-    be saved as any other.
+    previous epoch. With the epoch's own mean the result equals that of `herding`. It
+    does not depend on how the epoch is cut into batches. A state is a dict of three
+    tensors, which can be saved like any other.
 
     >>> running = RunningHerding()
     >>> state = running.init(num_columns=2)
@@ -73,25 +76,24 @@ class RunningHerding:
     >>> running.result(state)
     Herding(infinity=tensor([4.]), euclidean=tensor([5.]))
 
-    **Sharded columns.** Every shard takes its own columns, of rows and of the mean,
-    through `advance`; shards then complete the norms of the rows, see `PrefixNorms`,
-    and `record` them. They may do so once per epoch, with all batches' norms
-    concatenated: 2 numbers per row.
+    **Sharded columns.** Every shard passes its own columns of rows and mean to
+    `advance`; the shards then complete the norms of the rows, see `PrefixNorms`, and
+    `record` them. Once per epoch is enough, with the norms of all batches concatenated:
+    2 numbers per row.
 
     Attributes:
-        dtype: Of the state; rows are converted to it.
-        device: Of the state.
+        dtype: The dtype of the state; rows are converted to it.
+        device: The device of the state.
     """
 
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
 
     def init(self, num_columns: int) -> dict[str, Tensor]:
-        """The state at the beginning of an epoch.
+        """Returns the state at the beginning of an epoch.
 
-        Returns:
-            ``prefix``, ``(D,)``: the sum of all centred rows so far; ``infinity`` and
-            ``squares``, ``(1,)``: the largest infinity norm and squared 2-norm so far.
+        It holds ``prefix``, ``(D,)``, the sum of all centred rows so far; ``infinity``
+        and ``squares``, ``(1,)``, the largest infinity norm and squared 2-norm so far.
         """
         sizes = {"prefix": num_columns, "infinity": 1, "squares": 1}
         return {
@@ -102,13 +104,13 @@ class RunningHerding:
     def update(
         self, state: dict[str, Tensor], rows: Tensor, mean: Tensor
     ) -> dict[str, Tensor]:
-        """The state after a batch; the one given stays as it is.
+        """Returns the state after a batch; ``state`` itself does not change.
 
         Args:
             state: What `init`, or the previous call, returned.
             rows: ``(B, D)``, B >= 1, any float dtype: vectors in the order visited.
-                Rows equal to the mean change nothing: they may fill up a last batch.
-            mean: ``(D,)``: the centre, the same in all calls of an epoch.
+                Rows equal to the mean do not affect it, so they may fill a last batch.
+            mean: ``(D,)``, the centre, the same in all calls of an epoch.
 
         Raises:
             ValueError: A shape does not fit the state.
@@ -120,15 +122,14 @@ class RunningHerding:
     def advance(
         self, state: dict[str, Tensor], rows: Tensor, mean: Tensor
     ) -> tuple[dict[str, Tensor], PrefixNorms]:
-        """The first half of `update`: moves the prefix sum, leaves the maxima.
+        """Returns the state with a new prefix sum, and norms to complete over shards.
 
-        Returns:
-            The state after the batch, and the norms to be completed over shards.
+        This is the first half of `update`: the maxima do not change.
         """
         prefix = state["prefix"]
         _check_batch(prefix, rows, mean)
-        # What came before is a sum of centred rows, as what follows is. The sum runs
-        # through both, so that the result does not depend on where batches end.
+        # One sum runs through all batches, so that the result does not depend on where
+        # they end.
         prefixes_BD = rows.to(self.dtype) - mean.to(self.dtype)
         prefixes_BD[:1] += prefix
         prefixes_BD = prefixes_BD.cumsum(0)
@@ -137,11 +138,13 @@ class RunningHerding:
 
     @torch.no_grad()
     def record(self, state: dict[str, Tensor], norms: PrefixNorms) -> dict[str, Tensor]:
-        """The second half of `update`: a state whose maxima include these norms.
+        """Returns the state whose maxima include these norms.
+
+        This is the second half of `update`.
 
         Args:
-            state: Its prefix does not matter.
-            norms: ``(B,)`` each, of all columns; of one batch, or of several.
+            state: Any state; its prefix is not read.
+            norms: ``(B,)`` norms over all columns, of one batch or of several.
         """
         maxima = {
             key: torch.maximum(state[key], values.amax(0, keepdim=True))
@@ -150,7 +153,7 @@ class RunningHerding:
         return {**state, **maxima}
 
     def result(self, state: dict[str, Tensor]) -> Herding:
-        """The herding of all batches so far."""
+        """Returns the herding of all batches so far."""
         return Herding(state["infinity"], state["squares"].sqrt())
 
 
@@ -159,10 +162,10 @@ def herding(
     order: Tensor | Sequence[int] | None = None,
     mean: Tensor | None = None,
 ) -> Herding:
-    """The largest norm of a prefix sum of centred vectors; NaN if one holds a NaN.
+    """Returns the largest norm of a prefix sum; NaN if a vector contains a NaN.
 
-    In chunks: memory beside the vectors does not grow with their number. On a lazy
-    backend all chunks are one graph.
+    It works in chunks: the memory it takes does not grow with the number of vectors. On
+    a lazy backend all chunks are one graph.
 
     >>> vectors = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
     >>> herding(vectors).infinity, herding(vectors, order=[0, 3, 1, 2]).infinity
@@ -171,17 +174,17 @@ def herding(
     Args:
         vectors: ``(n, D)``, n and D >= 1, any float dtype and device; float32 or wider
             is what sums are in.
-        order: ``(m,)`` integers in [0, n), m >= 1: which vector comes when, as a tensor
-            or a list. Default: as they stand.
-        mean: ``(D,)``: what to subtract. Default: the mean of all n vectors, whichever
-            of them the order names.
+        order: ``(m,)`` integers in [0, n), m >= 1, a tensor or a list: the sequence of
+            the vectors. Default: 0, 1, ..., n - 1.
+        mean: ``(D,)``, what to subtract. Default: the mean of all n vectors, even if
+            the order does not contain all of them.
 
     Returns:
-        In the infinity norm and the 2-norm, ``(1,)`` each, on the vectors' device.
+        The infinity norm and the 2-norm, ``(1,)`` each, on the vectors' device.
 
     Raises:
-        TypeError: Vectors are not of floats, or an order not of integers.
-        ValueError: A shape, or an order on the host, is none of the above.
+        TypeError: The vectors are not floats, or the order does not hold integers.
+        ValueError: A shape is wrong, or an order on the host is out of range.
     """
     _check_vectors(vectors)
     num_vectors, num_columns = vectors.shape
@@ -190,7 +193,7 @@ def herding(
     running = RunningHerding(dtype, vectors.device)
     state = running.init(num_columns)
     if mean is None:
-        # Not vectors.mean(0, dtype), which on a CPU converts all of them first.
+        # vectors.mean(0, dtype) would convert all of them first on a CPU.
         total = state["prefix"]
         for rows in vectors.detach().split(chunk):
             total = total + rows.sum(0, dtype=dtype)
@@ -208,30 +211,30 @@ def herding(
 def _check_vectors(vectors: Tensor) -> None:
     if not vectors.is_floating_point():
         raise TypeError(
-            f"Herding needs vectors of floats, not {vectors.dtype}: convert them first."
+            f"herding needs floating vectors, got {vectors.dtype}: convert them first"
         )
     if vectors.ndim != 2 or 0 in vectors.shape:
         raise ValueError(
-            f"Herding needs vectors of shape (n, d), both at least 1, not "
-            f"{tuple(vectors.shape)}: flatten all but the first axis."
+            "herding needs vectors of shape (n, d), both at least 1, got "
+            f"{tuple(vectors.shape)}: flatten all but the first axis"
         )
 
 
 def _checked_order(order: Tensor | Sequence[int], num_vectors: int) -> Tensor:
     order = torch.as_tensor(order)
     if order.is_floating_point() or order.is_complex() or order.dtype == torch.bool:
-        raise TypeError(f"An order is of integers, not {order.dtype}.")
+        raise TypeError(f"order must hold integers, got {order.dtype}")
     if order.ndim != 1 or len(order) == 0:
         raise ValueError(
-            f"An order has the shape (m,), m at least 1, not {tuple(order.shape)}."
+            f"order must have the shape (m,), m at least 1, got {tuple(order.shape)}"
         )
-    # One on a device is not read: that would be a transfer.
-    if order.device.type == "cpu":
+    # An order on a device is not read, which would be a transfer.
+    if traits(order).is_host:
         lowest, highest = (int(index) for index in order.aminmax())
         if lowest < 0 or highest >= num_vectors:
             raise ValueError(
-                f"An order of {num_vectors} vectors holds indices from 0 to "
-                f"{num_vectors - 1}; this one goes from {lowest} to {highest}."
+                f"order must hold indices from 0 to {num_vectors - 1}, got {lowest} to "
+                f"{highest}"
             )
     return order.long()
 
@@ -240,11 +243,11 @@ def _check_batch(prefix: Tensor, rows: Tensor, mean: Tensor) -> None:
     num_columns = len(prefix)
     if rows.ndim != 2 or rows.shape[1] != num_columns or len(rows) == 0:
         raise ValueError(
-            f"This state is of rows of {num_columns} columns: a batch has the shape "
-            f"(B, {num_columns}), B at least 1, not {tuple(rows.shape)}."
+            f"rows must have the shape (B, d), B at least 1, with the {num_columns} "
+            f"columns of this state, got {tuple(rows.shape)}"
         )
     if mean.shape != prefix.shape:
         raise ValueError(
-            f"The mean of rows of {num_columns} columns has the shape "
-            f"({num_columns},), not {tuple(mean.shape)}."
+            f"mean must have the shape (d,), with the {num_columns} columns of this "
+            f"state, got {tuple(mean.shape)}"
         )

@@ -1,27 +1,32 @@
 """The empirical neural tangent kernel of a model's loss, from per-sample gradients.
 
 The kernel of n samples is K = F F^T, where row i of F, the features, is the gradient of
-sample i's loss. `grab_xla.contrib.offline` makes orders of it. Everything
-stays on the device
-of the parameters, but for one look per block of gradients at whether they are finite.
-The products take O(n^2 d): for before a run or between epochs, not for a training step.
+sample i's loss. `grab_xla.contrib.offline` computes orders from it. Everything stays on
+the device of the parameters; the device is read once per block of gradients, to see
+whether they are finite, and once for `per_sample_grad`'s comparison with autograd. The
+products take O(n^2 d) time: use them before a run or between epochs, not in a training
+step.
 
-On hardware that multiplies float32 matrices in lower precision by default, kernels are
-as exact as that.
+On hardware that multiplies float32 matrices in lower precision by default, kernels have
+that precision.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.func import functional_call, grad, vmap
+from torch.func import vmap
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 import xla_replica
 from grab_xla.contrib.offline import check_finite
+from per_sample_grad import per_sample_grads
+from xla_replica.common.arguments import check_choice, check_integer
+from xla_replica.common.trees import map_tensors
 
 Tensor = torch.Tensor
 LossFn = Callable[[Any, Tensor], Tensor]
@@ -37,54 +42,82 @@ def per_sample_gradients(
     dtype: torch.dtype = torch.float32,
     names: Sequence[str] | None = None,
 ) -> Tensor:
-    """The gradient of every sample's loss, one row each, in the dataset's order.
+    """Returns the gradient of every sample's loss, in the dataset's order.
 
-    The model is called as always, with a batch, which here holds one sample; so the
-    loss may be a mean or a sum. It must not draw random numbers nor change buffers:
-    call `model.eval()` where there is dropout or BatchNorm. A progress bar shows where
-    it takes more than two seconds.
+    The gradients are those of `per_sample_grad`, of a copy of the model. The model
+    must treat the samples of a batch separately and draw no random numbers: call
+    `model.eval()` where there is dropout or BatchNorm. A progress bar appears where
+    the computation takes more than two seconds.
 
     Args:
-        model: Called through `torch.func.functional_call`; it is not changed.
-        params: To differentiate by, such as ``dict(model.named_parameters())``.
-        buffers: Such as ``dict(model.named_buffers())``.
-        loss_fn: From (outputs, targets) of a batch to a number.
-        dataset: Of pairs (input, target), each with the same shape in all samples.
-        batch_size: Samples whose gradients are computed at a time.
-        dtype: Of the computation: parameters, buffers, floating inputs and targets.
-        names: The ``params`` whose gradients are wanted: all, if not given.
+        model: Any module; it does not change.
+        params: The values of its parameters, such as
+            ``dict(model.named_parameters())``.
+        buffers: The values of its buffers, such as ``dict(model.named_buffers())``.
+        loss_fn: Maps (outputs, targets) of a batch of one sample to a number, so the
+            loss may be a mean or a sum.
+        dataset: Pairs (input, target), with the same shapes in all samples.
+        batch_size: The number of samples whose gradients are computed at a time.
+        dtype: The dtype of parameters, buffers, and floating inputs and targets.
+        names: The ``params`` to differentiate by. Default: all.
 
     Returns:
         ``(n, d)`` in ``dtype`` on the parameters' device; columns in the order of
         ``names``, each parameter flattened.
 
     Raises:
-        ValueError: The dataset is empty, or a name is in no parameter's.
-        TypeError: A sample is no pair.
+        ValueError: The dataset is empty, or a name is not in ``params``.
+        TypeError: A sample is not a pair.
+        PerSampleError: The gradients would be wrong; see `per_sample_grad.capture`.
     """
     names = list(params) if names is None else list(names)
     if not names or not set(names) <= params.keys():
         raise ValueError(f"names must be some of {list(params)}, got {names}")
-    state = {
-        name: _in_dtype(tensor.detach(), dtype)
-        for name, tensor in {**buffers, **params}.items()
-    }
-    wanted = {name: state.pop(name) for name in names}
-    device = wanted[names[0]].device
+    device, num_samples = params[names[0]].device, len(dataset)  # type: ignore[arg-type]
+    if not num_samples:
+        raise ValueError("the dataset is empty: there is no gradient to compute")
+    copied = _copied(model, {**buffers, **params}, names, dtype).to(device)
 
-    def loss(by: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        outputs = functional_call(model, {**state, **by}, (x.unsqueeze(0),))
-        return loss_fn(outputs, y.unsqueeze(0))
+    def losses(model: torch.nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return vmap(lambda outputs, target: loss_fn(*_batch_of_one((outputs, target))))(
+            model(x), y
+        )
 
-    gradients_of = vmap(grad(loss), (None, 0, 0))
     rows = []
     for x, y in _pairs(dataset, batch_size):
-        x, y = (_in_dtype(each, dtype).to(device) for each in (x, y))
-        gradients = gradients_of(wanted, x, y)
+        # The last batch is filled up: one shape is one program and one comparison.
+        filled = torch.arange(min(batch_size, num_samples)).clamp(max=len(x) - 1)
+        x, y = (_in_dtype(each[filled], dtype).to(device) for each in (x, y))
+        gradients = per_sample_grads(
+            copied, losses, (x, y), params=names, fallback="batched"
+        )
         rows.append(torch.cat([gradients[n].flatten(1) for n in names], dim=1))
-        if device.type not in ("cpu", "cuda"):
-            xla_replica.current().sync()  # else all batches are one program
-    return torch.cat(rows)
+        if xla_replica.traits(device).is_lazy:
+            xla_replica.current().sync()  # Otherwise all batches are one program.
+    return torch.cat(rows)[:num_samples]
+
+
+def _copied(
+    model: torch.nn.Module,
+    tensors: Mapping[str, Tensor],
+    names: Sequence[str],
+    dtype: torch.dtype,
+) -> torch.nn.Module:
+    """Returns a copy with these values, of which only ``names`` require gradients."""
+    copied = copy.deepcopy(model).to(dtype)
+    own = dict(copied.named_buffers(remove_duplicate=False))
+    own |= dict(copied.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for name, value in tensors.items():
+            own[name].copy_(value)
+    wanted = {id(own[name]) for name in names}
+    for parameter in copied.parameters():
+        parameter.requires_grad_(id(parameter) in wanted)
+    return copied
+
+
+def _batch_of_one(sample: Any) -> Any:
+    return map_tensors(sample, lambda tensor: tensor.unsqueeze(0))
 
 
 def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -92,9 +125,7 @@ def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _pairs(dataset: Dataset[Any], batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    if not len(dataset):  # type: ignore[arg-type]
-        raise ValueError("the dataset is empty: there is no gradient to compute")
-    # A generator of its own: a loader draws a seed even where it does not shuffle.
+    # Its own generator: a loader draws a seed even where it does not shuffle.
     loader = DataLoader(dataset, batch_size, generator=torch.Generator())
     for batch in tqdm(loader, "gradients", leave=False, disable=None, delay=2):
         parts = batch if isinstance(batch, (list, tuple)) else [batch]
@@ -112,30 +143,27 @@ def ntk_kernel(
     chunk_size: int = 2**14,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The kernel F F^T of features; a symmetric matrix.
+    """Returns the kernel F F^T of features, a symmetric matrix.
 
     Centring makes the constant vector an eigenvector of eigenvalue zero.
 
     Args:
-        features: F, ``(n, d)``; or blocks of its columns ``(n, d_k)``, one at a time.
-        centered: Subtract the mean of the rows first.
-        chunk_size: Columns converted and multiplied at a time. Only rounding depends
-            on it.
-        dtype: Of the products and sums: float32 or float64. Defaults to float64 for
-            such features, else float32.
+        features: F, ``(n, d)``; or an iterator over blocks of its columns ``(n, d_k)``.
+        centered: Whether to subtract the mean of the rows first.
+        chunk_size: How many columns are converted and multiplied at a time; it only
+            affects rounding.
+        dtype: The dtype of products and sums, float32 or float64. Default: float64 for
+            float64 features, otherwise float32.
 
     Returns:
         ``(n, n)`` on the features' device.
 
     Raises:
-        ValueError: A feature is not finite (the message says of which samples), has
-            another shape, or there is none.
-        TypeError: ``dtype`` is another one.
+        ValueError: A feature is not finite (the message names the samples), a block
+            has another shape, there is no block, or ``dtype`` is not allowed.
     """
-    if dtype not in (None, torch.float32, torch.float64):
-        raise TypeError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
-    if isinstance(chunk_size, bool) or not chunk_size >= 1:
-        raise ValueError(f"chunk_size must be >= 1, got {chunk_size!r}")
+    check_choice("dtype", dtype, (None, torch.float32, torch.float64))
+    check_integer("chunk_size", chunk_size, 1)
     kernel = None
     for block in [features] if isinstance(features, Tensor) else features:
         if block.ndim != 2 or (kernel is not None and len(block) != len(kernel)):
@@ -154,7 +182,7 @@ def ntk_kernel(
             kernel = product if kernel is None else kernel + product
     if kernel is None:
         raise ValueError("features must be one or more blocks (n, d), got none")
-    return (kernel + kernel.T) / 2  # a product need not be symmetric to the last bit
+    return (kernel + kernel.T) / 2  # The product may not be symmetric to the last bit.
 
 
 def empirical_ntk(
@@ -168,16 +196,19 @@ def empirical_ntk(
     centered: bool = True,
     max_columns: int | None = None,
 ) -> Tensor:
-    """The kernel of a model's per-sample gradients, ``(n, n)``: `ntk_kernel` of them.
+    """Returns the kernel of a model's per-sample gradients, ``(n, n)``.
 
     Args:
-        model: This and what follows: see `per_sample_gradients`.
+        model, params, buffers, loss_fn, dataset, batch_size, dtype: See
+            `per_sample_gradients`.
         centered: See `ntk_kernel`.
-        max_columns: Hold gradients by at most so many weights at a time (or one whole
-            parameter), instead of all ``(n, d)``. Every block runs the model again.
+        max_columns: The largest number of weights (or one whole parameter) whose
+            gradients are held at a time, instead of all ``(n, d)``. Every block runs
+            the model again.
 
     Raises:
-        ValueError: As `per_sample_gradients` and `ntk_kernel`.
+        ValueError, TypeError, PerSampleError: See `per_sample_gradients` and
+            `ntk_kernel`.
     """
     blocks: list[list[str]] = []
     filled = 0

@@ -1,10 +1,10 @@
-"""Orders computed all at once from a Gram matrix or a kernel of the samples.
+"""Orders from a Gram matrix or a kernel of the samples, computed all at once.
 
-Pure functions of a matrix ``(n, n)``; the arithmetic is float64 on the host. They take
-O(n^2) to O(n^3), which is for before a run or between epochs and for a few thousand
-samples, not for a training step.
+Pure functions of a matrix ``(n, n)``, in float64 on the host. They take O(n^2) to
+O(n^3) time: use them before a run or between epochs and for a few thousand samples, not
+in a training step.
 
-Orders are int64 arrays ``(n,)``: a permutation of the samples' indices.
+Orders are int64 arrays ``(n,)``, permutations of the samples' indices.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-Tensor = torch.Tensor
+from grab_xla.balancing.decisions import TIES
+from grab_xla.balancing.reordering import check_permutation, reorder
+from xla_replica.common.arguments import check_choice, check_integer
 
-# Which sign a sample gets whose inner product with the accumulator is exactly zero.
-TIES = {"negative": -1, "positive": 1}
+Tensor = torch.Tensor
 
 
 def offline_mean_balance(
@@ -28,13 +29,14 @@ def offline_mean_balance(
     tie: str = "negative",
     centered: bool = False,
 ) -> np.ndarray:
-    """An order of vectors whose prefix sums stay near their mean's.
+    """Returns an order of vectors whose prefix sums are close to those of their mean.
 
-    In every round each vector z_i, in the order so far, gets the sign + if
-    <a, z_i> < 0 and else -, and is added to the accumulator a with it. The next order
-    is that of the +, followed by the reverse of that of the - (Lu, Guo & De Sa 2022,
-    "GraB: Finding Provably Better Data Permutations than Random Reshuffling", with the
-    greedy signs of their implementation). Inner products are all that this needs.
+    In every round each vector z_i, in the current order, gets the sign + if
+    <a, z_i> < 0 and - otherwise, and is added to the accumulator a with that sign. The
+    next order is the positive vectors, followed by the negative ones reversed (Lu, Guo
+    & De Sa 2022, "GraB: Finding Provably Better Data Permutations than Random
+    Reshuffling", with the greedy signs of their implementation). This only needs inner
+    products.
 
     >>> offline_mean_balance(torch.tensor([[1.0, -1.0], [-1.0, 1.0]]), rounds=1)
     array([1, 0])
@@ -42,41 +44,37 @@ def offline_mean_balance(
     Args:
         gram: Z Z^T, ``(n, n)``, for vectors Z ``(n, d)``.
         rounds: How often to go through all vectors.
-        order: Where to begin; by default 0, 1, ..., n - 1.
-        tie: The sign at <a, z_i> = 0, as for the first vector of every round:
+        order: The first order. Default: 0, 1, ..., n - 1.
+        tie: The sign at <a, z_i> = 0, such as that of the first vector of every round:
             ``"negative"`` puts it last, ``"positive"`` first.
-        centered: The vectors' mean is zero already: do not subtract it.
+        centered: Whether the vectors' mean is zero already and is not subtracted.
 
     Raises:
-        ValueError: A product is not finite (the message says of which samples),
-            ``gram`` is not square, ``order`` no permutation, or an option unknown.
-        TypeError: ``gram`` has no floating dtype.
+        ValueError: A product is not finite (the message names the samples), ``gram`` is
+            not square, ``order`` is not a permutation, or an option is unknown.
+        TypeError: ``gram`` does not have a floating dtype.
     """
-    if tie not in TIES:
-        raise ValueError(f"tie={tie!r} is unknown; allowed are {sorted(TIES)}")
-    if isinstance(rounds, bool) or not rounds >= 1:
-        raise ValueError(f"rounds must be >= 1, got {rounds!r}")
+    check_choice("tie", tie, TIES)
+    check_integer("rounds", rounds, 1)
     matrix = _on_host(gram, "gram").numpy()
     if not centered:
         means = matrix.mean(0)
         matrix = matrix - means - matrix.mean(1)[:, None] + means.mean()
-    current = _permutation(order, len(matrix))
+    first = range(len(matrix)) if order is None else order
+    current = check_permutation("order", first, len(matrix))
     for _ in range(rounds):
-        current = _balanced(matrix, current, TIES[tie])
+        current = _balanced(matrix, current, tie)
     return current
 
 
-def _balanced(gram: np.ndarray, order: np.ndarray, tie: int) -> np.ndarray:
+def _balanced(gram: np.ndarray, order: np.ndarray, tie: str) -> np.ndarray:
     products = np.zeros(len(gram))  # <a, z_i> for every i
-    positive, negative = [], []
-    for i in order.tolist():
-        if products[i] < 0 or (products[i] == 0 and tie > 0):
-            products += gram[i]
-            positive.append(i)
-        else:
-            products -= gram[i]
-            negative.append(i)
-    return np.array(positive + negative[::-1], dtype=np.int64)
+    signs = np.empty(len(gram), dtype=np.int8)
+    for position, i in enumerate(order.tolist()):
+        is_positive = products[i] < 0 or (products[i] == 0 and tie == "positive")
+        signs[position] = 1 if is_positive else -1
+        products += gram[i] if is_positive else -gram[i]
+    return reorder(order, signs)
 
 
 def ntk_fixed_order(
@@ -85,16 +83,16 @@ def ntk_fixed_order(
     order: Sequence[int] | np.ndarray | None = None,
     tie: str = "negative",
 ) -> np.ndarray:
-    """The order of a kernel's rows after balancing them: see `offline_mean_balance`.
+    """Returns the balanced order of a kernel's rows; see `offline_mean_balance`.
 
-    Row i says how like every other sample sample i is; rows are centred first.
+    Row i holds the similarities of sample i to all samples; rows are centred first.
 
     Args:
         kernel: K, ``(n, n)``. The Gram matrix of its rows is K K^T.
-        rounds: This and what follows: see `offline_mean_balance`.
+        rounds, order, tie: See `offline_mean_balance`.
 
     Raises:
-        ValueError, TypeError: As `offline_mean_balance`.
+        ValueError, TypeError: See `offline_mean_balance`.
     """
     rows = _on_host(kernel, "kernel")
     rows = rows - rows.mean(0)
@@ -107,26 +105,26 @@ def eigen_order(
     descending: bool = True,
     absolute: bool = False,
 ) -> np.ndarray:
-    """Samples sorted by their entries in a kernel's extremal eigenvector.
+    """Returns the samples sorted by their entries in a kernel's extremal eigenvector.
 
-    All eigenvectors are computed: O(n^3). Of v and -v it takes the one whose largest
-    entry by magnitude, the first of several, is positive; equal entries stay in the
-    order of their indices. So the order is a function of the kernel.
+    All eigenvectors are computed, in O(n^3). Of v and -v it takes the one whose largest
+    entry by magnitude, the first of several, is positive; equal entries are sorted by
+    index. So the order is a function of the kernel.
 
     Args:
         kernel: ``(n, n)``, symmetric.
-        largest: Of the largest eigenvalue; else of the smallest.
-        descending: The largest entry first.
-        absolute: Sort by magnitude.
+        largest: Whether the eigenvalue is the largest or the smallest.
+        descending: Whether the largest entry comes first.
+        absolute: Whether to sort by magnitude.
 
     Raises:
-        ValueError: An entry is not finite (the message says of which samples), or the
+        ValueError: An entry is not finite (the message names the samples), or the
             kernel is not square.
-        TypeError: It has no floating dtype.
+        TypeError: The kernel does not have a floating dtype.
 
     Warns:
-        UserWarning: The entries differ by less than rounding changes them. So it is
-            for the smallest eigenvalue of a centred kernel, whose eigenvector is
+        UserWarning: The entries differ by less than rounding changes them. This is true
+            of the smallest eigenvalue of a centred kernel, whose eigenvector is
             constant, and wherever there are more samples than parameters.
     """
     matrix = _on_host(kernel, "kernel")
@@ -138,17 +136,17 @@ def eigen_order(
     if absolute:
         vector = np.abs(vector)
     _warn_if_noise(values, vector, torch.finfo(kernel.dtype).eps, largest)
-    rounded = np.round(vector, 12)  # what is equal but for rounding becomes equal
+    rounded = np.round(vector, 12)  # Entries that differ by rounding become equal.
     return np.argsort(-rounded if descending else rounded, kind="stable")
 
 
 def _warn_if_noise(
     values: np.ndarray, vector: np.ndarray, eps: float, largest: bool
 ) -> None:
-    """Warns where a rounding of the kernel would make another order.
+    """Warns if rounding the kernel would change the order.
 
-    A change of the kernel by delta turns an eigenvector by about delta / gap, where gap
-    is the distance to the next eigenvalue.
+    A change of the kernel by delta rotates an eigenvector by about delta / gap, where
+    gap is the distance to the next eigenvalue.
     """
     if len(values) < 2:
         return
@@ -160,31 +158,32 @@ def _warn_if_noise(
         warnings.warn(
             f"the order by the {'largest' if largest else 'smallest'} eigenvalue's "
             f"eigenvector is rounding noise: its entries differ by {spread:.1e}, and "
-            f"the eigenvalue, {nearest[0]:.3g}, by {gap:.1e} from the next. A centred "
-            "kernel, and one of more samples than parameters, has no smallest "
-            "eigenvector worth sorting by: use the largest, or another kernel",
+            f"the eigenvalue, {nearest[0]:.3g}, by {gap:.1e} from the next. The "
+            "smallest eigenvector of a centred kernel, or of more samples than "
+            "parameters, is not worth sorting by: use the largest, or another kernel",
             stacklevel=3,
         )
 
 
 def check_finite(rows: Tensor, what: str) -> None:
-    """Raises ValueError, with the numbers of the samples, unless all is finite.
+    """Raises ValueError, with the indices of the samples, unless all rows are finite.
 
     Args:
-        rows: ``(n, d)``, a sample each.
-        what: Their name in the message.
+        rows: ``(n, d)``, one sample each.
+        what: The name of the rows in the message.
     """
     finite = rows.isfinite().all(1).cpu()
     if not finite.all():
         bad = (~finite).nonzero().flatten().tolist()
         more = f" and {len(bad) - 10} more" if len(bad) > 10 else ""
         raise ValueError(
-            f"{what} must be finite; not so for samples {bad[:10]}{more} of {len(rows)}"
+            f"{what} must be finite, got others for samples {bad[:10]}{more} of "
+            f"{len(rows)}"
         )
 
 
 def _on_host(matrix: Tensor, what: str) -> Tensor:
-    """``(n, n)`` in float64 on the host, checked."""
+    """Returns the checked matrix, ``(n, n)`` in float64 on the host."""
     if matrix.ndim != 2 or len(matrix) != matrix.shape[1] or not len(matrix):
         raise ValueError(
             f"{what} must have the shape (n, n) with n >= 1, got {tuple(matrix.shape)}"
@@ -192,19 +191,7 @@ def _on_host(matrix: Tensor, what: str) -> Tensor:
     if not matrix.is_floating_point():
         raise TypeError(f"{what} must have a floating dtype, got {matrix.dtype}")
     host = matrix.detach().cpu().double()
-    # One bad vector spoils a row and a column, but only its own square.
+    # A bad vector affects a row and a column, but only its own square.
     check_finite(host.diagonal()[:, None], f"the diagonal of {what}")
     check_finite(host, what)
     return host
-
-
-def _permutation(order: Sequence[int] | np.ndarray | None, n: int) -> np.ndarray:
-    if order is None:
-        return np.arange(n)
-    array = np.asarray(order)
-    if array.dtype.kind not in "iu" or not np.array_equal(np.sort(array), np.arange(n)):
-        raise ValueError(
-            f"order must be a permutation of the {n} indices from 0, got an array of "
-            f"shape {array.shape} and dtype {array.dtype}"
-        )
-    return array.astype(np.int64)

@@ -1,16 +1,16 @@
-"""How the columns of gradients and accumulators lie on the replicas.
+"""Which replicas balance together, and which columns of gradients each one holds.
 
 Every replica computes the gradients of its own samples, all columns of them; balancing
-goes through the samples of all replicas, one after the other. Two schemes, with the
-same signs as one replica that has them all:
+goes through the samples of all replicas, one after the other. There are two schemes,
+which give the same signs as one replica that has all samples:
 
 - 'sharded': replicas exchange columns for rows, so that each holds its share of the
-  columns of every sample, and of the accumulators. Partial inner products are added up
-  with one `Replica.all_reduce_` per tile. Each replica receives B d (W - 1) / W numbers
-  of
+  columns of every sample and of the accumulators. One `Replica.all_reduce_` per tile
+  adds up partial inner products. Each replica receives B d (W - 1) / W numbers of
   gradients per step and (rows x (rows + accumulators)) numbers of inner products.
-- 'gather': every replica receives the gradients of all the others, B d (W - 1) numbers,
-  and repeats the whole balancing. No sum; W times the work, traffic and accumulators.
+- 'gather': every replica receives the gradients of all others, B d (W - 1) numbers, and
+  repeats the whole balancing. There is no sum, but W times the work, traffic and
+  accumulators.
 
 W replicas, B samples of each per step, d columns.
 """
@@ -21,7 +21,9 @@ import math
 
 import torch
 
-from xla_replica import Replica
+import xla_replica
+from xla_replica import LocalReplica, Replica
+from xla_replica.common.arguments import check_choice
 
 SCHEMES = ("sharded", "gather")
 
@@ -30,21 +32,18 @@ class Columns:
     """The columns that this replica holds of every vector.
 
     Args:
-        replica: One of those that balance together.
-        num_columns: d, of a whole vector.
-        scheme: See the module.
+        replica: One of the replicas that balance together.
+        num_columns: d, the columns of a whole vector.
+        scheme: 'sharded' or 'gather'; see the module.
 
     Attributes:
         num_columns: d.
-        num_own: Columns on this replica; the last ones are filled up with zeros so
-            that all replicas hold as many.
+        num_own: The number of columns on this replica, equal on all replicas: the last
+            share is filled up.
     """
 
     def __init__(self, replica: Replica, num_columns: int, scheme: str) -> None:
-        if scheme not in SCHEMES:
-            raise ValueError(
-                f"scheme={scheme!r} is unknown; allowed are {', '.join(SCHEMES)}"
-            )
+        check_choice("scheme", scheme, SCHEMES)
         self._replica = replica
         self.num_columns = num_columns
         self.shards = scheme == "sharded" and replica.num_replicas > 1
@@ -53,7 +52,10 @@ class Columns:
         self._num_filled = self.num_own * num_shards
 
     def of_all_replicas(self, rows_BD: torch.Tensor) -> torch.Tensor:
-        """``(W, B, num_own)``: own columns of the rows of every replica. Collective."""
+        """Returns this replica's columns of all replicas' rows, ``(W, B, num_own)``.
+
+        Collective.
+        """
         if self._replica.num_replicas == 1:
             return rows_BD.unsqueeze(0)
         if not self.shards:
@@ -67,11 +69,11 @@ class Columns:
             self._replica.all_reduce_(partial)
 
     def own(self, vectors_VD: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
-        """``(V, num_own)``: this replica's columns of whole vectors.
+        """Returns this replica's columns of whole vectors, ``(V, num_own)``.
 
         Args:
             vectors_VD: ``(V, d)``.
-            fill: In the columns behind the last.
+            fill: The value of the columns after the last.
         """
         if not self.shards:
             return vectors_VD
@@ -79,7 +81,7 @@ class Columns:
         return self._filled(vectors_VD, fill)[:, first : first + self.num_own].clone()
 
     def whole(self, vectors_VD: torch.Tensor) -> torch.Tensor:
-        """``(V, d)``: the vectors whose columns the replicas hold. Collective."""
+        """Returns whole vectors, ``(V, d)``, from all replicas' columns. Collective."""
         if len(vectors_VD) == 0:
             return vectors_VD.new_zeros(0, self.num_columns)
         if not self.shards:
@@ -90,3 +92,35 @@ class Columns:
     def _filled(self, vectors_VD: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
         missing = self._num_filled - self.num_columns
         return torch.nn.functional.pad(vectors_VD, (0, missing), value=fill)
+
+
+def replica_for(
+    num_replicas: int | None, rank: int | None, device: torch.device | str | None
+) -> Replica:
+    """Returns the replica that balances: the caller's, or a separate one.
+
+    Raises:
+        ValueError: The arguments name replicas that cannot sum with one another, or a
+            device that is not theirs.
+    """
+    current = xla_replica.current()
+    if device is not None and torch.device(device).type != current.device.type:
+        if num_replicas != 1 and current.num_replicas > 1:
+            raise ValueError(
+                f"device={device}, but the caller is {current}, whose sums are there: "
+                "leave device out, or pass num_replicas=1 for a separate sampler"
+            )
+        return LocalReplica(device, "a device was asked for")
+    if (num_replicas, rank) in ((1, None), (1, 0)) and current.num_replicas > 1:
+        return LocalReplica(current.device, "num_replicas=1 was asked for")
+    asked = (
+        current.num_replicas if num_replicas is None else num_replicas,
+        current.rank if rank is None else rank,
+    )
+    if asked != (current.num_replicas, current.rank):
+        raise ValueError(
+            f"num_replicas={num_replicas}, rank={rank}, but the caller is {current}, "
+            "and the balance is summed over replicas: leave both out, or pass "
+            "num_replicas=1 for a separate sampler"
+        )
+    return current

@@ -1,8 +1,8 @@
-"""What a researcher wants to know of an epoch; off unless asked for, never on the way.
+"""Norms and herding of an epoch's vectors.
 
-Everything stays on the device until it is read. Vectors are taken as they are balanced,
-after projection and normalisation, in the order in which they were visited, from all
-replicas. With sharded columns, reading is a collective.
+Everything stays on the device until it is read. Vectors are measured as they are
+balanced: after projection and normalisation, in the order visited, from all replicas.
+With sharded columns, reading is a collective.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from grab_xla.epoch.columns import Columns
 from xla_replica import Replica
 
 
-class Instruments:
-    """Norms and herding of the epoch under way.
+class EpochMetrics:
+    """Measures norms and herding of the current epoch.
 
     Args:
         columns: Which columns this replica holds.
-        replica: Whose device it is.
-        norms: Keep the norm of every vector.
+        replica: The replica that balances.
+        device: The device of the vectors.
+        dtype: The dtype of the vectors.
+        norms: Whether to keep the norm of every vector.
         herding: 'exact' keeps all vectors of an epoch, n d numbers, and centres them
-            by their own mean; 'running' keeps O(d) and centres them by the mean of the
-            epoch before (zero in the first one); None keeps nothing.
+            by their own mean; 'running' keeps O(d) numbers and centres by the mean of
+            the previous epoch (zero in the first one); None keeps nothing.
     """
 
     def __init__(
@@ -54,13 +56,13 @@ class Instruments:
 
     @property
     def on(self) -> bool:
-        """Whether anything is kept."""
+        """Whether anything is measured."""
         return self._keeps_norms or self._herding is not None
 
     def begin_epoch(self) -> None:
-        """Forgets the epoch before, but for its mean."""
+        """Forgets the previous epoch, except for its mean."""
         if self._herding == "running":
-            # A tensor and no condition: the same program in the first epoch as later.
+            # A tensor without a condition, so that all epochs run the same program.
             count = self._replica.scalar(max(self._num_seen, 1), self._dtype)
             self._mean = self._sum / count
             self._sum = torch.zeros_like(self._sum)
@@ -68,12 +70,12 @@ class Instruments:
         self._forget()
 
     def observe(self, rows_RD: torch.Tensor) -> None:
-        """Takes the next vectors, own columns of each."""
+        """Measures the next vectors, given this replica's columns of them."""
         self._num_seen += len(rows_RD)
         if self._keeps_norms:
             self._squares.append(rows_RD.square().sum(1))
         if self._herding == "exact":
-            # What is not finite is not balanced either.
+            # What is not finite is not balanced.
             kept = torch.where(torch.isfinite(rows_RD), rows_RD, 0.0)
             self._vectors.append(kept)
         elif self._herding == "running":
@@ -83,7 +85,7 @@ class Instruments:
             self._sum = self._sum + rows_RD.sum(0)
 
     def norms(self) -> list[float]:
-        """2-norms in the order visited. One transfer."""
+        """Returns 2-norms in the order visited. One transfer."""
         if not self._squares:
             return []
         squares = torch.cat(self._squares)
@@ -91,7 +93,7 @@ class Instruments:
         return self._replica.fetch([squares.sqrt()])[0].tolist()
 
     def herding(self) -> tuple[float, float]:
-        """Largest prefix sum so far, infinity norm and 2-norm; -inf before the first.
+        """Returns the largest prefix sum's infinity norm and 2-norm; -inf without one.
 
         One transfer.
         """
@@ -112,7 +114,7 @@ class Instruments:
         return float(result.infinity), float(result.euclidean)
 
     def scalars(self) -> dict[str, float]:
-        """Of what is kept, what TensorBoard should draw, by its name there."""
+        """Returns what is measured, by its name in TensorBoard."""
         values: dict[str, float] = {}
         infinity, euclidean = self.herding()
         if infinity != -math.inf:

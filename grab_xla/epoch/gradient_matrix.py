@@ -7,16 +7,19 @@ from collections.abc import Mapping
 import torch
 
 
-class Rows:
+class GradientMatrix:
     """Turns a dict of per-sample gradients into ``(B, d)``, parameter after parameter.
 
     Args:
-        parameters: Name to tensor; only shapes are kept.
-        dtype: Of the rows.
-        device: Of the rows.
+        parameters: Maps names to tensors, of which only the shapes are kept.
+        dtype: The dtype of the rows.
+        device: The device of the rows.
+
+    Attributes:
+        num_columns: d, the numbers in a gradient.
 
     Raises:
-        TypeError: ``parameters`` is no mapping of tensors.
+        TypeError: ``parameters`` is not a mapping of tensors.
         ValueError: It is empty.
     """
 
@@ -42,11 +45,11 @@ class Rows:
     def __call__(
         self, per_sample_grads: Mapping[str, torch.Tensor], batched: bool = True
     ) -> torch.Tensor:
-        """``(B, d)`` rows, detached, in the dtype and on the device of this object.
+        """Returns ``(B, d)`` detached rows, in the dtype and on the device given.
 
         Args:
-            per_sample_grads: What `count` accepts: ``(B, *shape)`` for every
-                parameter; ``shape`` of one sample when not ``batched``.
+            per_sample_grads: Gradients that `count` accepts: ``(B, *shape)`` for every
+                parameter, or ``shape`` for one sample if not ``batched``.
         """
         parts = []
         for name in self._shapes:
@@ -57,10 +60,10 @@ class Rows:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def count(self, grads: Mapping[str, torch.Tensor], batched: bool = True) -> int:
-        """How many samples these are gradients of.
+        """Returns how many samples these are the gradients of.
 
         Raises:
-            ValueError, TypeError: Names or shapes are not those of the parameters.
+            ValueError, TypeError: Names or shapes differ from those of the parameters.
         """
         if not isinstance(grads, Mapping):
             raise TypeError(
@@ -93,7 +96,7 @@ class Rows:
 
 
 def normalized(rows_BD: torch.Tensor) -> torch.Tensor:
-    """Rows of norm one; zeros stay zeros, and what has no finite norm becomes NaN."""
+    """Returns rows of norm one; zeros stay, rows without a finite norm become NaN."""
     norms = torch.linalg.vector_norm(rows_BD, dim=1, keepdim=True)
     divisors = torch.where(torch.isfinite(norms), norms.clamp(min=1e-12), torch.nan)
     return rows_BD / divisors

@@ -1,4 +1,4 @@
-"""What of a sampler lives on the device: the balance state and an epoch's codes."""
+"""The part of a sampler on the device: the balance state and an epoch's placements."""
 
 from __future__ import annotations
 
@@ -8,38 +8,43 @@ from typing import Any
 import numpy as np
 import torch
 
-from grab_xla.balancers import Balancer, State
+from grab_xla.balancers import Ordering, State
 from grab_xla.balancing import compiled_loop
-from grab_xla.balancing.checks import check_integer, check_positive
 from grab_xla.balancing.decisions import TIES, Decisions
 from grab_xla.epoch.columns import Columns
-from grab_xla.epoch.epoch_metrics import Instruments
-from xla_replica import Replica
+from grab_xla.epoch.epoch_metrics import EpochMetrics
+from xla_replica import Replica, traits
+from xla_replica.common.arguments import check_choice, check_integer, check_number
 
-# Rows whose inner products are formed at once on a CPU without the compiled loop: few,
-# for a tile of vectors to stay in the cache. Elsewhere a step is one tile.
+# The number of rows whose inner products are formed at once on a CPU without the
+# compiled loop: few, so that they stay in the cache. Elsewhere a step is one tile.
 CPU_TILE_SIZE = 4
 
 
-class Engine:
-    """Balances rows in the order in which they come and keeps their codes.
+class OnlineBalancer:
+    """Balances rows in the order in which they come and keeps their placements.
 
-    Nothing is read back but in `codes`, once an epoch.
+    Only `placements` reads the device, once an epoch.
 
     Args:
-        balancer: The balance type.
+        ordering: The balance type.
         columns: Which columns this replica holds.
-        replica: Whose device it is.
-        dtype: Of the state.
+        replica: The replica that balances.
+        device: The device of the state.
+        dtype: The dtype of the state.
         tie: See `Decisions`.
         tile_size: See `Decisions`; None chooses by backend.
         walk_constant: c of the self-balancing walk; None decides deterministically.
-        instruments: See every row that is balanced.
+        metrics: Measures every row that is balanced.
+
+    Attributes:
+        state: The state of the balance type.
+        num_seen: The number of samples of this epoch that were balanced or skipped.
     """
 
     def __init__(
         self,
-        balancer: Balancer,
+        ordering: Ordering,
         columns: Columns,
         replica: Replica,
         device: torch.device,
@@ -48,80 +53,80 @@ class Engine:
         tie: str,
         tile_size: int | None,
         walk_constant: float | None,
-        instruments: Instruments,
+        metrics: EpochMetrics,
     ) -> None:
-        self.balancer = balancer
+        self._ordering = ordering
         self.columns, self._replica = columns, replica
         self._device, self._dtype = device, dtype
         self._walk_constant = walk_constant
-        if dtype not in compiled_loop.DTYPES:
-            raise ValueError(
-                f"dtype={dtype}; sums over an epoch need torch.float32 or torch.float64"
-            )
-        if tie not in TIES:
-            raise ValueError(f"tie={tie!r}; allowed are {', '.join(TIES)}")
+        # Sums over an epoch need this precision.
+        check_choice("dtype", dtype, compiled_loop.DTYPES)
+        check_choice("tie", tie, TIES)
         if tile_size is not None:
             check_integer("tile_size", tile_size, 1)
         if walk_constant is not None:
-            check_positive("prob_balance_c", walk_constant)
-        on_cpu = device.type == "cpu" and not columns.shards
-        loops = on_cpu and tile_size is None and compiled_loop.available()
-        if on_cpu and tile_size is None:
+            check_number("prob_balance_c", walk_constant, above=0)
+        on_host = traits(device).is_host and not columns.shards
+        loops = on_host and tile_size is None and compiled_loop.available()
+        if on_host and tile_size is None:
             tile_size = CPU_TILE_SIZE
         self._decisions = Decisions(
             tie=tie, sum_=columns.all_reduce_, tile_size=tile_size, loops=loops
         )
-        self.state: State = balancer.init(columns.num_own, dtype, device)
-        # Zeros become data, or the first epoch would begin with a program of its own.
+        self.state: State = ordering.init(columns.num_own, dtype, device)
+        # Zeros become data, or the first epoch would begin with a different program.
         self._replica.sync()
-        self.instruments = instruments
-        self._codes: list[torch.Tensor] = []
+        self.metrics = metrics
+        self._placements: list[torch.Tensor] = []
         self._uniforms: torch.Tensor | None = None
         self.num_seen = 0
 
     @torch.no_grad()
     def begin_epoch(self, num_samples: int, generator: torch.Generator) -> None:
-        """Forgets codes, draws the epoch's random numbers and resets the state."""
-        self.state = self.balancer.begin_epoch(self.state)
-        self._codes, self.num_seen = [], 0
-        self.instruments.begin_epoch()
+        """Forgets placements, draws the epoch's random numbers and resets the state."""
+        self.state = self._ordering.begin_epoch(self.state)
+        self._placements, self.num_seen = [], 0
+        self.metrics.begin_epoch()
         self.draw(num_samples, generator)
-        # Its own graph: that of a step is then the same in the first and other steps.
+        # A separate graph, so that the first step has the same graph as the others.
         self._replica.sync()
 
     def draw(self, num_samples: int, generator: torch.Generator) -> None:
-        """Draws the epoch's uniform numbers, all at once: by position in the order."""
+        """Draws the epoch's uniform numbers, by position in the order, all at once."""
         if self._walk_constant is not None:
-            size = (num_samples, self.balancer.num_draws)
+            size = (num_samples, self._ordering.num_draws)
             self._uniforms = torch.rand(size, generator=generator, dtype=self._dtype)
 
     @torch.no_grad()
     def balance(self, rows_RD: torch.Tensor) -> None:
-        """Balances the next R samples, own columns of each. Collective if sharded."""
-        self.instruments.observe(rows_RD)
+        """Balances the next R samples, of which ``rows_RD`` has this replica's columns.
+
+        Collective if columns are sharded.
+        """
+        self.metrics.observe(rows_RD)
         decide = self._decisions
         if self._uniforms is not None and self._walk_constant is not None:
-            first = self.num_seen - self.balancer.num_pending(self.state)
+            first = self.num_seen - self._ordering.num_pending(self.state)
             drawn = self._uniforms[first : self.num_seen + len(rows_RD)]
             thresholds = self._walk_constant * (1 - 2 * drawn)
             decide = dataclasses.replace(
                 decide, thresholds_RN=thresholds.to(self._device)
             )
-        self.state, codes = self.balancer.balance(self.state, rows_RD, decide)
-        self._codes.append(codes)
+        self.state, placements = self._ordering.balance(self.state, rows_RD, decide)
+        self._placements.append(placements)
         self.num_seen += len(rows_RD)
 
     def skip(self, num_rows: int) -> None:
-        """Counts the next samples without a look at their gradients."""
+        """Counts the next samples without using their gradients."""
         self.num_seen += num_rows
 
-    def codes(self) -> np.ndarray:
-        """The codes so far: one transfer."""
-        codes = [part for part in self._codes if len(part)]
-        if not codes:
+    def placements(self) -> np.ndarray:
+        """Returns the placements so far. One transfer."""
+        placements = [part for part in self._placements if len(part)]
+        if not placements:
             return np.zeros(0, dtype=np.int64)
-        fetched = torch.cat(self._replica.fetch(codes))
-        self._codes = codes
+        fetched = torch.cat(self._replica.fetch(placements))
+        self._placements = placements
         return fetched.numpy()
 
     def update_second_moment(self, second_moment: torch.Tensor) -> None:
@@ -133,12 +138,13 @@ class Engine:
                 f"{self.columns.num_columns}"
             )
         own = self.columns.own(value)
-        self.state = self.balancer.with_second_moment(self.state, own)
-        # Which columns are own is in the program: it must not be that of a collective.
+        self.state = self._ordering.with_second_moment(self.state, own)
+        # The replica's columns are part of this program, so it must not be the program
+        # of a collective, which is the same on all replicas.
         self._replica.sync()
 
     def state_dict(self) -> dict[str, Any]:
-        """Whole vectors on the CPU, whatever the number of replicas. Collective."""
+        """Returns whole vectors on the CPU, for any number of replicas. Collective."""
         whole = [
             self.columns.whole(value) if value.dim() == 2 else value
             for value in self.state.values()
@@ -146,20 +152,20 @@ class Engine:
         fetched = self._replica.fetch(whole)
         return {
             "state": {name: value.clone() for name, value in zip(self.state, fetched)},
-            "codes": torch.from_numpy(self.codes()),
+            "codes": torch.from_numpy(self.placements()),
             "num_seen": self.num_seen,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Takes what `state_dict` gave, on any number of replicas."""
+        """Restores what `state_dict` returned, on any number of replicas."""
         state = {}
         for name, value in saved["state"].items():
             value = value.to(self._dtype)
-            fill = self.balancer.fills.get(name, 0.0)
+            fill = self._ordering.fills.get(name, 0.0)
             own = self.columns.own(value, fill) if value.dim() == 2 else value
             state[name] = own.clone().to(self._device)
         self.state = state
-        codes = saved["codes"]
-        self._codes = [codes.to(self._device)] if len(codes) else []
+        placements = saved["codes"]
+        self._placements = [placements.to(self._device)] if len(placements) else []
         self.num_seen = saved["num_seen"]
-        self.instruments.begin_epoch()
+        self.metrics.begin_epoch()

@@ -1,4 +1,4 @@
-"""The order of the epoch under way, and how one follows from another."""
+"""The order of the current epoch, and how the next one follows from it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from grab_xla.balancers import Ordering
-from grab_xla.balancers.gradient_free import checked_permutation
-from grab_xla.balancing.reordering import KEEP
+from grab_xla.balancing.reordering import KEEP, check_permutation
+from xla_replica import traits
+from xla_replica.common.arguments import check_integer
 
 
 class GraBWarning(UserWarning):
@@ -19,21 +20,26 @@ class GraBWarning(UserWarning):
 
 
 class Orders:
-    """Goes from order to order.
+    """Keeps the order of the current epoch and asks the balance type for the next.
 
     Args:
-        ordering: What decides on the next one.
-        num_samples: Length of an order.
-        shuffled: Whether the first one is a shuffle.
-        generator: The only source of randomness.
-        record: Keep all orders in `history`.
+        ordering: The balance type, which decides on the next order.
+        num_samples: The length of an order.
+        shuffled: Whether the first order is a shuffle.
+        generator: The only source of randomness; None makes one from ``seed``.
+        seed: The seed of that generator.
+        record: Whether to keep all orders in `history`.
 
     Attributes:
-        order: ``(num_samples,)`` int64, that of the epoch under way.
-        epoch: Its number, from 0.
-        begun: Whether the first one has begun.
-        history: See ``record``.
-        drawn_from: State of the generator at the beginning of the epoch.
+        order: ``(num_samples,)`` int64, the order of the current epoch.
+        epoch: The number of the current epoch, from 0.
+        begun: Whether the first epoch has begun.
+        history: All orders so far if they are recorded.
+        drawn_from: The state of the generator at the beginning of the epoch.
+
+    Raises:
+        TypeError, ValueError: ``generator`` is not a CPU generator or ``seed`` is not
+            an integer.
     """
 
     def __init__(
@@ -41,42 +47,45 @@ class Orders:
         ordering: Ordering,
         num_samples: int,
         shuffled: bool,
-        generator: torch.Generator,
+        generator: torch.Generator | None,
+        seed: int,
         record: bool,
     ) -> None:
-        self.ordering, self.generator = ordering, generator
+        self.ordering, self.generator = ordering, _own_generator(generator, seed)
         self.order = self._checked(
-            ordering.first_order(num_samples, shuffled, generator), num_samples
+            ordering.first_order(num_samples, shuffled, self.generator), num_samples
         )
         self.epoch, self.begun = 0, False
         self.history: list[list[int]] = []
-        self.drawn_from = generator.get_state()
+        self.drawn_from = self.generator.get_state()
         self._records, self._warned = record, False
         self._given: np.ndarray | None = None
 
     def give(self, order: np.ndarray) -> None:
-        """Makes ``order`` that of the next epoch to begin.
+        """Makes ``order`` the order of the next epoch.
 
         Raises:
-            ValueError: It is no permutation of the samples.
+            ValueError: It is not a permutation of the samples.
         """
         self._given = self._checked(order, len(self.order))
 
     @property
     def has_given(self) -> bool:
-        """Whether an order waits for the next epoch."""
+        """Whether the next epoch has been given an order."""
         return self._given is not None
 
     def _checked(self, order: np.ndarray, num_samples: int) -> np.ndarray:
         if not self.ordering.is_permutation:
             return order
-        return checked_permutation("the order", order, num_samples)
+        return check_permutation("the order", order, num_samples)
 
-    def advance(self, codes: np.ndarray) -> None:
-        """Begins the first epoch, or the next one given this one's codes."""
+    def advance(self, placements: np.ndarray) -> None:
+        """Begins the first epoch, or the one that follows from these placements."""
         if self.begun:
-            self._warn_of(codes)
-            self.order = self.ordering.next_order(self.order, codes, self.generator)
+            self._warn_of_nonfinite(placements)
+            self.order = self.ordering.next_order(
+                self.order, placements, self.generator
+            )
             self.epoch += 1
         self.begun = True
         if self._given is not None:
@@ -85,20 +94,21 @@ class Orders:
             self.history.append(self.order.tolist())
         self.drawn_from = self.generator.get_state()
 
-    def _warn_of(self, codes: np.ndarray) -> None:
-        bad = ~np.isfinite(codes) if codes.dtype.kind == "f" else codes == KEEP
+    def _warn_of_nonfinite(self, placements: np.ndarray) -> None:
+        is_float = placements.dtype.kind == "f"
+        bad = ~np.isfinite(placements) if is_float else placements == KEEP
         if bad.any() and not self._warned:
             self._warned = True
             warnings.warn(
                 f"the gradients of {bad.sum()} samples of epoch {self.epoch} were not "
                 f"finite, such as sample {self.order[np.argmax(bad)]}; they keep their "
-                "places and have no say in the balance. Later ones are not reported",
+                "places and do not affect the balance. Later ones are not reported",
                 GraBWarning,
                 stacklevel=5,
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What the orders to come depend on, but for gradients."""
+        """Returns what the next orders depend on, except for gradients."""
         return {
             "epoch": self.epoch,
             "order": torch.from_numpy(self.order.copy()),
@@ -109,10 +119,27 @@ class Orders:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state_dict` gave."""
+        """Restores what `state_dict` returned."""
         self.epoch, self.begun = state["epoch"], state["begun"]
         self.order = state["order"].cpu().numpy().copy()
         self.drawn_from = state["drawn_from"].cpu()
         self.generator.set_state(state["generator"].cpu())
         given = state["given"]
         self._given = None if given is None else given.cpu().numpy().copy()
+
+
+def _own_generator(generator: torch.Generator | None, seed: int) -> torch.Generator:
+    seed = check_integer("seed", seed)
+    if generator is None:
+        return torch.Generator().manual_seed(seed)
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
+    if not traits(generator.device).is_host:
+        raise ValueError(
+            f"generator must be on the CPU, where orders are drawn, got one on "
+            f"{generator.device}: pass torch.Generator()"
+        )
+    # A copy: replicas that are threads may have been given the same object.
+    own = torch.Generator()
+    own.set_state(generator.get_state())
+    return own

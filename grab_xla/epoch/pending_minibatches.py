@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from grab_xla.epoch.online_balancer import Engine
+from grab_xla.epoch.online_balancer import OnlineBalancer
 from xla_replica import Replica
 
 
-class HeldMinibatches:
-    """Gradients of this replica's minibatches of the step under way.
+class PendingMinibatches:
+    """Gradients of this replica's minibatches in the current step.
 
-    Under an elastic sampler replicas run different numbers of minibatches, so they
-    can only balance together where all of them are: at the update. Minibatch k of a
-    step was run by replica k mod W; round after round the replicas exchange one each,
-    zeros where a replica has none, and balance them one by one. Programs are the same
-    for every batch size: one that exchanges, one that balances a minibatch.
+    Under an elastic sampler replicas run different numbers of minibatches, so they can
+    only balance together at the update, which all of them reach. Minibatch k of a step
+    was run by replica k mod W. In every round each replica exchanges one minibatch,
+    zeros if it has none left, and all replicas balance them one by one. The same
+    programs serve every batch size: one exchanges, one balances a minibatch.
 
     Memory: one minibatch of per-sample gradients for every substep.
     """
@@ -24,7 +24,7 @@ class HeldMinibatches:
         self._replica = replica
         self._num_columns, self._dtype = num_columns, dtype
         self._minibatches: list[torch.Tensor] = []
-        self._nothing: torch.Tensor | None = None
+        self._zero_rows: torch.Tensor | None = None
         self._attached = False
 
     def __len__(self) -> int:
@@ -42,7 +42,7 @@ class HeldMinibatches:
         """Forgets the minibatches of a step that was left before its update.
 
         Raises:
-            ValueError: No update has ever come.
+            ValueError: `balance` has never been called.
         """
         num_minibatches = len(self)
         self.clear()
@@ -53,7 +53,9 @@ class HeldMinibatches:
                 "and sampler.step() before optimizer.step()"
             )
 
-    def balance(self, engine: Engine, batch_size: int, minibatch_size: int) -> None:
+    def balance(
+        self, balancer: OnlineBalancer, batch_size: int, minibatch_size: int
+    ) -> None:
         """Balances all minibatches of an update, in the order's order. Collective."""
         self._attached = True
         num_replicas, rank = self._replica.num_replicas, self._replica.rank
@@ -65,24 +67,24 @@ class HeldMinibatches:
                 f"sampler.step() was called {len(self)} times: call it once per "
                 "minibatch, before optimizer.step()"
             )
-        # What is sent is then data, the same program on every replica.
+        # Now what is sent is data, so that every replica runs the same program.
         self._replica.sync()
         for first in range(0, num_minibatches, num_replicas):
             own = first // num_replicas
             sent = (
                 self._minibatches[own] if own < num_own else self._zeros(minibatch_size)
             )
-            received = engine.columns.of_all_replicas(sent)
+            received = balancer.columns.of_all_replicas(sent)
             minibatches = [rows.clone() for rows in received.unbind(0)]
             self._replica.sync()
             for rows in minibatches[: num_minibatches - first]:
-                engine.balance(rows)
+                balancer.balance(rows)
                 self._replica.sync()
         self.clear()
 
     def _zeros(self, minibatch_size: int) -> torch.Tensor:
-        if self._nothing is None or len(self._nothing) != minibatch_size:
+        if self._zero_rows is None or len(self._zero_rows) != minibatch_size:
             shape = (minibatch_size, self._num_columns)
             zeros = torch.zeros(shape, dtype=self._dtype)
-            self._nothing = zeros.to(self._replica.device)
-        return self._nothing
+            self._zero_rows = zeros.to(self._replica.device)
+        return self._zero_rows

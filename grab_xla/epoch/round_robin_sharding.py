@@ -8,19 +8,19 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
-class Dealing:
-    """Deals an order to replicas one sample at a time, as card players do.
+class RoundRobinSharding:
+    """Deals an order to replicas one sample at a time, like playing cards.
 
-    Replica r runs the samples at positions r, r + W, r + 2W ..., so that after a step
-    of B samples on each of W replicas the next W B samples of the order are done,
-    whatever B and W are.
+    Replica r runs the samples at positions r, r + W, r + 2W ..., so that a step of B
+    samples on each of W replicas completes the next W B samples of the order, whatever
+    B and W are.
 
     Attributes:
-        num_samples: n, length of the order.
+        num_samples: n, the length of the order.
         num_replicas: W.
-        rank: Of this replica.
-        drop_last: What happens to the last ``n mod W`` samples: left out, or followed
-            by repetitions of the first ones, whose gradients nobody balances.
+        rank: This replica's rank.
+        drop_last: Whether the last ``n mod W`` samples are left out. If not, they are
+            followed by repetitions of the first ones, whose gradients are not balanced.
     """
 
     num_samples: int
@@ -29,22 +29,24 @@ class Dealing:
     drop_last: bool = False
 
     def end(self, start: int) -> int:
-        """Behind the last position that a pass from position ``start`` uses."""
+        """Returns the end of the positions that a pass from ``start`` uses."""
         if not self.drop_last:
             return self.num_samples
         left = self.num_samples - start
         return start + left // self.num_replicas * self.num_replicas
 
     def length(self, start: int) -> int:
-        """Samples that every replica runs in a pass from position ``start``."""
+        """Returns how many samples every replica runs in a pass from ``start``."""
         return -(-(self.end(start) - start) // self.num_replicas)
 
     def own(self, order: np.ndarray, start: int) -> np.ndarray:
-        """``(length,)`` int64: this replica's samples from position ``start`` on.
+        """Returns this replica's samples from position ``start``, ``(length,)`` int64.
 
         >>> order = np.array([3, 1, 4, 0, 2])
-        >>> Dealing(5, 2, 0).own(order, 0), Dealing(5, 2, 1).own(order, 0)
-        (array([3, 4, 2]), array([1, 0, 3]))
+        >>> RoundRobinSharding(5, 2, 0).own(order, 0)
+        array([3, 4, 2])
+        >>> RoundRobinSharding(5, 2, 1).own(order, 0)
+        array([1, 0, 3])
         """
         steps = np.arange(self.length(start)) * self.num_replicas
         positions = start + self.rank + steps

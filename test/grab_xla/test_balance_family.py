@@ -66,7 +66,7 @@ def test_moving_averages_balance_around_what_they_say(name):
         for start in range(0, len(order), 8):
             part = rows[start : start + 8]
             sampler.step(ordering.as_dict(torch.from_numpy(part)))
-            codes = sampler._engine.codes()[start:]
+            codes = sampler._balancer.placements()[start:]
             average = beta * average + (1 - beta) * part.mean(0)
             power *= beta
             z = part - average / (1 - power)
@@ -80,7 +80,7 @@ def test_moving_averages_balance_around_what_they_say(name):
                     assert code == (1 if product < 0 else -1)
                 signs.append(code)
                 total = total + code * vector
-            kept = sampler._engine.state["sums"][0].numpy()
+            kept = sampler._balancer.state["sums"][0].numpy()
             np.testing.assert_allclose(kept, total, rtol=1e-9, atol=1e-9)
         assert set(signs) == {-1, 1}
 
@@ -140,7 +140,7 @@ def test_what_is_not_finite_keeps_its_place(name, tile_size):
             places = {place: order[place] for place in (5, 20, 21)}
             for start in range(0, 48, 8):
                 sampler.step(ordering.as_dict(rows[start : start + 8]))
-            for value in sampler._engine.state.values():
+            for value in sampler._balancer.state.values():
                 assert bool(torch.isfinite(value).all())
             following = list(sampler)
             assert {p: following[p] for p in places} == places

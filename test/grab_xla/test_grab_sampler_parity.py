@@ -140,8 +140,8 @@ def test_moving_averages_agree_but_for_ties(package, balance_type):
         list(mine)
         rows = gradients(90, epoch)[order]
         for start in range(0, 90, 7):
-            mine._engine.state = {
-                **mine._engine.state,
+            mine._balancer.state = {
+                **mine._balancer.state,
                 "sums": torch.stack([theirs.sorter.acc, torch.zeros(D).double()]),
             }
             before = theirs.sorter.acc.clone()
@@ -149,9 +149,9 @@ def test_moving_averages_agree_but_for_ties(package, balance_type):
             left = theirs.sorter.left
             theirs.step(grads)
             mine.step(grads)
-            centre = mine._engine.state["mean"]
-            scale = mine._engine.state.get("scale", torch.ones(1, 1).double())
-            codes = torch.from_numpy(mine._engine.codes()[start:]).double()
+            centre = mine._balancer.state["mean"]
+            scale = mine._balancer.state.get("scale", torch.ones(1, 1).double())
+            codes = torch.from_numpy(mine._balancer.placements()[start:]).double()
             vectors = (grads["w"] - centre) / scale
             assert left <= theirs.sorter.left
             for vector, code in zip(vectors, codes):

@@ -214,14 +214,19 @@ def test_a_nan_shows():
 @pytest.mark.parametrize(
     ("vectors", "order", "error", "message"),
     [
-        (torch.ones(3, 2, dtype=torch.int64), None, TypeError, "floats, not torch.int"),
-        (torch.ones(3), None, ValueError, r"shape \(n, d\).*not \(3,\)"),
-        (torch.ones(0, 2), None, ValueError, r"not \(0, 2\)"),
-        (torch.ones(3, 2), [0.0, 1.0], TypeError, "integers, not torch.float32"),
+        (
+            torch.ones(3, 2, dtype=torch.int64),
+            None,
+            TypeError,
+            "floating vectors, got torch.int",
+        ),
+        (torch.ones(3), None, ValueError, r"shape \(n, d\).*got \(3,\)"),
+        (torch.ones(0, 2), None, ValueError, r"got \(0, 2\)"),
+        (torch.ones(3, 2), [0.0, 1.0], TypeError, "integers, got torch.float32"),
         (torch.ones(3, 2), [], TypeError, "integers"),
-        (torch.ones(3, 2), [[0, 1]], ValueError, r"not \(1, 2\)"),
-        (torch.ones(3, 2), [0, 3], ValueError, "0 to 2; this one goes from 0 to 3"),
-        (torch.ones(3, 2), [-1, 2], ValueError, "from -1 to 2"),
+        (torch.ones(3, 2), [[0, 1]], ValueError, r"got \(1, 2\)"),
+        (torch.ones(3, 2), [0, 3], ValueError, "0 to 2, got 0 to 3"),
+        (torch.ones(3, 2), [-1, 2], ValueError, "got -1 to 2"),
     ],
 )
 def test_what_is_no_order_of_vectors_is_refused(vectors, order, error, message):

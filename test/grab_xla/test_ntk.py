@@ -166,9 +166,9 @@ def test_kernels_that_are_refused():
         ntk_kernel([rows, rows[:2]])
     with pytest.raises(ValueError, match="got none"):
         ntk_kernel([])
-    with pytest.raises(ValueError, match="chunk_size must be >= 1, got 0"):
+    with pytest.raises(ValueError, match="chunk_size must be an integer >= 1, got 0"):
         ntk_kernel(rows, chunk_size=0)
-    with pytest.raises(TypeError, match=r"float32 or torch.float64, got torch.float16"):
+    with pytest.raises(ValueError, match=r"float32, torch.float64, got torch.float16"):
         ntk_kernel(rows, dtype=torch.float16)
 
 
@@ -224,6 +224,7 @@ def test_a_compiled_backend_makes_the_same_kernel(backend):
     kernel, fallbacks, (compilations, transfers) = backend.run(kernel_on_the_device)[0]
     torch.testing.assert_close(kernel.double(), expected, rtol=1e-4, atol=1e-5)
     assert fallbacks == {}
-    # Not one for each of the eleven batches, and the looks at what is finite.
-    assert compilations <= 6
-    assert transfers == 2
+    # Eleven batches share one program.
+    assert compilations <= 5
+    # The comparison with autograd, whether the features are finite, and the fetch.
+    assert transfers == 3

@@ -12,8 +12,8 @@ import torch
 from support.replicas import ONE_XLA_BACKEND
 
 import xla_replica
-from grab_xla.projections import kinds as projection_kinds
-from grab_xla.projections.random_projection import (
+from grab_xla import random_projections
+from grab_xla.random_projections import (
     PROJECTIONS,
     Projection,
     johnson_lindenstrauss_min_dim,
@@ -72,10 +72,10 @@ def test_a_projection_is_a_product_with_its_matrix(kind, batch_size, order):
 @pytest.mark.parametrize("batch_size", [0, 1, 5])
 @pytest.mark.parametrize("at_once", [1, 100, 1000, 2**24])
 def test_gathering_in_pieces_is_the_same_sum(monkeypatch, at_once, batch_size):
-    monkeypatch.setattr(projection_kinds, "GATHERED_AT_ONCE", at_once)
+    monkeypatch.setattr(random_projections, "GATHERED_AT_ONCE", at_once)
     arguments = gradients(batch_size).T, *project("jl_sparse").tables
-    found = projection_kinds._gather_and_sum(*arguments)
-    torch.testing.assert_close(found, projection_kinds._sum_bags(*arguments))
+    found = random_projections._gather_and_sum(*arguments)
+    torch.testing.assert_close(found, random_projections._sum_bags(*arguments))
 
 
 def test_a_kronecker_product_of_one_factor_is_a_dense_matrix():
@@ -208,13 +208,13 @@ def test_a_single_sample_leaves_one_output():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"kind": "jl-sparse"}, ValueError, "allowed are .*'jl_sparse'"),
-        ({"num_samples": 0}, ValueError, "num_samples must be >= 1"),
-        ({"num_inputs": 2.5}, TypeError, "num_inputs must be an integer, got 2.5"),
-        ({"num_outputs": 0}, ValueError, "num_outputs must be >= 1, got 0"),
-        ({"order": 0}, ValueError, "order must be >= 1, got 0"),
-        ({"eps": 1.0}, ValueError, "eps must be between 0 and 1"),
-        ({"eps": math.nan}, ValueError, "eps must be between 0 and 1"),
+        ({"kind": "jl-sparse"}, ValueError, "must be one of .*'jl_sparse'"),
+        ({"num_samples": 0}, ValueError, "num_samples must be an integer >= 1"),
+        ({"num_inputs": 2.5}, TypeError, "num_inputs must be an integer >= 1, got 2.5"),
+        ({"num_outputs": 0}, ValueError, "num_outputs must be an integer >= 1, got 0"),
+        ({"order": 0}, ValueError, "order must be an integer >= 1, got 0"),
+        ({"eps": 1.0}, ValueError, "eps must be a finite number > 0 and < 1"),
+        ({"eps": math.nan}, ValueError, "eps must be a finite number > 0 and < 1"),
         ({"dtype": torch.int64}, TypeError, "floating"),
     ],
 )

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grab_xla.balancing.reordering import reorder, reorder_by_score, reorder_interleaved
-from grab_xla.epoch.round_robin_sharding import Dealing
+from grab_xla.epoch.round_robin_sharding import RoundRobinSharding
 
 ORDER = np.array([10, 11, 12, 13, 14, 15, 16])
 
@@ -76,10 +76,12 @@ def test_whatever_the_codes_it_is_a_permutation(data):
 def test_replicas_are_dealt_equally_many_and_together_the_order(n, w, start, drop):
     start = min(start, n)
     order = np.random.default_rng(n).permutation(n)
-    hands = [Dealing(n, w, rank, drop).own(order, start) for rank in range(w)]
+    hands = [
+        RoundRobinSharding(n, w, rank, drop).own(order, start) for rank in range(w)
+    ]
     assert len({len(hand) for hand in hands}) == 1
     dealt = np.stack(hands, axis=1).reshape(-1)
-    end = hands and Dealing(n, w, 0, drop).end(start)
+    end = hands and RoundRobinSharding(n, w, 0, drop).end(start)
     assert dealt[: end - start].tolist() == order[start:end].tolist()
     if drop:
         assert n - end < w

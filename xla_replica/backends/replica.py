@@ -165,6 +165,8 @@ class Replica(abc.ABC):
         Raises:
             ReplicaError: Replicas differ; on every replica, with the ranks.
         """
+        if self.num_replicas == 1:
+            return
         values = self.all_gather_object(value)
         others = [rank for rank, other in enumerate(values) if other != values[0]]
         if others:

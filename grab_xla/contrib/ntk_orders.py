@@ -1,4 +1,4 @@
-"""Orders from the neural tangent kernel of a model's loss; experimental."""
+"""Balance types whose orders come from the neural tangent kernel; experimental."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from grab_xla.balancers.base import Ordering
-from grab_xla.balancing.checks import check_integer
+from grab_xla.balancers import BALANCE_TYPES, Ordering
 from grab_xla.contrib.ntk import LossFn, empirical_ntk
 from grab_xla.contrib.offline import eigen_order, ntk_fixed_order
+from xla_replica.common.arguments import check_integer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _KernelOrder(Ordering):
-    """What all of them share: how the kernel is computed.
+    """An order that needs the kernel of a data set.
 
     Attributes:
-        dataset: Of pairs (input, target).
-        batch_size: Samples whose gradients are computed at a time.
-        kernel_dtype: Of gradients and kernel.
-        centered_feature_map: Subtract the mean gradient first.
+        dataset: Pairs (input, target).
+        batch_size: The number of samples whose gradients are computed at a time.
+        kernel_dtype: The dtype of gradients and kernel.
+        centered_feature_map: Whether to subtract the mean gradient first.
     """
 
     dataset: Any = dataclasses.field(repr=False)
@@ -41,7 +41,7 @@ class _KernelOrder(Ordering):
         buffers: Mapping[str, torch.Tensor],
         loss_fn: LossFn,
     ) -> torch.Tensor:
-        """``(n, n)``; see `empirical_ntk`."""
+        """Returns the kernel, ``(n, n)``; see `empirical_ntk`."""
         return empirical_ntk(
             model,
             params,
@@ -56,26 +56,25 @@ class _KernelOrder(Ordering):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NTKEigen(_KernelOrder):
-    """Sorted by the kernel's extremal eigenvector, anew with every `compute_order`.
+    """Sorted by the kernel's extremal eigenvector, again at every `compute_order`.
 
     Attributes:
-        largest_eig: Of the largest eigenvalue; else of the smallest.
-        descending_eig: The largest entry first.
-        abs_eig: Sort by magnitude.
+        largest_eig: Whether the eigenvalue is the largest or the smallest.
+        descending_eig: Whether the largest entry comes first.
+        abs_eig: Whether to sort by magnitude.
     """
 
     largest_eig: bool = False
     descending_eig: bool = True
     abs_eig: bool = False
 
-    def order_of(
+    def order_at(
         self,
         model: torch.nn.Module,
         params: Mapping[str, torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
         loss_fn: LossFn,
     ) -> np.ndarray:
-        """``(n,)`` int64, the order at these parameters; see `eigen_order`."""
         kernel = self.kernel(model, params, buffers, loss_fn)
         return eigen_order(kernel, self.largest_eig, self.descending_eig, self.abs_eig)
 
@@ -92,18 +91,18 @@ class _AtConstruction:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NTKFixedEigen(_AtConstruction, NTKEigen):
-    """The order of `NTKEigen` at the first parameters, for ever."""
+    """The order of `NTKEigen` at the first parameters, in every epoch."""
 
     def first_order(
         self, num_samples: int, shuffled: bool, generator: torch.Generator
     ) -> np.ndarray:
         del num_samples, shuffled, generator
-        return self.order_of(self.model, self.params, self.buffers, self.loss_fn)
+        return self.order_at(self.model, self.params, self.buffers, self.loss_fn)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NTKFixedBalance(_AtConstruction, _KernelOrder):
-    """The balanced order of the kernel's rows at the first parameters, for ever.
+    """The balanced order of the kernel's rows at the first parameters, in every epoch.
 
     Attributes:
         num_rounds: How often the rows are balanced.
@@ -117,3 +116,12 @@ class NTKFixedBalance(_AtConstruction, _KernelOrder):
         start = super().first_order(num_samples, shuffled, generator)
         kernel = self.kernel(self.model, self.params, self.buffers, self.loss_fn)
         return ntk_fixed_order(kernel, self.num_rounds, start)
+
+
+BALANCE_TYPES.update(
+    {
+        "ntk-fixed": NTKFixedBalance,
+        "ntk-eigen": NTKEigen,
+        "ntk-fixed-eigen": NTKFixedEigen,
+    }
+)
