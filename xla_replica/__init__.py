@@ -7,10 +7,14 @@ imported before a backend is chosen.
 from xla_replica.backends.counters import Counts, count
 from xla_replica.backends.registry import DEVICES, Job, current, register_backend
 from xla_replica.backends.replica import LocalReplica, Replica
-from xla_replica.device.device_traits import DeviceTraits, register_device, traits
+from xla_replica.device.device_traits import (
+    DeviceTraits,
+    full_matmul_precision,
+    register_device,
+    traits,
+)
 from xla_replica.device.gradients import grad
 from xla_replica.device.loader import DeviceLoader
-from xla_replica.device.precision import full_matmul_precision
 from xla_replica.device.seeding import seeded
 from xla_replica.errors import ReplicaError, Stopped
 from xla_replica.starting import distributed, xla  # noqa: F401  the rows

@@ -85,5 +85,5 @@ def test_an_epoch_begins_in_the_thread_of_the_training_loop():
 
 
 def test_prefetch_must_be_positive():
-    with pytest.raises(ValueError, match="at least 1, got 0"):
+    with pytest.raises(ValueError, match="prefetch must be an integer >= 1, got 0"):
         DeviceLoader([], send, prefetch=0)

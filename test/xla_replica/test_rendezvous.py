@@ -1,4 +1,4 @@
-"""The meeting of replica threads, without XLA."""
+"""Replica threads wait for each other at a rendezvous; without XLA."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from xla_replica import ReplicaError
-from xla_replica.emulated.rendezvous import Collective, Meeting
+from xla_replica.emulated.rendezvous import Collective, Rendezvous
 
 
 def sums(*shapes: int) -> tuple[Collective, ...]:
     return tuple(Collective(f"all_reduce(float32[{n}])", "train.py:7") for n in shapes)
 
 
-def meet_all(meeting: Meeting, brought: dict[int, tuple[Collective, ...]]):
-    """What each replica's call of meet gave: a round, or the exception it raised."""
+def meet_all(rendezvous: Rendezvous, brought: dict[int, tuple[Collective, ...]]):
+    """Returns what each replica's call of `meet` gave: a round, or its exception."""
 
     def visit(rank: int):
-        meeting.enter(rank)
+        rendezvous.enter(rank)
         try:
-            return meeting.meet(rank, brought[rank])
+            return rendezvous.meet(rank, brought[rank])
         except ReplicaError as error:
             return error
 
@@ -29,16 +29,16 @@ def meet_all(meeting: Meeting, brought: dict[int, tuple[Collective, ...]]):
         return dict(zip(brought, pool.map(visit, brought)))
 
 
-def test_equal_collectives_let_everybody_through_round_after_round():
-    meeting = Meeting(4, timeout=10)
+def test_equal_collectives_let_all_replicas_through_in_every_round():
+    rendezvous = Rendezvous(4, timeout=10)
     for shape in range(20):
-        rounds = meet_all(meeting, {rank: sums(shape) for rank in range(4)})
+        rounds = meet_all(rendezvous, {rank: sums(shape) for rank in range(4)})
         assert len(set(map(id, rounds.values()))) == 1
 
 
 def test_the_odd_one_out_is_named_first():
     brought = {0: sums(4), 1: sums(4), 2: sums(4, 5), 3: sums(4)}
-    for error in meet_all(Meeting(4, timeout=10), brought).values():
+    for error in meet_all(Rendezvous(4, timeout=10), brought).values():
         assert isinstance(error, ReplicaError)
         assert error.rank == 2
         assert "disagree about collective 2" in str(error)
@@ -48,38 +48,38 @@ def test_the_odd_one_out_is_named_first():
 
 def test_a_place_in_the_code_may_differ():
     other = (Collective("all_reduce(float32[4])", "evaluate.py:9"),)
-    rounds = meet_all(Meeting(2, timeout=5), {0: sums(4), 1: other})
+    rounds = meet_all(Rendezvous(2, timeout=5), {0: sums(4), 1: other})
     assert rounds[0] is rounds[1]
 
 
-def test_who_is_late_is_named_with_its_stack():
-    meeting, done = Meeting(2, timeout=0.2), threading.Event()
+def test_a_late_replica_is_named_with_its_stack():
+    rendezvous, done = Rendezvous(2, timeout=0.2), threading.Event()
 
     def dawdle():
-        meeting.enter(1)
+        rendezvous.enter(1)
         done.wait()
 
     thread = threading.Thread(target=dawdle)
     thread.start()
     with pytest.raises(ReplicaError, match="replica 1 did not reach") as caught:
-        meeting.meet(0, sums(4))
+        rendezvous.meet(0, sums(4))
     done.set()
     thread.join()
     assert caught.value.rank == 1
     assert "done.wait()" in str(caught.value)
 
 
-def test_who_has_left_is_not_waited_for():
-    meeting = Meeting(3, timeout=60)
-    meeting.leave(1)
+def test_a_replica_that_has_left_is_not_waited_for():
+    rendezvous = Rendezvous(3, timeout=60)
+    rendezvous.leave(1)
     with pytest.raises(ReplicaError, match="replica 1 returned while replica 0 wait"):
-        meeting.meet(0, sums(4))
+        rendezvous.meet(0, sums(4))
 
 
-def test_the_end_is_waited_for_within_the_timeout():
-    meeting = Meeting(2, timeout=0.2)
-    meeting.leave(0)
+def test_all_replicas_must_return_within_the_timeout():
+    rendezvous = Rendezvous(2, timeout=0.2)
+    rendezvous.leave(0)
     with pytest.raises(ReplicaError, match="replica 1 did not reach the end of its"):
-        meeting.wait_for_all_to_leave()
-    meeting.leave(1)
-    meeting.wait_for_all_to_leave()
+        rendezvous.wait_for_all_to_leave()
+    rendezvous.leave(1)
+    rendezvous.wait_for_all_to_leave()

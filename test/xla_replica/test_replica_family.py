@@ -390,8 +390,8 @@ def test_launch_rejects_gpus_that_are_not_there():
         xla_replica.launch(every_verb, device="cuda")
 
 
-def test_broadcast_rejects_a_source_that_is_no_replica():
-    with pytest.raises(ValueError, match="source=1 is no replica"):
+def test_broadcast_rejects_a_source_that_is_not_a_replica():
+    with pytest.raises(ValueError, match="broadcast_: source must be an integer .* got 1"):
         LocalReplica("cpu").broadcast_([torch.ones(1)], source=1)
 
 

@@ -1,4 +1,4 @@
-"""Counts of what must not happen in a training step: compilations and transfers."""
+"""Counts of what a training step must not do: compile and copy to the host."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from xla_replica.backends.replica import Replica
 class Counts:
     """What the process did between two moments; filled in when `count` ends.
 
-    All counts are of the whole process: with emulated replicas, of all of them.
-    Eager backends have no graphs to compile and are not counted: zeros.
+    All counts are those of the whole process, and so of all emulated replicas together.
+    Eager backends compile nothing and are not counted: their counts are 0.
 
     Attributes:
         compilations: Graphs compiled.
@@ -29,7 +29,7 @@ class Counts:
 
 
 def snapshot() -> Counts:
-    """The counts since the process started."""
+    """Returns the counts since the process started."""
     if "torch_xla" not in sys.modules:
         return Counts()
     import torch_xla.debug.metrics as metrics
@@ -48,11 +48,12 @@ def snapshot() -> Counts:
 
 @contextlib.contextmanager
 def count(replica: Replica | None = None) -> Iterator[Counts]:
-    """Counts compilations and device-to-host transfers of the block.
+    """Counts the compilations and device-to-host transfers of a block.
 
     Args:
-        replica: Give it, on every replica, where replicas share a process: barriers
-            then keep what peers do before and after the block out of the counts.
+        replica: The calling replica. Needed, on every replica, where replicas share a
+            process: barriers then keep what peers do before and after the block out of
+            the counts.
 
     >>> with count() as counts:
     ...     pass  # training steps
@@ -61,9 +62,9 @@ def count(replica: Replica | None = None) -> Iterator[Counts]:
     """
     barrier = replica.barrier if replica is not None else lambda: None
     counts = Counts()
-    barrier()  # nobody is still in what came before
+    barrier()  # no replica is still in what came before
     before = snapshot()
-    barrier()  # nobody begins before all have looked
+    barrier()  # no replica begins before all have read the counts
     yield counts
     barrier()
     after = snapshot()

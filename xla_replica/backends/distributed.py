@@ -1,7 +1,7 @@
 """The torch.distributed backend: gloo, nccl, or TorchTPU's group on a TPU.
 
-It uses whatever default process group the user initialised, and only the collectives
-that every backend has (TorchTPU's group lacks the coalesced ones).
+It uses the default process group, whatever its backend, and only the collectives that
+every backend has (TorchTPU's group lacks the coalesced ones).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class DistributedReplica(Replica):
 
     @contextlib.contextmanager
     def _named(self, verb: str, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Says which replica failed in which collective, and the usual causes."""
+        """Raises a ReplicaError with the replica, the collective and usual causes."""
         try:
             yield
         except RuntimeError as error:
@@ -116,9 +116,9 @@ class DistributedReplica(Replica):
 def buckets(
     tensors: Sequence[torch.Tensor], bucket_bytes: int
 ) -> Iterator[list[torch.Tensor]]:
-    """Groups tensors by (device, dtype), each group cut at about ``bucket_bytes``.
+    """Yields tensors in groups of one device and dtype and about ``bucket_bytes``.
 
-    The grouping depends on shapes and dtypes alone, so every replica makes the same.
+    The grouping depends only on shapes and dtypes, so it is the same on every replica.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     bytes_in_group: dict[tuple[torch.device, torch.dtype], int] = {}

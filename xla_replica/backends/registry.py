@@ -21,12 +21,12 @@ class Job(NamedTuple):
     """What `launch` was asked to run.
 
     Attributes:
-        fn: To be called as ``fn(rank, *args)`` on every replica.
+        fn: The function to call as ``fn(rank, *args)`` on every replica.
         args: The arguments after the rank.
-        num_replicas: An integer above 0; None for as many as the backend has.
+        num_replicas: At least 1; None for as many as the backend has devices.
         timeout: Seconds that a replica may be late.
-        is_started: Whether this process is one of several that something else has
-            started, such as torchrun: ``fn`` is to be called here, as one replica.
+        is_started: Whether something else, such as torchrun, has started the replicas
+            and this process is one of them: then ``fn`` is called here.
     """
 
     fn: Callable[..., Any]
@@ -61,22 +61,22 @@ def register_backend(
 ) -> None:
     """Adds a backend, for `current` and ``launch(device=device)``.
 
-    A name that is known already gets the new row. Devices of another kind than a CPU,
-    a GPU or XLA are described by `register_device`.
+    A backend of the same name is replaced. If the replicas compute on a kind of device
+    other than a CPU, a GPU or XLA, describe that with `register_device`.
 
     Args:
         device: The backend's name, as `launch` takes it.
         find: Returns why the calling thread is one of the backend's replicas, for
-            people, or None where it is not. `current` asks the row that was added last
-            first.
+            people, or None where it is not. `current` asks the backend that was added
+            last first.
         replica: Makes the calling thread's replica; called with that reason.
         launch: Runs a `Job` and returns the results by rank, or, where the job
             ``is_started``, this replica's result alone. None where something else
             starts the replicas.
-        preference: How much ``launch(device=None)`` prefers this backend for a job; the
-            highest is chosen. 0: only if it is asked for.
-        has_any_number: Whether any number of replicas can be had, as on a CPU, and not
-            only as many as there are devices.
+        preference: Returns how much ``launch(device=None)`` prefers this backend for a
+            job; the highest is chosen. With 0, it is used only if it is asked for.
+        has_any_number: Returns whether it can start any number of replicas, as on a
+            CPU, and not only as many as there are devices.
     """
     DEVICES.pop(device, None)
     DEVICES[device] = Backend(find, replica, launch, preference, has_any_number)

@@ -1,22 +1,23 @@
-"""What a replica is: a rank, a count, a device and a few verbs.
+"""What a replica is: a rank, a number of replicas, a device and a few verbs.
 
 Everything above this package is written against `Replica`. A backend is one subclass
-in one file (`xla`, `distributed`); one replica is a value, `LocalReplica`, not a
-special case. No verb takes a ``scale``: torch_xla ignores it at one replica and
+in one file (`xla`, `distributed`); a job of one replica has a `LocalReplica` and is not
+a special case. No verb takes a ``scale``: torch_xla ignores it at one replica and
 compiles a new graph for every value otherwise, so callers divide by a tensor instead.
 """
 
 from __future__ import annotations
 
 import abc
-import contextlib
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
 
+from xla_replica.common.arguments import check_integer
 from xla_replica.common.trees import map_tensors, tensors_in
 from xla_replica.device.device_traits import traits
 from xla_replica.device.loader import DeviceLoader
@@ -53,12 +54,12 @@ class Replica(abc.ABC):
 
     @property
     def is_primary(self) -> bool:
-        """True on the one replica that logs and writes files."""
+        """Whether this is the one replica that logs and writes files."""
         return self.rank == 0
 
     @property
     def is_lazy(self) -> bool:
-        """True where programs are compiled with the Python numbers in them.
+        """Whether programs are compiled here with the Python numbers in them.
 
         A number that changes from step to step must then enter as a tensor, see
         `scalar`; elsewhere a Python number is as good and often faster.
@@ -67,7 +68,7 @@ class Replica(abc.ABC):
 
     @property
     def is_host(self) -> bool:
-        """True where the replica computes on this CPU, so that reading is free."""
+        """Whether the replica computes on this CPU, so that reading is free."""
         return traits(self.device).is_host
 
     @abc.abstractmethod
@@ -75,8 +76,8 @@ class Replica(abc.ABC):
         """Replaces each tensor by its sum over all replicas, in place.
 
         Every replica must bring tensors of the same shapes and dtypes in the same
-        order. Any float or integer dtype; on a lazy backend the sum runs at the next
-        `sync`.
+        order. Any float or integer dtype is allowed. On a lazy backend the sum runs at
+        the next `sync`.
         """
 
     @abc.abstractmethod
@@ -85,13 +86,13 @@ class Replica(abc.ABC):
 
     @abc.abstractmethod
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Deals the parts of a tensor to the replicas: an all-to-all.
+        """Sends a part of the tensor to every replica and returns those received.
 
         Args:
             tensor: ``(num_replicas, ...)``; ``tensor[r]`` is for replica r.
 
         Returns:
-            The same shape; ``[r]`` is what replica r had for this one.
+            The same shape; ``[r]`` is what replica r sent to this one.
         """
 
     @abc.abstractmethod
@@ -103,7 +104,7 @@ class Replica(abc.ABC):
         """Returns once every replica has called it and its device is idle."""
 
     def sync(self) -> None:  # noqa: B027 (nothing to do is right where nothing is lazy)
-        """Cuts the pending lazy graph here and starts it; nothing where none is."""
+        """Cuts the pending lazy graph here and starts it; elsewhere does nothing."""
 
     def wait(self) -> None:
         """Cuts the pending graph and blocks until this replica's device is idle."""
@@ -111,7 +112,7 @@ class Replica(abc.ABC):
             torch.accelerator.synchronize()
 
     def scalar(self, value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A changing number as device data: shape ``(1,)`` on this replica's device.
+        """Returns a changing number as device data: ``(1,)`` on this replica's device.
 
         One dimension, not zero: a lazy backend bakes a Python number or a 0-d tensor
         into the graph when it is 0, 1 or -1 or happens to equal another one.
@@ -119,40 +120,41 @@ class Replica(abc.ABC):
         return torch.tensor([value], dtype=dtype).to(self.device)
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies tensors to the host, in one transfer where the backend can.
+        """Returns copies of tensors on the host, in one transfer where possible.
 
-        Blocks until they are computed. The only verb that reads a device back, but
-        for `to_host`, which calls it.
+        Blocks until they are computed. No other verb reads a device back, except
+        those that call this one: `to_host`, `all_gather_object`, `check_agreement`.
         """
         return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Returns every replica's ``value``, by rank. Collective; blocks.
 
-        Synchronises by itself: what a replica has pending is not a part of it, so
-        replicas may call it after different work. For settings, names and small
-        states, not for tensors of a step.
+        It begins with a `sync`, so that replicas may call it after different work. For
+        settings, names and small states, not for the tensors of a step.
 
         Args:
             value: Anything that can be pickled; tensors in it should be on the CPU.
         """
         self.sync()
         own = pickle.dumps(value)
-        texts = self._all_gather_bytes(own, _FIRST_BYTES)
-        longest = max(length for length, _ in texts)
-        if longest > _FIRST_BYTES:
+        width = _FIRST_BYTES
+        lengths, texts = self._all_gather_bytes(own, width)
+        if max(lengths) > width:
             # A power of two, so that few programs are compiled.
-            texts = self._all_gather_bytes(own, 1 << (longest - 1).bit_length())
-        return [pickle.loads(text) for _, text in texts]
+            width = 1 << (max(lengths) - 1).bit_length()
+            lengths, texts = self._all_gather_bytes(own, width)
+        return [pickle.loads(text[:length]) for length, text in zip(lengths, texts)]
 
-    def _all_gather_bytes(self, own: bytes, width: int) -> list[tuple[int, bytes]]:
-        """Returns the length and the first ``width`` bytes of every replica's text."""
-        padded = np.frombuffer(own[:width].ljust(width, b"\0"), np.int32)
-        words = torch.from_numpy(np.concatenate([[len(own)], padded]).astype(np.int32))
-        rows = self.fetch([self.all_gather(self.send(words))])[0].numpy()
-        return [
-            (int(row[0]), row[1:].tobytes()[: min(int(row[0]), width)]) for row in rows
-        ]
+    def _all_gather_bytes(
+        self, own: bytes, width: int
+    ) -> tuple[list[int], list[bytes]]:
+        """Returns the replicas' lengths, and their first ``width`` bytes, padded."""
+        words = np.empty(1 + width // 4, np.int32)
+        words[0] = len(own)
+        words[1:] = np.frombuffer(own[:width].ljust(width, b"\0"), np.int32)
+        [rows] = self.fetch([self.all_gather(self.send(torch.from_numpy(words)))])
+        return rows[:, 0].tolist(), [row[1:].tobytes() for row in rows.numpy()]
 
     def check_agreement(self, what: str, value: Any, remedy: str) -> None:
         """Raises unless every replica brings an equal ``value``. Collective; blocks.
@@ -178,26 +180,26 @@ class Replica(abc.ABC):
             )
 
     def to_host(self, state: Any) -> Any:
-        """``state`` with every tensor in it on the CPU, as one `fetch` gives them.
+        """Returns ``state`` with every tensor in it on the CPU, by one `fetch`.
 
-        Such as a `state_dict`: tensors may sit in tuples, lists and dicts, which keep
-        their kind; everything else stays as it is.
+        For a `state_dict`, for instance: tensors may be in tuples, lists and dicts,
+        which keep their types; everything else is returned as it is.
         """
         on_cpu = iter(self.fetch(tensors_in(state)))
         return map_tensors(state, lambda _: next(on_cpu))
 
     def send(self, batch: Any) -> Any:
-        """``batch`` with every tensor in it on this replica's device.
+        """Returns ``batch`` with every tensor in it on this replica's device.
 
-        Tensors may sit in tuples, lists and dicts; everything else stays as it is.
+        Tensors may be in tuples, lists and dicts; everything else is returned as it is.
         """
         return map_tensors(batch, lambda t: t.to(self.device, non_blocking=True))
 
     def loader(self, batches: Iterable[Any], prefetch: int = 2) -> Iterable[Any]:
-        """``batches`` as `send` moves them, ``prefetch`` ahead of the training loop.
+        """Returns ``batches`` as `send` moves them, ``prefetch`` ahead of the loop.
 
         An exception in the dataset is raised in the training loop, at its place. On a
-        CPU, where nothing has to be moved, batches come through as they are.
+        CPU, where nothing has to be moved, ``batches`` itself is returned.
         """
         if self.is_host:
             return batches
@@ -211,17 +213,17 @@ class Replica(abc.ABC):
         torch.manual_seed(seed + self.rank)
 
     def rng_state(self) -> torch.Tensor:
-        """State of the random numbers that this replica draws on its device.
+        """Returns the state of the random numbers that this replica's device draws.
 
-        1-D uint8 on the CPU, of a length that depends on the kind of device. Every
-        replica calls it, since a lazy graph is cut: the state moves with every cut.
+        1-D uint8 on the CPU, of a length that depends on the kind of device. Call it on
+        every replica, because it cuts the lazy graph, and every cut moves the state.
         """
         if self.is_host:
             return torch.get_rng_state()
         return torch.get_device_module(self.device).get_rng_state(self.device).cpu()
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Puts back what `rng_state` returned on a device of this kind."""
+        """Restores what `rng_state` returned on a device of this kind."""
         state = state.cpu()
         if self.is_host:
             torch.set_rng_state(state)
@@ -229,23 +231,19 @@ class Replica(abc.ABC):
             module = torch.get_device_module(self.device)
             module.set_rng_state(state, self.device)
 
-    @contextlib.contextmanager
-    def seeded(self, seed: int) -> Iterator[None]:
-        """Random numbers drawn on the CPU inside are the same on every replica.
+    def seeded(self, seed: int) -> AbstractContextManager[None]:
+        """Returns a context in which draws on the CPU are the same on every replica.
 
-        Build the model in here, then move it to `device`. The CPU generator is put
-        back afterwards. Emulated replicas are threads that share one generator, so
-        they enter one at a time.
+        Build the model inside it, then move it to `device`. See `xla_replica.seeded`.
         """
-        with seeded(seed):
-            yield
+        return seeded(seed)
 
 
 class LocalReplica(Replica):
-    """The only replica of its job: sums are what they were.
+    """The only replica of its job, whose sums are its own tensors.
 
     Args:
-        device: Defaults to the accelerator if there is one, else the CPU.
+        device: Default: the accelerator if there is one, else the CPU.
     """
 
     def __init__(
@@ -275,7 +273,7 @@ class LocalReplica(Replica):
 
 
 def default_device() -> torch.device:
-    """The accelerator torch sees (a CUDA GPU, a TPU under TorchTPU), else the CPU."""
+    """Returns torch's accelerator (a CUDA GPU, a TPU under TorchTPU), else the CPU."""
     # A CUDA build without a GPU names "cuda" as its accelerator: ask if it is there.
     if torch.accelerator.is_available():
         accelerator = torch.accelerator.current_accelerator()
@@ -286,11 +284,7 @@ def default_device() -> torch.device:
 
 def check_source(source: int, num_replicas: int) -> None:
     """Raises ValueError unless ``source`` is the rank of a replica."""
-    if not 0 <= source < num_replicas:
-        raise ValueError(
-            f"broadcast_: source={source} is no replica; allowed are 0 to "
-            f"{num_replicas - 1}"
-        )
+    check_integer("broadcast_: source", source, 0, num_replicas - 1)
 
 
 def check_parts(tensor: torch.Tensor, num_replicas: int) -> None:

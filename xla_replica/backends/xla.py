@@ -9,13 +9,14 @@ import torch
 
 from xla_replica.backends.replica import Replica, check_parts, check_source
 from xla_replica.common.trees import map_tensors
+from xla_replica.device.device_traits import traits
 
 
 class XlaReplica(Replica):
     """The calling thread's torch_xla device as a replica.
 
-    Build it inside a replica (after ``launch``), never before: torch_xla caches the
-    number of replicas at the first question for the whole process.
+    Construct it in a replica (after ``launch``), never before: torch_xla determines the
+    number of replicas once per process, when it is first asked.
     """
 
     def __init__(self, reason: str) -> None:
@@ -62,7 +63,7 @@ class XlaReplica(Replica):
         check_source(source, self.num_replicas)
         if not tensors or self.num_replicas == 1:
             return
-        # Selected, not multiplied: a NaN outside the source must not survive.
+        # Selected, not multiplied: a NaN on other replicas must not survive.
         is_source = self.scalar(self.rank == source, torch.bool).reshape(())
         with torch.no_grad():
             chosen = [_select(is_source, tensor) for tensor in tensors]
@@ -85,7 +86,7 @@ class XlaReplica(Replica):
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if not tensors:
             return []
-        # Syncing first keeps the pending work in the one graph every step runs.
+        # Syncing first keeps the pending work in the one graph that every step runs.
         self.sync()
         return self._torch_xla._XLAC._xla_get_cpu_tensors(
             [tensor.detach() for tensor in tensors]
@@ -93,9 +94,9 @@ class XlaReplica(Replica):
 
     def send(self, batch: Any) -> Any:
         # Not tensor.to(): in the loader's thread its unfinished copy would be one of
-        # the live tensors that the training loop syncs, and so change the graph.
+        # the live tensors that the training loop syncs, and would change the graph.
         def move(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.device.type != "cpu":
+            if not traits(tensor).is_host:
                 return tensor.to(self.device)
             return self._xm.send_cpu_data_to_device([tensor], self.device)[0]
 
@@ -122,7 +123,7 @@ class XlaReplica(Replica):
 
 
 def _select(is_source: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` on the source and zeros elsewhere, in a dtype that can be summed."""
+    """Returns the source's tensor, elsewhere zeros, in a dtype that can be summed."""
     value = tensor.detach()
     if value.dtype == torch.bool:
         value = value.to(torch.uint8)

@@ -1,11 +1,14 @@
 """What a kind of device is like, for code that chooses between two ways of computing.
 
-The one place that knows kinds of devices by name. A backend for another kind adds a row
-by `register_device`.
+Only this file and the backends know kinds of devices by name. A backend for another
+kind adds a row with `register_device`.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -19,16 +22,39 @@ class DeviceTraits(NamedTuple):
             data is allowed.
         is_lazy: Operations are recorded and compiled with the Python numbers in them:
             a number that changes has to be a tensor, and shapes must not vary.
+        full_precision: Returns a context manager inside which float32 matrix products
+            keep all their digits, see `full_matmul_precision`.
     """
 
     is_host: bool = False
     is_lazy: bool = False
+    full_precision: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+
+
+@contextlib.contextmanager
+def _without_tf32() -> Iterator[None]:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+@contextlib.contextmanager
+def _highest_from_now_on() -> Iterator[None]:
+    import torch_xla.backends
+
+    if torch_xla.backends.get_mat_mul_precision() == "default":
+        torch_xla.backends.set_mat_mul_precision("highest")
+    yield
 
 
 _TRAITS = {
     "cpu": DeviceTraits(is_host=True),
-    "cuda": DeviceTraits(),
-    "xla": DeviceTraits(is_lazy=True),
+    "cuda": DeviceTraits(full_precision=_without_tf32),
+    "xla": DeviceTraits(is_lazy=True, full_precision=_highest_from_now_on),
     "tpu": DeviceTraits(is_lazy=True),
 }
 
@@ -43,5 +69,22 @@ def traits(where: torch.device | torch.Tensor) -> DeviceTraits:
 
 
 def register_device(kind: str, traits: DeviceTraits) -> None:
-    """Says what devices of a kind are like; ``kind`` is a ``torch.device.type``."""
+    """Adds or replaces the traits of a kind of device, a ``torch.device.type``."""
     _TRAITS[kind] = traits
+
+
+def full_matmul_precision(device: torch.device) -> AbstractContextManager[None]:
+    """Returns a context in which float32 matrix products are not rounded to fewer bits.
+
+    On a GPU there is no TF32 inside, and afterwards the setting is what it was before.
+    On XLA a program is compiled when it runs, with the precision that the process has
+    then, and a TPU's default is that of bfloat16. There the first use therefore sets
+    the process to ``"highest"`` permanently, unless the program has chosen a precision
+    before: call ``torch_xla.backends.set_mat_mul_precision("high")`` first if this is
+    too slow. Setting it compiles nothing; compiled programs keep the precision they
+    have.
+
+    Args:
+        device: Where the products are computed. Nothing happens on a CPU.
+    """
+    return traits(device).full_precision()

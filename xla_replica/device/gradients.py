@@ -1,4 +1,4 @@
-"""Gradients that nobody else holds when they are returned."""
+"""Gradients that nothing else refers to when they are returned."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
+from xla_replica.device.device_traits import traits
+
 
 def grad(
     outputs: torch.Tensor,
@@ -15,27 +17,27 @@ def grad(
     *args: Any,
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """``torch.autograd.grad``, and the engine has let go of what it returns.
+    """Returns what ``torch.autograd.grad`` does, once its engine has released it.
 
-    For a device that is not the CPU the engine has a thread of its own, which keeps the
-    gradients until it is scheduled again. A lazy device computes whatever is alive
-    where a program is cut: a gradient that was dropped before the cut, and that this
-    thread still held, would now and then be one more result, and the program another
-    one, to be compiled. The thread works off one pass after the other, so when an empty
-    one has come back it has forgotten the one before.
+    For a device that is not the CPU the engine has a thread, which keeps references to
+    the gradients until it is scheduled again. A lazy device computes whatever is alive
+    where a program is cut: a gradient that was dropped before the cut, but that this
+    thread still kept, would now and then be one more result and so another program to
+    compile. The thread runs one pass after the other, so when an empty pass has come
+    back it has released the gradients of the pass before.
 
     Args:
         outputs: What is differentiated, on the device of the gradients.
-        inputs: As for ``torch.autograd.grad``, and so are the others.
+        inputs: As for ``torch.autograd.grad``, like all further arguments.
     """
     gradients = torch.autograd.grad(outputs, inputs, *args, **options)
-    if outputs.device.type == "xla":
+    if traits(outputs).is_lazy:
         _empty_pass(outputs)
     return gradients
 
 
 class _Nothing(torch.autograd.Function):
-    """Has no gradient, so that its pass leaves nothing to be held."""
+    """A function without a gradient, whose backward pass leaves nothing to keep."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A device loader that runs ahead of the training loop and hides no exception."""
+"""A device loader that runs ahead of the training loop and raises its exceptions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+from xla_replica.common.arguments import check_integer
 
 _END = object()
 
@@ -20,28 +22,26 @@ class _Failure:
 class DeviceLoader:
     """Iterates over ``batches`` as ``send`` moves them, ahead of the training loop.
 
-    A background thread keeps up to ``prefetch`` sent batches ready. The first batch is
-    made in the caller's thread, which owns the device: there a sampler may begin its
-    epoch by work on the device.
+    A background thread keeps up to ``prefetch`` batches ready on the device. The first
+    batch is loaded in the caller's thread, which owns the device, so that a sampler may
+    begin its epoch with work on the device.
 
     Args:
         batches: Any iterable, usually a ``torch.utils.data.DataLoader``.
-        send: Moves one batch to the device; called in the background thread, but for
-            the first batch.
-        prefetch: How many sent batches may wait, at least 1.
+        send: Moves one batch to the device; called in the background thread, except
+            for the first batch.
+        prefetch: How many batches may wait on the device, at least 1.
 
     Raises:
-        ValueError: ``prefetch`` is below 1.
+        TypeError, ValueError: ``prefetch`` is not an integer of at least 1.
     """
 
     def __init__(
         self, batches: Iterable[Any], send: Callable[[Any], Any], prefetch: int = 2
     ) -> None:
-        if prefetch < 1:
-            raise ValueError(f"prefetch must be at least 1, got {prefetch}")
         self.batches = batches
         self.send = send
-        self.prefetch = prefetch
+        self.prefetch = check_integer("prefetch", prefetch, least=1)
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]
@@ -89,7 +89,7 @@ class DeviceLoader:
 
 
 def _put(waiting: queue.Queue[Any], item: Any, stop: threading.Event) -> bool:
-    """Puts ``item`` unless the consumer has gone; says whether it did."""
+    """Puts ``item`` unless the consumer has stopped; returns whether it did."""
     while not stop.is_set():
         try:
             waiting.put(item, timeout=0.1)

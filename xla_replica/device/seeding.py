@@ -1,4 +1,4 @@
-"""Seeding the process's CPU generator for a while."""
+"""Seeding the process's CPU generator for the length of a block."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from xla_replica.common.arguments import check_integer
+
 
 class _Turn:
-    """Whose turn it is to seed: the CPU generator belongs to the whole process."""
+    """A lock for the CPU generator, which all threads of the process share."""
 
     def __init__(self) -> None:
         self.renew()
@@ -23,13 +25,16 @@ class _Turn:
 
 
 _turn = _Turn()
-# A loader worker may be forked while another emulated replica is inside the lock,
-# and would find it locked for ever.
+# A loader worker may be forked while another emulated replica holds the lock, and
+# would then wait for it for ever.
 os.register_at_fork(after_in_child=_turn.renew)
 
 
 def in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which draws on the CPU, outside every other thread's `seeded`."""
+    """Returns ``function`` such that it never runs during another thread's `seeded`.
+
+    For functions that draw from the CPU generator.
+    """
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -41,14 +46,19 @@ def in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Random numbers that torch draws on the CPU inside depend on ``seed`` alone.
+    """Makes what torch draws on the CPU inside the block depend on ``seed`` alone.
 
-    The CPU generator is put back afterwards. Emulated replicas are threads that share
-    one, so they enter one at a time; in a loader's worker it is the worker's own.
+    The state of the CPU generator is restored afterwards. Emulated replicas are threads
+    that share one generator, so they enter one at a time; a loader's worker has its
+    own.
 
     Args:
-        seed: Of 64 bits, of which torch's CPU generator uses the lower 32.
+        seed: An integer of 64 bits; torch's CPU generator uses the lower 32.
+
+    Raises:
+        TypeError: ``seed`` is not an integer.
     """
+    number = check_integer("seed", seed)
     with _turn.lock, torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(number)
         yield

@@ -4,9 +4,9 @@ Upstream calls collectives on XLA:CPU unsupported, and a plain `torch_xla.launch
 CPU_NUM_DEVICES=N dies at the first one. Five separate things must be put right
 (measured with torch_xla 2.9.0; docs/architecture.md has the ablation):
 
-1. A collective meets its partners by the id of the compiled program, so replicas must
-   share one: a process-wide lock stands around every place where a graph may compile.
-   The first replica compiles, the others hit the cache.
+1. A collective finds its partners by the id of the compiled program, so replicas must
+   share one: a process-wide lock protects every place where a graph may compile. The
+   first replica compiles, the others find the program in the cache.
 2. A waiting collective blocks a thread of torch_xla's pool: the pool is made larger.
 3. The lock's holder must not wait for its own earlier execution, which may wait for a
    peer that wants the lock: each replica waits for its device outside the lock.
@@ -15,9 +15,10 @@ CPU_NUM_DEVICES=N dies at the first one. Five separate things must be put right
 5. A sync on a device without any live tensor waits for device 0: each replica keeps
    one tensor alive.
 
-Besides, replicas meet in Python before every graph with a collective (`meeting`), so
-that a replica that differs, hangs or leaves is an error and not an abort; gathers are
-unpinned; and a fetch whose graph still holds a collective syncs first.
+In addition, replicas meet in Python before every graph with a collective
+(`rendezvous`), so that a replica that differs, hangs or leaves is an error and not an
+abort; gathers are unpinned; and a fetch whose graph still holds a collective syncs
+first.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ import torch.utils.data
 from torch.overrides import TorchFunctionMode
 
 from xla_replica.backends import counters
+from xla_replica.common.trees import tensors_in
 from xla_replica.device.seeding import in_turn
-from xla_replica.emulated.rendezvous import Collective, Meeting
+from xla_replica.emulated.rendezvous import Collective, Rendezvous, Round
 from xla_replica.errors import ReplicaError
 
 COLLECTIVES = (
@@ -52,7 +54,7 @@ _OWN_FOLDER = str(Path(__file__).resolve().parents[1])
 
 
 def environment(num_replicas: int) -> dict[str, str]:
-    """Variables that must be set before torch_xla is imported in the child."""
+    """Returns what must be set before torch_xla is imported in the child."""
     return {
         "PJRT_DEVICE": "CPU",
         "CPU_NUM_DEVICES": str(num_replicas),
@@ -63,11 +65,11 @@ def environment(num_replicas: int) -> dict[str, str]:
 
 
 class Emulator:
-    """Patches torch_xla in a process that `environment` has prepared.
+    """Patches torch_xla in a process that has the variables of `environment`.
 
     Args:
-        num_replicas: Replica threads of this process.
-        timeout: Seconds a replica may be late at a collective.
+        num_replicas: How many threads of this process are replicas.
+        timeout: Seconds that a replica may be late at a collective.
         report: Called as ``report(rank, text)`` when a replica's situation changes.
     """
 
@@ -78,7 +80,7 @@ class Emulator:
         import torch_xla.core.xla_model as xm
         import torch_xla.runtime as xr
 
-        self.meeting = Meeting(num_replicas, timeout)
+        self._rendezvous = Rendezvous(num_replicas, timeout)
         self._report = report
         self._torch_xla, self._xm, self._xr = torch_xla, xm, xr
         self._c = torch_xla._XLAC
@@ -92,40 +94,40 @@ class Emulator:
             setattr(self._xm, name, self._announced(name, getattr(self._xm, name)))
         for name in ("_xla_step_marker", "_xla_sync_multi", "_xla_sync_live_tensors"):
             setattr(self._c, name, self._guarded(getattr(self._c, name)))
-        # An epoch of any DataLoader begins with a draw from the generator they share.
+        # An epoch of any DataLoader begins with a draw from the shared generator.
         loading = torch.utils.data.dataloader._BaseDataLoaderIter
         loading.__init__ = in_turn(loading.__init__)
 
     @contextlib.contextmanager
     def replica(self) -> Iterator[int]:
-        """Makes the calling thread, whose device is set, a replica; gives its rank."""
+        """Makes the calling thread, whose device is set, a replica; yields its rank."""
         rank = self._xr.global_ordinal()
-        self.meeting.enter(rank)
+        self._rendezvous.enter(rank)
         self._alive.append(torch.zeros(1).to(self._torch_xla.device()))  # cure 5
         with _FetchGuard(self, rank):
             yield rank
             self._torch_xla.sync()
         self._report(rank, "returned")
-        self.meeting.leave(rank)
-        self.meeting.wait_for_all_to_leave()
+        self._rendezvous.leave(rank)
+        self._rendezvous.wait_for_all_to_leave()
 
     def has_pending(self, rank: int) -> bool:
-        """Whether replica ``rank`` has traced a collective that has not run."""
+        """Returns whether replica ``rank`` has traced a collective that has not run."""
         return bool(self._pending[rank])
 
-    def settle(self) -> None:
+    def run_pending(self) -> None:
         """Runs what the calling replica has pending."""
         # Not the raw step marker: only sync resets the chain of all-reduce tokens,
         # without which every call would be a new graph.
         self._torch_xla.sync()
 
     def _announced(self, name: str, traced: Callable[..., Any]) -> Callable[..., Any]:
-        """``traced``, a collective of xla_model, noted among the pending ones."""
+        """Returns a collective of xla_model that also notes itself as pending."""
 
         @functools.wraps(traced)
         def announce(*args: Any, **kwargs: Any) -> Any:
             if name == "all_gather":
-                kwargs["pin_layout"] = False  # pinned, every replica traces another
+                kwargs["pin_layout"] = False  # pinned, graphs differ between replicas
                 args = args[:4]
             collective = Collective(_call(name, args, kwargs), _place())
             rank = self._xr.global_ordinal()
@@ -136,25 +138,25 @@ class Emulator:
         return announce
 
     def _guarded(self, compile_and_start: Callable[..., Any]) -> Callable[..., Any]:
-        """``compile_and_start`` under the lock, at a meeting, between waits."""
+        """Returns ``compile_and_start`` under the lock, after all replicas have met."""
 
         @functools.wraps(compile_and_start)
         def guard(*args: Any, **kwargs: Any) -> None:
-            kwargs.pop("wait", None)  # we wait ourselves, outside the lock
+            kwargs.pop("wait", None)  # the waits are here, outside the lock
             rank = self._xr.global_ordinal()
             collectives, self._pending[rank] = self._pending[rank], []
             self._wait(rank)  # cure 3
-            meeting = None
+            here = None
             if collectives:
                 self._report(rank, f"waiting for its peers in {collectives[0]}")
-                meeting = self.meeting.meet(rank, collectives)
+                here = self._rendezvous.meet(rank, collectives)
                 self._report(rank, f"running the graph with {collectives[0]}")
             with self._compiling:  # cure 1
-                before = counters.snapshot().compilations if meeting else 0
+                before = counters.snapshot().compilations if here else 0
                 compile_and_start(*args, **kwargs, wait=False)
-                if meeting:
+                if here:
                     compiled = counters.snapshot().compilations > before
-                    self._check_same_program(rank, meeting, compiled, collectives)
+                    self._check_same_program(rank, here, compiled, collectives)
             self._wait(rank)  # cure 4: nothing is dropped while it runs
             if collectives:
                 self._report(rank, f"past {collectives[0]}")
@@ -162,10 +164,10 @@ class Emulator:
         return guard
 
     def _check_same_program(
-        self, rank: int, meeting: Any, compiled: bool, collectives: Sequence[Collective]
+        self, rank: int, here: Round, compiled: bool, collectives: Sequence[Collective]
     ) -> None:
-        """Raises if this replica compiled what its peers have already dispatched."""
-        if compiled and meeting.num_dispatched:
+        """Raises if this replica compiled a graph that its peers have dispatched."""
+        if compiled and here.num_dispatched:
             raise ReplicaError(
                 f"replica {rank} compiled another program than its peers for the graph "
                 f"with {collectives[0]}, and on a TPU would hang. A Python number, a "
@@ -174,45 +176,27 @@ class Emulator:
                 "Replica.sync() before the collective",
                 rank,
             )
-        meeting.num_dispatched += 1
+        here.num_dispatched += 1
 
     def _wait(self, rank: int) -> None:
         self._c._xla_wait_device_ops(devices=[f"CPU:{rank}"])
 
 
 _TENSOR = torch.Tensor
+_FETCHING = """
+    item cpu tolist numpy allclose argwhere bincount equal is_nonzero masked_select nonzero
+    repeat_interleave unique unique_consecutive __array__ __bool__ __float__ __int__
+    __index__ __contains__ __repr__ __format__ __deepcopy__ __reduce_ex__
+"""
+# All of these read the device, whatever their arguments.
 _FETCHES = {
     getattr(owner, name)
     for owner in (torch.Tensor, torch)
-    for name in (
-        "item",
-        "cpu",
-        "tolist",
-        "numpy",
-        "__array__",
-        "__bool__",
-        "__float__",
-        "__int__",
-        "__index__",
-        "__contains__",
-        "__repr__",
-        "__format__",
-        "__deepcopy__",
-        "__reduce_ex__",
-        "allclose",
-        "argwhere",
-        "bincount",
-        "equal",
-        "is_nonzero",
-        "masked_select",
-        "nonzero",
-        "repeat_interleave",
-        "unique",
-        "unique_consecutive",
-    )
+    for name in _FETCHING.split()
     if callable(getattr(owner, name, None))
     and (owner is torch.Tensor or name[0] != "_")
 }
+# These do with some arguments, see `_fetches`.
 _MAY_FETCH = {
     _TENSOR.copy_,
     _TENSOR.to,
@@ -226,9 +210,9 @@ _MAY_FETCH = {
 class _FetchGuard(TorchFunctionMode):
     """Syncs before any call that may read the device back.
 
-    Such a call compiles and runs a graph of its own, past the lock and the meeting. It
-    costs nothing where no collective is pending. It does not see what autograd's own
-    threads call: a hook that sums must not fetch.
+    Such a call compiles and runs a separate graph, without the lock and the rendezvous.
+    The guard costs nothing where no collective is pending. It does not see what the
+    threads of autograd call: a hook that sums must not fetch.
     """
 
     def __init__(self, emulator: Emulator, rank: int) -> None:
@@ -242,12 +226,12 @@ class _FetchGuard(TorchFunctionMode):
         if (func in _FETCHES or func in _MAY_FETCH) and (
             self._emulator.has_pending(self._rank) and _fetches(func, args, kwargs)
         ):
-            self._emulator.settle()
+            self._emulator.run_pending()
         return func(*args, **kwargs)
 
 
 def _fetches(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether this call, of one of `_FETCHES` or `_MAY_FETCH`, reads the device."""
+    """Returns whether a call of one of `_FETCHES` or `_MAY_FETCH` reads the device."""
     if func in _FETCHES:
         return any(_on_xla(value) for value in args)
     if func is _TENSOR.to:
@@ -259,16 +243,11 @@ def _fetches(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if func in (torch.where, _TENSOR.where):
         return len(args) + len(kwargs) == 1  # the positions of the true elements
     if func is _TENSOR.__getitem__:
-        return _on_xla(args[0]) and _has_tensor(args[1])
+        return _on_xla(args[0]) and bool(tensors_in(args[1]))
     # copy_ and item assignment, into a tensor on the host
     return not _on_xla(args[0]) or (
-        func is _TENSOR.__setitem__ and _has_tensor(args[1])
+        func is _TENSOR.__setitem__ and bool(tensors_in(args[1]))
     )
-
-
-def _has_tensor(index: Any) -> bool:
-    indices = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(one, torch.Tensor) for one in indices)
 
 
 def _on_xla(value: Any) -> bool:
@@ -276,22 +255,17 @@ def _on_xla(value: Any) -> bool:
 
 
 def _call(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    """Name, reduction, dtypes and shapes of a collective, equal on all replicas."""
-    described = []
-    for value in [*args, *kwargs.values()]:
-        tensors = value if isinstance(value, (list, tuple)) else [value]
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor):
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                shape = ",".join(str(size) for size in tensor.shape)
-                described.append(f"{dtype}[{shape}]")
-    if args and isinstance(args[0], str):
-        described.insert(0, args[0])
+    """Returns name, reduction, dtypes and shapes: they are equal on all replicas."""
+    described = [args[0]] if args and isinstance(args[0], str) else []
+    for tensor in tensors_in([args, kwargs]):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        shape = ",".join(str(size) for size in tensor.shape)
+        described.append(f"{dtype}[{shape}]")
     return f"{name}({', '.join(described)})"
 
 
 def _place() -> str:
-    """File and line of the innermost caller outside this package and torch_xla."""
+    """Returns file and line of the innermost caller that is neither ours nor theirs."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename

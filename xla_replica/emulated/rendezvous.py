@@ -1,9 +1,9 @@
-"""Where emulated replicas meet before they run a graph that holds a collective.
+"""Where emulated replicas wait for each other before a graph that holds a collective.
 
 XLA:CPU aborts the process, without a Python exception, when a replica is 15 s late
-at a collective. So replicas meet here first, in Python: they compare what they are
-about to run, nobody is let through until all have come, and every way of failing
-becomes a `ReplicaError` that names the replica, the collective and the cause.
+at a collective. So replicas meet in Python first: they compare what they are about to
+run, none is let through until all have come, and every way of failing becomes a
+`ReplicaError` that names the replica, the collective and the cause.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class Collective:
 
 
 class Round:
-    """One meeting: who has come, with which collectives.
+    """One meeting of all replicas, and the collectives that each of them brings.
 
     Attributes:
+        arrived: The collectives by rank.
         open: Whether all have come.
         error: What all of them raise then, if they disagree.
         num_dispatched: How many replicas have dispatched their graph since; guarded
@@ -52,7 +53,7 @@ class Round:
         self.num_dispatched = 0
 
 
-class Meeting:
+class Rendezvous:
     """Lets replica threads through when all of them have come with equal collectives.
 
     Args:
@@ -74,7 +75,7 @@ class Meeting:
             self._threads[rank] = threading.get_ident()
 
     def leave(self, rank: int) -> None:
-        """Replica ``rank`` has returned and will come to no further meeting."""
+        """Notes that replica ``rank`` has returned and will not come again."""
         with self._changed:
             self._returned.add(rank)
             self._changed.notify_all()
@@ -83,7 +84,7 @@ class Meeting:
         """Blocks until every replica has returned.
 
         Raises:
-            ReplicaError: For ``timeout`` seconds no further replica has.
+            ReplicaError: For ``timeout`` seconds no further replica has returned.
         """
         with self._changed:
             while (num_returned := len(self._returned)) < self.num_replicas:
@@ -91,8 +92,7 @@ class Meeting:
                     functools.partial(self._more_returned_than, num_returned),
                     self.timeout,
                 ):
-                    late = sorted(set(range(self.num_replicas)) - self._returned)
-                    raise self._late(late, "the end of its run", self._returned)
+                    raise self._late(self._returned, "the end of its run")
 
     def _more_returned_than(self, number: int) -> bool:
         return len(self._returned) > number
@@ -116,8 +116,7 @@ class Meeting:
                 lambda: here.open or self._gone(here), self.timeout
             )
             if not settled:
-                late = sorted(set(range(self.num_replicas)) - set(here.arrived))
-                raise self._late(late, _first(here), here.arrived)
+                raise self._late(here.arrived, _first(here))
             if not here.open:
                 raise self._left(here)
             if here.error is not None:
@@ -137,16 +136,15 @@ class Meeting:
             gone[0],
         )
 
-    def _late(
-        self, late: Sequence[int], goal: str, in_time: Iterable[int]
-    ) -> ReplicaError:
+    def _late(self, in_time: Iterable[int], goal: str) -> ReplicaError:
+        late = sorted(set(range(self.num_replicas)) - set(in_time))
         stacks = "\n".join(
             f"{_name([rank])} is at:\n{_stack(self._threads.get(rank))}"
             for rank in late
         )
         return ReplicaError(
             f"{_name(late)} did not reach {goal} within {self.timeout:g} s of "
-            f"{_name(in_time)}. If that is mere slowness, raise "
+            f"{_name(in_time)}. If a replica is only slow, raise "
             f"launch(..., timeout=).\n{stacks}",
             late[0],
         )
@@ -155,7 +153,7 @@ class Meeting:
 def _disagreement(
     arrived: dict[int, tuple[Collective, ...]],
 ) -> ReplicaError | None:
-    """The error if the replicas are about to run different collectives."""
+    """Returns the error if the replicas are about to run different collectives."""
     longest = max(len(collectives) for collectives in arrived.values())
     for index in range(longest):
         ranks_by_call: dict[str, list[int]] = {}
@@ -164,7 +162,7 @@ def _disagreement(
             ranks_by_call.setdefault(call, []).append(rank)
         if len(ranks_by_call) == 1:
             continue
-        # Name first whoever is in the smallest group: most likely the one at fault.
+        # The smallest group comes first: it is most likely the one at fault.
         groups = sorted(ranks_by_call.values(), key=len)
         parties = "; ".join(
             f"{_name(ranks)}: {_at(arrived[ranks[0]], index)}" for ranks in groups
