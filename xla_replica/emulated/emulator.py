@@ -184,9 +184,9 @@ class Emulator:
 
 _TENSOR = torch.Tensor
 _FETCHING = """
-    item cpu tolist numpy allclose argwhere bincount equal is_nonzero masked_select nonzero
-    repeat_interleave unique unique_consecutive __array__ __bool__ __float__ __int__
-    __index__ __contains__ __repr__ __format__ __deepcopy__ __reduce_ex__
+    item cpu tolist numpy allclose argwhere bincount equal is_nonzero masked_select
+    nonzero repeat_interleave unique unique_consecutive __array__ __bool__ __float__
+    __int__ __index__ __contains__ __repr__ __format__ __deepcopy__ __reduce_ex__
 """
 # All of these read the device, whatever their arguments.
 _FETCHES = {
