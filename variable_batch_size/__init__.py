@@ -28,9 +28,15 @@ from variable_batch_size.rule_optimizers import (
     PowerRuleOptimizer,
     RootRuleOptimizer,
 )
-from variable_batch_size.rules.rule import RULES, Rule, Scaled, power, rule_named
+from variable_batch_size.rules.rule import (
+    RULES,
+    Rule,
+    ScaledHyperparameters,
+    power,
+    rule_named,
+)
+from variable_batch_size.step.attached import Update
 from variable_batch_size.step.buffers import average_buffers
-from variable_batch_size.step.update import Update
 from variable_batch_size.traces.batch_trace import Trace, TraceError, TraceWarning
 
 __all__ = [
@@ -53,7 +59,7 @@ __all__ = [
     "Restored",
     "RootRuleOptimizer",
     "Rule",
-    "Scaled",
+    "ScaledHyperparameters",
     "Schedule",
     "SeededDataset",
     "Trace",

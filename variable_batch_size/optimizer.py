@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -11,30 +12,19 @@ from torch.optim import Optimizer
 
 import xla_replica
 from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.device_scalars import DeviceScalars, as_floats
 from variable_batch_size.gradient_noise.meter import NoiseMeter
 from variable_batch_size.gradient_noise.options import NoiseOptions, chosen_options
+from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.rules.rule import Rule, with_options
 from variable_batch_size.rules.scaling import Scaling
-from variable_batch_size.step.agreement import Agreement
+from variable_batch_size.step import checks
+from variable_batch_size.step.agreement import Agreement, hyperparameters
+from variable_batch_size.step.attached import Attached, Update
 from variable_batch_size.step.buffers import average_buffers
-from variable_batch_size.step.checks import (
-    check_groups,
-    check_numbers,
-    check_optimizer,
-    check_rule,
-    check_sampler,
-    check_step,
-)
-from variable_batch_size.step.device_scalars import Numbers, as_floats
-from variable_batch_size.step.elastic_state import ElasticState
-from variable_batch_size.step.proxy import OptimizerProxy
-from variable_batch_size.step.report import describe, lrs_to_come
-from variable_batch_size.step.step_gradients import StepGradients, parameters_of
-from variable_batch_size.step.steps import Steps
-from variable_batch_size.step.stop_vote import StopVote
-from variable_batch_size.step.update import Attached
-from variable_batch_size.step.update_graph import UpdateGraph
-from xla_replica import Replica
+from variable_batch_size.step.gradients import StepGradients
+from variable_batch_size.step.step_counter import StepCounter
+from xla_replica import Replica, ReplicaError
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +37,10 @@ class ElasticOptimizer(OptimizerProxy):
     step's number of minibatches, scales the learning rate and updates. The loss must
     be the mean over the minibatch.
 
-    The reference learning rate stays in ``param_groups``; the scaled one stands there
-    only while the inner optimizer runs. torch's LR schedulers and step hooks work on
-    the wrapper and on the inner optimizer alike; step hooks run once an update, around
-    the inner optimizer, when gradients are already summed.
+    ``param_groups`` holds the reference learning rate, and the scaled one only while
+    the inner optimizer runs. torch's LR schedulers and step hooks work on the wrapper
+    and on the inner optimizer alike; step hooks run once an update, around the inner
+    optimizer, when gradients are already summed.
 
     **Idle replicas.** A replica without a minibatch in a step runs no forward pass and
     adds nothing. It joins the update inside its previous `step` call, or in `set_epoch`
@@ -68,7 +58,7 @@ class ElasticOptimizer(OptimizerProxy):
     Args:
         optimizer: The optimizer to wrap, built after the model was moved to its device.
         sampler: The sampler that feeds this replica.
-        rule: How the learning rate follows the batch; a key of ``lr_rules.RULES``,
+        rule: How the learning rate follows the batch; a key of `RULES`,
             ``'power:ALPHA'``, or a `Rule`.
         ref_batchsize: Batch size at which the reference learning rate was tuned.
         log_steps: Log step, batch size and learning rate every so many updates.
@@ -85,7 +75,7 @@ class ElasticOptimizer(OptimizerProxy):
         ValueError, TypeError: An argument is out of range or of the wrong type.
     """
 
-    # For whoever would skip a step: `step` must be called after every backward pass.
+    # For code that would skip a step: `step` must be called after every backward pass.
     steps_by_itself = True
 
     def __init__(
@@ -108,32 +98,22 @@ class ElasticOptimizer(OptimizerProxy):
         self.ref_batchsize = ref_batchsize
         self.log_steps = log_steps
         self.max_grad_norm = max_grad_norm
-        check_optimizer(optimizer, self.rule)
-        check_sampler(sampler, self.replica)
-        check_numbers(
+        checks.check_optimizer(optimizer, self.rule)
+        checks.check_sampler(sampler, self.replica)
+        checks.check_numbers(
             self.rule, ref_batchsize, log_steps=log_steps, max_grad_norm=max_grad_norm
         )
         self._check_groups(optimizer.param_groups)
         super().__init__(optimizer)
-        self._last_lr: tuple[Any, ...] = self.get_lr()
-        numbers = Numbers(self.replica)
-        self._scaling = Scaling(self.rule, self.replica, numbers)
-        self._agreement = Agreement(self.replica, numbers)
-        self._stop_vote = StopVote(self.replica, numbers)
-        self.noise = self._make_meter(noise, numbers)
+        self._scalars = DeviceScalars(self.replica)
+        self._scaling = Scaling(self.rule, self.replica, self._scalars)
+        self._agreement = Agreement(self.replica, self._scalars)
+        self.noise = self._make_meter(noise)
         self._attached = Attached(self.noise)
-        self._gradients = gradients = StepGradients(optimizer, self.replica, self.noise)
-        self._steps = Steps(sampler.plan, self.replica, optimizer, gradients)
-        self._update_graph = UpdateGraph(
-            optimizer,
-            self.replica,
-            numbers,
-            self._scaling,
-            self._agreement,
-            self._stop_vote,
-            gradients,
-        )
-        gradients.take_in(parameters_of(optimizer))
+        self._gradients = StepGradients(optimizer, self.replica, self.noise)
+        self._counter = StepCounter(sampler.plan, self.replica.rank, announced=False)
+        self._num_minibatches_seen = 0  # since buffers were averaged
+        self._last_lr: tuple[Any, ...] = self.get_lr()
 
     # --- the training loop's calls --------------------------------------------------
 
@@ -147,10 +127,19 @@ class ElasticOptimizer(OptimizerProxy):
         Raises:
             ValueError: The epoch has no such step: `set_epoch` was forgotten, or the
                 loop ran more minibatches than the sampler yields.
-            ReplicaError: Going on would make replicas disagree.
+            ReplicaError: Replicas would disagree from here on.
         """
-        check_step(closure, getattr(self, "found_inf", None))
-        if not self._steps.end_minibatch(self.sampler.plan):
+        if closure is not None:
+            raise TypeError(
+                "step(closure) is not supported: call loss.backward() before step()"
+            )
+        if getattr(self, "found_inf", None) is not None:  # left by torch's GradScaler
+            raise TypeError(
+                "GradScaler is not supported: it would unscale gradients that are "
+                "accumulated, on each replica by itself. Train in bfloat16, which "
+                "needs no scaling"
+            )
+        if not self._end_minibatch():
             return 0
         self._update()
         return 1 + self._join_idle_steps()
@@ -166,9 +155,23 @@ class ElasticOptimizer(OptimizerProxy):
             TraceExhausted: The trace has ended and ``on_end='error'``.
             ReplicaError: The epoch under way has steps left, which other replicas take.
         """
-        if self._steps.stands_before(epoch):
-            return 0
-        self._steps.begin_epoch(self.sampler.plan_of(epoch))
+        counter = self._counter
+        if counter.announced and counter.plan.epoch == epoch:
+            if not counter.begun:
+                return 0  # a second call: idle steps are joined already
+            if counter.ended and self.replica.num_replicas > 1:
+                # One that idled all epoch takes the repetition for a second call.
+                raise ReplicaError(
+                    f"epoch {epoch} has been trained; another pass needs another "
+                    "number, on several replicas",
+                    self.replica.rank,
+                )
+        plan = self.sampler.plan_of(epoch)
+        if counter.begun and not counter.ended:
+            self._abandon_epoch()
+        self._counter = StepCounter(plan, self.replica.rank, announced=True)
+        self._gradients.refresh()
+        self._agreement.remember(self.param_groups)
         return self._join_idle_steps()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -185,7 +188,8 @@ class ElasticOptimizer(OptimizerProxy):
             every: A scheduler is stepped once every so many units.
 
         Raises:
-            TypeError: It is neither, or a scheduler whose step needs a metric.
+            TypeError: ``target`` is neither, or a scheduler whose step needs a metric,
+                or a function with a unit; or iterations are not measured.
             ValueError: ``unit`` or ``every`` is not allowed.
         """
         self._attached.add(target, unit, every)
@@ -204,8 +208,8 @@ class ElasticOptimizer(OptimizerProxy):
                 accelerator this is where it is found.
         """
         self._agreement.check()
-        average_buffers(model, self._steps.num_minibatches_seen, self.replica)
-        self._steps.num_minibatches_seen = 0
+        average_buffers(model, self._num_minibatches_seen, self.replica)
+        self._num_minibatches_seen = 0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group. Collective: its parameters become those of replica 0."""
@@ -217,34 +221,34 @@ class ElasticOptimizer(OptimizerProxy):
         unnamed = [p[1] if isinstance(p, tuple) else p for p in params]
         self._check_groups([{**self.defaults, **param_group, "params": unnamed}])
         super().add_param_group(param_group)
-        self._gradients.take_in(self.param_groups[-1]["params"])
+        self._gradients.add(self.param_groups[-1]["params"])
 
     # --- what can be asked ----------------------------------------------------------
 
     @property
     def epoch(self) -> int:
         """The epoch under way."""
-        return self._steps.counter.plan.epoch
+        return self._counter.plan.epoch
 
     def get_bs(self) -> int:
-        """Global batch size of the step under way; 0 at the end of the epoch."""
-        return self._steps.counter.batch_size
+        """Returns the global batch size of the step under way; 0 after the last."""
+        return self._counter.batch_size
 
     def asked_to_stop(self, look: bool = False) -> bool:
-        """Whether all replicas are to stop after the update that was made last.
+        """Returns whether all replicas stop after the update that was made last.
 
         Ask inside `attach`, where all replicas have made the same updates, as
         `Checkpointer` does. They agree without a collective or, unless ``look``, a
-        transfer of their own; see `variable_batch_size.step.stop_vote`.
+        transfer of their own; see `variable_batch_size.step.agreement`.
 
         Args:
             look: Every replica looks, at this update on all of them: finds a request
                 that has reached some replicas only.
         """
-        return self._stop_vote.agreed(look)
+        return self._agreement.stop_agreed(look)
 
     def current_lr(self) -> float:
-        """The effective learning rate of the step under way, of the first group.
+        """Returns the first group's effective learning rate in the step under way.
 
         At the end of an epoch: that of its last update.
         """
@@ -253,15 +257,22 @@ class ElasticOptimizer(OptimizerProxy):
     # --- what is saved --------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state, with reference learning rates, and under
-        ``"elastic"`` the sampler's, and what rule, noise meter and attached schedulers
-        have counted.
+        """Returns the inner optimizer's state, with reference learning rates.
 
-        That of the last update: minibatches accumulated since are not in it, and are
-        run again by whoever loads it. It loads into a plain torch optimizer too, and
-        does not depend on the number of replicas.
+        Under ``"elastic"`` it holds the sampler's state, and what rule, noise meter and
+        attached schedulers have counted. It is the state after the last update:
+        minibatches accumulated since are not in it, and are run again when it is
+        loaded. It loads into a plain torch optimizer too, and does not depend on the
+        number of replicas. Reads the device if noise is measured.
         """
-        elastic = self._elastic_state().state_dict()
+        elastic = {
+            "rule": self.rule.name,
+            "ref_batchsize": self.ref_batchsize,
+            "scaling": self._scaling.state_dict(),
+            "noise": self.noise.state_dict() if self.noise else None,
+            "schedules": self._attached.state_dict(),
+            "sampler": self.sampler.state_dict(),
+        }
         return {**super().state_dict(), "elastic": elastic}
 
     def load_state_dict(
@@ -271,62 +282,171 @@ class ElasticOptimizer(OptimizerProxy):
         place: bool = True,
         allow_changes: bool = False,
     ) -> None:
-        """Loads what `state_dict` gave, or the state of a plain torch optimizer.
+        """Loads what `state_dict` returned, or the state of a plain torch optimizer.
 
         The sampler is restored with it: begin the loop at ``sampler.epoch``.
         Schedulers may be attached before or after, in the same order as they were.
 
         Args:
             state_dict: On every replica.
-            place: Go on at the saved epoch and step. If False, only weights' states,
+            place: Continue at the saved epoch and step. If False, only weights' states,
                 schedulers and measurements are taken: for another training run.
             allow_changes: See `CustomSampler.load_state_dict`.
 
         Raises:
-            ValueError: It does not fit the parameter groups, or is of another rule or
-                a run on other samples.
+            ValueError: The state does not fit the parameter groups, or is of another
+                rule or a run on other samples.
         """
-        elastic, own = dict(state_dict.get("elastic", {})), self._elastic_state()
+        elastic = dict(state_dict.get("elastic", {}))
         if not place:
             elastic.pop("sampler", None)
-        own.check_state(elastic, allow_changes)
+        self._check_state(elastic, allow_changes)
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "elastic"})
-        own.load_state_dict(elastic, allow_changes)
-        if "sampler" in elastic:
-            self._steps.restart(self.sampler.plan)
+        self._scaling.load_state_dict(elastic.get("scaling", []))
+        if self.noise and elastic.get("noise"):
+            self.noise.load_state_dict(elastic["noise"])
+        self._attached.load_state_dict(elastic.get("schedules", []))
+        if "sampler" not in elastic:
+            return
+        self.sampler.load_state_dict(elastic["sampler"], allow_changes=allow_changes)
+        rank = self.replica.rank
+        self._counter = StepCounter(self.sampler.plan, rank, announced=False)
+        self._num_minibatches_seen = 0
+        self._gradients.discard()  # of minibatches without an update
+        self._agreement.allow_change()
 
-    # --- how ------------------------------------------------------------------------
+    def _check_state(self, elastic: dict[str, Any], allow_changes: bool) -> None:
+        """Raises ValueError unless the state can be loaded; changes nothing."""
+        if "sampler" in elastic:
+            self.sampler.check_state(elastic["sampler"], allow_changes)
+        if elastic.get("rule", self.rule.name) != self.rule.name:
+            raise ValueError(
+                f"the state is of rule {elastic['rule']!r}, and this optimizer has "
+                f"{self.rule.name!r}; to change rules, load state['state'] and "
+                "state['param_groups'] alone"
+            )
+        self._attached.check_state(elastic.get("schedules", []))
+        if not (self.noise and elastic.get("noise")):
+            return
+        if elastic["ref_batchsize"] != self.ref_batchsize:
+            raise ValueError(
+                f"the state's progress counts steps of {elastic['ref_batchsize']} "
+                f"samples, and this optimizer's ref_batchsize={self.ref_batchsize}"
+            )
+        self.noise.check_state(elastic["noise"])
+
+    # --- one minibatch, one update --------------------------------------------------
+
+    def _end_minibatch(self) -> bool:
+        """Takes in a minibatch whose backward pass has just run.
+
+        Returns:
+            Whether it was this replica's last of the step: an update is due.
+        """
+        counter = self._counter.follow(self.sampler.plan)
+        if counter is not self._counter:
+            self._agreement.allow_change()  # hyperparameters may change between epochs
+        self._counter = counter
+        self._gradients.accept(counter.cursor.substep)
+        self._agreement.check_unchanged(
+            self.inner.param_groups, counter.plan, counter.cursor
+        )
+        self._num_minibatches_seen += 1
+        is_last = counter.count_minibatch()
+        self.replica.sync()  # the minibatch graph ends here, on every replica alike
+        if not is_last:
+            self._agreement.remember(self.inner.param_groups)
+        return is_last
 
     def _join_idle_steps(self) -> int:
         """Takes part in the steps in which this replica has no minibatch."""
         joined = 0
-        while self._steps.begin_idle_step():
+        while self._counter.idle:
+            self._gradients.stand_in()
+            self.replica.sync()  # what the user left pending is no part of the update
             self._update()
             joined += 1
         return joined
 
     def _update(self) -> None:
-        counter = self._steps.counter
-        ratio = counter.batch_size / (self.ref_batchsize or 1)
-        update = self._update_graph.run(counter, ratio, self.max_grad_norm)
-        self._last_lr = update.lr
+        """Makes the update of the step under way, and runs what is attached.
+
+        If an exception ends the update, the step is lost and gradients are zero.
+        """
+        counter, plan = self._counter, self._counter.plan
+        batch_size, step = counter.batch_size, counter.counter.step
+        update = Update(
+            epoch=plan.epoch,
+            step=plan.first_step + step,
+            batch_size=batch_size,
+            minibatch_size=plan.minibatch_size,
+            lr=(),
+            idle=counter.idle,
+            ends_epoch=step + 1 == plan.num_steps,
+        )
+        try:
+            self._last_lr = self._update_weights(counter.num_minibatches, batch_size)
+        finally:
+            counter.next_step()  # whatever became of this update
+            self._gradients.discard()
+            self.replica.sync()
         self._opt_called = True  # what torch's schedulers look at before their step
-        self.sampler.commit(counter.cursor.epoch, counter.cursor.step)
-        self._attached.run(update)
-        self._steps.end_update()
+        self.sampler.commit(plan.epoch, step + 1)
+        self._attached.run(dataclasses.replace(update, lr=self._last_lr))
+        self._gradients.refresh()  # callbacks may have frozen or unfrozen parameters
+        self._agreement.remember(self.inner.param_groups)
         if self.log_steps and update.step % self.log_steps == 0:
-            self._agreement.check()
-            line = describe(update, self.noise, self.replica)
-            if self.replica.is_primary:
-                logger.info(line)
+            self._log(update)
+
+    def _update_weights(self, num_minibatches: int, batch_size: int) -> tuple[Any, ...]:
+        """Sums over replicas, divides, measures, clips, scales and steps.
+
+        It is one program on every replica, for every batch size.
+
+        Returns:
+            The effective learning rate of each parameter group.
+        """
+        # Changing numbers go to the device before the collective is traced.
+        groups = self.inner.param_groups
+        used = (*hyperparameters(groups), *self._scaling.state_dict())
+        ballots = self._agreement.ballots(used)
+        divisor = self._scalars.get("divisor", num_minibatches)
+        squares = []
+        if self.noise:
+            squares = self.noise.begin_update(num_minibatches, batch_size)
+        batch_ratio = batch_size / (self.ref_batchsize or 1)
+        with torch.no_grad():
+            step = self._scaling.prepare(self.inner, batch_ratio)
+            self._gradients.average_(divisor, *ballots, *squares)
+            self._agreement.count(*ballots)
+            factors = self.noise.update() if self.noise else None
+            if self.max_grad_norm is not None:
+                self._gradients.clip_(self.max_grad_norm)
+            return step(factors if self.rule.measured else None)
+
+    def _abandon_epoch(self) -> None:
+        """Gives up the rest of an epoch, where no other replica relies on it."""
+        plan = self._counter.plan
+        left = (
+            f"epoch {plan.epoch} is abandoned after {self._counter.cursor.step} of "
+            f"{plan.num_steps} steps"
+        )
+        if self.replica.num_replicas > 1:
+            raise ReplicaError(
+                f"{left}, and the other replicas would wait for this one: run every "
+                "minibatch of the sampler; to train less, shorten the trace",
+                self.replica.rank,
+            )
+        logger.warning(left)
+        self._gradients.discard()
+
+    # --- how ------------------------------------------------------------------------
 
     def _check_groups(self, groups: list[dict[str, Any]]) -> None:
-        check_groups(groups, self.replica)
-        check_rule(groups, self.rule, self.sampler.schedule, self.ref_batchsize)
+        checks.check_groups(groups, self.replica)
+        checks.check_rule(groups, self.rule, self.sampler.schedule, self.ref_batchsize)
 
-    def _make_meter(
-        self, noise: NoiseOptions | bool, numbers: Numbers
-    ) -> NoiseMeter | None:
+    def _make_meter(self, noise: NoiseOptions | bool) -> NoiseMeter | None:
         options = chosen_options(noise, self.rule.measured, self.ref_batchsize)
         if options is None:
             return None
@@ -335,23 +455,33 @@ class ElasticOptimizer(OptimizerProxy):
             self.sampler.minibatch_size,
             self.ref_batchsize,
             self.replica,
-            numbers,
+            self._scalars,
             options,
         )
 
-    def _elastic_state(self) -> ElasticState:
-        return ElasticState(
-            self.sampler,
-            self.rule,
-            self.ref_batchsize,
-            self._scaling,
-            self.noise,
-            self._attached,
-        )
-
     def _current_lrs(self) -> tuple[float, ...]:
-        counter = self._steps.counter
-        if counter.ended:
+        """Returns the effective learning rates of the step under way, or of the last.
+
+        Reads the device if the rule is measured.
+        """
+        if self._counter.ended:
             return as_floats(self._last_lr, self.replica)
-        lrs, batch_size = self.get_lr(), counter.batch_size
-        return lrs_to_come(lrs, self.rule, self.noise, batch_size, self.ref_batchsize)
+        lrs, batch_size = self.get_lr(), self._counter.batch_size
+        if self.rule.measured:
+            inputs = self.noise.lr_factors(batch_size)
+        else:
+            inputs = (batch_size / (self.ref_batchsize or 1),) * len(lrs)
+        return tuple(lr * self.rule.lr_factor(each) for lr, each in zip(lrs, inputs))
+
+    def _log(self, update: Update) -> None:
+        """Logs one line on replica 0; every replica reads its device."""
+        self._agreement.check()
+        lrs = ", ".join(f"{lr:.6g}" for lr in as_floats(self._last_lr, self.replica))
+        line = (
+            f"step {update.step}: batch size {update.batch_size}, learning rate {lrs}"
+        )
+        measured = self.noise.measure()._asdict() if self.noise else {}
+        for name, value in measured.items():
+            line += f", {name.replace('_', ' ')} {value:.6g}"
+        if self.replica.is_primary:
+            logger.info(line)

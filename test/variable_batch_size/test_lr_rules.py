@@ -108,8 +108,8 @@ def test_the_power_rule_holds_the_others():
         ),
         ("power", ValueError, "allowed are .* 'power:0.75'"),
         ("power:", ValueError, "'power:' is unknown"),
-        ("power:x", ValueError, "'x' is no finite number"),
-        ("power:nan", ValueError, "'nan' is no finite number"),
+        ("power:x", ValueError, "'x' is not a finite number"),
+        ("power:nan", ValueError, "'nan' is not a finite number"),
         (0.5, TypeError, "rule must be a name or a Rule, got 0.5"),
     ],
 )

@@ -157,8 +157,12 @@ def test_an_exception_before_an_idle_step_ends_training():
     [
         ({"rule": "lars"}, ValueError, "rule='lars' is unknown"),
         ({}, TypeError, "rule 'linear' needs ref_batchsize="),
-        ({"ref_batchsize": 0}, ValueError, "ref_batchsize must be > 0, got 0"),
-        ({"ref_batchsize": 32, "log_steps": -1}, ValueError, "log_steps must be > 0"),
+        (
+            {"ref_batchsize": 0},
+            ValueError,
+            "ref_batchsize must .* > 0, got 0",
+        ),
+        ({"ref_batchsize": 32, "log_steps": -1}, ValueError, "log_steps must be a fin"),
         ({"ref_batchsize": 32, "max_grad_norm": 0.0}, ValueError, "max_grad_norm must"),
         ({"ref_batchsize": 32, "clip": 1}, TypeError, "clip"),
         ({"ref_batchsize": 32, "sampler": [1]}, TypeError, "must be a CustomSampler"),

@@ -35,7 +35,7 @@ from variable_batch_size.checkpoint.stop_poll import poll_for_stop
 from variable_batch_size.checkpoint.stop_reason import agreed_request
 from variable_batch_size.data.schedule import TraceExhausted
 from variable_batch_size.optimizer import ElasticOptimizer
-from variable_batch_size.step.update import Update
+from variable_batch_size.step.attached import Update
 from xla_replica import Replica
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from variable_batch_size.step.device_scalars import as_positive
 from xla_replica import Replica
+from xla_replica.common.arguments import check_number
 
 
 class SaveTimes:
@@ -43,7 +43,7 @@ class SaveTimes:
                 f"every_updates must be an integer >= 1, got {every_updates!r}"
             )
         if every_minutes is not None:
-            every_minutes = as_positive("every_minutes", every_minutes)
+            every_minutes = check_number("every_minutes", every_minutes, above=0)
         self._replica = replica
         self._every_updates = every_updates
         self._seconds = None if every_minutes is None else 60 * every_minutes

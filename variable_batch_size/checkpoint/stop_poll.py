@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 import xla_replica
-from variable_batch_size.step.device_scalars import as_positive
+from xla_replica.common.arguments import check_number
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def poll_for_stop(
     if not callable(poll):
         raise TypeError(f"stop_poll must be a function, got {poll!r}")
     pause = threading.Event()
-    interval = as_positive("poll_seconds", seconds)
+    interval = check_number("poll_seconds", seconds, above=0)
 
     def ask() -> None:
         while not pause.wait(interval) and run() is not None:

@@ -1,4 +1,4 @@
-"""Measures gradient noise while training: the mutable shell of `gradient_noise`.
+"""Measures gradient noise while training: the mutable shell of the estimators.
 
 The squares of each minibatch's gradients are summed over replicas together with the
 gradients themselves, so the statistics cost no collective, no graph and no host round
@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 
-from variable_batch_size.gradient_noise import estimators as gradient_noise
-from variable_batch_size.gradient_noise.differences import (
-    GradientDifferences,
-)
+from variable_batch_size.device_scalars import DeviceScalars, dtype_for
+from variable_batch_size.gradient_noise import estimators
 from variable_batch_size.gradient_noise.options import Measurements, NoiseOptions
-from variable_batch_size.gradient_noise.progress import Progress
-from variable_batch_size.gradient_noise.squares import GradientSquares
-from variable_batch_size.step.device_scalars import Numbers, widest
+from variable_batch_size.gradient_noise.squares import (
+    GradientDifferences,
+    GradientSquares,
+)
 from xla_replica import Replica
 
 Groups = list[dict[str, Any]]
@@ -38,11 +37,12 @@ class NoiseMeter:
         ref_batchsize: The batch size that gains compare with; under
             ``compat='reference'`` they compare with one minibatch instead.
         replica: The replica whose gradients these are.
-        numbers: Uploads.
+        scalars: Uploads numbers.
         options: See `NoiseOptions`.
 
     Attributes:
-        dtype: Of all statistics: float64 where a parameter is, else float32.
+        dtype: The dtype of all statistics: float64 where a parameter has it, else
+            float32.
     """
 
     def __init__(
@@ -51,18 +51,21 @@ class NoiseMeter:
         minibatch_size: int,
         ref_batchsize: float,
         replica: Replica,
-        numbers: Numbers,
+        scalars: DeviceScalars,
         options: NoiseOptions,
     ) -> None:
         self.options = options
         self.minibatch_size = minibatch_size
         self.ref_batchsize = ref_batchsize
         self._replica = replica
-        self._numbers = numbers
+        self._scalars = scalars
+        # The batch size whose gain is one.
+        self._base = minibatch_size if options.compat else ref_batchsize
+        self._compares = options.single_minibatch == "difference"
         self._batch_size: float = ref_batchsize  # of the last update
-        self.dtype = widest(p for group in groups for p in group["params"])
+        self.dtype = dtype_for(p for group in groups for p in group["params"])
         self._gradients = GradientSquares(self.dtype, replica.device)
-        self._averages, self._squares = self._none(0), self._vector(0)
+        self._averages, self._squares = self._none(0), self._zeros(0)
         self._differences = GradientDifferences(
             self._gradients, minibatch_size, self._none(0)
         )
@@ -71,17 +74,17 @@ class NoiseMeter:
 
     # --- while training -------------------------------------------------------------
 
-    def watch(self, groups: Groups, behind_backward: bool = False) -> None:
-        """Sees the gradients of all trainable parameters from now on.
+    def watch(self, groups: Groups, after_backward: bool = False) -> None:
+        """Begins to see the gradients of all trainable parameters.
 
-        To be called whenever there are other ones. Where that is noticed behind the
-        first backward pass of a step, its squares are not all known, and the step does
-        not count: on no replica, since the sum over them is not finite.
+        Call this when the set of trainable parameters changes. Where that is noticed
+        after the first backward pass of a step, the step's squares are not all known,
+        and it does not count: on no replica, since the sum over them is not finite.
         """
         self._differences.forget()
         self._grow(len(groups) - len(self._squares))
         new = self._gradients.watch(groups)
-        if new and behind_backward:
+        if new and after_backward:
             self._squares.fill_(math.nan)
         if self._compares:
             self._differences.watch(new)
@@ -104,8 +107,8 @@ class NoiseMeter:
         """Uploads what changes from update to update, ahead of the collective.
 
         Args:
-            num_minibatches: Of the step, over all replicas.
-            batch_size: Of the step, in samples.
+            num_minibatches: The step's, over all replicas.
+            batch_size: The step's, in samples.
 
         Returns:
             What is to be summed over replicas together with the gradients: ``(G,)``.
@@ -115,32 +118,32 @@ class NoiseMeter:
         compared = self._differences.weight(num_minibatches, time_constant)
         ratio = batch_size / self._base
         values = {
-            "coefficients": gradient_noise.coefficients(
+            "coefficients": estimators.coefficients(
                 num_minibatches, self.minibatch_size
             ),
             "base": self._base,
             "ratio": ratio,
-            "weight": gradient_noise.weight_of(num_minibatches, time_constant),
+            "weight": estimators.weight_of(num_minibatches, time_constant),
             "weight of the difference": compared,
         }
         self._uploaded = {
-            name: self._numbers.get((name, "of the noise meter"), value, self.dtype)
+            name: self._scalars.get((name, "of the noise meter"), value, self.dtype)
             for name, value in values.items()
         }
         return [self._squares]
 
     def update(self) -> torch.Tensor:
-        """Takes in the step whose averaged gradients stand in ``.grad``.
+        """Takes in the step whose averaged gradients are in ``.grad``.
 
         Returns:
             ``(G,)``: what multiplies the learning rate of each parameter group.
         """
         before = self._statistics()
         mean_square = self._gradients.of_gradients()
-        new = gradient_noise.estimate(
+        new = estimators.estimate(
             self._squares, mean_square, self._uploaded["coefficients"]
         )
-        self._averages = gradient_noise.average(
+        self._averages = estimators.average(
             self._averages, new, self._uploaded["weight"]
         )
         if self._compares:
@@ -149,10 +152,10 @@ class NoiseMeter:
             )
         statistics = before if self.options.causal else self._statistics()
         ratio, base = self._uploaded["ratio"], self._uploaded["base"]
-        gain = gradient_noise.gain(gradient_noise.overall(statistics), ratio, base)
+        gain = estimators.gain(estimators.overall(statistics), ratio, base)
         self._progress.add(gain, self._batch_size / self._base)
         if self.options.per_group and len(self._squares) > 1:
-            gains = gradient_noise.gain(statistics, ratio, base)
+            gains = estimators.gain(statistics, ratio, base)
         else:
             gains = gain.expand(len(self._squares))
         return gains * self._lr_factor if self.options.compat else gains
@@ -187,12 +190,12 @@ class NoiseMeter:
         return self._progress.bounds
 
     def measure(self) -> Measurements:
-        """Everything at once, with a single read of the device."""
-        overall = gradient_noise.overall(gradient_noise.unbiased(self._read()))
+        """Returns everything at once, with a single read of the device."""
+        overall = estimators.overall(estimators.unbiased(self._read()))
         variance, square = overall[:2, 0].tolist()
         return Measurements(
             gain=self._gains_of(overall, None)[0],
-            noise_scale=gradient_noise.noise_scale(variance, square),
+            noise_scale=estimators.noise_scale(variance, square),
             efficiency=self._efficiency(overall, None),
             progress=self._progress.bounds[0],
             variance=variance,
@@ -200,40 +203,42 @@ class NoiseMeter:
         )
 
     def gain(self, batch_size: float | None = None) -> float:
-        """The overall gain of a batch size; default: that of the last update.
+        """Returns the overall gain of a batch size; default: that of the last update.
 
         Raises:
             ValueError: The batch size is not positive.
         """
-        return self._gains_of(gradient_noise.overall(self._read()), batch_size)[0]
+        return self._gains_of(estimators.overall(self._read()), batch_size)[0]
 
     def lr_factors(self, batch_size: float | None = None) -> tuple[float, ...]:
-        """What multiplies the learning rate of each parameter group."""
+        """Returns what multiplies the learning rate of each parameter group."""
         statistics = self._read()
         if not self.options.per_group:
-            together = gradient_noise.overall(statistics)
+            together = estimators.overall(statistics)
             statistics = together.expand(-1, len(self._squares))
         gains = self._gains_of(statistics, batch_size)
         return tuple(gain * self._lr_factor for gain in gains)
 
     def noise_scale(self) -> float:
-        """tr Sigma / |G|^2, in samples; NaN where nothing is known."""
+        """Returns tr Sigma / |G|^2, in samples; NaN where nothing is known."""
         return self.measure().noise_scale
 
     def efficiency(self, batch_size: float | None = None) -> float:
-        """Progress per sample against the reference; default: of the last batch.
+        """Returns progress per sample against the reference; NaN if nothing is known.
 
-        NaN where nothing is known.
+        Args:
+            batch_size: Default: that of the last update.
         """
-        return self._efficiency(gradient_noise.overall(self._read()), batch_size)
+        return self._efficiency(estimators.overall(self._read()), batch_size)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Averages and progress, on the CPU: a few numbers per parameter group."""
+        """Returns averages and progress, on the CPU: a few numbers per group."""
         tensors = [self._averages, self._differences.averages]
         tensors += [self._progress.whole, self._progress.fraction]
         sizes = torch.tensor([self._batch_size, self._base], dtype=torch.float64)
         state = dict(zip(_STATE, [*self._replica.fetch(tensors), *sizes.split(1)]))
-        # Whoever loads it knows the progress: then so should the run that goes on.
+        # A run that loads the state knows its progress, and so must this one, so that
+        # both read the device at the same updates.
         self._progress.note(state["whole"], state["fraction"])
         return state
 
@@ -241,8 +246,8 @@ class NoiseMeter:
         """Raises ValueError unless `load_state_dict` can take ``state``."""
         if set(state) != set(_STATE):
             raise ValueError(
-                f"this is no state of a NoiseMeter: it has {sorted(state)}, expected "
-                f"are {sorted(_STATE)}"
+                f"this is not a state of a NoiseMeter: it has {sorted(state)}, "
+                f"expected are {sorted(_STATE)}"
             )
         num_groups = state["averages"].shape[-1]
         if num_groups != len(self._squares):
@@ -258,11 +263,10 @@ class NoiseMeter:
             )
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Takes what `state_dict` gave.
+        """Takes what `state_dict` returned.
 
         Raises:
-            ValueError: It is of other parameter groups, of gains over another batch
-                size, or no such state.
+            ValueError: See `check_state`.
         """
         self.check_state(state)
         device = self._replica.device
@@ -276,41 +280,32 @@ class NoiseMeter:
     # --- how ------------------------------------------------------------------------
 
     @property
-    def _base(self) -> float:
-        """The batch size whose gain is one."""
-        return self.minibatch_size if self.options.compat else self.ref_batchsize
-
-    @property
     def _lr_factor(self) -> float:
         """What multiplies a gain before it multiplies a learning rate."""
         return self._base / self.ref_batchsize
 
-    @property
-    def _compares(self) -> bool:
-        return self.options.single_minibatch == "difference"
-
     def _statistics(self) -> torch.Tensor:
         if not self._compares:
             return self._averages
-        return gradient_noise.best(self._averages, self._differences.averages)
+        return estimators.best(self._averages, self._differences.averages)
 
     def _read(self) -> torch.Tensor:
-        """``(3, G)``, on the CPU, in float64."""
+        """Returns the statistics on the CPU: ``(3, G)``, float64."""
         state = self.state_dict()
         averages, differences = state["averages"], state["differences"]
-        return gradient_noise.best(averages.double(), differences.double())
+        return estimators.best(averages.double(), differences.double())
 
     def _gains_of(
         self, statistics: torch.Tensor, batch_size: float | None
     ) -> list[float]:
         ratio = torch.tensor([self._ratio(batch_size)], dtype=statistics.dtype)
-        return gradient_noise.gain(statistics, ratio, self._base).tolist()
+        return estimators.gain(statistics, ratio, self._base).tolist()
 
     def _efficiency(self, overall: torch.Tensor, batch_size: float | None) -> float:
         if not (overall[:2] > 0).any():
             return math.nan
         gain = self._gains_of(overall, batch_size)[0]
-        return gradient_noise.efficiency(gain, self._ratio(batch_size))
+        return estimators.efficiency(gain, self._ratio(batch_size))
 
     def _ratio(self, batch_size: float | None) -> float:
         batch_size = self._batch_size if batch_size is None else batch_size
@@ -318,12 +313,11 @@ class NoiseMeter:
             raise ValueError(f"batch_size must be > 0, got {batch_size!r}")
         return batch_size / self._base
 
-    def _vector(self, length: int) -> torch.Tensor:
+    def _zeros(self, length: int) -> torch.Tensor:
         return torch.zeros(length, dtype=self.dtype, device=self._replica.device)
 
     def _none(self, num_groups: int) -> torch.Tensor:
-        device = self._replica.device
-        return gradient_noise.no_statistics(num_groups, self.dtype, device)
+        return estimators.no_statistics(num_groups, self.dtype, self._replica.device)
 
     def _grow(self, num_new: int) -> None:
         """Makes room for new parameter groups, of which nothing is known."""
@@ -335,5 +329,47 @@ class NoiseMeter:
 
         self._averages = grown(self._averages)
         self._differences.grow(grown(self._differences.averages), num_new)
-        self._squares = torch.cat([self._squares, self._vector(num_new)])
+        self._squares = torch.cat([self._squares, self._zeros(num_new)])
         self._replica.sync()  # zeros on the device, not in the first graph
+
+
+class Progress:
+    """The sum of gains, which stays on the device, and what the host knows of it.
+
+    Args:
+        replica: The replica whose device the gains are on.
+        dtype: The dtype of the gains.
+    """
+
+    def __init__(self, replica: Replica, dtype: torch.dtype) -> None:
+        self._replica = replica
+        # Whole steps and a fraction: one float would lose fractions as the sum grows.
+        self.whole = torch.zeros(1, dtype=torch.int64, device=replica.device)
+        self.fraction = torch.zeros(1, dtype=dtype, device=replica.device)
+        self.bounds = (0.0, 0.0)
+        self.last_read = 0.0
+
+    def add(self, gain: torch.Tensor, batch_ratio: float) -> None:
+        """Adds one update's gain, ``(1,)``, between 1 and the batch ratio."""
+        total = self.fraction + gain
+        whole = total.floor()
+        self.whole = self.whole + whole.to(torch.int64)
+        self.fraction = total - whole
+        low, high = self.bounds
+        self.bounds = (low + min(1.0, batch_ratio), high + max(1.0, batch_ratio))
+
+    def read(self) -> float:
+        """Returns the sum; reads the device."""
+        return self.note(*self._replica.fetch([self.whole, self.fraction]))
+
+    def note(self, whole: torch.Tensor, fraction: torch.Tensor) -> float:
+        """Takes what was read of `whole` and `fraction`; returns the sum."""
+        value = whole.item() + fraction.item()
+        self.bounds, self.last_read = (value, value), value
+        return value
+
+    def load(self, whole: torch.Tensor, fraction: torch.Tensor) -> None:
+        """Continues from what was read."""
+        self.note(whole, fraction)
+        self.whole = whole.to(self._replica.device)
+        self.fraction = fraction.to(self.fraction.dtype).to(self._replica.device)

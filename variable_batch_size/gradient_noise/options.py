@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import numbers
 from typing import NamedTuple
+
+from xla_replica.common.arguments import check_choice, check_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,7 +13,7 @@ class NoiseOptions:
     """How gradient noise is measured and used.
 
     Attributes:
-        time_constant: Of the moving averages, in minibatches.
+        time_constant: Time constant of the moving averages, in minibatches; > 0.
         single_minibatch: What a step of one minibatch, which has no variance to
             measure, does to the averages: ``'skip'`` leaves them as they are;
             ``'difference'`` compares it with the step before, until a step of several
@@ -29,7 +29,8 @@ class NoiseOptions:
             reference learning rate at the reference batch size.
 
     Raises:
-        ValueError: An option is none of these.
+        TypeError: ``time_constant`` is not a number.
+        ValueError: An option is not allowed.
     """
 
     time_constant: float = 1000.0
@@ -39,27 +40,15 @@ class NoiseOptions:
     compat: str | None = None
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.time_constant, numbers.Real)
-        if not (is_number and 0 < self.time_constant < math.inf):
-            raise ValueError(
-                "time_constant must be a positive number of minibatches, got "
-                f"{self.time_constant!r}"
-            )
-        for name, allowed in (
-            ("single_minibatch", ("skip", "difference")),
-            ("compat", (None, "reference")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r}; allowed are "
-                    f"{', '.join(map(repr, allowed))}"
-                )
+        check_number("time_constant", self.time_constant, above=0)
+        check_choice("single_minibatch", self.single_minibatch, ("skip", "difference"))
+        check_choice("compat", self.compat, (None, "reference"))
 
 
 def chosen_options(
     noise: NoiseOptions | bool, required: bool, ref_batchsize: float | None
 ) -> NoiseOptions | None:
-    """The options that ``noise=`` asks for; None where nothing is to be measured.
+    """Returns the options that ``noise=`` asks for; None if nothing is measured.
 
     Args:
         noise: What the user gave.
@@ -67,7 +56,8 @@ def chosen_options(
         ref_batchsize: What the user gave.
 
     Raises:
-        TypeError: It is no such thing, or there is no reference.
+        TypeError: ``noise`` is neither a bool nor `NoiseOptions`, or there is no
+            reference batch size.
     """
     if not isinstance(noise, (bool, NoiseOptions)):
         raise TypeError(f"noise must be a bool or NoiseOptions, got {noise!r}")
@@ -79,7 +69,7 @@ def chosen_options(
 
 
 class Measurements(NamedTuple):
-    """What is known of the gradients, over all parameter groups.
+    """What is known of the gradients of all parameter groups together.
 
     Attributes:
         gain: Steps at the reference batch size that one of the last batch size is

@@ -1,7 +1,8 @@
-"""Squared norms of every minibatch's gradients, without keeping a copy of them."""
+"""Squared norms of gradients: of every minibatch, and of successive steps."""
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,15 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from variable_batch_size.gradient_noise import estimators
+
 Groups = list[dict[str, Any]]
 
 
 class GradientSquares:
     """Sees every gradient inside the backward pass, before it is accumulated.
 
+    It keeps the squared norm of each, and no copy.
+
     Args:
-        dtype: What squares are added up in.
-        device: Where the parameters are.
+        dtype: The dtype that squares are added up in.
+        device: The device of the parameters.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -33,7 +38,7 @@ class GradientSquares:
         self._repeated = False
 
     def watch(self, groups: Groups) -> list[nn.Parameter]:
-        """Sees the gradients of all trainable parameters from now on.
+        """Begins to see the gradients of all trainable parameters.
 
         Returns:
             The parameters that were not known before.
@@ -50,8 +55,8 @@ class GradientSquares:
         return new
 
     def _hook(self, parameter: nn.Parameter) -> None:
-        # On the node, not the tensor: torch.autograd.grad does not run it, and hooks of
-        # the tensor have had their say.
+        # On the node, not the tensor: torch.autograd.grad does not run it, and it runs
+        # after the hooks of the tensor.
         node = torch.autograd.graph.get_gradient_edge(parameter).node
         node.register_prehook(_collector(weakref.ref(self), len(self._parameters)))
         self._nodes.append(node)
@@ -66,7 +71,7 @@ class GradientSquares:
         self._collected[index] = square(gradient, self.dtype)
 
     def take(self) -> torch.Tensor | None:
-        """``(G,)``: the squares of the minibatch, once; None if it had no gradients.
+        """Returns the minibatch's squares, ``(G,)``, once; None without gradients.
 
         Raises:
             ValueError: The minibatch had several backward passes.
@@ -83,7 +88,7 @@ class GradientSquares:
         return self.by_group(collected) if collected else None
 
     def drop_discarded(self) -> None:
-        """Forgets what no longer stands in ``.grad``."""
+        """Forgets gradients that are no longer in ``.grad``."""
         self._collected = {
             index: value
             for index, value in self._collected.items()
@@ -95,7 +100,7 @@ class GradientSquares:
         self._collected, self._repeated = {}, False
 
     def gradients(self) -> dict[int, torch.Tensor]:
-        """What stands in ``.grad``, by the parameter's index."""
+        """Returns what ``.grad`` holds now, by the parameter's index."""
         return {
             index: parameter.grad
             for index, parameter in enumerate(self._parameters)
@@ -103,12 +108,12 @@ class GradientSquares:
         }
 
     def of_gradients(self) -> torch.Tensor:
-        """``(G,)``: ||gradient||^2 of what stands in ``.grad``, by group."""
+        """Returns ||gradient||^2 of what ``.grad`` holds now, by group: ``(G,)``."""
         gradients = self.gradients().items()
         return self.by_group({i: square(g, self.dtype) for i, g in gradients})
 
     def by_group(self, numbers: dict[int, torch.Tensor]) -> torch.Tensor:
-        """``(G,)``: sums over each parameter group of 0-d tensors by index."""
+        """Returns the sums of 0-d tensors over each parameter group: ``(G,)``."""
         members: list[list[torch.Tensor]] = [[] for _ in range(self._num_groups)]
         for index in sorted(numbers):  # one order, whatever the backward pass's was
             members[self._group_of[index]].append(numbers[index])
@@ -120,8 +125,73 @@ class GradientSquares:
         return torch.cat([next(found) if each else nothing for each in members])
 
 
+class GradientDifferences:
+    """Compares each step of one minibatch with the one before; keeps a copy of it.
+
+    For runs of one minibatch a step, which have no variance within a step.
+
+    Args:
+        gradients: Finds the gradients.
+        minibatch_size: b, in samples.
+        averages: ``(3, G)``: statistics in which nothing is known.
+    """
+
+    def __init__(
+        self, gradients: GradientSquares, minibatch_size: int, averages: torch.Tensor
+    ) -> None:
+        self.averages = averages
+        self._gradients = gradients
+        self._minibatch_size = minibatch_size
+        self._previous: list[torch.Tensor] = []
+        self._previous_square = torch.zeros_like(averages[1])
+        self._previous_is_single = False
+
+    def forget(self) -> None:
+        """Compares with no step before, because it had other parameters."""
+        self._previous_is_single = False
+
+    def watch(self, new: Sequence[nn.Parameter]) -> None:
+        """Makes room for new parameters."""
+        self._previous += [torch.zeros_like(p).detach() for p in new]
+
+    def grow(self, averages: torch.Tensor, num_new: int) -> None:
+        """Makes room for new parameter groups, of which nothing is known."""
+        self.averages = averages
+        zeros = self._previous_square.new_zeros(num_new)
+        self._previous_square = torch.cat([self._previous_square, zeros])
+
+    def weight(self, num_minibatches: int, time_constant: float) -> float:
+        """Returns the coming step's weight: two single ones count as one minibatch."""
+        single = num_minibatches == 1
+        counts = single and self._previous_is_single
+        self._previous_is_single = single
+        return -math.expm1(-1 / time_constant) if counts else 0.0
+
+    def update(self, mean_square: torch.Tensor, weight: torch.Tensor) -> None:
+        """Takes in the step whose averaged gradients are in ``.grad``.
+
+        Args:
+            mean_square: ``(G,)``: their squared norms.
+            weight: ``(1,)``: what `weight` returned.
+        """
+        gradients = self._gradients.gradients()
+        product = self._gradients.by_group(
+            {
+                index: inner_product(gradient, self._previous[index], mean_square.dtype)
+                for index, gradient in gradients.items()
+            }
+        )
+        new = estimators.estimate_from_differences(
+            mean_square, self._previous_square, product, self._minibatch_size
+        )
+        self.averages = estimators.average(self.averages, new, weight)
+        self._previous_square = mean_square
+        for index, gradient in gradients.items():
+            self._previous[index].copy_(gradient)
+
+
 def square(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """||gradient||^2, 0-d, added up in ``dtype``."""
+    """Returns ||gradient||^2, 0-d, added up in ``dtype``."""
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
     return inner_product(gradient, gradient, dtype)
@@ -130,7 +200,7 @@ def square(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def inner_product(
     one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The real part of <one, other>, 0-d, added up in ``dtype``."""
+    """Returns the real part of <one, other>, 0-d, added up in ``dtype``."""
     if one.is_complex():
         one, other = torch.view_as_real(one), torch.view_as_real(other)
     # Not a dot product, which a TPU computes from bfloat16 factors; and not a norm,
@@ -141,7 +211,10 @@ def inner_product(
 def _collector(
     squares: weakref.ref[GradientSquares], index: int
 ) -> Callable[[Sequence[torch.Tensor | None]], None]:
-    """A hook that keeps nothing alive: the garbage collector cannot see into a node."""
+    """Returns a hook that keeps nothing alive.
+
+    The garbage collector cannot see what a node keeps.
+    """
 
     def hook(gradients: Sequence[torch.Tensor | None]) -> None:
         owner = squares()

@@ -20,7 +20,7 @@ Beta = Callable[[float, float], float]
 
 
 def sde_beta(beta: float, batch_ratio: float) -> float:
-    """1 - kappa (1 - beta): the SDE scaling rule (arXiv:2205.10287, Definition 5.2).
+    """Returns 1 - kappa (1 - beta): the SDE rule (arXiv:2205.10287, Definition 5.2).
 
     >>> round(sde_beta(0.999, 4.0), 6)
     0.996
@@ -29,7 +29,7 @@ def sde_beta(beta: float, batch_ratio: float) -> float:
         ValueError: kappa (1 - beta) >= 1, where nothing would be left of the average.
     """
     scaled = 1 - batch_ratio * (1 - beta)
-    if scaled < 1e-9:  # not 0: what rounds to it is no beta either
+    if scaled < 1e-9:  # not 0, to which a tiny beta would round
         raise ValueError(
             f"rule 'adam-root' at batch ratio {batch_ratio:g} would make beta={beta} "
             f"into {scaled:g}, which must be > 0: use rule 'adam-half-life' "
@@ -40,7 +40,7 @@ def sde_beta(beta: float, batch_ratio: float) -> float:
 
 
 def half_life_beta(beta: float, batch_ratio: float) -> float:
-    """beta ** kappa: the average's half-life stays the same number of samples.
+    """Returns beta ** kappa: the average's half-life stays the same number of samples.
 
     Equal to `sde_beta` to first order in 1 - beta, and valid at every batch ratio
     (Marek et al. 2025, arXiv:2507.07101, keep beta2's half-life in tokens).
@@ -58,9 +58,9 @@ class AdamState(NamedTuple):
         num_updates: Updates made.
         products: prod(beta1_t) and prod(beta2_t) over them; None if all had the betas
             of the next update.
-        pristine: Whether every batch ratio was one. As long as that is so the optimizer
-            stays torch's own to the last bit, with torch's bias correction, even where
-            a scheduler cycles betas.
+        pristine: Whether every batch ratio was one. So long the optimizer stays
+            torch's own to the last bit, with torch's bias correction, even where a
+            scheduler cycles betas.
     """
 
     num_updates: int
@@ -68,13 +68,11 @@ class AdamState(NamedTuple):
     pristine: bool = True
 
 
-class Handed(NamedTuple):
-    """What makes torch's Adam take the right step.
+class AdamStep(NamedTuple):
+    """The hyperparameters with which torch's Adam takes the right step.
 
     Attributes:
-        lr: Its learning rate.
-        betas: Its betas.
-        eps: Its epsilon.
+        lr, betas, eps: Those of the same names.
         decay_factor: Multiplies the weight decay of AdamW, which multiplies it by
             ``lr`` again.
     """
@@ -92,8 +90,8 @@ def update(
     betas: tuple[float, float],
     eps: float,
     state: AdamState,
-) -> tuple[Handed, AdamState]:
-    """One update's numbers, and the next state.
+) -> tuple[AdamStep, AdamState]:
+    """Returns the hyperparameters of one update, and the next state.
 
     The step wanted is lr / C1 * m / (sqrt(v / C2) + eps / sqrt(kappa)) with
     C = 1 - prod(beta_t); torch takes lr' / c1 * m / (sqrt(v / c2) + eps') with
@@ -116,12 +114,12 @@ def update(
     before = state.products or tuple(b ** (t - 1) for b in betas)
     products = (before[0] * scaled[0], before[1] * scaled[1])
     if state.pristine and batch_ratio == 1:
-        return Handed(lr, scaled, eps), AdamState(t, products)
+        return AdamStep(lr, scaled, eps), AdamState(t, products)
     wanted = [1 - product for product in products]
     torchs = [1 - b**t for b in scaled]
     k = math.sqrt(wanted[1] / torchs[1])
     adjustment = k * torchs[0] / wanted[0]
-    handed = Handed(
+    step = AdamStep(
         lr * adjustment, scaled, k * eps / math.sqrt(batch_ratio), 1 / adjustment
     )
-    return handed, AdamState(t, products, pristine=False)
+    return step, AdamState(t, products, pristine=False)

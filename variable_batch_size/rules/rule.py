@@ -2,7 +2,7 @@
 
 A rule is a pair of functions, `Rule.init` and `Rule.update`: from the hyperparameters
 of one parameter group, the step's batch ratio and the rule's state to what the
-optimizer is to use in this update, and the next state. Nothing here needs the wrapper.
+optimizer uses in this update, and the next state. Nothing here needs the wrapper.
 
 The batch ratio kappa is B / ref_batchsize: the step's global batch size over the one
 for which the hyperparameters were tuned.
@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from variable_batch_size.rules import adam as adam_rules
+from variable_batch_size.rules import adam
 from variable_batch_size.rules.adam import AdamState
 
 Factor = Callable[[float], float]
@@ -24,18 +24,18 @@ Factor = Callable[[float], float]
 HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay")
 
 
-class Scaled(NamedTuple):
+class ScaledHyperparameters(NamedTuple):
     """What one update uses in place of a group's hyperparameters.
 
     Attributes:
-        effective_lr: What the rule makes of the learning rate: the one to report.
-        lr: The one to hand to the optimizer. It differs from the effective one where
-            the factor is applied to the gradient, and where it carries what torch's
-            bias correction gets wrong.
-        weight_decay: To hand to the optimizer.
+        effective_lr: The scaled learning rate, to be reported.
+        lr: The learning rate that the optimizer gets. It differs from the effective
+            one where the factor is applied to the gradient, and where it carries what
+            torch's bias correction gets wrong.
+        weight_decay: The weight decay that the optimizer gets.
         gradient_factor: Multiplies gradient + weight_decay * weight, or None.
-        betas: To hand to the optimizer, or None: as they are.
-        eps: To hand to the optimizer, or None: as it is.
+        betas: The betas that the optimizer gets; None leaves them as they are.
+        eps: The epsilon that the optimizer gets; None leaves it as it is.
     """
 
     effective_lr: Any
@@ -50,11 +50,17 @@ class Scaled(NamedTuple):
 class Rule:
     """What a batch ratio does to the hyperparameters of one update.
 
+    Everything that is known of a rule is here. To add one, put it into `RULES`, or
+    give it to a wrapper as it is.
+
     Attributes:
-        name: What it is called in messages and, if registered, in `RULES`.
+        name: Names the rule in messages and states and, if registered, in `RULES`.
         lr_factor: From the batch ratio to what multiplies every learning rate.
         measured: ``lr_factor`` takes the gain, which is measured from the gradients, in
             place of the batch ratio: a tensor, where it must not be read.
+        needs_reference: The rule has no meaning without ``ref_batchsize``.
+        for_sgd: The rule is derived for steps that are proportional to the gradient,
+            as those of SGD are; a wrapper warns where they are not, as Adam's are not.
         beta: From (beta, batch ratio) to the beta of this update: for Adam alone, whose
             epsilon is then divided by sqrt(batch ratio) too.
         momentum_correction: The factor multiplies the gradient, weight decay included,
@@ -69,7 +75,9 @@ class Rule:
     name: str
     lr_factor: Factor
     measured: bool = False
-    beta: adam_rules.Beta | None = None
+    needs_reference: bool = True
+    for_sgd: bool = False
+    beta: adam.Beta | None = None
     momentum_correction: bool = False
     decay_per_sample: bool = False
 
@@ -81,7 +89,7 @@ class Rule:
             )
 
     def init(self, num_updates: int = 0) -> AdamState | None:
-        """The state of one parameter group before its first update.
+        """Returns the state of one parameter group before its first update.
 
         Args:
             num_updates: Updates that the inner optimizer has made already, all at
@@ -95,8 +103,8 @@ class Rule:
         hyperparameters: Mapping[str, Any],
         state: AdamState | None = None,
         gain: Any = None,
-    ) -> tuple[Scaled, AdamState | None]:
-        """What one update uses, and the next state.
+    ) -> tuple[ScaledHyperparameters, AdamState | None]:
+        """Returns what one update uses, and the next state.
 
         Args:
             batch_ratio: kappa.
@@ -114,11 +122,11 @@ class Rule:
         if self.decay_per_sample and not _is_zero(decay):
             decay = decay * (batch_ratio / factor)
         if self.beta is None:
-            scaled = Scaled(lr * factor, lr * factor, decay)
+            scaled = ScaledHyperparameters(lr * factor, lr * factor, decay)
             if self.momentum_correction:
                 scaled = scaled._replace(lr=lr, gradient_factor=factor)
             return scaled, state
-        handed, state = adam_rules.update(
+        step, state = adam.update(
             self.beta,
             batch_ratio,
             lr * factor,
@@ -126,22 +134,22 @@ class Rule:
             hyperparameters["eps"],
             self.init() if state is None else state,
         )
-        if hyperparameters.get("decoupled_weight_decay"):  # times the lr handed
-            decay *= handed.decay_factor
-        return (
-            Scaled(lr * factor, handed.lr, decay, None, handed.betas, handed.eps),
-            state,
+        if hyperparameters.get("decoupled_weight_decay"):  # times the lr handed over
+            decay *= step.decay_factor
+        scaled = ScaledHyperparameters(
+            lr * factor, step.lr, decay, betas=step.betas, eps=step.eps
         )
+        return scaled, state
 
 
 def constant(batch_ratio: float) -> float:
-    """1: the learning rate stays at its reference."""
+    """Returns 1: the learning rate stays at its reference."""
     del batch_ratio
     return 1.0
 
 
 def linear(batch_ratio: float) -> float:
-    """B / ref: the linear scaling rule (Goyal et al. 2017, arXiv:1706.02677, 2.1).
+    """Returns B / ref: the linear rule (Goyal et al. 2017, arXiv:1706.02677, 2.1).
 
     >>> linear(4.0)
     4.0
@@ -150,7 +158,7 @@ def linear(batch_ratio: float) -> float:
 
 
 def root(batch_ratio: float) -> float:
-    """sqrt(B / ref): the square root rule (Krizhevsky 2014, arXiv:1404.5997, 5).
+    """Returns sqrt(B / ref): the root rule (Krizhevsky 2014, arXiv:1404.5997, 5).
 
     >>> root(4.0)
     2.0
@@ -159,7 +167,7 @@ def root(batch_ratio: float) -> float:
 
 
 def power(alpha: float) -> Rule:
-    """The rule (B / ref) ** alpha: between constant (0) and linear (1).
+    """Returns the rule (B / ref) ** alpha: between constant (0) and linear (1).
 
     >>> power(0.5).lr_factor(4.0)
     2.0
@@ -175,25 +183,27 @@ def power(alpha: float) -> Rule:
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
-        Rule("constant", constant),
-        Rule("linear", linear),
+        Rule("constant", constant, needs_reference=False),
+        Rule("linear", linear, for_sgd=True),
         Rule("root", root),
-        Rule("linear-momentum", linear, momentum_correction=True),
+        Rule("linear-momentum", linear, for_sgd=True, momentum_correction=True),
         # The gain takes the place of the batch ratio (Johnson et al. 2020,
         # arXiv:2007.05105, Algorithm 1).
-        Rule("adascale", linear, measured=True),
-        Rule("adam-root", root, beta=adam_rules.sde_beta),
-        Rule("adam-half-life", root, beta=adam_rules.half_life_beta),
+        Rule("adascale", linear, for_sgd=True, measured=True),
+        Rule("adam-root", root, beta=adam.sde_beta),
+        Rule("adam-half-life", root, beta=adam.half_life_beta),
     )
 }
 
 
 def rule_named(rule: str | Rule) -> Rule:
-    """The rule called ``rule``: a key of `RULES`, or ``power:ALPHA``; or ``rule``.
+    """Returns the rule of that name: a key of `RULES`, or ``power:ALPHA``.
+
+    A `Rule` is returned as it is.
 
     Raises:
-        ValueError: There is none.
-        TypeError: It is neither a name nor a rule.
+        ValueError: There is no rule of that name.
+        TypeError: ``rule`` is neither a name nor a `Rule`.
     """
     if isinstance(rule, Rule):
         return rule
@@ -204,7 +214,9 @@ def rule_named(rule: str | Rule) -> Rule:
         try:
             return power(float(alpha))
         except ValueError as error:
-            raise ValueError(f"rule={rule!r}: {alpha!r} is no finite number") from error
+            raise ValueError(
+                f"rule={rule!r}: {alpha!r} is not a finite number"
+            ) from error
     if rule not in RULES:
         raise ValueError(
             f"rule={rule!r} is unknown; allowed are {sorted(RULES)} and 'power:ALPHA', "
@@ -216,7 +228,7 @@ def rule_named(rule: str | Rule) -> Rule:
 def with_options(
     rule: str | Rule, momentum_correction: bool, decay_per_sample: bool
 ) -> Rule:
-    """The rule with these options, where it does not have them already.
+    """Returns the rule with these options added to those that it has.
 
     Raises:
         TypeError: The rule changes betas, and a momentum correction was asked for.
@@ -230,5 +242,5 @@ def with_options(
 
 
 def _is_zero(number: Any) -> bool:
-    """Whether a Python number is zero; a tensor, which may not be read, never is."""
+    """Returns whether a Python number is 0; a tensor, which may not be read, is not."""
     return isinstance(number, (int, float)) and number == 0

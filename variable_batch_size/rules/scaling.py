@@ -3,85 +3,89 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from variable_batch_size.device_scalars import (
+    DeviceScalars,
+    TensorScalars,
+    dtype_for,
+    operand_for,
+)
 from variable_batch_size.rules.adam import AdamState
-from variable_batch_size.rules.rule import HYPERPARAMETERS, Rule, Scaled
-from variable_batch_size.rules.tensor_scalars import TensorScalars
-from variable_batch_size.step.accumulate import like_dimensions_of
-from variable_batch_size.step.device_scalars import Numbers, widest
+from variable_batch_size.rules.rule import (
+    HYPERPARAMETERS,
+    Rule,
+    ScaledHyperparameters,
+)
 from xla_replica import Replica
 
 Group = dict[str, Any]
 # From the gain, if the rule is measured, to a group's numbers and its next state.
-Finish = Callable[[Any], tuple[Scaled, AdamState | None]]
-Step = Callable[..., tuple[Any, ...]]
+Finish = Callable[[Any], tuple[ScaledHyperparameters, AdamState | None]]
+Step = Callable[[torch.Tensor | None], tuple[Any, ...]]
 _RESTORED = (*HYPERPARAMETERS, "foreach")
 
 
 class Scaling:
-    """A rule, and where each parameter group stands in it.
+    """A rule, and its state for each parameter group.
 
     Args:
         rule: The rule.
         replica: Where updates run.
-        numbers: Uploads.
+        scalars: Uploads the numbers.
     """
 
-    def __init__(self, rule: Rule, replica: Replica, numbers: Numbers) -> None:
-        self.rule = rule
+    def __init__(self, rule: Rule, replica: Replica, scalars: DeviceScalars) -> None:
+        self._rule = rule
         self._replica = replica
-        self._numbers = numbers
+        self._scalars = scalars
         self._states: list[AdamState | None] = []
         self._trained: list[list[int]] = []  # ids of parameters, by group
-        # A rule that is measured stays on the device, where reading is not free.
-        self._on_device = replica.is_lazy or (
-            rule.measured and replica.device.type != "cpu"
-        )
+        # A measured rule stays on the device where reading is not free.
+        self._on_device = replica.is_lazy or (rule.measured and not replica.is_host)
 
-    @contextlib.contextmanager
-    def applied(self, optimizer: Optimizer, batch_ratio: float) -> Iterator[Step]:
-        """Gives back what steps the optimizer; hyperparameters are always restored.
+    def prepare(self, optimizer: Optimizer, batch_ratio: float) -> Step:
+        """Returns the function that steps the optimizer.
 
-        Numbers are on the device when this is entered, so enter it before a collective
-        is traced.
+        Uploads the numbers, so call it before a collective is traced.
 
-        Yields:
-            A function to call when gradients are averaged, with the ``(G,)`` learning
-            rate factors if the rule is measured: it scales hyperparameters and
-            gradients, steps the optimizer, and returns the effective learning rate of
-            each group, a float or a tensor of shape ``(1,)``.
+        Returns:
+            To be called when gradients are averaged, with the ``(G,)`` learning rate
+            factors if the rule is measured. It scales hyperparameters and gradients,
+            steps the optimizer, restores the hyperparameters and returns the effective
+            learning rate of each group: a float, or a tensor of shape ``(1,)``. It
+            raises ValueError if a step hook changed a learning rate.
 
         Raises:
-            ValueError: A step hook changed a learning rate, or the rule has no meaning
-                at this batch ratio.
+            ValueError: The rule has no meaning at this batch ratio.
         """
         groups = optimizer.param_groups
         self._begin_states(optimizer)
-        if self.rule.beta:
+        if self._rule.beta:
             self._check_histories(optimizer)
         ready = [
-            self._prepare(index, group, batch_ratio)
+            self._prepare_group(index, group, batch_ratio)
             for index, group in enumerate(groups)
         ]
-        before = [{k: group[k] for k in _RESTORED if k in group} for group in groups]
 
-        def step(factors: torch.Tensor | None = None) -> tuple[Any, ...]:
+        def step(factors: torch.Tensor | None) -> tuple[Any, ...]:
             gains = self._by_group(factors, len(groups))
             outcomes = [finish(gain) for finish, gain in zip(ready, gains)]
-            with self._tensor_scalars():
-                for group, (scaled, _) in zip(groups, outcomes):
-                    self._hand_over(group, scaled)
-                handed = [group["lr"] for group in groups]
-                optimizer.step()
+            before = [{k: g[k] for k in _RESTORED if k in g} for g in groups]
+            try:
+                lrs = self._step(optimizer, [scaled for scaled, _ in outcomes])
+                changed = any(group["lr"] is not lr for group, lr in zip(groups, lrs))
+            finally:
+                for group, values in zip(groups, before):
+                    group.update(values)
             for index, (_, state) in enumerate(outcomes):
-                if not self.rule.beta or _trained(groups[index]):
+                if not self._rule.beta or _trained(groups[index]):
                     self._states[index] = state
-            if any(group["lr"] is not lr for group, lr in zip(groups, handed)):
+            if changed:
                 raise ValueError(
                     "a step hook changed the learning rate, which is the scaled one "
                     "while hooks run: use optimizer.attach(...), which runs after the "
@@ -89,18 +93,14 @@ class Scaling:
                 )
             return tuple(scaled.effective_lr for scaled, _ in outcomes)
 
-        try:
-            yield step
-        finally:
-            for group, values in zip(groups, before):
-                group.update(values)
+        return step
 
     def state_dict(self) -> list[Any]:
-        """Of each parameter group: None, or the numbers of an `AdamState`."""
+        """Returns, for each parameter group, None or the numbers of an `AdamState`."""
         return [None if state is None else list(state) for state in self._states]
 
     def load_state_dict(self, states: list[Any]) -> None:
-        """Takes what `state_dict` gave; an empty list forgets all history."""
+        """Takes what `state_dict` returned; an empty list forgets all history."""
         self._states = [
             None
             if state is None
@@ -112,19 +112,17 @@ class Scaling:
     # --- before the collective ------------------------------------------------------
 
     def _begin_states(self, optimizer: Optimizer) -> None:
-        """A new group's state: the inner optimizer may have made updates already."""
+        """Begins the states of new groups, which may have made updates already."""
         for group in optimizer.param_groups[len(self._states) :]:
-            steps = _steps(optimizer, group["params"]) if self.rule.beta else set()
-            self._states.append(self.rule.init(max(steps, default=0)))
+            steps = _steps(optimizer, group["params"]) if self._rule.beta else set()
+            self._states.append(self._rule.init(max(steps, default=0)))
 
     def _check_histories(self, optimizer: Optimizer) -> None:
-        """One learning rate cannot correct the bias of two histories.
+        """Raises ValueError if parameters of one group have made different updates.
 
-        Looks at the optimizer's own counters only when other parameters are trained
-        than in the update before.
-
-        Raises:
-            ValueError: Parameters of one group have made different numbers of updates.
+        One learning rate cannot correct the bias of two histories. Looks at the
+        optimizer's own counters only when other parameters are trained than in the
+        update before.
         """
         trained = [[id(p) for p in _trained(g)] for g in optimizer.param_groups]
         if trained == self._trained:
@@ -134,7 +132,7 @@ class Scaling:
             history = self._states[index].num_updates
             if steps and steps != {history}:
                 raise ValueError(
-                    f"rule {self.rule.name!r}: parameters of group {index} have made "
+                    f"rule {self._rule.name!r}: parameters of group {index} have made "
                     f"{sorted(steps)} updates and the group {history}, so their "
                     "averages need different bias corrections, which one group cannot "
                     "have: put parameters that begin to train later into a group of "
@@ -142,47 +140,57 @@ class Scaling:
                 )
         self._trained = trained
 
-    def _prepare(self, index: int, group: Group, batch_ratio: float) -> Finish:
-        """What is left to do when the gain is known; uploads what will be needed."""
-        dtype = widest(group["params"])
+    def _prepare_group(self, index: int, group: Group, batch_ratio: float) -> Finish:
+        """Returns what is left to do when the gain is known; uploads what it needs."""
+        dtype = dtype_for(group["params"])
 
         def upload(name: str, value: float) -> torch.Tensor:
-            return self._numbers.get((name, index), value, dtype)
+            return self._scalars.get((name, index), value, dtype)
 
         decay = group.get("weight_decay", 0.0)
-        if self.rule.measured:
+        if self._rule.measured:
             inputs = {**group}
             ratio: Any = batch_ratio
             if self._on_device:
                 inputs["lr"] = upload("lr", group["lr"])
-                if self.rule.decay_per_sample and decay:
+                if self._rule.decay_per_sample and decay:
                     inputs["weight_decay"] = upload("weight decay", decay)
                     ratio = upload("batch ratio", batch_ratio)
-            return lambda gain: self.rule.update(ratio, inputs, None, gain)
-        scaled, state = self.rule.update(batch_ratio, group, self._states[index])
+            return lambda gain: self._rule.update(ratio, inputs, None, gain)
+        scaled, state = self._rule.update(batch_ratio, group, self._states[index])
         if self._on_device:
             scaled = scaled._replace(lr=upload("lr", scaled.lr))
             if scaled.gradient_factor is not None:
                 factor = upload("gradient factor", scaled.gradient_factor)
                 scaled = scaled._replace(gradient_factor=factor)
-            if decay and (self.rule.decay_per_sample or self.rule.beta):
+            if decay and (self._rule.decay_per_sample or self._rule.beta):
                 decay = upload("weight decay", scaled.weight_decay)
                 scaled = scaled._replace(weight_decay=decay)
         return lambda gain: (scaled, state)
 
-    # --- behind it ------------------------------------------------------------------
+    # --- after it -------------------------------------------------------------------
 
     def _by_group(self, factors: torch.Tensor | None, num_groups: int) -> list[Any]:
         if factors is None:
             return [None] * num_groups
         return list(factors.split(1)) if self._on_device else factors.tolist()
 
-    def _tensor_scalars(self) -> contextlib.AbstractContextManager[Any]:
-        if not self._on_device:
-            return contextlib.nullcontext()
-        return TensorScalars(self._replica.scalar if self._replica.is_lazy else None)
+    def _step(
+        self, optimizer: Optimizer, scaled: list[ScaledHyperparameters]
+    ) -> list[Any]:
+        """Steps the optimizer; returns the learning rates that it was handed."""
+        mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self._on_device:
+            upload = self._replica.scalar if self._replica.is_lazy else None
+            mode = TensorScalars(upload)
+        with mode:
+            for group, numbers in zip(optimizer.param_groups, scaled):
+                self._hand_over(group, numbers)
+            lrs = [group["lr"] for group in optimizer.param_groups]
+            optimizer.step()
+        return lrs
 
-    def _hand_over(self, group: Group, scaled: Scaled) -> None:
+    def _hand_over(self, group: Group, scaled: ScaledHyperparameters) -> None:
         """Writes the numbers into the group; does what torch cannot do with them."""
         group["lr"] = scaled.lr
         if scaled.betas is not None:
@@ -198,31 +206,31 @@ class Scaling:
             return
         if group.get("decoupled_weight_decay"):
             for parameter in _trained(group):
-                parameter.mul_(like_dimensions_of(parameter, 1 - scaled.lr * decay))
+                parameter.mul_(operand_for(parameter, 1 - scaled.lr * decay))
         else:
             _scale_gradients(group, decay, scaled.gradient_factor)
         group["weight_decay"] = 0.0
 
 
 def _scale_gradients(group: Group, decay: Any, factor: Any) -> None:
-    """gradient = factor * (gradient + decay * weight)."""
+    """Makes every gradient factor * (gradient + decay * weight), in place."""
     decays = isinstance(decay, torch.Tensor) or decay != 0
     if group.get("maximize"):
         decay = -decay
     for parameter in _trained(group):
         gradient = parameter.grad
         if isinstance(decay, torch.Tensor):
-            gradient.add_(parameter * like_dimensions_of(parameter, decay))
+            gradient.add_(parameter * operand_for(parameter, decay))
         elif decays:
             gradient.add_(parameter, alpha=decay)
         if isinstance(factor, torch.Tensor):
-            gradient.mul_(like_dimensions_of(gradient, factor))
+            gradient.mul_(operand_for(gradient, factor))
         elif factor is not None:
             gradient.mul_(factor)
 
 
 def _steps(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> set[int]:
-    """Numbers of updates that the parameters have made."""
+    """Returns the numbers of updates that the parameters have made."""
     return {
         int(optimizer.state.get(parameter, {}).get("step", 0))
         for parameter in parameters

@@ -1,9 +1,11 @@
-"""Proof that all replicas use the same learning rates, at the price of one number.
+"""Whether replicas agree: on their hyperparameters, and on when to stop.
 
 A replica's loop body does not run once per update (see `ElasticOptimizer`), so a
 learning rate that it changes may drift from its peers' without anything to notice
-here. A hash of the hyperparameters therefore rides in the sum of the gradients: the sum
-is the number of replicas times the own hash, or replicas differ.
+here; and a signal reaches one process, or all of them at different moments, while a
+replica that stops alone leaves its peers waiting. So every replica adds two ballots to
+the sum of the gradients: a hash of its hyperparameters, and whether it was asked to
+stop. That costs no collective, and no transfer until somebody has to know.
 """
 
 from __future__ import annotations
@@ -13,47 +15,98 @@ from typing import Any
 
 import torch
 
-from variable_batch_size.step.device_scalars import Numbers
+import xla_replica
+from variable_batch_size.data.schedule import Cursor, EpochPlan
+from variable_batch_size.device_scalars import DeviceScalars
 from xla_replica import Replica, ReplicaError
+
+Groups = list[dict[str, Any]]
 
 # float32 holds integers below this exactly, in whatever order they are summed.
 _EXACT = 2**24
 
 
 class Agreement:
-    """Collects, on the device, whether replicas have ever differed.
+    """Watches hyperparameters, casts ballots and counts them.
+
+    Sums of ballots stay on the device until somebody asks. Hashes agree if their sum is
+    the number of replicas times the own one.
 
     Args:
         replica: The replica that the caller runs in.
-        numbers: Uploads.
+        scalars: Uploads the ballots.
     """
 
-    def __init__(self, replica: Replica, numbers: Numbers) -> None:
+    def __init__(self, replica: Replica, scalars: DeviceScalars) -> None:
         self._replica = replica
-        self._numbers = numbers
+        self._scalars = scalars
+        self._remembered: tuple[Any, ...] | None = None
         self._modulus = _EXACT // replica.num_replicas
         self._difference = torch.zeros(1, device=replica.device)
         self._expected = 0
+        self._asked = False
+        self._votes: torch.Tensor | None = None
 
-    def ballot(self, hyperparameters: tuple[Any, ...]) -> torch.Tensor:
-        """``(1,)`` float32, to be summed over replicas together with the gradients."""
-        own = zlib.crc32(repr(hyperparameters).encode()) % self._modulus
+    # --- before the sum -------------------------------------------------------------
+
+    def remember(self, groups: Groups) -> None:
+        """Takes note of the hyperparameters that `check_unchanged` compares with."""
+        self._remembered = hyperparameters(groups)
+
+    def allow_change(self) -> None:
+        """Lets the next `check_unchanged` pass."""
+        self._remembered = None
+
+    def check_unchanged(self, groups: Groups, plan: EpochPlan, cursor: Cursor) -> None:
+        """Raises ReplicaError if a change just now was not seen by all replicas.
+
+        Replicas run the user's loop body different numbers of times: once per
+        minibatch, and not at all in steps in which they are idle. What looks right
+        from here and is not, the ballots find.
+        """
+        if self._replica.num_replicas == 1 or self._remembered is None:
+            return
+        if self._remembered == hyperparameters(groups):
+            return
+        if cursor.substep:
+            where = f"within step {cursor.step}"
+            why = "replicas may accumulate different numbers of minibatches"
+        elif plan.has_idle_replicas:
+            where = "between two updates"
+            why = "idle replicas join updates without running your code"
+        else:
+            return
+        raise ReplicaError(
+            "the learning rate or another hyperparameter changed "
+            f"{where} of epoch {plan.epoch}. There {why}, so replicas would "
+            "use different values: call optimizer.attach(scheduler) once in place of "
+            "scheduler.step() in the loop, or change it between epochs, before "
+            "optimizer.set_epoch",
+            self._replica.rank,
+        )
+
+    def ballots(self, used: tuple[Any, ...]) -> list[torch.Tensor]:
+        """Returns what is to be summed with the gradients: two of ``(1,)`` float32."""
+        own = zlib.crc32(repr(used).encode()) % self._modulus
         self._expected = own * self._replica.num_replicas
-        return self._numbers.get("ballot", own).clone()
+        self._asked = xla_replica.stop_requested() is not None
+        return [
+            self._scalars.get("ballot", own).clone(),
+            self._scalars.get("stop", float(self._asked)).clone(),
+        ]
 
-    def count(self, summed: torch.Tensor) -> None:
-        """Notes the outcome; reads it at once where reading is free."""
-        expected = self._numbers.get("expected ballots", self._expected)
-        self._difference.add_((summed - expected).abs())
-        if self._replica.device.type == "cpu":
+    # --- after it -------------------------------------------------------------------
+
+    def count(self, hashes: torch.Tensor, votes: torch.Tensor) -> None:
+        """Takes in the sums of `ballots`; where reading is free it checks at once."""
+        expected = self._scalars.get("expected ballots", self._expected)
+        self._difference.add_((hashes - expected).abs())
+        self._votes = votes
+        if self._replica.is_host:
             self.check()
 
     def check(self) -> None:
-        """Reads the device back.
-
-        Raises:
-            ReplicaError: Replicas have used different hyperparameters.
-        """
+        """Raises ReplicaError if hyperparameters ever differed; reads the device."""
         if self._replica.fetch([self._difference])[0].item() == 0:
             return
         raise ReplicaError(
@@ -64,3 +117,31 @@ class Agreement:
             "epochs",
             self._replica.rank,
         )
+
+    def stop_agreed(self, look: bool) -> bool:
+        """Returns whether all replicas stop after the update that was counted last.
+
+        A replica reads the sum only if it was asked itself: replicas that were all
+        asked find the same sum, their number, at the same update. Where only some were
+        asked, an update at which everybody looks finds them.
+
+        Args:
+            look: Whether every replica looks at this update, also one that was not
+                asked; the same on all of them. Reads the device. On a CPU, where
+                reading is free, everybody always does.
+        """
+        everybody = look or self._replica.is_host
+        if self._votes is None or not (self._asked or everybody):
+            return False
+        votes = self._replica.fetch([self._votes])[0].item()
+        return votes > 0 if everybody else votes == self._replica.num_replicas
+
+
+def hyperparameters(groups: list[dict[str, Any]]) -> tuple[Any, ...]:
+    """Returns the name and value of every number in the parameter groups."""
+    return tuple(
+        (name, value)
+        for group in groups
+        for name, value in group.items()
+        if isinstance(value, (int, float, tuple))
+    )

@@ -204,10 +204,14 @@ def test_states_wait_for_their_schedulers_and_know_them():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (("minutes",), ValueError, "'minutes'; allowed are updates, samples, epochs"),
-        (("samples", 0), ValueError, "every must be a positive number, got 0"),
-        (("samples", math.inf), ValueError, "every must be a positive number, got inf"),
-        (("samples", "9"), ValueError, "every must be a positive number, got '9'"),
+        (("minutes",), ValueError, "'updates', 'samples', 'epochs', .* got 'minutes'"),
+        (("samples", 0), ValueError, "every must be a finite number > 0, got 0"),
+        (
+            ("samples", math.inf),
+            ValueError,
+            "every must be a finite number > 0, got in",
+        ),
+        (("samples", "9"), TypeError, "every must be a finite number > 0, got '9'"),
         (("iterations",), TypeError, "use AdaScaleOptimizer, or .* noise=True"),
     ],
 )

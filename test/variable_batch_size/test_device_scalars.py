@@ -1,12 +1,25 @@
-"""Optimizers take a tensor learning rate as they take a number, without reading it."""
+"""Numbers that change are uploaded once; optimizers take them as tensors, unread."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from support.elastic import OPTIMIZERS
+from support.wrapping import CPU
 
-from variable_batch_size.rules.tensor_scalars import TensorScalars
+from variable_batch_size.device_scalars import DeviceScalars, TensorScalars
+
+
+def test_numbers_are_uploaded_once_and_never_shared_between_uses():
+    """A tensor that two uses share would make another graph."""
+    scalars = DeviceScalars(CPU, capacity=3)
+    first = scalars.get("lr", 0.5)
+    assert first.shape == (1,)
+    assert scalars.get("lr", 0.5) is first
+    assert scalars.get("divisor", 0.5) is not first
+    assert scalars.get("lr", 0.5, torch.float64).dtype == torch.float64
+    scalars.get("lr", 0.25)
+    assert scalars.get("lr", 0.5) is not first  # the oldest made room
 
 
 def steps(name: str, as_tensor: bool) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""An optimizer that is another one to everything except `step`."""
+"""An optimizer that shares everything but `step` with the one it wraps."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch.optim import Optimizer
 
 
 def _of_inner(name: str) -> property:
-    """An attribute of the proxy that lives on the inner optimizer."""
+    """Returns an attribute of the proxy that lives on the inner optimizer."""
 
     def get(self: OptimizerProxy) -> Any:
         return getattr(self.inner, name)
 
     def set(self: OptimizerProxy, value: Any) -> None:
-        if not self._wrapping:  # torch's constructor begins with empty ones
+        if not self._wrapping:  # torch's constructor assigns empty ones
             setattr(self.inner, name, value)
 
     return property(get, set)
@@ -23,16 +23,26 @@ def _of_inner(name: str) -> property:
 class OptimizerProxy(Optimizer):
     """Shares groups, state and hooks with ``inner``, so torch's schedulers take it.
 
-    Properties, not copies: loading a state replaces the inner optimizer's groups. Step
-    hooks run around the inner optimizer's step, so once an update.
+    They are properties, not copies, because loading a state replaces the inner
+    optimizer's groups. Step hooks run around the inner optimizer's step, so once an
+    update.
+
+    Args:
+        inner: The optimizer to wrap.
     """
 
     param_groups = _of_inner("param_groups")
     state = _of_inner("state")
     defaults = _of_inner("defaults")
+    register_step_pre_hook = _of_inner("register_step_pre_hook")
+    register_step_post_hook = _of_inner("register_step_post_hook")
+    register_state_dict_pre_hook = _of_inner("register_state_dict_pre_hook")
+    register_state_dict_post_hook = _of_inner("register_state_dict_post_hook")
+    register_load_state_dict_pre_hook = _of_inner("register_load_state_dict_pre_hook")
+    register_load_state_dict_post_hook = _of_inner("register_load_state_dict_post_hook")
 
     # GradScaler then hands its scale to step(), which refuses it, instead of unscaling
-    # gradients behind its back.
+    # gradients before step() can know.
     _step_supports_amp_scaling = True
 
     def __init__(self, inner: Optimizer) -> None:
@@ -43,11 +53,11 @@ class OptimizerProxy(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the inner optimizer."""
-        if not self._wrapping:  # torch's constructor introduces the groups there are
+        if not self._wrapping:  # torch's constructor adds the groups there are
             self.inner.add_param_group(param_group)
 
     def get_lr(self) -> tuple[float, ...]:
-        """The reference learning rate of each parameter group."""
+        """Returns the reference learning rate of each parameter group."""
         return tuple(float(group["lr"]) for group in self.param_groups)
 
     def set_lr(self, values: tuple[float, ...]) -> None:
@@ -61,7 +71,7 @@ class OptimizerProxy(Optimizer):
             group["lr"] = value
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state, with reference learning rates."""
+        """Returns the inner optimizer's state, with reference learning rates."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -73,28 +83,6 @@ class OptimizerProxy(Optimizer):
             f"{type(self).__name__} cannot be copied or pickled, because it is bound "
             "to a running replica: save optimizer.state_dict() instead"
         )
-
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        return self.inner.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Any) -> Any:
-        return self.inner.register_step_post_hook(hook)
-
-    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        return self.inner.register_state_dict_pre_hook(hook, prepend)
-
-    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        return self.inner.register_state_dict_post_hook(hook, prepend)
-
-    def register_load_state_dict_pre_hook(
-        self, hook: Any, prepend: bool = False
-    ) -> Any:
-        return self.inner.register_load_state_dict_pre_hook(hook, prepend)
-
-    def register_load_state_dict_post_hook(
-        self, hook: Any, prepend: bool = False
-    ) -> Any:
-        return self.inner.register_load_state_dict_post_hook(hook, prepend)
 
     def _patch_step_function(self) -> None:
         # Torch would run global step hooks around every call of the proxy's step(),

@@ -11,7 +11,7 @@ import torch
 
 import xla_replica
 from variable_batch_size.checkpoint.stop_reason import agreed_request
-from variable_batch_size.step.stop_vote import StopVote
+from variable_batch_size.step.agreement import Agreement
 
 
 class Replicas:
@@ -23,12 +23,13 @@ class Replicas:
         self._rank = 0
         monkeypatch.setattr(xla_replica, "stop_requested", self._request)
         replica = types.SimpleNamespace(
-            device=types.SimpleNamespace(type=device),
+            device="cpu",
+            is_host=device == "cpu",
             num_replicas=num_replicas,
             fetch=self._fetch,
         )
-        numbers = types.SimpleNamespace(get=lambda use, value: torch.tensor([value]))
-        self._votes = [StopVote(replica, numbers) for _ in range(num_replicas)]
+        scalars = types.SimpleNamespace(get=lambda use, value: torch.tensor([value]))
+        self._agreements = [Agreement(replica, scalars) for _ in range(num_replicas)]
 
     def _request(self):
         asked = self._rank in self.asked
@@ -39,15 +40,15 @@ class Replicas:
         return tensors
 
     def update(self, look: bool = False) -> list[bool]:
-        """What every replica finds behind an update."""
+        """Returns what every replica finds after an update."""
         ballots = []
-        for rank, vote in enumerate(self._votes):
+        for rank, agreement in enumerate(self._agreements):
             self._rank = rank
-            ballots.append(vote.ballot())
-        total = sum(ballots)
-        for vote in self._votes:
-            vote.count(total.clone())
-        return [vote.agreed(look) for vote in self._votes]
+            ballots.append(agreement.ballots(("lr", 0.1)))
+        sums = [sum(each) for each in zip(*ballots)]
+        for agreement in self._agreements:
+            agreement.count(*(each.clone() for each in sums))
+        return [agreement.stop_agreed(look) for agreement in self._agreements]
 
 
 @pytest.mark.parametrize("device", ["xla", "cuda"])

@@ -1,0 +1,145 @@
+"""Numbers that change from step to step, as tensors on the device.
+
+`DeviceScalars` uploads them, `TensorScalars` lets torch's optimizers compute with them,
+`as_floats` reads them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from xla_replica import Replica
+
+Tensor = torch.Tensor
+
+
+class DeviceScalars:
+    """Changing numbers on the device, each uploaded once per value and use.
+
+    Two uses never share a tensor: where their values happened to be equal, a lazy
+    backend would compile another program.
+
+    Args:
+        replica: The replica whose device the numbers go to.
+        capacity: How many values are kept. Beyond it the oldest is dropped, and is
+            uploaded again when it returns.
+    """
+
+    def __init__(self, replica: Replica, capacity: int = 1024) -> None:
+        self._replica = replica
+        self._capacity = capacity
+        self._kept: dict[tuple[object, ...], Tensor] = {}
+
+    def get(
+        self,
+        use: object,
+        value: float | tuple[tuple[float, ...], ...],
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """Returns a number, of shape ``(1,)``, or a matrix; do not change it."""
+        key = (use, value, dtype)
+        if key not in self._kept:
+            if len(self._kept) >= self._capacity:
+                del self._kept[next(iter(self._kept))]
+            if isinstance(value, tuple):
+                tensor = self._replica.send(torch.tensor(value, dtype=dtype))
+            else:
+                tensor = self._replica.scalar(value, dtype)
+            self._kept[key] = tensor
+        return self._kept[key]
+
+
+def dtype_for(parameters: Iterable[Tensor]) -> torch.dtype:
+    """Returns what dtype numbers need: float64 if a parameter has it, else float32."""
+    wide = any(parameter.dtype == torch.float64 for parameter in parameters)
+    return torch.float64 if wide else torch.float32
+
+
+def operand_for(tensor: Tensor, number: Tensor) -> Tensor:
+    """Returns ``number``, of shape ``(1,)``, as an operand that fits ``tensor``.
+
+    It loses its dimension only where the result would have one more than the tensor;
+    elsewhere it keeps it, and with it its precision beside a narrower dtype.
+    """
+    return number if tensor.dim() else number.reshape(())
+
+
+def as_floats(values: tuple[Any, ...], replica: Replica) -> tuple[float, ...]:
+    """Returns the values as floats; reads those that are tensors in one transfer."""
+    if any(isinstance(value, Tensor) for value in values):
+        return tuple(tensor.item() for tensor in replica.fetch(list(values)))
+    return values
+
+
+# Torch's optimizers hand the learning rate to operators as ``alpha=`` or ``value=``. A
+# tensor there is read back to the host, once per parameter and step; a Python number is
+# compiled into the program whenever it is 0, 1 or -1 or equals another one.
+_REWRITES: dict[Any, tuple[str, Callable[..., Tensor]]] = {
+    # Not addcmul: a lazy backend takes ten times as long to trace it.
+    Tensor.add_: ("alpha", lambda x, y, scalar: x.add_(y * scalar)),
+    Tensor.add: ("alpha", lambda x, y, scalar: x.add(y * scalar)),
+    torch.add: ("alpha", lambda x, y, scalar: x.add(y * scalar)),
+    Tensor.addcmul_: ("value", lambda x, y, z, scalar: x.addcmul_(y * scalar, z)),
+    Tensor.addcdiv_: ("value", lambda x, y, z, scalar: x.addcdiv_(y * scalar, z)),
+}
+
+
+class TensorScalars(TorchFunctionMode):
+    """A mode in which any torch optimizer takes its learning rate as a tensor.
+
+    Calls with a tensor as ``alpha=`` or ``value=`` become the equal ones with a tensor
+    operand. So does a division by a number: Adam's bias corrections change at every
+    step and become exactly one in the end, which would be another program.
+
+    Args:
+        upload: From a number and a dtype to a tensor of shape ``(1,)`` on the device;
+            divisors go through it. Default: they stay numbers.
+
+    >>> with TensorScalars():
+    ...     torch.ones(2).add_(torch.ones(2), alpha=torch.tensor(0.5))
+    tensor([1.5000, 1.5000])
+    """
+
+    def __init__(
+        self, upload: Callable[[float, torch.dtype], Tensor] | None = None
+    ) -> None:
+        super().__init__()
+        self._upload = upload
+        self._divisors: dict[tuple[float, torch.dtype, bool], Tensor] = {}
+        # Optimizers negate one learning rate again for every parameter.
+        self._negatives: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        del types
+        if not kwargs:
+            if func is Tensor.__neg__:
+                return self._negative(args[0])
+            if func is Tensor.div and self._upload and isinstance(args[1], float):
+                return func(args[0], self._divisor(args[0], args[1]))
+            return func(*args)
+        if func in _REWRITES:
+            name, rewritten = _REWRITES[func]
+            if isinstance(kwargs.get(name), Tensor):
+                kwargs = dict(kwargs)
+                return rewritten(*args, kwargs.pop(name), **kwargs)
+        return func(*args, **kwargs)
+
+    def _negative(self, number: Tensor) -> Tensor:
+        if number.dim():
+            return -number
+        if id(number) not in self._negatives:
+            # The number is kept too, so that its id is not given to another one.
+            self._negatives[id(number)] = (number, -number)
+        return self._negatives[id(number)][1]
+
+    def _divisor(self, tensor: Tensor, number: float) -> Tensor:
+        dtype = dtype_for([tensor])
+        # By use, too: two uses that are equal now and then must not share a tensor.
+        key = (number, dtype, tensor.dim() == 0)
+        if key not in self._divisors:
+            self._divisors[key] = self._upload(number, dtype)
+        return operand_for(tensor, self._divisors[key])

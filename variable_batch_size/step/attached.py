@@ -1,0 +1,218 @@
+"""What runs after an update: callbacks, and LR schedulers in any unit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from variable_batch_size.gradient_noise.meter import NoiseMeter
+from xla_replica.common.arguments import check_choice, check_number
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """One update of the weights, as attached callbacks see it.
+
+    Attributes:
+        epoch: Epoch of the update.
+        step: Steps since the beginning of training, from 0.
+        batch_size: Global batch size, in samples.
+        minibatch_size: Samples of each minibatch that it was dealt in.
+        lr: Effective learning rate of each parameter group. Where it is measured from
+            the gradients (AdaScale) on an accelerator, a tensor of shape ``(1,)``, so
+            ``float(lr[0])`` reads the device: do so on logging steps.
+        idle: Whether this replica had no minibatch in the step.
+        ends_epoch: Whether it is the last update of its epoch.
+    """
+
+    epoch: int
+    step: int
+    batch_size: int
+    minibatch_size: int
+    lr: tuple[Any, ...]
+    idle: bool
+    ends_epoch: bool
+
+
+# How much of each unit one update is; the noise meter counts the last one.
+UNITS: dict[str, Callable[[Update], int] | None] = {
+    "updates": lambda update: 1,
+    "samples": lambda update: update.batch_size,
+    "epochs": lambda update: int(update.ends_epoch),
+    "iterations": None,
+}
+
+
+class Attached:
+    """The callbacks and schedulers that run after every update, in order.
+
+    Args:
+        noise: Measures the progress that schedulers in iterations follow.
+    """
+
+    def __init__(self, noise: NoiseMeter | None) -> None:
+        self._noise = noise
+        self._callbacks: list[Callable[[Update], Any]] = []
+        self._waiting: list[dict[str, Any]] = []  # states of schedulers yet to come
+
+    def add(self, target: Any, unit: str, every: float) -> None:
+        """Adds what `ElasticOptimizer.attach` was given.
+
+        A scheduler takes the first loaded state that waits for one.
+
+        Raises:
+            TypeError, ValueError: See `ElasticOptimizer.attach`.
+        """
+        if isinstance(target, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise TypeError(
+                "attach: ReduceLROnPlateau needs a metric; step it at the end of an "
+                "epoch, or attach a function that does"
+            )
+        check_choice("attach: unit", unit, UNITS)
+        check_number("attach: every", every, above=0)
+        is_class = isinstance(target, type)
+        if hasattr(target, "get_last_lr") and not is_class:
+            self._add_scheduler(AttachedScheduler(target, unit, every, self._noise))
+        elif is_class or not callable(target):
+            raise TypeError(
+                f"attach: {target!r} is neither an LR scheduler nor a function"
+            )
+        elif (unit, every) != ("updates", 1):
+            raise TypeError(
+                "attach: unit= and every= are for LR schedulers; a function runs after "
+                "every update and can look at it"
+            )
+        else:
+            self._callbacks.append(target)
+
+    def _add_scheduler(self, scheduler: AttachedScheduler) -> None:
+        if any(getattr(each, "saves_updates", False) for each in self._callbacks):
+            raise ValueError(
+                "attach: a scheduler after a Checkpointer would be an update late in "
+                "what it saves; attach it before"
+            )
+        if self._waiting:
+            scheduler.load_state_dict(self._waiting[0])
+            del self._waiting[0]
+        self._callbacks.append(scheduler)
+
+    def run(self, update: Update) -> None:
+        """Calls them all, in the order in which they were attached."""
+        for callback in self._callbacks:
+            callback(update)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Returns the states of the schedulers, in order."""
+        return [each.state_dict() for each in self._schedulers()] + self._waiting
+
+    def check_state(self, states: list[dict[str, Any]]) -> None:
+        """Raises ValueError unless `load_state_dict` can take ``states``."""
+        for scheduler, state in zip(self._schedulers(), states):
+            scheduler.check_state(state)
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Takes what `state_dict` returned; states of schedulers to come wait for them.
+
+        A scheduler without a state begins at the progress that the noise meter has
+        just loaded.
+        """
+        schedulers = self._schedulers()
+        for scheduler, state in zip(schedulers, states):
+            scheduler.load_state_dict(state)
+        for scheduler in schedulers[len(states) :]:
+            scheduler.begin_here()
+        self._waiting = list(states[len(schedulers) :])
+
+    def _schedulers(self) -> list[AttachedScheduler]:
+        return [each for each in self._callbacks if isinstance(each, AttachedScheduler)]
+
+
+class AttachedScheduler:
+    """Steps an LR scheduler whenever training has come so many units further.
+
+    Args:
+        scheduler: A torch LR scheduler of the reference learning rate.
+        unit: A key of `UNITS`; ``iterations`` are scale-invariant ones, those of the
+            noise meter's `progress`. The device is read for them only where what the
+            host knows of the progress leaves open whether the scheduler is due.
+        every: Units per step of the scheduler. With a fraction it may be stepped
+            several times after one update.
+        noise: Measures progress.
+
+    Raises:
+        TypeError: Iterations are not measured.
+    """
+
+    def __init__(
+        self, scheduler: Any, unit: str, every: float, noise: NoiseMeter | None
+    ) -> None:
+        self._amount = UNITS[unit]
+        if self._amount is None and noise is None:
+            raise TypeError(
+                "attach: unit='iterations' counts measured gains: use "
+                "AdaScaleOptimizer, or another rule with noise=True"
+            )
+        self._scheduler = scheduler
+        self._unit = unit
+        self._every = every
+        self._noise = noise
+        self._begin = noise.progress if self._amount is None and noise else 0.0
+        self._done = 0.0  # units since it was attached; a lower bound of iterations
+        self._ticks = 0  # steps of the scheduler since then
+
+    def __call__(self, update: Update) -> None:
+        if self._amount is None:
+            self._done = self._iterations()
+        else:
+            self._done += self._amount(update)
+        due = math.floor(self._done / self._every)
+        while self._ticks < due:
+            self._scheduler.step()
+            self._ticks += 1
+
+    def _iterations(self) -> float:
+        assert self._noise is not None
+        low, high = (bound - self._begin for bound in self._noise.progress_bounds)
+        # The rounding of what the device has added up since it was last read.
+        slack = 1e-5 * (1 + high + self._begin - self._noise.last_read_progress)
+        sure = math.floor((low - slack) / self._every)
+        if sure == math.floor((high + slack) / self._every):
+            return max(low - slack, 0.0)
+        return self._noise.progress - self._begin
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns how far it has counted, and the scheduler's own state."""
+        return {
+            "scheduler": self._scheduler.state_dict(),
+            "unit": self._unit,
+            "every": self._every,
+            "done": self._done,
+            "ticks": self._ticks,
+            "begin": self._begin,
+        }
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raises ValueError if the state is that of a scheduler in another unit."""
+        if (state["unit"], state["every"]) != (self._unit, self._every):
+            raise ValueError(
+                f"the saved scheduler counted {state['unit']} by {state['every']}, and "
+                f"the one attached in its place counts {self._unit} by {self._every}: "
+                "attach the same schedulers in the same order"
+            )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` returned; see `check_state`."""
+        self.check_state(state)
+        if "scheduler" in state:
+            self._scheduler.load_state_dict(state["scheduler"])
+        self._done, self._ticks = state["done"], int(state["ticks"])
+        self._begin = state["begin"]
+
+    def begin_here(self) -> None:
+        """Continues to count from the meter's progress, which has just been loaded."""
+        if self._amount is None and self._noise is not None:
+            self._begin = self._noise.progress - self._done

@@ -1,0 +1,111 @@
+"""Counts one replica's minibatches, steps and epochs."""
+
+from __future__ import annotations
+
+from variable_batch_size.data.schedule import Cursor, EpochPlan
+from xla_replica import ReplicaError
+
+
+class StepCounter:
+    """Counts a replica's minibatches into steps, and steps into an epoch.
+
+    Args:
+        plan: The epoch's plan.
+        rank: The replica.
+        announced: Whether the user began the epoch with ``set_epoch``, which is where
+            replicas join the steps at its beginning in which they are idle.
+
+    Attributes:
+        cursor: Where in the epoch this replica is.
+        announced: See the argument; also true once the first minibatch has passed.
+        begun: Whether the replica has run a minibatch of this epoch.
+    """
+
+    def __init__(self, plan: EpochPlan, rank: int, announced: bool) -> None:
+        self.plan = plan
+        self.cursor = Cursor(plan.epoch, plan.start_step)
+        self.begun = False
+        self.announced = announced
+        self._rank = rank
+        self._num_substeps = plan.num_substeps(rank)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last step of the epoch is done."""
+        return self.cursor.step >= self.plan.num_steps
+
+    @property
+    def idle(self) -> bool:
+        """Whether this replica has no minibatch in the step under way."""
+        return not self.ended and bool(self._num_substeps[self.cursor.step] == 0)
+
+    @property
+    def num_minibatches(self) -> int:
+        """Minibatches of the step under way, over all replicas; 0 at the end."""
+        return 0 if self.ended else int(self.plan.num_minibatches[self.cursor.step])
+
+    @property
+    def batch_size(self) -> int:
+        """Global batch size of the step under way, in samples; 0 at the end."""
+        return self.num_minibatches * self.plan.minibatch_size
+
+    def count_minibatch(self) -> bool:
+        """Counts one; returns whether it was this replica's last of the step."""
+        self.begun = True
+        epoch, step, substep = self.cursor
+        self.cursor = Cursor(epoch, step, substep + 1)
+        return bool(substep + 1 == self._num_substeps[step])
+
+    def next_step(self) -> None:
+        """Counts the step under way as done."""
+        self.cursor = Cursor(self.cursor.epoch, self.cursor.step + 1)
+
+    def follow(self, plan: EpochPlan) -> StepCounter:
+        """Returns the counter for the next minibatch, whose sampler is at ``plan``.
+
+        That is this counter, or a new one for the sampler's epoch if this one's has
+        ended.
+
+        Raises:
+            ValueError: Sampler and optimizer are at different epochs, or the epoch has
+                no such step.
+            ReplicaError: The epoch begins with idle replicas and was not announced.
+        """
+        counter = self
+        if (plan.epoch, plan.start_step) != (self.plan.epoch, self.plan.start_step):
+            if not self.ended and (self.announced or self.begun):
+                raise ValueError(
+                    f"the optimizer is at step {self.cursor.step} of epoch "
+                    f"{self.plan.epoch} and the sampler at epoch {plan.epoch}: call "
+                    "set_epoch on both before every epoch, and restore both (the "
+                    "optimizer's load_state_dict does) before the first"
+                )
+            counter = StepCounter(plan, self._rank, announced=False)
+        if counter.ended:
+            raise ValueError(
+                f"step() after the last of the {plan.num_steps} steps of epoch "
+                f"{plan.epoch}: call set_epoch({plan.epoch + 1}) on sampler and "
+                "optimizer, and step() once per minibatch of the sampler"
+            )
+        counter._check_first_step()
+        if counter.idle:
+            raise ReplicaError(
+                f"replica {self._rank} is idle in step {counter.cursor.step} of epoch "
+                f"{plan.epoch} and has not joined it, because an earlier update or "
+                "callback raised an exception: resume from a checkpoint",
+                self._rank,
+            )
+        return counter
+
+    def _check_first_step(self) -> None:
+        plan = self.plan
+        first = plan.num_minibatches[plan.start_step]
+        if not self.announced and first < plan.num_replicas:
+            raise ReplicaError(
+                f"epoch {plan.epoch} begins with a step of {first} "
+                f"minibatches on {plan.num_replicas} replicas: call "
+                f"optimizer.set_epoch({plan.epoch}) before iterating, where idle "
+                "replicas join that step before their first forward pass",
+                self._rank,
+            )
+        self.announced = True
