@@ -374,7 +374,7 @@ class ElasticOptimizer(OptimizerProxy):
         If an exception ends the update, the step is lost and gradients are zero.
         """
         counter, plan = self._counter, self._counter.plan
-        batch_size, step = counter.batch_size, counter.counter.step
+        batch_size, step = counter.batch_size, counter.cursor.step
         update = Update(
             epoch=plan.epoch,
             step=plan.first_step + step,
