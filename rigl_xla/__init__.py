@@ -11,8 +11,8 @@ if pruner():
 from rigl_xla.contrib.google_costs import google_costs_of
 from rigl_xla.layers.snip import global_distribution, snip_scores
 from rigl_xla.layers.weights import Weight, weights_of
-from rigl_xla.report.cost_report import CostReport
-from rigl_xla.report.flops import (
+from rigl_xla.report.costs import (
+    CostReport,
     LayerCost,
     gradual_training_ratio,
     inference_flops,
@@ -32,7 +32,7 @@ from rigl_xla.semi_structured.conversion import (
 )
 from rigl_xla.semi_structured.kernels import Kernels
 from rigl_xla.topology.distribution import DISTRIBUTIONS, allocate
-from rigl_xla.topology.methods import METHODS, SCORES, Layer
+from rigl_xla.topology.methods import METHODS, SCORES, Layer, Method
 from rigl_xla.topology.update_schedule import ANNEALINGS, UpdateSchedule
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "Layer",
     "LayerCost",
     "LayerReport",
+    "Method",
     "Report",
     "RigLScheduler",
     "SemiStructuredReport",

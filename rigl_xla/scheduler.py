@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,24 +14,26 @@ from torch import nn
 from torch.optim import Optimizer
 
 import xla_replica
+from rigl_xla import state
 from rigl_xla.contrib.rigl_torch_names import RigLTorchNames
-from rigl_xla.layers.checks import check_devices, check_owner, check_steps, check_types
-from rigl_xla.layers.initial import first_layer_state, set_weights_
+from rigl_xla.layers.checks import (
+    check_bound,
+    check_devices,
+    check_owner,
+    check_steps,
+    holders,
+)
+from rigl_xla.layers.initial import INITIAL_WEIGHTS, first_layer_state
 from rigl_xla.layers.options import Options
 from rigl_xla.layers.sparse_layer import SparseLayer
-from rigl_xla.layers.weights import Selector, Weight, check_bound, holders, selectors
-from rigl_xla.report.flops import LayerCost
-from rigl_xla.report.report import Report, Snapshot, describe
-from rigl_xla.state import saved
+from rigl_xla.layers.weights import Selector
+from rigl_xla.report.costs import LayerCost
+from rigl_xla.report.report import Report, describe
+from rigl_xla.state import PrunerState
 from rigl_xla.topology.distribution import Distribution
 from rigl_xla.topology.methods import Score
 from rigl_xla.topology.update_schedule import UpdateSchedule
-from rigl_xla.update.collect import (
-    begin_,
-    collect_,
-    collects,
-    is_collecting,
-)
+from rigl_xla.update.collect import begin_, collect_, collects, is_collecting
 from rigl_xla.update.drift import check_equal
 from rigl_xla.update.topology_update import Moment, change_
 from xla_replica import Replica
@@ -52,18 +55,18 @@ class RigLScheduler(RigLTorchNames):
             optimizer.step()
 
     The step that changes the topology updates no weights, as in the paper. With
-    ``skip_step=False`` it does, the pruner counts the optimizer's steps by itself and
-    need not be called; this is the way inside wrappers that step on their own terms.
+    ``skip_step=False`` it does: the pruner then counts the optimizer's steps and need
+    not be called. Use it so inside wrappers that decide when to step.
 
     Gradients of inactive connections are zero from the backward pass on, so clipping
-    and reductions see sparse gradients; weights are masked behind every optimizer
-    step, by torch's own hooks. Inactive weights are exactly zero.
+    and reductions see sparse gradients. Torch's own hooks mask the weights after every
+    optimizer step: inactive weights are exactly zero.
 
-    **Replicas.** Masks are the same on all replicas: where connections begin and grow
-    at random depends on the seed and the parameter's name alone, and gradients are
-    summed over replicas before they are compared. That is one collective, in the steps
-    that an update collects; in them every replica must call the pruner. The model must
-    be equal on all replicas, see `check_replicas`.
+    **Replicas.** Masks are the same on all replicas: random masks and random growth
+    depend on nothing but the seed and the parameter's name, and gradients are summed
+    over replicas before they are compared. That is one collective, in the steps that
+    an update collects; in them every replica must call the pruner. The model must be
+    equal on all replicas, see `check_replicas`.
 
     **Devices.** Build it after the model was moved and the optimizer was built. A
     model that is moved later in place takes its masks along; one whose parameters are
@@ -82,13 +85,13 @@ class RigLScheduler(RigLTorchNames):
         alpha: Share of connections that the first update drops; shrinks to 0.
         static_topo: Never change the topology, whatever the method.
         grad_accumulation_n: Steps whose gradients score an update, 1 to ``delta``.
-        state_dict: What `state_dict` gave, or rigl-torch 0.5.2's did; see
+        state_dict: What `state_dict` returned, or rigl-torch 0.5.2's did; see
             `load_state_dict`.
         method: A key of `METHODS`.
         drop: Another score of active connections: a key of `SCORES`, or a function of
             a `Layer`. The lowest are dropped.
         grow: Another score of the others; the highest grow.
-        structure: A pattern that masks keep: ``'2:4'`` and the like, along input
+        structure: A pattern that masks keep: ``'N:M'``, such as ``'2:4'``, along input
             channels, or ``'constant-fan-in'``.
         initial_masks: ``'random'``, ``'magnitude'``, or scores by parameter name, of
             which the highest of each layer begin active: see `snip_scores`, and
@@ -103,10 +106,10 @@ class RigLScheduler(RigLTorchNames):
         dense_first: Keep the first weight dense; the first of the model, so none if
             that one is excluded. Default: for uniform distributions.
         annealing: How the drop fraction shrinks: a key of `ANNEALINGS`.
-        momentum: What SNFS keeps of its running mean of gradients at each step.
+        momentum: How much of its running mean of gradients SNFS keeps at each step.
         skip_step: Whether a topology update replaces the optimizer's step. Must be
             False with wrappers that have ``steps_by_itself``.
-        seed: Of initial masks and random growth.
+        seed: The seed of initial masks and random growth.
         replica: Default: the one the caller runs in.
 
     Raises:
@@ -121,53 +124,44 @@ class RigLScheduler(RigLTorchNames):
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        dense_allocation: float = 1,
-        T_end: int | None = None,
-        sparsity_distribution: str | Distribution = "uniform",
-        ignore_linear_layers: bool = True,
-        delta: int = 100,
-        alpha: float = 0.3,
-        static_topo: bool = False,
-        grad_accumulation_n: int = 1,
+        dense_allocation: float = Options.dense_allocation,
+        T_end: int | None = UpdateSchedule.T_end,
+        sparsity_distribution: str | Distribution = Options.sparsity_distribution,
+        ignore_linear_layers: bool = Options.ignore_linear_layers,
+        delta: int = UpdateSchedule.delta,
+        alpha: float = UpdateSchedule.alpha,
+        static_topo: bool = Options.static_topo,
+        grad_accumulation_n: int = UpdateSchedule.grad_accumulation_n,
         state_dict: Mapping[str, Any] | None = None,
         *,
-        method: str = "rigl",
-        drop: str | Score | None = None,
-        grow: str | Score | None = None,
-        structure: str | None = None,
-        initial_masks: str | Mapping[str, torch.Tensor] = "random",
-        initial_weights: str | None = None,
-        sparsities: Mapping[str, float] | None = None,
-        include: Selector | Iterable[Selector] = (),
-        exclude: Selector | Iterable[Selector] = (),
-        dense_first: bool | None = None,
-        annealing: str = "cosine",
-        momentum: float = 0.9,
-        skip_step: bool = True,
-        seed: int = 0,
+        method: str = Options.method,
+        drop: str | Score | None = Options.drop,
+        grow: str | Score | None = Options.grow,
+        structure: str | None = Options.structure,
+        initial_masks: str | Mapping[str, torch.Tensor] = Options.initial_masks,
+        initial_weights: str | None = Options.initial_weights,
+        sparsities: Mapping[str, float] | None = Options.sparsities,
+        include: Selector | Iterable[Selector] = Options.include,
+        exclude: Selector | Iterable[Selector] = Options.exclude,
+        dense_first: bool | None = Options.dense_first,
+        annealing: str = UpdateSchedule.annealing,
+        momentum: float = Options.momentum,
+        skip_step: bool = Options.skip_step,
+        seed: int = Options.seed,
         replica: Replica | None = None,
     ) -> None:
-        check_types(model, replica)
-        options = Options(
-            dense_allocation=dense_allocation,
-            sparsity_distribution=sparsity_distribution,
-            ignore_linear_layers=ignore_linear_layers,
-            static_topo=static_topo,
-            method=method,
-            drop=drop,
-            grow=grow,
-            structure=structure,
-            initial_masks=initial_masks,
-            initial_weights=initial_weights,
-            sparsities=sparsities,
-            include=tuple(selectors(include)),
-            exclude=tuple(selectors(exclude)),
-            dense_first=dense_first,
-            momentum=momentum,
-            skip_step=skip_step,
-            seed=seed,
-        )
-        schedule = UpdateSchedule(T_end, delta, alpha, grad_accumulation_n, annealing)
+        arguments = locals()
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"model is a {type(model).__name__}; it must be a torch module"
+            )
+        if not isinstance(replica, (Replica, type(None))):
+            raise TypeError(
+                f"replica is {replica!r}; it must be a xla_replica.Replica, such as "
+                "xla_replica.current() returns, or None for that one"
+            )
+        options = _made_of(Options, arguments)
+        schedule = _made_of(UpdateSchedule, arguments)
         self.model, self.optimizer = model, optimizer
         self.replica = xla_replica.current() if replica is None else replica
         self._layers: list[SparseLayer] = []
@@ -176,24 +170,24 @@ class RigLScheduler(RigLTorchNames):
         if state_dict is not None:
             self._restore(state_dict, options, schedule, {})
             return
-        options.check_schedule(schedule)
         weights, sparse = options.plan(model)
-        options.warn_of(schedule, stacklevel=2)
+        options.check_schedule(schedule, stacklevel=2)
         layers = [
             first_layer_state(weight, sparse[weight.name], options)
             for weight in weights
             if sparse[weight.name] > 0
         ]
-        self._adopt(weights, layers, options, schedule)
+        self._adopt(PrunerState(weights, layers, options, schedule))
         if initial_weights is not None:
-            for layer in layers:
-                set_weights_(layer, initial_weights, seed)
+            with torch.no_grad():
+                for layer in layers:
+                    layer.data.copy_(INITIAL_WEIGHTS[initial_weights](layer, seed))
             self.apply_mask_to_weights()
 
     # --- the training loop's calls --------------------------------------------------
 
     def __call__(self) -> bool:
-        """Ends a step; call it once behind the backward passes of each.
+        """Ends a step; call it once after the backward passes of each.
 
         Returns:
             Whether to step the optimizer: False if the topology was changed instead.
@@ -240,30 +234,18 @@ class RigLScheduler(RigLTorchNames):
     def report(
         self, costs: Mapping[str, LayerCost] | None = None, num_steps: int | None = None
     ) -> Report:
-        """Sparsity, churn, exploration, size and operations at this moment.
+        """Returns sparsity, churn, exploration, size and operations at this moment.
 
         Reads nothing; the device is read, once, when a value is asked for.
 
         Args:
-            costs: What `costs_of` found, for operations.
-            num_steps: Of the whole run: what gradual pruning costs depends on it.
+            costs: The result of `costs_of`, for operations.
+            num_steps: Steps of the whole run, which gradual pruning is charged by.
 
         Raises:
             ValueError: The costs are of another model.
         """
-        return Report(self._snapshot(), costs, num_steps)
-
-    def _snapshot(self) -> Snapshot:
-        return Snapshot(
-            self.step,
-            self.rigl_steps,
-            self.schedule,
-            self._method,
-            self.model,
-            self._weights,
-            self._layers,
-            self.replica,
-        )
+        return Report(self._state(), self.model, self.replica, costs, num_steps)
 
     def __str__(self) -> str:
         if self._method.gradual:
@@ -272,22 +254,18 @@ class RigLScheduler(RigLTorchNames):
             found = self.report().layers
             for layer in self._layers:
                 layer.num_active = found[layer.name].num_active
-        return describe(
-            self._snapshot(),
-            ignoring_linear_layers=self.ignore_linear_layers,
-            sparsity_distribution=self.sparsity_distribution,
-        )
+        return describe(self._state())
 
     def check_replicas(self) -> None:
         """Compares masks and sparse weights of all replicas; reads the device.
 
         Collective. Cheap enough for once an epoch: three numbers per layer travel, so
-        what it finds is a difference, not proof of equality. Found for sure, in layers
-        of fewer than 4.29e9 weights: one connection that is not active everywhere, or
-        has moved. Several can cancel, by a chance of about 1 in 2**32 if they are
-        random. Weights are compared by one sum in float64, in which each has a factor
-        of its own, and by where they are not finite: found are changed signs, places
-        and sizes, unless what changed is below the sum's rounding, 1e-16 of it. Other
+        it finds differences but does not prove equality. In layers of fewer than
+        4.29e9 weights it is sure to find one connection that is not active everywhere,
+        or has moved; several can cancel, by a chance of about 1 in 2**32 if they are
+        random. Weights are compared by one sum in float64, in which each has another
+        factor, and by where they are not finite: it finds changed signs, places and
+        sizes, unless the change is below the sum's rounding, 1e-16 of it. Other
         parameters, buffers and the optimizer's state are not compared. Replicas on
         devices of several kinds may sum in another order, and then differ.
 
@@ -299,24 +277,16 @@ class RigLScheduler(RigLTorchNames):
     # --- what is saved --------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps, schedule, masks (one bit per weight) and collected gradients.
+        """Returns steps, schedule, masks (one bit per weight) and collected gradients.
 
-        Plain types and CPU tensors of its own; loads with ``weights_only=True``. It
-        names no number of replicas. Call it between steps, not between a backward pass
-        and the call that ends its step.
+        Plain types and copies on the CPU; loads with ``weights_only=True``. It does
+        not depend on the number of replicas. Call it between steps, not between a
+        backward pass and the call that ends its step.
         """
-        return saved.state_of(
-            self._layers,
-            self.options,
-            self.schedule,
-            self.step,
-            self.rigl_steps,
-            self.replica,
-            self._is_collecting,
-        )
+        return state.to_dict(self._state(), self.replica, self._is_collecting)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **changes: Any) -> None:
-        """Loads what `state_dict` gave, or rigl-torch 0.5.2's did.
+        """Loads what `state_dict` returned, or rigl-torch 0.5.2's did.
 
         Steps, masks, seed and the schedule are the saved ones, and which weights are
         sparse follows from masks. ``method``, ``skip_step``, ``drop``, ``grow`` and
@@ -331,45 +301,45 @@ class RigLScheduler(RigLTorchNames):
 
         Raises:
             ValueError, TypeError: It does not fit the model, was made with other
-                options than this pruner's, or is no such state. Nothing has changed
+                options than this pruner's, or is not such a state. Nothing has changed
                 then.
         """
         self._restore(state_dict, self.options, self.schedule, changes)
 
     # --- how ------------------------------------------------------------------------
 
+    def _state(self) -> PrunerState:
+        return PrunerState(
+            self._weights,
+            self._layers,
+            self.options,
+            self.schedule,
+            self.step,
+            self.rigl_steps,
+        )
+
     def _restore(
         self,
-        state: Mapping[str, Any],
+        saved: Mapping[str, Any],
         options: Options,
         schedule: UpdateSchedule,
         changes: Mapping[str, Any],
     ) -> None:
-        found = saved.read(state, self.model, options, schedule, changes)
-        found.options.check_schedule(found.schedule)
-        found.options.warn_of(found.schedule, stacklevel=3)
-        self._adopt(**found._asdict())
+        found = state.from_dict(saved, self.model, options, schedule, changes)
+        found.options.check_schedule(found.schedule, stacklevel=3)
+        self._adopt(found)
 
-    def _adopt(
-        self,
-        weights: Sequence[Weight],
-        layers: Sequence[SparseLayer],
-        options: Options,
-        schedule: UpdateSchedule,
-        step: int = 0,
-        num_updates: int = 0,
-    ) -> None:
-        """Takes hold of the model, whose sparse weights are ``layers``."""
-        check_steps(self.optimizer, options.skip_step)
-        sparse = [layer.weight for layer in layers]
+    def _adopt(self, found: PrunerState) -> None:
+        """Takes hold of the model, whose sparse weights are ``found.layers``."""
+        check_steps(self.optimizer, found.options.skip_step)
+        sparse = [layer.weight for layer in found.layers]
         check_owner(sparse, self.optimizer, self)
         check_devices(sparse)
         self.close()
         self._closed = False
-        self.options, self.schedule = options, schedule
-        self.step, self.rigl_steps = step, num_updates
-        self._method = options.scores()
-        self._weights, self._layers = list(weights), list(layers)
+        self._weights, self._layers, self.options, self.schedule = found[:4]
+        self.step, self.rigl_steps = found.step, found.num_updates
+        self._method = self.options.method_in_use
         for layer in self._layers:
             holders[layer.weight.parameter] = weakref.ref(self)
             hook = functools.partial(self._mask_gradient, layer)
@@ -423,7 +393,7 @@ class RigLScheduler(RigLTorchNames):
         """Prepares for the next step's backward pass.
 
         Args:
-            begin: Whether what was collected so far is of no more use.
+            begin: Whether what was collected so far is no longer needed.
         """
         if begin:
             compiles = self.replica.is_lazy
@@ -433,3 +403,9 @@ class RigLScheduler(RigLTorchNames):
     @property
     def _is_collecting(self) -> bool:
         return is_collecting(self._method, self.schedule, self.step)
+
+
+def _made_of(kind: Any, arguments: Mapping[str, Any]) -> Any:
+    """Returns a dataclass of those arguments that have its fields' names."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    return kind(**{name: arguments[name] for name in names if name in arguments})

@@ -38,8 +38,7 @@ SHELLS = {
 WITHOUT_TORCH = {
     "grab_xla.balancing.reordering",
     "grab_xla.epoch.round_robin_sharding",
-    "rigl_xla.report.cost_report",
-    "rigl_xla.report.flops",
+    "rigl_xla.report.costs",
     "rigl_xla.topology.distribution",
     "rigl_xla.topology.update_schedule",
     "variable_batch_size.data.schedule",

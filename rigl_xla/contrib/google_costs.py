@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from rigl_xla.layers.weights import weights_of
-from rigl_xla.report.flops import LayerCost
+from rigl_xla.report.costs import LayerCost
 from rigl_xla.report.positions import costs_of
 
 

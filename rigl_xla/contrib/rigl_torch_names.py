@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import operator
+from typing import TYPE_CHECKING
 
 import torch
 
-from rigl_xla.layers.sparse_layer import keep_
+from rigl_xla.layers.sparse_layer import zero_inactive_
 from rigl_xla.update.topology_update import optimizer_state_of
 
 if TYPE_CHECKING:
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
     from rigl_xla.layers.sparse_layer import SparseLayer
     from rigl_xla.layers.weights import Weight
     from rigl_xla.topology.update_schedule import UpdateSchedule
+
+
+def _read(path: str, doc: str) -> property:
+    """Returns a property that is another attribute by that path."""
+    return property(operator.attrgetter(path), doc=doc)
 
 
 class RigLTorchNames:
@@ -30,6 +36,23 @@ class RigLTorchNames:
     rigl_steps: int
     _weights: list[Weight]
     _layers: list[SparseLayer]
+
+    T_end = _read("schedule.T_end", "Step from which on the topology stays.")
+    delta_T = _read("schedule.delta", "Steps between topology updates.")
+    alpha = _read("schedule.alpha", "Drop fraction at step 0.")
+    grad_accumulation_n = _read(
+        "schedule.grad_accumulation_n", "Steps whose gradients score an update."
+    )
+    dense_allocation = _read(
+        "options.dense_allocation", "Share of active weights asked for."
+    )
+    sparsity_distribution = _read(
+        "options.sparsity_distribution", "How sparsity was distributed over layers."
+    )
+    ignore_linear_layers = _read(
+        "options.ignore_linear_layers", "Whether all but convolutions stay dense."
+    )
+    static_topo = _read("options.static_topo", "Whether the topology never changes.")
 
     @property
     def W(self) -> list[nn.Parameter]:
@@ -53,56 +76,16 @@ class RigLTorchNames:
         found = {layer.name: layer.mask for layer in self._layers}
         return [found.get(weight.name) for weight in self._weights]
 
-    @property
-    def delta_T(self) -> int:
-        """Steps between topology updates."""
-        return self.schedule.delta
-
-    @property
-    def alpha(self) -> float:
-        """Drop fraction at step 0."""
-        return self.schedule.alpha
-
-    @property
-    def T_end(self) -> int | None:
-        """Step from which on the topology stays."""
-        return self.schedule.T_end
-
-    @property
-    def grad_accumulation_n(self) -> int:
-        """Steps whose gradients score an update."""
-        return self.schedule.grad_accumulation_n
-
-    @property
-    def dense_allocation(self) -> float:
-        """Share of active weights asked for."""
-        return self.options.dense_allocation
-
-    @property
-    def sparsity_distribution(self) -> Any:
-        """How sparsity was distributed over layers."""
-        return self.options.sparsity_distribution
-
-    @property
-    def ignore_linear_layers(self) -> bool:
-        """Whether all but convolutions stay dense."""
-        return self.options.ignore_linear_layers
-
-    @property
-    def static_topo(self) -> bool:
-        """Whether the topology never changes."""
-        return self.options.static_topo
-
     def cosine_annealing(self) -> float:
-        """The drop fraction of an update at this step."""
+        """Returns the drop fraction of an update at this step."""
         return self.schedule.drop_fraction(self.step)
 
     @torch.no_grad()
     def apply_mask_to_weights(self) -> None:
-        """Zeroes inactive weights; done behind every optimizer step anyway."""
+        """Zeroes inactive weights; done after every optimizer step anyway."""
         for layer in self._layers:
             layer.follow(layer.data.device)
-            keep_(layer.data, layer.mask)
+            zero_inactive_(layer.data, layer.mask)
 
     @torch.no_grad()
     def apply_mask_to_gradients(self) -> None:
@@ -111,7 +94,7 @@ class RigLTorchNames:
             gradient = layer.weight.parameter.grad
             if gradient is not None:
                 layer.follow(gradient.device)
-                keep_(gradient.detach(), layer.mask)
+                zero_inactive_(gradient.detach(), layer.mask)
 
     @torch.no_grad()
     def reset_momentum(self) -> None:
@@ -119,4 +102,4 @@ class RigLTorchNames:
         for layer in self._layers:
             for tensor in optimizer_state_of(layer.weight.parameter, self.optimizer):
                 layer.follow(tensor.device)
-                keep_(tensor, layer.mask)
+                zero_inactive_(tensor, layer.mask)

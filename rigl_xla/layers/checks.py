@@ -1,43 +1,20 @@
-"""Whether what a user hands over can be used, said before anything is touched."""
+"""Whether a pruner may take hold of weights, said before anything is touched."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
-from rigl_xla.layers.weights import Weight, holders
-from xla_replica import Replica
+from rigl_xla.layers.weights import Weight
 
-
-def check_flags(options: Any, *names: str) -> None:
-    """Raises TypeError unless these options are True or False.
-
-    A text like ``'no'`` counts as true in Python.
-    """
-    for name in names:
-        value = getattr(options, name)
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}; it must be True or False")
-
-
-def check_number(name: str, value: object, allowed: str) -> None:
-    """Raises TypeError, which says what is ``allowed``, unless it is a real number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is {value!r}; it must be a number, {allowed}")
-
-
-def check_types(model: object, replica: object) -> None:
-    """Raises TypeError unless they are a model, and a replica or None."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; it must be a torch module")
-    if not isinstance(replica, (Replica, type(None))):
-        raise TypeError(
-            f"replica is {replica!r}; it must be a xla_replica.Replica, such as "
-            "xla_replica.current() gives, or None for that one"
-        )
+# Parameter to the pruner that keeps it sparse: not an attribute, which torch.save would
+# pickle.
+holders: MutableMapping[nn.Parameter, weakref.ref[Any]] = WeakIdKeyDictionary()
 
 
 def check_steps(optimizer: Any, skip_step: bool) -> None:
@@ -55,7 +32,7 @@ def check_steps(optimizer: Any, skip_step: bool) -> None:
 
 
 def check_devices(weights: Sequence[Weight]) -> None:
-    """Raises ValueError unless all weights are on one device, and have values."""
+    """Raises ValueError unless all weights have values and are on one device."""
     names: dict[str, list[str]] = {}
     for weight in weights:
         names.setdefault(str(weight.parameter.device), []).append(weight.name)
@@ -75,7 +52,8 @@ def check_owner(weights: Sequence[Weight], optimizer: Any, pruner: object) -> No
     """Raises unless the optimizer trains all the weights, and no other pruner does.
 
     Raises:
-        ValueError, TypeError: As said.
+        TypeError: ``optimizer`` is not an optimizer.
+        ValueError: It does not train a weight, or another pruner holds one.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
@@ -97,3 +75,14 @@ def check_owner(weights: Sequence[Weight], optimizer: Any, pruner: object) -> No
                 f"{weight.name!r} is already kept sparse by another RigLScheduler: "
                 "close() that one first"
             )
+
+
+def check_bound(weights: Iterable[Weight]) -> None:
+    """Raises ValueError if the modules have other parameters now than the pruner."""
+    replaced = [weight.name for weight in weights if weight.is_replaced]
+    if replaced:
+        raise ValueError(
+            f"the model has other parameters now than when this pruner was built: "
+            f"{replaced[0]!r} and {len(replaced) - 1} more. Moving a model to XLA "
+            "does that; build optimizer and pruner after the move"
+        )

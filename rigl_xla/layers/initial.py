@@ -4,73 +4,78 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
-from rigl_xla.layers.history import History
-from rigl_xla.layers.options import INITIAL_WEIGHTS, Options
-from rigl_xla.layers.sparse_layer import SparseLayer, like
+from rigl_xla.layers.sparse_layer import SparseLayer
 from rigl_xla.layers.weights import Weight
 from rigl_xla.topology import masks
 from rigl_xla.topology.distribution import num_inactive
 from rigl_xla.topology.structure import outputs_first
 
+if TYPE_CHECKING:
+    from rigl_xla.layers.options import Options
+
+# From a weight to the scores of which the highest begin active; None: at random.
+INITIAL_MASKS: dict[str, Callable[[torch.Tensor], torch.Tensor] | None] = {
+    "random": None,
+    "magnitude": torch.abs,
+}
+
 
 def first_layer_state(weight: Weight, sparsity: float, options: Options) -> SparseLayer:
-    """A layer with its first mask; the weight itself is not touched.
+    """Returns a layer with its first mask; the weight itself is not touched.
 
     Args:
         weight: The weight.
-        sparsity: What it is to have in the end.
+        sparsity: The sparsity that it is to have in the end.
         options: How masks begin.
 
     Raises:
         ValueError: A pattern or a score does not fit the weight.
     """
     parameter = weight.parameter.detach()
-    rows, size = options.rows(weight, sparsity), parameter.numel()
+    pattern, size = options.pattern(weight, sparsity), parameter.numel()
     scores = _scores(weight, options)
-    active = size - num_inactive(sparsity, size) if rows is None else rows.num_active
-    if options.scores().gradual:
+    active = size - num_inactive(sparsity, size)
+    if pattern is not None:
+        active = pattern.num_active
+    if options.method_in_use.gradual:
         active, mask = size, torch.ones(parameter.shape, dtype=torch.bool)
-    elif rows is not None and scores is None:
-        mask = rows.random_mask(options.seed, weight.name)
-    elif rows is not None:
-        scores_RM = rows.cut(scores)
-        counts = torch.full((len(scores_RM),), rows.per_row, device=scores.device)
-        mask = rows.join(masks.top(scores_RM, counts))
+    elif pattern is not None and scores is None:
+        mask = pattern.random_mask(options.seed, weight.name)
+    elif pattern is not None:
+        mask = pattern.best_mask(scores)
     elif scores is not None:
         count = torch.tensor([active]).to(scores.device)
         mask = masks.top(scores.reshape(1, -1), count).reshape(parameter.shape)
     else:
         flat = masks.random_mask(options.seed, weight.name, size, active)
         mask = flat.reshape(parameter.shape)
-    mask = like(parameter, mask)
-    history = History.begin(mask, active)
-    return SparseLayer(weight, sparsity, active, mask, history, rows)
+    return SparseLayer.with_mask(weight, sparsity, active, mask, pattern)
 
 
 def _scores(weight: Weight, options: Options) -> torch.Tensor | None:
-    """By what a mask is chosen, on any device; None if by chance."""
-    if options.initial_masks == "random":
-        return None
-    if isinstance(options.initial_masks, str):
-        return weight.parameter.detach().abs()
-    return options.initial_masks[weight.name].detach()
+    """Returns the scores, on any device, that choose a mask; None for a random one."""
+    if not isinstance(options.initial_masks, str):
+        return options.initial_masks[weight.name].detach()
+    score = INITIAL_MASKS[options.initial_masks]
+    return None if score is None else score(weight.parameter.detach())
 
 
 def rescaled(layer: SparseLayer, seed: int) -> torch.Tensor:
-    """Weights over the root of the layer's density: outputs vary as before masking."""
+    """Returns weights over the root of the density: outputs vary as before masking."""
     del seed
     return layer.data / layer.mask.to(layer.data.dtype).mean().sqrt()
 
 
 def fan_in(layer: SparseLayer, seed: int) -> torch.Tensor:
-    """New weights of variance 2 / (active inputs of the neuron).
+    """Returns new weights of variance 2 / (active inputs of the neuron).
 
-    Evci et al. 2022, arXiv:2010.03533, for networks of ReLUs; one without inputs stays
-    zero. A pixel behind a transposed convolution with a stride meets a part of the
-    kernel, on average 1 / stride of it in each direction.
+    Evci et al. 2022, arXiv:2010.03533, for networks of ReLUs; a neuron without inputs
+    stays zero. A pixel after a transposed convolution with a stride meets only a part
+    of the kernel, on average 1 / stride of it in each direction.
     """
     weight, transposed = layer.data, layer.weight.transposed
     draw = masks.generator(seed, f"weights of {layer.name}", 0)
@@ -83,13 +88,8 @@ def fan_in(layer: SparseLayer, seed: int) -> torch.Tensor:
     return outputs_first(outputs_first(numbers, transposed) * factors, transposed)
 
 
-# By the names that `options` allows.
-_WEIGHTS: dict[str, Callable[[SparseLayer, int], torch.Tensor]] = dict(
-    zip(INITIAL_WEIGHTS, (rescaled, fan_in))
-)
-
-
-@torch.no_grad()
-def set_weights_(layer: SparseLayer, kind: str, seed: int) -> None:
-    """Gives a layer that has its first mask weights that suit it, in place."""
-    layer.data.copy_(_WEIGHTS[kind](layer, seed))
+# (layer with its first mask, seed) -> the weights it begins with
+INITIAL_WEIGHTS: dict[str, Callable[[SparseLayer, int], torch.Tensor]] = {
+    "rescale": rescaled,
+    "fan-in": fan_in,
+}

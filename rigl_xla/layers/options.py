@@ -5,128 +5,130 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import field
 
 import torch
 from torch import nn
 
-from rigl_xla.layers.checks import check_flags, check_number
+from rigl_xla.layers.initial import INITIAL_MASKS, INITIAL_WEIGHTS
 from rigl_xla.layers.snip import check_scores
-from rigl_xla.layers.weights import Selector, Weight, named, weights_of
+from rigl_xla.layers.weights import Selector, Weight, named, selectors, weights_of
 from rigl_xla.topology.distribution import Distribution, allocate, distribution_named
-from rigl_xla.topology.methods import Method, Score, method_named
-from rigl_xla.topology.structure import Rows, n_of_m, rows_of
+from rigl_xla.topology.methods import STATIC, Method, Score, method_named
+from rigl_xla.topology.structure import RowPattern, n_of_m, row_pattern
 from rigl_xla.topology.update_schedule import UpdateSchedule
+from xla_replica.common.arguments import (
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+)
 
-INITIAL_MASKS = ("random", "magnitude")
-INITIAL_WEIGHTS = ("rescale", "fan-in")
+# What loading a state does with an option: the saved value wins over the caller's, or
+# the caller may repeat it, and gets it from the state otherwise.
+WINS: dict[str, str] = {"saved": "wins"}
+ASKED: dict[str, str] = {"saved": "asked"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Which weights become how sparse, and how masks begin and change.
 
-    See `RigLScheduler` for what they mean; ``from_rigl_torch`` is for runs that began
-    there, in which norms and embeddings may be sparse.
+    `RigLScheduler` says what they mean and takes its defaults from here.
+    ``from_rigl_torch`` is for runs that began there, in which norms and embeddings may
+    be sparse.
     """
 
-    dense_allocation: float = 1
-    sparsity_distribution: str | Distribution = "uniform"
-    ignore_linear_layers: bool = True
-    static_topo: bool = False
-    method: str = "rigl"
-    drop: str | Score | None = None
-    grow: str | Score | None = None
-    structure: str | None = None
+    dense_allocation: float = field(default=1, metadata=WINS)
+    sparsity_distribution: str | Distribution = field(default="uniform", metadata=ASKED)
+    ignore_linear_layers: bool = field(default=True, metadata=WINS)
+    static_topo: bool = field(default=False, metadata=WINS)
+    method: str = field(default="rigl", metadata=ASKED)
+    drop: str | Score | None = field(default=None, metadata=ASKED)
+    grow: str | Score | None = field(default=None, metadata=ASKED)
+    structure: str | None = field(default=None, metadata=WINS)
     initial_masks: str | Mapping[str, torch.Tensor] = "random"
     initial_weights: str | None = None
     sparsities: Mapping[str, float] | None = None
-    include: Iterable[Selector] = ()
-    exclude: Iterable[Selector] = ()
+    include: Selector | Iterable[Selector] = ()
+    exclude: Selector | Iterable[Selector] = ()
     dense_first: bool | None = None
     momentum: float = 0.9
-    skip_step: bool = True
-    seed: int = 0
-    from_rigl_torch: bool = False
+    skip_step: bool = field(default=True, metadata=ASKED)
+    seed: int = field(default=0, metadata=WINS)
+    from_rigl_torch: bool = field(default=False, metadata=WINS)
 
     def __post_init__(self) -> None:
-        check_flags(self, "ignore_linear_layers", "static_topo", "skip_step")
+        for name in ("include", "exclude"):
+            object.__setattr__(self, name, tuple(selectors(getattr(self, name))))
+        for name in ("ignore_linear_layers", "static_topo", "skip_step"):
+            check_flag(name, getattr(self, name))
         if self.dense_first is not None:
-            check_flags(self, "dense_first")
-        density = self.dense_allocation
-        allowed = "the share of active weights, above 0 and at most 1"
-        check_number("dense_allocation", density, allowed)
-        if not 0 < density <= 1:
-            raise ValueError(
-                f"dense_allocation is {density!r}; the share of active weights must "
-                "be above 0 and at most 1 (0.1 is 90 % sparse)"
-            )
+            check_flag("dense_first", self.dense_first)
+        check_number("dense_allocation", self.dense_allocation, above=0, most=1)
+        check_number("momentum", self.momentum, 0, below=1)
+        object.__setattr__(self, "seed", check_integer("seed", self.seed))
         distribution_named(self.sparsity_distribution)
-        self.scores()
+        check_choice("initial_weights", self.initial_weights, [None, *INITIAL_WEIGHTS])
         self._check_initial_masks()
-        if self.initial_weights not in (None, *INITIAL_WEIGHTS):
-            raise ValueError(
-                f"initial_weights={self.initial_weights!r} is not known; allowed are "
-                f"{INITIAL_WEIGHTS}, or None to keep the model's"
-            )
-        check_number("momentum", self.momentum, "from 0 to below 1")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(
-                f"momentum is {self.momentum!r}; the share of its past that the "
-                "running mean of gradients keeps must be from 0 to below 1"
-            )
         given = {} if self.sparsities is None else self.sparsities
         if not isinstance(given, Mapping) or not all(isinstance(p, str) for p in given):
             raise TypeError(
-                f"sparsities is {self.sparsities!r}; it must be a dict from patterns "
-                "of parameter names to sparsities, like {'head': 0.5}, or None"
+                "sparsities must be a dict from patterns of parameter names to "
+                f"sparsities, like {{'head': 0.5}}, or None, got {self.sparsities!r}"
             )
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise TypeError(f"seed is {self.seed!r}; it must be an integer")
         if self.structure is not None:
             self._check_structure(self.structure)
 
-    def scores(self) -> Method:
-        """The method, with the user's scores.
+    @property
+    def method_in_use(self) -> Method:
+        """The method with the user's scores, which never updates if so asked.
 
         Raises:
-            ValueError, TypeError: They do not fit together.
+            ValueError: They do not fit together.
         """
-        method = method_named(self.method)
+        method = method_named(self.method, self.drop, self.grow)
         if not self.static_topo:
-            return method_named(self.method, self.drop, self.grow)
+            return method
         if method.gradual:
             raise ValueError(
                 f"method={self.method!r} begins dense, and with static_topo=True would "
                 "stay so; leave out one of them"
             )
-        return method_named("static", self.drop, self.grow)
+        if self.drop or self.grow:
+            raise ValueError(
+                "static_topo=True never changes the topology, so drop= and grow= have "
+                "nothing to do; leave them out"
+            )
+        return STATIC
 
-    def check_schedule(self, schedule: UpdateSchedule) -> None:
-        """Raises ValueError if the topology would never change against expectation."""
-        if schedule.T_end is None and self.scores().updates and self.is_sparse:
+    def check_schedule(self, schedule: UpdateSchedule, stacklevel: int) -> None:
+        """Raises ValueError if the topology never changes against expectation.
+
+        Warns where that may be what is wanted: if no step is left for an update.
+        """
+        method = self.method_in_use
+        if not (method.updates and self.is_sparse) or schedule.last_update:
+            return
+        if schedule.T_end is None:
             raise ValueError(
                 f"method={self.method!r} needs T_end, the step from which on the "
                 "topology stays: about 0.75 times the number of steps of the whole "
                 "run; or static_topo=True for a topology that never changes"
             )
-        if self.scores().gradual and self.is_sparse and not schedule.last_update:
+        too_early = (
+            f"T_end={schedule.T_end} is not past the first update at step "
+            f"delta={schedule.delta}, so method={self.method!r}"
+        )
+        if method.gradual:
             raise ValueError(
-                f"T_end={schedule.T_end} is not past the first update at step "
-                f"delta={schedule.delta}, so method={self.method!r} would leave all "
-                "dense; lower delta or raise T_end"
+                f"{too_early} would leave all dense; lower delta or raise T_end"
             )
-
-    def warn_of(self, schedule: UpdateSchedule, stacklevel: int) -> None:
-        """Warns of a schedule without a step for an update."""
-        if not (self.scores().updates and self.is_sparse) or schedule.T_end is None:
-            return
-        if not schedule.last_update:
-            warnings.warn(
-                f"T_end={schedule.T_end} is not past the first update at step "
-                f"delta={schedule.delta}, so method={self.method!r} will never change "
-                "the topology; lower delta, raise T_end, or say static_topo=True",
-                stacklevel=stacklevel + 1,
-            )
+        warnings.warn(
+            f"{too_early} will never change the topology; lower delta, raise T_end, or "
+            "say static_topo=True",
+            stacklevel=stacklevel + 1,
+        )
 
     @property
     def is_sparse(self) -> bool:
@@ -135,7 +137,7 @@ class Options:
         return self.dense_allocation < 1 or bool(self.structure) or any(asked.values())
 
     def plan(self, model: nn.Module) -> tuple[list[Weight], dict[str, float]]:
-        """All weights that can be sparse, and how sparse each is to be.
+        """Returns all weights that can be sparse, and how sparse each is to be.
 
         Raises:
             ValueError, TypeError: A name or selector means nothing, no weight is left
@@ -166,36 +168,30 @@ class Options:
             )
         return weights, found
 
-    def rows(self, weight: Weight, sparsity: float) -> Rows | None:
-        """The pattern that the mask of a weight keeps, if any."""
+    def pattern(self, weight: Weight, sparsity: float) -> RowPattern | None:
+        """Returns the pattern that the mask of a weight keeps, if any."""
         if self.structure is None:
             return None
         shape = tuple(weight.parameter.shape)
-        return rows_of(self.structure, weight.name, shape, sparsity, weight.transposed)
+        transposed = weight.transposed
+        return row_pattern(self.structure, weight.name, shape, sparsity, transposed)
 
     def _check_initial_masks(self) -> None:
-        given = self.initial_masks
-        if isinstance(given, str) and given not in INITIAL_MASKS:
+        if not isinstance(self.initial_masks, Mapping):
+            otherwise = "scores by parameter name such as those of snip_scores"
+            check_choice("initial_masks", self.initial_masks, INITIAL_MASKS, otherwise)
+        is_chosen = self.initial_masks != Options.initial_masks
+        if self.method_in_use.gradual and is_chosen:
             raise ValueError(
-                f"initial_masks={given!r} is not known; allowed are {INITIAL_MASKS}, "
-                "and scores by parameter name such as those of snip_scores"
-            )
-        if not isinstance(given, (str, Mapping)):
-            raise TypeError(
-                f"initial_masks is a {type(given).__name__}; it must be one of "
-                f"{INITIAL_MASKS}, or scores by parameter name"
-            )
-        if given != "random" and self.method == "gmp":
-            raise ValueError(
-                "method='gmp' begins dense and loses connections by its own score; "
-                "leave out initial_masks="
+                f"method={self.method!r} begins dense and loses connections by its own "
+                "score; leave out initial_masks="
             )
 
     def _check_structure(self, structure: str) -> None:
         pattern = n_of_m(structure)
-        if self.method == "gmp":
+        if self.method_in_use.gradual:
             raise ValueError(
-                f"method='gmp' loses connections anywhere and cannot keep "
+                f"method={self.method!r} loses connections anywhere and cannot keep "
                 f"structure={structure!r}; use another method"
             )
         if pattern is None:
@@ -206,16 +202,14 @@ class Options:
                 f"structure={structure!r} has a share of {density:g} active weights, "
                 f"but dense_allocation is {self.dense_allocation:g}; leave it out"
             )
-        if self.sparsity_distribution != "uniform":
+        if self.sparsity_distribution != Options.sparsity_distribution:
             raise ValueError(
                 f"structure={structure!r} makes all layers equally sparse; leave out "
                 f"sparsity_distribution={self.sparsity_distribution!r}"
             )
-        if any(value not in (0, 1 - density) for value in self._given()):
+        given = dict(self.sparsities or {})
+        if any(value not in (0, 1 - density) for value in given.values()):
             raise ValueError(
                 f"structure={structure!r} allows sparsities= of 0 and "
-                f"{1 - density:g} only, got {dict(self.sparsities or {})}"
+                f"{1 - density:g} only, got {given}"
             )
-
-    def _given(self) -> list[float]:
-        return list((self.sparsities or {}).values())

@@ -1,9 +1,9 @@
-"""Masks from one look at the data: how much the loss depends on each connection.
+"""Scores for masks from data: how much the loss depends on each connection.
 
 SNIP (Lee et al. 2019, arXiv:1810.02340) scores a connection, before training, by the
-derivative of the loss by a factor of 1 in front of its weight: ``|w dL/dw|``. Scores
-are one thing, how many connections each layer gets is another: any distribution will
-do, and `global_distribution` is SNIP's own, the best of all layers at once.
+derivative of the loss by a factor of 1 before its weight: ``|w dL/dw|``. How many
+connections each layer gets is another question: any distribution will do, and
+`global_distribution` is SNIP's, the best of all layers at once.
 """
 
 from __future__ import annotations
@@ -33,23 +33,22 @@ def snip_scores(
     exclude: Selector | Iterable[Selector] = (),
     replica: Replica | None = None,
 ) -> dict[str, torch.Tensor]:
-    """``|w dL/dw|`` of every weight that can be sparse, L summed over all batches.
+    """Returns ``|w dL/dw|`` of every weight that can be sparse, over all batches.
 
     For ``initial_masks=`` of `RigLScheduler`, before it is built. Weights, gradients,
-    buffers and modes stay as they are; dropout draws random numbers. Where there are
-    several replicas every one must call it, each with as many batches of its own; all
-    get the same scores.
+    buffers and modes stay as they are; dropout draws random numbers. Every replica
+    must call it with the same number of batches; all get the same scores.
 
     Args:
-        model: On its device, in the mode that its loss is to be seen in.
-        batches: One or more, as ``loss`` takes them.
-        loss: ``loss(model, batch)`` gives a tensor of one number.
+        model: The model on its device, in the mode in which the loss is to be computed.
+        batches: One or more batches, as ``loss`` takes them.
+        loss: ``loss(model, batch)`` returns a tensor of one number.
         include, exclude: As for `RigLScheduler`.
         replica: Default: the one the caller runs in.
 
     Returns:
-        By parameter name, on the CPU and of the weights' shapes and dtypes. Only their
-        order means something.
+        Scores by parameter name, on the CPU, of the weights' shapes and dtypes. Only
+        their order means something.
 
     Raises:
         ValueError: There is no batch, or a layer has gradients that are all zero or
@@ -76,20 +75,19 @@ def snip_scores(
         replica.all_reduce_(total)
         scores = [(p.detach() * g).abs() for p, g in zip(parameters, total)]
     fetched = dict(zip((w.name for w in weights), to_host(scores, replica)))
-    _check(fetched)
+    _check_found(fetched)
     return fetched
 
 
 def global_distribution(scores: Mapping[str, torch.Tensor]) -> Distribution:
-    """Connections go to the layers that have the highest scores of all.
+    """Returns a distribution that gives connections to the best scores of all layers.
 
     For ``sparsity_distribution=`` together with the same scores for ``initial_masks=``.
-    Layers that are dense by other rules are outside of the competition; every layer
-    keeps at least one connection. Among equal scores earlier layers and lower indices
-    win.
+    Layers that are dense by other rules do not take part; every layer keeps at least
+    one connection. Among equal scores earlier layers and lower indices win.
 
     Args:
-        scores: By parameter name: `snip_scores`, or any others that compare between
+        scores: `snip_scores`, or any others by parameter name that compare between
             layers.
     """
 
@@ -130,7 +128,7 @@ def check_scores(
             raise ValueError(f"scores of {name!r} are not all finite")
 
 
-def _check(scores: Mapping[str, torch.Tensor]) -> None:
+def _check_found(scores: Mapping[str, torch.Tensor]) -> None:
     for name, found in scores.items():
         if not bool(torch.isfinite(found).all()):
             raise ValueError(
@@ -147,7 +145,7 @@ def _check(scores: Mapping[str, torch.Tensor]) -> None:
 
 
 def _flat_with_a_best(scores: torch.Tensor) -> torch.Tensor:
-    """Float64 on the CPU; the highest is above those of all other layers."""
+    """Returns float64 on the CPU, in which every layer's highest score is infinite."""
     flat = scores.detach().to("cpu", torch.float64, copy=True).flatten()
     flat[flat.argmax()] = math.inf
     return flat
@@ -155,7 +153,7 @@ def _flat_with_a_best(scores: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Puts buffers back, which norms change; keeps DDP from waiting for a backward."""
+    """Puts back buffers, which norms change, and keeps DDP from reducing gradients."""
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     alone = getattr(model, "no_sync", contextlib.nullcontext)
     try:

@@ -1,4 +1,4 @@
-"""A weight that is kept sparse: its mask, and the gradient it has collected."""
+"""A weight that is kept sparse: its mask, its past, and the gradient it collects."""
 
 from __future__ import annotations
 
@@ -7,25 +7,33 @@ from collections.abc import Sequence
 
 import torch
 
-from rigl_xla.layers.history import History
 from rigl_xla.layers.weights import Weight
 from rigl_xla.topology import masks
-from rigl_xla.topology.structure import Rows
-from xla_replica import Replica
+from rigl_xla.topology.structure import RowPattern
+from xla_replica import Replica, traits
+
+# What `SparseLayer.counts` counts, in this order.
+COUNTS = ("num_active", "num_grown", "num_dropped", "num_explored")
 
 
 @dataclasses.dataclass(eq=False)
 class SparseLayer:
-    """A weight with its mask, and the dense gradient it has collected.
+    """A weight with its mask, where its connections have been, and their gradient.
+
+    The past is kept in every update, whether or not anybody asks for it: what is
+    computed only on demand would be another program.
 
     Attributes:
-        weight: Where the parameter is.
-        sparsity: What it is to have.
-        num_active: Connections it is to have now.
+        weight: The parameter and where it is.
+        sparsity: The sparsity it is to have.
+        num_active: The number of connections it is to have now.
         mask: bool of the weight's shape, True where active.
-        history: Where its connections have been.
-        rows: The pattern its mask keeps, if any.
-        pending: This replica's dense gradient of the step under way, summed over
+        ever: bool of the weight's shape, True where a connection was ever active.
+        counts: int32 ``(4,)`` on the same device, `COUNTS`: active connections; grown
+            and dropped by the last update; ever active. Every update replaces it and
+            writes nothing into it.
+        pattern: The pattern that its mask keeps, if any.
+        pending: This replica's dense gradient of the current step, summed over its
             backward passes.
         gradient: The dense gradient of earlier steps, over all replicas.
     """
@@ -34,14 +42,39 @@ class SparseLayer:
     sparsity: float
     num_active: int
     mask: torch.Tensor
-    history: History
-    rows: Rows | None = None
+    ever: torch.Tensor
+    counts: torch.Tensor
+    pattern: RowPattern | None = None
     pending: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
 
+    @classmethod
+    def with_mask(
+        cls,
+        weight: Weight,
+        sparsity: float,
+        num_active: int,
+        mask: torch.Tensor,
+        pattern: RowPattern | None = None,
+        ever: torch.Tensor | None = None,
+    ) -> SparseLayer:
+        """Returns a layer on the weight's device, before its first or next update.
+
+        Args:
+            weight, sparsity, num_active, mask, pattern: See the attributes; the mask
+                on any device.
+            ever: On the CPU. Default: no connection has moved yet.
+        """
+        mask = like(weight.parameter, mask)
+        num_ever = num_active if ever is None else int(ever.count_nonzero())
+        ever = mask.clone() if ever is None else like(weight.parameter, ever)
+        counts = torch.tensor([num_active, 0, 0, num_ever], dtype=torch.int32)
+        counts = counts.to(mask.device)
+        return cls(weight, sparsity, num_active, mask, ever, counts, pattern)
+
     @property
     def name(self) -> str:
-        """Of the parameter."""
+        """The parameter's name."""
         return self.weight.name
 
     @property
@@ -55,16 +88,16 @@ class SparseLayer:
         return self.weight.parameter.numel()
 
     def follow(self, device: torch.device) -> None:
-        """Moves the mask to where the parameter is."""
+        """Moves the mask and its past to the parameter's device."""
         if self.mask.device != device:
-            self.mask = self.mask.to(device)
-            self.history.follow(device)
+            self.mask, self.ever = self.mask.to(device), self.ever.to(device)
+            self.counts = self.counts.to(device)
 
     def add(self, dense: torch.Tensor, after_finite: bool) -> None:
         """Adds a backward pass's dense gradient to what is pending.
 
         Args:
-            dense: The gradient; copied, as autograd may have given it to others too.
+            dense: The gradient; copied, since autograd may have given it to others too.
             after_finite: Drop what is pending if it is not finite.
         """
         before = self.pending
@@ -73,11 +106,28 @@ class SparseLayer:
             before = torch.where(masks.is_finite(before), before, zero)
         self.pending = dense.clone() if before is None else before + dense
 
+    def replace_mask_(self, new: torch.Tensor, kept: torch.Tensor) -> None:
+        """Takes the mask of an update, and notes what has become of connections.
+
+        Args:
+            new: bool of the weight's shape.
+            kept: bool, where the new and the present mask are both True.
+        """
+        self.ever.logical_or_(new)
+        # 32 bits: on a CPU, a sum of bools is seven times as fast, and a layer of 2**31
+        # weights has no gradient that could be sorted.
+        active, stayed, ever = (
+            mask.sum(dtype=torch.int32) for mask in (new, kept, self.ever)
+        )
+        before = self.counts[0]
+        self.counts = torch.stack([active, active - stayed, before - stayed, ever])
+        self.mask.copy_(new)
+
 
 def like(parameter: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The mask on the parameter's device, and in its memory format.
+    """Returns the mask on the parameter's device and in its memory format.
 
-    What is chosen by a mask has its format: a contiguous one would turn gradients of
+    What a mask selects has the mask's format: a contiguous one would turn gradients of
     channels-last weights contiguous.
     """
     mask = mask.contiguous().to(parameter.device)
@@ -87,16 +137,16 @@ def like(parameter: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def to_host(tensors: Sequence[torch.Tensor], replica: Replica) -> list[torch.Tensor]:
-    """Copies on the CPU, in one transfer where the backend can."""
-    if all(tensor.device.type == "cpu" for tensor in tensors):
+    """Returns copies on the CPU, in one transfer where the backend can."""
+    if all(traits(tensor).is_host for tensor in tensors):
         return [tensor.detach().clone() for tensor in tensors]
     return replica.fetch(tensors)
 
 
-def keep_(tensor: torch.Tensor, mask: torch.Tensor) -> None:
+def zero_inactive_(tensor: torch.Tensor, mask: torch.Tensor) -> None:
     """Zeroes ``tensor``, in place, where ``mask`` is False; NaN too."""
     zero = tensor.new_zeros(())
-    if tensor.device.type in ("cpu", "cuda"):  # half the time of a copy
-        torch.where(mask, tensor, zero, out=tensor)
-    else:
+    if traits(tensor).is_lazy:
         tensor.copy_(torch.where(mask, tensor, zero))
+    else:  # half the time of a copy
+        torch.where(mask, tensor, zero, out=tensor)

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
-from torch.utils.weak import WeakIdKeyDictionary
 
 # What a user names layers by: a pattern, a type of module, or a question.
 Selector = str | type | Callable[[str, nn.Parameter], bool]
-
-# Parameter to whoever keeps it sparse: not an attribute, which torch.save would pickle.
-holders: MutableMapping[nn.Parameter, weakref.ref[Any]] = WeakIdKeyDictionary()
 
 # What torch.compile, FSDP and checkpointing put into a path, wherever they wrap.
 _INNER = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -129,17 +124,6 @@ def selectors(given: Selector | Iterable[Selector]) -> list[Selector]:
                 "module, or a function of a parameter's name and the parameter"
             )
     return found
-
-
-def check_bound(weights: Iterable[Weight]) -> None:
-    """Raises ValueError if modules have other parameters by now."""
-    replaced = [weight.name for weight in weights if weight.is_replaced]
-    if replaced:
-        raise ValueError(
-            f"the model has other parameters now than when this pruner was built: "
-            f"{replaced[0]!r} and {len(replaced) - 1} more. Moving a model to XLA "
-            "does that; build optimizer and pruner after the move"
-        )
 
 
 def named(weights: list[Weight], pattern: str) -> list[str]:

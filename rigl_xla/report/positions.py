@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.rnn import PackedSequence
 
 from rigl_xla.layers.weights import Weight, multipliers_of, weights_of
-from rigl_xla.report.flops import LayerCost
+from rigl_xla.report.costs import LayerCost
 from rigl_xla.topology.structure import outputs_first_shape
 
 

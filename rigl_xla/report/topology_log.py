@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rigl_xla.report.flops import LayerCost
+from rigl_xla.report.costs import LayerCost
 from rigl_xla.report.report import Report
 
 if TYPE_CHECKING:

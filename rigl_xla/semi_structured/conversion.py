@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rigl_xla.layers.weights import clean, holders
+from rigl_xla.layers.checks import holders
+from rigl_xla.layers.weights import clean
 from rigl_xla.report.positions import evaluating
 from rigl_xla.semi_structured.kernels import TORCH, Kernels
 

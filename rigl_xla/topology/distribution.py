@@ -17,27 +17,42 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+from xla_replica.common.arguments import check_choice, check_number
+
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
 # (free layers, sparsity, layers held dense) -> sparsity of every free layer
 Distribution = Callable[[Shapes, float, Shapes], dict[str, float]]
 
 
+def keeps_first_dense(distribution: Distribution) -> Distribution:
+    """Marks a distribution that keeps the first layer dense unless told otherwise."""
+    distribution.dense_first = True  # type: ignore[attr-defined]
+    return distribution
+
+
+@keeps_first_dense
 def uniform(free: Shapes, sparsity: float, dense: Shapes) -> dict[str, float]:
-    """``s_l = S`` for every free layer (Evci et al. 2020, arXiv:1911.11134, 3(1))."""
+    """Returns ``s_l = S`` for every free layer.
+
+    Evci et al. 2020, arXiv:1911.11134, 3(1).
+    """
     del dense
     return dict.fromkeys(free, sparsity)
 
 
+@keeps_first_dense
 def adjusted_uniform(free: Shapes, sparsity: float, dense: Shapes) -> dict[str, float]:
-    """One sparsity for all free layers, so high that the whole has sparsity ``S``.
+    """Returns one sparsity for all free layers that gives the whole sparsity ``S``.
 
-    ``s = S N / N_free``: layers held dense are paid for by the others.
+    ``s = S N / N_free``: the free layers make up for those held dense.
 
     Raises:
         ValueError: The dense layers alone hold more weights than ``S`` leaves active.
     """
-    num_free, num_dense = _num_weights(free), _num_weights(dense)
+    num_free, num_dense = (
+        sum(math.prod(shape) for shape in shapes.values()) for shapes in (free, dense)
+    )
     adjusted = sparsity * (num_free + num_dense) / num_free
     if adjusted >= 1:
         raise ValueError(
@@ -49,7 +64,7 @@ def adjusted_uniform(free: Shapes, sparsity: float, dense: Shapes) -> dict[str, 
 
 
 def erdos_renyi(free: Shapes, sparsity: float, dense: Shapes) -> dict[str, float]:
-    """Density proportional to ``(in + out) / (in out)``, kernels not counted.
+    """Returns densities proportional to ``(in + out) / (in out)``, without kernels.
 
     Mocanu et al. 2018, arXiv:1707.04780, eq. 2; layers held dense are outside of the
     budget.
@@ -61,10 +76,11 @@ def erdos_renyi(free: Shapes, sparsity: float, dense: Shapes) -> dict[str, float
 def erdos_renyi_kernel(
     free: Shapes, sparsity: float, dense: Shapes
 ) -> dict[str, float]:
-    """Density proportional to ``(in + out + kh + kw) / (in out kh kw)``.
+    """Returns densities proportional to ``(in + out + kh + kw) / (in out kh kw)``.
 
     Evci et al. 2020, arXiv:1911.11134, 3(1); for matrices it is `erdos_renyi`. Layers
-    held dense are outside of the budget, as in the authors' code.
+    held dense are outside of the budget, as in the authors' code. The first layer is
+    not held dense: it gets a high density anyway.
     """
     del dense
     return _in_proportion(free, sparsity, _ratio)
@@ -76,30 +92,20 @@ DISTRIBUTIONS: dict[str, Distribution] = {
     "er": erdos_renyi,
     "erk": erdos_renyi_kernel,
 }
-# Where the paper keeps the first layer dense; ERK gives it a high density by itself.
-DENSE_FIRST = (uniform, adjusted_uniform)
 
 
 def distribution_named(name: str | Distribution) -> Distribution:
-    """The function a user means; names in upper or lower case.
+    """Returns the function of a name, in upper or lower case; a function as it is.
 
     Raises:
-        ValueError, TypeError: There is none of this name, or it is no name.
+        ValueError: ``name`` is neither a function nor a key of `DISTRIBUTIONS`.
     """
     if callable(name):
         return name
-    if not isinstance(name, str):
-        raise TypeError(
-            f"sparsity_distribution is {name!r}; it must be one of "
-            f"{sorted(DISTRIBUTIONS)} or a function of (shapes, sparsity, dense shapes)"
-        )
-    if name.lower() not in DISTRIBUTIONS:
-        raise ValueError(
-            f"sparsity_distribution={name!r} is not known; allowed are "
-            f"{sorted(DISTRIBUTIONS)}, or a function of (shapes, sparsity, dense "
-            "shapes)"
-        )
-    return DISTRIBUTIONS[name.lower()]
+    key = name.lower() if isinstance(name, str) else name
+    otherwise = "a function of (shapes, sparsity, dense shapes)"
+    check_choice("sparsity_distribution", key, DISTRIBUTIONS, otherwise)
+    return DISTRIBUTIONS[key]
 
 
 def allocate(
@@ -109,35 +115,33 @@ def allocate(
     fixed: Mapping[str, float] | None = None,
     dense_first: bool | None = None,
 ) -> dict[str, float]:
-    """The sparsity of every layer.
+    """Returns the sparsity of every layer, by name, in the order of ``shapes``.
 
     Args:
         shapes: Name and shape of every layer, in order of registration.
         sparsity: S, the share of inactive weights, ``0 <= S < 1``.
         distribution: A key of `DISTRIBUTIONS`, or a function like them.
-        fixed: Sparsities that are given: by name, ``0 <= s < 1``. They are outside of
+        fixed: Sparsities that are given, by name, ``0 <= s < 1``. They are outside of
             the budget that the others share.
         dense_first: Keep the first layer dense unless it is the only one. Default: for
             the uniform distributions, as in the paper.
 
-    Returns:
-        By name, in the order of ``shapes``.
-
     Raises:
-        ValueError: A number is out of range, or a name or distribution is not known.
+        ValueError, TypeError: A number is out of range, or a name or distribution is
+            not known.
     """
     rule = distribution_named(distribution)
-    check_share("sparsity", sparsity)
+    check_number("sparsity", sparsity, 0, below=1)
     given = dict(fixed or {})
     for name, value in given.items():
         if name not in shapes:
             raise ValueError(
-                f"a sparsity is given for {name!r}, which is no layer; layers are "
+                f"a sparsity is given for {name!r}, which is not a layer; layers are "
                 f"{list(shapes)}"
             )
-        check_share(f"the sparsity of {name!r}", value)
+        check_number(f"the sparsity of {name!r}", value, 0, below=1)
     if dense_first is None:
-        dense_first = rule in DENSE_FIRST
+        dense_first = getattr(rule, "dense_first", False)
     if dense_first and len(shapes) > 1:
         given.setdefault(next(iter(shapes)), 0.0)
     free = {name: shape for name, shape in shapes.items() if name not in given}
@@ -145,12 +149,13 @@ def allocate(
     found = rule(free, sparsity, dense) if free and sparsity > 0 else {}
     result = {name: given.get(name, found.get(name, 0.0)) for name in shapes}
     for name, value in result.items():
-        check_share(f"the sparsity that {distribution!r} gives {name!r}", value)
+        what = f"the sparsity that {distribution!r} gives {name!r}"
+        check_number(what, value, 0, below=1)
     return result
 
 
 def num_inactive(sparsity: float, num_weights: int) -> int:
-    """``floor(s n)`` of the decimal that was meant: ``1 - 0.9`` of 1000 is 100.
+    """Returns ``floor(s n)`` of the decimal that was meant: ``1 - 0.9`` of 1000 is 100.
 
     At least one weight stays active.
 
@@ -160,18 +165,10 @@ def num_inactive(sparsity: float, num_weights: int) -> int:
     return min(math.floor(round(sparsity * num_weights, 6)), num_weights - 1)
 
 
-def check_share(what: str, value: float) -> None:
-    """Raises ValueError or TypeError unless ``0 <= value < 1``."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{what} is {value!r}; it must be a number from 0 to below 1")
-    if not 0 <= value < 1:
-        raise ValueError(f"{what} is {value!r}; it must be from 0 to below 1")
-
-
 def _in_proportion(
     free: Shapes, sparsity: float, ratio: Callable[[Shape], float]
 ) -> dict[str, float]:
-    """Densities ``epsilon p_l``, where what would exceed 1 is dense and paid for.
+    """Returns sparsities of densities ``epsilon p_l``; a layer above 1 becomes dense.
 
     The densest layers become dense one after the other, ties together, and epsilon is
     solved for again with what remains of the budget.
@@ -180,22 +177,15 @@ def _in_proportion(
     numbers = {name: math.prod(shape) for name, shape in free.items()}
     budget = sum(n - math.floor(round(sparsity * n, 6)) for n in numbers.values())
     dense: set[str] = set()
-    while True:
-        rest = [name for name in free if name not in dense]
+    while rest := [name for name in free if name not in dense]:
         left = budget - sum(numbers[name] for name in dense)
-        if not rest:
-            return dict.fromkeys(free, 0.0)
         epsilon = left / sum(ratios[name] * numbers[name] for name in rest)
         highest = max(ratios[name] for name in rest)
         if epsilon * highest <= 1:
-            break
+            return {n: 0.0 if n in dense else 1 - epsilon * ratios[n] for n in free}
         dense |= {name for name in rest if ratios[name] == highest}
-    return {name: 0.0 if name in dense else 1 - epsilon * ratios[name] for name in free}
+    return dict.fromkeys(free, 0.0)
 
 
 def _ratio(shape: Shape) -> float:
     return sum(shape) / math.prod(shape)
-
-
-def _num_weights(shapes: Shapes) -> int:
-    return sum(math.prod(shape) for shape in shapes.values())

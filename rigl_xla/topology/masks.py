@@ -1,9 +1,8 @@
 """Which connections an update drops and grows: fixed shapes, exact counts.
 
-Pure functions of tensors. Scores are higher for what is to stay or to come. Among equal
-scores the lower index wins, on every device, so replicas choose alike. What is not
-eligible is given a score below all others, not zero: an active weight of zero is not an
-inactive one.
+Pure functions of tensors. What scores higher stays or grows. Among equal scores the
+lower index wins, on every device, so replicas choose alike. What is not eligible gets a
+score below all others, not zero: an active weight of zero is not an inactive one.
 
 Axes: L layers of equal size, N weights of one of them, R rows of a structured layer, M
 weights of a row.
@@ -15,7 +14,10 @@ import hashlib
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+
+from xla_replica import traits
 
 INELIGIBLE = float("-inf")
 
@@ -25,10 +27,10 @@ def top(
     counts_L: torch.Tensor,
     host_counts: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Marks the ``counts_L[l]`` highest scores of each layer.
+    """Returns a mask of the ``counts_L[l]`` highest scores of each layer.
 
-    Shapes do not depend on the counts, so a changed count compiles nothing; they stay
-    on the device.
+    Shapes do not depend on the counts, which stay on the device, so a changed count
+    compiles nothing.
 
     Args:
         scores_LN: Any float dtype. With NaN the result means nothing.
@@ -55,7 +57,7 @@ def top(
 
 
 def _top_1(scores_N: torch.Tensor, count: int) -> torch.Tensor:
-    """`top` of one layer on a CPU, where reading a number costs nothing."""
+    """Returns `top` of one layer on a CPU, where reading a number costs nothing."""
     if count == 0:
         return torch.zeros_like(scores_N, dtype=torch.bool)
     size = len(scores_N)
@@ -76,7 +78,7 @@ def drop_and_grow(
     num_grow_L: torch.Tensor,
     host_counts: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The new masks: the best of the active ones, and the best of all the others.
+    """Returns new masks: the best of the active ones, and the best of all others.
 
     What was just dropped may grow again, as in Evci et al. 2020, arXiv:1911.11134,
     Algorithm 1.
@@ -108,11 +110,11 @@ def drop_and_grow_rows(
     num_keep: torch.Tensor,
     per_row: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`drop_and_grow` of one layer that keeps ``per_row`` connections in every row.
+    """Returns `drop_and_grow` of a layer with ``per_row`` connections in every row.
 
-    Connections are dropped wherever in the layer they are weakest; each row grows what
-    it lacks. Rows are groups of M inputs for N:M sparsity and all inputs of a neuron
-    for constant fan-in.
+    Connections are dropped wherever in the layer they are weakest; each row grows as
+    many as it lacks. Rows are groups of M inputs for N:M sparsity, and all inputs of a
+    neuron for constant fan-in.
 
     Args:
         mask_RM: bool with exactly ``per_row`` True in each row.
@@ -132,22 +134,22 @@ def drop_and_grow_rows(
 
 
 def is_finite(tensor: torch.Tensor) -> torch.Tensor:
-    """bool ``(1,)``: no number of it is NaN or infinite."""
-    if tensor.device.type == "cpu":  # one pass and no temporary
+    """Returns bool ``(1,)``: whether no number is NaN or infinite."""
+    if traits(tensor).is_host:  # one pass and no temporary
         low, high = torch.aminmax(tensor)
         return (torch.isfinite(low) & torch.isfinite(high)).reshape(1)
     return torch.isfinite(tensor).all().reshape(1)
 
 
 def are_finite(scores_LN: torch.Tensor, eligible_LN: torch.Tensor) -> torch.Tensor:
-    """bool ``(L, 1)``: no eligible score of the layer is NaN or infinite."""
+    """Returns bool ``(L, 1)``: whether no eligible score is NaN or infinite."""
     return (torch.isfinite(scores_LN) | ~eligible_LN).all(1, keepdim=True)
 
 
 def has_preference(scores_LN: torch.Tensor) -> torch.Tensor:
-    """bool ``(L, 1)``: not all finite scores of the layer are the same.
+    """Returns bool ``(L, 1)``: whether a layer's finite scores differ at all.
 
-    Those of a layer that took no part in the loss are all zero, and say nothing.
+    Those of a layer that took no part in the loss are all zero and say nothing.
     """
     others_LN = ~torch.isfinite(scores_LN)
     high_L1 = scores_LN.masked_fill(others_LN, -math.inf).amax(1, keepdim=True)
@@ -156,11 +158,13 @@ def has_preference(scores_LN: torch.Tensor) -> torch.Tensor:
 
 
 def generator(seed: int, name: str, update: int) -> torch.Generator:
-    """A CPU generator that depends on its arguments alone, on every replica alike.
+    """Returns a CPU generator that depends on its arguments alone.
+
+    It is therefore the same on every replica.
 
     Args:
-        seed: Of the whole run.
-        name: Of the parameter.
+        seed: The seed of the run.
+        name: The parameter's name.
         update: Number of the topology update; 0 for the initial mask.
     """
     key = f"{seed}/{update}/{name}".encode()
@@ -169,13 +173,25 @@ def generator(seed: int, name: str, update: int) -> torch.Generator:
 
 
 def random_scores(seed: int, name: str, update: int, size: int) -> torch.Tensor:
-    """float32 ``(size,)`` on the CPU, uniform on [0, 1); see `generator`."""
+    """Returns float32 ``(size,)`` on the CPU, uniform on [0, 1); see `generator`."""
     return torch.rand(size, generator=generator(seed, name, update))
 
 
 def random_mask(seed: int, name: str, size: int, num_active: int) -> torch.Tensor:
-    """bool ``(size,)`` on the CPU with exactly ``num_active`` True, anywhere."""
+    """Returns bool ``(size,)`` on the CPU with ``num_active`` True, at random."""
     order = torch.randperm(size, generator=generator(seed, name, 0))
     mask = torch.zeros(size, dtype=torch.bool)
     mask[order[:num_active]] = True
     return mask
+
+
+def pack(mask: torch.Tensor) -> torch.Tensor:
+    """Returns a mask on the CPU as uint8, one bit per weight."""
+    return torch.from_numpy(np.packbits(mask.numpy().reshape(-1)))
+
+
+def unpack(packed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Returns the bool mask on the CPU that `pack` was given."""
+    size = torch.Size(shape).numel()
+    bits = np.unpackbits(packed.cpu().numpy(), count=size)
+    return torch.from_numpy(bits.astype(np.bool_)).reshape(tuple(shape))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from rigl_xla.topology import masks
+from xla_replica.common.arguments import check_choice
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -20,15 +21,15 @@ class Layer:
     """What a score can be made of: one layer at one topology update.
 
     Attributes:
-        name: Of the parameter.
-        weight: Detached, zero where inactive.
-        mask: bool, True where active.
+        name: The parameter's name.
+        weight: The parameter, detached; zero where inactive.
+        mask: bool of the weight's shape, True where active.
         gradient: The dense gradient, of inactive connections too, averaged over
             replicas and over the steps that the update collects; up to a positive
             factor. None for methods that do not use it.
         step: Number of the step, from 1.
         update: Number of the topology update, from 1.
-        seed: Of the run.
+        seed: The seed of the run.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Layer:
     seed: int
 
     def random(self) -> torch.Tensor:
-        """Uniform numbers of the weight's shape, alike on all replicas; float32."""
+        """Returns uniform float32 numbers of the weight's shape, equal on replicas."""
         numbers = masks.random_scores(
             self.seed, self.name, self.update, self.weight.numel()
         )
@@ -50,25 +51,33 @@ class Layer:
 Score = Callable[[Layer], torch.Tensor]
 
 
+def needs_no_gradient(score: Score) -> Score:
+    """Marks a score that does not look at `Layer.gradient`."""
+    score.needs_gradient = False  # type: ignore[attr-defined]
+    return score
+
+
+@needs_no_gradient
 def magnitude(layer: Layer) -> torch.Tensor:
-    """``|w|``."""
+    """Returns ``|w|``."""
     return layer.weight.abs()
 
 
 def gradient(layer: Layer) -> torch.Tensor:
-    """``|mean gradient|``: the mean first, then the absolute value."""
-    assert layer.gradient is not None, "the method collects no gradient"
+    """Returns ``|mean gradient|``: the mean first, then the absolute value."""
+    assert layer.gradient is not None, "the method does not collect gradients"
     return layer.gradient.abs()
 
 
 def sensitivity(layer: Layer) -> torch.Tensor:
-    """``|w g|``, as SNIP scores connections."""
-    assert layer.gradient is not None, "the method collects no gradient"
+    """Returns ``|w g|``, by which SNIP scores connections."""
+    assert layer.gradient is not None, "the method does not collect gradients"
     return (layer.weight * layer.gradient).abs()
 
 
+@needs_no_gradient
 def random(layer: Layer) -> torch.Tensor:
-    """Uniform random numbers, from seed, name and number of the update."""
+    """Returns uniform random numbers, from seed, name and number of the update."""
     return layer.random()
 
 
@@ -82,16 +91,16 @@ SCORES: dict[str, Score] = {
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A way to change the topology.
+    """A way to change the topology. What training by it costs follows from the row.
 
     Attributes:
-        drop: Score of active connections.
-        grow: Score of the others; None if nothing grows.
-        collects: Dense gradients it needs: ``'never'``, ``'updates'`` (in the steps
-            that `UpdateSchedule.collects`), or ``'always'`` (a running mean, up to the
-            last update).
-        updates: False for a topology that stays as it began.
-        gradual: It begins dense and loses connections at each update.
+        drop: Scores active connections; the lowest are dropped.
+        grow: Scores the others; the highest grow. None if nothing grows.
+        collects: When dense gradients are needed: ``'never'``, ``'updates'`` (in the
+            steps that `UpdateSchedule.collects`), or ``'always'`` (a running mean, up
+            to the last update).
+        updates: False for a topology that never changes.
+        gradual: Whether it begins dense and loses connections at each update.
     """
 
     drop: Score = magnitude
@@ -100,71 +109,75 @@ class Method:
     updates: bool = True
     gradual: bool = False
 
+    def __post_init__(self) -> None:
+        check_choice("collects", self.collects, ("never", "updates", "always"))
 
+    def costs_like(self, other: Method) -> bool:
+        """Returns whether training by both costs the same, whatever their scores."""
+        return (self.updates, self.gradual) == (other.updates, other.gradual) and (
+            self.gradual or self.collects == other.collects
+        )
+
+
+STATIC = Method(grow=None, collects="never", updates=False)
+
+# All that the packages know of a method; further rows may be added.
 METHODS: dict[str, Method] = {
-    # Evci et al. 2020, arXiv:1911.11134, Algorithm 1
-    "rigl": Method(),
+    "static": STATIC,
     # Mocanu et al. 2018, arXiv:1707.04780, Algorithm 2; counts are exact, and the
     # smallest weights of either sign go
     "set": Method(grow=random, collects="never"),
+    # Evci et al. 2020, arXiv:1911.11134, Algorithm 1
+    "rigl": Method(),
     # Dettmers and Zettlemoyer 2019, arXiv:1907.04840, without redistribution of
     # connections between layers, as in Evci et al.; from step 3 on, see `collect`
     "snfs": Method(collects="always"),
     # Zhu and Gupta 2017, arXiv:1710.01878
     "gmp": Method(grow=None, collects="never", gradual=True),
-    "static": Method(grow=None, collects="never", updates=False),
 }
 
 
 def method_named(
     name: str, drop: str | Score | None = None, grow: str | Score | None = None
 ) -> Method:
-    """The method with other scores, if they are given.
+    """Returns the row of `METHODS`, with other scores if they are given.
 
-    A score of one's own may look at the gradient, so dense gradients are then
-    collected.
+    Dense gradients are then collected if a given score may look at them, as one that
+    a user has written may.
 
     Raises:
-        ValueError, TypeError: A name is not known, or a score does not fit the method.
+        ValueError: A name is not known, or a score does not fit the method.
     """
-    if not isinstance(name, str):
-        raise TypeError(f"method is {name!r}; it must be one of {sorted(METHODS)}")
-    if name not in METHODS:
-        raise ValueError(
-            f"method={name!r} is not known; allowed are {sorted(METHODS)}, with drop= "
-            "and grow= for scores of your own"
-        )
+    check_choice("method", name, METHODS)
     method = METHODS[name]
-    if not method.updates and (drop or grow):
+    given = {"drop": drop, "grow": grow}
+    given = {what: score for what, score in given.items() if score is not None}
+    if given and not method.updates:
         raise ValueError(
             f"method={name!r} never changes the topology, so drop= and grow= have "
             "nothing to do; leave them out or choose another method"
         )
     if grow is not None and method.grow is None:
         raise ValueError(f"method={name!r} grows no connections; leave out grow=")
-    changes = {
-        key: _score(key, value)
-        for key, value in [("drop", drop), ("grow", grow)]
-        if value is not None
-    }
-    method = dataclasses.replace(method, **changes)
-    known = {magnitude, random, None}
-    needs_none = method.drop in known and method.grow in known
-    if not needs_none and method.collects == "never":
+    scores = {what: _score(what, score) for what, score in given.items()}
+    needed = any(getattr(score, "needs_gradient", True) for score in scores.values())
+    if needed and method.collects == "never":
         method = dataclasses.replace(method, collects="updates")
-    return method
+    return dataclasses.replace(method, **scores)
+
+
+def cost_name(name: str, method: Method) -> str:
+    """Returns the key of a method that costs as much as this one, made from ``name``.
+
+    That is ``name``, unless other scores or a fixed topology changed what it collects.
+    """
+    keys = (name, *METHODS)
+    return next(key for key in keys if METHODS[key].costs_like(method))
 
 
 def _score(what: str, value: str | Score) -> Score:
     if callable(value):
         return value
-    if not isinstance(value, str):
-        raise TypeError(
-            f"{what} is {value!r}; it must be one of {sorted(SCORES)} or a function of "
-            "a rigl_xla.Layer that returns a tensor of the weight's shape"
-        )
-    if value not in SCORES:
-        raise ValueError(
-            f"{what}={value!r} is not known; allowed are {sorted(SCORES)} or a function"
-        )
+    otherwise = "a function of a rigl_xla.Layer that returns a tensor of its shape"
+    check_choice(what, value, SCORES, otherwise)
     return SCORES[value]

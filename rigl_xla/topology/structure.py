@@ -16,13 +16,20 @@ CONSTANT_FAN_IN = "constant-fan-in"
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
-    """A weight of this shape, cut into rows of ``width`` with ``per_row`` active.
+class RowPattern:
+    """A weight that is cut into rows with equally many active connections.
 
     Inputs run along the second dimension of a weight, and then along its kernel for
     constant fan-in; groups of N:M lie along the input channels, where matrix units
-    multiply. A transposed convolution's weight, of so many groups, is turned to have
-    outputs first.
+    multiply.
+
+    Attributes:
+        shape: The weight's shape.
+        width: Connections in a row.
+        per_row: How many of them are active.
+        along_channels: Whether a row lies along the input channels alone.
+        transposed: The number of groups of a transposed convolution, whose weight is
+            turned to have outputs first; None for other weights.
     """
 
     shape: tuple[int, ...]
@@ -38,14 +45,14 @@ class Rows:
         return size // self.width * self.per_row
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``(rows, width)`` from a tensor of the weight's shape."""
+        """Returns ``(rows, width)`` from a tensor of the weight's shape."""
         tensor = outputs_first(tensor, self.transposed)
         if self.along_channels:
             tensor = tensor.movedim(1, -1)
         return tensor.reshape(-1, self.width)
 
     def join(self, rows_RM: torch.Tensor) -> torch.Tensor:
-        """What `cut` was given."""
+        """Returns the tensor that `cut` was given."""
         out, channels, *kernel = outputs_first_shape(self.shape, self.transposed)
         if self.along_channels:
             tensor = rows_RM.reshape(out, *kernel, channels).movedim(-1, 1)
@@ -53,23 +60,85 @@ class Rows:
             tensor = rows_RM.reshape(out, channels, *kernel)
         return outputs_first(tensor, self.transposed)
 
+    def best_mask(self, scores: torch.Tensor) -> torch.Tensor:
+        """Returns a mask of the ``per_row`` highest of the weight's scores by row."""
+        scores_RM = self.cut(scores)
+        counts = torch.full((len(scores_RM),), self.per_row, device=scores.device)
+        return self.join(masks.top(scores_RM, counts))
+
     def random_mask(self, seed: int, name: str) -> torch.Tensor:
-        """bool of the weight's shape on the CPU, ``per_row`` active in each row."""
+        """Returns a bool mask on the CPU with ``per_row`` active in each row."""
         size = torch.Size(self.shape).numel()
-        scores = masks.random_scores(seed, name, 0, size).reshape(-1, self.width)
-        counts = torch.full((len(scores),), self.per_row)
-        return self.join(masks.top(scores, counts)).contiguous()
+        scores_RM = masks.random_scores(seed, name, 0, size).reshape(-1, self.width)
+        return self.best_mask(self.join(scores_RM)).contiguous()
+
+
+def n_of_m(structure: str) -> tuple[int, int] | None:
+    """Returns ``(N, M)`` of ``'N:M'``; None for constant fan-in.
+
+    Raises:
+        ValueError, TypeError: ``structure`` is neither.
+
+    >>> n_of_m("2:4")
+    (2, 4)
+    """
+    if not isinstance(structure, str):
+        raise TypeError(f"structure must be a text like '2:4', got {structure!r}")
+    if structure == CONSTANT_FAN_IN:
+        return None
+    match = re.fullmatch(r"(\d+):(\d+)", structure)
+    if not match or not 0 < int(match[1]) < int(match[2]):
+        raise ValueError(
+            f"structure must be {CONSTANT_FAN_IN!r}, or 'N:M' with 0 < N < M like "
+            f"'2:4', got {structure!r}"
+        )
+    return int(match[1]), int(match[2])
+
+
+def row_pattern(
+    structure: str,
+    name: str,
+    shape: tuple[int, ...],
+    sparsity: float,
+    transposed: int | None = None,
+) -> RowPattern:
+    """Returns how ``structure`` cuts a weight.
+
+    Args:
+        structure: ``'N:M'`` or ``'constant-fan-in'``.
+        name: The parameter's name, for errors.
+        shape: The weight's shape.
+        sparsity: For constant fan-in; rounded to whole inputs, at least one.
+        transposed: See `outputs_first_shape`.
+
+    Raises:
+        ValueError: The number of inputs is not a multiple of M.
+    """
+    pattern = n_of_m(structure)
+    _, channels, *kernel = outputs_first_shape(shape, transposed)
+    if pattern is None:
+        width = torch.Size((channels, *kernel)).numel()
+        per_row = max(1, round((1 - sparsity) * width))
+        return RowPattern(shape, width, per_row, False, transposed)
+    per_row, width = pattern
+    if channels % width:
+        raise ValueError(
+            f"structure={structure!r} does not fit {name!r} of shape {shape}: its "
+            f"{channels} inputs are not a multiple of {width}; put it into exclude="
+        )
+    return RowPattern(shape, width, per_row, True, transposed)
 
 
 def outputs_first_shape(
     shape: tuple[int, ...], transposed: int | None
 ) -> tuple[int, ...]:
-    """``(out, in / groups, *kernel)`` of any weight's shape.
+    """Returns ``(out, in / groups, *kernel)`` of any weight's shape.
 
     Args:
-        shape: Of the weight.
-        transposed: Groups of a transposed convolution, whose weight is ``(in, out /
-            groups, *kernel)``; None for all others, which have outputs first.
+        shape: The weight's shape.
+        transposed: The number of groups of a transposed convolution, whose weight is
+            ``(in, out / groups, *kernel)``; None for all others, which have outputs
+            first.
     """
     if transposed is None:
         return shape
@@ -77,66 +146,13 @@ def outputs_first_shape(
 
 
 def outputs_first(tensor: torch.Tensor, transposed: int | None) -> torch.Tensor:
-    """A weight as `outputs_first_shape` has it; from there, the weight again."""
+    """Returns a weight as `outputs_first_shape` has it; from there, the weight again.
+
+    That is the same exchange of dimensions in both directions.
+    """
     if transposed is None:
         return tensor
     first, second, *kernel = tensor.shape
     split = tensor.reshape(transposed, first // transposed, second, *kernel)
     shape = outputs_first_shape(tuple(tensor.shape), transposed)
     return split.transpose(1, 2).reshape(shape)
-
-
-def n_of_m(structure: str) -> tuple[int, int] | None:
-    """``(N, M)`` of ``'N:M'``; None for constant fan-in.
-
-    Raises:
-        ValueError, TypeError: It is neither.
-
-    >>> n_of_m("2:4")
-    (2, 4)
-    """
-    if not isinstance(structure, str):
-        raise TypeError(f"structure is {structure!r}; it must be a text like '2:4'")
-    if structure == CONSTANT_FAN_IN:
-        return None
-    match = re.fullmatch(r"(\d+):(\d+)", structure)
-    if not match or not 0 < int(match[1]) < int(match[2]):
-        raise ValueError(
-            f"structure={structure!r} is not known; allowed are {CONSTANT_FAN_IN!r} "
-            "and 'N:M' with 0 < N < M, like '2:4'"
-        )
-    return int(match[1]), int(match[2])
-
-
-def rows_of(
-    structure: str,
-    name: str,
-    shape: tuple[int, ...],
-    sparsity: float,
-    transposed: int | None = None,
-) -> Rows:
-    """How ``structure`` cuts a weight.
-
-    Args:
-        structure: ``'N:M'`` or ``'constant-fan-in'``.
-        name: Of the parameter, for errors.
-        shape: Of the weight.
-        sparsity: For constant fan-in; rounded to whole inputs, at least one.
-        transposed: Groups of a transposed convolution, see `outputs_first_shape`.
-
-    Raises:
-        ValueError: The inputs are no multiple of M.
-    """
-    pattern = n_of_m(structure)
-    _, channels, *kernel = outputs_first_shape(shape, transposed)
-    if pattern is None:
-        width = torch.Size((channels, *kernel)).numel()
-        per_row = max(1, round((1 - sparsity) * width))
-        return Rows(shape, width, per_row, False, transposed)
-    per_row, width = pattern
-    if channels % width:
-        raise ValueError(
-            f"structure={structure!r} does not fit {name!r} of shape {shape}: its "
-            f"{channels} inputs are no multiple of {width}; put it into exclude="
-        )
-    return Rows(shape, width, per_row, True, transposed)

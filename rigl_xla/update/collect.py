@@ -1,4 +1,4 @@
-"""What an update is made from: the dense gradients of all replicas."""
+"""The dense gradients of all replicas, from which an update is made."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rigl_xla.topology.update_schedule import UpdateSchedule
 from xla_replica import Replica
 
 # A running mean leaves out the steps in which an optimizer makes its state, so that the
-# program of a step that collects nothing is compiled here, and not behind the last
+# program of a step that collects nothing is compiled here, and not after the last
 # update, when such steps come back.
 _FIRST_OF_MEAN = 3
 
 
 def collects(method: Method, schedule: UpdateSchedule, step: int) -> bool:
-    """Whether the dense gradients of step number ``step`` are needed."""
+    """Returns whether the dense gradients of step number ``step`` are needed."""
     if method.collects == "always":
         first = _FIRST_OF_MEAN if schedule.delta >= _FIRST_OF_MEAN else 1
         return first <= step <= schedule.last_update
@@ -27,7 +27,7 @@ def collects(method: Method, schedule: UpdateSchedule, step: int) -> bool:
 
 
 def is_collecting(method: Method, schedule: UpdateSchedule, step: int) -> bool:
-    """Whether behind ``step`` there are gradients that later steps add to."""
+    """Returns whether after ``step`` there are gradients that later steps add to."""
     used_up = method.collects == "updates" and schedule.is_update(step)
     goes_on = collects(method, schedule, step + 1)
     return collects(method, schedule, step) and goes_on and not used_up
@@ -43,8 +43,8 @@ def begin_(
     """Lets go of what was collected up to ``step``.
 
     On a device that ``compiles``, zeros take its place where updates are made from
-    several steps: the first of them is then the same program as the others, and the
-    last update, behind which nobody wants them, the same as those before it.
+    several steps: the first of them is then the same program as the others, and so is
+    the last update, after which nothing is collected, the same as those before it.
     """
     adds = method.collects == "always" or (
         method.collects == "updates" and schedule.grad_accumulation_n > 1
@@ -60,22 +60,22 @@ def collect_(
     num_steps: int,
     momentum: float | None = None,
 ) -> None:
-    """Takes the step's dense gradients, of all replicas, into those collected.
+    """Adds the step's dense gradients, of all replicas, to those collected.
 
     Summed here, not when they are used, so that what is saved is the same on every
     replica and names no number of them.
 
     Args:
-        layers: Their `pending` is used up.
-        replica: Sums.
-        num_steps: The mean is of so many steps; this one adds its share.
-        momentum: Instead, a running mean that keeps so much of its past. A step with
-            a gradient that is not finite, in any layer, leaves it as it was.
+        layers: The layers; their `pending` is used up.
+        replica: Sums over replicas.
+        num_steps: How many steps the mean is of; this one adds its share.
+        momentum: For a running mean instead: how much of its past it keeps. A step
+            with a gradient that is not finite, in any layer, leaves it as it was.
     """
     several = replica.num_replicas > 1
     if several:
-        # What is pending may hold a collective of others: it must be the same program
-        # on a replica that had a minibatch and on one that had none.
+        # What is pending may include a collective, which must be in the same program on
+        # a replica that had a minibatch and on one that had none.
         replica.sync()
     pending = []
     for layer in layers:
@@ -98,7 +98,7 @@ def collect_(
 def _into_mean_(
     layers: Sequence[SparseLayer], pending: Sequence[torch.Tensor], momentum: float
 ) -> None:
-    """Adds a step to running means, which would keep what is not finite for ever."""
+    """Adds a step to running means, which would keep a NaN for ever."""
     finite = torch.cat([masks.is_finite(dense) for dense in pending]).all()
     for layer, dense in zip(layers, pending):
         past = torch.zeros_like(dense) if layer.gradient is None else layer.gradient

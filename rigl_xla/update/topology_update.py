@@ -1,4 +1,4 @@
-"""One topology update of all layers, on the device they are on."""
+"""One topology update of all layers, on their device."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch.optim import Optimizer
 
-from rigl_xla.layers.sparse_layer import SparseLayer, keep_
+from rigl_xla.layers.sparse_layer import SparseLayer, zero_inactive_
 from rigl_xla.topology import masks
 from rigl_xla.topology.distribution import num_inactive
 from rigl_xla.topology.methods import Layer, Method, Score
 from rigl_xla.topology.update_schedule import UpdateSchedule, gradual_sparsity
+from xla_replica import traits
 
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """When an update happens: what scores may depend on besides the layer."""
+    """When an update happens; see the attributes of `Layer`."""
 
     step: int
     update: int
@@ -31,7 +32,7 @@ def change_(
     schedule: UpdateSchedule,
     moment: Moment,
 ) -> None:
-    """Drops and grows connections of all layers, from what they have collected."""
+    """Drops and grows connections of all layers, by the gradients they collected."""
     counts = [_next_counts(layer, method, schedule, moment.step) for layer in layers]
     keep, grow = [pair[0] for pair in counts], [pair[1] for pair in counts]
     for layer, new, total in zip(
@@ -48,21 +49,19 @@ def new_masks(
     num_grow: Sequence[int],
     moment: Moment,
 ) -> list[torch.Tensor]:
-    """Every layer's next mask, of the same shapes whatever the counts.
+    """Returns every layer's next mask: bool, of the weight's shape.
 
     A layer keeps its mask if it has nothing to choose by: if its scores for growth are
-    all equal, or one that counts is not finite: of an active connection for dropping,
-    of one that is not kept for growth. All do if a weight or a gradient is not finite.
+    all equal, or if a score that counts is not finite (for dropping, that of an active
+    connection; for growth, that of one that is not kept). All layers keep theirs if
+    any weight or gradient is not finite. Shapes do not depend on the counts.
 
     Args:
         layers: With gradients if the method uses them, all on one device.
         method: How connections are scored.
         num_keep: Active connections that each layer keeps.
         num_grow: Connections that each layer grows.
-        moment: When.
-
-    Returns:
-        bool tensors of the weights' shapes.
+        moment: When the update happens.
     """
     finite = _all_finite(layers)
     found: dict[int, torch.Tensor] = {}
@@ -86,26 +85,22 @@ def new_masks(
 def install_(layer: SparseLayer, new: torch.Tensor, optimizer: Optimizer) -> None:
     """Makes ``new`` the layer's mask.
 
-    Weights and the optimizer's state stay where a connection was and is active, and
-    are zero elsewhere: a connection grows from zero. In place, so that whoever shares
-    memory with a parameter sees it.
+    Weights and the optimizer's state keep their values where a connection was and is
+    active, and are zero elsewhere: a connection grows from zero. All in place, so that
+    everything that shares memory with a parameter sees it.
     """
-    old = layer.mask
-    kept = old & new
-    parameter = layer.weight.parameter
-    layer.history.record(new, kept)
-    keep_(layer.data, kept)
-    for tensor in optimizer_state_of(parameter, optimizer):
-        keep_(tensor, kept)
+    parameter, kept = layer.weight.parameter, layer.mask & new
+    for tensor in [layer.data, *optimizer_state_of(parameter, optimizer)]:
+        zero_inactive_(tensor, kept)
     if parameter.grad is not None:
-        keep_(parameter.grad.detach(), new)
-    layer.mask.copy_(new)
+        zero_inactive_(parameter.grad.detach(), new)
+    layer.replace_mask_(new, kept)
 
 
 def optimizer_state_of(
     parameter: torch.Tensor, optimizer: Optimizer
 ) -> Iterator[torch.Tensor]:
-    """What the optimizer keeps for each single weight: momentum, second moments."""
+    """Yields what the optimizer keeps for each weight: momentum, second moments."""
     state = optimizer.state.get(parameter)  # not [...], which would make an entry
     for value in (state or {}).values():
         if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
@@ -115,9 +110,9 @@ def optimizer_state_of(
 def _next_counts(
     layer: SparseLayer, method: Method, schedule: UpdateSchedule, step: int
 ) -> tuple[int, int]:
-    """Connections that the layer is to keep and to grow in the update at ``step``."""
+    """Returns how many connections the update keeps and how many it grows."""
     if method.gradual:
-        # Of the last update, so that it reaches the final sparsity.
+        # It ends with the last update, so that this one reaches the final sparsity.
         sparsity = gradual_sparsity(step, layer.sparsity, 0, schedule.last_update)
         left = layer.size - num_inactive(sparsity, layer.size)
         return min(left, layer.num_active), 0
@@ -134,23 +129,32 @@ def _group_masks(
     finite: torch.Tensor,
     moment: Moment,
 ) -> Iterable[torch.Tensor]:
-    """Next masks of layers of one size; one layer if it has a pattern."""
-    views = [view_of(layer, moment) for layer in layers]
+    """Returns next masks of layers of one size; of one layer if it has a pattern."""
+    views = [
+        Layer(
+            name=layer.name,
+            weight=layer.data,
+            mask=layer.mask,
+            gradient=layer.gradient,
+            **dataclasses.asdict(moment),
+        )
+        for layer in layers
+    ]
     mask_LN = torch.stack([layer.mask.flatten() for layer in layers])
     drop_LN = _scores(method.drop, views)
     grow_LN = None if method.grow is None else _scores(method.grow, views)
-    rows = layers[0].rows
-    if rows is not None and grow_LN is not None:
+    pattern = layers[0].pattern
+    if pattern is not None and grow_LN is not None:
         mask_RM, drop_RM, grow_RM = (
-            rows.cut(tensor[0].reshape(rows.shape))
+            pattern.cut(tensor[0].reshape(pattern.shape))
             for tensor in (mask_LN, drop_LN, grow_LN)
         )
         found = masks.drop_and_grow_rows(
-            mask_RM, drop_RM, grow_RM, counts_2L[0], rows.per_row
+            mask_RM, drop_RM, grow_RM, counts_2L[0], pattern.per_row
         )
-        new_LN, keep_LN = (rows.join(found_RM).reshape(1, -1) for found_RM in found)
+        new_LN, keep_LN = (pattern.join(found_RM).reshape(1, -1) for found_RM in found)
     else:
-        on_host = host if mask_LN.device.type == "cpu" else None
+        on_host = host if traits(mask_LN).is_host else None
         new_LN, keep_LN = masks.drop_and_grow(
             mask_LN, drop_LN, grow_LN, counts_2L[0], counts_2L[1], on_host
         )
@@ -162,20 +166,8 @@ def _group_masks(
     return [new.reshape(layer.mask.shape) for new, layer in zip(new_LN, layers)]
 
 
-def view_of(layer: SparseLayer, moment: Moment) -> Layer:
-    """What a score sees of a layer."""
-    return Layer(
-        name=layer.name,
-        weight=layer.data,
-        mask=layer.mask,
-        gradient=layer.gradient,
-        step=moment.step,
-        update=moment.update,
-        seed=moment.seed,
-    )
-
-
 def _scores(score: Score, views: list[Layer]) -> torch.Tensor:
+    """Returns ``(L, N)``: a score of layers of one size."""
     found = []
     for view in views:
         values = score(view)
@@ -193,17 +185,20 @@ def _scores(score: Score, views: list[Layer]) -> torch.Tensor:
 
 
 def _groups(layers: Sequence[SparseLayer]) -> list[list[int]]:
-    """Layers to choose for at once: of equal size, on an accelerator."""
+    """Returns groups of indices of layers to choose for at once.
+
+    On an accelerator these are the layers of one size.
+    """
     groups: dict[object, list[int]] = {}
     for index, layer in enumerate(layers):
-        alone = layer.rows is not None or layer.mask.device.type == "cpu"
+        alone = layer.pattern is not None or traits(layer.mask).is_host
         key = index if alone else (layer.size, layer.data.dtype)
         groups.setdefault(key, []).append(index)
     return list(groups.values())
 
 
 def _all_finite(layers: Sequence[SparseLayer]) -> torch.Tensor:
-    """bool ``(1,)``: of all layers' weights and gradients."""
+    """Returns bool ``(1,)``: whether all weights and collected gradients are finite."""
     tensors = [layer.data for layer in layers]
     tensors += [layer.gradient for layer in layers if layer.gradient is not None]
     return torch.cat([masks.is_finite(tensor) for tensor in tensors]).all().reshape(1)

@@ -11,7 +11,7 @@ import torch
 from support.resnet import RESNET50_WEIGHTS, resnet50
 from torch import nn
 
-from rigl_xla.report.flops import (
+from rigl_xla.report.costs import (
     LayerCost,
     gradual_training_ratio,
     inference_flops,

@@ -21,7 +21,7 @@ from torch import nn
 
 from rigl_xla import METHODS, Layer
 from rigl_xla.topology.distribution import num_inactive
-from rigl_xla.topology.structure import rows_of
+from rigl_xla.topology.structure import row_pattern
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -322,7 +322,7 @@ def test_inputs_of_transposed_convolutions_lie_along_the_first_dimension(
 
 def test_inputs_that_are_no_multiple_are_counted_in_the_first_dimension():
     layer = nn.ConvTranspose1d(6, 8, 3)
-    with pytest.raises(ValueError, match="its 6 inputs are no multiple of 4"):
+    with pytest.raises(ValueError, match="its 6 inputs are not a multiple of 4"):
         pruned(layer, sgd(layer), structure="2:4", dense_allocation=1)
 
 
@@ -350,7 +350,7 @@ def test_transposed_fan_in_weights_keep_the_size_of_their_inputs(stride, groups)
     ],
 )
 def test_rows_are_joined_as_they_were_cut(structure, shape, groups):
-    rows = rows_of(structure, "w", shape, 0.5, groups)
+    rows = row_pattern(structure, "w", shape, 0.5, groups)
     weight = torch.randn(shape)
     assert torch.equal(rows.join(rows.cut(weight)), weight)
     assert rows.num_active == int(rows.random_mask(0, "w").sum())

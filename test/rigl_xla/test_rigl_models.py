@@ -116,7 +116,7 @@ def test_masks_and_their_past_follow_a_parameter_to_its_device():
     layer.follow(torch.device("cpu"))
     assert layer.mask is mask
     layer.follow(torch.device("meta"))
-    moved = [layer.mask, layer.history.ever, layer.history.counts]
+    moved = [layer.mask, layer.ever, layer.counts]
     assert [tensor.device.type for tensor in moved] == ["meta"] * 3
 
 

@@ -95,8 +95,16 @@ def check_flag(name: str, value: object) -> bool:
     return value
 
 
-def check_choice(name: str, value: Any, allowed: Iterable[Any]) -> Any:
+def check_choice(
+    name: str, value: Any, allowed: Iterable[Any], otherwise: str = ""
+) -> Any:
     """Returns ``value``, which is one of ``allowed``.
+
+    Args:
+        name: What people call the argument.
+        value: What was received.
+        allowed: All values that are allowed.
+        otherwise: What the caller accepts besides, such as "a function of a Layer".
 
     Raises:
         ValueError: It is not; the message lists what is.
@@ -104,6 +112,7 @@ def check_choice(name: str, value: Any, allowed: Iterable[Any]) -> Any:
     allowed = list(allowed)
     if value not in allowed:
         choices = ", ".join(repr(choice) for choice in allowed)
+        choices += f" or {otherwise}" if otherwise else ""
         raise ValueError(f"{name} must be one of {choices}, got {value!r}")
     return value
 

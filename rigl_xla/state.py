@@ -1,0 +1,207 @@
+"""What a pruner is at a moment, what is saved of it, and how that is read back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from rigl_xla.contrib import rigl_torch_checkpoint as rigl_torch
+from rigl_xla.layers.options import ASKED, WINS, Options
+from rigl_xla.layers.sparse_layer import SparseLayer, to_host
+from rigl_xla.layers.weights import Weight, weights_of
+from rigl_xla.topology.masks import pack, unpack
+from rigl_xla.topology.update_schedule import UpdateSchedule
+from xla_replica import Replica
+from xla_replica.common.differences import check_same
+
+FORMAT = 1
+_FUNCTION = "function "  # begins what a name cannot give back
+
+
+class PrunerState(NamedTuple):
+    """A pruner at one moment; read from a state, it fits a model not yet touched.
+
+    Attributes:
+        weights: All weights that can be sparse.
+        layers: Those of them that are.
+        options: The options that the user chose.
+        schedule: When the topology changes.
+        step: Number of the last step.
+        num_updates: Topology updates up to then.
+    """
+
+    weights: list[Weight]
+    layers: list[SparseLayer]
+    options: Options
+    schedule: UpdateSchedule
+    step: int = 0
+    num_updates: int = 0
+
+
+def to_dict(now: PrunerState, replica: Replica, is_collecting: bool) -> dict[str, Any]:
+    """Returns `RigLScheduler.state_dict`. Reads the device, in one transfer."""
+    bits, gradients = _fetched(now.layers, replica, is_collecting)
+    layers: dict[str, Any] = {}
+    for layer, (mask, ever) in zip(now.layers, bits):
+        layers[layer.name] = {
+            "shape": list(mask.shape),
+            "sparsity": layer.sparsity,
+            # Not layer.num_active: gradual pruning may have refused an update.
+            "num_active": int(mask.sum()),
+            "mask": pack(mask),
+            "ever_active": pack(ever),
+        }
+        if layer.name in gradients:
+            layers[layer.name]["gradient"] = gradients[layer.name]
+    return {
+        "format": FORMAT,
+        "step": now.step,
+        "num_updates": now.num_updates,
+        "schedule": dataclasses.asdict(now.schedule),
+        "options": _plain_options(now.options, WINS),
+        "asked": _plain_options(now.options, ASKED),
+        "layers": layers,
+    }
+
+
+def _fetched(
+    layers: Sequence[SparseLayer], replica: Replica, is_collecting: bool
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], dict[str, torch.Tensor]]:
+    """Returns, on the CPU, masks with their past, and collected gradients by name."""
+    if not layers:
+        return [], {}
+    collected = {
+        layer.name: layer.gradient.detach()
+        for layer in layers
+        if is_collecting and layer.gradient is not None
+    }
+    pairs = [(layer.mask, layer.ever) for layer in layers]
+    joined = torch.cat([mask.flatten() for pair in pairs for mask in pair])
+    flat, *gradients = to_host([joined, *collected.values()], replica)
+    parts = flat.split([layer.size for layer in layers for _ in range(2)])
+    shaped = [
+        (mask.reshape(layer.mask.shape), ever.reshape(layer.mask.shape))
+        for layer, mask, ever in zip(layers, parts[::2], parts[1::2])
+    ]
+    return shaped, dict(zip(collected, gradients))
+
+
+def from_dict(
+    state: Mapping[str, Any],
+    model: nn.Module,
+    options: Options,
+    schedule: UpdateSchedule,
+    changes: Mapping[str, Any],
+) -> PrunerState:
+    """Fits a saved state to a model; see `RigLScheduler.load_state_dict`."""
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"state_dict is a {type(state).__name__}; it must be what "
+            "RigLScheduler.state_dict() gave, or rigl-torch 0.5.2's"
+        )
+    fields = {field.name for field in dataclasses.fields(UpdateSchedule)}
+    if not fields.issuperset(changes):
+        raise TypeError(
+            f"load_state_dict cannot change {sorted(set(changes) - fields)}; allowed "
+            f"are {sorted(fields)}"
+        )
+    if rigl_torch.is_state(state):
+        state = {"format": FORMAT, **rigl_torch.converted(state, model)}
+    if state.get("format") != FORMAT:
+        raise ValueError(
+            f"state_dict has format {state.get('format')!r} and keys {sorted(state)}; "
+            f"this release reads its own format {FORMAT} and rigl-torch 0.5.2's states"
+        )
+    asked = _asked(options, state.get("asked", {}))
+    options = dataclasses.replace(options, **state["options"], **asked)
+    values = {**dataclasses.asdict(schedule), **state["schedule"], **changes}
+    if options.from_rigl_torch:
+        weights = rigl_torch.weights_of(model)
+    else:
+        weights = weights_of(model, options.include, options.exclude)
+    return PrunerState(
+        weights,
+        _fit(state["layers"], weights, options),
+        options,
+        UpdateSchedule(**values),
+        state["step"],
+        state["num_updates"],
+    )
+
+
+def _plain_options(options: Options, how: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the options that are saved so, functions by name."""
+    names = [
+        field.name for field in dataclasses.fields(options) if field.metadata == how
+    ]
+    return {name: _plain(getattr(options, name)) for name in names}
+
+
+def _plain(value: Any) -> Any:
+    if callable(value):
+        return _FUNCTION + getattr(value, "__name__", type(value).__name__)
+    return value
+
+
+def _asked(options: Options, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what was asked for in the saved run and is not by the caller.
+
+    Raises:
+        ValueError: The caller asks for something else, or it was a function that the
+            caller has to give again.
+    """
+    own = _plain_options(options, ASKED)
+    defaults = _plain_options(Options(), ASKED)
+    chosen = {name: name for name in saved if own[name] != defaults[name]}
+    what = "load_state_dict: the state of a run with other options"
+    check_same(saved, own, what, "Leave them out or give the same", chosen)
+    found = {}
+    for name, value in saved.items():
+        if not (isinstance(value, str) and value.startswith(_FUNCTION)):
+            found[name] = value
+        # A distribution has done its work; a score has not.
+        elif own[name] != value and name != "sparsity_distribution":
+            raise ValueError(
+                f"state_dict was made with {name}= a {value}, which it cannot hold; "
+                f"give the same {name}= again"
+            )
+    return found
+
+
+def _fit(
+    saved: Mapping[str, Any], weights: Sequence[Weight], options: Options
+) -> list[SparseLayer]:
+    """Returns the layers of a saved state, in the order of the model's weights."""
+    by_name = {weight.name: weight for weight in weights}
+    missing = [name for name in saved if name not in by_name]
+    if missing:
+        raise ValueError(
+            f"state_dict has masks of {missing}, which are not weights of this model "
+            f"that can be sparse; there are {list(by_name)}. It must be the same "
+            "model, with the same include= and exclude="
+        )
+    layers = []
+    for weight in weights:
+        if weight.name not in saved:
+            continue
+        entry = saved[weight.name]
+        shape, sparsity = tuple(entry["shape"]), entry["sparsity"]
+        if tuple(weight.parameter.shape) != shape:
+            raise ValueError(
+                f"state_dict has a mask of shape {shape} for {weight.name!r}, which "
+                f"has shape {tuple(weight.parameter.shape)}; it is of another model"
+            )
+        mask = unpack(entry["mask"], shape)
+        # States of older releases do not know where connections have been.
+        ever = unpack(entry.get("ever_active", entry["mask"]), shape)
+        pattern = options.pattern(weight, sparsity)
+        active = int(mask.count_nonzero())
+        layer = SparseLayer.with_mask(weight, sparsity, active, mask, pattern, ever)
+        if "gradient" in entry:
+            layer.gradient = entry["gradient"].to(layer.mask.device, copy=True)
+        layers.append(layer)
+    return layers
