@@ -29,8 +29,7 @@ from per_sample_grad.functional import (
 from per_sample_grad.layers import register_rule
 from per_sample_grad.layers.call import Call
 from per_sample_grad.losses import token_cross_entropy
-from per_sample_grad.pool.pool import score_pool
-from per_sample_grad.pool.result import PoolScores
+from per_sample_grad.pool.scoring import PoolScores, score_pool
 
 __all__ = [
     "Call",

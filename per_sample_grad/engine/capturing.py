@@ -39,7 +39,12 @@ _T = TypeVar("_T")
 
 
 class Capture:
-    """Records the forward pass of a model; see `capture`."""
+    """Records the forward pass of a model; see `capture`.
+
+    Attributes:
+        params: The selected parameters, by their first name in the model.
+        compared: Whether the backward pass was compared with autograd.
+    """
 
     def __init__(
         self,
@@ -69,6 +74,7 @@ class Capture:
         self._names = {id(value): name for name, value in self.params.items()}
         self._recorder = Recorder(model, self._names, batch_dim)
         self._entered = self._answered = False
+        self.compared = False
 
     def __enter__(self) -> Capture:
         if self._entered:
@@ -210,7 +216,9 @@ class Capture:
             remark="" if self._recorder.called else _NOTHING_CALLED,
         )  # fmt: skip
         self._answered = True
-        return this.run(uses, reached)
+        found = this.run(uses, reached)
+        self.compared = found.compared is not None
+        return found
 
     def _check_state(self) -> None:
         if self._answered:

@@ -1,4 +1,4 @@
-"""A pool as blocks: fixed batches, whatever the number that are loaded at a time.
+"""A pool of samples as blocks: fixed batches, however many are loaded at a time.
 
 A matrix product may round differently for another number of rows, or in another row.
 So the pool is cut into blocks of consecutive indices once and for all: a sample is
@@ -9,16 +9,27 @@ loaded and moved together is a number of whole blocks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from per_sample_grad.pool.feeding import Split, checked_split
+from xla_replica.common.arguments import check_integer
 
 Interval = tuple[int, int]
-# Of a DataLoader: how samples are loaded, not which of them and in what order.
-_KEPT = (
+Split = Callable[[Any], tuple[Any, Any]]
+
+# Keys of targets in a dict, as Hugging Face's collators and datasets name them.
+TARGETS = ("labels", "label")
+_UNDERSTOOD = (
+    "understood are a tensor (inputs alone), a pair (inputs, targets), and a dict with "
+    f"the targets under one of the keys {', '.join(TARGETS)}; for anything else pass "
+    "split=, a function from a batch to (inputs, targets or None)"
+)
+# Attributes of a DataLoader that say how samples are loaded, not which, nor in what
+# order.
+_LOADER_OPTIONS = (
     "num_workers",
     "worker_init_fn",
     "pin_memory",
@@ -28,49 +39,86 @@ _KEPT = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """A dataset and how to make blocks of it.
+class BlockSource:
+    """The blocks of a dataset.
 
     Attributes:
-        dataset: With a length.
-        block_size: Samples in a block.
-        batch_size: Samples that are loaded together, rounded up to whole blocks.
-        collate: From a list of ``block_size`` samples to a batch.
-        split: From a batch to inputs and targets.
-        options: For a DataLoader.
+        dataset: The dataset, which has a length.
+        block_size: The number of samples in a block.
     """
 
-    dataset: Any
-    block_size: int
-    batch_size: int
-    collate: Callable[[list[Any]], Any]
-    split: Split
-    options: dict[str, Any]
+    def __init__(
+        self,
+        loader: DataLoader[Any] | Dataset[Any],
+        batch_size: int | None,
+        block_size: int,
+        split: Split,
+    ) -> None:
+        """Takes the dataset, or a DataLoader's with its collation and workers.
+
+        Args:
+            loader: A dataset with a length, or a DataLoader of one.
+            batch_size: How many samples are loaded together, rounded up to whole
+                blocks. None: the DataLoader's batch size, or one block.
+            block_size: The number of samples in a block.
+            split: Maps a collated block to inputs and targets.
+
+        Raises:
+            TypeError: The dataset has no length, or a size is not an integer.
+            ValueError: A size is not positive, or the DataLoader does not collate.
+        """
+        self.block_size = check_integer("block_size", block_size, least=1)
+        self.dataset: Any = loader
+        self._collate: Callable[[list[Any]], Any] = default_collate
+        self._options: dict[str, Any] = {}
+        self._split = split
+        if isinstance(loader, DataLoader):
+            self.dataset, self._collate = loader.dataset, loader.collate_fn
+            self._options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
+            batch_size = loader.batch_size if batch_size is None else batch_size
+        if isinstance(self.dataset, IterableDataset) or not hasattr(
+            self.dataset, "__len__"
+        ):
+            raise TypeError(
+                f"score_pool: a {type(self.dataset).__name__} has no length and no "
+                "indices to report scores by; give a dataset with __len__ and "
+                "__getitem__"
+            )
+        if isinstance(loader, DataLoader) and loader.batch_sampler is None:
+            raise ValueError(
+                "score_pool: a DataLoader with batch_size=None does not collate; give "
+                "the dataset itself, or a DataLoader with a batch size"
+            )
+        if batch_size is None:
+            batch_size = block_size
+        self._batch_size = self.whole(check_integer("batch_size", batch_size, least=1))
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def batches(self, intervals: Sequence[Interval]) -> Iterator[list[Any]]:
-        """Lists of blocks ``(inputs, targets)`` over intervals, each from its start.
+    def whole(self, samples: int) -> int:
+        """Returns this number of samples, rounded up to whole blocks."""
+        return -(-samples // self.block_size) * self.block_size
 
-        The last block of an interval repeats the last sample. One DataLoader for all,
-        so that its workers start once.
+    def batches(self, intervals: Sequence[Interval]) -> Iterator[list[Any]]:
+        """Yields lists of blocks ``(inputs, targets)`` over intervals of indices.
+
+        Each interval begins with a new block, and its last block repeats the last
+        sample. One DataLoader serves all, so that its workers start once.
         """
-        whole = -(-self.batch_size // self.block_size) * self.block_size
         loader = DataLoader(
             self.dataset,
-            batch_sampler=_Indices(intervals, whole),
-            collate_fn=_Blocks(self.collate, self.block_size),
-            **self.options,
+            batch_sampler=_Indices(intervals, self._batch_size),
+            collate_fn=_CollateBlocks(self._collate, self.block_size),
+            **self._options,
         )
         for batch in loader:
-            yield [checked_split(self.split, block) for block in batch]
+            yield [_split_checked(self._split, block) for block in batch]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Indices:
-    """The indices of intervals, so many at a time."""
+    """A batch sampler: the indices of intervals, at most ``size`` at a time."""
 
     intervals: Sequence[Interval]
     size: int
@@ -82,8 +130,8 @@ class _Indices:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Blocks:
-    """Collates samples in blocks, the last one full of its last sample."""
+class _CollateBlocks:
+    """Collates samples in blocks; copies of the last sample fill the last block."""
 
     collate: Callable[[list[Any]], Any]
     size: int
@@ -96,38 +144,47 @@ class _Blocks:
         ]
 
 
-def source_of(
-    loader: DataLoader[Any] | Dataset[Any],
-    batch_size: int | None,
-    block_size: int,
-    split: Split,
-) -> Source:
-    """The blocks of a dataset, or of a DataLoader's.
+def split_batch(batch: Any) -> tuple[Any, Any]:
+    """Returns inputs, and targets or None; the default ``split`` of `score_pool`.
+
+    Args:
+        batch: A tensor (inputs alone); ``(inputs,)`` or ``(inputs, targets)``, a tuple
+            or a list; a dict, whose ``"labels"`` or ``"label"`` are the targets and
+            whose other entries are the inputs.
 
     Raises:
-        TypeError: It has no length.
-        ValueError: A size is not positive, or a DataLoader does not collate.
+        ValueError: A tuple has another length, or a dict has both keys or no inputs.
+        TypeError: The batch is anything else.
+
+    >>> split_batch({"input_ids": 1, "attention_mask": 2, "labels": 3})
+    ({'input_ids': 1, 'attention_mask': 2}, 3)
     """
-    options: dict[str, Any] = {}
-    dataset: Any = loader
-    collate: Any = default_collate
-    if isinstance(loader, DataLoader):
-        dataset, collate = loader.dataset, loader.collate_fn
-        options = {name: getattr(loader, name) for name in _KEPT}
-        batch_size = loader.batch_size if batch_size is None else batch_size
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+    if isinstance(batch, torch.Tensor):
+        return batch, None
+    if isinstance(batch, Mapping):
+        found = [key for key in TARGETS if key in batch]
+        inputs = {key: value for key, value in batch.items() if key not in found}
+        if len(found) > 1 or not inputs:
+            raise ValueError(
+                f"a batch of the pool is a dict of {', '.join(map(repr, batch))}, and "
+                "it is not clear which are inputs and which targets; " + _UNDERSTOOD
+            )
+        return inputs, batch[found[0]] if found else None
+    if isinstance(batch, tuple | list):
+        if len(batch) not in (1, 2):
+            raise ValueError(
+                f"a batch of the pool has {len(batch)} items; {_UNDERSTOOD}"
+            )
+        return batch[0], batch[1] if len(batch) == 2 else None
+    raise TypeError(f"a batch of the pool is a {type(batch).__name__}; {_UNDERSTOOD}")
+
+
+def _split_checked(split: Split, batch: Any) -> tuple[Any, Any]:
+    found = split(batch)
+    if not isinstance(found, tuple) or len(found) != 2:
+        size = f" of {len(found)}" if isinstance(found, tuple | list) else ""
         raise TypeError(
-            f"score_pool: a {type(dataset).__name__} has no length and no indices to "
-            "report scores by; give a dataset with __len__ and __getitem__"
+            f"split= returned a {type(found).__name__}{size}; return a pair, "
+            "(inputs, targets) or (inputs, None)"
         )
-    if isinstance(loader, DataLoader) and loader.batch_sampler is None:
-        raise ValueError(
-            "score_pool: a DataLoader with batch_size=None does not collate; give the "
-            "dataset itself, or a DataLoader with a batch size"
-        )
-    for name, size in (("batch_size", batch_size), ("block_size", block_size)):
-        if size is not None and size < 1:
-            raise ValueError(f"score_pool: {name}={size}; give a positive number")
-    return Source(
-        dataset, block_size, batch_size or block_size, collate, split, options
-    )
+    return found

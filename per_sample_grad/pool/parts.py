@@ -1,8 +1,8 @@
 """The parts of a pool that are scored already: files that survive a kill.
 
 A part is an interval of indices, whatever the batch size and the number of replicas, in
-a file of its own that appears in one piece. Beside them a description of what was
-scored: another model's or score's parts are an error.
+a file of its own that appears in one piece. Beside them lies a description of what was
+scored: the parts of another model or score are an error.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from torch import nn
+
+from xla_replica.common.differences import check_same
+from xla_replica.common.files import write_whole
+from xla_replica.common.trees import leaves
 
 DESCRIPTION = "pool.json"
 _UNFINISHED = ".tmp"
@@ -29,9 +32,9 @@ class Parts:
     """Intervals of ``size`` indices of a pool of ``count`` samples.
 
     Attributes:
-        count: Samples in the pool.
-        size: Samples in a part; the last may have fewer.
-        folder: Where they are kept; None: nowhere.
+        count: The number of samples in the pool.
+        size: The number of samples in a part; the last part may have fewer.
+        folder: Where parts are kept; None keeps none.
     """
 
     count: int
@@ -42,17 +45,17 @@ class Parts:
         return -(-self.count // self.size)
 
     def interval(self, number: int) -> tuple[int, int]:
-        """First index and the one after the last."""
+        """Returns the first index of a part and the one after its last."""
         return number * self.size, min((number + 1) * self.size, self.count)
 
     def kept(self) -> np.ndarray:
-        """``(number of parts,)`` bool: which are in the folder."""
+        """Returns which parts are in the folder: ``(number of parts,)`` bool."""
         if self.folder is None:
             return np.zeros(len(self), dtype=bool)
         return np.array([self._path(n).exists() for n in range(len(self))], dtype=bool)
 
     def load(self, number: int) -> np.ndarray:
-        """The scores of a part in the folder: float32.
+        """Returns the scores of a part in the folder, float32.
 
         Raises:
             ValueError: The file holds something else.
@@ -72,51 +75,35 @@ class Parts:
 
     def save(self, number: int, scores: np.ndarray) -> None:
         """Keeps the scores of a part, all or nothing, also when the power fails."""
-        if self.folder is None:
-            return
-        path = self._path(number)
-        unfinished = _unfinished(path)
-        with open(unfinished, "wb") as file:
-            np.save(file, scores)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
+        if self.folder is not None:
+            _write(self._path(number), lambda file: np.save(file, scores))
 
     def clear_unfinished(self) -> None:
-        """Deletes what a killed run was writing; before any replica writes a part."""
+        """Deletes what a killed run was writing; call it before any replica writes."""
         if self.folder is not None:
             for path in self.folder.glob(f"part-*{_UNFINISHED}"):
                 path.unlink(missing_ok=True)
 
     def describe(self, description: dict[str, object]) -> None:
-        """Writes what is being scored, or checks that it is what was.
+        """Writes what is being scored, or checks that the folder is for the same.
 
         Raises:
-            ValueError: The folder holds something else's parts.
+            ValueError: The folder holds the parts of something else.
         """
         if self.folder is None:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / DESCRIPTION
         wanted = {**description, "count": self.count, "part_size": self.size}
         if not path.exists():
-            unfinished = _unfinished(path)
-            unfinished.write_text(json.dumps(wanted, indent=1), encoding="utf-8")
-            unfinished.replace(path)
-        # Also when it has just been written: by another replica or job, perhaps.
-        found = json.loads(path.read_text(encoding="utf-8"))
-        differing = sorted(
-            key for key in {*found, *wanted} if found.get(key) != wanted.get(key)
+            text = json.dumps(wanted, indent=1).encode()
+            _write(path, lambda file: file.write(text))
+        # Read it also if it has just been written: maybe by another replica or job.
+        check_same(
+            json.loads(path.read_text(encoding="utf-8")),
+            wanted,
+            f"{self.folder} holds scores of something else",
+            "Give another folder, or delete this one.",
         )
-        if differing:
-            raise ValueError(
-                f"{self.folder} holds scores of something else: "
-                + ", ".join(
-                    f"{key} was {found.get(key)!r} and is {wanted.get(key)!r}"
-                    for key in differing
-                )
-                + "; give another folder, or delete this one"
-            )
 
     def _path(self, number: int) -> Path:
         assert self.folder is not None
@@ -124,14 +111,15 @@ class Parts:
 
 
 def deal(kept: np.ndarray, rank: int) -> tuple[list[int], list[int]]:
-    """Parts that this replica reads, and those that it scores.
+    """Returns the parts that this replica reads, and those that it scores.
 
-    A part is read by the first replica that sees it, and scored where none does. The
-    missing ones are dealt in turn, so that all have as many, but for one.
+    A part is read by the first replica that sees it, and scored if none does. The
+    missing ones are dealt in turn, so that replicas have equally many, give or take
+    one.
 
     Args:
-        kept: ``(num_replicas, number of parts)`` bool: who sees which.
-        rank: Of this replica.
+        kept: ``(num_replicas, number of parts)`` bool: which replica sees which part.
+        rank: This replica's rank.
 
     >>> kept = np.array([[False, True, False, False], [False, True, False, True]])
     >>> deal(kept, 0), deal(kept, 1)
@@ -143,28 +131,29 @@ def deal(kept: np.ndarray, rank: int) -> tuple[list[int], list[int]]:
     return read.tolist(), missing[rank :: len(kept)].tolist()
 
 
-def _unfinished(path: Path) -> Path:
-    """A name of its own: replicas may be threads, or machines with the same pids."""
-    return path.with_suffix(f".{uuid.uuid4().hex}{_UNFINISHED}")
+def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    def write_content(file: BinaryIO) -> Path:
+        write(file)
+        return path
+
+    # A unique name: replicas may be threads, or machines with the same process ids.
+    write_whole(path.with_suffix(f".{uuid.uuid4().hex}{_UNFINISHED}"), write_content)
 
 
 def fingerprint(models: Iterable[nn.Module]) -> str:
-    """A hash of the kinds of modules and of all values: of which model scores are."""
+    """Returns a hash of the models' kinds of modules and of all their values."""
     digest = hashlib.sha256()
     for model in models:
         for name, module in model.named_modules():
             digest.update(f"{name} {type(module).__qualname__};".encode())
         for name, value in model.state_dict().items():
             digest.update(name.encode())
-            if isinstance(value, torch.Tensor):
-                host = value.detach().cpu().contiguous()
-                digest.update(str((host.dtype, tuple(host.shape))).encode())
-                digest.update(host.reshape(-1).view(torch.uint8).numpy().tobytes())
+            _update(digest, value)
     return digest.hexdigest()
 
 
 def shapes_digest(models: Iterable[Mapping[str, torch.Tensor]]) -> str:
-    """A hash of the names and shapes of parameters."""
+    """Returns a hash of the names and shapes of parameters."""
     found = [
         [(name, tuple(p.shape)) for name, p in params.items()] for params in models
     ]
@@ -172,16 +161,16 @@ def shapes_digest(models: Iterable[Mapping[str, torch.Tensor]]) -> str:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Module and name of a function, or of the type of what is called like one."""
+    """Returns module and name of a function, or of a callable object's type."""
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
 
 
 def pool_digest(dataset: Any) -> str | None:
-    """A hash of the first, middle and last item; None if an item is drawn at random."""
+    """Returns a hash of the first, middle and last item; None if items are random."""
     indices = sorted({0, len(dataset) // 2, len(dataset) - 1}) if len(dataset) else []
     digests = []
-    with torch.random.fork_rng(devices=[]):  # scoring draws what it would have drawn
+    with torch.random.fork_rng(devices=[]):  # so that scoring draws the same numbers
         for _ in range(2):
             digest = hashlib.sha256()
             for index in indices:
@@ -191,22 +180,17 @@ def pool_digest(dataset: Any) -> str | None:
 
 
 def _update(digest: Any, value: Any) -> None:
-    digest.update(type(value).__qualname__.encode())
-    if isinstance(value, torch.Tensor):
-        host = value.detach().cpu().contiguous()
-        digest.update(str((host.dtype, tuple(host.shape))).encode())
-        digest.update(host.reshape(-1).view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            _update(digest, key)
-            _update(digest, item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _update(digest, item)
-    elif isinstance(value, str | int | float | complex):
-        digest.update(repr(value).encode())
-    elif isinstance(value, bytes):
-        digest.update(value)
-    elif hasattr(value, "tobytes"):  # arrays, images
-        digest.update(str(getattr(value, "shape", None)).encode())
-        digest.update(value.tobytes())
+    """Adds everything in nested tuples, lists and dicts to a hash."""
+    for leaf in leaves(value):
+        digest.update(type(leaf).__qualname__.encode())
+        if isinstance(leaf, torch.Tensor):
+            host = leaf.detach().cpu().contiguous()
+            digest.update(str((host.dtype, tuple(host.shape))).encode())
+            digest.update(host.reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, str | int | float | complex):
+            digest.update(repr(leaf).encode())
+        elif isinstance(leaf, bytes):
+            digest.update(leaf)
+        elif hasattr(leaf, "tobytes"):  # arrays, images
+            digest.update(str(getattr(leaf, "shape", None)).encode())
+            digest.update(leaf.tobytes())

@@ -1,4 +1,4 @@
-"""What one block of a pool scores: a registry of functions of model, inputs, targets.
+"""What a block of a pool scores: registries of scores and of labels.
 
 A score is high where a sample would change the model much: loss; EL2N and GraNd (Paul
 et al., arXiv:2107.07075); expected gradient length (Settles et al., NeurIPS 2007).
@@ -10,34 +10,34 @@ the program it is part of, so norms are programs of their own, between two cuts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from per_sample_grad.engine.backward_pass import Found
-from per_sample_grad.engine.capturing import Capture, capture
-from per_sample_grad.pool.feeding import Forward, checked_forward
+from per_sample_grad.engine.capturing import capture
+from xla_replica import Replica
 
 Loss = Callable[[torch.Tensor, Any], torch.Tensor]
+Forward = Callable[[nn.Module, Any], torch.Tensor]
 
 
-@dataclasses.dataclass(frozen=True)
-class Scoring:
-    """What scores are made of.
+@dataclasses.dataclass
+class Scorer:
+    """A model, and what scores need to know about it.
 
     Attributes:
-        model: Evaluation mode.
-        forward: From model and inputs to logits, ``(B, *)``.
-        loss: From logits and targets to ``(B,)``.
+        model: The model, in evaluation mode.
+        forward: Maps the model and inputs to logits, ``(B, *)``.
+        loss: Maps logits and targets to losses, ``(B,)``.
         block_size: B.
-        last_layer: Name of the module whose parameters a last-layer norm is of.
-        autocast: Dtype of forward passes; None: as they are.
-        device: Type of the device that computes.
-        cut: Ends a program on a lazy device; nothing elsewhere.
-        compiles: Whether the device is lazy.
-        options: For `capture`.
+        last_layer: The name of the module whose parameters a last-layer norm is of;
+            None until `find_last_layer` has been called.
+        autocast: The dtype of forward passes; None: as they are.
+        replica: The replica that computes.
+        options: Options for `capture`.
     """
 
     model: nn.Module
@@ -46,21 +46,22 @@ class Scoring:
     block_size: int
     last_layer: str | None
     autocast: torch.dtype | None
-    device: str
-    cut: Callable[[], None]
-    compiles: bool
+    replica: Replica
     options: dict[str, Any]
 
     def logits(self, inputs: Any) -> torch.Tensor:
-        """``(B, *)``."""
+        """Returns the logits, ``(B, *)``."""
         with self._autocast():
-            return checked_forward(self.forward, self.model, inputs)
+            return self._logits(inputs)
 
     def losses(self, inputs: Any, targets: Any) -> torch.Tensor:
-        """``(B,)``, checked."""
+        """Returns the losses, ``(B,)``.
+
+        Raises:
+            ValueError: The loss function gives another shape.
+        """
         with self._autocast():
-            logits = checked_forward(self.forward, self.model, inputs)
-            losses = self.loss(logits, targets)
+            losses = self.loss(self._logits(inputs), targets)
         if losses.shape != (self.block_size,):
             raise ValueError(
                 f"loss= gave shape {tuple(losses.shape)} for a block of "
@@ -70,7 +71,15 @@ class Scoring:
         return losses
 
     def classes(self, inputs: Any, what: str) -> torch.Tensor:
-        """Logits ``(B, C)``, or a ValueError that says what needs them."""
+        """Returns the logits of classes, ``(B, C)``, without a graph.
+
+        Args:
+            inputs: The inputs of a block.
+            what: Names what needs classes, for the error.
+
+        Raises:
+            ValueError: The logits have another shape.
+        """
         with torch.no_grad():
             logits = self.logits(inputs)
         if logits.dim() != 2 or len(logits) != self.block_size:
@@ -80,24 +89,124 @@ class Scoring:
             )
         return logits
 
+    def grad_norms(
+        self, inputs: Any, targets: Any, options: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """Returns ``‖∂loss_i / ∂parameters‖``, ``(B,)``, with options for `capture`.
+
+        On a lazy device this is a program of its own.
+        """
+        self.replica.sync()
+        with torch.enable_grad(), capture(self.model, **options) as recorded:
+            losses = self.losses(inputs, targets)
+        norms = recorded.stream(losses, lambda found: found.norms(squared=True)).sqrt()
+        if recorded.compared:
+            # The comparison is part of the program, on a lazy device in its very
+            # midst: which block has one must not show.
+            del recorded, losses, norms
+            return self.grad_norms(inputs, targets, {**options, "check": "never"})
+        self.replica.sync()
+        return norms
+
+    def find_last_layer(self, inputs: Any) -> str:
+        """Returns `last_layer`, by default the last module the logits depend on.
+
+        Raises:
+            ValueError: A module has no rule, so which one is the last is not known.
+        """
+        if self.last_layer is None:
+            self.replica.sync()
+            with torch.enable_grad(), capture(self.model, **self.options) as recorded:
+                logits = self.logits(inputs)
+            found = recorded._assemble(logits.flatten(1).sum(1), retain_graph=False)
+            if not found.uses or found.problems:
+                unknown = ", ".join(found.problems) or "the model"
+                raise ValueError(
+                    f"no rule accounts for {unknown}, so which layer is the last is "
+                    "not known; name the module with last_layer="
+                )
+            self.last_layer = found.uses[-1].name
+            self.replica.sync()
+        return self.last_layer
+
+    def _logits(self, inputs: Any) -> torch.Tensor:
+        logits = self.forward(self.model, inputs)
+        if not isinstance(logits, torch.Tensor):
+            raise TypeError(
+                f"the model gave a {type(logits).__name__} without .logits, not a "
+                "tensor of logits; pass forward=, a function from model and inputs to "
+                "logits"
+            )
+        return logits
+
     def _autocast(self) -> torch.autocast:
         # One context per forward pass: what it caches would tie programs together.
         enabled = self.autocast is not None
-        return torch.autocast(self.device, dtype=self.autocast, enabled=enabled)
+        kind = self.replica.device.type
+        return torch.autocast(kind, dtype=self.autocast, enabled=enabled)
 
 
-Score = Callable[[Scoring, Any, Any], torch.Tensor]
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Returns the default loss, of logits ``(B, C)`` and targets ``(B,)``."""
+    return F.cross_entropy(logits, targets, reduction="none")
 
 
-def loss(scoring: Scoring, inputs: Any, targets: Any) -> torch.Tensor:
-    """The loss: ``(B,)``."""
+def call_model(model: nn.Module, inputs: Any) -> torch.Tensor:
+    """Returns logits; the default ``forward`` of `score_pool`.
+
+    Calls ``model(tensor)``, ``model(**dict)`` or ``model(*tuple)``; logits are what it
+    returns, or its ``.logits`` or ``["logits"]``.
+    """
+    if isinstance(inputs, torch.Tensor):
+        out = model(inputs)
+    elif isinstance(inputs, Mapping):
+        out = model(**inputs)
+    elif isinstance(inputs, tuple | list):
+        out = model(*inputs)
+    else:
+        raise TypeError(
+            f"the inputs are a {type(inputs).__name__}; a tensor, a dict of keyword "
+            "arguments or a tuple of arguments can be given to the model; for "
+            "anything else pass forward=, a function from model and inputs to logits"
+        )
+    if isinstance(out, Mapping) and "logits" in out:
+        return out["logits"]
+    return getattr(out, "logits", out)
+
+
+Values = Callable[[Scorer, Any, Any], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """One score: a row of `SCORES`.
+
+    Attributes:
+        values: Maps a scorer, inputs and targets of a block to scores, ``(B,)``.
+        of_parameters: Whether scores depend on which parameters are selected.
+        takes_params: Whether the caller may select them with ``params=``.
+        labels: The labels that the score always has; None: the caller chooses.
+    """
+
+    values: Values
+    of_parameters: bool = False
+    takes_params: bool = True
+    labels: str | None = None
+
+
+def loss(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
+    """Returns the losses, ``(B,)``."""
     with torch.no_grad():
-        return scoring.losses(inputs, targets)
+        return scorer.losses(inputs, targets)
 
 
-def el2n(scoring: Scoring, inputs: Any, targets: Any) -> torch.Tensor:
-    """``‖softmax(logits) - onehot(target)‖``; logits ``(B, C)``, targets ``(B,)``."""
-    logits = scoring.classes(inputs, "el2n")
+def el2n(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
+    """Returns ``‖softmax(logits) - onehot(target)‖``, ``(B,)``.
+
+    Raises:
+        ValueError: Logits are not ``(B, C)``, or targets are not ``(B,)`` integers.
+    """
+    logits = scorer.classes(inputs, "el2n")
     if (
         not isinstance(targets, torch.Tensor)
         or targets.dtype.is_floating_point
@@ -114,94 +223,71 @@ def el2n(scoring: Scoring, inputs: Any, targets: Any) -> torch.Tensor:
         return (error - (classes == targets.unsqueeze(1)).to(error.dtype)).norm(dim=1)
 
 
-def grad_norm(scoring: Scoring, inputs: Any, targets: Any) -> torch.Tensor:
-    """``‖∂loss_i / ∂parameters‖``."""
-    return _norms(scoring, inputs, targets, scoring.options)
+def grad_norm(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
+    """Returns the norms of gradients, ``(B,)``."""
+    return scorer.grad_norms(inputs, targets, scorer.options)
 
 
-def last_layer_grad_norm(scoring: Scoring, inputs: Any, targets: Any) -> torch.Tensor:
-    """The same of one layer's parameters; the backward pass stops there."""
-    assert scoring.last_layer is not None
-    layer = scoring.model.get_submodule(scoring.last_layer)
+def last_layer_grad_norm(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
+    """Returns the norms for one layer's parameters; the backward pass stops there."""
+    layer = scorer.model.get_submodule(scorer.find_last_layer(inputs))
     own = {id(param) for param in layer.parameters()}
-    options = {**scoring.options, "params": lambda _, param: id(param) in own}
-    return _norms(scoring, inputs, targets, options)
-
-
-class _ComparedCapture(Capture):
-    """Says whether it was compared with autograd."""
-
-    compared = False
-
-    def _run(self, *args: Any, **options: Any) -> Found:
-        found = super()._run(*args, **options)
-        self.compared = found.compared is not None
-        return found
-
-
-def _norms(
-    scoring: Scoring, inputs: Any, targets: Any, options: dict[str, Any]
-) -> torch.Tensor:
-    """A program of its own, on a lazy device."""
-    scoring.cut()
-    recorded = _ComparedCapture(scoring.model, **options)
-    norms = _recorded_norms(recorded, scoring, inputs, targets)
-    if recorded.compared:
-        # The comparison is part of the program, on a lazy device in its very midst:
-        # which block has one must not show.
-        del norms
-        scoring.cut()
-        recorded = _ComparedCapture(scoring.model, **{**options, "check": "never"})
-        norms = _recorded_norms(recorded, scoring, inputs, targets)
-    scoring.cut()
-    return norms
-
-
-def _recorded_norms(
-    recorded: Capture, scoring: Scoring, inputs: Any, targets: Any
-) -> torch.Tensor:
-    with torch.enable_grad(), recorded:
-        losses = scoring.losses(inputs, targets)
-    return recorded.stream(losses, lambda found: found.norms(squared=True)).sqrt()
+    options = {**scorer.options, "params": lambda _, param: id(param) in own}
+    return scorer.grad_norms(inputs, targets, options)
 
 
 SCORES: dict[str, Score] = {
-    "grad_norm": grad_norm,
-    "grand": grad_norm,  # averaged over models
-    "egl": grad_norm,  # averaged over labels
-    "last_layer_grad_norm": last_layer_grad_norm,
-    "el2n": el2n,
-    "loss": loss,
+    "grad_norm": Score(grad_norm, of_parameters=True),
+    # GraNd is the mean over several models.
+    "grand": Score(grad_norm, of_parameters=True),
+    "egl": Score(grad_norm, of_parameters=True, labels="expected"),
+    "last_layer_grad_norm": Score(
+        last_layer_grad_norm, of_parameters=True, takes_params=False
+    ),
+    "el2n": Score(el2n),
+    "loss": Score(loss),
 }
 
 
-def pseudo(scoring: Scoring, inputs: Any) -> torch.Tensor:
-    """The classes that the model believes in: ``(B,)``."""
-    return scoring.classes(inputs, 'labels="pseudo"').argmax(1)
+def given(values: Values, scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
+    """Returns the scores for the pool's targets.
+
+    Raises:
+        ValueError: The pool has no targets.
+    """
+    if targets is None:
+        raise ValueError(
+            'labels="given", but the pool\'s batches have no targets; give pairs '
+            '(inputs, targets), a dict with "labels", split=, or labels="pseudo" or '
+            '"expected"'
+        )
+    return values(scorer, inputs, targets)
 
 
-def expected(score: Score, scoring: Scoring, inputs: Any) -> torch.Tensor:
-    """``Σ_c p_c score(c)``, one pass per class."""
-    chances = scoring.classes(inputs, 'labels="expected"').float().softmax(1)
+def pseudo(values: Values, scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
+    """Returns the scores for the classes that the model finds most probable."""
+    del targets
+    believed = scorer.classes(inputs, 'labels="pseudo"').argmax(1)
+    return values(scorer, inputs, believed)
+
+
+def expected(values: Values, scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
+    """Returns ``Σ_c p_c score(c)`` by the model's probabilities, a pass per class."""
+    del targets
+    chances = scorer.classes(inputs, 'labels="expected"').float().softmax(1)
     number = torch.zeros(len(chances), dtype=torch.long, device=chances.device)
     one, total = torch.ones_like(number), torch.zeros_like(chances[:, 0])
     for _ in range(chances.shape[1]):
-        scoring.cut()  # one program for every class: even the first number is data
+        # One program for every class: even the first number is data.
+        scorer.replica.sync()
         chance = chances.gather(1, number.unsqueeze(1)).squeeze(1)
-        total = total + chance * score(scoring, inputs, number).to(total.dtype)
+        total = total + chance * values(scorer, inputs, number).to(total.dtype)
         number = number + one
     return total
 
 
-def last_called(scoring: Scoring, inputs: Any) -> str:
-    """Name of the last module that the logits depend on, if every one has a rule."""
-    with torch.enable_grad(), capture(scoring.model, **scoring.options) as recorded:
-        logits = scoring.logits(inputs)
-    found = recorded._assemble(logits.flatten(1).sum(1), retain_graph=False)
-    if not found.uses or found.problems:
-        unknown = ", ".join(found.problems) or "the model"
-        raise ValueError(
-            f"no rule accounts for {unknown}, so which layer is the last is not "
-            "known; name the module with last_layer="
-        )
-    return found.uses[-1].name
+LABELS: dict[str, Callable[[Values, Scorer, Any, Any], torch.Tensor]] = {
+    "given": given,
+    "pseudo": pseudo,
+    "expected": expected,
+}

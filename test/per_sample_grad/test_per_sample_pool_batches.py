@@ -161,11 +161,11 @@ def test_targets_may_be_wider_than_the_model():
     [
         (lambda x, y: (x, y, y), ValueError, "has 3 items; understood are a tensor"),
         (lambda x, y: "text", ValueError, "has 4 items; understood are"),
-        (lambda x, y: {"label": y}, ValueError, "a dict of 'label', of which"),
+        (lambda x, y: {"label": y}, ValueError, "a dict of 'label', and it is not"),
         (
             lambda x, y: {"x": x, "label": y, "labels": y},
             ValueError,
-            "dict of 'x', 'label', 'labels', of which",
+            "dict of 'x', 'label', 'labels', and it is not",
         ),
         (lambda x, y: ("text", y), TypeError, "keyword|missing|positional"),
     ],
@@ -190,9 +190,9 @@ def test_a_batch_of_an_unknown_type_is_an_error():
 
 
 def test_what_split_and_forward_give_is_checked():
-    with pytest.raises(TypeError, match="split= gave a Tensor; give a pair"):
+    with pytest.raises(TypeError, match="split= returned a Tensor; return a pair"):
         scores(dense_model(), Vectors(COUNT), split=lambda batch: batch[0])
-    with pytest.raises(TypeError, match="split= gave a list of 3; give a pair"):
+    with pytest.raises(TypeError, match="split= returned a list of 3; return a pair"):
         scores(dense_model(), Vectors(COUNT), split=lambda batch: [1, 2, 3])
     model = Keyworded(lambda x: [x])
     with pytest.raises(TypeError, match=r"gave a list without \.logits.*forward="):
@@ -210,7 +210,9 @@ def test_another_split_is_another_job(tmp_path):
         return batch[0], batch[1]
 
     scores(dense_model(), Vectors(COUNT), folder=tmp_path)
-    with pytest.raises(ValueError, match=r"split was 'per_sample_grad\.feeding\.split"):
+    with pytest.raises(
+        ValueError, match=r"split was 'per_sample_grad\.pool\.blocks\.split"
+    ):
         scores(dense_model(), Vectors(COUNT), folder=tmp_path, split=other)
 
 

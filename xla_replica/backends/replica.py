@@ -130,14 +130,17 @@ class Replica(abc.ABC):
     def all_gather_object(self, value: Any) -> list[Any]:
         """Returns every replica's ``value``, by rank. Collective; blocks.
 
-        It begins with a `sync`, so that replicas may call it after different work. For
-        settings, names and small states, not for the tensors of a step.
+        It begins with a `sync`, so that replicas may call it after different work; a
+        single replica has nothing to transfer. For settings, names and small states,
+        not for the tensors of a step.
 
         Args:
             value: Anything that can be pickled; tensors in it should be on the CPU.
         """
-        self.sync()
         own = pickle.dumps(value)
+        if self.num_replicas == 1:
+            return [pickle.loads(own)]
+        self.sync()
         width = _FIRST_BYTES
         lengths, texts = self._all_gather_bytes(own, width)
         if max(lengths) > width:
