@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import types
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from support.documents import block, blocks
 from support.pool import CLASSES, Vectors, dense_model
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import per_sample_grad as psg
 
-ROOT = Path(__file__).resolve().parents[2]
+PAGE = "docs/per_sample_grad.md"
 COUNT = 1000  # the pages ask for the highest thousand
-
-
-def examples(path: str) -> list[str]:
-    page = (ROOT / path).read_text(encoding="utf-8")
-    return re.findall(r"```python\n(.*?)```", page, re.S)
-
-
-def example(path: str, mark: str) -> str:
-    [found] = [text for text in examples(path) if mark in text]
-    return found
 
 
 def test_a_capture_and_a_stream():
@@ -38,14 +27,14 @@ def test_a_capture_and_a_stream():
         "v": {name: torch.ones_like(p) for name, p in model.named_parameters()},
         "w": torch.ones(6),
     }
-    exec(example("docs/per_sample_grad.md", "factors = recorded.backward"), names)
+    exec(block(PAGE, "python", "factors = recorded.backward"), names)
     factors = names["factors"]
     assert factors.sketch(1024).shape == (6, 1024)
     with psg.capture(model) as names["recorded"]:
         names["losses"] = F.cross_entropy(
             model(names["x"]), names["y"], reduction="none"
         )
-    exec(example("docs/per_sample_grad.md", "recorded.stream"), names)
+    exec(block(PAGE, "python", "recorded.stream"), names)
     torch.testing.assert_close(names["squared"].sqrt(), factors.norms())
     torch.testing.assert_close(names["gram"], factors.gram())
 
@@ -53,7 +42,7 @@ def test_a_capture_and_a_stream():
 def test_scoring_a_pool(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"psg": psg, "model": dense_model(), "dataset": Vectors(COUNT)}
-    exec(example("docs/per_sample_grad.md", "scores.to_csv"), names)
+    exec(block(PAGE, "python", "scores.to_csv"), names)
     assert len(names["scores"]) == COUNT
     assert len((tmp_path / "scores.csv").read_text().splitlines()) == COUNT + 1
 
@@ -61,7 +50,7 @@ def test_scoring_a_pool(tmp_path, monkeypatch):
 def test_the_lines_of_the_readme(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"model": dense_model(), "pool": Vectors(COUNT)}
-    exec(example("README.md", "psg.score_pool"), names)
+    exec(block("README.md", "python", "psg.score_pool"), names)
     truth = psg.score_pool(
         names["model"], names["pool"], score="egl", labels="expected", progress=False
     )
@@ -69,7 +58,7 @@ def test_the_lines_of_the_readme(tmp_path, monkeypatch):
 
 
 class Tokenised(Dataset):
-    """As a Hugging Face dataset gives its items."""
+    """A dataset whose items look like those of a Hugging Face dataset."""
 
     def __len__(self) -> int:
         return COUNT
@@ -79,7 +68,7 @@ class Tokenised(Dataset):
 
 
 class Classifier(nn.Module):
-    """As a Hugging Face model is called, and answers."""
+    """A model that is called, and answers, like one of Hugging Face."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,11 +86,11 @@ def test_a_pool_of_dicts():
         "tokenised": Tokenised(),
         "collator": torch.utils.data.default_collate,
     }
-    exec(example("docs/per_sample_grad.md", "collate_fn=collator"), names)
+    exec(block(PAGE, "python", "collate_fn=collator"), names)
 
 
 class Images(Dataset):
-    """Nested, so that it must be said what is what."""
+    """Nested items, which need `split=`."""
 
     def __len__(self) -> int:
         return COUNT
@@ -123,10 +112,10 @@ class WithFeatures(nn.Module):
         return (self.head(x),)
 
 
-def test_a_pool_that_needs_words():
+def test_a_pool_with_split_and_forward():
     names = {"psg": psg, "model": WithFeatures(), "dataset": Images()}
-    exec(example("docs/per_sample_grad.md", "return_features"), names)
+    exec(block(PAGE, "python", "return_features"), names)
 
 
 def test_no_other_example_is_shown():
-    assert len(examples("docs/per_sample_grad.md")) == 5
+    assert len(blocks(PAGE, "python")) == 5

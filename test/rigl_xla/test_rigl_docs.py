@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
+from support.documents import block, blocks
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "rigl_xla.md"
-
-
-def examples() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+PAGE = "docs/rigl_xla.md"
 
 
 def test_the_example_of_snip_runs():
-    [example] = [example for example in examples() if "snip_scores" in example]
     names: dict[str, object] = {}
-    exec(example, names)
+    exec(block(PAGE, "python", "snip_scores"), names)
     assert abs(names["pruner"].report().sparsity - 0.9) < 1e-3
 
 
 def test_the_examples_run(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    exec(examples()[0], names)
+    examples = blocks(PAGE, "python")
+    exec(examples[0], names)
     assert "num_rigl_steps=14" in capsys.readouterr().out
-    of_reports = [text for text in examples() if "costs" in text]
+    of_reports = [text for text in examples if "costs" in text]
     assert len(of_reports) == 2
     for text in of_reports:
         exec(text, names)
