@@ -7,8 +7,8 @@ optimizer = vbs.LinearRuleOptimizer(inner_optimizer, sampler, ref_batchsize=128)
 """
 
 from variable_batch_size.checkpoint.checkpointer import Checkpointer, Restored
-from variable_batch_size.checkpoint.files import CheckpointError
-from variable_batch_size.checkpoint.single_checkpoint import (
+from variable_batch_size.checkpoint.files import (
+    CheckpointError,
     read_checkpoint,
     write_checkpoint,
 )

@@ -83,6 +83,7 @@ def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path):
 
 def test_minibatches_of_an_unfinished_step_are_run_again(undisturbed, tmp_path):
     training = Training(tmp_path)
+    training.optimizer.attach(training.checkpointer)
     minibatches = iter(training.sampler)
     for _ in range(1 + 9 + 1):  # two steps, and one minibatch of the third
         rows = next(minibatches)
@@ -91,7 +92,6 @@ def test_minibatches_of_an_unfinished_step_are_run_again(undisturbed, tmp_path):
         ).backward()
         training.optimizer.step()
     next(minibatches)  # handed out in advance
-    training.checkpointer.num_updates = 2
     training.checkpointer.save()
     again = Training(tmp_path)
     again.checkpointer.load()

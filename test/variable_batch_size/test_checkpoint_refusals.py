@@ -35,7 +35,10 @@ OTHER_RUNS = {
         "the number of samples was 128 and is 160",
     ),
     "settings": ({"settings": {"width": 3}}, "width was None and is 3"),
-    "parts": ({"parts": {"other": nn.Linear(1, 1)}}, "has the parts"),
+    "parts": (
+        {"parts": {"other": nn.Linear(1, 1)}},
+        r"the list of parts was \['model', 'scheduler'\] and is \['model', 'other'",
+    ),
 }
 
 
@@ -85,7 +88,7 @@ def test_hosts_that_do_not_share_the_folder_are_told(tmp_path):
     [
         ({"keep": 0}, ValueError, "keep must be an integer >= 1, got 0"),
         ({"look_every": 0}, ValueError, "look_every"),
-        ({"best": "highest"}, ValueError, "allowed are 'max', 'min'"),
+        ({"best": "highest"}, ValueError, "best must be one of 'max', 'min', None"),
         ({"parts": {"x": 3}}, TypeError, "x=3 has no state_dict"),
         ({"every_updates": -1}, ValueError, "every_updates"),
         ({"stop_on": ["SIGNAL"]}, ValueError, "SIGNAL"),

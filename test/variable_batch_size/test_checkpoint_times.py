@@ -81,7 +81,7 @@ def test_replicas_save_behind_the_same_updates_whatever_their_clocks_say(backend
     ("every", "error"),
     [
         ({"every_updates": 0}, ValueError),
-        ({"every_updates": 2.5}, ValueError),
+        ({"every_updates": 2.5}, TypeError),
         ({"every_minutes": 0}, ValueError),
         ({"every_minutes": "10"}, TypeError),
     ],

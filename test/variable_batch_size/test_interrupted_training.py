@@ -100,7 +100,7 @@ def num_updates(folder: Path) -> int:
 
 def restored(output: str) -> int | None:
     """Updates that a run began behind; None if it did not come to load any."""
-    found = re.findall(r"going on with .*: (\d+) updates", output)
+    found = re.findall(r"resuming .*: (\d+) updates", output)
     return int(found[-1]) if found else None
 
 

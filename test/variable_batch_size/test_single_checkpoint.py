@@ -1,4 +1,4 @@
-"""One file for a loop that saves itself."""
+"""`write_checkpoint` and `read_checkpoint`: one file for a loop that saves itself."""
 
 from __future__ import annotations
 
@@ -22,9 +22,14 @@ def test_what_is_written_is_read(tmp_path):
     assert os.listdir(path.parent) == ["run.pt"]
 
 
-def test_a_state_without_settings_is_anybody_s(tmp_path):
-    vbs.write_checkpoint(tmp_path / "run.pt", {"step": 3})
-    assert vbs.read_checkpoint(tmp_path / "run.pt") == {"step": 3}
+def test_without_settings_nothing_is_compared(tmp_path):
+    path = tmp_path / "run.pt"
+    vbs.write_checkpoint(path, {"step": 3})
+    assert vbs.read_checkpoint(path) == {"step": 3}
+    vbs.write_checkpoint(path, STATE)
+    assert vbs.read_checkpoint(path)["settings"] == STATE["settings"]
+    with pytest.raises(ValueError, match=r"lr was 0\.1 and is None; seed was 1 and is"):
+        vbs.read_checkpoint(path, {})
 
 
 def test_another_run_is_refused_with_all_differences(tmp_path):

@@ -1,4 +1,4 @@
-"""`Checkpointer`: a run that can be stopped at any moment, and goes on anywhere."""
+"""`Checkpointer`: a run that can be stopped at any moment and resumed anywhere."""
 
 from __future__ import annotations
 
@@ -16,13 +16,9 @@ from torch import nn
 import xla_replica
 from variable_batch_size.checkpoint import files
 from variable_batch_size.checkpoint.checks import (
-    Standing,
-    check_arguments,
     check_folder,
+    check_parts,
     check_plain,
-    check_same_parts,
-    check_settings,
-    check_told,
     check_version,
 )
 from variable_batch_size.checkpoint.files import CheckpointError
@@ -31,12 +27,13 @@ from variable_batch_size.checkpoint.random_state import (
     restore_random_state,
 )
 from variable_batch_size.checkpoint.save_times import SaveTimes
-from variable_batch_size.checkpoint.stop_poll import poll_for_stop
-from variable_batch_size.checkpoint.stop_reason import agreed_request
-from variable_batch_size.data.schedule import TraceExhausted
+from variable_batch_size.checkpoint.stopping import agreed_request, poll_for_stop
+from variable_batch_size.data.schedule import Cursor, TraceExhausted
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.step.attached import Update
 from xla_replica import Replica
+from xla_replica.common.arguments import check_choice, check_integer
+from xla_replica.common.differences import check_same
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +49,14 @@ class Stateful(Protocol):
 
 
 class Restored(NamedTuple):
-    """Where a loaded run stands.
+    """What a loaded run has done, and where it resumes.
 
     Attributes:
         path: The checkpoint.
-        num_updates: Updates that it has made.
-        epoch: Where the loop begins; the sampler yields what is left of it.
-        best: The best metric so far, if any was saved.
+        num_updates: Updates that the run has made.
+        epoch: The epoch in which the loop begins; the sampler yields what is left of
+            it.
+        best: The best metric so far, if one was saved.
     """
 
     path: Path
@@ -68,9 +66,9 @@ class Restored(NamedTuple):
 
 
 class Checkpointer:
-    """Saves a run every so often and where it is asked to stop, and brings it back.
+    """Saves a run from time to time and where it is asked to stop, and restores it.
 
-    Attach it to the optimizer, behind everything else that has a state::
+    Attach it to the optimizer, after everything else that has a state::
 
         checkpointer = vbs.Checkpointer("checkpoints", optimizer, model=model)
         checkpointer.load()
@@ -78,39 +76,46 @@ class Checkpointer:
         for epoch in range(sampler.epoch, num_epochs):
             ...
 
-    A checkpoint is one file, written by replica 0, that says nothing of replicas: the
-    run goes on on any number of them with the same samples at every step. It stands
-    behind an update; minibatches accumulated since are run again.
+    A checkpoint is one file, written by replica 0, that does not depend on the number
+    of replicas: any number of them resumes the run with the same samples at every step.
+    It holds the state after an update; minibatches accumulated since are run again.
 
-    On SIGTERM and SIGINT replicas agree on an update, save behind it, and raise
+    On SIGTERM and SIGINT replicas agree on an update, save after it, and raise
     `xla_replica.Stopped` out of `step` or `set_epoch`; a script that does not catch it
-    exits with status 143 (130 for SIGINT). Started again, it goes on from there.
+    exits with status 143 (130 for SIGINT). Started again, it resumes from there.
 
     Args:
-        folder: Where checkpoints are; on several hosts, storage that all of them share.
+        folder: The folder of the checkpoints; on several hosts, storage that all of
+            them share.
         optimizer: The wrapper, whose state includes the sampler's.
         every_updates: Save after every so many updates, counted from the beginning of
             training.
         every_minutes: Save after about so many minutes; 10 if neither is given.
-        keep: Checkpoints kept, the newest. The best one is kept beside them.
-        best: Which metric given to `save` is best, 'max' or 'min'.
-        stop_on: Signals that ask to stop, an attached one; empty for none, as where a
-            script only loads.
-        stop_poll: Called every ``poll_seconds`` in a thread of its own; a text it
-            returns is a reason to stop (a maintenance event of the machine).
+        keep: How many checkpoints to keep, the newest; the best one is kept too.
+        best: Which metric passed to `save` is best, 'max' or 'min'.
+        stop_on: Signals that ask an attached checkpointer to stop; empty for none, for
+            instance where a script only loads.
+        stop_poll: A function that is called every ``poll_seconds`` in a thread; a text
+            that it returns is a reason to stop (a maintenance event of the machine).
         poll_seconds: See ``stop_poll``.
-        look_every: On an accelerator, updates after which every replica looks whether
-            another one was asked to stop: a host round trip. Where all have been
-            asked, as by a signal to the whole job, they stop after the next update.
-        settings: What else a run must have in common with this one to go on with it.
+        look_every: On an accelerator, after how many updates every replica looks
+            whether another replica was asked to stop, which costs a host round trip.
+            Where all have been asked, as by a signal to the whole job, they stop after
+            the next update.
+        settings: What else a run must have in common with this one to resume it.
         **parts: What else has a state, by name: ``model=model, grab=sampler``. The
             floating-point buffers of modules are averaged over replicas first.
 
+    Attributes:
+        num_updates: Updates that the run has made.
+        best_metric: The best metric passed to `save` so far, or None.
+
     Raises:
-        ValueError, TypeError: An argument is out of range or of the wrong type.
+        ValueError: An argument is out of range.
+        TypeError: An argument is of the wrong type.
     """
 
-    # For `ElasticOptimizer.attach`: what is attached behind it would lag when resumed.
+    # Read by `ElasticOptimizer.attach`: what is attached later would be saved too old.
     saves_updates = True
 
     def __init__(
@@ -131,8 +136,11 @@ class Checkpointer:
     ) -> None:
         if every_updates is None and every_minutes is None:
             every_minutes = 10.0
-        check_arguments(optimizer, keep, best, look_every, parts)
+        check_parts(optimizer, parts)
         check_folder(folder)
+        check_integer("keep", keep, least=1)
+        check_integer("look_every", look_every, least=1)
+        check_choice("best", best, ("max", "min", None))
         check_plain("settings", settings or {})
         self.folder = Path(folder)
         self.replica: Replica = optimizer.replica
@@ -145,15 +153,16 @@ class Checkpointer:
         self._look_every = look_every
         self._settings = dict(settings or {})
         self._times = SaveTimes(self.replica, every_updates, every_minutes)
-        self._is_proven = False  # that what it writes can be loaded
-        self._begun = self._standing()
+        self._is_proven = False  # whether what it writes can be loaded
+        # Where the run began, until this has been called after an update.
+        self._begun: Cursor | None = optimizer.sampler.cursor
         if stop_on:
             _catch(stop_on)
         if stop_poll is not None:
             poll_for_stop(stop_poll, poll_seconds, weakref.ref(self))
 
     def __call__(self, update: Update) -> None:
-        """Saves and stops where it is time to: once per update, on every replica.
+        """Saves and stops when it is time to: once per update, on every replica.
 
         Raises:
             xla_replica.Stopped: All replicas were asked to stop, and have saved.
@@ -161,6 +170,7 @@ class Checkpointer:
         """
         del update
         self.num_updates += 1
+        self._begun = None
         due = self._times.due(self.num_updates)
         look = due or self.num_updates % self._look_every == 0
         if self._optimizer.asked_to_stop(look):
@@ -169,26 +179,26 @@ class Checkpointer:
             self._save()
 
     def save(self, metric: float | None = None) -> Path | None:
-        """Writes a checkpoint now, say last in the loop over epochs. Collective.
+        """Writes a checkpoint now, such as last in the loop over epochs. Collective.
 
-        At the end of an epoch the run will go on with the next one. (After one that was
-        written behind its last update by itself, it goes on with what your loop does
-        at the end of that epoch.) Do not call it within a step, between two minibatches
-        of which both have changed BatchNorm's statistics.
+        At the end of an epoch, the run will resume with the next one. (A run that was
+        saved automatically after the last update of an epoch resumes with what your
+        loop does at the end of that epoch.) Do not call this within a step, between two
+        minibatches that have both changed BatchNorm's statistics.
 
         Args:
-            metric: Of the weights as they are; if it is the best so far, the
-                checkpoint is kept as ``best-*.pt``.
+            metric: What was measured of the present weights; if it is the best so far,
+                the checkpoint is kept as ``best-*.pt``.
 
         Returns:
-            The file, on replica 0.
+            The file, on replica 0; None on the others.
 
         Raises:
             OSError: Writing failed.
-            ValueError: ``metric`` was given without ``best=``, or there have been
-                updates and this was not attached.
-            TypeError: A part's state cannot be loaded again.
-            CheckpointError: The folder has checkpoints of a run that is further.
+            ValueError: ``metric`` was passed without ``best=``, or there have been
+                updates and this checkpointer is not attached.
+            TypeError: The state of a part could not be loaded again.
+            CheckpointError: The folder has checkpoints of a run with more updates.
         """
         return self._save(metric, between_epochs=True)
 
@@ -196,7 +206,7 @@ class Checkpointer:
         self, metric: float | None = None, between_epochs: bool = False
     ) -> Path | None:
         since = time.perf_counter()
-        check_told(self._begun, self._standing())
+        self._check_attached()
         is_best = self._is_best(metric)
         if is_best:
             self.best_metric = float(metric)  # type: ignore[arg-type]
@@ -205,12 +215,12 @@ class Checkpointer:
         state = self._state(random_numbers)
         if between_epochs:
             _begin_next_epoch(state, self._optimizer)
-        self.replica.sync()  # what was summed for it, on every replica alike
+        self.replica.sync()  # the sums in the state, on every replica alike
         self._times.saved(self.num_updates)
         path = None
         if self.replica.is_primary:
             path = self._write(self.replica.to_host(state), is_best, since)
-        # On XLA every program that runs, also one that saves, moves them on.
+        # On XLA every program that runs advances them, also the one that saves.
         self.replica.set_rng_state(random_numbers)
         return path
 
@@ -219,7 +229,7 @@ class Checkpointer:
         if newer and newer[0].num_updates > self.num_updates:
             raise CheckpointError(
                 f"{newer[0].path} has {newer[0].num_updates} updates, and this run "
-                f"{self.num_updates}: call load() before training, or give the run "
+                f"has {self.num_updates}: call load() before training, or give the run "
                 "another folder"
             )
         path = files.write(self.folder, self.num_updates, state)
@@ -238,60 +248,82 @@ class Checkpointer:
     def load(
         self, *, allow_changes: bool = False, best: bool = False
     ) -> Restored | None:
-        """Goes on with the newest checkpoint that is whole. Collective.
+        """Resumes the newest checkpoint that is not damaged. Collective.
 
-        Damaged files are renamed, with a warning, and the one before is used.
+        Damaged files are renamed, with a warning, and the one before them is used.
 
         Args:
-            allow_changes: Also a run with other settings, trace, dataset length,
+            allow_changes: Also resume a run with other settings, trace, dataset length,
                 minibatch size or seed; see `CustomSampler.load_state_dict`.
-            best: The best one in place of the newest: to evaluate it, not to go on.
+            best: Load the best checkpoint instead of the newest: to evaluate it, not to
+                resume training.
 
         Returns:
-            Where the run stands; None if there is no checkpoint.
+            Where the run resumes; None if there is no checkpoint.
 
         Raises:
             CheckpointError: All are damaged, or a host does not see the one that
                 replica 0 has chosen.
             ValueError: It is of another run; all differences are listed.
         """
-        self.replica.sync()  # what replicas have pending is no part of a collective
         found = self._choose("best" if best else "update")
         if found is None:
             return None
         path, state = found
         check_version(state, VERSION, path)
+        other_run = f"{path} is of another run"
         if not allow_changes:
-            check_settings(state["settings"], self._settings, path)
-        check_same_parts(state["parts"], self._parts, path)
-        # First what refuses another run, before anything is touched.
+            check_same(
+                state["settings"],
+                self._settings,
+                other_run,
+                "Give the run another folder, or call load(allow_changes=True)",
+            )
+        check_same(
+            {"parts": sorted(state["parts"])},
+            {"parts": sorted(self._parts)},
+            other_run,
+            "Pass the same parts to Checkpointer",
+            {"parts": "the list of parts"},
+        )
+        # First what may refuse the state, before anything is changed.
         self._optimizer.load_state_dict(state["optimizer"], allow_changes=allow_changes)
         for name, part in self._parts.items():
             part.load_state_dict(state["parts"][name])
         restore_random_state(state["random"], self.replica)
         self.num_updates, self.best_metric = state["num_updates"], state["best"]
         self._times.saved(self.num_updates)
-        self._begun = self._standing()
-        epoch = self._optimizer.sampler.epoch
+        self._begun = self._optimizer.sampler.cursor
+        epoch = self._begun.epoch
         if self.replica.is_primary:
             logger.info(
-                "going on with %s: %d updates, epoch %d", path, self.num_updates, epoch
+                "resuming %s: %d updates, epoch %d", path, self.num_updates, epoch
             )
         return Restored(path, self.num_updates, epoch, self.best_metric)
 
-    def _standing(self) -> Standing:
-        place = self._optimizer.sampler.state_dict()
-        return Standing(self.num_updates, place["epoch"], place["step"])
+    def _check_attached(self) -> None:
+        """Raises ValueError if there have been updates after which this was not called.
+
+        After a step the sampler's cursor must be where this was told of; between epochs
+        it may be set freely.
+        """
+        now = self._optimizer.sampler.cursor
+        if self._begun is not None and now.step > 0 and now != self._begun:
+            raise ValueError(
+                "save: the optimizer has made updates that this Checkpointer was not "
+                "told of: call optimizer.attach(checkpointer) before training. Without "
+                "it, nothing is saved within an epoch and no signal stops the run"
+            )
 
     def _stop(self) -> None:
-        """Saves, waits until that is done, and raises on every replica."""
+        """Saves, waits until the file is written, and raises on every replica."""
         self._save()
-        self.replica.barrier()  # nobody leaves while replica 0 writes
+        self.replica.barrier()  # no replica leaves while replica 0 writes
         request = agreed_request(self.replica)
         raise xla_replica.Stopped(request.reason, request.exit_status)
 
     def _state(self, random_numbers: torch.Tensor) -> dict[str, Any]:
-        # Together: averaging forgets how many minibatches the buffers are of.
+        # All modules at once: averaging resets the count of minibatches that weighs.
         modules = [p for p in self._parts.values() if isinstance(p, nn.Module)]
         self._optimizer.average_buffers(nn.ModuleList(modules))
         return {
@@ -321,7 +353,11 @@ class Checkpointer:
         )
 
     def _prove(self, path: Path) -> None:
-        """The first file of a run is read back: some states save and do not load."""
+        """Reads the first file of a run back: some states can be saved, not loaded.
+
+        Raises:
+            TypeError: This is such a state; the file is deleted.
+        """
         if self._is_proven:
             return
         try:
@@ -330,39 +366,40 @@ class Checkpointer:
             path.unlink()
             raise TypeError(
                 "the state of a part has values that torch.load(weights_only=True) "
-                f"refuses; states may have tensors, numbers, texts, lists and dicts: "
+                "refuses; states may hold tensors, numbers, texts, lists and dicts: "
                 f"{error}"
             ) from error
         self._is_proven = True
 
     def _choose(self, kind: str) -> tuple[Path, Any] | None:
-        """The same file on every replica, whole on each of them."""
-        found, error = None, None
+        """Returns the same checkpoint and its state on every replica, if there is one.
+
+        Raises:
+            CheckpointError: See `load`; on every replica.
+        """
+        found, problem = None, None
         if self.replica.is_primary:
             try:
                 found = files.newest_whole(self.folder, kind)
             except CheckpointError as all_damaged:
-                error = all_damaged
-        status = -1 if error else int(found is not None)
-        digest = found[0].digest if found else "0" * 32
-        name = [status, *(int(digest[i : i + 4], 16) for i in range(0, 32, 4))]
-        status, *parts = self._broadcast(name)
-        if status < 0:
-            raise error or CheckpointError("all checkpoints are damaged")
+                problem = str(all_damaged)
+        own = (found[0].digest if found else None, problem)
+        digest, problem = self.replica.all_gather_object(own)[0]
+        if problem is not None:
+            raise CheckpointError(problem)
         own_files = files.saved_files(self.folder, kind)
-        if status == 0:
-            if self._sum(bool(own_files)):
+        if digest is None:
+            if any(self.replica.all_gather_object(bool(own_files))):
                 raise CheckpointError(
                     f"other replicas see checkpoints in {self.folder}, and replica 0 "
                     "sees none: all hosts must share the folder"
                 )
             return None
-        digest = "".join(f"{part:04x}" for part in parts)
-        if found is None:  # not the master
+        if found is None:  # not replica 0
             for file in own_files:
                 if file.digest == digest and (content := file.content()) is not None:
                     found = file, content
-        num_missing = self._sum(found is None)
+        num_missing = self.replica.all_gather_object(found is None).count(True)
         if found is None or num_missing:
             raise CheckpointError(
                 f"{num_missing} replicas do not see the checkpoint that replica 0 has "
@@ -370,31 +407,20 @@ class Checkpointer:
             )
         return found[0].path, files.parse(found[1])
 
-    def _sum(self, number: int) -> int:
-        """Over replicas."""
-        total = self.replica.send(torch.tensor([int(number)]))
-        self.replica.all_reduce_([total])
-        return int(self.replica.fetch([total])[0].item())
-
-    def _broadcast(self, numbers: list[int]) -> list[int]:
-        tensor = self.replica.send(torch.tensor(numbers))
-        self.replica.broadcast_([tensor])
-        return self.replica.fetch([tensor])[0].tolist()
-
 
 def _catch(signals: Sequence[str | int]) -> None:
     try:
         xla_replica.catch_signals(signals)
-    except RuntimeError as error:  # such as in a thread that another library runs
+    except RuntimeError as error:  # for instance in a thread of another library
         logger.warning("signals will not ask this run to stop: %s", error)
 
 
 def _begin_next_epoch(state: dict[str, Any], optimizer: ElasticOptimizer) -> None:
-    """A place at the end of an epoch becomes the beginning of the next."""
-    place = state["optimizer"]["elastic"]["sampler"]
+    """Moves a saved cursor from the end of an epoch to the beginning of the next."""
+    sampler = state["optimizer"]["elastic"]["sampler"]
     schedule = optimizer.sampler.schedule
-    if place["step"] < schedule.num_steps(place["epoch"]):
+    if sampler["step"] < schedule.num_steps(sampler["epoch"]):
         return
-    with contextlib.suppress(TraceExhausted):  # there is no next one
-        schedule.steps(place["epoch"] + 1)
-        place |= {"epoch": place["epoch"] + 1, "step": 0}
+    with contextlib.suppress(TraceExhausted):  # there is no next epoch
+        schedule.steps(sampler["epoch"] + 1)
+        sampler |= {"epoch": sampler["epoch"] + 1, "step": 0}

@@ -1,54 +1,27 @@
-"""Whether a `Checkpointer` can save what it is given, and go on with what it finds."""
+"""Whether a `Checkpointer` can save what it is given, and resume what it finds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from variable_batch_size.optimizer import ElasticOptimizer
-from xla_replica.common.differences import differences
 
 
-class Standing(NamedTuple):
-    """What a `Checkpointer` has been told of, and where the sampler stands."""
+def check_parts(optimizer: Any, parts: Mapping[str, Any]) -> None:
+    """Raises unless a checkpoint of these would hold all that is trained, once.
 
-    num_updates: int
-    epoch: int
-    step: int
-
-
-def check_told(begun: Standing, now: Standing) -> None:
-    """Raises ValueError if there have been updates that nobody told of."""
-    # A place behind a step is that of an update; other places may be chosen freely.
-    has_moved = now.step > 0 and now[1:] != begun[1:]
-    if has_moved and now.num_updates == begun.num_updates:
-        raise ValueError(
-            "save: the optimizer has made updates that this Checkpointer knows nothing "
-            "of: call optimizer.attach(checkpointer) before training. Without it, "
-            "nothing is saved in between and no signal stops the run"
-        )
-
-
-def check_arguments(
-    optimizer: Any,
-    keep: int,
-    best: str | None,
-    look_every: int,
-    parts: Mapping[str, Any],
-) -> None:
-    """Raises TypeError or ValueError unless `Checkpointer` can take them."""
+    Raises:
+        TypeError: ``optimizer`` is not an elastic wrapper, or a part has no state.
+        ValueError: A part is saved with the wrapper, or a parameter in no part.
+    """
     if not isinstance(optimizer, ElasticOptimizer):
         raise TypeError(
             f"Checkpointer: optimizer must be an elastic wrapper, got {optimizer!r}"
         )
-    for name, value in (("keep", keep), ("look_every", look_every)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
-    if best not in (None, "max", "min"):
-        raise ValueError(f"best={best!r}; allowed are 'max', 'min' and None")
     for name, part in parts.items():
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise TypeError(
@@ -56,38 +29,9 @@ def check_arguments(
             )
         if part is optimizer.inner or part is optimizer.sampler:
             raise ValueError(
-                f"Checkpointer: {name} is saved with the wrapper's state already: "
+                f"Checkpointer: {name} is already saved with the wrapper's state: "
                 "leave it out"
             )
-    _check_parameters(optimizer, parts)
-
-
-def check_folder(folder: str | Path) -> None:
-    """Raises ValueError for the address of a bucket."""
-    if "://" in str(folder):
-        raise ValueError(
-            f"folder={str(folder)!r} is no path: mount the bucket (gcsfuse, s3fs) and "
-            "give the path of the mount"
-        )
-
-
-def check_plain(name: str, value: Any) -> None:
-    """Raises TypeError unless a file can give back an equal value."""
-    if isinstance(value, Mapping):
-        for key, part in value.items():
-            check_plain(f"{name}[{key!r}]", part)
-    elif isinstance(value, (list, tuple)):
-        for index, part in enumerate(value):
-            check_plain(f"{name}[{index}]", part)
-    elif type(value) not in (str, int, float, bool, type(None)):
-        raise TypeError(
-            f"{name}={value!r} is a {type(value).__name__}; settings may be texts, "
-            "numbers, None, lists and dicts of such"
-        )
-
-
-def _check_parameters(optimizer: ElasticOptimizer, parts: Mapping[str, Any]) -> None:
-    """Raises ValueError unless the modules have all that is trained."""
     saved = {
         id(parameter)
         for part in parts.values()
@@ -103,33 +47,39 @@ def _check_parameters(optimizer: ElasticOptimizer, parts: Mapping[str, Any]) -> 
         )
 
 
+def check_folder(folder: str | Path) -> None:
+    """Raises ValueError if ``folder`` is the address of a bucket."""
+    if "://" in str(folder):
+        raise ValueError(
+            f"folder={str(folder)!r} is not a path: mount the bucket (gcsfuse, s3fs) "
+            "and pass the path of the mount"
+        )
+
+
+def check_plain(name: str, value: Any) -> None:
+    """Raises TypeError unless an equal value can be read from a file again.
+
+    Args:
+        name: What errors call the value.
+        value: Texts, numbers, None, and lists and dicts of these.
+    """
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            check_plain(f"{name}[{key!r}]", part)
+    elif isinstance(value, (list, tuple)):
+        for index, part in enumerate(value):
+            check_plain(f"{name}[{index}]", part)
+    elif type(value) not in (str, int, float, bool, type(None)):
+        raise TypeError(
+            f"{name}={value!r} is a {type(value).__name__}; settings may be texts, "
+            "numbers, None, and lists and dicts of these"
+        )
+
+
 def check_version(state: Any, version: int, path: Path) -> None:
-    """Raises ValueError unless the file is of this form."""
+    """Raises ValueError unless a checkpoint has the format ``version``."""
     found = state.get("version") if isinstance(state, dict) else None
     if found != version:
         raise ValueError(
-            f"{path} is of version {found!r}, and this library reads {version}"
-        )
-
-
-def check_settings(
-    saved: Mapping[str, Any], own: Mapping[str, Any], path: Path
-) -> None:
-    """Raises ValueError, with all differences, unless settings are equal."""
-    found = differences(saved, own)
-    if found:
-        raise ValueError(
-            f"{path} is of another run: {'; '.join(found)}. Give the run another "
-            "folder, or load(allow_changes=True)"
-        )
-
-
-def check_same_parts(
-    saved: Mapping[str, Any], own: Mapping[str, Any], path: Path
-) -> None:
-    """Raises ValueError unless the run has the parts that were saved."""
-    if saved.keys() != own.keys():
-        raise ValueError(
-            f"{path} has the parts {sorted(saved)}, and this run has {sorted(own)}: "
-            "give Checkpointer the same ones"
+            f"{path} has version {found!r}; this version of the library reads {version}"
         )

@@ -1,8 +1,9 @@
-"""A folder of checkpoints: whole or not there, and damaged ones are found.
+"""Checkpoints as files: each is whole or not there, and damage is noticed.
 
-The name of a file holds the number of updates and the beginning of the SHA-256 of its
-content. So a file that counts has been written completely, one that has changed since
-does not fit its name, and nothing beside it can be lost or get out of step.
+In the folder of a `Checkpointer`, the name of a file holds the number of updates and
+the beginning of the SHA-256 of its content. A file with such a name has therefore been
+written completely, a file that has changed since does not fit its name, and there is no
+index beside the files that could be lost or contradict them.
 """
 
 from __future__ import annotations
@@ -12,35 +13,91 @@ import hashlib
 import io
 import logging
 import os
+import pickle
 import re
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from xla_replica.common.files import rename, sync_folder, write_whole
+from xla_replica.common.differences import check_same
+from xla_replica.common.files import rename, write_whole
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"(update|best)-(\d{8,})-([0-9a-f]{32})\.pt")
-UNFINISHED = ".unfinished"
-_ABANDONED_SECONDS = 3600.0  # what has not been written to for so long
+_UNFINISHED = ".unfinished"
+_ABANDONED_SECONDS = 3600.0  # after so long without a write
 _DAMAGED = "damaged-"
 
 
 class CheckpointError(RuntimeError):
-    """There are checkpoints and none of them can be used."""
+    """There are checkpoints, and none of them can be used."""
+
+
+def write_checkpoint(path: str | Path, state: Mapping[str, Any]) -> None:
+    """Writes a state in place of the earlier one; call it on replica 0 only.
+
+    For a loop without an `ElasticOptimizer`; with one, see `Checkpointer`. A crash at
+    any moment leaves the earlier file.
+
+    Args:
+        path: The file; its folder is made if it is missing.
+        state: Tensors on the CPU (see `xla_replica.Replica.to_host`) and plain values.
+            Under ``"settings"``, by name, what a run must have in common with this one
+            to resume it.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    path = Path(path)
+
+    def write(file: BinaryIO) -> Path:
+        torch.save(state, file)
+        return path
+
+    write_whole(path.with_suffix(_UNFINISHED), write)
+
+
+def read_checkpoint(
+    path: str | Path, settings: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Returns what `write_checkpoint` wrote, with all tensors on the CPU.
+
+    Args:
+        path: The file.
+        settings: The settings of this run, all of them, to be compared with the saved
+            ``"settings"``. Default: nothing is compared, and the state of any run is
+            returned.
+
+    Raises:
+        ValueError: The settings differ; all differences are listed.
+        CheckpointError: The file is damaged, or holds more than tensors and plain
+            values.
+        OSError: The file cannot be read.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path} cannot be loaded: {error}") from error
+    if settings is not None:
+        check_same(state.get("settings", {}), settings, f"{path} is of another run")
+    return state
+
+
+# --- the folder of a Checkpointer -------------------------------------------------------
 
 
 class SavedFile(NamedTuple):
     """A checkpoint in a folder.
 
     Attributes:
-        path: Where it is; ``torch.load`` reads it.
-        num_updates: Updates of the run until then.
-        digest: What its content must hash to.
+        path: The file, which ``torch.load`` reads.
+        num_updates: Updates that the run had made.
+        digest: The hash that its content must have.
     """
 
     path: Path
@@ -48,10 +105,11 @@ class SavedFile(NamedTuple):
     digest: str
 
     def content(self) -> bytes | None:
-        """Its bytes; None if they are not those that were written, or it is gone.
+        """Returns the file's bytes; None if they have changed or the file is gone.
 
         Raises:
-            OSError: It is there and cannot be read now, which says nothing about it.
+            OSError: The file exists and cannot be read now, which says nothing about
+                its content.
         """
         try:
             content = self.path.read_bytes()
@@ -61,36 +119,41 @@ class SavedFile(NamedTuple):
 
 
 def saved_files(folder: Path, kind: str = "update") -> list[SavedFile]:
-    """The files of a kind, 'update' or 'best', the newest first; contents unseen."""
+    """Returns the files of a kind, the newest first, without reading their contents.
+
+    Args:
+        folder: The folder, which may not exist yet.
+        kind: 'update', or 'best' for the copy of the best checkpoint.
+    """
     found = []
     with contextlib.suppress(FileNotFoundError):
         for path in folder.iterdir():
             match = _NAME.fullmatch(path.name)
             if match and match[1] == kind:
                 found.append(SavedFile(path, int(match[2]), match[3]))
-    return sorted(found, key=lambda f: (f.num_updates, _age(f.path)), reverse=True)
+    return sorted(found, key=lambda f: (f.num_updates, _modified(f.path)), reverse=True)
 
 
-def write(folder: Path, num_updates: int, state: Any, kind: str = "update") -> Path:
-    """Writes a checkpoint; a crash at any moment leaves the others as they were.
+def write(folder: Path, num_updates: int, state: Any) -> Path:
+    """Writes a checkpoint and returns its file; a crash leaves the others as they are.
 
     The file is complete and on the disk before it gets its name.
     """
     writer = f"{socket.gethostname()}-{os.getpid()}"  # a run may outlive its successor
-    name = f"{kind}-{num_updates:08d}"
+    name = f"update-{num_updates:08d}"
 
     def content(file: BinaryIO) -> Path:
         hashed = _Hashed(file)
         torch.save(state, hashed)
         return folder / f"{name}-{_short(hashed.sha256)}.pt"
 
-    return write_whole(folder / f"{name}-{writer}{UNFINISHED}", content)
+    return write_whole(folder / f"{name}-{writer}{_UNFINISHED}", content)
 
 
 def copy_as_best(path: Path) -> Path:
-    """Makes a written checkpoint the best one, in place of the one before."""
+    """Makes a written checkpoint the best one, in place of the earlier best."""
     best = path.with_name(path.name.replace("update-", "best-", 1))
-    unfinished = best.with_suffix(UNFINISHED)
+    unfinished = best.with_suffix(_UNFINISHED)
 
     def content(file: BinaryIO) -> Path:
         file.write(path.read_bytes())
@@ -99,7 +162,7 @@ def copy_as_best(path: Path) -> Path:
     unfinished.unlink(missing_ok=True)
     try:
         os.link(path, unfinished)
-    except OSError:  # no hard links on this file system
+    except OSError:  # this file system has no hard links
         write_whole(unfinished, content)
     else:
         rename(unfinished, best)
@@ -110,41 +173,36 @@ def copy_as_best(path: Path) -> Path:
 
 
 def tidy(folder: Path, keep: int) -> None:
-    """Deletes what somebody never finished and all but the newest ``keep``."""
-    for unfinished in folder.glob(f"*{UNFINISHED}"):
-        if time.time() - _age(unfinished) / 1e9 > _ABANDONED_SECONDS:
+    """Deletes abandoned unfinished files, and all but the newest ``keep`` others."""
+    for unfinished in folder.glob(f"*{_UNFINISHED}"):
+        if time.time() - _modified(unfinished) / 1e9 > _ABANDONED_SECONDS:
             unfinished.unlink(missing_ok=True)
     for old in saved_files(folder)[keep:]:
         old.path.unlink(missing_ok=True)
 
 
-def set_aside(damaged: SavedFile) -> Path:
-    """Renames a damaged checkpoint, so that it no longer counts."""
-    aside = damaged.path.with_name(f"{_DAMAGED}{damaged.path.name}")
-    with contextlib.suppress(FileNotFoundError):
-        damaged.path.replace(aside)
-    sync_folder(aside.parent)
-    return aside
-
-
 def newest_whole(folder: Path, kind: str = "update") -> tuple[SavedFile, bytes] | None:
-    """The newest checkpoint whose content is what was written, and its content.
+    """Returns the newest checkpoint that is not damaged, and its content.
 
-    Damaged ones are set aside with a warning.
+    Damaged ones are renamed, with a warning, so that they no longer count. Returns None
+    if the folder has no checkpoint.
 
     Raises:
-        CheckpointError: There are only damaged ones, also from before.
-        OSError: One cannot be read now.
+        CheckpointError: All checkpoints are damaged, those of earlier calls included.
+        OSError: A checkpoint cannot be read now.
     """
     for file in saved_files(folder, kind):
         content = file.content()
         if content is not None:
             return file, content
+        aside = file.path.with_name(f"{_DAMAGED}{file.path.name}")
+        with contextlib.suppress(FileNotFoundError):
+            rename(file.path, aside)
         logger.warning(
             "checkpoint %s is damaged: its content is not what was written; it is now "
             "%s, and the one before it is used",
             file.path,
-            set_aside(file).name,
+            aside.name,
         )
     num_damaged = len(list(folder.glob(f"{_DAMAGED}{kind}-*")))
     if num_damaged:
@@ -156,7 +214,7 @@ def newest_whole(folder: Path, kind: str = "update") -> tuple[SavedFile, bytes] 
 
 
 def parse(content: bytes) -> Any:
-    """The state in a checkpoint, on the CPU; only tensors and plain values."""
+    """Returns the state in a checkpoint, on the CPU: tensors and plain values only."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
@@ -179,7 +237,8 @@ def _short(sha256: Any) -> str:
     return sha256.hexdigest()[:32]
 
 
-def _age(path: Path) -> int:
+def _modified(path: Path) -> int:
+    """Returns when a file was last written, in nanoseconds; 0 if it is gone."""
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:

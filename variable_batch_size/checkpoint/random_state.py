@@ -1,4 +1,4 @@
-"""The state of random numbers, of a run on any number of replicas."""
+"""The state of random numbers, for a run on any number of replicas."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ from xla_replica import Replica
 
 
 def random_state(replica: Replica, own: torch.Tensor) -> dict[str, Any]:
-    """Of replica 0's process, and of every replica's device. Collective.
+    """Returns the states of random numbers that a checkpoint holds. Collective.
 
-    ``own`` is what this replica's ``rng_state()`` was; ``devices`` is
-    ``(num_replicas, length)`` uint8, of those that were there.
+    Args:
+        replica: The replica that the caller runs in.
+        own: What this replica's ``rng_state()`` returned.
+
+    Returns:
+        The states of torch, NumPy and Python in replica 0's process; and under
+        ``devices``, ``(num_replicas, length)`` uint8, those of every replica's device.
     """
-    replica.sync()  # what this replica has pending is no part of the collective
-    sent = replica.send(own.to(torch.int32))
     _, keys, *rest = np.random.get_state()
     version, internal, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
         "numpy": [torch.from_numpy(keys.astype(np.int64)), *rest],
         "python": [version, list(internal), gauss],
-        "devices": replica.all_gather(sent).to(torch.uint8),
+        "devices": torch.stack(replica.all_gather_object(own)),
     }
 
 
 def restore_random_state(state: dict[str, Any], replica: Replica) -> None:
-    """Puts back what `random_state` gave.
+    """Restores what `random_state` returned.
 
-    A replica that was not there, or is of another kind, is seeded from what was: its
-    dropout then differs from the uninterrupted run's, and from other replicas', as it
-    should.
+    A replica that did not exist when the state was saved, or whose device is of another
+    kind, is seeded from the saved state: its dropout then differs from that of the
+    uninterrupted run and from that of other replicas, as it should.
     """
     if replica.is_primary:  # other processes may have been seeded by rank
         keys, *rest = state["numpy"]
@@ -44,8 +47,8 @@ def restore_random_state(state: dict[str, Any], replica: Replica) -> None:
         random.setstate((version, tuple(internal), gauss))
         torch.set_rng_state(state["torch"])
     devices = state["devices"]
-    like_own = devices.shape[1] == len(replica.rng_state())
-    if like_own and replica.rank < len(devices):
+    same_kind = devices.shape[1] == len(replica.rng_state())
+    if same_kind and replica.rank < len(devices):
         # A copy: torch 2.13 ignores where in its storage a view begins, and crashes.
         replica.set_rng_state(devices[replica.rank].clone())
         return

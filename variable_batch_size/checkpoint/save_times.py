@@ -5,26 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import torch
-
 from xla_replica import Replica
-from xla_replica.common.arguments import check_number
+from xla_replica.common.arguments import check_integer, check_number
 
 
 class SaveTimes:
     """Says after which updates to save.
 
-    Minutes are those of replica 0, which tells its peers at few updates, planned ahead
-    from how long updates have taken: between them nothing is sent or read.
+    Minutes are those of replica 0's clock. It tells the others only after a few
+    updates, planned ahead from how long updates have taken; between these nothing is
+    sent or read.
 
     Args:
         replica: The replica that the caller runs in.
-        every_updates: Save after every so many.
-        every_minutes: Save after so many.
-        clock: Seconds.
+        every_updates: Save after every so many updates, or None.
+        every_minutes: Save after about so many minutes, or None.
+        clock: Returns the time in seconds.
 
     Raises:
-        ValueError, TypeError: A number is not positive.
+        ValueError: A number is not positive.
+        TypeError: A number is of the wrong type.
     """
 
     def __init__(
@@ -34,16 +34,10 @@ class SaveTimes:
         every_minutes: float | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if every_updates is not None and (
-            isinstance(every_updates, bool)
-            or not isinstance(every_updates, int)
-            or every_updates < 1
-        ):
-            raise ValueError(
-                f"every_updates must be an integer >= 1, got {every_updates!r}"
-            )
+        if every_updates is not None:
+            check_integer("every_updates", every_updates, least=1)
         if every_minutes is not None:
-            every_minutes = check_number("every_minutes", every_minutes, above=0)
+            check_number("every_minutes", every_minutes, above=0)
         self._replica = replica
         self._every_updates = every_updates
         self._seconds = None if every_minutes is None else 60 * every_minutes
@@ -51,36 +45,38 @@ class SaveTimes:
         self.saved(0)
 
     def saved(self, num_updates: int) -> None:
-        """A checkpoint has just been made of, or loaded at, so many updates."""
+        """Notes that a checkpoint of so many updates was saved or loaded just now."""
         self._since, self._updates_then = self._clock(), num_updates
         self._next_look = num_updates + 1
 
     def due(self, num_updates: int) -> bool:
-        """Whether to save after update number ``num_updates``, counted from 1."""
+        """Returns whether to save after update ``num_updates``, counted from 1.
+
+        Collective after the updates at which the clock is read.
+        """
         by_updates = bool(
             self._every_updates and num_updates % self._every_updates == 0
         )
         if self._seconds is None or num_updates < self._next_look:
             return by_updates
-        return self._look(num_updates) or by_updates
-
-    def _look(self, num_updates: int) -> bool:
-        assert self._seconds is not None
+        since_then = num_updates - self._updates_then
         elapsed = self._clock() - self._since
-        wait = updates_to_wait(elapsed, self._seconds, num_updates - self._updates_then)
-        self._replica.sync()  # what replicas have pending is no part of a collective
-        told = self._replica.send(torch.tensor([wait]))
-        self._replica.broadcast_([told])
-        wait = int(self._replica.fetch([told])[0].item())
+        own_wait = updates_to_wait(elapsed, self._seconds, since_then)
+        wait = self._replica.all_gather_object(own_wait)[0]
         self._next_look = num_updates + max(wait, 1)
-        return wait == 0
+        return wait == 0 or by_updates
 
 
 def updates_to_wait(elapsed: float, seconds: float, num_updates: int) -> int:
-    """Updates until the clock is looked at again; 0 if the time has come.
+    """Returns after how many updates to read the clock again; 0 if it is time to save.
 
-    Half of those that will fit in, at most twice as many as there have been: updates
-    may slow down, and the first ones compile.
+    These are half of the updates that fit into the remaining time, and at most twice as
+    many as there have been: updates may become slower, and the first ones compile.
+
+    Args:
+        elapsed: Seconds since the last save.
+        seconds: Seconds from one save to the next.
+        num_updates: Updates since the last save.
 
     >>> updates_to_wait(elapsed=60.0, seconds=600.0, num_updates=100)
     200
