@@ -24,16 +24,22 @@ class Digits(NamedTuple):
 
 
 def choose(name: str | None, folder: str) -> str:
-    """``name``, or MNIST if it can be had and scikit-learn's digits if not."""
+    """Returns the dataset to use, which can be loaded.
+
+    Args:
+        name: The user's choice, or None: MNIST if it can be loaded, else
+            scikit-learn's digits.
+        folder: The folder of MNIST.
+    """
     if name is not None:
-        load(name, folder)  # downloads once, before replicas all want to
+        load(name, folder)  # downloads once, before all replicas load it
         return name
     try:
         load("mnist", folder)
     except (ImportError, OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[-1]
         logger.warning(
-            "MNIST cannot be had (%s); using the 1797 real handwritten digits that "
+            "MNIST is not available (%s); using the 1797 real handwritten digits that "
             "ship inside scikit-learn",
             reason,
         )
@@ -42,7 +48,7 @@ def choose(name: str | None, folder: str) -> str:
 
 
 def load(name: str, folder: str) -> Digits:
-    """Loads a dataset; MNIST from ``folder``, downloaded if it is not there.
+    """Returns a dataset; MNIST from ``folder``, to which it is downloaded if missing.
 
     Raises:
         ImportError: torchvision or scikit-learn is not installed.
@@ -57,9 +63,9 @@ def _mnist(folder: str) -> Digits:
 
     Path(folder).mkdir(parents=True, exist_ok=True)
     before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(10.0)  # a machine without a network must not hang here
+    socket.setdefaulttimeout(10.0)  # without a network this must not hang
     try:
-        with FileLock(Path(folder, "mnist.lock")):  # torchrun starts many of us
+        with FileLock(Path(folder, "mnist.lock")):  # torchrun starts many processes
             train = MNIST(folder, train=True, download=True)
             test = MNIST(folder, train=False, download=True)
     finally:
@@ -84,7 +90,7 @@ def _digits(folder: str) -> Digits:
 
 
 def _fake(folder: str) -> Digits:
-    """Ten random prototypes under noise: no download, learnt within an epoch."""
+    """Returns ten random prototypes with noise, which one epoch suffices to learn."""
     del folder
     generator = torch.Generator().manual_seed(0)
 

@@ -157,7 +157,7 @@ def test_help_teaches():
     text = subprocess.run(
         [sys.executable, SCRIPT, "--help"], capture_output=True, text=True, check=True
     ).stdout
-    for word in ("torchrun", "--trace", "--rule", "default: MNIST if it can be had"):
+    for word in ("torchrun", "--trace", "--rule", "default: MNIST if it can be loaded"):
         assert word in text
 
 

@@ -3,7 +3,7 @@
     python test/variable_train_mnist.py                      # 8 replicas of this CPU
     python test/variable_train_mnist.py --trace my.csv --rule root
     python test/variable_train_mnist.py --rule adascale --iterations 400
-    python test/variable_train_mnist.py --checkpoint runs/a  # stop it; again: goes on
+    python test/variable_train_mnist.py --checkpoint runs/a  # stop it, and resume it
     torchrun --nproc_per_node 2 test/variable_train_mnist.py # gloo or nccl processes
     PJRT_DEVICE=TPU python test/variable_train_mnist.py      # every chip of a TPU VM
 
@@ -24,13 +24,13 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from tensorboardX import SummaryWriter
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # a checkout that was not installed works too
+
+from training_recorder import Recorder  # noqa: E402
 
 import variable_batch_size as vbs  # noqa: E402
 import xla_replica  # noqa: E402
@@ -59,125 +59,14 @@ class ConvNet(nn.Sequential):
         return super().forward(images.float() / 255 - 0.25)
 
 
-class Recorder:
-    """Sees every update on every replica; the master shows and keeps what happened."""
-
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        replica: Replica,
-        steps: int | None,
-        noise: vbs.NoiseMeter | None,
-    ) -> None:
-        self.replica = replica
-        self.log_steps = args.log_steps
-        self.noise = noise
-        self.rows: list[dict[str, float]] = []
-        # Rows whose learning rate is still on the device, where AdaScale computes it.
-        self._unread: list[tuple[dict[str, float], torch.Tensor]] = []
-        # Sum of losses and number of minibatches since the last logging step.
-        self.loss = torch.zeros(2, device=replica.device)
-        self._samples, self._since = 0, time.perf_counter()
-        self._written = 0  # rows that TensorBoard has
-        self._shown: dict[str, object] = {}
-        self.writer: SummaryWriter | None = None
-        self._logdir = args.logdir
-        self.bar = tqdm(
-            total=steps, unit="step", disable=not (replica.is_primary and args.progress)
-        )
-        if replica.is_primary:
-            self.bar.write(f"{args.dataset}, on {replica}", sys.stderr)
-
-    def begin(self) -> None:
-        """Behind what was restored: TensorBoard forgets what came after it."""
-        self._written = len(self.rows)
-        self.bar.update(len(self.rows))
-        self._since = time.perf_counter()
-        if self.replica.is_primary:
-            self.writer = SummaryWriter(self._logdir, purge_step=len(self.rows))
-
-    def state_dict(self) -> dict[str, object]:
-        """The history until now."""
-        self._read_lrs()
-        loss = self.loss.clone()
-        self.replica.all_reduce_([loss])
-        return {"rows": self.rows, "loss": loss, "samples": self._samples}
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        self.rows = [dict(row) for row in state["rows"]]
-        self._samples = state["samples"]
-        if self.replica.is_primary:  # the others begin with zero: it is of all of them
-            self.loss.copy_(state["loss"])
-
-    def __call__(self, update: vbs.Update) -> None:
-        row = {"step": update.step, "batch_size": update.batch_size}
-        if isinstance(update.lr[0], torch.Tensor):
-            self._unread.append((row, update.lr[0]))
-        else:
-            row["lr"] = update.lr[0]
-        self.rows.append(row)
-        self._samples += update.batch_size
-        if update.step % self.log_steps == 0:
-            row |= self._measure()  # the only host round trip, on logging steps
-            self._read_lrs()
-            self._write()
-        self._shown["batch"] = update.batch_size
-        self.bar.set_postfix(self._shown, refresh=False)
-        self.bar.update()
-
-    def _measure(self) -> dict[str, float]:
-        total = self.loss.clone()
-        self.replica.all_reduce_([total])
-        self.loss.zero_()
-        loss, minibatches = self.replica.fetch([total])[0].tolist()
-        now = time.perf_counter()
-        rate = self._samples / (now - self._since)
-        self._samples, self._since = 0, now
-        found = {"loss": loss / max(minibatches, 1), "samples_per_second": rate}
-        if self.noise and self.replica.is_primary:
-            found |= self.noise.measure()._asdict()
-        return found
-
-    def _read_lrs(self) -> None:
-        lrs = self.replica.fetch([lr for _, lr in self._unread])
-        for (row, _), lr in zip(self._unread, lrs):
-            row["lr"] = lr.item()
-        self._unread = []
-
-    def _write(self) -> None:
-        """Everything since the last logging step goes to TensorBoard."""
-        if not self.writer:
-            return
-        for row in self.rows[self._written :]:
-            for name in row.keys() - {"step", "accuracy"}:
-                self.writer.add_scalar(f"train/{name}", row[name], row["step"])
-        self._written = len(self.rows)
-        self._shown |= {
-            "lr": f"{row['lr']:.4f}",
-            "loss": f"{row['loss']:.4f}",
-            "samples/s": f"{row['samples_per_second']:.0f}",
-        }
-        if "gain" in row:
-            self._shown["gain"] = f"{row['gain']:.2f}"
-
-    def accuracy(self, epoch: int, percent: float) -> None:
-        if self.rows:
-            self.rows[-1]["accuracy"] = percent
-        if self.writer:
-            self.writer.add_scalar("test/accuracy", percent, self.rows[-1]["step"])
-            self.bar.write(f"epoch {epoch}: test accuracy {percent:.2f} %", sys.stderr)
-
-    def close(self) -> None:
-        self._read_lrs()
-        self.bar.close()
-        if self.writer:
-            self.writer.close()
-
-
 def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | None]:
-    """One replica's run: test accuracy in per cent and, on the master, the history."""
+    """Trains one replica.
+
+    Returns:
+        The test accuracy in per cent; and, on replica 0, the history of the run.
+    """
     replica = xla_replica.current()  # elastic
-    # In its own process; what torch_xla imports has set up logging before.
+    # Replicas may run in other processes, where torch_xla has set logging up.
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=replica.is_lazy)
     data = handwritten_digits.load(args.dataset, args.data_dir)
     with replica.seeded(args.seed):  # elastic: the same weights on every replica
@@ -194,7 +83,7 @@ def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | No
         TensorDataset(data.train_images, data.train_labels),
         batch_sampler=sampler,
         num_workers=args.num_workers,
-        generator=torch.Generator(),  # its draws are none of the model's
+        generator=torch.Generator(),  # so that it does not draw from the model's
     )
     optimizer = vbs.ElasticOptimizer(  # elastic
         inner_optimizer(args, model),
@@ -207,11 +96,19 @@ def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | No
     epochs = int(min(args.epochs, sampler.num_epochs))
     plans = [sampler.schedule.plan(e, sampler.num_replicas) for e in range(epochs)]
     steps = None if args.iterations else sum(plan.num_steps for plan in plans)
-    recorder = Recorder(args, replica, steps, optimizer.noise)
+    recorder = Recorder(
+        replica,
+        optimizer.noise,
+        logdir=args.logdir,
+        log_steps=args.log_steps,
+        num_steps=steps,
+        title=args.dataset,
+        progress=args.progress,
+    )
     optimizer.attach(recorder)  # elastic: once per update, idle or not
     checkpointer = None
     if args.checkpoint:
-        checkpointer = vbs.Checkpointer(  # elastic: stops and goes on anywhere
+        checkpointer = vbs.Checkpointer(  # elastic: stops and resumes anywhere
             args.checkpoint,
             optimizer,
             every_updates=args.checkpoint_steps,
@@ -240,14 +137,14 @@ def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | No
             checkpointer.save(metric=percent)
         if args.iterations and optimizer.noise.progress >= args.iterations:
             break  # elastic: training length that no batch size changes
-    if percent is None:  # a run that was complete is started again
+    if percent is None:  # a complete run was started again: no epoch was left
         percent = evaluate(model, data, args.test_batch_size, replica)
     recorder.close()
     return percent, pd.DataFrame(recorder.rows) if replica.is_primary else None
 
 
 def lasting(args: argparse.Namespace) -> dict[str, object]:
-    """What a run must keep when it is stopped and goes on."""
+    """Returns the settings that a run must keep when it is resumed."""
     names = "dataset rule optimizer ref_batchsize lr momentum weight_decay"
     return {name: getattr(args, name) for name in [*names.split(), "max_grad_norm"]}
 
@@ -267,7 +164,7 @@ def inner_optimizer(
 def evaluate(
     model: nn.Module, data: handwritten_digits.Digits, batch_size: int, replica: Replica
 ) -> float:
-    """Test accuracy in per cent; replicas share the samples, in equal batches."""
+    """Returns the test accuracy in per cent; replicas share the samples equally."""
     mine = np.arange(replica.rank, len(data.test_labels), replica.num_replicas)
     share = -(-len(data.test_labels) // replica.num_replicas)
     num_batches = -(-share // batch_size)
@@ -299,7 +196,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--on-end",
         default="cycle",
         choices=("stop", "error", "hold", "cycle"),
-        help="what follows the trace's last step (default: it begins again)",
+        help="what follows the trace's last step (default: the trace begins again)",
     )
     add(
         "--rule",
@@ -310,7 +207,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--optimizer",
         choices=sorted(LEARNING_RATES),
-        help="default: adamw for the rules that begin with adam-, else sgd",
+        help="default: adamw for the rules for Adam, sgd for the others",
     )
     add(
         "--measure-noise",
@@ -321,14 +218,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--iterations",
         type=float,
-        help="train until the gains add up to so many steps at --ref-batchsize, in "
-        "whole epochs; sets --measure-noise (default: --epochs decides)",
+        help="train whole epochs until the gains add up to this many steps at "
+        "--ref-batchsize; implies --measure-noise (default: train --epochs)",
     )
     add(
         "--batch-size",
         type=int,
         default=32,
-        help="samples in a minibatch, the shape one replica runs (default: 32)",
+        help="samples in a minibatch, which one replica runs at once (default: 32)",
     )
     add(
         "--ref-batchsize",
@@ -337,18 +234,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="batch size at which --lr was tuned (default: 128)",
     )
     add("--lr", type=float, help=f"reference learning rate (default: {LEARNING_RATES})")
-    add("--momentum", type=float, default=0.9, help="of SGD (default: 0.9)")
-    add("--weight-decay", type=float, default=1e-4, help="of SGD (default: 1e-4)")
+    add("--momentum", type=float, default=0.9, help="momentum of SGD (default: 0.9)")
+    add("--weight-decay", type=float, default=1e-4, help="default: 1e-4")
     add(
         "--max-grad-norm",
         type=float,
-        help="clip the global gradient norm (default: no)",
+        help="clip the gradient to this global norm (default: do not clip)",
     )
     add("--epochs", type=int, help=f"default: {EPOCHS}")
     add(
         "--num-replicas",
         type=int,
-        help="default: every chip, GPU or torchrun process there is; 8 on a CPU",
+        help="default: all chips, GPUs or torchrun processes; 8 on a CPU",
     )
     add(
         "--device",
@@ -358,28 +255,32 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--dataset",
         choices=handwritten_digits.DATASETS,
-        help="default: MNIST if it can be had, else scikit-learn's digits",
+        help="default: MNIST if it can be loaded, else scikit-learn's digits",
     )
-    add("--data-dir", default="data", help="where MNIST is or goes (default: data)")
+    add(
+        "--data-dir",
+        default="data",
+        help="folder of MNIST, which is downloaded if missing (default: data)",
+    )
     add("--num-workers", type=int, default=0, help="DataLoader workers (default: 0)")
-    add("--test-batch-size", type=int, default=64, help="default: 64")
-    add("--seed", type=int, default=42, help="of weights and order (default: 42)")
+    add("--test-batch-size", type=int, default=64, help="(default: 64)")
+    add("--seed", type=int, default=42, help="seed of weights and order (default: 42)")
     add(
         "--log-steps",
         type=int,
         default=10,
-        help="read the loss back every so many updates (default: 10)",
+        help="read the loss once every so many updates (default: 10)",
     )
     add(
         "--logdir",
-        help="TensorBoard logs, history.csv and the picture (default: the checkpoint's "
-        "folder, or runs/mnist-TIME)",
+        help="folder for TensorBoard logs, history.csv and the picture (default: the "
+        "checkpoint's, or runs/mnist-TIME)",
     )
     add(
         "--checkpoint",
         metavar="FOLDER",
-        help="save there, on SIGTERM and Ctrl-C too, and go on with what is there, on "
-        "any number of replicas",
+        help="save checkpoints there, also on SIGTERM and Ctrl-C, and resume from the "
+        "newest one, on any number of replicas",
     )
     add(
         "--checkpoint-steps",
@@ -389,10 +290,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--target-accuracy",
         type=float,
-        help="in per cent; exit with status 1 if it is missed",
+        help="in per cent; exit with status 1 if the test accuracy is lower",
     )
     add("--no-progress", dest="progress", action="store_false",
-        help="no progress bar")  # fmt: skip
+        help="do not show a progress bar")  # fmt: skip
     args = parser.parse_args(argv)
     positive = "epochs num_replicas log_steps test_batch_size checkpoint_steps"
     for name in positive.split():
@@ -400,11 +301,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     try:
-        vbs.rule_named(args.rule)
+        rule = vbs.rule_named(args.rule)
     except ValueError as error:
         parser.error(f"--rule: {error}")
-    adam = args.rule.startswith("adam-")
-    args.optimizer = args.optimizer or ("adamw" if adam else "sgd")
+    args.optimizer = args.optimizer or ("adamw" if rule.beta else "sgd")
     args.lr = LEARNING_RATES[args.optimizer] if args.lr is None else args.lr
     args.measure_noise |= args.iterations is not None
     if args.trace.isdecimal():
@@ -434,7 +334,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(history: pd.DataFrame, args: argparse.Namespace) -> None:
-    """Writes history.csv and the picture, and says where they are."""
+    """Writes history.csv and the picture, and prints where they are."""
     folder = Path(args.logdir)
     first = ["step", "batch_size", "lr", "loss", "accuracy"]
     rest = [column for column in history.columns if column not in first]

@@ -1,4 +1,4 @@
-"""Equal data whatever the replicas and loader workers; put back afterwards."""
+"""`SeededDataset`: equal data for every number of replicas and loader workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_SAMPLES = 12
 
 
 class Noisy(Dataset):
-    """Each sample is its number and a draw from each of three generators."""
+    """A dataset whose samples are their number and a draw from three generators."""
 
     def __len__(self) -> int:
         return NUM_SAMPLES
@@ -32,7 +32,7 @@ class Noisy(Dataset):
 
 
 def load(dataset: vbs.SeededDataset, epochs: int = 2, **options) -> torch.Tensor:
-    """``(epochs, num_samples, 4)``."""
+    """Returns what is loaded: ``(epochs, num_samples, 4)``."""
     loader = DataLoader(dataset, batch_size=4, **options)
     loaded = []
     for epoch in range(epochs):
@@ -65,13 +65,13 @@ def load_my_part(rank: int, dataset: vbs.SeededDataset) -> torch.Tensor:
     for epoch in range(2):
         dataset.set_epoch(epoch)
         parts.append(torch.cat(list(DataLoader(dataset, sampler=mine))))
-        replica.barrier()  # as the last update is: emulated replicas share the dataset
+        replica.barrier()  # like the last update: emulated replicas share the dataset
     return torch.stack(parts)
 
 
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
 def test_replicas_load_the_same(backend):
-    """Also emulated ones, whose threads share the generators."""
+    """Emulated replicas too, whose threads share the generators."""
     parts = backend.run(load_my_part, vbs.SeededDataset(Noisy(), 1))
     loaded = torch.stack(parts, dim=2).flatten(1, 2)
     assert torch.equal(loaded, load(vbs.SeededDataset(Noisy(), 1)))
@@ -84,7 +84,7 @@ class Faulty(Noisy):
 
 
 @pytest.mark.parametrize("inner", [Noisy(), Faulty()])
-def test_the_generators_are_put_back(inner):
+def test_the_states_of_the_generators_are_restored(inner):
     def states() -> tuple:
         numpy_state = np.random.get_state()
         return torch.get_rng_state().tolist(), random.getstate(), repr(numpy_state)
@@ -129,8 +129,9 @@ class Stream(IterableDataset):
         (lambda: vbs.SeededDataset({1, 2}, 1), TypeError, "pass a map-style dataset"),
         (lambda: vbs.SeededDataset([1], 0.5), TypeError, "seed must be an integer"),
         (lambda: vbs.SeededDataset([1], 1).set_epoch("2"), TypeError,
-         "epoch must be an integer, got '2'"),
-        (lambda: vbs.SeededDataset([1], 1).set_epoch(-1), ValueError, "epoch=-1"),
+         "epoch must be an integer >= 0, got '2'"),
+        (lambda: vbs.SeededDataset([1], 1).set_epoch(-1), ValueError,
+         "epoch must be an integer >= 0, got -1"),
     ],
 )  # fmt: skip
 def test_what_is_refused(action, error, text):

@@ -88,7 +88,7 @@ def read_checkpoint(
     return state
 
 
-# --- the folder of a Checkpointer -------------------------------------------------------
+# --- the folder of a Checkpointer -----------------------------------------------------
 
 
 class SavedFile(NamedTuple):

@@ -1,4 +1,4 @@
-"""`SeededDataset`: augmentation that depends on the sample and the epoch alone."""
+"""`SeededDataset`: augmentation that depends on the sample and the epoch only."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 import xla_replica
+from xla_replica.common.arguments import check_integer
 
 
 class SeededDataset(Dataset):
     """A dataset whose random numbers are seeded from (seed, epoch, sample).
 
     What ``dataset[i]`` draws from torch's CPU generator, Python's ``random`` and
-    NumPy's global generator is then the same in whichever replica and loader worker it
-    runs; the generators are put back afterwards. Generators of the dataset's own are
-    not seeded. Emulated replicas that load in their own threads take turns.
-
-    Attributes:
-        dataset: The inner one; its attributes are reached through it.
-        seed: As given.
+    NumPy's global generator is then the same in every replica and loader worker. The
+    states of these generators are restored afterwards. Generators that the dataset
+    owns are not seeded. Emulated replicas that load in their own threads take turns.
 
     Args:
         dataset: A map-style dataset: ``len(dataset)`` and ``dataset[i]``.
         seed: Any integer, equal on every replica.
 
+    Attributes:
+        dataset: The inner dataset, through which its attributes can be read.
+        seed: The seed, as an int.
+
     Raises:
-        TypeError: ``dataset`` is iterable-style or has no length, or ``seed`` is no
+        TypeError: ``dataset`` is iterable-style or has no length, or ``seed`` is not an
             integer.
     """
 
@@ -44,53 +45,48 @@ class SeededDataset(Dataset):
                 f"SeededDataset: {type(dataset).__name__} has no numbered samples to "
                 "seed by; pass a map-style dataset, with __getitem__ and __len__"
             )
-        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
-            raise TypeError(f"seed must be an integer, got {seed!r}")
         self.dataset = dataset
-        self.seed = int(seed)
+        self.seed = check_integer("seed", seed)
         # Shared memory: persistent workers hold another copy of this object.
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     @property
     def epoch(self) -> int:
-        """The epoch that samples are drawn for now."""
+        """The epoch for which samples are drawn now."""
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch, in all workers; call it before iterating, as a sampler's.
+        """Chooses the epoch in all workers; call it before iterating, like a sampler's.
 
         Raises:
-            TypeError, ValueError: ``epoch`` is no integer of at least 0.
+            TypeError: ``epoch`` is not an integer.
+            ValueError: ``epoch`` is negative.
         """
-        if isinstance(epoch, bool) or not isinstance(epoch, (int, np.integer)):
-            raise TypeError(f"epoch must be an integer, got {epoch!r}")
-        if epoch < 0:
-            raise ValueError(f"epoch={epoch}; it must be at least 0")
-        self._epoch.fill_(int(epoch))
+        self._epoch.fill_(check_integer("epoch", epoch, least=0))
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
         sample = operator.index(index)
-        if sample < 0:  # the same sample under its other name
+        if sample < 0:  # another index of the same sample
             sample += len(self)
         with _drawn_from(self.seed, self.epoch, sample):
             return self.dataset[index]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Sample by sample: a batch has no seed."""
+        """Returns the samples one by one: a batch has no seed."""
         return [self[index] for index in indices]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if not self._epoch.is_shared():  # not by way of torch.multiprocessing
+        if not self._epoch.is_shared():  # it was not sent by torch.multiprocessing
             self._epoch.share_memory_()
 
 
 @contextlib.contextmanager
 def _drawn_from(seed: int, epoch: int, sample: int) -> Iterator[None]:
-    """Seeds the three global generators for one sample, then puts them back."""
+    """Seeds the three global generators for one sample, then restores their states."""
     # A hash, not a sum: seed + 1 must not be the next sample or epoch.
     name = f"{seed} {epoch} {sample}".encode()
     digest = hashlib.blake2b(name, digest_size=40).digest()
