@@ -1,4 +1,4 @@
-"""The two exceptions that end a run: a replica has failed, or all have stopped."""
+"""The two exceptions that end a run: a replica failed, or all of them stopped."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from xla_replica.stopping import check_stop
 class ReplicaError(RuntimeError):
     """A replica raised, hung, left early or disagreed with its peers.
 
-    The message names the replica, the collective and the cause. Where one
-    replica's own exception is the cause it is ``__cause__``, and ``rank`` is that
-    replica's.
+    The message names the replica, the collective and the cause. If the cause is an
+    exception that one replica raised, it is ``__cause__``.
 
     Attributes:
-        rank: The replica at fault; None where no single one is.
+        rank: The replica at fault; None if no single one is.
     """
 
     def __init__(self, message: str, rank: int | None = None) -> None:
@@ -25,19 +24,19 @@ class ReplicaError(RuntimeError):
 
 
 class Stopped(SystemExit):
-    """The run was asked to stop, everything is saved, and it has stopped.
+    """The run was asked to stop, has saved everything, and stops.
 
-    A replica that raises it has ended well. Raise it on every replica after the same
-    update; `launch` waits for all of them and raises it in its caller. Uncaught, it
-    ends a script with ``exit_status``.
+    A replica that raises it ends well. Raise it on every replica after the same update;
+    `launch` waits for all of them and raises it in its caller. If it is not caught, the
+    script exits with ``exit_status``.
 
     Attributes:
-        reason: For people.
-        exit_status: 0 to 255; 143 is that of a process ended by SIGTERM.
+        reason: Why, for people.
+        exit_status: 0 to 255; 143 is that of a process that SIGTERM ended.
 
     Raises:
-        TypeError, ValueError: ``reason`` is no string or ``exit_status`` is no such
-            integer.
+        TypeError, ValueError: ``reason`` is not a string, or ``exit_status`` is not an
+            integer from 0 to 255.
     """
 
     def __init__(self, reason: str, exit_status: int = 143) -> None:

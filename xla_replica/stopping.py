@@ -1,11 +1,11 @@
 """Asking replicas to stop: by a signal, or by the program itself.
 
-Python runs signal handlers in a process's main thread only and installs them only
-there, while emulated replicas and those on a TPU are other threads of a child process.
-So whoever starts such replicas installs the handlers (`listening_for_parent`), which
-act as if they were not there until a replica arms them (`catch_signals`). The launching
-process hands armed signals on (`forwarding`); it learns which are armed, and where,
-from files in the folder that it shares with its replicas.
+Python installs and runs signal handlers only in a process's main thread, while emulated
+replicas and those on a TPU are other threads of a child process. So the main thread of
+such a process installs the handlers (`listening_for_parent`), which act as if they were
+not installed until a replica arms them (`catch_signals`). The launching process passes
+armed signals on to its replicas (`forwarding`); it learns which are armed, and in which
+process, from files in the folder that it shares with them.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from xla_replica.common.arguments import check_integer
+
 LISTENED = (signal.SIGTERM, signal.SIGINT)
-# Ctrl-C reaches parent and child, and the parent hands it on: within this time signals
+# Ctrl-C reaches parent and child, and the parent passes it on: signals within this time
 # are copies of one.
 DUPLICATE_SECONDS = 1.0
 
 
-_Installed = dict[int, tuple[Any, Any]]  # handlers, and what was there before
+_Installed = dict[int, tuple[Any, Any]]  # each handler, and the one it replaced
 
 
 class StopRequest(NamedTuple):
     """Why this process was asked to stop.
 
     Attributes:
-        reason: For people.
-        exit_status: What the process should exit with: 128 + n for signal n.
+        reason: Why, for people.
+        exit_status: The status to exit with: 128 + n for signal n.
     """
 
     reason: str
@@ -41,7 +43,7 @@ class StopRequest(NamedTuple):
 
 
 class _FirstSignal:
-    """Tells the first signal and its copies from one that insists."""
+    """Distinguishes the first signal and its copies from a later one that insists."""
 
     def __init__(self) -> None:
         self._at: float | None = None
@@ -54,7 +56,7 @@ class _FirstSignal:
 
 
 class _Process:
-    """What this process listens for and what it has been asked."""
+    """What this process listens for, and the request it has received."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()  # never taken by a signal handler
@@ -72,22 +74,22 @@ _process = _Process()
 
 
 def stop_requested() -> StopRequest | None:
-    """What has asked this process to stop since its replicas were started, if anything.
+    """Returns the first request to this process since its replicas started, or None.
 
-    Only this process: replicas in other processes may not know yet, so agree (by a sum)
-    before you stop. Costs the read of a variable.
+    Replicas in other processes may not know of it yet, so agree with them, by a sum,
+    before you stop. It costs no more than reading a variable.
     """
     return _process.request
 
 
 def request_stop(reason: str, exit_status: int = 143) -> None:
-    """Asks the replicas in this process to stop; the first request stands.
+    """Asks the replicas in this process to stop; only the first request counts.
 
-    For what is no signal, such as a maintenance event that a thread polls for.
+    For events other than signals, such as maintenance that a thread polls for.
 
     Raises:
-        TypeError, ValueError: ``reason`` is no string, or ``exit_status`` no integer
-            from 0 to 255.
+        TypeError, ValueError: ``reason`` is not a string, or ``exit_status`` is not an
+            integer from 0 to 255.
     """
     check_stop(reason, exit_status)
     if _process.request is None:
@@ -95,33 +97,36 @@ def request_stop(reason: str, exit_status: int = 143) -> None:
 
 
 def catch_signals(signals: Sequence[int | str] = ("SIGTERM", "SIGINT")) -> None:
-    """From now on these signals ask this process to stop, instead of ending it.
+    """Makes these signals ask this process to stop, instead of ending it.
 
     Call it on every replica, in the function that `launch` runs; it then holds until
     launch returns, elsewhere until the process ends. A second signal, a second or more
     after the first, acts as if it were not caught.
 
     Args:
-        signals: Numbers or names. Where replicas are threads of a process, as emulated
-            ones are, only SIGTERM and SIGINT. Only these are handed on by
-            the launching process; others must be sent to the replicas' own processes.
+        signals: Numbers or names. Only SIGTERM and SIGINT can be caught where replicas
+            are threads of a process, as emulated ones are, and only these are passed
+            on by the launching process; others must be sent to the replicas' processes.
 
     Raises:
+        TypeError: ``signals`` is not a sequence.
         ValueError: There is no such signal, or it cannot be caught.
-        RuntimeError: Nobody listens for it and this is not the main thread.
+        RuntimeError: Nothing listens for it, and this is not the main thread.
     """
     if isinstance(signals, (str, int)):
-        raise TypeError(f"signals must be a sequence such as ({signals!r},)")
+        raise TypeError(
+            f"signals must be a sequence such as ({signals!r},), got {signals!r}"
+        )
     numbers = frozenset(_number(name) for name in signals)
     with _process.lock:
         unheard = numbers - _process.listened
         if unheard and not _in_main_thread():
             names = ", ".join(sorted(_name(number) for number in unheard))
             raise RuntimeError(
-                f"catch_signals: nobody in this process listens for {names}, and only "
-                "its main thread could begin to. In replicas that are threads SIGTERM "
-                "and SIGINT are listened for, if xla_replica.launch was called in the "
-                "main thread of its process"
+                f"catch_signals: nothing in this process listens for {names}, and only "
+                "its main thread could begin to. Replicas that are threads can catch "
+                "SIGTERM and SIGINT, if xla_replica.launch was called in the main "
+                "thread of its process"
             )
         _process.installed_late |= _install(unheard, _on_signal)
         _process.listened |= unheard
@@ -133,12 +138,12 @@ def catch_signals(signals: Sequence[int | str] = ("SIGTERM", "SIGINT")) -> None:
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-    """Around a run of the replica that this process, or its main thread, is.
+    """Surrounds a run of a replica that is this process, or its main thread.
 
     Nothing is installed before `catch_signals`: Python runs a handler only when native
     code returns, and a process that waits there for its peers to join must end at once
-    as long as there is nothing to save. What a run heard, and what was armed in it,
-    ends with the outermost one.
+    as long as there is nothing to save. Requests and armed signals end with the
+    outermost run.
     """
     with _process.lock:
         _process.num_runs += 1
@@ -160,13 +165,13 @@ def listening() -> Iterator[None]:
 
 @contextlib.contextmanager
 def listening_for_parent(folder: str) -> Iterator[None]:
-    """The same in a process that lives for its replicas alone.
+    """Surrounds a run in a process that exists only for its replicas.
 
-    The handlers stay for good: a late copy of a signal must not end a process that is
-    on its way out, which would be a failure.
+    The handlers are never removed: a late copy of a signal must not end a process that
+    is about to exit, because that would be a failure.
 
     Args:
-        folder: That of the parent's `forwarding`.
+        folder: The folder of the parent's `forwarding`.
     """
     _listen_for_good(folder)
     try:
@@ -189,10 +194,10 @@ def _listen_for_good(folder: str) -> None:
 
 
 class Listener:
-    """Unpickled in the main thread of another process, makes it listen for good.
+    """Makes another process listen for good, when it is unpickled in its main thread.
 
-    torch_xla calls a function in threads of processes that it starts, and gives no
-    other way into their main thread.
+    torch_xla calls a function in threads of the processes that it starts, and nothing
+    else of the caller's runs in their main threads.
     """
 
     def __init__(self, folder: str) -> None:
@@ -205,14 +210,14 @@ class Listener:
 
 @contextlib.contextmanager
 def forwarding(folder: str) -> Iterator[None]:
-    """Hands signals of this process on to replicas that have armed them, and waits.
+    """Passes signals of this process on to the replicas that have armed them.
 
-    A signal that none has armed acts as ever, and so does one that insists. One that
-    reached the replicas too, as one to a process group does, may come here when they
-    have obeyed it and gone.
+    A signal that no replica has armed acts as it did before, and so does one that
+    insists. A signal to a process group reaches the replicas too, and may arrive here
+    when they have obeyed it and ended.
 
     Args:
-        folder: The same as of the replicas' `listening`.
+        folder: The same as that of the replicas' `listening_for_parent`.
     """
     first = _FirstSignal()
 
@@ -234,16 +239,16 @@ def forwarding(folder: str) -> Iterator[None]:
 
 
 def leave_signals_to_parent(worker_id: int = 0) -> None:
-    """For ``DataLoader(worker_init_fn=)``: a signal to the job does not end the worker.
+    """Moves a loader's worker into a process group of its own: ``worker_init_fn=``.
 
     torchrun and a terminal signal the whole process group, and torch's workers die of
-    SIGTERM, which ends the training that had just been asked to save. So the worker
-    gets a group of its own; it still ends with its parent. Workers that are forked,
-    torch's default on Linux before Python 3.14, do so by themselves where signals are
+    SIGTERM, which ends the training that has just been asked to save. In a separate
+    group the worker still ends with its parent. Workers that are forked, which is
+    torch's default on Linux before Python 3.14, do so without this where signals are
     caught.
     """
     del worker_id
-    with contextlib.suppress(OSError):  # the leader of a group already
+    with contextlib.suppress(OSError):  # it leads a group already
         os.setpgid(0, 0)
 
 
@@ -259,14 +264,11 @@ def check_stop(reason: Any, exit_status: Any) -> None:
     """Raises TypeError or ValueError unless these can end a run."""
     if not isinstance(reason, str):
         raise TypeError(f"reason must be a string, got {reason!r}")
-    if isinstance(exit_status, bool) or not isinstance(exit_status, int):
-        raise TypeError(f"exit_status must be an integer, got {exit_status!r}")
-    if not 0 <= exit_status <= 255:
-        raise ValueError(f"exit_status={exit_status}; allowed are 0 to 255")
+    check_integer("exit_status", exit_status, 0, 255)
 
 
 def _on_signal(number: int) -> bool:
-    """Notes a request if the signal is armed; says whether that was all it does."""
+    """Notes a request if the signal is armed; returns whether it was caught."""
     if number not in _process.armed or _process.first.insists():
         return False
     _process.received |= {number}
@@ -276,9 +278,9 @@ def _on_signal(number: int) -> bool:
 
 
 def _install(numbers: Iterable[int], caught: Callable[[int], bool]) -> _Installed:
-    """Installs handlers, if this is the main thread; returns them and what was there.
+    """Installs handlers, in the main thread only; returns them and those before.
 
-    A handler written in C (Python sees None) could not be put back, and stays.
+    A handler written in C (Python sees None) could not be restored, and is left.
     """
     installed: _Installed = {}
     if _in_main_thread():
@@ -293,12 +295,12 @@ def _install(numbers: Iterable[int], caught: Callable[[int], bool]) -> _Installe
 
 def _restore(installed: _Installed) -> None:
     for number, (handler, before) in installed.items():
-        if signal.getsignal(number) is handler:  # else the user's own came later
+        if signal.getsignal(number) is handler:  # else the user has installed another
             signal.signal(number, before)
 
 
 def _handler(number: int, caught: Callable[[int], bool]) -> Callable[[int, Any], None]:
-    """A handler that acts as the present one where ``caught`` returns False."""
+    """Returns a handler that acts as the present one where ``caught`` returns False."""
     before = signal.getsignal(number)
 
     def handler(number: int, frame: Any) -> None:
@@ -309,19 +311,20 @@ def _handler(number: int, caught: Callable[[int], bool]) -> Callable[[int, Any],
         elif before != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-            signal.signal(number, handler)  # its default is not to end the process
+            signal.signal(number, handler)  # the default did not end the process
 
     return handler
 
 
 def _number(name: int | str) -> int:
     try:
-        if isinstance(name, bool) or not isinstance(name, (int, str)):
-            raise KeyError(name)
-        number = signal.Signals[name] if isinstance(name, str) else signal.Signals(name)
-    except (KeyError, ValueError) as error:
+        if not isinstance(name, str):
+            number = signal.Signals(check_integer("a signal's number", name))
+        else:
+            number = signal.Signals[name]
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"catch_signals: {name!r} is no signal here; allowed are names such as "
+            f"catch_signals: {name!r} is not a signal here; allowed are names such as "
             "'SIGTERM' and their numbers"
         ) from error
     if number in (signal.SIGKILL, signal.SIGSTOP):

@@ -49,7 +49,7 @@ def test_stopped_is_an_exit_with_a_reason():
     [
         ((7,), TypeError, "reason must be a string, got 7"),
         (("why", True), TypeError, "exit_status must be an integer"),
-        (("why", 256), ValueError, "exit_status=256; allowed are 0 to 255"),
+        (("why", 256), ValueError, "exit_status must be .* <= 255, got 256"),
     ],
 )
 def test_stopped_and_request_stop_reject(arguments, error, text):
@@ -132,11 +132,11 @@ def catches(rank: int, signals: object) -> None:
 @pytest.mark.parametrize(
     ("signals", "error", "text"),
     [
-        (["SIGTREM"], ValueError, "'SIGTREM' is no signal here"),
-        ([1000], ValueError, "1000 is no signal here"),
-        ([True], ValueError, "True is no signal here"),
+        (["SIGTREM"], ValueError, "'SIGTREM' is not a signal here"),
+        ([1000], ValueError, "1000 is not a signal here"),
+        ([True], ValueError, "True is not a signal here"),
         (["SIGKILL"], ValueError, "SIGKILL cannot be caught"),
-        ("SIGTERM", TypeError, r"must be a sequence such as \('SIGTERM',\)"),
+        ("SIGTERM", TypeError, r"must be a sequence such as \('SIGTERM',\), got"),
     ],
 )
 def test_catch_signals_rejects(signals, error, text):
@@ -163,7 +163,7 @@ def test_a_thread_cannot_listen_by_itself():
     """In a process of its own: here another test may have listened for good."""
     command = [sys.executable, "-c", FROM_A_THREAD]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "nobody in this process listens for SIGINT, SIGTERM" in said
+    assert "nothing in this process listens for SIGINT, SIGTERM" in said
 
 
 def signals_itself(rank: int) -> list[object]:

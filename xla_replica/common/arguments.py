@@ -1,7 +1,7 @@
 """Checks of arguments that say what was received and what is allowed.
 
-A bool is an int to Python and a text is true; neither is meant where a number or a flag
-is asked for, so every check of the five packages goes through here.
+To Python a bool is an int and a non-empty text is true, but neither is meant where a
+number or a flag is asked for. So all five packages check their arguments here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_integer(
 
     Raises:
         TypeError: ``value`` is not an integer.
-        ValueError: It is out of range.
+        ValueError: ``value`` is out of range.
 
     >>> check_integer("seed", 3)
     3
@@ -67,7 +67,7 @@ def check_number(
 
     Raises:
         TypeError: ``value`` is not a real number.
-        ValueError: It is not finite, or out of range.
+        ValueError: ``value`` is not finite or out of range.
     """
     allowed = f"a finite number{_range(least, most, above, below)}"
     if not is_number(value):
@@ -85,20 +85,26 @@ def check_number(
 
 
 def check_flag(name: str, value: object) -> bool:
-    """Returns ``value``, which is True or False.
+    """Returns ``value``, which must be True or False.
 
     Raises:
-        TypeError: It is anything else, such as the text ``'no'``, which is true.
+        TypeError: ``value`` is anything else, such as the text ``'no'``, which is true.
     """
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
     return value
 
 
-def check_choice(
-    name: str, value: Any, allowed: Iterable[Any], otherwise: str = ""
-) -> Any:
-    """Returns ``value``, which is one of ``allowed``.
+    """Returns ``value``, which must be one of ``allowed``.
+
+    Args:
+        name: What people call the argument.
+        value: What was received.
+        allowed: All values that are allowed.
+        otherwise: What else the caller accepts, such as "a function of a Layer".
+
+    Raises:
+        ValueError: ``value`` is not; the message lists what is allowed.
 
     Args:
         name: What people call the argument.
@@ -107,7 +113,7 @@ def check_choice(
         otherwise: What the caller accepts besides, such as "a function of a Layer".
 
     Raises:
-        ValueError: It is not; the message lists what is.
+        ValueError: ``value`` is not; the message lists what is allowed.
     """
     allowed = list(allowed)
     if value not in allowed:

@@ -1,4 +1,4 @@
-"""How the settings of two runs differ, in words."""
+"""The differences between the settings of two runs, in words."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ def differences(
     own: Mapping[str, Any],
     called: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Returns what was and what is, for every setting that has changed.
+    """Returns the saved and the present value of every setting that has changed.
 
-    A setting that one side lacks was, or is, None.
+    A setting that is missing on one side counts as None.
 
     Args:
         saved: Settings by name, as they were saved.
-        own: The settings of the run that is to continue.
-        called: The names of the settings to compare, in their order, and what people
-            call them. Default: all, by name.
+        own: The settings of the run that continues.
+        called: The names of the settings to compare, in this order, each with what
+            people call it. Default: all settings, by name.
 
     >>> differences({"lr": 0.1, "seed": 1}, {"lr": 0.2, "seed": 1, "width": 3})
     ['lr was 0.1 and is 0.2', 'width was None and is 3']
@@ -44,9 +44,9 @@ def check_same(
 
     Args:
         saved, own, called: As for `differences`.
-        what: Begins the message, such as "load_state_dict: the state of another
-            sampler".
-        remedy: Ends the message: what to do.
+        what: The beginning of the message, such as "load_state_dict: the state of
+            another sampler".
+        remedy: The end of the message: what to do.
     """
     found = differences(saved, own, called)
     if found:

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, also when the power fails."""
+"""Files that exist completely or not at all, even after a power failure."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import BinaryIO
 
 
 def write_whole(unfinished: Path, write: Callable[[BinaryIO], Path]) -> Path:
-    """Writes a file that takes its name once it is complete and on the disk.
+    """Writes a file that gets its name once it is complete and on the disk.
 
     A crash at any moment leaves the earlier file of that name.
 
     Args:
-        unfinished: The file's name until then, in the same folder, which is made if it
-            is missing.
-        write: Writes the content and returns the name, which may depend on it.
+        unfinished: The file's name until then, in the same folder, which is created if
+            it is missing.
+        write: Writes the content and returns the final name, which may depend on it.
 
     Returns:
-        The name.
+        The final name.
 
     Raises:
         OSError: The file cannot be written; nothing of it is left.
@@ -38,14 +38,14 @@ def write_whole(unfinished: Path, write: Callable[[BinaryIO], Path]) -> Path:
 
 
 def rename(path: Path, new: Path) -> Path:
-    """Renames a file so that the new name survives a power failure; returns it."""
+    """Renames a file so that the new name survives a power failure, and returns it."""
     path.replace(new)
     sync_folder(new.parent)
     return new
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes a renaming in this folder durable, on systems that can."""
+    """Makes a renaming in this folder durable, on systems that support it."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

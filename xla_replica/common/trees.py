@@ -1,4 +1,4 @@
-"""Tensors wherever they sit: in tuples, lists and dicts of any depth."""
+"""Tensors in nested tuples, lists and dicts of any depth."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import torch
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Returns ``value`` with ``function`` of every tensor in it; the rest as it is.
+    """Returns ``value`` with ``function`` applied to every tensor in it.
 
-    Containers keep their kind: named tuples, and the attributes of a dict.
+    Containers keep their types, also named tuples, and dicts keep their attributes.
+    Everything else is returned as it is.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, dict):
-        # A copy keeps its kind and attributes: state_dict()._metadata, Counter.
+        # A copy keeps type and attributes: state_dict()._metadata, Counter.
         changed = copy.copy(value)
         for key, part in value.items():
             changed[key] = map_tensors(part, function)
@@ -32,7 +33,7 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yields everything in nested tuples, lists and dicts that is not one of these."""
+    """Yields what nested tuples, lists and dicts hold, except such containers."""
     if isinstance(value, Mapping):
         for part in value.values():
             yield from leaves(part)

@@ -1,0 +1,229 @@
+"""What all packages share: checks of arguments, trees, whole files and differences."""
+
+from __future__ import annotations
+
+import collections
+import types
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from xla_replica import LocalReplica
+from xla_replica.common.arguments import (
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    is_integer,
+    is_number,
+)
+from xla_replica.common.differences import check_same, differences
+from xla_replica.common.files import write_whole
+from xla_replica.common.trees import leaves, map_tensors, tensors_in
+
+# --- arguments ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3)])
+def test_integers_of_python_and_numpy_are_integers(value):
+    assert is_integer(value)
+    assert is_number(value)
+    checked = check_integer("steps", value, least=3, most=3)
+    assert (checked, type(checked)) == (3, int)
+
+
+@pytest.mark.parametrize("value", [True, "3", None, [3]])
+def test_a_bool_and_a_text_are_not_numbers(value):
+    assert not is_integer(value)
+    assert not is_number(value)
+    with pytest.raises(
+        TypeError, match=r"steps must be an integer, got (True|'3'|N|\[)"
+    ):
+        check_integer("steps", value)
+    with pytest.raises(
+        TypeError, match=r"delta must be a finite number, got (T|'3'|N|\[)"
+    ):
+        check_number("delta", value)
+
+
+def test_numbers_are_returned_unchanged():
+    assert is_number(0.5)
+    assert is_number(np.float32(0.5))
+    assert not is_integer(3.0)
+    value = np.float32(0.5)
+    assert check_number("delta", value, least=0.5, below=1) is value
+    assert check_flag("verbose", False) is False
+    assert check_choice("method", "b", ("a", "b")) == "b"
+
+
+@pytest.mark.parametrize(
+    ("check", "error", "message"),
+    [
+        (
+            lambda: check_integer("steps", 3.0),
+            TypeError,
+            "steps must be an integer, got 3.0",
+        ),
+        (
+            lambda: check_integer("steps", 0, least=1),
+            ValueError,
+            "steps must be an integer >= 1, got 0",
+        ),
+        (
+            lambda: check_integer("rank", 3, 0, 2),
+            ValueError,
+            "rank must be an integer >= 0 and <= 2, got 3",
+        ),
+        (
+            lambda: check_number("delta", float("nan")),
+            ValueError,
+            "delta must be a finite number, got nan",
+        ),
+        (
+            lambda: check_number("delta", 1.0, above=0, below=1),
+            ValueError,
+            "delta must be a finite number > 0 and < 1, got 1.0",
+        ),
+        (
+            lambda: check_number("delta", 0, above=0),
+            ValueError,
+            "delta must be a finite number > 0, got 0",
+        ),
+        (
+            lambda: check_number("delta", 2, most=1.5),
+            ValueError,
+            "delta must be a finite number <= 1.5, got 2",
+        ),
+        (
+            lambda: check_flag("verbose", "no"),
+            TypeError,
+            "verbose must be True or False, got 'no'",
+        ),
+        (
+            lambda: check_flag("verbose", 1),
+            TypeError,
+            "verbose must be True or False, got 1",
+        ),
+        (
+            lambda: check_choice("method", "c", ("a", None)),
+            ValueError,
+            "method must be one of 'a', None, got 'c'",
+        ),
+    ],
+)
+def test_messages_say_what_is_allowed_and_what_was_received(check, error, message):
+    with pytest.raises(error) as caught:
+        check()
+    assert str(caught.value) == message
+
+
+# --- trees --------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    epoch: int
+    weights: torch.Tensor
+
+
+class Counting(LocalReplica):
+    """Notes how many tensors each transfer had."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.fetched: list[int] = []
+
+    def fetch(self, tensors):
+        self.fetched.append(len(tensors))
+        return super().fetch(tensors)
+
+
+def test_a_state_comes_to_the_host_in_one_transfer():
+    """And its containers keep their types."""
+    norm = nn.BatchNorm1d(3)
+    state = {
+        "model": norm.state_dict(),
+        "place": Place(2, torch.ones(2)),
+        "milestones": collections.Counter([5, 5]),
+        "read-only": types.MappingProxyType({"x": torch.zeros(1)}),
+        "rest": [(torch.arange(3), "text"), None, 0.5],
+    }
+    replica = Counting()
+    found = replica.to_host(state)
+    assert replica.fetched == [5 + 1 + 1 + 1]
+    assert found["model"]._metadata == state["model"]._metadata
+    assert list(found["model"]) == list(state["model"])
+    assert found["milestones"] == state["milestones"]
+    assert type(found["milestones"]) is collections.Counter
+    assert found["place"].epoch == 2
+    assert found["rest"][0][0].tolist() == [0, 1, 2]
+    assert found["rest"][0][1:] + tuple(found["rest"][1:]) == ("text", None, 0.5)
+    assert found["read-only"]["x"].tolist() == [0.0]
+    with torch.no_grad():  # a copy: training continues while it is written
+        norm.weight.fill_(7.0)
+    assert found["model"]["weight"].tolist() == [1.0] * 3
+
+
+def test_tensors_are_visited_in_the_order_in_which_they_are_listed():
+    value = {"b": [torch.zeros(1), 2], "a": (Place(1, torch.ones(1)), "text")}
+    seen = []
+    map_tensors(value, lambda tensor: seen.append(tensor) or tensor)
+    assert [id(tensor) for tensor in seen] == [id(t) for t in tensors_in(value)]
+    assert list(leaves(value))[1:3] == [2, 1]
+    assert tensors_in(torch.ones(1)) == [torch.ones(1)]
+    assert tensors_in("text") == []
+
+
+# --- files --------------------------------------------------------------------------
+
+
+def test_a_file_appears_under_its_name_when_it_is_complete(tmp_path):
+    unfinished, path = tmp_path / "new" / "unfinished", tmp_path / "new" / "file-7"
+
+    def write(file) -> Path:
+        file.write(b"content")
+        assert [p.name for p in unfinished.parent.iterdir()] == ["unfinished"]
+        return path
+
+    assert write_whole(unfinished, write) == path
+    assert [p.name for p in path.parent.iterdir()] == ["file-7"]
+    assert path.read_bytes() == b"content"
+
+
+def test_a_file_that_cannot_be_written_leaves_the_earlier_one(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"earlier")
+
+    def write(file) -> Path:
+        file.write(b"half of")
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        write_whole(tmp_path / "unfinished", write)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    assert path.read_bytes() == b"earlier"
+
+
+# --- differences --------------------------------------------------------------------
+
+SAVED = {"lr": 0.1, "seed": 1}
+OWN = {"lr": 0.2, "seed": 1, "width": 3}
+
+
+def test_differences_of_chosen_settings_have_the_names_that_people_use():
+    assert differences(SAVED, SAVED) == []
+    called = {"width": "the width", "seed": "the seed"}
+    assert differences(SAVED, OWN, called) == ["the width was None and is 3"]
+
+
+def test_settings_that_differ_are_listed_with_what_to_do():
+    check_same(SAVED, SAVED, "load_state_dict")
+    with pytest.raises(ValueError, match="lr was") as caught:
+        check_same(SAVED, OWN, "load_state_dict: another run", "Use the same settings.")
+    assert str(caught.value) == (
+        "load_state_dict: another run: lr was 0.1 and is 0.2; width was None and is 3. "
+        "Use the same settings."
+    )
