@@ -95,6 +95,9 @@ def check_flag(name: str, value: object) -> bool:
     return value
 
 
+def check_choice(
+    name: str, value: Any, allowed: Iterable[Any], otherwise: str = ""
+) -> Any:
     """Returns ``value``, which must be one of ``allowed``.
 
     Args:
@@ -102,15 +105,6 @@ def check_flag(name: str, value: object) -> bool:
         value: What was received.
         allowed: All values that are allowed.
         otherwise: What else the caller accepts, such as "a function of a Layer".
-
-    Raises:
-        ValueError: ``value`` is not; the message lists what is allowed.
-
-    Args:
-        name: What people call the argument.
-        value: What was received.
-        allowed: All values that are allowed.
-        otherwise: What the caller accepts besides, such as "a function of a Layer".
 
     Raises:
         ValueError: ``value`` is not; the message lists what is allowed.
