@@ -1,4 +1,4 @@
-"""Every sample's gradient, norm and inner products, fast and never silently wrong.
+"""Every sample's gradient, its norm and inner products: fast and never silently wrong.
 
 One forward pass of an ordinary module is recorded, one backward pass computes the
 gradients of activations, and all answers come from the same factors, most of them
@@ -7,12 +7,7 @@ without forming a gradient.
 
 from per_sample_grad.engine.capturing import Capture, capture
 from per_sample_grad.engine.coverage_report import Coverage, ParameterCoverage, coverage
-from per_sample_grad.errors import (
-    CouplingError,
-    CoverageError,
-    PerSampleError,
-    Refusal,
-)
+from per_sample_grad.errors import CouplingError, CoverageError, PerSampleError, Refusal
 from per_sample_grad.factors.factors import Factors
 from per_sample_grad.factors.forms import Dense, Lookup, Outer, Windows
 from per_sample_grad.factors.plan import Plan
@@ -26,8 +21,7 @@ from per_sample_grad.functional import (
     vectorized_grads,
     weighted_grad,
 )
-from per_sample_grad.layers import register_rule
-from per_sample_grad.layers.call import Call
+from per_sample_grad.layers.registry import Call, register_rule
 from per_sample_grad.losses import token_cross_entropy
 from per_sample_grad.pool.scoring import PoolScores, score_pool
 

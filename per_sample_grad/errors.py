@@ -1,14 +1,14 @@
-"""What this package raises instead of a wrong answer."""
+"""The errors that this package raises instead of giving a wrong answer."""
 
 from __future__ import annotations
 
 
 class PerSampleError(RuntimeError):
-    """A per-sample gradient that cannot be had exactly; the message says the remedy."""
+    """A per-sample gradient cannot be computed exactly; the message says the remedy."""
 
 
 class CoverageError(PerSampleError):
-    """Some use of a parameter is not accounted for: its gradient would be missing."""
+    """Some use of a parameter is not accounted for; its gradient would be missing."""
 
 
 class CouplingError(PerSampleError):
@@ -16,7 +16,7 @@ class CouplingError(PerSampleError):
 
 
 class Refusal(Exception):
-    """Raised by a layer rule that does not hold for the call at hand, with a reason.
+    """Raised by a layer rule that does not hold for a call, with the reason.
 
     The engine turns it into a `CoverageError`, or into the fallback that was chosen.
     """

@@ -1,75 +1,79 @@
-"""One call from model and batch to answer; and a drop-in for the functional style."""
+"""One call from a model and a batch to an answer.
+
+The functions take what `per_sample_factors` takes, and all but `vectorized_grads`
+compute the same factors. Those that give one answer compute it as the backward pass
+goes, in the memory of training.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
-from per_sample_grad.engine.capturing import capture
+import xla_replica
+from per_sample_grad.engine.capturing import Capture, capture
 from per_sample_grad.errors import PerSampleError
 from per_sample_grad.factors.factors import Factors, check_vectors
 
 LossFunction = Callable[..., torch.Tensor]
-_T = TypeVar("_T")
 
 
 def per_sample_factors(
     model: nn.Module, loss_fn: LossFunction, batch: tuple[Any, ...], **options: Any
 ) -> Factors:
-    """Forward and backward pass in one call; all the answers are methods of the result.
+    """Runs a forward and a backward pass; all answers are methods of the result.
 
     Args:
         model: As for `capture`.
-        loss_fn: ``loss_fn(model, *batch)`` gives the losses, ``(B,)``.
+        loss_fn: ``loss_fn(model, *batch)`` returns the losses, ``(B,)``.
         batch: Arguments of ``loss_fn``.
-        **options: Those of `capture`.
+        **options: Options of `capture`.
 
     Raises:
         PerSampleError: The answer would be wrong; see `capture`.
     """
-    with capture(model, **options) as recorded:
-        losses = loss_fn(model, *batch)
+    recorded, losses = _recorded(model, loss_fn, batch, options)
     return recorded.backward(losses)
 
 
 def per_sample_grads(
     model: nn.Module, loss_fn: LossFunction, batch: tuple[Any, ...], **options: Any
 ) -> dict[str, torch.Tensor]:
-    """Every gradient, ``(B, *shape)`` by name; arguments of `per_sample_factors`."""
+    """Returns every gradient, ``(B, *shape)`` by name; see `per_sample_factors`."""
+    recorded, losses = _recorded(model, loss_fn, batch, options)
     later: list[Factors] = []
 
     def answer(factors: Factors) -> dict[str, torch.Tensor]:
-        # The last layers come first, and their gradients, the largest often, would be
-        # there while the activations of all the others still are.
+        # The last layers come first. Their gradients, which are often the largest,
+        # would be in memory together with the activations of all other layers.
         if factors.smaller_than_gradients:
             later.append(factors)
             return {}
         return factors.materialize()
 
-    found, names = _streamed(model, loss_fn, batch, options, answer)
+    found = recorded.stream(losses, answer)
     while later:
         found.update(later.pop().materialize())
-    return {name: found[name] for name in names}
+    return {name: found[name] for name in recorded.params}
 
 
 def per_sample_grad_norms(
     model: nn.Module, loss_fn: LossFunction, batch: tuple[Any, ...], **options: Any
 ) -> torch.Tensor:
-    """``‖g_i‖``, ``(B,)``; arguments of `per_sample_factors`."""
-    squares, _ = _streamed(
-        model, loss_fn, batch, options, lambda f: f.norms(squared=True)
-    )
-    return squares.sqrt()
+    """Returns ``‖g_i‖``, ``(B,)``; see `per_sample_factors`."""
+    recorded, losses = _recorded(model, loss_fn, batch, options)
+    return recorded.stream(losses, lambda f: f.norms(squared=True)).sqrt()
 
 
 def per_sample_gram(
     model: nn.Module, loss_fn: LossFunction, batch: tuple[Any, ...], **options: Any
 ) -> torch.Tensor:
-    """``⟨g_i, g_j⟩``, ``(B, B)``; arguments of `per_sample_factors`."""
-    return _streamed(model, loss_fn, batch, options, lambda f: f.gram())[0]
+    """Returns ``⟨g_i, g_j⟩``, ``(B, B)``; see `per_sample_factors`."""
+    recorded, losses = _recorded(model, loss_fn, batch, options)
+    return recorded.stream(losses, lambda f: f.gram())
 
 
 def per_sample_grad_dot(
@@ -79,24 +83,13 @@ def per_sample_grad_dot(
     vectors: Mapping[str, torch.Tensor],
     **options: Any,
 ) -> torch.Tensor:
-    """``⟨v, g_i⟩``, ``(B,)`` or ``(B, K)``; see `Factors.dot`."""
-    with capture(model, **options) as recorded:
-        losses = loss_fn(model, *batch)
-    many = check_vectors(
-        vectors, {name: tuple(p.shape) for name, p in recorded.params.items()}
+    """Returns ``⟨v, g_i⟩``, ``(B,)`` or ``(B, K)``; see `Factors.dot`."""
+    recorded, losses = _recorded(model, loss_fn, batch, options)
+    shapes = {name: tuple(param.shape) for name, param in recorded.params.items()}
+    check_vectors(vectors, shapes)
+    return recorded.stream(
+        losses, lambda f: f.dot({name: vectors[name] for name in f.shapes})
     )
-    count = len(next(iter(vectors.values()))) if many else 1
-
-    def answer(factors: Factors) -> torch.Tensor:
-        columns = [
-            factors.dot(
-                {n: vectors[n][k] if many else vectors[n] for n in factors.shapes}
-            )
-            for k in range(count)
-        ]
-        return torch.stack(columns, 1) if many else columns[0]
-
-    return recorded.stream(losses, answer)
 
 
 def weighted_grad(
@@ -106,46 +99,49 @@ def weighted_grad(
     weights: torch.Tensor,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
-    """``Σ_i w_i g_i`` by name; see `Factors.weighted_sum`."""
-    found, names = _streamed(
-        model, loss_fn, batch, options, lambda f: f.weighted_sum(weights)
-    )
-    return {name: found[name] for name in names}
+    """Returns ``Σ_i w_i g_i`` by name; see `Factors.weighted_sum`."""
+    recorded, losses = _recorded(model, loss_fn, batch, options)
+    found = recorded.stream(losses, lambda f: f.weighted_sum(weights))
+    return {name: found[name] for name in recorded.params}
 
 
-def _streamed(
+def cross_gram(first: Factors, second: Factors) -> torch.Tensor:
+    """Returns ``⟨g_i, g'_j⟩`` of two batches of one model: ``(B, B')``."""
+    return first.cross_gram(second)
+
+
+def _recorded(
     model: nn.Module,
     loss_fn: LossFunction,
     batch: tuple[Any, ...],
     options: dict[str, Any],
-    answer: Callable[[Factors], _T],
-) -> tuple[_T, Iterable[str]]:
-    """One answer, in the memory of training; and the names of the parameters."""
+) -> tuple[Capture, torch.Tensor]:
     with capture(model, **options) as recorded:
         losses = loss_fn(model, *batch)
-    return recorded.stream(losses, answer), recorded.params
+    return recorded, losses
 
 
 def vectorized_grads(
-    loss_fn: Callable[..., torch.Tensor],
+    loss_fn: LossFunction,
     params: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
     *batch: torch.Tensor,
     randomness: str = "error",
     chunk_size: int | None = None,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Gradients and losses in the functional style: ``vmap(grad_and_value(loss_fn))``.
+    """Returns gradients and losses of a loss in the functional style of `torch.func`.
 
-    A drop-in for samplers written for `torch.func`, where that is safe: it forms all
-    gradients, and it is refused on XLA. `per_sample_grads` needs neither.
+    Use it only where the loss is a function of parameters, and not of a module that is
+    called: nothing can be recorded of that. It is ``vmap(grad_and_value(loss_fn))`` and
+    forms every gradient. `per_sample_grads` is for modules, also on XLA.
 
     Args:
-        loss_fn: ``loss_fn(params, buffers, *sample)`` gives one number; a sample has
+        loss_fn: ``loss_fn(params, buffers, *sample)`` returns one number; a sample has
             no batch dimension.
-        params: By name.
-        buffers: By name; not changed.
+        params: Parameters by name.
+        buffers: Buffers by name; not changed.
         *batch: Tensors ``(B, ...)``.
-        randomness: Of random operations such as dropout: ``"error"``,
+        randomness: What random operations such as dropout do: ``"error"``,
             ``"different"`` for each sample, or ``"same"``.
         chunk_size: Samples at a time; None: all.
 
@@ -157,7 +153,7 @@ def vectorized_grads(
             operations silently return zeros.
     """
     for name, tensor in (*params.items(), *enumerate(batch)):
-        if tensor.device.type == "xla":
+        if xla_replica.traits(tensor).is_lazy:
             raise PerSampleError(
                 f"vectorized_grads: {name} is on {tensor.device}, where functional "
                 "transforms return zeros for some operations (kl_div, std, selu, ...); "
@@ -170,8 +166,3 @@ def vectorized_grads(
         chunk_size=chunk_size,
     )
     return transformed(dict(params), dict(buffers), *batch)
-
-
-def cross_gram(first: Factors, second: Factors) -> torch.Tensor:
-    """``⟨g_i, g'_j⟩`` between the samples of two batches of one model: ``(B, B')``."""
-    return first.cross_gram(second)

@@ -1,4 +1,4 @@
-"""Losses of each sample, said explicitly: ``(B,)``, whatever the number of tokens."""
+"""Losses that give one number per sample, ``(B,)``, whatever the number of tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+
+from xla_replica.common.arguments import check_choice
 
 Reduction = Literal["mean", "sum"]
 
@@ -19,28 +21,30 @@ def token_cross_entropy(
     weight: torch.Tensor | None = None,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Cross-entropy of every sample, over its own tokens.
+    """Returns the cross-entropy of every sample over its own tokens.
 
     Args:
         logits: ``(B, C)`` or ``(B, *, C)``: classes last, any float dtype.
         targets: ``(B,)`` or ``(B, *)``, integers; ``ignore_index`` does not count.
-        reduction: ``"sum"`` over a sample's tokens, or their ``"mean"``: divided by
-            the number of that sample's tokens that count, and 0 where none does. It
-            is each sample's own mean, not the batch's (whose denominator would make
-            samples depend on each other).
-        ignore_index: What marks targets that do not count.
-        weight: ``(C,)`` of each class; a mean divides by the sum of the weights.
+        reduction: ``"sum"`` over a sample's tokens, or their ``"mean"``: the sum
+            divided by the number of that sample's tokens that count, and 0 where none
+            does. The mean is each sample's own and not the batch's, whose denominator
+            would make samples depend on each other.
+        ignore_index: The target that does not count.
+        weight: ``(C,)``, one weight for each class; a mean divides by their sum.
         label_smoothing: As in `torch.nn.functional.cross_entropy`.
 
     Returns:
-        ``(B,)``.
+        The losses, ``(B,)``.
+
+    Raises:
+        ValueError: Shapes do not match, or the reduction is not allowed.
 
     >>> logits = torch.zeros(2, 3, 4)
     >>> token_cross_entropy(logits, torch.tensor([[1, 2, -100], [0, -100, -100]]))
     tensor([1.3863, 1.3863])
     """
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction={reduction!r}; allowed are 'mean' and 'sum'")
+    check_choice("reduction", reduction, ("mean", "sum"))
     if logits.shape[:-1] != targets.shape:
         raise ValueError(
             f"logits {tuple(logits.shape)} and targets {tuple(targets.shape)}: give "

@@ -1,244 +1,336 @@
-"""One backward pass: the factors of some parameters after the other, checked."""
+"""One backward pass over a recorded forward pass: from gradients to factors, checked.
+
+The gradient of a call's output is there when the pass reaches it, and the call's
+arguments still are: its rule is applied at that moment, and a parameter whose calls
+have all been reached is handed on. If nobody keeps it, its memory is free again before
+the pass continues, as in ordinary training.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
-from per_sample_grad.engine import comparison
-from per_sample_grad.engine import verification as verify
-from per_sample_grad.engine.assembly import Assembly, Problems
+import xla_replica
+from per_sample_grad.engine import comparison, graph, verification
 from per_sample_grad.engine.comparison import Comparer, Comparison
-from per_sample_grad.engine.fallback import FALLBACKS, Fallback
-from per_sample_grad.engine.graph import Reached
-from per_sample_grad.engine.recording import Use, why_outside
-from per_sample_grad.errors import CoverageError
+from per_sample_grad.engine.fallback import FALLBACKS
+from per_sample_grad.engine.recording import (
+    RecordedCall,
+    RecordedModule,
+    why_outside,
+)
+from per_sample_grad.errors import CoverageError, PerSampleError, Refusal
 from per_sample_grad.factors.factors import Factors
-from per_sample_grad.factors.forms import Contribution
-from per_sample_grad.factors.plan import Method, default_budget
+from per_sample_grad.factors.forms import (
+    Contribution,
+    accumulation_dtype,
+    full_precision,
+    merge,
+    regroup,
+    widened,
+)
+from per_sample_grad.factors.plan import default_budget
+
+if TYPE_CHECKING:
+    from per_sample_grad.engine.capturing import Capture
+
+# Why parameters have no contributions, by name.
+Problems = dict[str, list[str]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """What `capture` was told, see there."""
-
-    fallback: Fallback
-    check: verify.Check
-    method: Method
-    budget: int | None
-    scale: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Called:
-    """A recorded call that the losses depend on.
-
-    Attributes:
-        name: Of the module in the model.
-        label: For people.
-        params: Names of its selected parameters.
-    """
-
-    name: str
-    label: str
-    params: frozenset[str]
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
+class BackwardResult:
     """What one backward pass found, complete or not.
 
     Attributes:
-        uses: In the order of the calls.
+        modules: The module of every call that the losses depend on, in order.
         problems: Why a parameter has no contributions, by parameter.
-        compared: With autograd, if that was due.
+        compared: The comparison with autograd, if one was due.
         budget: Bytes of temporaries.
     """
 
-    uses: Sequence[Called]
+    modules: Sequence[RecordedModule]
     problems: Problems
-    compared: verify.Comparison | None
+    compared: Comparison | None
     budget: int
 
 
 class BackwardPass:
-    """What is fixed before it starts."""
+    """A backward pass that applies every call's rule when its gradient is there."""
 
     def __init__(
         self,
-        model: nn.Module,
-        params: Mapping[str, nn.Parameter],
-        options: Options,
+        capture: Capture,
         losses: torch.Tensor,
         receive: Callable[[Factors], None],
         *,
         retain_graph: bool,
-        reported: bool,
-        frees: bool,
-        remark: str,
+        reported: bool = False,
+        frees: bool = False,
+        remark: str = "",
     ) -> None:
-        """Args are those of `Capture._run`, and a remark for people in errors."""
-        self._model = model
-        self._params = params
-        self._names = {id(value): name for name, value in params.items()}
-        self._options = options
+        """Args:
+        capture: The model, the selected parameters and the options.
+        losses: ``(B,)``.
+        receive: Takes the factors of some parameters at a time. Factors from a
+            fallback come after those of a rule, and may replace them.
+        retain_graph: Keep the graph.
+        reported: What is missing or wrong is for a report and not an error, and no
+            fallback replaces a wrong rule; without a fallback nothing is compared.
+        frees: Whether memory that the pass has used is free afterwards: temporaries
+            may then take half of it.
+        remark: For people, in the error about uncovered uses.
+        """
+        self._capture = capture
+        self._params = capture.params
         self._losses = losses
         self._receive = receive
         self._retain_graph = retain_graph
         self._reported = reported
         self._frees = frees
         self._remark = remark
-        self._fallback = FALLBACKS[options.fallback]
-        # Without a fallback a report says what is missing, and not what is wrong.
-        self._lenient = reported and self._fallback is None
+        self._fallback = FALLBACKS[capture.fallback]
+        self._comparer: Comparer | None = None
+        self._problems: Problems = {}
         self._budget = 0
-        self._handed: set[str] = set()
+        self._calls: list[RecordedCall | None] = []
+        # How many numbers were in the outputs of the calls that were reached.
+        self._passed = 0
+        # How many calls of each parameter are yet to be reached.
+        self._missing: Counter[str] = Counter()
+        self._parts: dict[str, list[Contribution]] = {}
+        self._handed_on: set[str] = set()
 
-    def run(self, uses: list[Use], reached: Reached) -> Found:
-        """Runs it; ``uses`` is emptied, so that each can go when it was reached."""
-        key = verify.signature(self._losses, uses, self._params, reached)
+    def run(self, calls: list[RecordedCall], reached: graph.Reached) -> BackwardResult:
+        """Runs the pass; empties ``calls``, so that each can be freed once reached.
+
+        Raises:
+            PerSampleError: Unless ``reported``, if an answer is missing or wrong.
+        """
+        model, has_fallback = self._capture.model, self._fallback is not None
+        key = verification.signature(self._losses, calls, self._params, reached)
         outside = self._outside(reached.outside)
-        if outside and self._fallback is None and not self._reported:
+        if outside and not has_fallback and not self._reported:
             self._raise_uncovered(outside)
-        proof = verify.proof_of(self._model, key)
-        due = verify.due(
-            self._options.check,
+        proof = verification.proof_of(model, key)
+        due = verification.due(
+            self._capture.check,
             proof,
             self._params,
-            has_fallback=self._fallback is not None,
+            has_fallback=has_fallback,
             reordered=reached.reordered,
         )
-        comparer = None if self._lenient else self._comparer(due)
-        self._budget = self._options.budget or _budget_beside(uses, self._losses)
-        called = tuple(_called(use, self._names) for use in uses)
-        left_out = {**self._known_wrong(proof), **outside}
-        problems = self._assemble(uses, due, comparer, left_out)
-        rest = set(self._params) - self._handed - set(problems)
+        # Without a fallback a report says what is missing, and not what is wrong.
+        lenient = self._reported and not has_fallback
+        if due.names and not lenient:
+            self._comparer = self._start_comparing(due)
+        if proof is not None and has_fallback and not self._reported:
+            wrong = "its rule is wrong for this structure"
+            self._problems = {name: [wrong] for name in proof.wrong}
+        self._problems |= outside
+        # Temporaries are in float32.
+        recorded = sum(call.shape.numel() * 4 for call in calls)
+        self._budget = self._capture.budget or default_budget(
+            recorded, self._losses.device
+        )
+        modules = [call.owner for call in calls]
+        self._calls = list(calls)
+        calls.clear()
+        # A fallback needs the graph once more, and so may a comparison.
+        again = has_fallback or (self._comparer is not None and not due.at_once)
+        self._frees = self._frees and not again
+        self._reach_all(self._retain_graph or again)
+        if self._problems and not lenient:
+            if not has_fallback:
+                self._raise_uncovered(self._problems)
+            self._hand_on(self._by_fallback(self._problems))
+        rest = self._params.keys() - self._handed_on - self._problems.keys()
         if rest:
-            unused = {name: [] for name in self._params if name in rest}
-            self._hand_on(unused, 0, comparer)
-        compared = self._concluded(due, comparer)
+            self._hand_on({name: [] for name in self._params if name in rest})
+        compared = self._concluded(due)
         if compared is not None and not self._reported:
-            compared = self._corrected(compared, comparer, key)
-        return Found(called, problems, compared, self._budget)
+            compared = self._corrected(compared, key)
+        return BackwardResult(modules, self._problems, compared, self._budget)
 
-    def _comparer(self, due: verify.Due) -> Comparer | None:
-        if not due.names:
-            return None
+    def _start_comparing(self, due: verification.Due) -> Comparer:
         chosen = {n: param for n, param in self._params.items() if n in due.names}
         comparer = Comparer(
-            self._losses, chosen, whole=due.whole, scale=self._options.scale
+            self._losses, chosen, whole=due.whole, scale=self._capture.scale
         )
         if due.at_once:
             comparer.expect(retain_graph=True)
         return comparer
 
-    def _assemble(
-        self,
-        uses: list[Use],
-        due: verify.Due,
-        comparer: Comparer | None,
-        left_out: Problems,
-    ) -> Problems:
-        """The pass itself, and then the fallback."""
-        # A fallback needs the graph once more, and so may a comparison.
-        again = self._fallback is not None or (comparer is not None and not due.at_once)
-        self._frees = self._frees and not again
+    def _reach_all(self, retain_graph: bool) -> None:
+        """Runs one backward pass that forms no gradient of a parameter.
 
-        # Not a method of what has the assembly: a cycle would keep tensors, and what is
-        # alive is computed on a lazy device.
-        def complete(merged: dict[str, list[Contribution]], passed: int) -> None:
-            self._hand_on(merged, passed, comparer)
+        Calls that have others below are seen when the pass comes by; only the lowest
+        are asked for, and their gradients kept until the pass ends.
+        """
+        if not self._calls:
+            return
+        for call in self._calls:
+            self._missing.update(set(call.owner.params.values()))
+        edges = [call.region.output for call in self._calls]
+        del call
+        nodes = [edge.node for edge in edges]
+        lowest, passed = graph.lowest(self._losses.grad_fn, nodes)
+        ends = [number for number, node in enumerate(nodes) if node in lowest]
+        handles = []
 
-        assembly = Assembly(
-            uses,
-            self._names,
-            len(self._losses),
-            may_fold=self._options.check != "never",
-            scale=self._options.scale,
-            left_out=left_out,
-            receive=complete,
-            witness=None if comparer is None else comparer.witness,
-        )
-        uses.clear()
-        assembly.run(self._losses, self._retain_graph or again)
-        problems = assembly.problems
-        if problems and not self._lenient:
-            if self._fallback is None:
-                self._raise_uncovered(problems)
-            dense = self._by_fallback(problems)
-            complete({name: [value] for name, value in dense.items()}, 0)
-        return problems
+        def seen_at(number: int, output: int) -> Callable[..., None]:
+            def look(gradients: tuple[torch.Tensor | None, ...]) -> None:
+                self._reach(number, gradients[output])
 
-    def _hand_on(
-        self,
-        merged: Mapping[str, list[Contribution]],
-        passed: int,
-        comparer: Comparer | None,
-    ) -> None:
+            return look
+
+        try:
+            for number, node in enumerate(nodes):
+                if node in passed:
+                    look = seen_at(number, edges[number].output_nr)
+                    handles.append(node.register_prehook(look))
+                elif node not in lowest:
+                    self._reach(number, None)
+            edges = [edges[number] for number in ends]
+            del node, nodes, lowest, passed
+            total = self._losses.sum()
+            scale = self._capture.scale
+            gradients = xla_replica.grad(
+                total * scale if scale != 1 else total,
+                edges,
+                retain_graph=retain_graph,
+                allow_unused=True,
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
+        for number, gradient in zip(ends, gradients):
+            self._reach(number, gradient)
+        unseen = [str(call.owner) for call in self._calls if call is not None]
+        if unseen:
+            raise PerSampleError(
+                f"the backward pass never came to {', '.join(unseen)}, on which the "
+                "losses depend: this is a defect of per_sample_grad; please report it"
+            )
+
+    def _reach(self, number: int, gradient: torch.Tensor | None) -> None:
+        call = self._calls[number]
+        assert call is not None
+        if gradient is not None:
+            with full_precision(gradient.device):
+                self._apply(call, gradient.detach().reshape(call.shape))
+        names, size = dict.fromkeys(call.owner.params.values()), call.shape.numel()
+        self._calls[number] = call = None  # its arguments can be freed
+        complete: dict[str, list[Contribution]] = {}
+        with torch.no_grad():
+            for name in names:
+                self._missing[name] -= 1
+                if not self._missing[name] and name not in self._problems:
+                    complete[name] = merge(self._parts.pop(name, []))
+        if complete:
+            self._hand_on(complete)
+        self._passed += size
+
+    def _apply(self, call: RecordedCall, gradient: torch.Tensor) -> None:
+        params, scale = call.owner.params, self._capture.scale
+        if self._comparer is not None:
+            self._comparer.witness(call.call, params.values(), gradient)
+        if scale != 1:
+            gradient = gradient.to(accumulation_dtype(gradient.dtype)) / scale
+        wanted = {i: name for i, name in params.items() if name not in self._problems}
+        if not wanted:
+            return
+        try:
+            found = self._contributions(call, gradient)
+            missing = sorted(set(wanted) - set(found))
+            if missing:
+                raise Refusal(f"its rule returned nothing for {', '.join(missing)}")
+            parts = [
+                (name, regroup(widened(found[inner]), len(self._losses)))
+                for inner, name in wanted.items()
+            ]
+        except Refusal as refusal:
+            for name in dict.fromkeys(params.values()):
+                self._problems.setdefault(name, []).append(f"{call.owner}: {refusal}")
+                self._parts.pop(name, None)
+            return
+        for name, part in parts:
+            self._parts.setdefault(name, []).append(part)
+
+    def _contributions(
+        self, call: RecordedCall, gradient: torch.Tensor
+    ) -> Mapping[str, Contribution]:
+        """Applies the rule to a gradient whose rows belong to the samples."""
+        gradient, num_samples = call.call.batch_first(gradient), len(self._losses)
+        rows = gradient.shape[0]
+        if rows == 0 or rows % num_samples:
+            raise Refusal(
+                f"dimension {call.call.batch_dim} of its output {tuple(call.shape)} "
+                f"counts {rows}, not a multiple of the {num_samples} samples; set "
+                "batch_dim, or give the module a batch dimension (position ids: expand "
+                "them to one row per sample)"
+            )
+        if rows != num_samples and self._capture.check == "never":
+            raise Refusal(
+                f"it was called with {rows} rows for {num_samples} samples; that "
+                "each owns consecutive ones is only believed when checked: do not pass "
+                'check="never"'
+            )
+        return call.owner.rule(call.call, gradient)
+
+    def _hand_on(self, merged: Mapping[str, Sequence[Contribution]]) -> None:
         # Half of four bytes for each number that is not needed any more.
-        more = 2 * passed if self._frees and self._options.budget is None else 0
-        factors = self._factors(merged, self._budget + more)
-        if comparer is not None:
-            comparer.add(factors)
-        self._handed.update(merged)
+        more = 2 * self._passed if self._frees and self._capture.budget is None else 0
+        factors = factors_of(self._capture, self._losses, merged, self._budget + more)
+        if self._comparer is not None:
+            self._comparer.add(factors)
+        self._handed_on.update(merged)
         self._receive(factors)
 
-    def _concluded(
-        self, due: verify.Due, comparer: Comparer | None
-    ) -> Comparison | None:
-        if comparer is None or not (due.at_once or not comparer.nothing_arrived()):
+    def _by_fallback(self, names: Collection[str]) -> dict[str, list[Contribution]]:
+        assert self._fallback is not None
+        dense = self._fallback(self._losses, {n: self._params[n] for n in names})
+        return {name: [value] for name, value in dense.items()}
+
+    def _concluded(self, due: verification.Due) -> Comparison | None:
+        """Returns the comparison; None if there is none, or nothing to compare."""
+        if self._comparer is None:
             return None
         if not due.at_once:
-            comparer.expect(self._retain_graph or self._fallback is not None)
-        return comparer.result()
+            if self._comparer.nothing_arrived():
+                return None
+            self._comparer.expect(self._retain_graph or self._fallback is not None)
+        return self._comparer.result()
 
-    def _corrected(
-        self, compared: Comparison, comparer: Comparer | None, key: object
-    ) -> Comparison:
-        """With a fallback's answers in place of wrong ones; remembered if right."""
-        assert comparer is not None
+    def _corrected(self, compared: Comparison, key: object) -> Comparison:
+        """Replaces wrong answers by a fallback's; remembers what was proven."""
+        assert self._comparer is not None
         wrong = compared.wrong if self._fallback is not None else {}
         if wrong:
-            again = comparer.of(wrong)
+            again = self._comparer.of(wrong)
             again.expect(retain_graph=True)
-            dense = self._by_fallback(wrong)
-            merged = {name: [value] for name, value in dense.items()}
-            factors = self._factors(merged, self._budget)
+            merged = self._by_fallback(wrong)
+            factors = factors_of(self._capture, self._losses, merged, self._budget)
             again.add(factors)
             self._receive(factors)
             errors = {**compared.errors, **again.result().errors}
             compared = dataclasses.replace(compared, errors=errors)
         comparison.warn_of_underflow(compared)
         if not compared.wrong:
-            verify.remember(self._model, key, compared, wrong)
+            verification.remember(self._capture.model, key, compared, wrong)
         return compared
 
-    def _by_fallback(self, names: Collection[str]) -> Mapping[str, Contribution]:
-        assert self._fallback is not None
-        return self._fallback(
-            self._losses, {name: self._params[name] for name in names}
-        )
-
-    def _factors(
-        self, merged: Mapping[str, Sequence[Contribution]], budget: int
-    ) -> Factors:
-        return factors_of(self._losses, merged, self._params, self._options, budget)
-
-    def _known_wrong(self, proof: verify.Proof | None) -> Problems:
-        if proof is None or self._fallback is None or self._reported:
-            return {}
-        return {name: ["its rule is wrong for this structure"] for name in proof.wrong}
-
     def _outside(self, counts: Mapping[str, int]) -> Problems:
-        """Uses that no rule sees, and why not."""
+        """Returns the uses that no rule sees, and why not."""
         return {
             name: [
                 f"{number} use(s) outside any module with a rule ("
-                f"{why_outside(self._model, self._params[name])})"
+                f"{why_outside(self._capture.model, self._params[name])})"
             ]
             for name, number in counts.items()
         }
@@ -257,28 +349,16 @@ class BackwardPass:
 
 
 def factors_of(
+    capture: Capture,
     losses: torch.Tensor,
     merged: Mapping[str, Sequence[Contribution]],
-    params: Mapping[str, nn.Parameter],
-    options: Options,
     budget: int,
 ) -> Factors:
-    """The factors of these parameters."""
+    """Returns the factors of the parameters in ``merged``."""
     return Factors(
-        {name: tuple(params[name].shape) for name in merged},
+        {name: tuple(capture.params[name].shape) for name in merged},
         merged,
         losses.detach(),
-        method=options.method,
+        method=capture.method,
         budget=budget,
     )
-
-
-def _called(use: Use, names: Mapping[int, str]) -> Called:
-    params = (names.get(id(param)) for param in use.call.module.parameters())
-    return Called(use.name, str(use), frozenset(name for name in params if name))
-
-
-def _budget_beside(uses: Sequence[Use], losses: torch.Tensor) -> int:
-    """Of temporaries, which are in float32, from what modules gave."""
-    recorded = sum(use.shape.numel() * 4 for use in uses)
-    return default_budget(recorded, losses.device)

@@ -2,9 +2,9 @@
 
 For random weights, ``Σ_i w_i g_i`` from the factors must equal autograd's gradient of
 ``Σ_i w_i loss_i``. Wrong attributions, ``ĝ_i ≠ g_i``, would have to satisfy
-``Σ_i w_i (ĝ_i - g_i) = 0`` for weights they know nothing of. So one ordinary backward
-pass finds a wrong rule, a wrong batch dimension (also where T = B), samples that are
-coupled, and uses that no rule saw, for one parameter after the other.
+``Σ_i w_i (ĝ_i - g_i) = 0`` for weights that they do not depend on. So one ordinary
+backward pass finds a wrong rule, a wrong batch dimension (also where T = B), samples
+that are coupled, and uses that no rule saw, for each parameter separately.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import inspect
 import math
 import random
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -24,10 +23,8 @@ import xla_replica
 from per_sample_grad.errors import CouplingError, PerSampleError
 from per_sample_grad.factors.factors import Factors
 from per_sample_grad.factors.forms import accumulation_dtype
-from per_sample_grad.layers.call import Call, tensors_in
-
-if TYPE_CHECKING:
-    from per_sample_grad.engine.recording import Use
+from per_sample_grad.layers.registry import Call
+from xla_replica.common.trees import tensors_in
 
 # Largest relative difference that counts as rounding. Accelerators multiply float32
 # with fewer bits.
@@ -36,25 +33,25 @@ _ACCELERATOR_TOLERANCE = 2e-2
 _HALF_TOLERANCE = 6e-2
 # Units in the last place by which a sum's terms may be off together.
 _ROUNDINGS = 4
-# Of the whole gradient's size: what large inputs may explain at most.
+# The most that large inputs may explain, relative to the whole gradient's size.
 _LARGEST_NOISE = 0.1
-# Share of a use's gradients in float16 that may be subnormal without a warning.
+# Share of a call's gradients in float16 that may be subnormal without a warning.
 _UNDERFLOW = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """With autograd.
+    """How far the factors are from autograd's gradient.
 
     Attributes:
         errors: Relative differences by parameter; NaN where the gradient is not finite,
             so that nothing can be said.
         silent: Parameters that the losses depend on, but with a gradient so small that
-            no error in it would have been seen: those below a head that is zero.
+            no error in it would have been seen, as below a head that is zero.
         tolerance: The largest error that counts as rounding.
         whole: The size of the whole gradient.
-        underflow: Of the gradients of activations in float16 that are not zero, the
-            largest share in one use that is too small to have all its digits.
+        underflow: The largest share, in one call, of the nonzero float16 gradients of
+            activations that are too small to have all their digits.
     """
 
     errors: Mapping[str, float]
@@ -65,16 +62,16 @@ class Comparison:
 
     @property
     def wrong(self) -> dict[str, float]:
-        """Errors that are no rounding."""
+        """The errors that are larger than rounding."""
         return {n: error for n, error in self.errors.items() if error > self.tolerance}
 
 
 class Comparer:
     """Compares what the factors add up to with autograd, parameter by parameter.
 
-    Relative to the gradient's size, or where that is less to 1/1000 of the whole
-    gradient's or to what rounding explains; large inputs explain no more than a tenth
-    of the whole gradient.
+    A difference is relative to the gradient's size, or where that is less, to 1/1000
+    of the whole gradient's or to what rounding explains. Large inputs explain at most
+    a tenth of the whole gradient.
     """
 
     def __init__(
@@ -87,8 +84,8 @@ class Comparer:
     ) -> None:
         """Args:
         losses: ``(B,)``.
-        params: Those that are compared.
-        whole: The least size of the whole gradient, of these parameters and others.
+        params: The parameters that are compared.
+        whole: A lower bound of the whole gradient's size, other parameters included.
         scale: What losses are multiplied by in every backward pass.
         """
         self.params = params
@@ -97,7 +94,7 @@ class Comparer:
         self._losses = losses
         self._weights = _weights(losses)
         self._expected: dict[str, torch.Tensor | None] | None = None
-        # Where autograd's gradient is not there yet.
+        # Sums from the factors, until autograd's gradient is there.
         self._actual: dict[str, torch.Tensor] = {}
         self._distances: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._noise: dict[str, torch.Tensor] = {}
@@ -106,14 +103,14 @@ class Comparer:
         self._dtypes = {losses.dtype, *(p.dtype for p in params.values())}
 
     def of(self, names: Collection[str]) -> Comparer:
-        """Another one, for some of the parameters, that has witnessed the same."""
+        """Returns a comparer of some of the parameters that has witnessed the same."""
         params = {name: self.params[name] for name in names}
         other = Comparer(self._losses, params, whole=self._whole, scale=self._scale)
         other._noise, other._dtypes = self._noise, self._dtypes
         return other
 
     def expect(self, retain_graph: bool) -> None:
-        """One ordinary backward pass, of losses with random weights."""
+        """Runs one ordinary backward pass of losses with random weights."""
         gradients = xla_replica.grad(
             (self._losses * self._weights).sum() * self._scale,
             list(self.params.values()),
@@ -126,7 +123,7 @@ class Comparer:
             self._distances[name] = self._distance(name, self._actual.pop(name))
 
     def add(self, factors: Factors) -> None:
-        """Takes the factors of some parameters; keeps numbers only, after `expect`."""
+        """Takes the factors of some parameters; after `expect` keeps only distances."""
         if self.params.keys().isdisjoint(factors.shapes):
             return
         for name, actual in factors.weighted_sum(self._weights).items():
@@ -151,13 +148,15 @@ class Comparer:
             truth = truth / self._scale
         return actual.sub_(truth).norm(), truth.norm()
 
-    def witness(self, use: Use, names: Sequence[str], gradient: torch.Tensor) -> None:
-        """Takes the gradient of a use's output: what rounding may explain there.
+    def witness(
+        self, call: Call, names: Collection[str], gradient: torch.Tensor
+    ) -> None:
+        """Takes the gradient of a call's output: what rounding may explain there.
 
-        The norm of the terms that are summed, times the dtype's precision: gradients
-        that cancel to nothing (a bias before a normalisation) differ by that much.
-        Three numbers: the norm of the output's gradient, that by the precision, and
-        this times the largest inputs.
+        That is the norm of the terms that are summed, times the dtype's precision:
+        gradients that cancel (of a bias before a normalisation) differ by that much.
+        Keeps three numbers: the norm of the output's gradient, that times the
+        precision, and this times the largest inputs.
         """
         self._dtypes.add(gradient.dtype)
         wanted = [name for name in dict.fromkeys(names) if name in self.params]
@@ -168,7 +167,7 @@ class Comparer:
         )
         plain = size * (_ROUNDINGS * torch.finfo(gradient.dtype).eps)
         scaled = plain
-        for value in _multiplied(use.call):
+        for value in _multiplied(call):
             if value.is_floating_point() and value.numel():
                 scaled = scaled * _largest(value).clamp(min=1).to(scaled.dtype)
         terms = torch.stack([size, plain, scaled]) / self._scale
@@ -182,16 +181,16 @@ class Comparer:
             self._underflow.append(small / something.clamp(min=1))
 
     def nothing_arrived(self) -> bool:
-        """Whether all gradients that came to these parameters were exactly zero.
+        """Returns whether all gradients that came to these parameters were zero.
 
-        Reads the device back. So is then what the parameters' gradients are, whatever
-        the rules say.
+        Then the parameters' gradients are zero, too, whatever the rules say. Reads one
+        value back from the device.
         """
         sizes = [terms[0].float() for terms in self._noise.values()]
         return not sizes or not bool(torch.stack(sizes).count_nonzero())
 
     def result(self) -> Comparison:
-        """The verdict; reads the device back once."""
+        """Returns the verdict; reads back from the device once."""
         names = list(self.params)
         pairs = [self._distances[name] for name in names]
         nothing = pairs[0][0].new_zeros(3)
@@ -219,8 +218,8 @@ class Comparer:
         errors = distance / torch.maximum(size.clamp(min=floor), allowed)
         errors[~torch.isfinite(errors)] = torch.inf
         errors[~finite] = torch.nan
-        # What the terms are that were summed: where they are not small, but their sum
-        # is, they cancel (a bias before a normalisation), and that was seen.
+        # Where the terms are not small, but their sum is, they cancel (a bias before a
+        # normalisation), and that was seen.
         unseen = (torch.maximum(size, terms) <= tolerance * floor).tolist()
         silent = frozenset(
             name
@@ -236,21 +235,21 @@ class Comparer:
         )
 
     def _tolerance(self) -> float:
-        """The largest relative difference that counts as rounding for these dtypes."""
+        """Returns the largest relative difference that is rounding for these dtypes."""
         if self._dtypes - set(_TOLERANCES):
             return _HALF_TOLERANCE
         tolerance = max(_TOLERANCES[dtype] for dtype in self._dtypes)
-        if tolerance > 1e-4 and self._losses.device.type != "cpu":
+        if tolerance > 1e-4 and not xla_replica.traits(self._losses).is_host:
             return _ACCELERATOR_TOLERANCE
         return tolerance
 
 
 def judge(found: Comparison) -> None:
-    """Raises an error where a difference is no rounding.
+    """Raises an error where a difference is larger than rounding.
 
     Raises:
-        CouplingError: Rules are wrong here.
-        PerSampleError: Or float16 cannot tell.
+        CouplingError: Rules are wrong for this model.
+        PerSampleError: float16 has lost so many digits that this cannot be told.
     """
     if found.wrong and found.underflow > _UNDERFLOW:
         raise PerSampleError(
@@ -294,7 +293,7 @@ def _largest(value: torch.Tensor) -> torch.Tensor:
 
 
 def _multiplied(call: Call) -> Iterator[torch.Tensor]:
-    """The tensors that enter products: not masks, which are added and may be -inf."""
+    """Yields the tensors that enter products: not masks, which are added or -inf."""
     forward = inspect.signature(type(call.module).forward)
     given = forward.bind(call.module, *call.args, **call.kwargs).arguments
     for name, value in given.items():
@@ -303,10 +302,10 @@ def _multiplied(call: Call) -> Iterator[torch.Tensor]:
 
 
 def _weights(losses: torch.Tensor) -> torch.Tensor:
-    """Signed powers of two between 1/4 and 4, drawn alike every time: ``(B,)``.
+    """Returns signed powers of two between 1/4 and 4, the same every time: ``(B,)``.
 
-    Exact: they scale a backward pass without a rounding. Each ten samples have ten
-    different ones.
+    Powers of two scale a backward pass without rounding. Each ten consecutive samples
+    have ten different ones.
     """
     generator = random.Random(0x5EED)
     values = [sign * 2.0**power for sign in (1, -1) for power in range(-2, 3)]

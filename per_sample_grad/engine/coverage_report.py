@@ -1,4 +1,4 @@
-"""A report on every parameter's every use, and a proof that the answers are right."""
+"""A report on every use of every parameter, and a proof that the answers are right."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from per_sample_grad.engine.capturing import Capture
-from per_sample_grad.engine.selection import Selection
+from per_sample_grad.engine.capturing import capture
 from per_sample_grad.factors.factors import Factors
 from per_sample_grad.factors.plan import QUANTITIES, Choice
 
 
 @dataclasses.dataclass(frozen=True)
 class ParameterCoverage:
-    """One parameter's.
+    """What accounts for one parameter, and whether it is right.
 
     Attributes:
-        uses: The calls a rule accounts for, as ``"Linear 'head'"``.
+        uses: The calls that a rule accounts for, as ``"Linear 'head'"``.
         problems: Uses that no rule accounts for, and why.
         error: Relative difference from autograd's gradient of a randomly weighted sum
             of the losses; NaN where that is not finite.
-        correct: Whether that is rounding.
-        plan: How its share of the ``"norms"`` and the ``"gram"`` will be computed;
-            empty if the losses do not depend on it.
+        correct: Whether the error is no larger than rounding.
+        plan: How the parameter's share of the ``"norms"`` and the ``"gram"`` will be
+            computed; empty if the losses do not depend on it.
     """
 
     uses: tuple[str, ...]
@@ -38,13 +37,13 @@ class ParameterCoverage:
 
 @dataclasses.dataclass(frozen=True)
 class Coverage:
-    """Every selected parameter's; `str` is a table for people."""
+    """The coverage of every selected parameter; `str` is a table for people."""
 
     parameters: Mapping[str, ParameterCoverage]
 
     @property
     def complete(self) -> bool:
-        """Whether rules account for every use, correctly: no fallback is needed."""
+        """Whether rules account for every use correctly: no fallback is needed."""
         return all(
             found.correct and not found.problems for found in self.parameters.values()
         )
@@ -73,37 +72,24 @@ def coverage(
     model: nn.Module,
     loss_fn: Callable[..., torch.Tensor],
     batch: tuple[Any, ...],
-    *,
-    params: Selection = None,
-    batch_dim: int | Mapping[str, int] = 0,
-    budget: int | None = None,
+    **options: Any,
 ) -> Coverage:
-    """What `capture` will make of a model: rule by rule, use by use, and whether right.
+    """Reports which rules `capture` will apply to a model, and whether they are right.
 
     Raises no error where a capture would: the report names what is missing or wrong.
-    Reads the device back once.
+    Reads back from the device once.
 
     Args:
         model: As for `capture`.
         loss_fn: ``loss_fn(model, *batch)`` gives the losses, ``(B,)``.
         batch: Arguments of ``loss_fn``; a batch of the usual size, of ordinary data.
-        params: As for `capture`.
-        batch_dim: As for `capture`.
-        budget: As for `capture`.
+        **options: Options of `capture`, except ``fallback`` and ``check``.
 
     Raises:
         CouplingError: The model has a BatchNorm that uses the batch's statistics.
         ValueError: ``loss_fn`` does not give one loss per sample.
     """
-    capture = Capture(
-        model,
-        params,
-        batch_dim=batch_dim,
-        fallback="loop",
-        check="always",
-        budget=budget,
-    )
-    with capture:
+    with capture(model, fallback="loop", check="always", **options) as recorded:
         losses = loss_fn(model, *batch)
     plans: dict[str, dict[str, Choice]] = {}
 
@@ -113,18 +99,18 @@ def coverage(
             used = factors.contributions(name)
             plans[name] = {q: tables[q][name] for q in QUANTITIES} if used else {}
 
-    found = capture._run(losses, plan, retain_graph=False, reported=True)
+    found = recorded._run(losses, plan, reported=True)
     assert found.compared is not None
     errors, tolerance = found.compared.errors, found.compared.tolerance
     return Coverage(
         {
             name: ParameterCoverage(
-                uses=tuple(use.label for use in found.uses if name in use.params),
+                uses=tuple(str(m) for m in found.modules if name in m.params.values()),
                 problems=tuple(found.problems.get(name, ())),
                 error=errors[name],
                 correct=errors[name] <= tolerance,
                 plan=plans[name],
             )
-            for name in capture.params
+            for name in recorded.params
         }
     )

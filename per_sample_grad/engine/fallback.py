@@ -1,4 +1,4 @@
-"""Gradients of parameters that no layer rule accounts for: exact, and dear."""
+"""Exact, expensive gradients of parameters that no layer rule accounts for."""
 
 from __future__ import annotations
 
@@ -16,30 +16,32 @@ Fallback = Literal["error", "loop", "batched"]
 def loop(
     losses: torch.Tensor, params: Mapping[str, torch.Tensor]
 ) -> dict[str, Contribution]:
-    """B backward passes, one per sample: exact for whatever autograd can do."""
-    if not params:
-        return {}
+    """Runs B backward passes, one per sample: exact for whatever autograd can do."""
     rows = [
         xla_replica.grad(
-            loss, list(params.values()), retain_graph=True, allow_unused=True
+            loss,
+            list(params.values()),
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
         )
         for loss in losses.unbind()
     ]
-    return _stacked(params, zip(*rows), len(losses))
+    columns = zip(params, zip(*rows))
+    return {name: widened(Dense(torch.stack(column))) for name, column in columns}
 
 
 def batched(
     losses: torch.Tensor, params: Mapping[str, torch.Tensor]
 ) -> dict[str, Contribution]:
-    """One backward pass that torch vectorises over the samples' gradients.
+    """Runs one backward pass that torch vectorises over the samples' gradients.
 
     Not every operation's backward can be vectorised; torch then raises.
     """
-    rows = torch.eye(len(losses), dtype=losses.dtype, device=losses.device)
     grads = xla_replica.grad(
         losses,
         list(params.values()),
-        rows,
+        torch.eye(len(losses), dtype=losses.dtype, device=losses.device),
         retain_graph=True,
         allow_unused=True,
         is_grads_batched=True,
@@ -49,19 +51,6 @@ def batched(
         if grad is None:
             grad = param.new_zeros(len(losses), *param.shape)
         dense[name] = widened(Dense(grad))
-    return dense
-
-
-def _stacked(
-    params: Mapping[str, torch.Tensor],
-    columns: zip[tuple[torch.Tensor | None, ...]],
-    num_samples: int,
-) -> dict[str, Contribution]:
-    dense: dict[str, Contribution] = {}
-    for (name, param), column in zip(params.items(), columns):
-        rows = [torch.zeros_like(param) if row is None else row for row in column]
-        assert len(rows) == num_samples
-        dense[name] = widened(Dense(torch.stack(rows)))
     return dense
 
 

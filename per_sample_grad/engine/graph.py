@@ -1,11 +1,11 @@
 """Walks through an autograd graph: which uses of parameters are accounted for.
 
-From the losses backwards, stepping over every recorded call: from the node that made
-its output straight to the nodes that made its inputs. A parameter that is reached
-nevertheless has a use that no rule saw. That finds functional uses of a weight,
-parametrizations, ties, MultiheadAttention's own parameters, outputs that were replaced
-by an in-place operation on a view; paths rather than counts, so that a weight that
-autocast casts once and uses twice is right.
+The walk goes from the losses backwards and steps over every recorded call: from the
+node that made its output straight to the nodes that made its inputs. A parameter that
+is reached nevertheless has a use that no rule saw. That finds functional uses of a
+weight, parametrizations, ties, MultiheadAttention's own parameters, and outputs that
+were replaced by an in-place operation on a view. Paths are followed rather than uses
+counted, so that a weight that autocast casts once and uses twice is right.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from per_sample_grad.errors import CoverageError
-from per_sample_grad.layers.call import tensors_in
 
 # Nodes of views that keep the elements and their order.
 _RESHAPES = ("ViewBackward0",)
-# Nodes that run a graph of their own in which parameters would not be seen.
+# Nodes that run another graph inside, in which parameters would not be seen.
 _OPAQUE = ("CheckpointFunctionBackward",)
-# Nodes that take or put rows by a tensor of indices: of the first dimensions that are
-# indexed; of one dimension, `_saved_dim`; of all of them as one.
+# Nodes that take or put rows by a tensor of indices: along the first dimensions that
+# are indexed; along one dimension, `_saved_dim`; or along all of them as one.
 _INDEXED = ("IndexBackward0", "IndexPutBackward0")
 _ALONG_A_DIMENSION = (
     "IndexSelectBackward0", "GatherBackward0", "SortBackward0", "SortBackward1",
@@ -42,8 +41,8 @@ class Region:
     """The part of a graph that one call of a module made.
 
     Attributes:
-        output: Where the gradient of its output arrives.
-        inputs: The nodes of its inputs that have a gradient.
+        output: The edge where the gradient of its output arrives.
+        inputs: The nodes of its inputs that require grad.
     """
 
     output: GradientEdge
@@ -51,7 +50,7 @@ class Region:
 
 
 def edge_of(output: torch.Tensor) -> GradientEdge:
-    """Where the gradient of ``output`` arrives, whatever is done to it in place later.
+    """Returns where the gradient of ``output`` arrives, also after in-place changes.
 
     An in-place operation on a view gives the view a new history, from its base. The
     edge of the base stays, and where the view only changes the shape (a Linear of many
@@ -60,19 +59,17 @@ def edge_of(output: torch.Tensor) -> GradientEdge:
     edge = get_gradient_edge(output)
     base = output._base if output._is_view() else None
     if base is not None and base.requires_grad and edge.node.name() in _RESHAPES:
-        # By the node: strides say nothing on a lazy backend.
+        # Compare nodes: strides say nothing on a lazy backend.
         below = get_gradient_edge(base)
         if edge.node.next_functions == ((below.node, below.output_nr),):
             return below
     return edge
 
 
-def input_nodes(arguments: Any) -> tuple[Node, ...]:
-    """The nodes of every tensor in nested arguments that requires grad."""
+def input_nodes(tensors: Iterable[torch.Tensor]) -> tuple[Node, ...]:
+    """Returns the nodes of those tensors that require grad."""
     return tuple(
-        get_gradient_edge(tensor).node
-        for tensor in tensors_in(arguments)
-        if tensor.requires_grad
+        get_gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad
     )
 
 
@@ -81,15 +78,15 @@ class Reached:
     """What the losses depend on.
 
     Attributes:
-        regions: The positions, among those given, of the calls.
-        outside: How many uses outside these calls each parameter has; none are left
-            out.
+        regions: The positions of the calls among those given.
+        outside: How many uses outside these calls each parameter has; a parameter
+            without any is left out.
         structure: A digest of the operations outside these calls: their names, their
-            settings (dimensions, sizes) and what each takes from which.
+            settings (dimensions, sizes) and which takes what from which.
         custom: The name of a `torch.autograd.Function` outside these calls, if there
             is one: its forward pass may have run anything.
         reordered: Whether samples are taken in an order that is data, outside these
-            calls: the structure is then alike for orders that are not.
+            calls. Two different orders then have the same structure.
     """
 
     regions: frozenset[int]
@@ -108,18 +105,21 @@ def walk(
     """Finds the calls that ``losses`` depend on, and uses outside of them.
 
     Args:
-        losses: What was computed.
+        losses: ``(B,)``.
         regions: The recorded calls. Of calls with the same output (a module that ends
             with another) the last counts.
         names: The parameter's name for ``id(parameter)``.
         batch_dims: The dimensions that count samples, in one call or another.
+
+    Raises:
+        CoverageError: A reentrant checkpoint hides a part of the graph.
     """
     by_output = {region.output.node: (i, region) for i, region in enumerate(regions)}
     reached: set[int] = set()
-    outside: dict[str, int] = {}
+    outside: Counter[str] = Counter()
     stack: list[Node | None] = [losses.grad_fn]
     seen: set[Node] = set()
-    # In the order of their first mention, which is alike for like graphs.
+    # Numbers in the order of first mention, which is the same for graphs alike.
     numbers: dict[Node, int] = {}
     operations: list[tuple[object, ...]] = []
     custom: str | None = None
@@ -133,42 +133,33 @@ def walk(
             number, region = by_output[node]
             reached.add(number)
             operations.append((number, *_mentions(numbers, region.inputs)))
-            stack.extend(region.inputs)
-            continue
-        following = [following for following, _ in node.next_functions]
-        _refuse_opaque(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            custom = node.name()
-        reordered = reordered or (len(losses) > 1 and _reorders(node, batch_dims))
-        outputs = (output for _, output in node.next_functions)
-        operations.append(
-            (
-                node.name(),
-                *_settings(node),
-                *zip(_mentions(numbers, following), outputs),
-            )
-        )
+            following: list[Node | None] = list(region.inputs)
+        else:
+            _refuse_opaque(node)
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                custom = node.name()
+            reordered = reordered or (len(losses) > 1 and _reorders(node, batch_dims))
+            following = [below for below, _ in node.next_functions]
+            outputs = (output for _, output in node.next_functions)
+            mentions = zip(_mentions(numbers, following), outputs)
+            operations.append((node.name(), *_settings(node), *mentions))
         stack.extend(following)
-        for leaf in following:
-            variable = getattr(leaf, "variable", None)
-            if variable is not None and id(variable) in names:
-                name = names[id(variable)]
-                outside[name] = outside.get(name, 0) + 1
-    _count_leaf_inputs(by_output.values(), reached, names, outside)
-    # Not `hash`, to which -1 and -2 are one.
+        # A parameter that is the input of a module is a use, too.
+        variables = (getattr(leaf, "variable", None) for leaf in following)
+        outside.update(names[id(v)] for v in variables if id(v) in names)
+    # A digest and not `hash`, which is the same for -1 and -2.
     structure = hashlib.sha256(repr(operations).encode()).hexdigest()
     return Reached(frozenset(reached), outside, structure, custom, reordered)
 
 
 def lowest(root: Node | None, nodes: Collection[Node]) -> tuple[set[Node], set[Node]]:
-    """Those of the nodes from which none of the others can be reached; and the rest.
+    """Returns the nodes from which none of the others can be reached, and the rest.
 
-    Through the whole graph, as a backward pass goes: what it must reach, so that it
-    comes by the rest. What it cannot reach (a module takes no gradient of an input) is
-    in neither set.
+    A backward pass to the former passes by the latter. Nodes that it cannot reach (a
+    module may take no gradient of an input) are in neither set.
     """
     wanted = set(nodes)
-    # Whether a wanted node is at this one or below.
+    # Whether a wanted node is at this node or below.
     above: dict[Node, bool] = {}
     found: set[Node] = set()
     stack: list[tuple[Node, bool]] = [] if root is None else [(root, False)]
@@ -192,7 +183,7 @@ def lowest(root: Node | None, nodes: Collection[Node]) -> tuple[set[Node], set[N
 def _mentions(
     numbers: dict[Node, int], nodes: Iterable[Node | None]
 ) -> list[int | None]:
-    """A number for every node, the same at every mention."""
+    """Returns a number for every node, the same at every mention."""
     return [
         None if node is None else numbers.setdefault(node, len(numbers))
         for node in nodes
@@ -200,22 +191,18 @@ def _mentions(
 
 
 def _settings(node: Node) -> list[tuple[str, object]]:
-    """What an operation was told: dimensions, indices, sizes, flags.
+    """Returns the settings of an operation: dimensions, indices, sizes, flags.
 
-    No floats, which scale and mix nothing: a coefficient that changes at every step
-    is no other structure.
+    Floats are left out. They scale and mix nothing, and a coefficient that changes at
+    every step does not make another structure.
     """
-    found = []
-    for name in _setting_names(type(node)):
-        value = getattr(node, name)
-        if _is_setting(value):
-            found.append((name, value))
-    return found
+    found = ((name, getattr(node, name)) for name in _setting_names(type(node)))
+    return [(name, value) for name, value in found if _is_setting(value)]
 
 
 @functools.cache
 def _setting_names(kind: type[Node]) -> tuple[str, ...]:
-    """Attributes that are no tensors: looking at those would run their hooks."""
+    """Returns the saved attributes but tensors: reading those would run their hooks."""
     names = dir(kind)
     return tuple(
         name
@@ -225,9 +212,9 @@ def _setting_names(kind: type[Node]) -> tuple[str, ...]:
 
 
 def _reorders(node: Node, batch_dims: Collection[int]) -> bool:
-    """Whether it takes rows along a batch dimension by a tensor of indices.
+    """Returns whether a node takes rows along a batch dimension by tensors of indices.
 
-    By the node's settings alone; what the indices are is on the device. A gather of
+    The node's settings decide; the indices themselves are on the device. A gather of
     each sample's own numbers (``logits[arange(B), targets]``) has other dimensions.
     """
     name = node.name()
@@ -235,14 +222,14 @@ def _reorders(node: Node, batch_dims: Collection[int]) -> bool:
         return False
     following = [following for following, _ in node.next_functions]
     if all(below is None or hasattr(below, "variable") for below in following):
-        return False  # of a leaf: a table, whose rows are no samples
+        return False  # a leaf is a table, whose rows are not samples
     if name in _FLAT:
         return True
     if name in _INDEXED:
         return len(node._raw_saved_indices) - 1 in batch_dims  # type: ignore[attr-defined]
     dim = node._saved_dim  # type: ignore[attr-defined]
     rank = len(node._input_metadata[0].shape)
-    dim = dim - 2**64 if dim >= 2**63 else dim  # torch gives it without its sign
+    dim = dim - 2**64 if dim >= 2**63 else dim  # torch gives it without a sign
     return dim % rank in {each % rank for each in batch_dims}
 
 
@@ -250,21 +237,6 @@ def _is_setting(value: object) -> bool:
     if isinstance(value, tuple | list):
         return all(map(_is_setting, value))
     return value is None or isinstance(value, bool | int | str)
-
-
-def _count_leaf_inputs(
-    regions: Iterable[tuple[int, Region]],
-    reached: Collection[int],
-    names: Mapping[int, str],
-    outside: dict[str, int],
-) -> None:
-    """A parameter given to a module as its input is a use, too."""
-    for number, region in regions:
-        for node in region.inputs if number in reached else ():
-            variable = getattr(node, "variable", None)
-            if variable is not None and id(variable) in names:
-                name = names[id(variable)]
-                outside[name] = outside.get(name, 0) + 1
 
 
 def _refuse_opaque(node: Node) -> None:

@@ -1,4 +1,4 @@
-"""When the factors are compared with autograd: once for every structure of a model."""
+"""When to compare the factors with autograd: once for every structure of a model."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Collection, Hashable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 
 from per_sample_grad.engine.comparison import Comparison
-
-if TYPE_CHECKING:
-    from per_sample_grad.engine.graph import Reached
-    from per_sample_grad.engine.recording import Use
+from per_sample_grad.engine.graph import Reached
+from per_sample_grad.engine.recording import RecordedCall
 
 Check = Literal["first", "always", "never"]
 CHECKS: tuple[Check, ...] = ("first", "always", "never")
@@ -23,11 +21,11 @@ CHECKS: tuple[Check, ...] = ("first", "always", "never")
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """What is known of one structure of one model.
+    """What earlier comparisons found for one structure of one model.
 
     Attributes:
-        silent: Parameters of which nothing was learnt yet.
-        wrong: Those whose rules were wrong here, and a fallback took their place.
+        silent: Parameters about which nothing was learnt yet.
+        wrong: Parameters whose rules were wrong, so that a fallback replaced them.
         whole: The size of the whole gradient.
     """
 
@@ -41,9 +39,9 @@ class Due:
     """What is to be compared in a capture, and when.
 
     Attributes:
-        names: Of the parameters.
-        at_once: Before the factors are there, so that each can go at once; else after,
-            and only if any gradient arrived.
+        names: The names of the parameters.
+        at_once: Compare each factor as soon as it is there, so that it can be freed;
+            else after the pass, and only if any gradient arrived.
         whole: The size of the whole gradient, where not all of it is compared.
     """
 
@@ -57,25 +55,28 @@ _PROVEN = weakref.WeakKeyDictionary()
 
 
 def signature(
-    losses: torch.Tensor, uses: Sequence[Use], names: Collection[str], reached: Reached
+    losses: torch.Tensor,
+    calls: Sequence[RecordedCall],
+    names: Collection[str],
+    reached: Reached,
 ) -> Hashable:
-    """What must be alike for one proof to hold for two captures.
+    """Returns what must be equal for one proof to hold for two captures.
 
-    The modules that were called, their shapes, and the operations outside of them,
-    the loss among them.
+    That is the modules that were called, their shapes, and the operations outside of
+    them, those of the loss among them.
     """
-    calls = tuple(
+    called = tuple(
         (
-            use.name,
-            use.rule,
-            use.call.batch_dim,
-            use.shape,
-            use.call.module.training,
+            recorded.owner.name,
+            recorded.owner.rule,
+            recorded.call.batch_dim,
+            recorded.shape,
+            recorded.call.module.training,
         )
-        for use in uses
+        for recorded in calls
     )
     return (
-        calls,
+        called,
         losses.shape,
         losses.dtype,
         losses.device,
@@ -86,7 +87,7 @@ def signature(
 
 
 def proof_of(model: nn.Module, key: Hashable) -> Proof | None:
-    """What earlier comparisons of this structure found; None without one."""
+    """Returns what earlier comparisons of this structure found; None without one."""
     return _PROVEN.get(model, {}).get(key)
 
 
@@ -98,11 +99,11 @@ def due(
     has_fallback: bool,
     reordered: bool,
 ) -> Due:
-    """What this capture has to compare.
+    """Returns what this capture has to compare.
 
-    A parameter whose gradient was zero proves nothing: it is compared again, as soon
-    as there is any. And where samples are taken in an order that is data, a proof says
-    nothing of another order.
+    A parameter whose gradient was zero proves nothing: it is compared again as soon as
+    it has a gradient. Where samples are taken in an order that is data, a proof says
+    nothing about another order.
     """
     if check == "never":
         return Due(frozenset())
@@ -115,7 +116,7 @@ def due(
 def remember(
     model: nn.Module, key: Hashable, found: Comparison, wrong: Collection[str]
 ) -> None:
-    """The comparison need not be repeated, unless it said nothing of a parameter."""
+    """Keeps what a comparison proved, so that it is not repeated."""
     if not any(math.isnan(error) for error in found.errors.values()):
         proven = _PROVEN.setdefault(model, {})
         before = proven.get(key, Proof(found.silent))

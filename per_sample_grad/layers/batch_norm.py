@@ -1,21 +1,28 @@
-"""BatchNorm with frozen statistics: an affine map of each channel."""
+"""BatchNorm with frozen statistics: an affine map of each channel.
+
+Also what a capture has to know of normalisations by running or batch statistics.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 
-from per_sample_grad.errors import Refusal
+import xla_replica
+from per_sample_grad.errors import CouplingError, Refusal
 from per_sample_grad.factors.forms import Contribution, accumulation_dtype
-from per_sample_grad.layers.call import Call
-from per_sample_grad.layers.registry import register_rule
+from per_sample_grad.layers.registry import Call, register_rule
 from per_sample_grad.layers.sums import affine, wide_input
 
 
 @register_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 def batch_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
-    """``input`` and ``grad`` ``(N, C, *)``."""
+    """Takes ``input`` and ``grad`` of shape ``(N, C, *)``."""
     module = call.module
     assert isinstance(module, _NormBase)
     if uses_batch_statistics(module):
@@ -24,12 +31,12 @@ def batch_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
 
 
 def uses_batch_statistics(module: _NormBase) -> bool:
-    """Whether a sample's output depends on the rest of the batch."""
+    """Returns whether a sample's output depends on the rest of the batch."""
     return module.training or module.running_mean is None
 
 
 def by_running_statistics(module: _NormBase, inputs: torch.Tensor) -> torch.Tensor:
-    """``(x - mean) / sqrt(var + eps)`` of each channel, ``(N, C, *)``."""
+    """Returns ``(x - mean) / sqrt(var + eps)`` of each channel, ``(N, C, *)``."""
     mean, var = module.running_mean, module.running_var
     assert mean is not None
     assert var is not None
@@ -37,3 +44,60 @@ def by_running_statistics(module: _NormBase, inputs: torch.Tensor) -> torch.Tens
     dtype = accumulation_dtype(inputs.dtype)
     scale = torch.rsqrt(var.detach().to(dtype) + module.eps)
     return (inputs - mean.detach().to(dtype).view(shape)) * scale.view(shape)
+
+
+def refuse_batch_statistics(model: nn.Module) -> None:
+    """Raises CouplingError if a BatchNorm of the model normalises by its batch."""
+    names = [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and uses_batch_statistics(module)
+    ]
+    if names:
+        raise CouplingError(
+            f"BatchNorm normalises by statistics of the batch in {', '.join(names)}: "
+            "a sample's loss then depends on the other samples, so that a sample has "
+            "no gradient of its own. Freeze the statistics (module.eval() on these "
+            "modules, with track_running_stats=True), or use GroupNorm or LayerNorm"
+        )
+
+
+def needs_arithmetic(module: nn.Module) -> bool:
+    """Returns whether `output_by_arithmetic` must replace this module's output.
+
+    The XLA backend of torch 2.9 raises in the backward pass of a BatchNorm or
+    InstanceNorm that uses running statistics ("The size of mean should be compatible
+    with feature count").
+    """
+    return (
+        isinstance(module, _BatchNorm | _InstanceNorm)
+        and not module.training
+        and module.running_mean is not None
+        and xla_replica.traits(module.running_mean).is_lazy
+    )
+
+
+def output_by_arithmetic(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    output: torch.Tensor,
+) -> torch.Tensor:
+    """A forward hook: ``(x - mean) / sqrt(var + eps) * weight + bias``.
+
+    Equal to the module's own output up to rounding; the module's own operation is
+    never run, because nothing asks a lazy device for its result.
+    """
+    assert isinstance(module, _NormBase)
+    assert module.running_mean is not None
+    assert module.running_var is not None
+    value = args[0] if args else kwargs["input"]
+    shape = (1, -1) + (1,) * (output.dim() - 2)
+    scale = torch.rsqrt(module.running_var + module.eps)
+    if module.weight is not None:
+        scale = scale * module.weight
+    centred = value - module.running_mean.view(shape)
+    value = centred * scale.view(shape)
+    if module.bias is not None:
+        value = value + module.bias.view(shape)
+    return value.to(output.dtype)

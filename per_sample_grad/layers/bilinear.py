@@ -7,14 +7,13 @@ from torch import nn
 
 from per_sample_grad.errors import Refusal
 from per_sample_grad.factors.forms import Contribution, Dense, Outer
-from per_sample_grad.layers.call import Call
-from per_sample_grad.layers.registry import register_rule
+from per_sample_grad.layers.registry import Call, register_rule
 from per_sample_grad.layers.sums import over_positions
 
 
 @register_rule(nn.Bilinear)
 def bilinear(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
-    """Inputs ``(N, *, q1)`` and ``(N, *, q2)``, ``grad`` ``(N, *, p)``."""
+    """Takes inputs ``(N, *, q1)`` and ``(N, *, q2)`` and ``grad`` ``(N, *, p)``."""
     values = [*call.args, *call.kwargs.values()]
     if len(values) != 2:
         raise Refusal(f"a Bilinear takes two inputs, not {len(values)}")

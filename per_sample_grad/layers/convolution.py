@@ -6,35 +6,32 @@ import torch
 from torch import nn
 
 from per_sample_grad.factors.forms import Contribution, Dense
-from per_sample_grad.layers.call import Call
 from per_sample_grad.layers.patches import Unfolding, windows
-from per_sample_grad.layers.registry import register_rule
+from per_sample_grad.layers.registry import Call, register_rule
 from per_sample_grad.layers.sums import over_positions, require_batched
 
 
 @register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def convolution(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
-    """``input`` ``(N, C_in, *S)``, ``grad`` ``(N, C_out, *P)``.
+    """Takes ``input`` ``(N, C_in, *S)`` and ``grad`` ``(N, C_out, *P)``.
 
-    Groups are groups of the outer products; the positions are the P outputs.
+    Groups of channels are groups of the outer products; positions are the outputs.
     """
     module, inputs = call.module, call.input
     assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-    require_batched(inputs, [2 + len(module.kernel_size)])
+    require_batched(inputs, 2 + len(module.kernel_size))
     unfolding = Unfolding(
         padding_widths(module), module.padding_mode, module.kernel_size,
         module.stride, module.dilation, grad.shape[2:], module.groups,
     )  # fmt: skip
-    # (N, G, C_out / G, P), positions before features
-    left = grad.flatten(2).unflatten(1, (module.groups, -1)).transpose(2, 3)
     return {
-        "weight": windows(left, inputs, unfolding),
+        "weight": windows(grad, inputs, unfolding),
         "bias": Dense(over_positions(grad, kept=[1])),
     }
 
 
 def padding_widths(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> list[tuple[int, int]]:
-    """What is added before and after each spatial dimension."""
+    """Returns how much is added before and after each spatial dimension."""
     if module.padding == "valid":
         return [(0, 0) for _ in module.kernel_size]
     if module.padding == "same":

@@ -1,4 +1,4 @@
-"""Embedding: output gradients added to the rows that were looked up."""
+"""Embedding: output gradients are added to the rows that were looked up."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from torch import nn
 
 from per_sample_grad.errors import Refusal
 from per_sample_grad.factors.forms import Contribution, Lookup
-from per_sample_grad.layers.call import Call
-from per_sample_grad.layers.registry import register_rule
+from per_sample_grad.layers.registry import Call, register_rule
 
 
 @register_rule(nn.Embedding)
 def embedding(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
-    """``input`` ``(N, *)`` integers, ``grad`` ``(N, *, q)``.
+    """Takes ``input`` ``(N, *)`` of integers and ``grad`` ``(N, *, q)``.
 
-    ``padding_idx`` takes no gradient. ``max_norm`` changes rows before they are used
-    and needs nothing here.
+    The row ``padding_idx`` takes no gradient. ``max_norm`` changes rows before they
+    are used and needs nothing here.
     """
     module, index = call.module, call.input
     assert isinstance(module, nn.Embedding)
     if module.scale_grad_by_freq:
         raise Refusal(
-            "scale_grad_by_freq divides by counts over the whole batch, so that no "
-            "sample has a gradient of its own; set it to False"
+            "scale_grad_by_freq divides by counts over the whole batch, so that a "
+            "sample has no gradient of its own; set it to False"
         )
     index = index.reshape(len(index), -1)
     values = grad.reshape(*index.shape, grad.shape[-1])

@@ -7,14 +7,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from per_sample_grad.factors.forms import Contribution
-from per_sample_grad.layers.call import Call
-from per_sample_grad.layers.registry import register_rule
+from per_sample_grad.layers.registry import Call, register_rule
 from per_sample_grad.layers.sums import affine, wide_input
 
 
 @register_rule(nn.GroupNorm)
 def group_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
-    """``input`` and ``grad`` ``(N, C, *)``."""
+    """Takes ``input`` and ``grad`` of shape ``(N, C, *)``."""
     module = call.module
     assert isinstance(module, nn.GroupNorm)
     normalized = F.group_norm(wide_input(call), module.num_groups, eps=module.eps)

@@ -1,4 +1,4 @@
-"""Linear, of an input of any rank: weight ``Σ_t δ_t a_tᵀ``, bias ``Σ_t δ_t``."""
+"""Linear with an input of any rank: weight ``Σ_t δ_t a_tᵀ``, bias ``Σ_t δ_t``."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from torch import nn
 
 from per_sample_grad.errors import Refusal
 from per_sample_grad.factors.forms import Contribution, Dense, Outer
-from per_sample_grad.layers.call import Call
-from per_sample_grad.layers.registry import register_rule
+from per_sample_grad.layers.registry import Call, register_rule
 from per_sample_grad.layers.sums import over_positions
 
 
 @register_rule(nn.Linear)
 def linear(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
-    """``input`` is ``(N, *, q)``, ``grad`` ``(N, *, p)``."""
+    """Takes ``input`` ``(N, *, q)`` and ``grad`` ``(N, *, p)``."""
     inputs = call.input
     if inputs.dim() < 2:
         raise Refusal(

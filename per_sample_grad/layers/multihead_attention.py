@@ -1,7 +1,7 @@
-"""MultiheadAttention, whose projections are no modules of their own that are called.
+"""MultiheadAttention, whose projections are not modules that are called.
 
-The attention between the projections is computed again from the recorded inputs; its
-gradients are those of four Linears, ``in_proj`` being three groups of rows.
+The attention between the projections is computed again from the recorded inputs. The
+gradients are those of four Linears; ``in_proj`` is three groups of rows.
 """
 
 from __future__ import annotations
@@ -16,14 +16,8 @@ from torch import nn
 
 import xla_replica
 from per_sample_grad.errors import Refusal
-from per_sample_grad.factors.forms import (
-    Contribution,
-    Dense,
-    Outer,
-    accumulation_dtype,
-)
-from per_sample_grad.layers.call import Call
-from per_sample_grad.layers.registry import register_rule
+from per_sample_grad.factors.forms import Contribution, Dense, Outer, accumulation_dtype
+from per_sample_grad.layers.registry import Call, register_rule
 
 _SIGNATURE = inspect.signature(nn.MultiheadAttention.forward)
 _NAMES = ("q", "k", "v")
@@ -31,7 +25,7 @@ _NAMES = ("q", "k", "v")
 
 @register_rule(nn.MultiheadAttention)
 def multihead_attention(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
-    """``query`` ``(N, L, E)``, ``key`` and ``value`` ``(N, S, *)``, batch first."""
+    """Takes ``query`` ``(N, L, E)``, ``key`` and ``value`` ``(N, S, *)``."""
     module = call.module
     assert isinstance(module, nn.MultiheadAttention)
     given = _SIGNATURE.bind(module, *call.args, **call.kwargs).arguments
@@ -93,7 +87,7 @@ def _refuse_unknown(
 def _projections(
     module: nn.MultiheadAttention, dtype: torch.dtype
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """Weights and biases of query, key and value."""
+    """Returns the weights and the biases of query, key and value."""
     if module.in_proj_weight is not None:
         weights = list(module.in_proj_weight.chunk(3))
     else:
@@ -110,7 +104,7 @@ def _mask(
     inputs: list[torch.Tensor],
     dtype: torch.dtype,
 ) -> torch.Tensor | None:
-    """What is added to the scores: broadcasts to ``(N, heads, L, S)``."""
+    """Returns what is added to the scores: broadcasts to ``(N, heads, L, S)``."""
     total = None
     attention, padding = given.get("attn_mask"), given.get("key_padding_mask")
     if attention is not None:
@@ -137,10 +131,10 @@ def _attend(
     *,
     masked_is_zero: bool,
 ) -> torch.Tensor:
-    """Scaled dot products of every head, heads side by side: ``(N, L, E)``.
+    """Returns every head's attention, heads side by side: ``(N, L, E)``.
 
     A query whose keys are all masked gets zeros or, where torch returns the weights,
-    NaN as there.
+    NaN, as torch gives it.
     """
     q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in projected)
     scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])
@@ -156,5 +150,5 @@ def _attend(
 
 
 def _lengthened(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    """Zeros after the positions, which add nothing."""
+    """Returns ``tensor`` with zeros after its positions; they add nothing."""
     return F.pad(tensor, (0, 0, 0, length - tensor.shape[1]))

@@ -1,4 +1,4 @@
-"""Patches of an image, sequence or volume: views, or slices where those are no views.
+"""Patches of an image, sequence or volume, by views or, where those cost, by slices.
 
 ``F.unfold`` and ``Tensor.unfold`` fall back to the host on XLA, and the former has two
 dimensions only and copies slowly. Slices are fused by a compiler, and slow without one.
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+import xla_replica
 from per_sample_grad.factors.forms import Windows
-from xla_replica import traits
 
 # oneDNN's convolutions have registers full of channels. Where they do not fill them it
 # multiplies matrices, for which each of its threads has buffers as large as the answer.
@@ -27,9 +27,12 @@ class Unfolding:
     """What a kernel sees, of any number of samples: `Windows.unfold`.
 
     Attributes:
-        widths: What is added before and after each spatial dimension.
+        widths: How many elements are added before and after each spatial dimension.
         mode: What is added, see `padded`.
-        kernel: As for `patches`, and so are the others.
+        kernel: Sizes of the kernel, K their product.
+        stride: Distance between positions.
+        dilation: Distance between elements of the kernel.
+        positions: How many along each dimension, P their product.
         groups: G.
     """
 
@@ -42,23 +45,48 @@ class Unfolding:
     groups: int
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """``(n, C, *S)`` to ``(n, G, P, C / G * K)``."""
-        seen = patches(
-            padded(inputs, self.widths, self.mode),
-            self.kernel, self.stride, self.dilation, self.positions,
-        )  # fmt: skip
+        """Returns the patches of ``(n, C, *S)`` as ``(n, G, P, C / G * K)``."""
+        around = padded(inputs, self.widths, self.mode)
+        lazy = xla_replica.traits(inputs).is_lazy
+        seen = self.by_slices(around) if lazy else self.by_views(around)
         # (n, G, C / G * K, P), positions before features
         return seen.unflatten(1, (self.groups, -1)).flatten(2, 3).transpose(2, 3)
 
-    def is_slower(self, left: torch.Tensor, source: torch.Tensor) -> bool:
-        """Whether `gradients` is faster than unfolding and multiplying.
+    def by_views(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Returns the patches of padded inputs ``(n, C, *S)`` as ``(n, C, K, P)``."""
+        view = inputs
+        for dim, size in enumerate(self.kernel, start=2):
+            dilation = self.dilation[dim - 2]
+            reach = dilation * (size - 1) + 1
+            view = view.unfold(dim, reach, self.stride[dim - 2])  # the window is last
+            view = view[..., ::dilation].narrow(dim, 0, self.positions[dim - 2])
+        rank = len(self.kernel)
+        order = [0, 1, *range(2 + rank, 2 + 2 * rank), *range(2, 2 + rank)]
+        copied = view.permute(order).contiguous()  # the one copy
+        return copied.flatten(2 + rank).flatten(2, 1 + rank)
 
-        As measured on a CPU, where one convolution of the whole batch, a group for
-        each sample, is: of many positions, and of channels that fill its registers.
+    def by_slices(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Returns the same as `by_views`, for a device that compiles."""
+        views = []
+        for offset in itertools.product(*(range(size) for size in self.kernel)):
+            index = [slice(None), slice(None)]
+            for dim, at in enumerate(offset):
+                first, stride = at * self.dilation[dim], self.stride[dim]
+                last = first + (self.positions[dim] - 1) * stride
+                index.append(slice(first, last + 1, stride))
+            views.append(inputs[tuple(index)])
+        return torch.stack(views, 2).flatten(3)
+
+    def prefers_gradients(self, left: torch.Tensor, source: torch.Tensor) -> bool:
+        """Returns whether `gradients` is faster than unfolding and multiplying.
+
+        As measured on a CPU, where one convolution of the whole batch, with a group
+        for each sample, is faster for many positions and for channels that fill its
+        registers.
         """
         channels = source.shape[1] // self.groups
         return (
-            traits(left).is_host
+            xla_replica.traits(left).is_host
             and left.dtype == source.dtype == torch.float32
             and math.prod(self.kernel) > 1
             and math.prod(self.positions) >= 64
@@ -67,7 +95,7 @@ class Unfolding:
         )
 
     def gradients(self, left: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """Of n samples, from left factors and sources: ``(n, r, C / G * K)``.
+        """Returns n samples' gradients from both factors: ``(n, r, C / G * K)``.
 
         The gradient of a convolution with a group for each group of each sample.
         """
@@ -88,10 +116,20 @@ class Unfolding:
         return found.reshape(n, groups * width, -1)
 
 
-def windows(left: torch.Tensor, source: torch.Tensor, unfolding: Unfolding) -> Windows:
-    """What a convolution contributes: ``left`` ``(N, G, P, p)`` of ``(N, C, *S)``."""
+def windows(
+    factor: torch.Tensor, source: torch.Tensor, unfolding: Unfolding
+) -> Windows:
+    """Returns what a convolution contributes to its weight.
+
+    Args:
+        factor: ``(N, G p, *P)``, what is multiplied with each position's patch.
+        source: ``(N, C, *S)``, where the patches are.
+        unfolding: What the kernel sees of the source.
+    """
+    # (N, G, P, p), positions before features
+    left = factor.flatten(2).unflatten(1, (unfolding.groups, -1)).transpose(2, 3)
     kernel = math.prod(unfolding.kernel)
-    if not unfolding.is_slower(left, source):
+    if not unfolding.prefers_gradients(left, source):
         return Windows(left, source, unfolding, kernel)
     # Both factors twice: as they are given to the convolution, and as it lays them out.
     sizes = (n + sum(pair) for n, pair in zip(source.shape[2:], unfolding.widths))
@@ -109,7 +147,7 @@ def windows(left: torch.Tensor, source: torch.Tensor, unfolding: Unfolding) -> W
 def padded(
     inputs: torch.Tensor, widths: Sequence[tuple[int, int]], mode: str
 ) -> torch.Tensor:
-    """``inputs`` ``(N, C, *S)`` with ``widths`` (before, after) added to each of S.
+    """Returns ``inputs`` ``(N, C, *S)`` with ``widths`` (before, after) added to S.
 
     ``mode`` is a convolution's: zeros, reflect, replicate or circular.
     """
@@ -132,53 +170,4 @@ def _source(position: torch.Tensor, size: int, mode: str) -> torch.Tensor:
     if mode == "reflect":
         inside = position.abs()
         return torch.where(inside < size, inside, 2 * (size - 1) - inside)
-    raise ValueError(f"no padding mode {mode!r}")
-
-
-def patches(
-    inputs: torch.Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    positions: Sequence[int],
-) -> torch.Tensor:
-    """``(N, C, *S)`` to ``(N, C, K, P)``: what each of P positions sees.
-
-    Args:
-        inputs: Already padded, at least as large as the positions need.
-        kernel: Sizes of the kernel, K their product.
-        stride: Between positions.
-        dilation: Between elements of the kernel.
-        positions: How many along each dimension, P their product.
-    """
-    if traits(inputs).is_lazy:
-        return _by_slices(inputs, kernel, stride, dilation, positions)
-    view = inputs
-    for dim, size in enumerate(kernel, start=2):
-        reach = dilation[dim - 2] * (size - 1) + 1
-        view = view.unfold(dim, reach, stride[dim - 2])  # the window comes last
-        view = view[..., :: dilation[dim - 2]].narrow(dim, 0, positions[dim - 2])
-    rank = len(kernel)
-    order = [0, 1, *range(2 + rank, 2 + 2 * rank), *range(2, 2 + rank)]
-    copied = view.permute(order).contiguous()  # the one copy
-    return copied.flatten(2 + rank).flatten(2, 1 + rank)
-
-
-def _by_slices(
-    inputs: torch.Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    positions: Sequence[int],
-) -> torch.Tensor:
-    views = []
-    for offset in itertools.product(*(range(size) for size in kernel)):
-        view = inputs
-        for dim, at in enumerate(offset):
-            first = at * dilation[dim]
-            last = first + (positions[dim] - 1) * stride[dim]
-            index = [slice(None)] * view.dim()
-            index[dim + 2] = slice(first, last + 1, stride[dim])
-            view = view[tuple(index)]
-        views.append(view)
-    return torch.stack(views, 2).flatten(3)
+    raise ValueError(f"padding mode {mode!r} is not known")

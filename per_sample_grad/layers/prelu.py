@@ -6,14 +6,13 @@ import torch
 from torch import nn
 
 from per_sample_grad.factors.forms import Contribution, Dense
-from per_sample_grad.layers.call import Call
-from per_sample_grad.layers.registry import register_rule
+from per_sample_grad.layers.registry import Call, register_rule
 from per_sample_grad.layers.sums import over_positions, wide_input
 
 
 @register_rule(nn.PReLU)
 def prelu(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
-    """``input`` and ``grad`` ``(N, C, *)`` or ``(N,)``."""
+    """Takes ``input`` and ``grad`` of shape ``(N, C, *)`` or ``(N,)``."""
     module, inputs = call.module, wide_input(call)
     assert isinstance(module, nn.PReLU)
     products = inputs.clamp(max=0) * grad

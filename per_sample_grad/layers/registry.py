@@ -1,50 +1,77 @@
-"""Which rule knows which module; users add their own."""
+"""What a layer rule sees, and which rule belongs to which module."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
+from per_sample_grad.errors import Refusal
 from per_sample_grad.factors.forms import Contribution
-from per_sample_grad.layers.call import Call
-
-# From a call and the gradient of the summed losses with respect to its output (batch
-# first) to the contribution of each parameter, by its name within the module.
-RuleFunction = Callable[[Call, torch.Tensor], Mapping[str, Contribution]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
-    """What is known of a kind of module.
+class Call:
+    """One call of a module in the recorded forward pass, as a layer rule sees it.
 
     Attributes:
-        contributions: The rule itself.
+        module: The module.
+        args: Positional arguments; tensors are detached.
+        kwargs: Keyword arguments; tensors are detached.
+        batch_dim: The dimension of the tensors that counts samples.
     """
 
-    contributions: RuleFunction
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    batch_dim: int
+
+    @property
+    def input(self) -> torch.Tensor:
+        """The first argument, with the batch as its first dimension."""
+        value = self.args[0] if self.args else next(iter(self.kwargs.values()), None)
+        if not isinstance(value, torch.Tensor):
+            raise Refusal(
+                f"its first argument is a {type(value).__name__}, not a tensor"
+            )
+        return self.batch_first(value)
+
+    def batch_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns ``tensor`` with the batch as its first dimension."""
+        if not -tensor.dim() <= self.batch_dim < tensor.dim():
+            raise Refusal(
+                f"a tensor of shape {tuple(tensor.shape)} has no dimension "
+                f"{self.batch_dim} to count samples"
+            )
+        return tensor.movedim(self.batch_dim, 0)
 
 
-# By exact type: a subclass may compute something else.
+# From a call and the gradient of the summed losses with respect to its output (batch
+# first) to the contribution of each parameter, by its name within the module.
+Rule = Callable[[Call, torch.Tensor], Mapping[str, Contribution]]
+
+# The rules by exact type: a subclass may compute something else.
 RULES: dict[type[nn.Module], Rule] = {}
 
 
-def register_rule(
-    *module_types: type[nn.Module],
-) -> Callable[[RuleFunction], RuleFunction]:
-    """A decorator that makes a function the rule of these module types, exactly.
+def register_rule(*module_types: type[nn.Module]) -> Callable[[Rule], Rule]:
+    """A decorator that makes a function the rule of exactly these module types.
 
     The function gets a `Call` and the gradient of the summed losses with respect to
     the module's (first) output, batch first, ``(N, ...)``. It returns, by the names of
     the parameters within the module (``"weight"``, or ``"inner.weight"`` for a module
     that is treated as one layer), an `Outer`, `Lookup` or `Dense` each with N rows. It
     raises `Refusal` where its formula does not hold. The first backward pass of every
-    model checks the outcome against autograd, so a wrong rule is an error.
+    model compares the result with autograd, so a wrong rule raises an error.
 
     A subclass of a module that has a rule has none until it is registered: it may
-    compute something else. Registering again replaces.
+    compute something else. Registering a type again replaces its rule.
+
+    Raises:
+        TypeError: One of the arguments is not a subclass of `torch.nn.Module`.
 
     >>> from torch import nn
     >>> from per_sample_grad import Dense
@@ -57,31 +84,30 @@ def register_rule(
     >>> @register_rule(Scale)
     ... def scale(call, grad):
     ...     return {"factor": Dense((grad * call.input).flatten(1).sum(1))}
-    >>> RULES[Scale].contributions is scale
+    >>> RULES[Scale] is scale
     True
     >>> del RULES[Scale]
     """
     for module_type in module_types:
         if not (isinstance(module_type, type) and issubclass(module_type, nn.Module)):
             raise TypeError(
-                f"register_rule takes types of torch.nn.Module, not {module_type!r}"
+                f"register_rule takes types of torch.nn.Module, got {module_type!r}"
             )
 
-    def register(function: RuleFunction) -> RuleFunction:
-        for module_type in module_types:
-            RULES[module_type] = Rule(function)
-        return function
+    def register(rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(module_types, rule))
+        return rule
 
     return register
 
 
 def rule_of(module: nn.Module) -> Rule | None:
-    """The rule for this very module, or None; see `why_no_rule`."""
+    """Returns the rule for this very module, or None; `why_no_rule` says why."""
     return None if why_no_rule(module) else RULES[type(module)]
 
 
 def why_no_rule(module: nn.Module) -> str | None:
-    """Why what this very module computes is unknown; None if there is a rule for it."""
+    """Returns why this very module has no rule; None if it has one."""
     attributes = vars(module)
     kind = type(module).__name__
     if "forward" in attributes:
@@ -89,8 +115,8 @@ def why_no_rule(module: nn.Module) -> str | None:
     made = [name for name, v in attributes.items() if isinstance(v, torch.Tensor)]
     if made:
         return (
-            f"the {', '.join(made)} of this {kind} is no parameter, but a tensor that "
-            "is made of some (weight norm, pruning)"
+            f"the {', '.join(made)} of this {kind} is not a parameter, but a tensor "
+            "that is computed from parameters (weight norm, pruning)"
         )
     if type(module) not in RULES:
         known = [base.__name__ for base in type(module).__mro__[1:] if base in RULES]

@@ -6,14 +6,13 @@ import torch
 from torch import nn
 
 from per_sample_grad.factors.forms import Contribution, accumulation_dtype
-from per_sample_grad.layers.call import Call
-from per_sample_grad.layers.registry import register_rule
+from per_sample_grad.layers.registry import Call, register_rule
 from per_sample_grad.layers.sums import affine, wide_input
 
 
 @register_rule(nn.RMSNorm)
 def rms_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
-    """``input`` and ``grad`` ``(N, *, *normalized_shape)``."""
+    """Takes ``input`` and ``grad`` of shape ``(N, *, *normalized_shape)``."""
     module, inputs = call.module, wide_input(call)
     assert isinstance(module, nn.RMSNorm)
     kept = range(grad.dim() - len(module.normalized_shape), grad.dim())

@@ -1,4 +1,4 @@
-"""Transposed convolutions: input and output gradient change their roles."""
+"""Transposed convolutions: input and output gradient change roles."""
 
 from __future__ import annotations
 
@@ -6,36 +6,34 @@ import torch
 from torch import nn
 
 from per_sample_grad.factors.forms import Contribution, Dense
-from per_sample_grad.layers.call import Call
 from per_sample_grad.layers.patches import Unfolding, windows
-from per_sample_grad.layers.registry import register_rule
+from per_sample_grad.layers.registry import Call, register_rule
 from per_sample_grad.layers.sums import over_positions, require_batched
 
 
 @register_rule(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 def transposed_convolution(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
-    """``input`` ``(N, C_in, *P)``, ``grad`` ``(N, C_out, *S)``.
+    """Takes ``input`` ``(N, C_in, *P)`` and ``grad`` ``(N, C_out, *S)``.
 
-    The outer products of the input and what each of its P positions wrote to.
+    The outer products of the input and what each of its positions writes to.
     """
     module, inputs = call.module, call.input
     assert isinstance(
         module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
     )
-    require_batched(inputs, [2 + len(module.kernel_size)])
+    require_batched(inputs, 2 + len(module.kernel_size))
     widths = []
     for dim, size in enumerate(grad.shape[2:]):
         reach = (inputs.shape[2 + dim] - 1) * module.stride[dim]
         reach += module.dilation[dim] * (module.kernel_size[dim] - 1) + 1
         before = int(module.padding[dim])
-        # What lies beyond (output_padding) nothing wrote to.
+        # Nothing is written to what lies beyond (output_padding).
         widths.append((before, max(0, reach - before - size)))
     unfolding = Unfolding(
         widths, "zeros", module.kernel_size, module.stride, module.dilation,
         inputs.shape[2:], module.groups,
     )  # fmt: skip
-    left = inputs.flatten(2).unflatten(1, (module.groups, -1)).transpose(2, 3)
     return {
-        "weight": windows(left, grad, unfolding),
+        "weight": windows(inputs, grad, unfolding),
         "bias": Dense(over_positions(grad, kept=[1])),
     }

@@ -118,14 +118,15 @@ class Scorer:
             self.replica.sync()
             with torch.enable_grad(), capture(self.model, **self.options) as recorded:
                 logits = self.logits(inputs)
-            found = recorded._assemble(logits.flatten(1).sum(1), retain_graph=False)
-            if not found.uses or found.problems:
+            losses = logits.flatten(1).sum(1)
+            found = recorded._run(losses, lambda _: None, reported=True)
+            if not found.modules or found.problems:
                 unknown = ", ".join(found.problems) or "the model"
                 raise ValueError(
                     f"no rule accounts for {unknown}, so which layer is the last is "
                     "not known; name the module with last_layer="
                 )
-            self.last_layer = found.uses[-1].name
+            self.last_layer = found.modules[-1].name
             self.replica.sync()
         return self.last_layer
 

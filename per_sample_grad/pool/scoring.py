@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 import xla_replica
-from per_sample_grad.engine.selection import selected
+from per_sample_grad.engine.capturing import selected
 from per_sample_grad.pool.blocks import BlockSource, Interval, Split, split_batch
 from per_sample_grad.pool.parts import (
     Parts,

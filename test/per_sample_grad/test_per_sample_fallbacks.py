@@ -9,6 +9,7 @@ from support.per_sample_refused import NO_GRU, UNSEEN, Doubling, Positions
 from torch import nn
 
 import per_sample_grad as psg
+from per_sample_grad.engine import comparison
 
 BY_NAME = {case.name: case for case in UNSEEN}
 
@@ -57,7 +58,7 @@ def test_a_wrong_rule_is_replaced_by_the_fallback_and_remembered(rows, monkeypat
     truth = oracle(Case("", Positions, ()), model, inputs)
     for repeated in (False, True):
         if repeated:  # and it costs no comparison
-            monkeypatch.setattr(psg.comparison.Comparer, "expect", None)
+            monkeypatch.setattr(comparison.Comparer, "expect", None)
         with psg.capture(model, fallback="loop") as recorded:
             losses = fold(model, *inputs)
         for name, values in recorded.backward(losses).materialize().items():
@@ -86,7 +87,7 @@ def test_a_fallback_in_a_stream():
         pytest.param("gru", "no rule is registered for GRU", marks=NO_GRU),
         ("raw-parameter", "no rule is registered for Raw"),
         ("patched-forward", "the forward method of this Linear was replaced"),
-        ("pruned", "the weight of this Linear is no parameter, but a tensor"),
+        ("pruned", "the weight of this Linear is not a parameter, but a tensor"),
         ("functional-use", "Linear 'inner' has a rule, but this use is not its own"),
         ("weight-norm", "no rule is registered for"),
         ("subclass", "for Doubling, and as a Linear it may compute something else"),

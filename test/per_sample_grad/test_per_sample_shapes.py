@@ -18,7 +18,7 @@ import per_sample_grad as psg
 from per_sample_grad.engine import comparison
 from per_sample_grad.layers import registry
 from per_sample_grad.layers.convolution import padding_widths
-from per_sample_grad.layers.patches import _by_slices, padded, patches
+from per_sample_grad.layers.patches import Unfolding, padded
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even")
 
@@ -238,12 +238,14 @@ def test_every_rule_is_drawn():
 @given(case=convolutions(), batch=st.integers(1, 3))
 @examples(25)
 def test_slices_see_what_views_see(case, batch):
-    """What XLA runs, here."""
+    """Slices are what XLA runs; they are compared here."""
     model, (x,) = case.make(torch.float32, batch)
     with torch.no_grad():
         positions = model(x).shape[2:]
-    around = padded(x, padding_widths(model), model.padding_mode)
-    shape = (model.kernel_size, model.stride, model.dilation, positions)
-    torch.testing.assert_close(
-        patches(around, *shape), _by_slices(around, *shape), rtol=0, atol=0
-    )
+    unfolding = Unfolding(
+        padding_widths(model), model.padding_mode, model.kernel_size, model.stride,
+        model.dilation, positions, model.groups,
+    )  # fmt: skip
+    around = padded(x, unfolding.widths, unfolding.mode)
+    views, slices = unfolding.by_views(around), unfolding.by_slices(around)
+    torch.testing.assert_close(views, slices, rtol=0, atol=0)

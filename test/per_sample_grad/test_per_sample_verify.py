@@ -10,7 +10,8 @@ from support.per_sample_refused import Raw
 from torch import nn
 
 import per_sample_grad as psg
-from per_sample_grad.layers import RULES
+from per_sample_grad.engine import comparison
+from per_sample_grad.layers.registry import RULES
 
 
 def squares(out: torch.Tensor) -> torch.Tensor:
@@ -20,7 +21,7 @@ def squares(out: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("lowest", [-torch.inf, -1e9])
 @rules_kept()
 def test_a_mask_hides_no_wrong_rule(lowest):
-    right = RULES[nn.MultiheadAttention].contributions
+    right = RULES[nn.MultiheadAttention]
 
     def wrong(call: psg.Call, grad: torch.Tensor):
         found = dict(right(call, grad))
@@ -68,9 +69,9 @@ def test_a_head_of_zeros_proves_nothing_of_what_is_below():
 def comparisons(monkeypatch, model: nn.Module, steps: list) -> list[bool]:
     """Whether each of these captures was compared."""
     made = []
-    expect = psg.comparison.Comparer.expect
+    expect = comparison.Comparer.expect
     monkeypatch.setattr(
-        psg.comparison.Comparer,
+        comparison.Comparer,
         "expect",
         lambda *args, **kw: made.append(True) or expect(*args, **kw),
     )

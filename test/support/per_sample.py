@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from per_sample_grad.layers import RULES
+from per_sample_grad.layers.registry import RULES
 
 BATCH = 3
 # Errors that half precision may make, relative to the answer.

@@ -17,7 +17,7 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     """
     if isinstance(value, torch.Tensor):
         return function(value)
-    if isinstance(value, dict):
+    if isinstance(value, dict) and type(value) is not dict:
         # A copy keeps type and attributes: state_dict()._metadata, Counter.
         changed = copy.copy(value)
         for key, part in value.items():
@@ -47,3 +47,32 @@ def leaves(value: Any) -> Iterator[Any]:
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Returns the tensors that `map_tensors` calls its function with, in that order."""
     return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def tree_add(first: Any, second: Any) -> Any:
+    """Returns the sum of two values of one form: tensors, or containers of tensors.
+
+    Tensors are added where they correspond: by position in tuples and lists, by key in
+    dicts. A key that only one dict has keeps its value.
+
+    Raises:
+        TypeError: The values differ in form, or hold something other than tensors.
+
+    >>> tree_add({"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.zeros(1)})
+    {'a': tensor([2., 2.]), 'b': tensor([0.])}
+    """
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return first + second
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        both = {
+            key: tree_add(first[key], second[key]) for key in first if key in second
+        }
+        return {**first, **second, **both}
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+        items = [tree_add(a, b) for a, b in zip(first, second, strict=True)]
+        kind = type(first)
+        return kind(*items) if hasattr(first, "_fields") else kind(items)
+    raise TypeError(
+        f"a {type(first).__name__} and a {type(second).__name__} cannot be added; give "
+        "tensors, or tuples, lists and dicts of tensors, in the same form every time"
+    )
