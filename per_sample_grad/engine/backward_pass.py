@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import xla_replica
-from per_sample_grad.engine import comparison, graph, verification
+from per_sample_grad.engine import comparison, graph
 from per_sample_grad.engine.comparison import Comparer, Comparison
 from per_sample_grad.engine.fallback import FALLBACKS
 from per_sample_grad.engine.recording import (
@@ -60,21 +60,11 @@ class BackwardResult:
     budget: int
 
 
+@dataclasses.dataclass(eq=False)
 class BackwardPass:
-    """A backward pass that applies every call's rule when its gradient is there."""
+    """A backward pass that applies every call's rule when its gradient is there.
 
-    def __init__(
-        self,
-        capture: Capture,
-        losses: torch.Tensor,
-        receive: Callable[[Factors], None],
-        *,
-        retain_graph: bool,
-        reported: bool = False,
-        frees: bool = False,
-        remark: str = "",
-    ) -> None:
-        """Args:
+    Attributes:
         capture: The model, the selected parameters and the options.
         losses: ``(B,)``.
         receive: Takes the factors of some parameters at a time. Factors from a
@@ -85,16 +75,19 @@ class BackwardPass:
         frees: Whether memory that the pass has used is free afterwards: temporaries
             may then take half of it.
         remark: For people, in the error about uncovered uses.
-        """
-        self._capture = capture
-        self._params = capture.params
-        self._losses = losses
-        self._receive = receive
-        self._retain_graph = retain_graph
-        self._reported = reported
-        self._frees = frees
-        self._remark = remark
-        self._fallback = FALLBACKS[capture.fallback]
+    """
+
+    capture: Capture
+    losses: torch.Tensor
+    receive: Callable[[Factors], None]
+    retain_graph: bool
+    reported: bool
+    frees: bool
+    remark: str
+
+    def __post_init__(self) -> None:
+        self._params = self.capture.params
+        self._fallback = FALLBACKS[self.capture.fallback]
         self._comparer: Comparer | None = None
         self._problems: Problems = {}
         self._budget = 0
@@ -112,39 +105,39 @@ class BackwardPass:
         Raises:
             PerSampleError: Unless ``reported``, if an answer is missing or wrong.
         """
-        model, has_fallback = self._capture.model, self._fallback is not None
-        key = verification.signature(self._losses, calls, self._params, reached)
+        model, has_fallback = self.capture.model, self._fallback is not None
+        key = comparison.signature(self.losses, calls, self._params, reached)
         outside = self._outside(reached.outside)
-        if outside and not has_fallback and not self._reported:
+        if outside and not has_fallback and not self.reported:
             self._raise_uncovered(outside)
-        proof = verification.proof_of(model, key)
-        due = verification.due(
-            self._capture.check,
+        proof = comparison.proof_of(model, key)
+        due = comparison.due(
+            self.capture.check,
             proof,
             self._params,
             has_fallback=has_fallback,
             reordered=reached.reordered,
         )
         # Without a fallback a report says what is missing, and not what is wrong.
-        lenient = self._reported and not has_fallback
+        lenient = self.reported and not has_fallback
         if due.names and not lenient:
             self._comparer = self._start_comparing(due)
-        if proof is not None and has_fallback and not self._reported:
+        if proof is not None and has_fallback and not self.reported:
             wrong = "its rule is wrong for this structure"
             self._problems = {name: [wrong] for name in proof.wrong}
         self._problems |= outside
         # Temporaries are in float32.
         recorded = sum(call.shape.numel() * 4 for call in calls)
-        self._budget = self._capture.budget or default_budget(
-            recorded, self._losses.device
+        self._budget = self.capture.budget or default_budget(
+            recorded, self.losses.device
         )
         modules = [call.owner for call in calls]
         self._calls = list(calls)
         calls.clear()
         # A fallback needs the graph once more, and so may a comparison.
         again = has_fallback or (self._comparer is not None and not due.at_once)
-        self._frees = self._frees and not again
-        self._reach_all(self._retain_graph or again)
+        self.frees = self.frees and not again
+        self._reach_all(self.retain_graph or again)
         if self._problems and not lenient:
             if not has_fallback:
                 self._raise_uncovered(self._problems)
@@ -153,14 +146,14 @@ class BackwardPass:
         if rest:
             self._hand_on({name: [] for name in self._params if name in rest})
         compared = self._concluded(due)
-        if compared is not None and not self._reported:
+        if compared is not None and not self.reported:
             compared = self._corrected(compared, key)
         return BackwardResult(modules, self._problems, compared, self._budget)
 
-    def _start_comparing(self, due: verification.Due) -> Comparer:
+    def _start_comparing(self, due: comparison.Due) -> Comparer:
         chosen = {n: param for n, param in self._params.items() if n in due.names}
         comparer = Comparer(
-            self._losses, chosen, whole=due.whole, scale=self._capture.scale
+            self.losses, chosen, whole=due.whole, scale=self.capture.scale
         )
         if due.at_once:
             comparer.expect(retain_graph=True)
@@ -179,7 +172,7 @@ class BackwardPass:
         edges = [call.region.output for call in self._calls]
         del call
         nodes = [edge.node for edge in edges]
-        lowest, passed = graph.lowest(self._losses.grad_fn, nodes)
+        lowest, passed = graph.lowest(self.losses.grad_fn, nodes)
         ends = [number for number, node in enumerate(nodes) if node in lowest]
         handles = []
 
@@ -198,8 +191,8 @@ class BackwardPass:
                     self._reach(number, None)
             edges = [edges[number] for number in ends]
             del node, nodes, lowest, passed
-            total = self._losses.sum()
-            scale = self._capture.scale
+            total = self.losses.sum()
+            scale = self.capture.scale
             gradients = xla_replica.grad(
                 total * scale if scale != 1 else total,
                 edges,
@@ -237,7 +230,7 @@ class BackwardPass:
         self._passed += size
 
     def _apply(self, call: RecordedCall, gradient: torch.Tensor) -> None:
-        params, scale = call.owner.params, self._capture.scale
+        params, scale = call.owner.params, self.capture.scale
         if self._comparer is not None:
             self._comparer.witness(call.call, params.values(), gradient)
         if scale != 1:
@@ -251,7 +244,7 @@ class BackwardPass:
             if missing:
                 raise Refusal(f"its rule returned nothing for {', '.join(missing)}")
             parts = [
-                (name, regroup(widened(found[inner]), len(self._losses)))
+                (name, regroup(widened(found[inner]), len(self.losses)))
                 for inner, name in wanted.items()
             ]
         except Refusal as refusal:
@@ -266,7 +259,7 @@ class BackwardPass:
         self, call: RecordedCall, gradient: torch.Tensor
     ) -> Mapping[str, Contribution]:
         """Applies the rule to a gradient whose rows belong to the samples."""
-        gradient, num_samples = call.call.batch_first(gradient), len(self._losses)
+        gradient, num_samples = call.call.batch_first(gradient), len(self.losses)
         rows = gradient.shape[0]
         if rows == 0 or rows % num_samples:
             raise Refusal(
@@ -275,7 +268,7 @@ class BackwardPass:
                 "batch_dim, or give the module a batch dimension (position ids: expand "
                 "them to one row per sample)"
             )
-        if rows != num_samples and self._capture.check == "never":
+        if rows != num_samples and self.capture.check == "never":
             raise Refusal(
                 f"it was called with {rows} rows for {num_samples} samples; that "
                 "each owns consecutive ones is only believed when checked: do not pass "
@@ -285,26 +278,26 @@ class BackwardPass:
 
     def _hand_on(self, merged: Mapping[str, Sequence[Contribution]]) -> None:
         # Half of four bytes for each number that is not needed any more.
-        more = 2 * self._passed if self._frees and self._capture.budget is None else 0
-        factors = factors_of(self._capture, self._losses, merged, self._budget + more)
+        more = 2 * self._passed if self.frees and self.capture.budget is None else 0
+        factors = factors_of(self.capture, self.losses, merged, self._budget + more)
         if self._comparer is not None:
             self._comparer.add(factors)
         self._handed_on.update(merged)
-        self._receive(factors)
+        self.receive(factors)
 
     def _by_fallback(self, names: Collection[str]) -> dict[str, list[Contribution]]:
         assert self._fallback is not None
-        dense = self._fallback(self._losses, {n: self._params[n] for n in names})
+        dense = self._fallback(self.losses, {n: self._params[n] for n in names})
         return {name: [value] for name, value in dense.items()}
 
-    def _concluded(self, due: verification.Due) -> Comparison | None:
+    def _concluded(self, due: comparison.Due) -> Comparison | None:
         """Returns the comparison; None if there is none, or nothing to compare."""
         if self._comparer is None:
             return None
         if not due.at_once:
             if self._comparer.nothing_arrived():
                 return None
-            self._comparer.expect(self._retain_graph or self._fallback is not None)
+            self._comparer.expect(self.retain_graph or self._fallback is not None)
         return self._comparer.result()
 
     def _corrected(self, compared: Comparison, key: object) -> Comparison:
@@ -312,17 +305,12 @@ class BackwardPass:
         assert self._comparer is not None
         wrong = compared.wrong if self._fallback is not None else {}
         if wrong:
-            again = self._comparer.of(wrong)
-            again.expect(retain_graph=True)
-            merged = self._by_fallback(wrong)
-            factors = factors_of(self._capture, self._losses, merged, self._budget)
-            again.add(factors)
-            self._receive(factors)
-            errors = {**compared.errors, **again.result().errors}
-            compared = dataclasses.replace(compared, errors=errors)
+            self._comparer.expect(retain_graph=True)
+            self._hand_on(self._by_fallback(wrong))
+            compared = self._comparer.result()
         comparison.warn_of_underflow(compared)
         if not compared.wrong:
-            verification.remember(self._capture.model, key, compared, wrong)
+            comparison.remember(self.capture.model, key, compared, wrong)
         return compared
 
     def _outside(self, counts: Mapping[str, int]) -> Problems:
@@ -330,7 +318,7 @@ class BackwardPass:
         return {
             name: [
                 f"{number} use(s) outside any module with a rule ("
-                f"{why_outside(self._capture.model, self._params[name])})"
+                f"{why_outside(self.capture.model, self._params[name])})"
             ]
             for name, number in counts.items()
         }
@@ -341,7 +329,7 @@ class BackwardPass:
         )
         raise CoverageError(
             "these parameters have uses that no layer rule accounts for:"
-            f"{lines}\n{self._remark}Register a rule for the module "
+            f"{lines}\n{self.remark}Register a rule for the module "
             "(register_rule), leave the "
             'parameters out (params=), or pass fallback="loop" (B backward passes '
             'for them, exact) or fallback="batched" (one vectorised one)'

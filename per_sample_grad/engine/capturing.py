@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from types import TracebackType
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from per_sample_grad.engine import comparison, graph
+from per_sample_grad.engine import graph
 from per_sample_grad.engine.backward_pass import (
     BackwardPass,
     BackwardResult,
     factors_of,
 )
+from per_sample_grad.engine.comparison import CHECKS, Check, judge
 from per_sample_grad.engine.fallback import FALLBACKS, Fallback
 from per_sample_grad.engine.recording import (
     Recorder,
@@ -22,7 +22,6 @@ from per_sample_grad.engine.recording import (
     refuse_hidden,
     refuse_hooked,
 )
-from per_sample_grad.engine.verification import CHECKS, Check
 from per_sample_grad.factors.factors import Factors
 from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.factors.plan import METHODS, Method
@@ -122,13 +121,7 @@ class Capture:
         self._entered = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        del error, trace
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._recorder.stop()
         if kind is not None:
             self._recorder.calls.clear()
@@ -232,16 +225,15 @@ class Capture:
         check_versions(calls)
         refuse_hidden(self._recorder.unrecorded, calls, reached)
         recorded.clear()
+        remark = "" if self._recorder.called else _NOTHING_CALLED
         backward_pass = BackwardPass(
-            self, losses, receive,
-            retain_graph=retain_graph, reported=reported, frees=frees,
-            remark="" if self._recorder.called else _NOTHING_CALLED,
-        )  # fmt: skip
+            self, losses, receive, retain_graph, reported, frees, remark
+        )
         self._answered = True
         found = backward_pass.run(calls, reached)
         self.compared = found.compared is not None
         if found.compared is not None and not reported:
-            comparison.judge(found.compared)
+            judge(found.compared)
         return found
 
     def _check_state(self) -> None:
@@ -268,24 +260,24 @@ def selected(model: nn.Module, params: Selection) -> dict[str, nn.Parameter]:
     Raises:
         ValueError: A name is not a trainable parameter's, or none is selected.
     """
-    named = dict(model.named_parameters())
-    trained = {name: param for name, param in named.items() if param.requires_grad}
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if params is None:
         chosen = trained
     elif callable(params):
         chosen = {name: param for name, param in trained.items() if params(name, param)}
     else:
+        # A shared parameter may be asked for by any of its names.
         every = dict(model.named_parameters(remove_duplicate=False))
-        first = {id(param): name for name, param in named.items()}
-        wrong = sorted(name for name in params if name not in every)
-        frozen = sorted(n for n in params if n in every and not every[n].requires_grad)
-        if wrong or frozen:
+        wrong = sorted(
+            n for n in params if n not in every or not every[n].requires_grad
+        )
+        if wrong:
             raise ValueError(
-                f"params: {', '.join(wrong + frozen)} are not parameters of the model "
-                f"that require grad; allowed are {', '.join(trained) or 'none'}"
+                f"params: {', '.join(wrong)} are not trainable parameters of the "
+                f"model; allowed are {', '.join(trained) or 'none'}"
             )
-        asked = {first[id(every[name])] for name in params}
-        chosen = {name: param for name, param in trained.items() if name in asked}
+        asked = {id(every[name]) for name in params}
+        chosen = {name: param for name, param in trained.items() if id(param) in asked}
     if not chosen:
         raise ValueError(
             "no parameter is selected: the model has none that requires grad, or "

@@ -1,4 +1,4 @@
-"""A numerical proof, once, that the factors are the gradients of this very model.
+"""A numerical proof, once for every structure, that the factors are the gradients.
 
 For random weights, ``Σ_i w_i g_i`` from the factors must equal autograd's gradient of
 ``Σ_i w_i loss_i``. Wrong attributions, ``ĝ_i ≠ g_i``, would have to satisfy
@@ -14,12 +14,16 @@ import inspect
 import math
 import random
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+import weakref
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import nn
 
 import xla_replica
+from per_sample_grad.engine.graph import Reached
+from per_sample_grad.engine.recording import RecordedCall
 from per_sample_grad.errors import CouplingError, PerSampleError
 from per_sample_grad.factors.factors import Factors
 from per_sample_grad.factors.forms import accumulation_dtype
@@ -37,6 +41,9 @@ _ROUNDINGS = 4
 _LARGEST_NOISE = 0.1
 # Share of a call's gradients in float16 that may be subnormal without a warning.
 _UNDERFLOW = 0.05
+
+Check = Literal["first", "always", "never"]
+CHECKS: tuple[Check, ...] = ("first", "always", "never")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +100,7 @@ class Comparer:
         self._whole = whole
         self._losses = losses
         self._weights = _weights(losses)
-        self._expected: dict[str, torch.Tensor | None] | None = None
+        self._expected: dict[str, torch.Tensor] | None = None
         # Sums from the factors, until autograd's gradient is there.
         self._actual: dict[str, torch.Tensor] = {}
         self._distances: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -102,13 +109,6 @@ class Comparer:
         self._used: set[str] = set()
         self._dtypes = {losses.dtype, *(p.dtype for p in params.values())}
 
-    def of(self, names: Collection[str]) -> Comparer:
-        """Returns a comparer of some of the parameters that has witnessed the same."""
-        params = {name: self.params[name] for name in names}
-        other = Comparer(self._losses, params, whole=self._whole, scale=self._scale)
-        other._noise, other._dtypes = self._noise, self._dtypes
-        return other
-
     def expect(self, retain_graph: bool) -> None:
         """Runs one ordinary backward pass of losses with random weights."""
         gradients = xla_replica.grad(
@@ -116,6 +116,7 @@ class Comparer:
             list(self.params.values()),
             retain_graph=retain_graph,
             allow_unused=True,
+            materialize_grads=True,
         )
         self._expected = dict(zip(self.params, gradients))
         del gradients
@@ -140,10 +141,7 @@ class Comparer:
         self, name: str, actual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._expected is not None
-        truth = self._expected.pop(name)
-        if truth is None:
-            return actual.norm(), actual.new_zeros(())
-        truth = truth.detach().to(actual.dtype)
+        truth = self._expected.pop(name).detach().to(actual.dtype)
         if self._scale != 1:
             truth = truth / self._scale
         return actual.sub_(truth).norm(), truth.norm()
@@ -172,8 +170,8 @@ class Comparer:
                 scaled = scaled * _largest(value).clamp(min=1).to(scaled.dtype)
         terms = torch.stack([size, plain, scaled]) / self._scale
         for name in wanted:
-            known = self._noise.get(name)
-            self._noise[name] = terms if known is None else known + terms
+            before = self._noise.get(name)
+            self._noise[name] = terms if before is None else before + terms
         if gradient.dtype == torch.float16:
             something = (gradient != 0).sum()
             tiny = torch.finfo(torch.float16).tiny
@@ -191,20 +189,16 @@ class Comparer:
 
     def result(self) -> Comparison:
         """Returns the verdict; reads back from the device once."""
-        names = list(self.params)
-        pairs = [self._distances[name] for name in names]
-        nothing = pairs[0][0].new_zeros(3)
-        noise = [self._noise.get(name, nothing).to(nothing.dtype) for name in names]
+        zeros = next(iter(self._distances.values()))[0].new_zeros(3)
+        most = torch.stack(self._underflow).max() if self._underflow else zeros[0]
+        columns = []
+        for name in self.params:
+            noise = self._noise.get(name, zeros)
+            parts = (torch.stack(self._distances[name]), noise, most.view(1))
+            columns.append(torch.cat([part.to(zeros.dtype) for part in parts]))
         # One transfer for all of them.
-        columns = [
-            torch.stack([distance.to(nothing.dtype) for distance, _ in pairs]),
-            torch.stack([size.to(nothing.dtype) for _, size in pairs]),
-            *torch.stack(noise, 1),
-        ]
-        most = [torch.stack(self._underflow).max()] if self._underflow else []
-        underflow = [value.to(nothing.dtype).expand(len(names)) for value in most]
-        fetched = torch.stack([*columns, *underflow]).cpu().double()
-        distance, size, terms, *noisy = fetched[:5].unbind()
+        fetched = torch.stack(columns, 1).cpu().double()
+        distance, size, terms, *noisy, underflow = fetched.unbind()
         # The gradients that are finite are judged whatever the others are.
         finite = torch.isfinite(size)
         whole = max(float(size[finite].norm()), self._whole)
@@ -221,17 +215,13 @@ class Comparer:
         # Where the terms are not small, but their sum is, they cancel (a bias before a
         # normalisation), and that was seen.
         unseen = (torch.maximum(size, terms) <= tolerance * floor).tolist()
-        silent = frozenset(
-            name
-            for name, nothing in zip(names, unseen)
-            if nothing and name in self._used
-        )
+        silent = {name for name, nothing in zip(self.params, unseen) if nothing}
         return Comparison(
-            dict(zip(names, errors.tolist())),
-            silent,
+            dict(zip(self.params, errors.tolist())),
+            frozenset(silent & self._used),
             tolerance,
             whole,
-            float(fetched[5][0]) if underflow else 0.0,
+            float(underflow[0]),
         )
 
     def _tolerance(self) -> float:
@@ -272,7 +262,7 @@ def judge(found: Comparison) -> None:
 
 
 def warn_of_underflow(found: Comparison) -> None:
-    """Warns where float16 loses digits of many gradients of activations."""
+    """Warns if float16 loses digits of many gradients of activations."""
     if found.underflow > _UNDERFLOW and not found.wrong:
         warnings.warn(_underflow(found), stacklevel=4)
 
@@ -313,3 +303,111 @@ def _weights(losses: torch.Tensor) -> torch.Tensor:
     while len(drawn) < len(losses):
         drawn += generator.sample(values, len(values))
     return torch.tensor(drawn[: len(losses)], dtype=losses.dtype).to(losses.device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """What earlier comparisons found for one structure of one model.
+
+    Attributes:
+        silent: Parameters about which nothing was learnt yet.
+        wrong: Parameters whose rules were wrong, so that a fallback replaced them.
+        whole: The size of the whole gradient.
+    """
+
+    silent: frozenset[str]
+    wrong: frozenset[str] = frozenset()
+    whole: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Due:
+    """What is to be compared in a capture, and when.
+
+    Attributes:
+        names: The names of the parameters.
+        at_once: Compare each factor as soon as it is there, so that it can be freed;
+            else after the pass, and only if any gradient arrived.
+        whole: The size of the whole gradient, where not all of it is compared.
+    """
+
+    names: frozenset[str]
+    at_once: bool = True
+    whole: float = 0.0
+
+
+_PROVEN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Proof]]
+_PROVEN = weakref.WeakKeyDictionary()
+
+
+def signature(
+    losses: torch.Tensor,
+    calls: Sequence[RecordedCall],
+    names: Collection[str],
+    reached: Reached,
+) -> Hashable:
+    """Returns what must be equal for one proof to hold for two captures.
+
+    That is the modules that were called, their shapes, and the operations outside of
+    them, those of the loss among them.
+    """
+    called = tuple(
+        (
+            recorded.owner.name,
+            recorded.owner.rule,
+            recorded.call.batch_dim,
+            recorded.shape,
+            recorded.call.module.training,
+        )
+        for recorded in calls
+    )
+    return (
+        called,
+        losses.shape,
+        losses.dtype,
+        losses.device,
+        tuple(names),
+        *(reached.outside.items()),
+        reached.structure,
+    )
+
+
+def proof_of(model: nn.Module, key: Hashable) -> Proof | None:
+    """Returns what earlier comparisons of this structure found; None without one."""
+    return _PROVEN.get(model, {}).get(key)
+
+
+def due(
+    check: Check,
+    proof: Proof | None,
+    names: Collection[str],
+    *,
+    has_fallback: bool,
+    reordered: bool,
+) -> Due:
+    """Returns what this capture has to compare.
+
+    A parameter whose gradient was zero proves nothing: it is compared again as soon as
+    it has a gradient. Where samples are taken in an order that is data, a proof says
+    nothing about another order.
+    """
+    if check == "never":
+        return Due(frozenset())
+    known = proof is not None and (has_fallback or not proof.wrong)
+    if check == "always" or proof is None or not known or reordered:
+        return Due(frozenset(names))
+    return Due(proof.silent, at_once=False, whole=proof.whole)
+
+
+def remember(
+    model: nn.Module, key: Hashable, found: Comparison, wrong: Collection[str]
+) -> None:
+    """Keeps what a comparison proved, so that it is not repeated."""
+    if not any(math.isnan(error) for error in found.errors.values()):
+        proven = _PROVEN.setdefault(model, {})
+        before = proven.get(key, Proof(found.silent))
+        proven[key] = Proof(
+            found.silent & before.silent,
+            before.wrong | frozenset(wrong),
+            max(found.whole, before.whole),
+        )
