@@ -1,4 +1,4 @@
-"""What no rule accounts for: an error that says why, or exact by a fallback."""
+"""What no rule accounts for is an error that says why, or exact by a fallback."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def test_and_exact_by_a_fallback(case, fallback):
 
 @pytest.mark.parametrize("rows", [3, 6])
 def test_a_wrong_rule_is_replaced_by_the_fallback_and_remembered(rows, monkeypatch):
-    """Positions, as many as samples or a multiple, look like rows of samples."""
+    """As many positions as samples, or a multiple, look like rows of samples."""
     model, inputs = BY_NAME["positions-square"].make(torch.float64)
     model.embed, inputs = nn.Embedding(rows, 3).double(), (torch.randn(3, rows, 3),)
     inputs = (inputs[0].double(),)
     truth = oracle(Case("", Positions, ()), model, inputs)
     for repeated in (False, True):
-        if repeated:  # and it costs no comparison
+        if repeated:  # the second time nothing is compared
             monkeypatch.setattr(comparison.Comparer, "expect", None)
         with psg.capture(model, fallback="loop") as recorded:
             losses = fold(model, *inputs)

@@ -1,4 +1,4 @@
-"""Every kind of layer against a float64 loop over samples: a new one is one row."""
+"""Every kind of layer agrees with a float64 loop over samples; a case is one row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from support.per_sample_cases import CASES
 
 import per_sample_grad as psg
 
-# torch's remark on even kernels
+# torch warns about even kernels
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even")
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -17,7 +17,7 @@ METHODS = ["auto", "factored", "materialized"]
 
 
 def agree(case: Case, factors: psg.Factors, truth: dict, tolerance: float) -> None:
-    """All answers against the oracle, and the identities between them."""
+    """Checks all answers against the oracle, and the identities between them."""
     grads = flat(truth)
     size = grads.norm()
     gram = grads @ grads.T
@@ -31,7 +31,7 @@ def agree(case: Case, factors: psg.Factors, truth: dict, tolerance: float) -> No
     assert error(norms, grads.norm(dim=1)) <= tolerance
     assert error(factors.norms(squared=True), grads.norm(dim=1) ** 2) <= tolerance
     for name, values in factors.norms_by_parameter().items():
-        # Where positions cancel, rounding is that of the square root.
+        # Where positions cancel, the square root enlarges rounding errors.
         expected = truth[name].flatten(1).norm(dim=1)
         assert error(values, expected, 1e6 * tolerance * size) <= max(
             1.0 if expected.norm() <= tolerance**0.5 * size else tolerance, tolerance
@@ -46,7 +46,7 @@ def agree(case: Case, factors: psg.Factors, truth: dict, tolerance: float) -> No
     for name, values in sums.items():
         expected = torch.einsum("kb,b...->k...", weights, truth[name])
         assert error(values, expected, size) <= tolerance, name
-    # K s is the dot with the weighted sum.
+    # The Gram matrix times the weights equals the dot with the weighted sum.
     dots = factors.dot(sums)
     assert error(dots, (weights @ gram).T) <= 4 * tolerance
     single = factors.dot({name: values[0] for name, values in sums.items()})

@@ -1,4 +1,4 @@
-"""Coverage reports, plans, losses per sample, one-shot functions."""
+"""Coverage reports, plans, losses per sample and one-shot functions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_coverage_names_what_is_missing_and_what_is_wrong():
         "1 use(s) outside any module with a rule (Linear 'inner' has a rule, but this "
         "use is not its own call)",
     )
-    assert found.correct  # by a loop
+    assert found.correct  # the loop's answer
     assert not report.parameters["inner.bias"].problems
     assert "needs a fallback" in str(report)
     report = psg.coverage(time_first(), fold, (torch.randn(3, 3, 3),))
@@ -56,7 +56,7 @@ def test_the_plan_follows_the_shapes():
     assert short.plan("norms").choices["weight"].form == "factored"
     assert long.plan("norms").choices["weight"].form == "materialized"
     assert long.plan("norms").choices["bias"].form == "dense"
-    # T > 1: a Gram matrix of many samples is cheaper from gradients.
+    # With several positions, many samples' Gram matrix is cheaper from gradients.
     many = factors_of(16, 32, samples=64)
     assert many.plan("norms").choices["weight"].form == "factored"
     assert many.plan("gram").choices["weight"].form == "materialized"
@@ -146,7 +146,7 @@ def test_vectors_and_weights_are_checked():
 
 
 def test_cancelling_positions_stay_finite_and_can_be_exact():
-    """Near-constant inputs and output gradients that sum to zero."""
+    """Inputs are nearly constant, and the outputs' gradients sum to zero."""
     model = nn.Linear(8, 8)
     x = 1 + 1e-3 * torch.randn(4, 32, 8)
 

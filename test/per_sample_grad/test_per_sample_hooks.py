@@ -1,4 +1,4 @@
-"""Beside other hooks, checkpoints, compilers and tracers: exact, or an error."""
+"""Captures are exact or an error beside hooks, checkpoints, compilers and tracers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import per_sample_grad as psg
 
 
 def test_gradient_hooks_on_parameters_are_refused():
-    """They change the sum's gradient, by who knows what for each sample."""
+    """They change the summed gradient; what that means for a sample is unknown."""
     model, x = nn.Linear(3, 2), torch.randn(4, 3)
     with psg.capture(model) as recorded:
         losses = model(x).square().sum(1)
@@ -24,7 +24,7 @@ def test_gradient_hooks_on_parameters_are_refused():
         psg.capture(model)
     psg.capture(model, ["bias"])
     handle.remove()
-    # Those that see `.grad` do not run: it does not change.
+    # Hooks that see `.grad` do not run, because it does not change.
     ran = []
     model.weight.register_post_accumulate_grad_hook(ran.append)
     with psg.capture(model) as recorded:
@@ -60,10 +60,10 @@ def test_checkpoints_that_are_not_reentrant_are_exact():
     assert all(error(found[name], truth[name]) <= 1e-10 for name in truth)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # from dynamo
 @pytest.mark.parametrize("compiled_before", [False, True])
 def test_compiled_models_are_exact_or_an_error(compiled_before):
-    """A compiled function that ran before a capture has no hooks in it."""
+    """A function that was compiled before the capture does not call its hooks."""
     torch.compiler.reset()
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     inputs = (torch.randn(5, 3),)
@@ -81,7 +81,7 @@ def test_compiled_models_are_exact_or_an_error(compiled_before):
 
 
 class Traced(torch.Tensor):
-    """As tracers hand tensors to modules."""
+    """A subclass of tensors such as tracers pass to modules."""
 
 
 def test_what_is_traced_or_transformed_is_refused():

@@ -1,4 +1,4 @@
-"""Answers in half precision and under autocast, as far as the dtype reaches."""
+"""Answers in half precision and under autocast are as precise as the dtype allows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_autocast():
     )
     model, inputs = case.make(torch.float32)
     truth = flat(oracle(case, model, inputs))
-    for _ in range(2):  # checked, and not
+    for _ in range(2):  # first with the comparison, then without
         with torch.autocast("cpu", dtype=torch.bfloat16):
             with psg.capture(model) as recorded:
                 losses = case.loss(model, *inputs)
@@ -37,7 +37,7 @@ def test_autocast():
 
 @pytest.mark.parametrize("size", [1e-7, 1e-5])
 def test_float16_that_underflows_is_told_and_can_be_scaled(size):
-    """Losses in float32, activations in float16, whose least number is 6e-8."""
+    """Losses are in float32, activations in float16, whose least number is 6e-8."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)).half()
     x = torch.randn(4, 16).half()
@@ -64,7 +64,7 @@ def test_float16_that_underflows_is_told_and_can_be_scaled(size):
 @pytest.mark.parametrize("case", [*CASES, STACKED], ids=lambda case: case.name)
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even")
 def test_every_layer_in_half_precision(case, dtype):
-    """Answers of the same model in float64, as far as the dtype reaches."""
+    """Answers agree with the same model in float64, as far as the dtype allows."""
     model, inputs = case.make(dtype)
     truth = oracle(case, model, inputs)
     with psg.capture(model, **case.options) as recorded:

@@ -1,4 +1,4 @@
-"""Where an answer would be wrong there is an error."""
+"""Where an answer would be wrong, an error is raised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers of every kind that has a rule, of drawn shapes, options, dtypes and memory."""
+"""Layers with rules agree with the loop for drawn shapes, options and dtypes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def examples(number: int) -> hypothesis.settings:
 def drawn(
     number: int, kind: str, dtypes: Iterable[torch.dtype], **more: st.SearchStrategy
 ) -> Callable[[Callable[..., None]], Callable[[], None]]:
-    """Runs a check on layers of this kind and batches for them, so many of them."""
+    """Runs a check on this number of drawn layers of a kind, with batches for them."""
     strategies = given(
         case=KINDS[kind],
         batch=st.integers(1, 4),
@@ -47,7 +47,7 @@ NUMBERS = [20, pytest.param(200, marks=pytest.mark.slow)]
 
 
 def strided(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values, otherwise in memory."""
+    """Returns the same values in another memory layout."""
     match layout:
         case "reversed":  # the last dimension varies slowest
             order = list(range(x.dim()))[::-1]
@@ -69,7 +69,7 @@ def identities(
     factors: psg.Factors,
     tolerance: float,
 ) -> None:
-    """Those that need a batch gradient or vectors from outside."""
+    """Checks the identities that need a batch gradient or drawn vectors."""
     generator = torch.Generator().manual_seed(2)
     count, dtype = len(factors), torch.float64
 
@@ -101,7 +101,7 @@ def identities(
 def lost(
     case: Case, model: nn.Module, inputs: tuple[torch.Tensor, ...], truth: Gradients
 ) -> float:
-    """What the loop itself loses in this dtype, where a parameter's terms cancel."""
+    """Returns the loop's own error in this dtype, where a parameter's terms cancel."""
     rows = by_autograd(case, model, inputs)
     sizes = [gradient[0].numel() for gradient in truth.values()]
     size = flat(truth).norm()
@@ -117,7 +117,7 @@ def wrong_by_itself(
     inputs: tuple[torch.Tensor, ...],
     laid_out: tuple[torch.Tensor, ...],
 ) -> bool:
-    """Whether autograd's gradient depends on how the same numbers lie in memory.
+    """Returns whether autograd's gradient depends on the memory layout.
 
     That of BatchNorm in evaluation mode does, in torch 2.9 and 2.13: inputs of shape
     (1, 2, 1, 2) and strides (1, 1, 2, 2) have other weight gradients than contiguous
@@ -168,7 +168,7 @@ def test_drawn_layers_equal_the_loop(kind, number):
 def by_autograd(
     case: Case, model: nn.Module, inputs: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
-    """``(B, D)``: the loop in the model's own dtype."""
+    """Returns the loop's gradients in the model's own dtype, ``(B, D)``."""
     params = [param for param in model.parameters() if param.requires_grad]
     rows = []
     for i in range(len(inputs[0])):
@@ -181,7 +181,7 @@ def by_autograd(
 def error_of_sum(
     case: Case, model: nn.Module, inputs: tuple[torch.Tensor, ...], truth: Gradients
 ) -> float:
-    """Of what answers are compared with: autograd's sum, of terms that may cancel."""
+    """Returns the error of autograd's sum, whose terms may cancel."""
     losses = case.loss(model, *inputs)
     weights = comparison._weights(losses)
     params = [param for param in model.parameters() if param.requires_grad]
@@ -193,7 +193,7 @@ def error_of_sum(
 @pytest.mark.parametrize("number", [10, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_drawn_layers_in_half_precision_are_as_close_as_autograd(kind, number):
-    """What the activations' gradients have lost is lost, where they cancel."""
+    """Digits that the activations' gradients have lost cannot be recovered."""
 
     @drawn(number, kind, HALF)
     def check(case, batch, dtype, method):
@@ -210,7 +210,7 @@ def test_drawn_layers_in_half_precision_are_as_close_as_autograd(kind, number):
 
         try:
             factors = factors_of(**case.options)
-        except psg.CouplingError:  # then it is autograd that is wrong
+        except psg.CouplingError:  # then autograd is wrong
             assert error_of_sum(case, model, inputs, truth) > comparison._HALF_TOLERANCE
             factors = factors_of(**case.options, check="never")
         norms = factors.norms()

@@ -1,4 +1,4 @@
-"""Answers as the backward pass goes: the same numbers, in the memory of training."""
+"""Answers during the backward pass are the same and need the memory of training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even")
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_answer_is_that_of_the_factors(case):
-    """Several of them from one pass."""
+    """One pass gives several answers."""
     model, inputs = case.make(torch.float64)
     vectors = {n: torch.cos(p.detach()) for n, p in model.named_parameters()}
     weights = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
@@ -101,12 +101,12 @@ def test_norms_and_gram_need_the_memory_of_training(name):
         step = functools.partial(answer, model, squares, (x,))
         assert peak_memory(step) <= 1.1 * training
     kept = peak_memory(lambda: psg.per_sample_factors(model, squares, (x,)).norms())
-    if name == "tokens":  # what streaming is for: factors are larger than activations
+    if name == "tokens":  # streaming helps where factors are larger than activations
         assert kept > 1.1 * training
 
 
 def test_gradients_are_made_when_the_activations_have_gone():
-    """A head's gradients, the largest, would be there all through the pass."""
+    """The head's gradients, the largest, would be kept during the whole pass."""
     model = nn.Sequential(deep_cnn(), nn.Linear(16, 512), nn.Linear(512, 100))
     x = torch.randn(32, 3, 24, 24)
 
@@ -152,7 +152,7 @@ def test_a_plan_says_what_temporaries_take(name, method):
         assert choice.num_chunks > 1
         assert choice.bytes <= budget
         answer()
-        # And an answer, and copies that a matrix product makes of its operands.
+        # Beside the budget: an answer, and a matrix product's copies of its operands.
         assert peak_memory(answer) <= 1.5 * budget + 2**14
 
 
@@ -179,7 +179,7 @@ def test_branches_that_do_not_meet_are_all_seen():
 
 
 class Gate(nn.Module):
-    """Its second input takes no gradient, although it has a graph."""
+    """A module whose second input takes no gradient, although it has a graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Gate(nn.Module):
 
 @rules_kept()
 def test_an_input_that_takes_no_gradient_hides_no_call():
-    """What is lowest is a matter of the graph, not of what modules were given."""
+    """The graph says which calls are lowest, not the modules' inputs."""
 
     @psg.register_rule(Gate)
     def gate(call: psg.Call, grad: torch.Tensor):
@@ -214,7 +214,7 @@ def test_an_input_that_takes_no_gradient_hides_no_call():
 
 
 def test_the_graph_keeps_no_hooks():
-    """Neither after an answer, nor after one that fails."""
+    """Hooks are removed after an answer, also after one that fails."""
     model, x = deep_mlp(), torch.randn(4, 64)
     with psg.capture(model) as recorded:
         losses = squares(model, x)

@@ -1,4 +1,4 @@
-"""What the comparison with autograd sees, when it is made again, what is hidden."""
+"""What the comparison with autograd sees, and when it is repeated."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_mask_hides_no_wrong_rule(lowest):
 
 
 def test_a_bias_that_cancels_is_no_error():
-    """Alone, so that the whole gradient is rounding."""
+    """The bias is the only parameter, so that the whole gradient is rounding."""
     model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.GroupNorm(4, 4))
     with psg.capture(model, ["0.bias"]) as recorded:
         losses = squares(torch.sin(model(torch.randn(3, 2, 9))))
@@ -46,7 +46,7 @@ def test_a_bias_that_cancels_is_no_error():
 
 
 def test_a_head_of_zeros_proves_nothing_of_what_is_below():
-    """The batch's mean couples the samples, unseen while the head is zero."""
+    """The batch's mean couples the samples; a head of zeros hides it."""
 
     def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
         hidden = m.body(x)
@@ -67,7 +67,7 @@ def test_a_head_of_zeros_proves_nothing_of_what_is_below():
 
 
 def comparisons(monkeypatch, model: nn.Module, steps: list) -> list[bool]:
-    """Whether each of these captures was compared."""
+    """Returns whether each of these captures was compared."""
     made = []
     expect = comparison.Comparer.expect
     monkeypatch.setattr(
@@ -86,7 +86,7 @@ def comparisons(monkeypatch, model: nn.Module, steps: list) -> list[bool]:
 
 
 def test_a_comparison_that_said_something_is_not_repeated(monkeypatch):
-    """Also where a bias cancels before a normalisation."""
+    """That includes a bias that cancels before a normalisation."""
     model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.GroupNorm(4, 4))
     x = torch.randn(3, 2, 9)
     steps = [lambda m: squares(torch.sin(m(x)))] * 3
@@ -94,7 +94,7 @@ def test_a_comparison_that_said_something_is_not_repeated(monkeypatch):
 
 
 def test_a_zero_that_is_learnt_is_compared_as_soon_as_it_is_none(monkeypatch):
-    """And not before: a layer that stays dead costs no backward pass."""
+    """While a layer stays dead, no backward pass is spent on it."""
     model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 3, bias=False))
     nn.init.zeros_(model[1].weight)
     x = torch.randn(4, 3)
@@ -200,7 +200,7 @@ def test_so_are_activations_wherever_their_batch_is(dim):
 
 
 def test_each_samples_own_numbers_are_no_order(monkeypatch):
-    """What usual losses index costs no comparison."""
+    """The indexing in usual losses costs no comparison."""
     model, x = nn.Linear(4, 4), torch.randn(4, 4)
     target, rows = torch.tensor([1, 0, 3, 3]), torch.arange(4)
     table = nn.Parameter(torch.randn(9, 4), requires_grad=False)
@@ -280,7 +280,7 @@ def test_queries_without_keys_take_no_gradient(check):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_default_epsilon_is_torchs_own(dtype):
-    """Inputs so small that the epsilon matters."""
+    """The inputs are so small that the epsilon matters."""
     model, x = nn.RMSNorm(64, dtype=dtype), (1e-3 * torch.randn(3, 64)).to(dtype)
     with psg.capture(model, check="never") as recorded:
         losses = model(x).float().sum(1)
@@ -290,7 +290,7 @@ def test_the_default_epsilon_is_torchs_own(dtype):
 
 
 class Hiding(torch.autograd.Function):
-    """Runs a module inside, and back in a graph of its own."""
+    """Runs a module inside, and its backward pass in another graph."""
 
     @staticmethod
     def forward(ctx, module, x):

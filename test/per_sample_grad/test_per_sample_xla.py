@@ -1,4 +1,4 @@
-"""Per-sample gradients on lazy tensors: right, compiled once, fetched once."""
+"""Per-sample gradients on lazy tensors are right, compiled once and fetched once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BACKEND = Backend("xla", 1)
 
 
 def moved(model: nn.Module, device: torch.device) -> nn.Module:
-    """On the device, with the ties that ``.to`` breaks."""
+    """Returns the model on the device, with the ties that ``.to`` breaks."""
     first: dict[int, str] = {}
     ties = []
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -89,12 +89,12 @@ class Fetched:
 def wrong_with(
     cases: Iterable[tuple[Case, int, str]], *, whole: bool = False
 ) -> list[str]:
-    """What went wrong with cases, batch sizes and methods; ``whole``: `identities`."""
+    """Returns what went wrong with these cases; ``whole`` also checks `identities`."""
     replica = xla_replica.current()
     wrong = []
     for case, batch, method in cases:
         model, inputs = case.make(torch.float32, batch)
-        truth = oracle(case, model, inputs)  # `.to` unties what is tied
+        truth = oracle(case, model, inputs)  # before `.to` unties what is tied
         here = copy.deepcopy(model)
         moved(model, replica.device)
         with xla_replica.count() as counts:
@@ -131,7 +131,7 @@ DRAWN = 3
 
 
 def drawn(kind: str) -> list[Case]:
-    """The same ones every time, but for the first, which is the least there is."""
+    """Returns the same cases every time, without the first and smallest."""
     found: list[Case] = []
 
     @settings(
@@ -203,7 +203,7 @@ MODELS = {
 
 
 def padded(tensors: tuple[torch.Tensor, ...], size: int) -> tuple[torch.Tensor, ...]:
-    """Of that many samples: the last one again."""
+    """Returns this number of samples, filled with copies of the last one."""
     last = [min(i, len(tensors[0]) - 1) for i in range(size)]
     return tuple(tensor[last] for tensor in tensors)
 
@@ -226,7 +226,7 @@ def streamed_norms(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list:
 
 
 def counted(rank: int, name: str) -> list[list[tuple[int, int, dict[str, int]]]]:
-    """Compilations, transfers and fallbacks of a first step; of 20 and a short last."""
+    """Counts a first step's compilations, transfers and fallbacks, and 21 steps'."""
     replica = xla_replica.current()
     build, draw = MODELS[name]
     with replica.seeded(0):
@@ -254,18 +254,18 @@ def counted(rank: int, name: str) -> list[list[tuple[int, int, dict[str, int]]]]
             torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
     import torch_xla.backends
 
-    # Since the Gram matrix.
+    # The Gram matrix has set it.
     assert torch_xla.backends.get_mat_mul_precision() == "highest"
     return found
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_new_data_compile_one_program_and_answers_take_one_transfer(name):
-    """Also in a stream; a short last batch adds none."""
+    """The same holds in a stream, and a short last batch adds none."""
     (found,) = BACKEND.run(counted, name, timeout=LONG)
     for first, later in found:
-        # The program of all steps and, where the first is compared, one of its own:
-        # that ends in the comparison's read-back.
+        # One program for all steps and, where the first is compared, another one that
+        # ends with the comparison's read-back.
         assert first[0] + later[0] <= 2
         assert later[0] <= 1
         assert first[1] <= 2
@@ -273,7 +273,7 @@ def test_new_data_compile_one_program_and_answers_take_one_transfer(name):
         assert not first[2]
         assert not later[2]
     assert found[0][0][1] == 2  # compared
-    assert found[1][0][1] == 1  # known by then
+    assert found[1][0][1] == 1  # the structure is known by then
 
 
 def reordered(model: nn.Module, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -281,7 +281,7 @@ def reordered(model: nn.Module, x: torch.Tensor, order: torch.Tensor) -> torch.T
 
 
 def other_things(rank: int) -> list[str]:
-    """Reports, refusals, half precision and sketches, of tiny models."""
+    """Checks reports, refusals, half precision and sketches of tiny models."""
     replica = xla_replica.current()
     cases = {case.name: case for case in (*CASES, *UNSEEN, *COUPLED)}
     wrong = []
@@ -298,7 +298,7 @@ def other_things(rank: int) -> list[str]:
         _, inputs, model = made(name)
         try:
             psg.per_sample_grad_norms(model, fold, replica.send(inputs))
-            wrong.append(f"{name} is no error")
+            wrong.append(f"{name} is not an error")
         except error_type:
             pass
     model, inputs, there = made("linear-3d")
@@ -307,13 +307,13 @@ def other_things(rank: int) -> list[str]:
         try:
             psg.per_sample_grad_norms(there, reordered, (x, *replica.send((order,))))
             if order is not same:
-                wrong.append("another order is no error")
+                wrong.append("another order is not an error")
         except psg.CouplingError as refusal:
             if order is same:
                 wrong.append(str(refusal))
     try:
         psg.vectorized_grads(fold, dict(there.named_parameters()), {}, x)
-        wrong.append("vectorized_grads is no error")
+        wrong.append("vectorized_grads is not an error")
     except psg.PerSampleError as refusal:
         if "use per_sample_grads, which runs there" not in str(refusal):
             wrong.append(str(refusal))

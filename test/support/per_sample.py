@@ -13,14 +13,14 @@ from torch import nn
 from per_sample_grad.layers.registry import RULES
 
 BATCH = 3
-# Errors that half precision may make, relative to the answer.
+# Errors that are allowed in half precision, relative to the answer.
 HALF = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
 Gradients = dict[str, torch.Tensor]
 
 
 @contextlib.contextmanager
 def rules_kept() -> Iterator[None]:
-    """The registry is afterwards as it was; also a decorator of tests."""
+    """Restores the registry of rules afterwards; also a decorator of tests."""
     kept = dict(RULES)
     try:
         yield
@@ -30,7 +30,7 @@ def rules_kept() -> Iterator[None]:
 
 
 def fold(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
-    """One number per sample, a nonlinear function of all outputs: ``(B,)``."""
+    """Returns a nonlinear function of all outputs of each sample, ``(B,)``."""
     out = model(*inputs).flatten(1)
     coefficients = torch.cos(torch.arange(out.shape[1], device=out.device))
     return (torch.sin(0.7 * out) * coefficients.to(out.dtype)).sum(1)
@@ -38,13 +38,14 @@ def fold(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, its inputs, and what `capture` must be told.
+    """A model, its inputs, and the options that `capture` needs for it.
 
     Attributes:
-        name: For people.
+        name: The test's id.
         build: Makes the model; random numbers are seeded.
-        shape: Of one sample's input, or the inputs themselves from a batch size.
-        options: For `capture`.
+        shape: The shape of one sample's input, or a function from a batch size to the
+            inputs.
+        options: Options of `capture`.
         loss: From model and inputs to ``(B,)``.
     """
 
@@ -57,7 +58,7 @@ class Case:
     def make(
         self, dtype: torch.dtype, batch: int = BATCH, seed: int = 0
     ) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-        """The model in evaluation mode, all parameters random, and its inputs."""
+        """Returns the model, in evaluation mode with random parameters, and inputs."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = self.build().eval()
@@ -76,7 +77,7 @@ class Case:
 
 
 def oracle(case: Case, model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Gradients:
-    """``(B, *shape)`` by name: one sample after the other in float64, obviously."""
+    """Returns ``(B, *shape)`` by name, from a float64 loop over the samples."""
     model = copy.deepcopy(model).cpu().double()
     wide = [x.cpu().double() if x.is_floating_point() else x.cpu() for x in inputs]
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -93,14 +94,14 @@ def oracle(case: Case, model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Gr
 
 
 def flat(gradients: Gradients) -> torch.Tensor:
-    """``(B, D)``."""
+    """Returns all gradients as one matrix, ``(B, D)``."""
     return torch.cat([g.flatten(1) for g in gradients.values()], 1)
 
 
 def error(
     found: torch.Tensor, truth: torch.Tensor, floor: torch.Tensor | float = 0.0
 ) -> float:
-    """``|found - truth| / max(|truth|, 1e-6 floor)``, of Frobenius norms."""
+    """Returns ``|found - truth| / max(|truth|, 1e-6 floor)``, of Frobenius norms."""
     difference = (found.detach().cpu().double() - truth).norm()
     size = max(float(truth.norm()), 1e-6 * float(floor), 1e-300)
     return float(difference) / size

@@ -1,4 +1,4 @@
-"""The rows: every layer kind, and every trap of which other libraries err on some."""
+"""Every kind of layer, and traps that make some other libraries err: one row each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.per_sample import Case
 
 
 class Apply(nn.Module):
-    """A function of modules, as a module."""
+    """A module that applies a function to its submodules and inputs."""
 
     def __init__(self, function: Callable[..., torch.Tensor], **modules: nn.Module):
         super().__init__()
@@ -68,7 +68,7 @@ def twice(module: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 def shared_convolution() -> nn.Module:
-    """One weight, in two convolutions with different groups."""
+    """Returns a model with one weight in two convolutions of different groups."""
     model = Apply(
         lambda m, x: m.a(x[:, :2]) * m.b(x),
         a=nn.Conv1d(2, 4, 3, bias=False),
@@ -156,7 +156,7 @@ LAYERS = [
 
 
 def attention(**options: object) -> nn.Module:
-    """Self-attention with a causal mask and two padded keys."""
+    """Returns self-attention with a causal mask and padded keys."""
 
     def attend(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
         length = x.shape[1]

@@ -1,4 +1,4 @@
-"""Layers of drawn shapes and options, one strategy a kind: `KINDS`."""
+"""Layers of drawn shapes and options: `KINDS` has a strategy for each kind."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def rms_norms(draw) -> Case:
 def group_norms(draw) -> Case:
     groups, each = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     space = sizes(draw, draw(st.integers(0, 3)), 1, 3)
-    # Of a single number nothing is left; torch refuses it for all groups of a batch.
+    # A single number minus its mean is zero; torch refuses groups of one number.
     assume(each * torch.Size(space).numel() > 1)
     return Case(
         f"group norm of {groups} x {each} channels and {space}",
@@ -147,7 +147,7 @@ def instance_norms(draw) -> Case:
 
 @st.composite
 def batch_norms(draw) -> Case:
-    """With frozen statistics: there are no others."""
+    """Draws BatchNorms with frozen statistics; others are refused."""
     rank, channels = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     least = 0 if rank == 1 else rank
     space = sizes(draw, draw(st.integers(least, rank)), 1, 4)

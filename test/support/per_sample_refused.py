@@ -1,4 +1,4 @@
-"""Models that no rule accounts for, or not rightly: one row each."""
+"""Models that no rule, or a wrong rule, accounts for: one row each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_GRU = pytest.mark.skipif(HAS_XLA, reason="torch_xla replaces nn.GRU")
 
 
 class Raw(nn.Module):
-    """A parameter that no module owns the use of, beside a Linear."""
+    """A module that uses a parameter directly, beside a Linear."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Raw(nn.Module):
 
 
 class Positions(nn.Module):
-    """Position ids without a batch dimension."""
+    """A module with position ids that have no batch dimension."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Positions(nn.Module):
 
 
 def functional(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """One use by the module, one of its weight."""
+    """Uses a module once, and its weight once more directly."""
     return nn.functional.linear(torch.tanh(m.inner(x)), m.inner.weight)
 
 
@@ -96,7 +96,7 @@ def time_first() -> nn.Module:
 
 
 def mixing() -> nn.Module:
-    """Every sample sees the batch's mean."""
+    """Returns a model in which every sample sees the batch's mean."""
     return Apply(
         lambda m, x: m.b(m.a(x) - m.a(x).mean(0, keepdim=True)),
         a=nn.Linear(3, 4),
@@ -105,7 +105,7 @@ def mixing() -> nn.Module:
 
 
 class Doubling(nn.Linear):
-    """Registered with a rule that is wrong."""
+    """A Linear that the rule of Linear is wrong for."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(2 * x)
