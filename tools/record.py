@@ -1,12 +1,14 @@
-"""What the scripts of this folder write down: results, with what they were made by."""
+"""Writing down what a script has measured: results with versions, and pictures."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ LIBRARIES = ("torch", "torch_xla", "numpy", "scikit-learn")
 
 
 def versions() -> dict[str, Any]:
-    """Of Python and of the libraries, None for one that is not installed."""
+    """Returns versions of Python and libraries, None for one that is missing."""
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "machine": platform.machine(),
@@ -29,8 +31,32 @@ def versions() -> dict[str, Any]:
 
 
 def save(path: Path, result: dict[str, Any]) -> None:
-    """Writes JSON: the date, versions, and the result; says so."""
+    """Writes the date, the versions and the result as JSON, and prints where."""
     record = {"date": time.strftime("%Y-%m-%d"), "versions": versions(), **result}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     print(f"saved to {path}")
+
+
+@contextlib.contextmanager
+def picture(path: Path, num_panels: int, **options: Any) -> Iterator[list[Any]]:
+    """Yields the axes of a row of panels, and writes them as a PNG at the end.
+
+    Args:
+        path: The file to write; its folder is made.
+        num_panels: The number of panels.
+        **options: Passed on to ``matplotlib.pyplot.subplots``.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(
+        1, num_panels, layout="constrained", squeeze=False, **options
+    )
+    yield list(axes[0])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    print(f"drawn to {path}")

@@ -1,4 +1,4 @@
-"""The studies in tools/ find what they are to find, on a small scale."""
+"""The studies in tools/ find, on a small scale, what the pages say."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PNG = b"\x89PNG"
 
 
 def run(tool: str, folder: Path, *options: str) -> dict[str, Any]:
-    """What the tool saved; what it drew must be an image."""
+    """Runs a tool; returns what it saved, and checks that it drew an image."""
     image, output = folder / "made" / "image.png", folder / "made" / "output.json"
     command = [sys.executable, str(ROOT / "tools" / "studies" / tool), *options]
     finished = subprocess.run(
@@ -66,7 +66,7 @@ def test_they_do_on_every_data_set(tmp_path):
 
 
 def test_gradients_and_minimum_of_the_problems(monkeypatch):
-    """Against autograd; and no step from the minimum leads further down."""
+    """Gradients are autograd's, and another optimizer finds no lower value."""
     import torch
 
     from tools.studies import convex_problems
@@ -98,14 +98,3 @@ def test_gradients_and_minimum_of_the_problems(monkeypatch):
         found = problem.value(weights).item()
         assert found == pytest.approx(problem.minimum(), abs=1e-9)
         assert problem.minimum() <= found + 1e-12
-
-
-@pytest.mark.parametrize("tool", ["herding_study.py", "convex_study.py"])
-def test_the_help_teaches(tool):
-    command = [sys.executable, str(ROOT / "tools" / "studies" / tool), "--help"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    shown = subprocess.run(
-        command, capture_output=True, text=True, env=environment, check=True
-    ).stdout
-    assert "--quick" in shown
-    assert "default: " in shown

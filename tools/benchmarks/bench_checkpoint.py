@@ -1,4 +1,4 @@
-"""What checkpoints cost, measured side by side.
+"""Measures what checkpoints cost, side by side with runs without them.
 
 1. A step with a `Checkpointer` attached, between saves, against one without, on the
    same model and replicas, in alternating rounds of one run: a ratio.
@@ -61,11 +61,11 @@ class Job:
 def compare_replica(
     rank: int, folder: str, args: argparse.Namespace
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Seconds per step of both, in alternating rounds; then one save and one load."""
+    """Returns seconds per step of both jobs, in turns, and of a save and a load."""
     jobs = {"without": Job(None, args), "with": Job(folder, args)}
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     for epoch in range(args.rounds + 2):
-        # Each goes first every other round: what comes second finds warmer caches.
+        # Each goes first every other round: the second one finds warmer caches.
         for name, job in list(jobs.items())[:: 1 if epoch % 2 else -1]:
             elapsed = bench_step.timed(job.replica, job.epoch, epoch)
             if epoch >= 2:  # the first two compile
@@ -84,14 +84,14 @@ def compare_replica(
 
 
 def fastest(replica: xla_replica.Replica, act: Callable[[], Any], times: int) -> float:
-    """Seconds of the fastest of so many, with nobody ahead of the others."""
+    """Returns the seconds of the fastest of ``times`` calls."""
     return min(
         bench_step.timed(replica, lambda _: act(), number) for number in range(times)
     )
 
 
 def compare(num_replicas: int, width: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Of a network of this width: the cost of a step, of a save and of a load."""
+    """Returns the cost of a step, a save and a load for a network of this width."""
     options = argparse.Namespace(**{**vars(args), "width": width})
     with tempfile.TemporaryDirectory() as folder:
         seconds, costs = xla_replica.launch(
@@ -110,7 +110,7 @@ def compare(num_replicas: int, width: int, args: argparse.Namespace) -> dict[str
 
 
 def state_cost(num_samples: int, num_steps: int) -> dict[str, float]:
-    """Microseconds to take a sampler's state and to check it, after the first time."""
+    """Returns the microseconds to take a sampler's state and to check it."""
     sampler = vbs.CustomSampler(
         dataset_size=num_samples,
         trace=np.resize([1024, 2048, 512], num_steps),

@@ -1,9 +1,9 @@
-"""What a balance step costs, beside grab-sampler's on the same gradients.
+"""Measures what a balance step costs, beside grab-sampler's on the same gradients.
 
 Both samplers get the same gradients, new ones in every epoch, and take turns; the first
 two epochs are not counted. A step is one batch. Its time includes waiting for the
-device and whatever is compiled; the number given is the mean over steps (on a CPU the
-median: a mean would be of what else the machine does), in microseconds per sample. The
+device and all compilations. The result is the mean over steps in microseconds per
+sample (on a CPU the median, since a mean would measure what else the machine does). The
 ratio says how many times faster grab_xla is. grab-sampler 0.1.3 is fetched from PyPI
 into a temporary folder.
 
@@ -40,7 +40,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         error = grab_sampler.install(Path(folder))
         if error is not None:
-            sys.exit(f"grab-sampler {grab_sampler.VERSION} cannot be had: {error}")
+            sys.exit(f"grab-sampler {grab_sampler.VERSION} is not available: {error}")
         (cells,) = xla_replica.launch(measure, (args, folder), 1, args.device)
     print_table(cells)
     if args.output is not None:
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def measure(rank: int, args: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
-    """Every cell of the table; runs where the replica's device is."""
+    """Returns every cell of the table, measured on this replica's device."""
     del rank
     cells = [
         {"type": balance_type, "d": d, "batch": batch}
@@ -72,7 +72,7 @@ def measure(rank: int, args: argparse.Namespace, folder: str) -> list[dict[str, 
 
 
 def measure_cell(package: Any, cell: dict[str, Any], epochs: int) -> dict[str, float]:
-    """Microseconds per sample of both, and their ratio."""
+    """Returns microseconds per sample of both samplers, and their ratio."""
     replica = xla_replica.current()
     batch, d = cell["batch"], cell["d"]
     n = STEPS * batch
@@ -106,7 +106,7 @@ def measure_cell(package: Any, cell: dict[str, Any], epochs: int) -> dict[str, f
 
 
 def print_table(cells: list[dict[str, Any]]) -> None:
-    """Microseconds per sample, one row for each cell."""
+    """Prints microseconds per sample, one row for each cell."""
     names = ("type", "d", "batch", "grab-sampler", "grab_xla", "ratio")
     print("{:>10} {:>8} {:>6} {:>13} {:>9} {:>6}".format(*names))
     for cell in cells:
@@ -124,10 +124,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--device", default="cpu", choices=xla_replica.DEVICES, help="where to balance"
     )
-    parser.add_argument("--types", nargs="+", default=["mean", "pair"])
+    parser.add_argument(
+        "--types", nargs="+", default=["mean", "pair"], help="balance types"
+    )
     parser.add_argument("--sizes", nargs="+", type=int, default=[10**4, 10**5, 10**6])
     parser.add_argument("--batches", nargs="+", type=int, default=[16, 64])
-    parser.add_argument("--epochs", type=int, default=5, help="that are counted")
+    parser.add_argument("--epochs", type=int, default=5, help="epochs that count")
     parser.add_argument("--output", type=Path, help="JSON to write")
     return parser.parse_args()
 

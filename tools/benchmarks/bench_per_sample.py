@@ -1,4 +1,4 @@
-"""Per-sample gradients: what each way costs, side by side, as ratios to training.
+"""Measures what ways to per-sample gradients cost, side by side, as ratios to training.
 
     python tools/benchmarks/bench_per_sample.py
     python tools/benchmarks/bench_per_sample.py --models cnn --output result.json
@@ -6,15 +6,16 @@
 A multilayer perceptron, a convolutional network and a small transformer; norms, Gram
 matrices and the gradients themselves; by a loop over samples, ``vmap(grad)``, Opacus
 (hooks, ghost norms), TorchJD's engine, and this package. Opacus and TorchJD are
-installed into a folder of their own.
+installed into a temporary folder.
 
 Every way of a model runs once in every round, in an order that changes from round to
 round, in one process on one thread. Its time in a round is divided by the ordinary
-training step's in the same round; the median of these ratios is reported, which a busy
-machine disturbs least. Times are processor times. Memory is the most that torch's
-allocator held during a step beyond what it held before, as the profiler counts it (not
-what a matrix library takes for itself), divided by that of training: forward pass,
-backward pass and the gradients. Where ways disagree about the answer, the tool fails.
+training step's in the same round; the median of these ratios is reported, because a
+busy machine disturbs it least. Times are processor times. Memory is the most that
+torch's allocator held during a step beyond what it held before, as the profiler counts
+it (without the memory that a matrix library takes for itself), divided by that of
+training: forward pass, backward pass and the gradients. The tool fails if two ways
+disagree about the answer.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # hides the profiler's remarks
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +54,7 @@ THEIRS = ("opacus==1.6.0", "torchjd==0.18.0", "opt_einsum==3.4.0")
 
 
 class Transformer(nn.Module):
-    """Embedding, one encoder layer with Linears of its own, head."""
+    """An embedding, one encoder layer made of Linears, and a head."""
 
     def __init__(self, width: int = 128, heads: int = 4) -> None:
         super().__init__()
@@ -128,7 +129,7 @@ def loop(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
     return lambda: torch.stack([norm(i) for i in range(len(x))])
 
 
-# The gradients are an answer of their own: nothing is made of them.
+# The gradients themselves are the answer: nothing is computed from them.
 def grads_loop(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
     def step() -> list[torch.Tensor]:
         rows = []
@@ -229,9 +230,9 @@ GOALS = {"norms: time": 1.5, "time to the fastest other": 1.05, "memory": 1.2}
 
 
 def peak_memory(step: Step) -> int:
-    """Bytes by which what torch's allocator held grew at most during a step.
+    """Returns the most bytes by which torch's allocator grew during a step.
 
-    From its least: a step may begin with throwing away the last one's gradients.
+    Counted from its minimum: a step may begin by freeing the last one's gradients.
     """
     gc.collect()
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -249,7 +250,7 @@ def peak_memory(step: Step) -> int:
 
 
 def check(steps: dict[tuple[str, str], Step]) -> None:
-    """Fails unless all ways give one answer."""
+    """Raises RuntimeError unless all ways give the same answer."""
     answers: dict[str, torch.Tensor] = {}
     for (quantity, way), step in steps.items():
         found = step()
@@ -261,7 +262,7 @@ def check(steps: dict[tuple[str, str], Step]) -> None:
 
 
 def measure(name: str, batch: int, rounds: int) -> dict[str, Any]:
-    """Ratios to training of every way, and milliseconds and MiB of training."""
+    """Returns every way's ratios to training, and milliseconds and MiB of training."""
     build, draw = MODELS[name]
     torch.manual_seed(0)
     origin = build()
@@ -324,7 +325,7 @@ def timed(step: Step) -> float:
 
 
 def judged(rows: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """What the goals are about, and whether they are met."""
+    """Returns the numbers that have goals, and whether those are met."""
     found: dict[str, Any] = {}
     for quantity in WAYS:
         own = rows[f"{quantity}: per_sample_grad"]
@@ -351,15 +352,17 @@ def judged(rows: dict[str, dict[str, float]]) -> dict[str, Any]:
 
 
 def install(folder: str) -> None:
-    """The others, beside the environment; without them nothing is measured."""
+    """Installs the other libraries, or exits: without them nothing is measured."""
     error = fetch(Path(folder), *THEIRS)
     if error is not None:
-        sys.exit(f"{', '.join(THEIRS)} cannot be had: {error}")
+        sys.exit(f"{', '.join(THEIRS)} are not available: {error}")
     sys.path.append(folder)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=40)

@@ -1,15 +1,15 @@
-"""What sparse training costs on a CPU, measured side by side on ResNet-50.
+"""Measures what sparse training costs on a CPU, side by side on ResNet-50.
 
 1. An ordinary step at 90 % sparsity over the same step dense: forward, backward, SGD
    with momentum. Goal: at most 1.03.
-2. A topology update against rigl-torch 0.5.2 on the same weights and gradients. It is
-   installed into a folder of its own, for this run. Goal: at least 3 times faster.
+2. A topology update against rigl-torch 0.5.2 on the same weights and gradients, which
+   is installed into a temporary folder. Goal: at least 3 times faster.
 
 Both are medians over rounds of the ratio within a round, in which the two kinds take
-turns: whatever else the machine does then meets both. A step's sparse part does not
-depend on the batch, so its share does: --batch-size and --image-side are recorded. Each
-part ends after --minutes, so the whole takes less than six; on a busy machine with
-fewer rounds.
+turns, so that other work of the machine affects both. The time of a step's sparse part
+does not depend on the batch, but its share does: --batch-size and --image-side are
+recorded. Each part ends after --minutes, so the whole takes less than six; on a busy
+machine it has fewer rounds.
 
     python tools/benchmarks/bench_rigl.py --output docs/benchmarks/bench_rigl.json
     python tools/benchmarks/bench_rigl.py --only-steps --rounds 20
@@ -56,7 +56,7 @@ def in_turns(
     what: str,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Seconds:
-    """Seconds of each function in each round; who goes first changes every round.
+    """Returns the seconds of each function in each round, taking turns to go first.
 
     Ends before ``rounds`` if one more would probably take longer than ``minutes`` in
     all; one round is always run.
@@ -72,7 +72,7 @@ def in_turns(
 
 
 def ratio_of(seconds: Seconds, numerator: str, denominator: str) -> dict[str, Any]:
-    """The median of the rounds' ratios, its quartiles, and median seconds."""
+    """Returns the median of the rounds' ratios, its quartiles, and median seconds."""
     ratios = [a / b for a, b in zip(seconds[numerator], seconds[denominator])]
     return {
         "ratio": statistics.median(ratios),
@@ -85,7 +85,7 @@ def ratio_of(seconds: Seconds, numerator: str, denominator: str) -> dict[str, An
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
-    """The first and the third; of one value, itself twice."""
+    """Returns the first and third quartile; for a single value, that value twice."""
     if len(values) == 1:
         return [values[0]] * 2
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")
@@ -101,7 +101,7 @@ def timed(function: Callable[[], Any]) -> float:
 def ordinary_steps(
     rounds: int, minutes: float, side: int, batch_size: int
 ) -> dict[str, Any]:
-    """Steps without a topology update, sparse over dense."""
+    """Returns the ratio of steps without a topology update, sparse over dense."""
     images, labels = torch.randn(batch_size, 3, side, side), torch.arange(batch_size)
     steps: dict[str, Callable[[], float]] = {}
     pruners = []
@@ -120,7 +120,7 @@ def ordinary_steps(
             if pruner is None or pruner():
                 optimizer.step()
 
-        step()  # momentum is made, memory is mapped
+        step()  # creates momentum and maps memory
         steps[kind] = lambda step=step: timed(step)
     seconds = in_turns(steps, rounds, minutes, "steps")
     assert all(pruner.rigl_steps == 0 for pruner in pruners)
@@ -129,7 +129,7 @@ def ordinary_steps(
 
 
 class Weights(nn.Module):
-    """ResNet-50's weights without its activations: their gradient is a constant."""
+    """ResNet-50's weights without its activations, with constant gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Weights(nn.Module):
 
 
 def topology_updates(theirs: Any, rounds: int, minutes: float) -> dict[str, Any]:
-    """The call that changes the topology, and an optimizer step between two of them."""
+    """Returns the ratio of calls that change the topology, theirs over ours."""
     makers = {"rigl-torch": theirs, "rigl_xla": RigLScheduler}
     torch.manual_seed(0)
     model = Weights()
@@ -176,12 +176,12 @@ def topology_updates(theirs: Any, rounds: int, minutes: float) -> dict[str, Any]
 
 @contextmanager
 def rigl_torch() -> Iterator[Any]:
-    """rigl-torch's scheduler, from a folder that is not of the environment."""
+    """Yields rigl-torch's scheduler, installed into a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         error = rigl_torch_reference.install(Path(folder))
         if error is not None:
             sys.exit(
-                f"rigl-torch cannot be installed; --only-steps does without: {error}"
+                f"rigl-torch cannot be installed; --only-steps needs none: {error}"
             )
         with rigl_torch_reference.imported(Path(folder)) as scheduler:
             yield scheduler

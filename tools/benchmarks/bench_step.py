@@ -1,4 +1,4 @@
-"""What an elastic step costs, measured side by side.
+"""Measures what an elastic step costs, side by side with other loops.
 
 1. An elastic step against a hand-written loop that accumulates, all-reduces and steps,
    on the same model and replicas, in alternating rounds of one run: a ratio.
@@ -36,7 +36,7 @@ LR = 0.05
 
 
 def make_model(side: int, width: int) -> nn.Module:
-    """The network of variable_train_mnist.py, ``width`` times as wide: 11 tensors."""
+    """Returns the network of variable_train_mnist.py, ``width`` times as wide."""
     layers: list[nn.Module] = []
     channels = 1
     for new, stride in ((16 * width, 1), (32 * width, 2), (64 * width, 2)):
@@ -50,7 +50,7 @@ def make_model(side: int, width: int) -> nn.Module:
 
 
 class Setup:
-    """One replica's model, data and inner optimizer; the same for both loops."""
+    """One replica's model, data and inner optimizer, equal for all loops."""
 
     def __init__(self, trace: list[int], num_steps: int, side: int, width: int) -> None:
         self.replica = xla_replica.current()
@@ -75,16 +75,19 @@ class Setup:
 
 
 def linear_epoch(setup: Setup) -> Callable[[int], None]:
+    """Returns a loop over an epoch with the linear rule."""
     return elastic_epoch(setup, vbs.LinearRuleOptimizer)
 
 
 def adascale_epoch(setup: Setup) -> Callable[[int], None]:
+    """Returns a loop over an epoch with AdaScale."""
     return elastic_epoch(setup, vbs.AdaScaleOptimizer)
 
 
 def elastic_epoch(
     setup: Setup, wrapper: type[vbs.ElasticOptimizer]
 ) -> Callable[[int], None]:
+    """Returns a loop over an epoch with an optimizer wrapper."""
     optimizer = wrapper(setup.inner, setup.sampler, ref_batchsize=128)
 
     def run(epoch: int) -> None:
@@ -98,7 +101,7 @@ def elastic_epoch(
 
 
 def hand_written_epoch(setup: Setup) -> Callable[[int], None]:
-    """What a careful user of torch_xla writes, without any of our checks."""
+    """Returns the loop that a careful user of torch_xla writes, without our checks."""
     replica, inner = setup.replica, setup.inner
     gradients = [torch.zeros_like(p) for p in setup.model.parameters()]
     for parameter, gradient in zip(setup.model.parameters(), gradients):
@@ -130,6 +133,7 @@ def hand_written_epoch(setup: Setup) -> Callable[[int], None]:
 def timed(
     replica: xla_replica.Replica, run: Callable[[int], None], epoch: int
 ) -> float:
+    """Returns the seconds of an epoch, with all replicas waiting at both ends."""
     replica.barrier()
     start = time.perf_counter()
     run(epoch)
@@ -153,14 +157,14 @@ def compare_replica(
     side: int,
     width: int,
 ) -> dict[str, list[float]]:
-    """Seconds per step of two loops, in alternating rounds."""
+    """Returns seconds per step of two loops, in alternating rounds."""
     loops = {}
     for name in names:
         setup = Setup(trace, num_steps, side, width)
         loops[name] = (setup, LOOPS[name](setup))
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     for epoch in range(rounds + 2):
-        # Each goes first every other round: what comes second finds warmer caches.
+        # Each goes first every other round: the second one finds warmer caches.
         order = list(loops.items())[:: 1 if epoch % 2 else -1]
         for name, (setup, run) in order:
             elapsed = timed(setup.replica, run, epoch)
@@ -172,7 +176,10 @@ def compare_replica(
 def count_replica(
     rank: int, num_sizes: int, num_steps: int, side: int, width: int
 ) -> tuple[int, float]:
-    """(compilations in all, seconds per step afterwards), mean batch size constant."""
+    """Returns all compilations, and seconds per step after them.
+
+    The mean batch size is the same for any number of sizes.
+    """
     replica = xla_replica.current()
     base = 2 * replica.num_replicas
     spread = np.linspace(-base + 1, base - 1, num_sizes).round().astype(int)
@@ -188,6 +195,7 @@ def count_replica(
 
 
 def schedule_of_a_long_trace(num_steps: int) -> dict[str, float]:
+    """Returns times and memory of the schedule of a trace with so many steps."""
     sizes = np.resize([1024, 2048, 4096, 512], num_steps)
     start = time.perf_counter()
     schedule = vbs.Schedule(vbs.Trace(sizes), 1_281_167, MINIBATCH)
@@ -212,7 +220,7 @@ def schedule_of_a_long_trace(num_steps: int) -> dict[str, float]:
 def compare(
     names: tuple[str, str], num_replicas: int, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """The median over rounds of the ratio of their times."""
+    """Returns the median over rounds of the ratio of the times of two loops."""
     trace = [2 * num_replicas * MINIBATCH]
     seconds = xla_replica.launch(
         compare_replica,
@@ -234,14 +242,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--device", choices=xla_replica.DEVICES, help="default: as launch"
+        "--device", choices=xla_replica.DEVICES, help="default: see xla_replica.launch"
     )
-    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--rounds", type=int, default=15, help="of each loop")
-    parser.add_argument("--steps", type=int, default=8, help="in a round")
-    parser.add_argument("--side", type=int, default=28, help="of an image, in pixels")
-    parser.add_argument("--width", type=int, default=1, help="of the network: times")
-    parser.add_argument("--trace-steps", type=int, default=10**7)
+    parser.add_argument(
+        "--replicas", type=int, nargs="+", default=[1, 8], help="default: 1 8"
+    )
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of each loop")
+    parser.add_argument("--steps", type=int, default=8, help="steps in a round")
+    parser.add_argument("--side", type=int, default=28, help="pixels of an image")
+    parser.add_argument("--width", type=int, default=1, help="times as wide a network")
+    parser.add_argument("--trace-steps", type=int, default=10**7, help="default: 10^7")
     parser.add_argument("--output", type=Path, help="JSON with results and versions")
     args = parser.parse_args()
     result: dict[str, Any] = {"image_side": args.side, "width": args.width}

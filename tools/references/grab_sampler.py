@@ -1,8 +1,8 @@
-"""grab-sampler 0.1.3 from PyPI, fetched by the test or benchmark that compares.
+"""grab-sampler 0.1.3 from PyPI, installed by the test or benchmark that compares.
 
 It cannot be a requirement: it declares torch_sparse, which has no wheels, imports
-torchopt without declaring it, and calls a constructor that newer torch no longer has.
-Nothing of these three is used by what is compared, so stand-ins take their places.
+torchopt without declaring it, and calls a constructor that newer torch does not have.
+The compared code uses none of these three, so stand-ins replace them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ STAND_INS = ("torch_sparse", "torchopt", "torchopt.typing", "absl", "overrides")
 
 
 def install(folder: Path) -> str | None:
-    """Fetches it into ``folder``; what went wrong, or None."""
+    """Installs it into ``folder``; returns an error's text, or None."""
     return fetch(folder, f"grab-sampler=={VERSION}")
 
 
 @contextlib.contextmanager
 def imported(folder: Path) -> Iterator[Any]:
-    """The package ``grabsampler`` that lies in ``folder``."""
+    """Yields the package ``grabsampler`` that `install` put into ``folder``."""
     stand_ins = {name: _stand_in(name) for name in STAND_INS}
     before = {name: sys.modules.get(name) for name in STAND_INS}
     sys.path.insert(0, str(folder))
@@ -65,5 +65,5 @@ def _stand_in(name: str) -> types.ModuleType:
 
 
 def _accept_a_data_source(self: object, data_source: object = None) -> None:
-    """What torch's Sampler did before 2.10."""
+    """Does what the constructor of torch's Sampler did before 2.10: nothing."""
     del self, data_source

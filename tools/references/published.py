@@ -1,4 +1,4 @@
-"""Published libraries beside the environment: for comparisons, not requirements."""
+"""Installing published libraries outside of the environment, to compare with them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 def fetch(folder: Path, *requirements: str) -> str | None:
-    """Fetches libraries with pip into a folder of their own; what went wrong, or None.
+    """Installs libraries into a folder with pip; returns an error's text, or None.
 
-    What they require is not fetched: it would shadow what the environment has.
+    Their requirements are not installed: they would shadow those of the environment.
 
     Args:
-        folder: To be put on ``sys.path`` by who imports them.
-        requirements: As for pip: 'name==version'.
+        folder: The folder, which the caller puts on ``sys.path``.
+        *requirements: As for pip: 'name==version'.
     """
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
     command += ["--disable-pip-version-check", "--target", str(folder), *requirements]

@@ -1,4 +1,4 @@
-"""ResNet-50 (He et al. 2016) as torchvision builds it, for where that is not installed.
+"""ResNet-50 (He et al. 2016) as torchvision builds it, for machines without it.
 
 Names and shapes of parameters are the same; strides are in the 3 by 3 convolutions.
 """
@@ -16,7 +16,7 @@ STAGES = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions beside a shortcut."""
+    """Three convolutions, and a shortcut around them."""
 
     def __init__(self, before: int, width: int, stride: int, first: bool) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet50(num_classes: int = 1000) -> nn.Sequential:
-    """Images ``(B, 3, side, side)`` to logits ``(B, num_classes)``."""
+    """Returns a network from images ``(B, 3, side, side)`` to ``(B, num_classes)``."""
     parts: OrderedDict[str, nn.Module] = OrderedDict(
         conv1=nn.Conv2d(3, 64, 7, 2, padding=3, bias=False),
         bn1=nn.BatchNorm2d(64),

@@ -1,8 +1,8 @@
-"""rigl-torch 0.5.2 from PyPI, fetched by the test or benchmark that compares.
+"""rigl-torch 0.5.2 from PyPI, installed by the test or benchmark that compares.
 
-Not a requirement: nothing but the comparison needs it, and it declares torchvision, to
-ask whether modules are torchvision's residual blocks. None that is compared is one, so
-a stand-in will do.
+It is not a requirement, because only the comparison needs it. It declares torchvision,
+to ask whether modules are torchvision's residual blocks; no compared module is one, so
+a stand-in is enough.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ VERSION = "0.5.2"
 
 
 def install(folder: Path) -> str | None:
-    """Fetches it into ``folder``; what went wrong, or None."""
+    """Installs it into ``folder``; returns an error's text, or None."""
     return fetch(folder, f"rigl-torch=={VERSION}")
 
 
 @contextlib.contextmanager
 def imported(folder: Path) -> Iterator[Any]:
-    """The class ``RigLScheduler`` of the package that lies in ``folder``."""
+    """Yields the class ``RigLScheduler`` of the package in ``folder``."""
     stands_in = importlib.util.find_spec("torchvision") is None
     if stands_in:
         sys.modules["torchvision"] = _torchvision()

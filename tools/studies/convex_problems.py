@@ -1,10 +1,10 @@
 """Convex problems of scikit-learn's data sets, with gradients of single samples.
 
-Generalised linear models: the loss of a sample depends on its scores W x, and what the
-loss says about the scores is (prediction - target), so that a sample's gradient is an
-outer product. All in float64.
+They are generalised linear models: the loss of a sample depends on its scores W x, and
+its derivative by the scores is (prediction - target), so that a sample's gradient is an
+outer product. Everything is in float64.
 
-    n samples, B of a batch, C scores per sample, D features, the constant 1 included
+    n: samples; B: samples of a batch; C: scores per sample; D: features, with the 1
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Problem:
     """F(W) = mean over samples of loss(W x, y) + regularisation / 2 ||W||^2.
 
     Attributes:
-        features: ``(n, D)``: of the data set, and a column of ones.
+        features: ``(n, D)``: those of the data set, and a column of ones.
         targets: ``(n, C)``: one-hot classes, or a standardised number.
-        regularisation: Above zero, so that F has one minimum. It counts for the
-            constant's weights, too.
-        classify: Whether the loss is cross entropy; else half the squared error.
+        regularisation: A number above zero, so that F has one minimum. It includes
+            the weights of the column of ones.
+        classify: Whether the loss is cross entropy; otherwise half the squared error.
     """
 
     features: Tensor
@@ -36,11 +36,11 @@ class Problem:
     classify: bool
 
     def initial(self) -> Tensor:
-        """``(C, D)``: zeros."""
+        """Returns the initial weights: zeros ``(C, D)``."""
         return self.features.new_zeros(self.targets.shape[1], self.features.shape[1])
 
     def value(self, weights: Tensor) -> Tensor:
-        """F, a 0-d tensor."""
+        """Returns F, a 0-d tensor."""
         scores = self.features @ weights.T
         if self.classify:
             losses = scores.logsumexp(1) - (scores * self.targets).sum(1)
@@ -49,7 +49,7 @@ class Problem:
         return losses.mean() + self.regularisation / 2 * weights.square().sum()
 
     def gradients(self, weights: Tensor, batch: Tensor) -> Tensor:
-        """``(B, C, D)``: of each sample's loss and the regularisation.
+        """Returns gradients of each sample's loss with regularisation, ``(B, C, D)``.
 
         Args:
             weights: ``(C, D)``.
@@ -63,13 +63,13 @@ class Problem:
         return outer + self.regularisation * weights
 
     def minimum(self, tolerance: float = 1e-13) -> float:
-        """F at its minimum, by Newton's method with halved steps.
+        """Returns F at its minimum, by Newton's method with halved steps.
 
         Args:
-            tolerance: Of what F may still lose, by the quadratic model.
+            tolerance: What F may still lose, by the quadratic model.
 
         Raises:
-            RuntimeError: Not reached within a hundred steps.
+            RuntimeError: The minimum is not reached within a hundred steps.
         """
         weights = self.initial()
         everything = torch.arange(len(self.features))
@@ -88,7 +88,8 @@ class Problem:
                 size /= 2
             weights = weights + size * direction
         raise RuntimeError(
-            f"F could still lose {decrease / 2:.1e}, not {tolerance:.0e}."
+            f"after 100 steps F could still lose {decrease / 2:.1e}, more than "
+            f"tolerance={tolerance:.0e}"
         )
 
 
@@ -99,13 +100,13 @@ def make_problem(
     unit: float | None,
     multiple: int,
 ) -> Problem:
-    """The data set's first samples, as many as are a multiple of ``multiple``.
+    """Returns a problem with a data set's first samples, a multiple of ``multiple``.
 
     Args:
-        load: Of scikit-learn.
+        load: A function of scikit-learn.
         regularisation, classify: See `Problem`.
         unit: What all features are divided by. None standardises each of them.
-        multiple: Of samples.
+        multiple: What divides the number of samples.
     """
     inputs, outputs = load(return_X_y=True)
     length = len(inputs) - len(inputs) % multiple
@@ -121,15 +122,16 @@ def make_problem(
 
 
 def standardised(columns: Tensor) -> Tensor:
-    """Mean 0 and variance 1; zeros where a column never changes."""
+    """Returns columns of mean 0 and variance 1, or zeros where one never changes."""
     centred = columns - columns.mean(0)
     spread = centred.square().mean(0).sqrt()
     return centred / torch.where(spread > 1e-12, spread, 1.0)
 
 
-# Name: what `make_problem` takes, but for the multiple. Pixels have a unit in common:
-# standardised, those at the edge of the image, which hardly ever are inked, reach 42
-# standard deviations; a few samples then outweigh the others, and orders matter less.
+# The arguments of `make_problem` but for the last, by name. All pixels have one unit.
+# If each is standardised instead, those at the edge of the image, which are hardly ever
+# inked, reach 42 standard deviations; a few samples then outweigh the others, and
+# orders matter less.
 PROBLEMS = {
     "breast_cancer": (datasets.load_breast_cancer, 1e-2, True, None),
     "diabetes": (datasets.load_diabetes, 1e-2, False, None),

@@ -1,9 +1,10 @@
-"""What an order of the samples is worth: distance from the minimum, by epoch and order.
+"""Measures what an order of the samples gains: distance from the minimum, by epoch.
 
-SGD with a constant step size, the same for all orders, on regularised convex problems
-(logistic regression on breast_cancer, least squares on diabetes, softmax regression on
-digits, all of scikit-learn). F - F* does not reach zero: it settles where steps in the
-wrong order keep it. That level is what is compared, averaged over the last ten epochs:
+SGD runs with a constant step size, the same for all orders, on regularised convex
+problems (logistic regression on breast_cancer, least squares on diabetes, softmax
+regression on digits, all of scikit-learn). F - F* does not reach zero: it settles at a
+level that depends on the order. The levels are compared, averaged over the last ten
+epochs:
 
     rr    a new random order in every epoch     so    one random order, kept
     mean  GraB, around the last epoch's mean    pair  GraB, of differences of pairs
@@ -29,7 +30,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 import grab_xla
-from tools.record import save
+from tools.record import picture, save
 from tools.studies.convex_problems import PROBLEMS, Problem, make_problem
 
 ORDERS = ("rr", "so", "mean", "pair")
@@ -38,7 +39,7 @@ LAST_EPOCHS = 10
 
 
 class Setting(NamedTuple):
-    """Step size and epochs, the same for all orders."""
+    """The step size and number of epochs, equal for all orders."""
 
     step_size: float
     epochs: int
@@ -67,7 +68,7 @@ def train(
     seed: int,
     bar: tqdm,
 ) -> list[float]:
-    """F before the first epoch and after each."""
+    """Returns F before the first epoch and after each epoch."""
     weights = problem.initial()
     sampler = grab_xla.GraBSampler(
         problem.features,
@@ -88,7 +89,7 @@ def train(
 
 
 def study(names: list[str], batch_size: int, seeds: list[int]) -> Curves:
-    """Trains every problem in every order with every seed."""
+    """Trains every problem in every order with every seed; returns the distances."""
     curves: Curves = {}
     settings = {name: SETTINGS[name, batch_size] for name in names}
     epochs = sum(setting.epochs for setting in settings.values())
@@ -108,14 +109,14 @@ def study(names: list[str], batch_size: int, seeds: list[int]) -> Curves:
 
 
 def settled(curves: dict[str, np.ndarray]) -> dict[str, float]:
-    """F - F* by order: the mean over seeds and the last epochs."""
+    """Returns F - F* by order: the mean over seeds and the last epochs."""
     return {
         order: float(rows[:, -LAST_EPOCHS:].mean()) for order, rows in curves.items()
     }
 
 
 def ratios(curves: dict[str, np.ndarray]) -> dict[str, float]:
-    """How many times further from the minimum random reshuffling settles."""
+    """Returns how many times further from the minimum random reshuffling settles."""
     level = settled(curves)
     return {order: level["rr"] / level[order] for order in ("mean", "pair")}
 
@@ -131,35 +132,23 @@ def print_table(curves: Curves) -> None:
 
 
 def plot(curves: Curves, batch_size: int, path: Path) -> None:
-    """Writes a PNG: one panel per problem, the mean over seeds and their range."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(
-        1, len(curves), figsize=(4.5 * len(curves), 4), layout="constrained",
-        squeeze=False,
-    )  # fmt: skip
-    for axis, (name, by_order) in zip(axes[0], curves.items()):
-        for order, rows in by_order.items():
-            epochs = np.arange(rows.shape[1])
-            axis.semilogy(epochs, rows.mean(0), label=order, linewidth=1.2)
-            axis.fill_between(epochs, rows.min(0), rows.max(0), alpha=0.15)
-        step_size = SETTINGS[name, batch_size].step_size
-        axis.set_title(f"{name}, batch {batch_size}, step size {step_size}")
-        axis.set_xlabel("epoch")
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("F - F*")
-    axes[0][0].legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    print(f"drawn to {path}")
+    """Draws one panel per problem: the mean over seeds and their range."""
+    with picture(path, len(curves), figsize=(4.5 * len(curves), 4)) as axes:
+        for axis, (name, by_order) in zip(axes, curves.items()):
+            for order, rows in by_order.items():
+                epochs = np.arange(rows.shape[1])
+                axis.semilogy(epochs, rows.mean(0), label=order, linewidth=1.2)
+                axis.fill_between(epochs, rows.min(0), rows.max(0), alpha=0.15)
+            step_size = SETTINGS[name, batch_size].step_size
+            axis.set_title(f"{name}, batch {batch_size}, step size {step_size}")
+            axis.set_xlabel("epoch")
+            axis.grid(alpha=0.3)
+        axes[0].set_ylabel("F - F*")
+        axes[0].legend()
 
 
 def record(curves: Curves, args: argparse.Namespace) -> dict[str, Any]:
-    """For the JSON."""
+    """Returns what the JSON file contains."""
     return {
         "batch_size": args.batch_size,
         "seeds": args.seeds,
@@ -199,7 +188,7 @@ def arguments() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--quick", action="store_true",
-        help="diabetes and one seed, whatever else is asked for",
+        help="diabetes and one seed, whatever the other options say",
     )  # fmt: skip
     parser.add_argument("--image", type=Path, help="PNG to draw")
     parser.add_argument("--output", type=Path, help="JSON with results and versions")

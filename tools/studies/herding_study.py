@@ -1,11 +1,10 @@
-"""How herding grows with the number of vectors, for each way to order them.
+"""Measures how herding grows with the number of vectors, for each way to order them.
 
-Fixed vectors, uniform in [0, 1]^d, are shown to a `GraBSampler` for some epochs as if
+Fixed vectors, uniform in [0, 1]^d, are given to a `GraBSampler` for some epochs as if
 they were gradients that do not change. Herding is the largest norm, here the infinity
-norm, of the prefix sums of the centred vectors in the order that comes out. On a
-log-log plot against their number n, random orders (rr) have a slope of about 0.5:
-herding grows like the square root of n. Balanced orders (mean, pair, ...) are nearly
-flat: below 0.15.
+norm, of the prefix sums of the centred vectors in the resulting order. On a log-log
+plot against their number n, random orders (rr) have a slope of about 0.5: herding grows
+like the square root of n. For balanced orders (mean, pair, ...) it is below 0.15.
 
 Takes a few minutes; seconds with --quick:
 
@@ -27,7 +26,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 import grab_xla
-from tools.record import save
+from tools.record import picture, save
 
 TYPES = ("rr", "mean", "pair", "recursive", "recursive-pair")
 # Herding of every seed and epoch, by type and number of vectors: (seeds, epochs + 1).
@@ -37,14 +36,14 @@ Measured = dict[str, dict[int, np.ndarray]]
 def herdings(
     balance_type: str, vectors: torch.Tensor, epochs: int, batch_size: int, seed: int
 ) -> list[float]:
-    """Of the first order, and of the one that each epoch leads to.
+    """Returns the herding of the first order, and of the order after each epoch.
 
     Args:
         balance_type: As `grab_xla.GraBSampler` takes it.
         vectors: ``(n, d)``.
-        epochs: How often all vectors are seen.
+        epochs: How often all vectors are given.
         batch_size: Vectors per call of ``step``.
-        seed: Of the first order.
+        seed: The seed of the first order.
     """
     sampler = grab_xla.GraBSampler(
         range(len(vectors)),
@@ -65,7 +64,7 @@ def herdings(
 
 
 def measure(args: argparse.Namespace) -> Measured:
-    """All types on the same vectors."""
+    """Returns the herdings of all types on the same vectors."""
     measured: Measured = {balance_type: {} for balance_type in args.types}
     work = [(t, n, seed) for n in args.sizes for t in args.types for seed in args.seeds]
     bar = tqdm(total=sum(n for _, n, _ in work) * args.epochs, unit="vector")
@@ -82,42 +81,35 @@ def measure(args: argparse.Namespace) -> Measured:
 
 
 def at_the_end(by_size: dict[int, np.ndarray]) -> np.ndarray:
-    """The mean over seeds for each number of vectors, after the last epoch."""
+    """Returns the mean over seeds for each number of vectors, after the last epoch."""
     return np.array([rows[:, -1].mean() for rows in by_size.values()])
 
 
 def slope(by_size: dict[int, np.ndarray]) -> float:
-    """Least squares, of log herding against log n."""
+    """Returns the slope of log herding against log n, by least squares."""
     sizes = np.array(list(by_size))
     return float(np.polyfit(np.log(sizes), np.log(at_the_end(by_size)), 1)[0])
 
 
 def plot(measured: Measured, path: Path) -> None:
-    """Writes a PNG: herding against n, and against epochs for the largest n."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
-    for balance_type, by_size in measured.items():
-        label = f"{balance_type} (slope {slope(by_size):.2f})"
-        left.loglog(list(by_size), at_the_end(by_size), "o-", label=label, markersize=4)
-        largest = by_size[max(by_size)].mean(0)
-        right.semilogy(largest, "o-", label=balance_type, markersize=3)
-    num_epochs = len(largest) - 1
-    left.set_xlabel("number of vectors n")
-    left.set_ylabel("herding (infinity norm)")
-    left.set_title(f"after {num_epochs} epochs")
-    left.legend()
-    right.set_xlabel("epochs seen")
-    right.set_title(f"n = {max(by_size)}")
-    for axis in (left, right):
-        axis.grid(alpha=0.3, which="both")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    print(f"drawn to {path}")
+    """Draws herding against n, and against epochs for the largest n."""
+    with picture(path, 2, figsize=(10, 4.2)) as (left, right):
+        for balance_type, by_size in measured.items():
+            label = f"{balance_type} (slope {slope(by_size):.2f})"
+            left.loglog(
+                list(by_size), at_the_end(by_size), "o-", label=label, markersize=4
+            )
+            largest = by_size[max(by_size)].mean(0)
+            right.semilogy(largest, "o-", label=balance_type, markersize=3)
+        num_epochs = len(largest) - 1
+        left.set_xlabel("number of vectors n")
+        left.set_ylabel("herding (infinity norm)")
+        left.set_title(f"after {num_epochs} epochs")
+        left.legend()
+        right.set_xlabel("epochs seen")
+        right.set_title(f"n = {max(by_size)}")
+        for axis in (left, right):
+            axis.grid(alpha=0.3, which="both")
 
 
 def print_table(measured: Measured) -> None:
@@ -152,7 +144,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--quick", action="store_true",
-        help="rr, mean and pair on up to 2048 vectors, whatever else is asked for",
+        help="rr, mean and pair on up to 2048 vectors, whatever the other options say",
     )  # fmt: skip
     parser.add_argument("--image", type=Path, help="PNG to draw")
     parser.add_argument("--output", type=Path, help="JSON with results and versions")

@@ -1,9 +1,9 @@
-"""What moving connections is worth: RigL, SET and a fixed topology on real digits.
+"""Measures what moving connections gains: RigL, SET and a fixed topology on digits.
 
-An MLP 64-300-100-10 with ERK sparsities is trained on the 1797 digits that ship inside
+An MLP 64-300-100-10 with ERK sparsities is trained on the 1797 digits that come with
 scikit-learn, 1500 steps of 64 samples, from five seeds. All methods of a seed begin
 with the same weights and the same connections, and see the same samples; 'dense' is the
-same network without a mask. Accuracy is of 360 digits that were not trained on.
+same network without a mask. Accuracy is measured on 360 digits that are not trained on.
 
 Takes about five minutes; half a minute with --quick:
 
@@ -29,7 +29,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 from rigl_xla import RigLScheduler
-from tools.record import save
+from tools.record import picture, save
 
 METHODS = ("dense", "static", "set", "rigl")
 STEPS, BATCH_SIZE, DELTA = 1500, 64, 50
@@ -48,7 +48,7 @@ class Digits(NamedTuple):
 
 @functools.cache
 def digits() -> Digits:
-    """1437 and 360 of scikit-learn's digits, each class as often as in the whole."""
+    """Returns 1437 and 360 of scikit-learn's digits, stratified by class."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -68,13 +68,13 @@ def accuracies(
     steps: int = STEPS,
     every: int | None = None,
 ) -> list[float]:
-    """Of one run, in per cent of the test digits, after every ``every`` steps.
+    """Trains once; returns test accuracies in per cent, after every ``every`` steps.
 
     Args:
         method: One of `METHODS`.
         sparsity: Share of inactive weights, of all three layers together.
-        seed: Of weights, connections and samples.
-        steps: Of the whole run; the topology stays after three quarters of them.
+        seed: The seed of weights, connections and samples.
+        steps: The length of the run; the topology is fixed after three quarters of it.
         every: Steps from one evaluation to the next; default: one, at the end.
     """
     data, draw = digits(), torch.Generator().manual_seed(seed)
@@ -118,7 +118,7 @@ def accuracies(
 
 
 def measure(args: argparse.Namespace) -> Measured:
-    """All sparsities, methods and seeds; 'dense' once a seed."""
+    """Trains with all sparsities, methods and seeds, and 'dense' once for each seed."""
     measured: Measured = {sparsity: {} for sparsity in args.sparsities}
     run = functools.cache(accuracies)
     work = [(s, m) for s in args.sparsities for m in args.methods]
@@ -135,7 +135,7 @@ def measure(args: argparse.Namespace) -> Measured:
 
 
 def margin(measured: dict[str, np.ndarray]) -> float:
-    """Points by which RigL ends above a fixed topology, means over seeds."""
+    """Returns the mean of the points by which RigL ends above a fixed topology."""
     return float((measured["rigl"][:, -1] - measured["static"][:, -1]).mean())
 
 
@@ -151,32 +151,21 @@ def print_table(measured: Measured) -> None:
 
 
 def plot(measured: Measured, every: int, path: Path) -> None:
-    """Writes a PNG: accuracy against steps; bands reach from seed to seed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(
-        1, len(measured), figsize=(5 * len(measured), 4.8), layout="constrained",
-        sharey=True, squeeze=False,
-    )  # fmt: skip
-    for axis, (sparsity, by_method) in zip(axes[0], measured.items()):
-        for method, curves in by_method.items():
-            steps = every * np.arange(1, curves.shape[1] + 1)
-            label = f"{method} ({curves[:, -1].mean():.1f} %)"
-            axis.plot(steps, curves.mean(0), linewidth=1.4, label=label)
-            axis.fill_between(steps, curves.min(0), curves.max(0), alpha=0.2)
-        axis.axvline(0.75 * steps[-1], color="gray", linewidth=0.8, linestyle=":")
-        axis.set_title(f"{sparsity:.0%} sparse")
-        axis.set_xlabel("steps (dotted: the topology stays from here)")
-        axis.grid(alpha=0.3)
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
-    axes[0][0].set_ylabel("test accuracy (%)")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    print(f"drawn to {path}")
+    """Draws accuracy against steps; bands span the seeds."""
+    size = (5 * len(measured), 4.8)
+    with picture(path, len(measured), figsize=size, sharey=True) as axes:
+        for axis, (sparsity, by_method) in zip(axes, measured.items()):
+            for method, curves in by_method.items():
+                steps = every * np.arange(1, curves.shape[1] + 1)
+                label = f"{method} ({curves[:, -1].mean():.1f} %)"
+                axis.plot(steps, curves.mean(0), linewidth=1.4, label=label)
+                axis.fill_between(steps, curves.min(0), curves.max(0), alpha=0.2)
+            axis.axvline(0.75 * steps[-1], color="gray", linewidth=0.8, linestyle=":")
+            axis.set_title(f"{sparsity:.0%} sparse")
+            axis.set_xlabel("steps (dotted: the topology is fixed from here)")
+            axis.grid(alpha=0.3)
+            axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
+        axes[0].set_ylabel("test accuracy (%)")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
