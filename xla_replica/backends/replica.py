@@ -31,6 +31,9 @@ _FIRST_BYTES = 1024
 class Replica(abc.ABC):
     """One data-parallel copy of a training job.
 
+    A backend must define `all_gather`. The other collectives have definitions in terms
+    of it, which are correct but send more than they must.
+
     Attributes:
         rank: This replica's number, ``0 <= rank < num_replicas``.
         num_replicas: How many replicas sum their gradients together.
@@ -72,6 +75,9 @@ class Replica(abc.ABC):
         return traits(self.device).is_host
 
     @abc.abstractmethod
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns ``(num_replicas, *tensor.shape)``: every replica's tensor."""
+
     def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replaces each tensor by its sum over all replicas, in place.
 
@@ -79,12 +85,10 @@ class Replica(abc.ABC):
         order. Any float or integer dtype is allowed. On a lazy backend the sum runs at
         the next `sync`.
         """
+        with torch.no_grad():
+            for tensor in tensors:
+                tensor.copy_(self.all_gather(tensor).sum(0))
 
-    @abc.abstractmethod
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns ``(num_replicas, *tensor.shape)``: every replica's tensor."""
-
-    @abc.abstractmethod
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sends a part of the tensor to every replica and returns those received.
 
@@ -94,14 +98,20 @@ class Replica(abc.ABC):
         Returns:
             The same shape; ``[r]`` is what replica r sent to this one.
         """
+        check_parts(tensor, self.num_replicas)
+        return self.all_gather(tensor)[:, self.rank]
 
-    @abc.abstractmethod
     def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Replaces each tensor by that of replica ``source``, in place."""
+        check_source(source, self.num_replicas)
+        with torch.no_grad():
+            for tensor in tensors:
+                tensor.copy_(self.all_gather(tensor)[source])
 
-    @abc.abstractmethod
     def barrier(self) -> None:
         """Returns once every replica has called it and its device is idle."""
+        self.fetch([self.all_gather(self.scalar(1.0))])
+        self.wait()
 
     def sync(self) -> None:  # noqa: B027 (nothing to do is right where nothing is lazy)
         """Cuts the pending lazy graph here and starts it; elsewhere does nothing."""
@@ -262,10 +272,6 @@ class LocalReplica(Replica):
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().clone().unsqueeze(0)
-
-    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
-        check_parts(tensor, self.num_replicas)
-        return tensor.detach().clone()
 
     def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         del tensors

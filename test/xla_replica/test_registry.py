@@ -1,0 +1,121 @@
+"""Backends from outside the package: `current` finds them and `launch` starts them."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import xla_replica
+from xla_replica import ReplicaError
+
+here = threading.local()
+
+
+class ThreadReplica(xla_replica.Replica):
+    """A replica in a thread; it defines nothing but what it must."""
+
+    def __init__(self, rank: int, board: list, meeting: threading.Barrier) -> None:
+        super().__init__(rank, len(board), torch.device("cpu"), "a thread of a test")
+        self.board = board
+        self.meeting = meeting
+
+    def all_gather(self, tensor):
+        self.board[self.rank] = tensor.detach().clone()
+        self.meeting.wait()
+        gathered = torch.stack(self.board)
+        self.meeting.wait()
+        return gathered
+
+
+def launch_threads(job: xla_replica.Job) -> list[object]:
+    n = job.num_replicas or 2
+    board, meeting = [None] * n, threading.Barrier(n, timeout=job.timeout)
+
+    def run(rank: int) -> object:
+        here.replica = ThreadReplica(rank, board, meeting)
+        return job.fn(rank, *job.args)
+
+    with ThreadPoolExecutor(n) as pool:
+        return list(pool.map(run, range(n)))
+
+
+@pytest.fixture
+def threads():
+    before = dict(xla_replica.DEVICES)
+    xla_replica.register_backend(
+        "threads",
+        find=lambda: "a thread of a test" if hasattr(here, "replica") else None,
+        replica=lambda reason: here.replica,
+        launch=launch_threads,
+    )
+    yield
+    xla_replica.DEVICES.clear()
+    xla_replica.DEVICES.update(before)
+
+
+def every_collective(rank: int, offset: int) -> dict[str, object]:
+    replica = xla_replica.current()
+    sums = [torch.full((2,), float(rank)), torch.tensor(offset + rank)]
+    replica.all_reduce_(sums)
+    sent = [torch.tensor([rank, offset])]
+    replica.broadcast_(sent, source=2)
+    replica.barrier()
+    return {
+        "sums": [tensor.tolist() for tensor in sums],
+        "sent": sent[0].tolist(),
+        "received": replica.all_to_all(10 * torch.arange(3) + rank).tolist(),
+        "objects": replica.all_gather_object({"rank": rank}),
+        "text": str(replica),
+    }
+
+
+def test_all_verbs_follow_from_all_gather(threads):
+    results = xla_replica.launch(every_collective, (5,), 3, "threads")
+    for rank, result in enumerate(results):
+        assert result == {
+            "sums": [[3.0, 3.0], 18],
+            "sent": [2, 5],
+            "received": [10 * rank, 10 * rank + 1, 10 * rank + 2],
+            "objects": [{"rank": r} for r in range(3)],
+            "text": f"replica {rank} of 3 on cpu (a thread of a test)",
+        }
+
+
+def disagrees(rank: int) -> None:
+    xla_replica.current().check_agreement("the seed", rank, "Pass the same seed.")
+
+
+def test_replicas_of_another_backend_can_disagree(threads):
+    with pytest.raises(ReplicaError, match="disagree about the seed: replica 0 has 0"):
+        xla_replica.launch(disagrees, num_replicas=2, device="threads")
+
+
+def test_a_backend_from_outside_is_used_only_if_it_is_asked_for(threads):
+    assert "threads" in xla_replica.DEVICES
+    [place] = xla_replica.launch(lambda rank: str(xla_replica.current()), device="cpu")
+    assert "launched alone" in place
+    assert xla_replica.default_num_replicas("threads", on_cpu=7) == 7
+
+
+def test_a_backend_without_launch_is_found_but_cannot_be_launched(threads):
+    class Found(xla_replica.LocalReplica):
+        pass
+
+    xla_replica.register_backend("found", lambda: "a test", lambda r: Found("cpu", r))
+    replica = xla_replica.current()
+    assert (type(replica), replica.reason) == (Found, "a test")
+    with pytest.raises(ValueError, match=r"device must be one of .* got 'found'"):
+        xla_replica.launch(every_collective, device="found")
+
+
+def test_a_kind_of_device_has_the_traits_that_were_registered(monkeypatch):
+    monkeypatch.setattr("xla_replica.device.device_traits._TRAITS", {})
+    meta = torch.ones(1, device="meta")
+    assert xla_replica.traits(meta) == xla_replica.DeviceTraits()
+    xla_replica.register_device("meta", xla_replica.DeviceTraits(is_lazy=True))
+    assert xla_replica.traits(meta).is_lazy
+    assert xla_replica.traits(meta.device).is_lazy
+    assert xla_replica.LocalReplica("meta").is_lazy
