@@ -1,6 +1,7 @@
-"""Models for small images whose samples do not meet: no BatchNorm, no Dropout.
+"""Models for small images without BatchNorm and Dropout.
 
-Images come as uint8, whatever their size and number of channels.
+Every sample is computed independently of the others, so that it has a gradient of its
+own. Images are uint8, of any size and number of channels.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ MODELS = ("logistic", "lenet", "resnet18")
 
 
 class EightBitImages(nn.Module):
-    """Gray values from 0 to 255 become numbers from -0.5 to 0.5."""
+    """Maps gray values from 0 to 255 to numbers from -0.5 to 0.5."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return images.float() / 255 - 0.5
@@ -24,14 +25,14 @@ class EightBitImages(nn.Module):
 def image_model(
     name: str, channels: int, side: int, num_classes: int = 10, width: int = 64
 ) -> nn.Sequential:
-    """The model of that name.
+    """Returns the model of that name.
 
     Args:
         name: One of `MODELS`.
-        channels: Of an image.
-        side: Pixels of an image, both ways.
-        num_classes: Logits.
-        width: Channels of the ResNet's first stage, a multiple of 8.
+        channels: The number of channels of an image.
+        side: The width and height of an image in pixels.
+        num_classes: The number of logits.
+        width: The number of channels of the ResNet's first stage, a multiple of 8.
     """
     if name == "logistic":
         layers = [nn.Flatten(), nn.Linear(channels * side**2, num_classes)]
@@ -40,14 +41,15 @@ def image_model(
     elif name == "resnet18":
         layers = _resnet18(channels, num_classes, width)
     else:
-        raise ValueError(f"model {name!r} is unknown; allowed are {', '.join(MODELS)}")
+        raise ValueError(f"name must be one of {', '.join(MODELS)}, got {name!r}")
     return nn.Sequential(EightBitImages(), *layers)
 
 
 def _lenet(channels: int, side: int, num_classes: int) -> list[nn.Module]:
-    """LeCun et al. 1998, with ReLU and one size of hidden layers for every image size.
+    """Returns the layers of LeCun et al. 1998, with ReLU.
 
-    Its averages are kept: torch.func cannot take derivatives of max_pool2d on XLA.
+    Hidden layers have the same size for every image size. Pooling averages, as in the
+    paper: torch.func cannot take derivatives of max_pool2d on XLA.
     """
     return [
         nn.Conv2d(channels, 6, 5, padding=2),
@@ -66,7 +68,10 @@ def _lenet(channels: int, side: int, num_classes: int) -> list[nn.Module]:
 
 
 def _resnet18(channels: int, num_classes: int, width: int) -> list[nn.Module]:
-    """He et al. 2016, with the stem for small images and GroupNorm (Wu and He 2018)."""
+    """Returns the layers of He et al. 2016 for small images, with GroupNorm.
+
+    GroupNorm (Wu and He 2018) takes the place of BatchNorm.
+    """
     layers: list[nn.Module] = [
         nn.Conv2d(channels, width, 3, padding=1, bias=False),
         _norm(width),
@@ -86,13 +91,13 @@ def _resnet18(channels: int, num_classes: int, width: int) -> list[nn.Module]:
 
 
 def _norm(channels: int) -> nn.GroupNorm:
-    # At least eight channels to a group: the last stage of a small image is one pixel,
+    # A group has at least eight channels: the last stage of a small image is one pixel,
     # and float32 hardly determines the gradients of a norm over few numbers.
     return nn.GroupNorm(math.gcd(32, channels // 8), channels)
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions beside a shortcut."""
+    """Two convolutions, and a shortcut around them."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Command line options about where a script runs, and checks that scripts share."""
+"""Command line options that say where a script runs, and checks of options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import xla_replica
 
 
 def add_replicas(group: argparse._ArgumentGroup) -> None:
-    """Adds how many replicas there are, and what they run on."""
+    """Adds --num-replicas and --device."""
     group.add_argument(
         "--num-replicas",
         type=int,
@@ -25,7 +25,7 @@ def add_replicas(group: argparse._ArgumentGroup) -> None:
 def check_at_least_one(
     parser: argparse.ArgumentParser, args: argparse.Namespace, names: Iterable[str]
 ) -> None:
-    """Numbers below one end the script; those that were not given may be None."""
+    """Ends the script with an error if a number is below one; None is allowed."""
     for name in names:
         value = getattr(args, name)
         if value is not None and value < 1:

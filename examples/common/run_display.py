@@ -1,29 +1,34 @@
-"""What can be seen of a run while it lasts: a progress bar and TensorBoard scalars."""
+"""Showing a run while it lasts: a progress bar and TensorBoard scalars."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
-from examples.ordering.order_report import Row
 from xla_replica import Replica
 
-# Columns of a row that are no measurement.
+# Columns of a row that are not measurements.
 KEYS = ("order", "seed", "epoch")
 
 
 class Display:
-    """Shows a run on the master; other replicas show nothing.
+    """Shows a run on the primary replica; the others show nothing.
 
     Args:
-        name: Of the run.
-        args: With ``logdir`` and ``progress``.
-        num_steps: Updates of the whole run.
-        done: Updates that a checkpoint already holds.
-        replica: Whose display it is.
+        name: The name of the run.
+        args: Options with ``logdir`` and ``progress``.
+        num_steps: The number of updates of the whole run.
+        done: The number of updates that a checkpoint already holds.
+        replica: The replica that this display belongs to.
+
+    Attributes:
+        writer: The TensorBoard writer, for what else is logged; None unless the replica
+            is the primary one.
     """
 
     def __init__(
@@ -35,7 +40,6 @@ class Display:
         replica: Replica,
     ) -> None:
         self._name = name
-        # TensorBoard's, for what else there is to log; None but on the master.
         self.writer = (
             SummaryWriter(str(Path(args.logdir, name))) if replica.is_primary else None
         )
@@ -49,23 +53,23 @@ class Display:
         self._shown: dict[str, str] = {}
 
     def steps(self, num_steps: int, loss: float, **more: float) -> None:
-        """After ``num_steps`` updates, with the mean loss of the last ones."""
+        """Shows the mean loss of the latest updates, after ``num_steps`` in all."""
         self._bar.update(num_steps - self._bar.n)
         self._show(loss=f"{loss:.4f}")
         if self.writer:
             for name, value in {"train_loss": loss, **more}.items():
                 self.writer.add_scalar(f"step/{name}", value, num_steps)
 
-    def epoch(self, row: Row) -> None:
-        """After an epoch."""
+    def epoch(self, row: Mapping[str, Any]) -> None:
+        """Shows the row of an epoch."""
         self._show(test=f"{row['test_accuracy']:.2f} %")
         if self.writer:
             for name, value in row.items():
                 if name not in KEYS:
                     self.writer.add_scalar(f"epoch/{name}", value, row["epoch"])
 
-    def close(self, row: Row) -> None:
-        """After the run, with its last row."""
+    def close(self, row: Mapping[str, Any]) -> None:
+        """Ends the display of the run, whose last row this is."""
         self._bar.update((self._bar.total or 0) - self._bar.n)
         self._bar.close()
         if self.writer:
