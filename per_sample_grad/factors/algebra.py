@@ -15,20 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from per_sample_grad.factors.forms import (
-    Contribution,
-    Dense,
-    Lookup,
-    Outer,
-    Windows,
-    chunks,
-    float_factor,
-    matrix_shape,
-    num_rows,
-    part,
-    summed,
-    unfolded_elements,
-)
+from per_sample_grad.factors import forms
+from per_sample_grad.factors.forms import Contribution, Dense, Lookup, Outer, Windows
 from xla_replica import traits
 
 
@@ -41,7 +29,7 @@ def dot(contribution: Contribution, vector: torch.Tensor, budget: int) -> torch.
 
 
 def _dot(contribution: Outer | Lookup | Dense, vector: torch.Tensor) -> torch.Tensor:
-    matrix = vector.reshape(matrix_shape(vector.shape))
+    matrix = vector.reshape(forms.matrix_shape(vector.shape))
     match contribution:
         case Outer(left, right):
             by_group = matrix.unflatten(0, (left.shape[1], left.shape[3]))
@@ -64,7 +52,7 @@ def weighted_sum(
     budget: int,
 ) -> torch.Tensor:
     """Returns ``Σ_n w_n g_n``, of this shape, at the cost of a batch gradient."""
-    return summed(
+    return forms.summed(
         _weighted_sum(some, shape, weights[start:stop])
         for start, stop, some in _parts(contribution, budget)
     )
@@ -83,7 +71,7 @@ def _weighted_sum(
                 return (scaled.transpose(2, 3) @ right).sum(0).reshape(shape)
             return (_flat(scaled).transpose(1, 2) @ _flat(right)).reshape(shape)
         case Lookup(index, values):
-            rows, width = matrix_shape(shape)
+            rows, width = forms.matrix_shape(shape)
             scaled = (values * weights[:, None, None]).reshape(-1, width)
             table = values.new_zeros(rows, width)
             return table.index_add(0, index.flatten().long(), scaled).reshape(shape)
@@ -95,12 +83,15 @@ def _parts(
     contribution: Contribution, budget: int
 ) -> Iterator[tuple[int, int, Outer | Lookup | Dense]]:
     """Yields start, stop and samples whose unfolded factors fit ``budget`` bytes."""
-    samples = max(1, num_rows(contribution))
-    each = unfolded_elements(contribution) * float_factor(contribution).dtype.itemsize
+    samples = max(1, forms.num_rows(contribution))
+    each = (
+        forms.unfolded_elements(contribution)
+        * forms.float_factor(contribution).dtype.itemsize
+    )
     if each:
         samples = max(1, min(samples, budget // each))
-    for start, stop in chunks(num_rows(contribution), samples):
-        yield start, stop, part(contribution, start, stop)
+    for start, stop in forms.chunks(forms.num_rows(contribution), samples):
+        yield start, stop, forms.part(contribution, start, stop)
 
 
 def has_product(a: Contribution, b: Contribution) -> bool:
@@ -127,14 +118,14 @@ def squared_norms(contributions: Sequence[Contribution], samples: int) -> torch.
     """
 
     def of_some(start: int, stop: int) -> torch.Tensor:
-        parts = [part(each, start, stop) for each in contributions]
-        return summed(
+        parts = [forms.part(each, start, stop) for each in contributions]
+        return forms.summed(
             _diagonal(a, b) if a is b else 2 * _diagonal(a, b)
             for i, a in enumerate(parts)
             for b in parts[i:]
         )
 
-    return _side_by_side(of_some, num_rows(contributions[0]), samples)
+    return _side_by_side(of_some, forms.num_rows(contributions[0]), samples)
 
 
 def gram(
@@ -144,18 +135,18 @@ def gram(
     same = left is right
 
     def of_some(start: int, stop: int) -> torch.Tensor:
-        a = [part(each, start, stop) for each in left]
+        a = [forms.part(each, start, stop) for each in left]
 
         def with_some(low: int, high: int) -> torch.Tensor:
             if same and (low, high) == (start, stop):
                 b = a
             else:
-                b = [part(each, low, high) for each in right]
-            return summed(_pairs(one, other) for one in a for other in b)
+                b = [forms.part(each, low, high) for each in right]
+            return forms.summed(_pairs(one, other) for one in a for other in b)
 
-        return _side_by_side(with_some, num_rows(right[0]), samples, dim=1)
+        return _side_by_side(with_some, forms.num_rows(right[0]), samples, dim=1)
 
-    return _side_by_side(of_some, num_rows(left[0]), samples)
+    return _side_by_side(of_some, forms.num_rows(left[0]), samples)
 
 
 def materialized_squared_norms(
@@ -167,12 +158,12 @@ def materialized_squared_norms(
     """Returns `squared_norms` from gradients: of some samples and columns at a time."""
 
     def of_some(start: int, stop: int) -> torch.Tensor:
-        return summed(
+        return forms.summed(
             _squares(_block(contributions, shape, (start, stop), first, last))
-            for first, last in chunks(matrix_shape(shape)[1], width)
+            for first, last in forms.chunks(forms.matrix_shape(shape)[1], width)
         )
 
-    return _side_by_side(of_some, num_rows(contributions[0]), samples)
+    return _side_by_side(of_some, forms.num_rows(contributions[0]), samples)
 
 
 def materialized_gram(
@@ -198,8 +189,10 @@ def materialized_gram(
             b = gradients(right, shape, samples, first, last).flatten(1)
         return a @ b.T
 
-    all_columns = matrix_shape(shape)[1]
-    return summed(of_columns(*interval) for interval in chunks(all_columns, width))
+    all_columns = forms.matrix_shape(shape)[1]
+    return forms.summed(
+        of_columns(*interval) for interval in forms.chunks(all_columns, width)
+    )
 
 
 def gradients(
@@ -213,11 +206,11 @@ def gradients(
 
     The uses are summed; ``samples`` is how many samples are computed at a time.
     """
-    total = num_rows(contributions[0])
+    total = forms.num_rows(contributions[0])
     if samples >= total:
         return _block(contributions, shape, (0, total), first, last)
     found: torch.Tensor | None = None
-    for start, stop in chunks(total, samples):
+    for start, stop in forms.chunks(total, samples):
         block = _block(contributions, shape, (start, stop), first, last)
         if found is None:
             found = block.new_empty(total, *block.shape[1:])
@@ -234,7 +227,9 @@ def _block(
     first: int,
     last: int,
 ) -> torch.Tensor:
-    return summed(_columns(each, shape, first, last, samples) for each in contributions)
+    return forms.summed(
+        _columns(each, shape, first, last, samples) for each in contributions
+    )
 
 
 def _columns(
@@ -249,7 +244,7 @@ def _columns(
     Costs ``2 n G T p (stop - start)`` flops for n samples: chunks together cost what
     the whole does. For `Windows`, ``start`` and ``stop`` are multiples of K.
     """
-    rows, all_columns = matrix_shape(shape)
+    rows, all_columns = forms.matrix_shape(shape)
     low, high = samples
     match contribution:
         case Outer(left, right):
@@ -335,7 +330,7 @@ def _pairs(a: Outer | Lookup | Dense, b: Outer | Lookup | Dense) -> torch.Tensor
             raise AssertionError("no factored product; see has_product")
     if a.positions == b.positions == 1:
         return kernel.sum(0)
-    shape = (-1, num_rows(a), a.positions, num_rows(b), b.positions)
+    shape = (-1, forms.num_rows(a), a.positions, forms.num_rows(b), b.positions)
     return kernel.reshape(shape).sum((0, 2, 4))
 
 
@@ -348,7 +343,9 @@ def _side_by_side(
     of_some: Callable[[int, int], torch.Tensor], total: int, size: int, dim: int = 0
 ) -> torch.Tensor:
     """Returns what a function gives for chunks of samples, joined along ``dim``."""
-    return _joined((of_some(start, stop) for start, stop in chunks(total, size)), dim)
+    return _joined(
+        (of_some(start, stop) for start, stop in forms.chunks(total, size)), dim
+    )
 
 
 def _joined(parts: Iterator[torch.Tensor], dim: int = 0) -> torch.Tensor:

@@ -245,10 +245,10 @@ class Factors:
         return choose(
             quantity,
             self._merged[name],
+            partner._merged[name],
             self.shapes[name],
             num_samples=len(self),
             num_other=len(partner),
-            other=partner._merged[name],
             method=self._method,
             budget=self._budget,
         )

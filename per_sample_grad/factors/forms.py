@@ -197,21 +197,25 @@ def full_precision(device: torch.device) -> contextlib.AbstractContextManager[ob
 
 
 def widened(contribution: Contribution) -> Contribution:
-    """Returns both factors in their common `accumulation_dtype`, without a graph."""
-    match contribution:
-        case Outer(left, right):
-            dtype = accumulation_dtype(left.dtype, right.dtype)
-            return Outer(left.detach().to(dtype), right.detach().to(dtype))
-        case Windows(left, source):
-            dtype = accumulation_dtype(left.dtype, source.dtype)
-            return dataclasses.replace(
-                contribution, left=left.detach().to(dtype), source=source.detach()
-            )
-        case Lookup(index, values):
-            dtype = accumulation_dtype(values.dtype)
-            return Lookup(index.detach(), values.detach().to(dtype))
-        case Dense(values):
-            return Dense(values.detach().to(accumulation_dtype(values.dtype)))
+    """Returns both factors in their common `accumulation_dtype`, without a graph.
+
+    The source of `Windows` keeps its dtype until it is unfolded.
+    """
+    tensors = {name: tensor.detach() for name, tensor in _tensors(contribution).items()}
+    dtype = accumulation_dtype(*(tensor.dtype for tensor in tensors.values()))
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and name != "source":
+            tensors[name] = tensor.to(dtype)
+    return dataclasses.replace(contribution, **tensors)
+
+
+def _tensors(contribution: Contribution) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a contribution by the names of their attributes."""
+    return {
+        name: value
+        for name, value in vars(contribution).items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def regroup(contribution: Contribution, num_samples: int) -> Contribution:
@@ -294,13 +298,7 @@ def summed(terms: Iterable[torch.Tensor]) -> torch.Tensor:
 
 def num_rows(contribution: Contribution) -> int:
     """Returns N."""
-    match contribution:
-        case Outer(left) | Windows(left):
-            return left.shape[0]
-        case Lookup(index):
-            return index.shape[0]
-        case Dense(values):
-            return values.shape[0]
+    return float_factor(contribution).shape[0]
 
 
 def float_factor(contribution: Contribution) -> torch.Tensor:
@@ -314,13 +312,7 @@ def float_factor(contribution: Contribution) -> torch.Tensor:
 
 def held_elements(contribution: Contribution) -> int:
     """Returns how many numbers its tensors hold."""
-    match contribution:
-        case Outer(left, right) | Windows(left, right):
-            return left.numel() + right.numel()
-        case Lookup(index, values):
-            return index.numel() + values.numel()
-        case Dense(values):
-            return values.numel()
+    return sum(tensor.numel() for tensor in _tensors(contribution).values())
 
 
 def unfolded_elements(contribution: Contribution) -> int:
@@ -353,12 +345,7 @@ def chunks(total: int, size: int) -> Iterator[tuple[int, int]]:
 
 def part(contribution: Contribution, start: int, stop: int) -> Outer | Lookup | Dense:
     """Returns samples ``[start, stop)``, unfolded."""
-    match contribution:
-        case Outer(left, right):
-            return Outer(left[start:stop], right[start:stop])
-        case Windows():
-            return contribution.outer(start, stop)
-        case Lookup(index, values):
-            return Lookup(index[start:stop], values[start:stop])
-        case Dense(values):
-            return Dense(values[start:stop])
+    if isinstance(contribution, Windows):
+        return contribution.outer(start, stop)
+    tensors = _tensors(contribution).items()
+    return type(contribution)(**{name: value[start:stop] for name, value in tensors})

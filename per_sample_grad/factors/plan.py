@@ -15,18 +15,9 @@ from typing import Literal
 
 import torch
 
+from per_sample_grad.factors import forms
 from per_sample_grad.factors.algebra import has_product
-from per_sample_grad.factors.forms import (
-    Contribution,
-    Dense,
-    Lookup,
-    Outer,
-    Windows,
-    elements_for_gradients,
-    float_factor,
-    matrix_shape,
-    unfolded_elements,
-)
+from per_sample_grad.factors.forms import Contribution, Dense, Lookup, Outer, Windows
 from xla_replica import traits
 
 Quantity = Literal["norms", "gram"]
@@ -103,34 +94,33 @@ def default_budget(recorded: int, device: torch.device) -> int:
 def choose(
     quantity: Quantity,
     contributions: Sequence[Contribution],
+    other: Sequence[Contribution],
     shape: Sequence[int],
     *,
     num_samples: int,
+    num_other: int,
     budget: int,
-    num_other: int | None = None,
-    other: Sequence[Contribution] | None = None,
-    method: Method = "auto",
+    method: Method,
 ) -> Choice:
     """Returns the cheaper form of one parameter's share, in chunks within the budget.
 
     Args:
         quantity: ``"norms"`` or ``"gram"``.
         contributions: Merged uses of the parameter.
+        other: Those in the batch that a Gram matrix is with; the same list if it is
+            the same batch.
         shape: The parameter's shape.
         num_samples: B.
+        num_other: B of the other batch.
         budget: Bytes of all temporaries; a single sample or column may exceed it.
-        num_other: The other batch's samples for a Gram matrix; B without one.
-        other: Merged uses in the other batch.
         method: ``"auto"``, or the form to prefer where both exist.
     """
-    distinct = other is not None and other is not contributions
-    other = contributions if other is None else other
-    partners = 1 if quantity == "norms" else (num_other or num_samples)
-    rows, columns = matrix_shape(shape)
+    partners = 1 if quantity == "norms" else num_other
+    rows, columns = forms.matrix_shape(shape)
     if all(isinstance(c, Dense) for c in (*contributions, *other)):
         flops = 2 * num_samples * partners * rows * columns
         return Choice("dense", num_samples, columns, 1, flops, 0)
-    blocks = 2 if distinct and quantity == "gram" else 1
+    blocks = 1 if quantity == "norms" or other is contributions else 2
     formed = _materialized(contributions, shape, num_samples, partners, blocks, budget)
     if not all(has_product(a, b) for a in contributions for b in other):
         return formed[0]
@@ -144,9 +134,9 @@ def samples_of_gradients(
     contributions: Sequence[Contribution], columns: int, num_samples: int, budget: int
 ) -> int:
     """Returns how many samples to compute at a time when all gradients are kept."""
-    if not any(unfolded_elements(c) for c in contributions):
+    if not any(forms.unfolded_elements(c) for c in contributions):
         return num_samples
-    each = max(elements_for_gradients(c, columns) for c in contributions)
+    each = max(forms.elements_for_gradients(c, columns) for c in contributions)
     each *= _itemsize(contributions)
     return _halved(num_samples, lambda samples: samples * each > budget)
 
@@ -160,7 +150,7 @@ def _materialized(
     budget: int,
 ) -> tuple[Choice, int]:
     """Returns the choice that forms gradients, and its cost in flops."""
-    rows, all_columns = matrix_shape(shape)
+    rows, all_columns = forms.matrix_shape(shape)
     size = rows * all_columns
     flops = 2 * num_samples * partners * size
     for c in contributions:
@@ -176,7 +166,9 @@ def _materialized(
     of_all = blocks * num_samples * rows if partners > 1 else 0
 
     def on_the_way(samples: int, columns: int) -> int:
-        return samples * max(elements_for_gradients(c, columns) for c in contributions)
+        return samples * max(
+            forms.elements_for_gradients(c, columns) for c in contributions
+        )
 
     def size_of(samples: int, columns: int) -> int:
         sums_and_all = columns * (samples * sums + of_all)
@@ -234,9 +226,9 @@ def _factored(
             largest = max(largest, 3 * pairs)
             elements += 3 * pairs * partners * num_samples
     itemsize = _itemsize(contributions)
-    unfolded = sum(unfolded_elements(c) for c in contributions)
+    unfolded = sum(forms.unfolded_elements(c) for c in contributions)
     if partners > 1:
-        unfolded += sum(unfolded_elements(c) for c in other)
+        unfolded += sum(forms.unfolded_elements(c) for c in other)
 
     def size_of(samples: int) -> int:
         of_others = min(samples, partners)
@@ -257,4 +249,4 @@ def _halved(number: int, too_large: Callable[[int], bool], unit: int = 1) -> int
 
 def _itemsize(contributions: Sequence[Contribution]) -> int:
     """Returns the bytes of one number of the gradients."""
-    return float_factor(contributions[0]).dtype.itemsize
+    return forms.float_factor(contributions[0]).dtype.itemsize

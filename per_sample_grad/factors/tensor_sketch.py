@@ -18,20 +18,8 @@ from collections.abc import Sequence
 
 import torch
 
-from per_sample_grad.factors.forms import (
-    Contribution,
-    Dense,
-    Lookup,
-    Outer,
-    Windows,
-    chunks,
-    float_factor,
-    matrix_shape,
-    num_rows,
-    part,
-    summed,
-    unfolded_elements,
-)
+from per_sample_grad.factors import forms
+from per_sample_grad.factors.forms import Contribution, Dense, Lookup, Outer, Windows
 from xla_replica import traits
 
 _PRIME = 2**31 - 1
@@ -57,25 +45,25 @@ def sketch(
     for name, shape, uses in merged:
         if not uses:
             continue
-        like = float_factor(uses[0])
+        like = forms.float_factor(uses[0])
         # Half of the budget is for the tables, which are made from integers.
-        entries = sum(matrix_shape(shape)) * (2 * like.dtype.itemsize + 16)
+        entries = sum(forms.matrix_shape(shape)) * (2 * like.dtype.itemsize + 16)
         found = []
-        for low, high in chunks(size // 2 + 1, max(1, budget // (2 * entries))):
+        for low, high in forms.chunks(size // 2 + 1, max(1, budget // (2 * entries))):
             frequencies = torch.arange(low, high, device=like.device)
             of_rows, of_columns = (
                 _table(count, size, f"{seed} {name} {axis}", frequencies, like.dtype)
-                for count, axis in zip(matrix_shape(shape), ("rows", "columns"))
+                for count, axis in zip(forms.matrix_shape(shape), ("rows", "columns"))
             )
             pairs = [
                 _transform(use, shape, of_rows, of_columns, budget // 2) for use in uses
             ]
-            found.append([summed(terms) for terms in zip(*pairs)])
+            found.append([forms.summed(terms) for terms in zip(*pairs)])
         cosines.append(torch.cat([real for real, _ in found], 1))
         sines.append(torch.cat([imaginary for _, imaginary in found], 1))
     if not cosines:
         return None
-    return _inverse(summed(cosines), summed(sines), size, budget)
+    return _inverse(forms.summed(cosines), forms.summed(sines), size, budget)
 
 
 def _table(
@@ -111,7 +99,7 @@ def _transform(
     budget: int,
 ) -> _Waves:
     """Returns the Fourier transform of every sample's sketch: two of ``(N, f)``."""
-    rows, columns = matrix_shape(shape)
+    rows, columns = forms.matrix_shape(shape)
     frequencies = of_rows[0].shape[1]
     match use:
         case Outer() | Windows():
@@ -120,10 +108,12 @@ def _transform(
             elements = use.positions * frequencies
         case Dense():
             elements = columns * frequencies
-    each = (6 * elements + unfolded_elements(use)) * float_factor(use).dtype.itemsize
+    each = (6 * elements + forms.unfolded_elements(use)) * forms.float_factor(
+        use
+    ).dtype.itemsize
     real, imaginary = [], []
-    for start, stop in chunks(num_rows(use), max(1, budget // each)):
-        match part(use, start, stop):
+    for start, stop in forms.chunks(forms.num_rows(use), max(1, budget // each)):
+        match forms.part(use, start, stop):
             case Outer(left, right):
                 by_group = (left.shape[1], left.shape[3])
                 a, b = (left @ wave.unflatten(0, by_group) for wave in of_rows)
@@ -152,7 +142,7 @@ def _inverse(
     # Integers, angles, and the two functions of them.
     each = size * (16 + 3 * dtype.itemsize)
     terms = []
-    for low, high in chunks(cosines.shape[1], max(1, budget // each)):
+    for low, high in forms.chunks(cosines.shape[1], max(1, budget // each)):
         frequency = torch.arange(low, high, device=device)
         cosine, sine = _waves(frequency, position, size, dtype)
         # Every frequency but 0 and k / 2 counts for its mirror image too.
@@ -160,7 +150,7 @@ def _inverse(
         weight = (2 - alone.to(dtype)).unsqueeze(1) / size
         terms.append(cosines[:, low:high] @ (weight * cosine))
         terms.append(sines[:, low:high] @ (weight * sine))
-    return summed(terms)
+    return forms.summed(terms)
 
 
 def _hash(index: torch.Tensor, seed: str) -> torch.Tensor:

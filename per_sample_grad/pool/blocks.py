@@ -8,7 +8,7 @@ loaded and moved together is a number of whole blocks.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -108,40 +108,27 @@ class BlockSource:
         """
         loader = DataLoader(
             self.dataset,
-            batch_sampler=_Indices(intervals, self._batch_size),
-            collate_fn=_CollateBlocks(self._collate, self.block_size),
+            batch_sampler=self._indices(intervals),
+            collate_fn=functools.partial(
+                _collate_blocks, self._collate, self.block_size
+            ),
             **self._options,
         )
         for batch in loader:
             yield [_split_checked(self._split, block) for block in batch]
 
-
-@dataclasses.dataclass(frozen=True)
-class _Indices:
-    """A batch sampler: the indices of intervals, at most ``size`` at a time."""
-
-    intervals: Sequence[Interval]
-    size: int
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for start, stop in self.intervals:
-            for first in range(start, stop, self.size):
-                yield list(range(first, min(first + self.size, stop)))
+    def _indices(self, intervals: Sequence[Interval]) -> Iterator[list[int]]:
+        for start, stop in intervals:
+            for first in range(start, stop, self._batch_size):
+                yield list(range(first, min(first + self._batch_size, stop)))
 
 
-@dataclasses.dataclass(frozen=True)
-class _CollateBlocks:
+def _collate_blocks(
+    collate: Callable[[list[Any]], Any], size: int, samples: list[Any]
+) -> list[Any]:
     """Collates samples in blocks; copies of the last sample fill the last block."""
-
-    collate: Callable[[list[Any]], Any]
-    size: int
-
-    def __call__(self, samples: list[Any]) -> list[Any]:
-        full = samples + [samples[-1]] * (-len(samples) % self.size)
-        return [
-            self.collate(full[first : first + self.size])
-            for first in range(0, len(full), self.size)
-        ]
+    full = samples + [samples[-1]] * (-len(samples) % size)
+    return [collate(full[first : first + size]) for first in range(0, len(full), size)]
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
