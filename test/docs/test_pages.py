@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-from support.documents import ROOT, anchors, links, pages, read
+from support.documents import ROOT, anchors, block, blocks, links, pages, read
+
+import variable_batch_size as vbs
 
 PAGES = pytest.mark.parametrize(
     "page", pages(), ids=lambda page: str(page.relative_to(ROOT))
@@ -50,6 +52,18 @@ def test_names_that_are_public_exist(page):
             continue
         module = importlib.import_module(MODULES[alias])
         assert hasattr(module, name), f"{alias}.{name}"
+
+
+@PAGES
+def test_python_code_compiles(page):
+    for code in blocks(page, "python"):
+        compile(code, str(page), "exec")
+
+
+def test_a_rule_works_without_a_wrapper():
+    names: dict[str, object] = {"vbs": vbs}
+    exec(block("docs/variable_batch_size.md", "python", "rule.update"), names)
+    assert names["scaled"].lr == pytest.approx(2e-3)
 
 
 def test_headings_become_anchors_as_on_github(tmp_path):
