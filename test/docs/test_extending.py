@@ -19,6 +19,7 @@ FAMILIES = {
     "A layer rule",
     "A sparsity method",
     "A replica backend",
+    "A score of a pool",
 }
 MOST_LINES = 30
 
