@@ -9,6 +9,12 @@ if pruner():
 """
 
 from rigl_xla.contrib.google_costs import google_costs_of
+from rigl_xla.contrib.semi_structured import (
+    Conversion,
+    Kernels,
+    SemiStructuredReport,
+    to_semi_structured,
+)
 from rigl_xla.layers.snip import global_distribution, snip_scores
 from rigl_xla.layers.weights import Weight, weights_of
 from rigl_xla.report.costs import (
@@ -25,12 +31,6 @@ from rigl_xla.report.positions import costs_of
 from rigl_xla.report.report import LayerReport, Report
 from rigl_xla.report.topology_log import TopologyLog
 from rigl_xla.scheduler import RigLScheduler
-from rigl_xla.semi_structured.conversion import (
-    Conversion,
-    SemiStructuredReport,
-    to_semi_structured,
-)
-from rigl_xla.semi_structured.kernels import Kernels
 from rigl_xla.topology.distribution import DISTRIBUTIONS, allocate
 from rigl_xla.topology.methods import METHODS, SCORES, Layer, Method
 from rigl_xla.topology.update_schedule import ANNEALINGS, UpdateSchedule

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-# What a user names layers by: a pattern, a type of module, or a question.
+# How a user selects layers: by a pattern, a type of module, or a function.
 Selector = str | type | Callable[[str, nn.Parameter], bool]
 
 # What torch.compile, FSDP and checkpointing put into a path, wherever they wrap.
@@ -27,7 +26,7 @@ class Weight:
         name: As `model.named_parameters` has it, without the prefixes of wrappers.
         parameter: Shape ``(out, in)`` or ``(out, in, *kernel)``, both of a group;
             ``(in, out, *kernel)`` of a transposed convolution.
-        module: Its owner.
+        module: The module that owns it.
         attribute: Its name there.
         is_conv: Whether it is the kernel of a convolution.
     """
@@ -56,7 +55,7 @@ def weights_of(
     include: Selector | Iterable[Selector] = (),
     exclude: Selector | Iterable[Selector] = (),
 ) -> list[Weight]:
-    """Weights of convolutions, linear, attention, recurrent and bilinear layers.
+    """Returns weights of convolutions, linear, attention, recurrent, bilinear layers.
 
     In order of registration, shared ones once, by the name at the first such layer;
     never biases, norms, embeddings or frozen parameters, unless ``include`` names them.
@@ -72,46 +71,38 @@ def weights_of(
     will do.
 
     Raises:
-        ValueError, TypeError: A selector selects nothing, or is none.
+        ValueError: A selector selects nothing, or what cannot be sparse.
+        TypeError: A selector is none of the three.
     """
-    include, exclude = selectors(include), selectors(exclude)
-    used: set[int] = set()
-    owners = list(_owners(model))
-    dropped = {
-        id(owner.parameter)
-        for owner in owners
-        if _matches(exclude, owner, used, len(include), inside=True)
-    }
+    places = list(_places(model))
+    included = {id(place) for place in _selected(selectors(include), places)}
+    excluded = _selected(selectors(exclude), places, inside=True)
+    dropped = {id(place.parameter) for place in excluded}
     found: dict[int, Weight] = {}
-    for owner in owners:
-        parameter, module = owner.parameter, owner.module
-        selected = _matches(include, owner, used, 0)
+    for place in places:
+        parameter, selected = place.parameter, id(place) in included
         allowed = parameter.requires_grad and parameter.dim() >= 2
         if selected and not allowed:
             raise ValueError(
-                f"include selects {owner.name!r}, of shape {tuple(parameter.shape)} "
+                f"include selects {place.name!r}, of shape {tuple(parameter.shape)} "
                 f"and requires_grad={parameter.requires_grad}; only trained parameters "
                 "of two or more dimensions can be sparse"
             )
         if id(parameter) in dropped or not allowed:
             continue
-        by_kind = _is_kind(module, owner.attribute)
         other = found.get(id(parameter))
         # A shared one is known by the module that multiplies by it, included or not.
-        known = other and _is_kind(other.module, other.attribute)
-        if (by_kind and not known) or (selected and not other):
-            is_conv = isinstance(module, _ConvNd)
-            weight = Weight(owner.name, parameter, module, owner.attribute, is_conv)
-            found[id(parameter)] = weight
-    _check_used([*include, *exclude], used)
+        known = other and _multiplies(other)
+        if (_multiplies(place) and not known) or (selected and not other):
+            found[id(parameter)] = place
     return list(found.values())
 
 
 def selectors(given: Selector | Iterable[Selector]) -> list[Selector]:
-    """Selectors as a list; a single one, which has no letters or members to it, too.
+    """Returns selectors as a list; a single one, such as a text, is not taken apart.
 
     Raises:
-        TypeError: One is no selector.
+        TypeError: One is not a selector.
     """
     single = isinstance(given, (str, type, nn.Module)) or callable(given)
     single = single or not isinstance(given, Iterable)
@@ -127,22 +118,22 @@ def selectors(given: Selector | Iterable[Selector]) -> list[Selector]:
 
 
 def named(weights: list[Weight], pattern: str) -> list[str]:
-    """Names of the weights that a pattern means.
+    """Returns names of the weights that a pattern matches.
 
     Raises:
-        ValueError: It means none.
+        ValueError: It matches none.
     """
     names = [w.name for w in weights if _is_named(pattern, w.name)]
     if not names:
         raise ValueError(
-            f"{pattern!r} is the name of no weight that can be sparse; there are "
-            f"{[w.name for w in weights]}"
+            f"{pattern!r} does not match the name of any weight that can be sparse; "
+            f"there are {[w.name for w in weights]}"
         )
     return names
 
 
 def clean(name: str) -> str:
-    """A parameter's name without what wrappers put into it.
+    """Returns a parameter's name without what wrappers put into it.
 
     >>> clean("module._orig_mod.blocks.0._orig_mod.weight")
     'blocks.0.weight'
@@ -154,21 +145,22 @@ def clean(name: str) -> str:
 
 
 def multipliers_of(model: nn.Module, weight: Weight) -> list[tuple[nn.Module, str]]:
-    """Modules that multiply by a weight, with its name there; shared ones have several.
+    """Returns modules that multiply by a weight, with its name there.
 
-    Its first owner, which may have been included by name, and all others of the kinds
-    that multiply: an embedding looks up.
+    These are its first owner, which may have been included by name, and for shared
+    weights all others of the kinds that multiply: an embedding looks up.
     """
     found = [(weight.module, weight.attribute)]
-    for owner in _owners(model):
-        place = (owner.module, owner.attribute)
-        multiplies = owner.parameter is weight.parameter and _is_kind(*place)
-        if multiplies and place not in found:
-            found.append(place)
+    for place in _places(model):
+        owner = (place.module, place.attribute)
+        shares = place.parameter is weight.parameter and _multiplies(place)
+        if shares and owner not in found:
+            found.append(owner)
     return found
 
 
-def _is_kind(module: nn.Module, attribute: str) -> bool:
+def _multiplies(weight: Weight) -> bool:
+    module, attribute = weight.module, weight.attribute
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
         return attribute.startswith("weight_")
     if isinstance(module, nn.MultiheadAttention):
@@ -178,75 +170,61 @@ def _is_kind(module: nn.Module, attribute: str) -> bool:
     )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Place(Weight):
+    """A place where a parameter is, sparse or not; a shared one has several.
+
+    Attributes:
+        around: The modules from the model to the owner.
+    """
+
+    around: tuple[nn.Module, ...]
+
+    def fits(self, selector: Selector, inside: bool) -> bool:
+        """Returns whether a selector fits, or with ``inside`` fits a module around."""
+        if isinstance(selector, type):
+            modules = self.around if inside else (self.module,)
+            return any(isinstance(module, selector) for module in modules)
+        if not isinstance(selector, str):
+            return bool(selector(self.name, self.parameter))
+        parts = self.name.split(".")
+        paths = [".".join(parts[:depth]) for depth in range(1, len(parts))]
+        return _is_named(selector, self.name) or (
+            inside and any(fnmatch.fnmatchcase(path, selector) for path in paths)
+        )
+
+
 def _is_named(pattern: str, name: str) -> bool:
     owner = name.rpartition(".")[0]
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(owner, pattern)
 
 
-class _Owner(NamedTuple):
-    """A place where a parameter is; a shared one has several."""
-
-    name: str
-    parameter: nn.Parameter
-    module: nn.Module
-    attribute: str
-    around: tuple[nn.Module, ...]  # from the model to the module
-
-    def is_inside(self, pattern: str) -> bool:
-        """Whether the pattern means a module around it."""
-        parts = self.name.split(".")
-        return any(
-            fnmatch.fnmatchcase(".".join(parts[:depth]), pattern)
-            for depth in range(1, len(parts))
-        )
-
-
-def _owners(
+def _places(
     module: nn.Module, path: str = "", around: tuple[nn.Module, ...] = ()
-) -> Iterator[_Owner]:
-    """In order of registration, as `named_parameters` without its deduplication."""
+) -> Iterator[_Place]:
+    """Yields in order of registration, as `named_parameters` without deduplication."""
     around = (*around, module)
     for attribute, parameter in module._parameters.items():
         if parameter is not None:
-            name = clean(path + attribute)
-            yield _Owner(name, parameter, module, attribute, around)
+            name, is_conv = clean(path + attribute), isinstance(module, _ConvNd)
+            yield _Place(name, parameter, module, attribute, is_conv, around)
     for name, child in module._modules.items():
         if child is not None:
-            yield from _owners(child, f"{path}{name}.", around)
+            yield from _places(child, f"{path}{name}.", around)
 
 
-def _matches(
-    selectors: list[Selector],
-    owner: _Owner,
-    used: set[int],
-    first: int,
-    inside: bool = False,
-) -> bool:
-    """Whether any selector means it, or with ``inside`` a module around it.
-
-    Notes which do, numbered from ``first``.
-    """
-    hits = []
-    for index, selector in enumerate(selectors, start=first):
-        if isinstance(selector, str):
-            hit = _is_named(selector, owner.name)
-            hit = hit or (inside and owner.is_inside(selector))
-        elif isinstance(selector, type):
-            modules = owner.around if inside else (owner.module,)
-            hit = any(isinstance(module, selector) for module in modules)
-        else:
-            hit = bool(selector(owner.name, owner.parameter))
-            used.add(index)  # a function may well have nothing to say
-        if hit:
-            hits.append(index)
-    used.update(hits)
-    return bool(hits)
-
-
-def _check_used(selectors: list[Selector], used: set[int]) -> None:
-    for index, selector in enumerate(selectors):
-        if index not in used:
+def _selected(
+    given: list[Selector], places: list[_Place], inside: bool = False
+) -> list[_Place]:
+    """Returns the places that any selector fits; raises ValueError if one fits none."""
+    found = []
+    for selector in given:
+        hits = [place for place in places if place.fits(selector, inside)]
+        # A function may well select nothing.
+        if not hits and isinstance(selector, (str, type)):
             raise ValueError(
                 f"include or exclude names {selector!r}, but the model has no such "
                 "parameter, nor such a module with parameters"
             )
+        found += hits
+    return found

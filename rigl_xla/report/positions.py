@@ -1,4 +1,4 @@
-"""How often a forward pass uses each weight, watched in one."""
+"""How often a forward pass uses each weight, as watched in one pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rigl_xla.topology.structure import outputs_first_shape
 
 
 class _Use(NamedTuple):
-    """Of a weight in one call: applications to a vector, and places of its output."""
+    """How often one call applies a weight to a vector, and places of its output."""
 
     positions: float
     outputs: float
@@ -27,21 +27,21 @@ class _Use(NamedTuple):
 
 @torch.no_grad()
 def costs_of(model: nn.Module, *inputs: Any, **named: Any) -> dict[str, LayerCost]:
-    """The cost of every weight that can be sparse, per sample of the inputs.
+    """Returns the cost of every weight that can be sparse, per sample of the inputs.
 
     Runs one forward pass in evaluation mode and watches the modules that are called. A
-    shared weight costs what all of them do, but an embedding that looks it up nothing.
-    A weight that is used otherwise than by a call of its module, as by a function of
-    `torch.nn.functional`, costs nothing.
+    shared weight costs what all of them do; an embedding that looks it up costs
+    nothing, and neither does a use that is not a call of the weight's module, such as
+    by a function of `torch.nn.functional`.
 
     Args:
         model: Any module.
-        inputs, named: What it is called with; the first tensor among them has samples
+        inputs, named: The arguments of a call; the first tensor among them has samples
             along its first dimension.
 
     Returns:
-        By parameter name, in order of registration; layers that the pass does not
-        reach cost nothing.
+        Costs by parameter name, in order of registration; layers that the pass does
+        not reach cost nothing.
 
     Raises:
         ValueError: No input is a tensor.
@@ -73,7 +73,7 @@ def costs_of(model: nn.Module, *inputs: Any, **named: Any) -> dict[str, LayerCos
 def cost_of(
     weight: Weight, uses: Sequence[_Use] = (), num_samples: int = 1
 ) -> LayerCost:
-    """Of a weight that was used so for so many samples."""
+    """Returns the cost of a weight that ``num_samples`` samples have used so."""
     shape = tuple(weight.parameter.shape)
     positions = sum(use.positions for use in uses) / num_samples
     if weight.transposed is None:
@@ -86,40 +86,39 @@ def cost_of(
 def _watch(
     uses: list[_Use], module: nn.Module, attribute: str
 ) -> Callable[[nn.Module, Any, Any, Any], None]:
+    """Returns a forward hook that notes the use of a module's weight."""
+
     def watch(called: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         given = inspect.signature(called.forward).bind(*args, **kwargs).arguments
+        first = next(iter(given.values()))
         if isinstance(called, nn.MultiheadAttention):
-            uses.append(_attention_use(given, module, attribute))
+            positions = _attention_positions(given, attribute)
+        elif isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+            steps = first.data if isinstance(first, PackedSequence) else first
+            positions = _num_vectors(steps)
+        elif isinstance(module, _ConvNd):
+            pixels = output.numel() / module.out_channels
+            if module.transposed:  # every input pixel meets the whole kernel
+                uses.append(_Use(first.numel() / module.in_channels, pixels))
+                return
+            positions = pixels
         else:
-            uses.append(_use(module, list(given.values()), output))
+            positions = _num_vectors(output)
+        uses.append(_Use(positions, positions))
 
     return watch
 
 
-def _use(module: nn.Module, given: list[Any], output: Any) -> _Use:
-    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-        steps = given[0].data if isinstance(given[0], PackedSequence) else given[0]
-        return _same(_num_vectors(steps))
-    if isinstance(module, _ConvNd):
-        pixels = output.numel() / module.out_channels
-        if module.transposed:  # every input pixel meets the whole kernel
-            return _Use(given[0].numel() / module.in_channels, pixels)
-        return _same(pixels)
-    return _same(_num_vectors(output))
+def _attention_positions(given: dict[str, Any], attribute: str) -> float:
+    """Returns how many tokens meet a projection, or on average a third of a joint one.
 
-
-def _attention_use(given: dict[str, Any], module: nn.Module, attribute: str) -> _Use:
-    """Queries, keys and values are projected each by its own, or by a third each."""
+    The output's projection, a module inside, meets as many as the queries'.
+    """
     tokens = {k: _num_vectors(given[k]) for k in ("query", "key", "value")}
     if attribute == "in_proj_weight":
-        return _same(sum(tokens.values()) / 3)
-    # The output's projection, a module inside, meets as many tokens as the queries'.
+        return sum(tokens.values()) / 3
     which = {"k_proj_weight": "key", "v_proj_weight": "value"}.get(attribute, "query")
-    return _same(tokens[which])
-
-
-def _same(positions: float) -> _Use:
-    return _Use(positions, positions)
+    return tokens[which]
 
 
 def _num_vectors(tensor: torch.Tensor) -> float:
@@ -128,7 +127,7 @@ def _num_vectors(tensor: torch.Tensor) -> float:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without fast paths, which call nothing that can be watched."""
+    """Sets evaluation mode without fast paths, which call nothing to be watched."""
     training = {module: module.training for module in model.modules()}
     fast = torch.backends.mha.get_fastpath_enabled()
     try:
@@ -142,7 +141,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _caller(model: nn.Module, module: nn.Module) -> nn.Module:
-    """The module whose call uses the weight: attention projects by itself."""
+    """Returns the module whose call uses the weight: attention calls no projection."""
     for parent in model.modules():
         if isinstance(parent, nn.MultiheadAttention) and parent.out_proj is module:
             return parent

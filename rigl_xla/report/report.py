@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -64,6 +65,12 @@ class LayerCounts(NamedTuple):
     name: str
     size: int
     counts: torch.Tensor
+
+
+def _of_all(name: str) -> property:
+    """Returns a property of a report: a value of all its layers together."""
+    doc = f"`LayerReport.{name}` of all sparse layers together."
+    return property(operator.attrgetter(f"_total.{name}"), doc=doc)
 
 
 class Report:
@@ -134,30 +141,11 @@ class Report:
         layers = self.layers.values()
         return LayerReport(*(sum(getattr(x, name) for x in layers) for name in fields))
 
-    @property
-    def sparsity(self) -> float:
-        """Share of inactive weights among those of sparse layers."""
-        return self._total.sparsity
-
-    @property
-    def num_grown(self) -> int:
-        """Connections that the last topology update activated."""
-        return self._total.num_grown
-
-    @property
-    def num_dropped(self) -> int:
-        """Connections that the last topology update inactivated."""
-        return self._total.num_dropped
-
-    @property
-    def churn(self) -> float:
-        """Share of active connections that the last topology update activated."""
-        return self._total.churn
-
-    @property
-    def exploration_rate(self) -> float:
-        """Share of the weights of sparse layers that were ever active."""
-        return self._total.exploration_rate
+    sparsity = _of_all("sparsity")
+    num_grown = _of_all("num_grown")
+    num_dropped = _of_all("num_dropped")
+    churn = _of_all("churn")
+    exploration_rate = _of_all("exploration_rate")
 
     @functools.cached_property
     def cost(self) -> CostReport:

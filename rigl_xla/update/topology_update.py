@@ -32,24 +32,7 @@ def change_(
     schedule: UpdateSchedule,
     moment: Moment,
 ) -> None:
-    """Drops and grows connections of all layers, by the gradients they collected."""
-    counts = [_next_counts(layer, method, schedule, moment.step) for layer in layers]
-    keep, grow = [pair[0] for pair in counts], [pair[1] for pair in counts]
-    for layer, new, total in zip(
-        layers, new_masks(layers, method, keep, grow, moment), map(sum, counts)
-    ):
-        install_(layer, new, optimizer)
-        layer.num_active = total
-
-
-def new_masks(
-    layers: Sequence[SparseLayer],
-    method: Method,
-    num_keep: Sequence[int],
-    num_grow: Sequence[int],
-    moment: Moment,
-) -> list[torch.Tensor]:
-    """Returns every layer's next mask: bool, of the weight's shape.
+    """Drops and grows connections of all layers, by the gradients they collected.
 
     A layer keeps its mask if it has nothing to choose by: if its scores for growth are
     all equal, or if a score that counts is not finite (for dropping, that of an active
@@ -58,28 +41,25 @@ def new_masks(
 
     Args:
         layers: With gradients if the method uses them, all on one device.
+        optimizer: Trains them; its state follows the masks.
         method: How connections are scored.
-        num_keep: Active connections that each layer keeps.
-        num_grow: Connections that each layer grows.
+        schedule: How many connections move.
         moment: When the update happens.
     """
-    finite = _all_finite(layers)
-    found: dict[int, torch.Tensor] = {}
-    device = layers[0].mask.device
-    order = [index for group in _groups(layers) for index in group]
+    finite, groups = _all_finite(layers), _groups(layers)
+    ordered = [layer for group in groups for layer in group]
+    counts = [_next_counts(layer, method, schedule, moment.step) for layer in ordered]
+    host_2L = list(zip(*counts))
     # One upload; two dimensions, so that no number of it becomes part of a program.
-    counts = torch.tensor(
-        [[num_keep[i] for i in order], [num_grow[i] for i in order]], dtype=torch.int32
-    ).to(device)
-    first = 0
-    for group in _groups(layers):
-        counts_2L = counts[:, first : first + len(group)]
-        first += len(group)
-        chosen = [layers[i] for i in group]
-        host = ([num_keep[i] for i in group], [num_grow[i] for i in group])
-        new = _group_masks(chosen, method, counts_2L, host, finite, moment)
-        found.update(zip(group, new))
-    return [found[index] for index in range(len(layers))]
+    counts_2L = torch.tensor(host_2L, dtype=torch.int32).to(layers[0].mask.device)
+    new: list[torch.Tensor] = []
+    for group in groups:
+        part = slice(len(new), len(new) + len(group))
+        host = tuple(row[part] for row in host_2L)
+        new += _group_masks(group, method, counts_2L[:, part], host, finite, moment)
+    for layer, mask, numbers in zip(ordered, new, counts):
+        install_(layer, mask, optimizer)
+        layer.num_active = sum(numbers)
 
 
 def install_(layer: SparseLayer, new: torch.Tensor, optimizer: Optimizer) -> None:
@@ -125,7 +105,7 @@ def _group_masks(
     layers: list[SparseLayer],
     method: Method,
     counts_2L: torch.Tensor,
-    host: tuple[list[int], list[int]],
+    host: tuple[Sequence[int], ...],
     finite: torch.Tensor,
     moment: Moment,
 ) -> Iterable[torch.Tensor]:
@@ -184,16 +164,13 @@ def _scores(score: Score, views: list[Layer]) -> torch.Tensor:
     return torch.stack(found)
 
 
-def _groups(layers: Sequence[SparseLayer]) -> list[list[int]]:
-    """Returns groups of indices of layers to choose for at once.
-
-    On an accelerator these are the layers of one size.
-    """
-    groups: dict[object, list[int]] = {}
-    for index, layer in enumerate(layers):
+def _groups(layers: Sequence[SparseLayer]) -> list[list[SparseLayer]]:
+    """Returns groups of layers to choose for at once: on accelerators, of one size."""
+    groups: dict[object, list[SparseLayer]] = {}
+    for layer in layers:
         alone = layer.pattern is not None or traits(layer.mask).is_host
-        key = index if alone else (layer.size, layer.data.dtype)
-        groups.setdefault(key, []).append(index)
+        key = layer.name if alone else (layer.size, layer.data.dtype)
+        groups.setdefault(key, []).append(layer)
     return list(groups.values())
 
 

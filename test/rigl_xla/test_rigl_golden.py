@@ -131,8 +131,9 @@ def test_what_is_not_here_is_listed(reference):
     ours = RigLScheduler(other, sgd(other), **options)
     own = {name for name in dir(theirs) if not name.startswith("__")}
     missing = sorted(name for name in own if not hasattr(ours, name))
-    page = Path(__file__).parents[2] / "docs" / "rigl_xla.md"
-    listed = page.read_text(encoding="utf-8").partition("Not here:")[2].split("\n\n")[0]
+    page = Path(__file__).parents[2] / "docs" / "migration" / "rigl_torch.md"
+    text = page.read_text(encoding="utf-8")
+    listed = text.partition("These do not exist")[2].split("\n\n")[0]
     assert missing == sorted(set(re.findall(r"`(\w+)`", listed)) & own)
 
 

@@ -47,7 +47,11 @@ BAD = [
     ({"initial_masks": BAD_SCORES}, ValueError, r"have shape \(3,\); the weight has"),
     ({"initial_masks": "magnitude", "method": "gmp"}, ValueError, "begins dense"),
     ({"initial_weights": "he"}, ValueError, "must be one of"),
-    ({"sparsities": {"nothing": 0.5}}, ValueError, "the name of no weight"),
+    (
+        {"sparsities": {"nothing": 0.5}},
+        ValueError,
+        "does not match the name of any weight",
+    ),
     ({"sparsities": {"5": 1.0}}, ValueError, ">= 0 and < 1, got 1.0"),
     ({"exclude": [nn.Conv2d, nn.Linear]}, ValueError, "no weight is left"),
     ({"exclude": "heads"}, ValueError, "names 'heads'"),

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+import functools
+import statistics
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +22,96 @@ from torch import nn
 from rigl_xla.layers.checks import holders
 from rigl_xla.layers.weights import clean
 from rigl_xla.report.positions import evaluating
-from rigl_xla.semi_structured.kernels import TORCH, Kernels
+from xla_replica import traits
 
 # Of the largest output: 2:4 kernels add up in another order, in half precision.
 TOLERANCE = 0.02
+MIN_CAPABILITY = (8, 0)
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """Where 2:4 kernels come from, and how they are timed.
+
+    Attributes:
+        refusal: Says why a weight cannot be converted; None if nothing is known
+            against it.
+        convert: Returns the semi-structured tensor of a weight; raises if it cannot.
+        seconds: Returns the seconds of each function, timed in turns.
+    """
+
+    refusal: Callable[[torch.Tensor], str | None]
+    convert: Callable[[torch.Tensor], torch.Tensor]
+    seconds: Callable[[Sequence[Callable[[], Any]]], list[float]]
+
+
+def refusal_of(
+    device: torch.device, capability: tuple[int, int] | None, dtype: torch.dtype
+) -> str | None:
+    """Returns why there is no 2:4 kernel for such a weight; None if there may be one.
+
+    Args:
+        device: The device that holds the weight.
+        capability: Its compute capability, if it is an NVIDIA GPU.
+        dtype: The weight's dtype.
+    """
+    if traits(device).is_lazy:
+        return (
+            "a TPU has no units for 2:4 sparsity: its matrix units multiply zeros like "
+            "everything else"
+        )
+    if device.type != "cuda":
+        return (
+            f"its weight is on the {device.type}, and torch's 2:4 kernels run on "
+            "NVIDIA GPUs of compute capability 8.0 (Ampere) or later only; move the "
+            "model there first"
+        )
+    if capability is None or capability < MIN_CAPABILITY:
+        got = "none" if capability is None else ".".join(map(str, capability))
+        return (
+            f"2:4 kernels need an NVIDIA GPU of compute capability 8.0 (Ampere) or "
+            f"later, and this one has {got}"
+        )
+    if dtype not in DTYPES:
+        return (
+            f"its weight is {dtype}, and 2:4 kernels multiply float16 and bfloat16; "
+            "convert the model first, model.bfloat16() or model.half()"
+        )
+    return None
+
+
+def _refusal(weight: torch.Tensor) -> str | None:
+    capability = None
+    if weight.is_cuda and torch.version.cuda is not None:
+        capability = torch.cuda.get_device_capability(weight.device)
+    return refusal_of(weight.device, capability, weight.dtype)
+
+
+def _convert(weight: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        # That it is a prototype; its results are measured and compared.
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.sparse.to_sparse_semi_structured(weight.contiguous())
+
+
+def _seconds(functions: Sequence[Callable[[], Any]]) -> list[float]:
+    """Returns medians of 20 rounds of 10 calls, on the current CUDA stream."""
+    found: list[list[float]] = [[] for _ in functions]
+    for turn in range(23):
+        for times, function in zip(found, functions):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(10):
+                function()
+            end.record()
+            end.synchronize()
+            if turn >= 3:  # the first ones choose algorithms
+                times.append(start.elapsed_time(end) / 1e3 / 10)
+    return [statistics.median(times) for times in found]
+
+
+TORCH = Kernels(_refusal, _convert, _seconds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +119,12 @@ class Conversion:
     """What was done with one linear layer, and why.
 
     Attributes:
-        name: Of the module.
+        name: The module's name.
         shape: ``(out, in)``.
         num_rows: Rows that a pass multiplies with the weight; None if not looked at.
-        dense_seconds, sparse_seconds: Of one multiplication; None if not measured.
+        dense_seconds, sparse_seconds: Time of one multiplication; None if not measured.
         converted: Whether the weight is semi-structured now.
-        reason: In words.
+        reason: Why it is or is not, in words.
     """
 
     name: str
@@ -56,7 +145,7 @@ class Conversion:
 
 @dataclasses.dataclass(frozen=True)
 class SemiStructuredReport:
-    """What `to_semi_structured` did.
+    """Everything that `to_semi_structured` did.
 
     Attributes:
         layers: Every linear layer, in order of registration.
@@ -70,7 +159,7 @@ class SemiStructuredReport:
         return sum(layer.converted for layer in self.layers)
 
     def __str__(self) -> str:
-        """A line for every layer; layers without a measurement together, by reason."""
+        """A line for every layer; layers that were not measured together, by reason."""
         if not self.layers:
             return "nothing was converted: the model has no linear layers"
         lines = [f"{self.num_converted} of {len(self.layers)} linear layers converted"]
@@ -98,21 +187,20 @@ def to_semi_structured(
 ) -> SemiStructuredReport:
     """Makes the 2:4 weights of linear layers semi-structured where that is faster.
 
-    For inference: a converted weight is no longer trained, and its module computes what
-    it did, in another order. Every shape is measured, with as many rows as a pass over
+    For inference: a converted weight is no longer trained, and its module computes the
+    same, in another order. Every shape is measured, with as many rows as a pass over
     ``inputs`` has; a layer is converted if the 2:4 kernel is ``min_speedup`` times as
-    fast as the dense one and gives the same numbers for this layer's weights, and stays
-    as it is otherwise.
+    fast as the dense one and gives the same numbers for this layer's weights.
 
     Args:
         model: Trained with ``structure='2:4'``, in float16 or bfloat16, on its GPU;
             ``close()`` its pruner first.
-        inputs: What it will be called with: batches of the size that counts.
-        min_speedup: What a conversion must gain at least.
+        inputs: The arguments of a call, with batches of the size that counts.
+        min_speedup: How much faster a converted layer must be.
         kernels: Another source of kernels and times.
 
     Returns:
-        What was done with every linear layer, and why. ``print`` it.
+        A report, to be printed, of what was done with every linear layer, and why.
 
     Raises:
         ValueError: A pruner holds the weights, or there are no inputs.
@@ -137,32 +225,29 @@ def to_semi_structured(
     found = []
     for name, linear in linears.items():
         reason, num_rows = reasons[name], rows.get(name)
-        if reason is not None:
-            outcome = _Outcome(reason)
-        elif num_rows is None:
-            outcome = _Outcome("a forward pass does not call it")
-        else:
-            outcome = _try(linear, num_rows, times, min_speedup, kernels)
         shape = (linear.out_features, linear.in_features)
-        found.append(
-            Conversion(
-                clean(name), shape, num_rows, outcome.dense_seconds,
-                outcome.sparse_seconds, outcome.converted, outcome.reason,
+        conversion = functools.partial(Conversion, clean(name), shape, num_rows)
+        if reason is None and num_rows is None:
+            reason = "a forward pass does not call it"
+        if reason is None:
+            found.append(
+                _try(conversion, linear, num_rows, times, min_speedup, kernels)
             )
-        )  # fmt: skip
+        else:
+            found.append(conversion(None, None, False, reason))
     return SemiStructuredReport(tuple(found))
 
 
 def _why_not(model: nn.Module, linear: nn.Linear, kernels: Kernels) -> str | None:
-    """What is known against converting a layer before anything is measured."""
+    """Returns what is known against converting a layer before anything is measured."""
     weight = linear.weight.detach()
     refusal = kernels.refusal(weight)
     if refusal is not None:
         return refusal
     if type(linear) is not nn.Linear:
         return (
-            f"it is a {type(linear).__name__}, whose weight others may use in ways of "
-            "their own"
+            f"it is a {type(linear).__name__}, whose weight others may use in other "
+            "ways"
         )
     places = [
         module
@@ -173,7 +258,7 @@ def _why_not(model: nn.Module, linear: nn.Linear, kernels: Kernels) -> str | Non
     if len(places) > 1:
         return f"its weight is shared by {len(places)} modules"
     if weight.shape[1] % 4:
-        return f"its {weight.shape[1]} inputs are no multiple of four"
+        return f"its {weight.shape[1]} inputs are not a multiple of four"
     full = (weight.reshape(-1, 4) != 0).sum(1) > 2
     if bool(full.any()):
         return (
@@ -187,7 +272,7 @@ def _why_not(model: nn.Module, linear: nn.Linear, kernels: Kernels) -> str | Non
 def _rows_of(
     model: nn.Module, linears: dict[str, nn.Linear], inputs: Sequence[Any]
 ) -> dict[str, int]:
-    """Rows that each layer multiplies in its largest call of a pass."""
+    """Returns how many rows each layer multiplies in its largest call of a pass."""
     rows: dict[str, int] = {}
     handles = []
     for name, linear in linears.items():
@@ -206,28 +291,19 @@ def _rows_of(
     return rows
 
 
-@dataclasses.dataclass(frozen=True)
-class _Outcome:
-    """See `Conversion`."""
-
-    reason: str
-    dense_seconds: float | None = None
-    sparse_seconds: float | None = None
-    converted: bool = False
-
-
 @torch.no_grad()
 def _try(
+    conversion: Callable[..., Conversion],
     linear: nn.Linear,
     num_rows: int,
     times: dict[Any, list[float]],
     min_speedup: float,
     kernels: Kernels,
-) -> _Outcome:
-    """Converts a layer, in place, if that is right and faster.
+) -> Conversion:
+    """Converts a layer, in place, if that is right and faster; returns what was done.
 
-    Every layer is compared with its dense kernel; ``times`` holds the seconds of every
-    shape that has been measured, dense and sparse, and takes more.
+    Every layer is compared with its dense kernel; ``times`` collects the seconds, dense
+    and sparse, of every shape that has been measured.
     """
     weight = linear.weight.detach()
     rows = torch.randn(num_rows, weight.shape[1], device=weight.device)
@@ -238,17 +314,16 @@ def _try(
     except torch.AcceleratorError:
         raise  # the device has failed, whatever the layer is
     except RuntimeError as error:
-        # All that torch and its libraries say of shapes, dtypes, operations (a
-        # NotImplementedError is one) and memory; none has a type of its own.
+        # Torch and its libraries raise this type, or a subclass, for shapes, dtypes,
+        # operations and memory that they do not support.
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return _Outcome(f"torch refuses it: {said}")
+        return conversion(None, None, False, f"torch refuses it: {said}")
     expected = F.linear(rows, weight)
     largest = expected.abs().max().clamp(min=torch.finfo(weight.dtype).tiny)
     apart = float((other - expected).abs().max() / largest)
     if not apart <= TOLERANCE:  # NaN too
-        return _Outcome(
-            f"the 2:4 kernel is wrong here, by {apart:.1%} of the largest output"
-        )
+        reason = f"the 2:4 kernel is wrong here, by {apart:.1%} of the largest output"
+        return conversion(None, None, False, reason)
     key = (weight.shape, weight.dtype, weight.device, num_rows)
     if key not in times:
         times[key] = kernels.seconds(
@@ -258,7 +333,7 @@ def _try(
     speedup = dense_seconds / sparse_seconds
     if speedup < min_speedup:
         reason = f"dense, because 2:4 is only {speedup:.2f} times as fast"
-        return _Outcome(reason, dense_seconds, sparse_seconds)
+        return conversion(dense_seconds, sparse_seconds, False, reason)
     linear.weight = nn.Parameter(sparse, requires_grad=False)
     reason = f"converted, {speedup:.2f} times as fast"
-    return _Outcome(reason, dense_seconds, sparse_seconds, converted=True)
+    return conversion(dense_seconds, sparse_seconds, True, reason)
