@@ -1,6 +1,6 @@
 """ImageNet as 8-bit images, and made-up images that take its place.
 
-Which image a sample gives, augmentation included, depends on (seed, epoch, index) and
+The image of a sample, augmentation included, depends on (seed, epoch, index) and
 nothing else: not on workers, replicas, or how often a run was interrupted.
 """
 
@@ -16,24 +16,24 @@ from torch.utils.data import Dataset
 
 Sample = tuple[torch.Tensor, int]  # (3, side, side) uint8, and the label
 
-# Of the shorter side, that an evaluation crops out of the middle.
+# Share of the shorter side that an evaluation crops out of the middle.
 CROPPED = 224 / 256
 
 
 def draw_for(*numbers: int) -> torch.Generator:
-    """A generator that depends on a few non-negative integers alone."""
+    """Returns a generator that depends on a few non-negative integers alone."""
     words = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(words[0] >> np.uint64(1)))
 
 
 class FakeImages(Dataset[Sample]):
-    """Every class is a coarse pattern; its images are that under noise.
+    """Made-up images: every class is a coarse pattern, every image that with noise.
 
     Args:
-        num_samples: How many.
-        num_classes: Classes take turns.
-        side: Pixels of an image, both ways.
-        seed: Of the noise; patterns are always the same.
+        num_samples: The number of images.
+        num_classes: The number of classes, which take turns.
+        side: Height and width of an image in pixels.
+        seed: The seed of the noise; patterns are always the same.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class FakeImages(Dataset[Sample]):
 
 
 class FolderImages(Dataset[Sample]):
-    """torchvision's `ImageFolder`: a folder of images for each class.
+    """Images of torchvision's `ImageFolder`: a folder of images for each class.
 
     Args:
-        root: Holds the folders.
-        side: Pixels of an image, both ways.
-        seed: Of augmentation: a random part of 8 to 100 % of the image, flipped or not
-            (Szegedy et al. 2015). None takes the middle.
+        root: The folder that holds the folders.
+        side: Height and width of an image in pixels.
+        seed: The seed of augmentation: a random part of 8 to 100 % of the image,
+            flipped or not (Szegedy et al. 2015). None takes the middle.
     """
 
     def __init__(self, root: Path, side: int, seed: int | None) -> None:
@@ -74,7 +74,7 @@ class FolderImages(Dataset[Sample]):
 
     @property
     def num_classes(self) -> int:
-        """Folders."""
+        """The number of folders."""
         return len(self.folder.classes)
 
     def __len__(self) -> int:
@@ -100,14 +100,14 @@ Box = tuple[float, float, float, float]  # left, upper, right, lower
 
 
 def middle(width: int, height: int) -> Box:
-    """The largest square in the middle, without its border."""
+    """Returns the largest square in the middle, without its border."""
     side = CROPPED * min(width, height)
     left, upper = (width - side) / 2, (height - side) / 2
     return left, upper, left + side, upper + side
 
 
 def random_part(width: int, height: int, draw: torch.Generator) -> Box:
-    """8 to 100 % of the area, three to four at most in shape; else the middle."""
+    """Returns 8 to 100 % of the area, of sides 3:4 to 4:3; if none fits, the middle."""
     for _ in range(10):
         area, shape, x, y = torch.rand(4, generator=draw, dtype=torch.float64).tolist()
         area = (0.08 + 0.92 * area) * width * height

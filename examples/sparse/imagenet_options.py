@@ -16,12 +16,12 @@ MAY_CHANGE = {"data", "num_workers", "num_replicas", "device", "checkpoint", "lo
 
 
 def lasting(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that a run and its continuation must share."""
+    """Returns the options that a run and its continuation must share."""
     return {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
 
 
 def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace:
-    """Reads and checks the command line; a mistake ends the script."""
+    """Returns the checked command line; a mistake ends the script."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -47,18 +47,33 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
 
 def add_data(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--data", type=Path, metavar="DIR", help="ImageNet: the folders train and val")
+    add(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="folder of ImageNet, with the folders train and val",
+    )
     add(
         "--fake-data",
         action="store_true",
-        help="made-up images, always the same, in which something can be learnt",
+        help="train on made-up images, always the same, of classes that can be learnt",
     )
-    add("--num-samples", type=int, default=5120, help="of fake data (default: 5120)")
-    add("--num-classes", type=int, default=1000, help="of fake data (default: 1000)")
+    add(
+        "--num-samples",
+        type=int,
+        default=5120,
+        help="number of fake images (default: 5120)",
+    )
+    add(
+        "--num-classes",
+        type=int,
+        default=1000,
+        help="number of classes of fake images (default: 1000)",
+    )
     add(
         "--model",
         default="resnet50",
-        help="any classifier of torchvision; or 'small', a ResNet-18 with GroupNorm "
+        help="any classifier of torchvision, or 'small', a ResNet-18 with GroupNorm "
         "for small images that needs no torchvision (default: resnet50)",
     )
     add(
@@ -67,8 +82,18 @@ def add_data(group: argparse._ArgumentGroup) -> None:
         default=64,
         help="channels of the first stage of 'small', a multiple of 8 (default: 64)",
     )
-    add("--image-size", type=int, default=224, help="pixels (default: 224)")
-    add("--num-workers", type=int, default=0, help="that load images (default: 0)")
+    add(
+        "--image-size",
+        type=int,
+        default=224,
+        help="height and width in pixels (default: 224)",
+    )
+    add(
+        "--num-workers",
+        type=int,
+        default=0,
+        help="processes that load images (default: 0)",
+    )
 
 
 def add_training(group: argparse._ArgumentGroup) -> None:
@@ -77,7 +102,7 @@ def add_training(group: argparse._ArgumentGroup) -> None:
         text = f"{help} (default: {value})"
         group.add_argument(name, default=value, help=text, **kind, **options)
 
-    add("--epochs", 100, "how often every sample is used")
+    add("--epochs", 100, "passes over the samples")
     add("--batch-size", 256, "samples per update, over all replicas")
     group.add_argument(
         "--trace",
@@ -85,19 +110,20 @@ def add_training(group: argparse._ArgumentGroup) -> None:
         "or numbers with commas; begins again when it ends",
     )
     add("--minibatch-size", 32, "samples in one forward pass of one replica")
-    add("--ref-batchsize", 256, "batch size that --lr is for")
+    add("--ref-batchsize", 256, "batch size at which --lr was tuned")
     add("--lr", 0.1, "learning rate after the warm-up")
-    add("--warmup-epochs", 5.0, "in which it rises")
+    add("--warmup-epochs", 5.0, "epochs in which the learning rate rises")
     add(
         "--decay",
         "steps",
-        f"'steps' divides it by ten after {STEP_DECAY} of the run",
+        f"how the learning rate falls: 'steps' divides it by ten after {STEP_DECAY} of "
+        "the run",
         choices=("steps", "cosine"),
     )
-    add("--momentum", 0.9, "of SGD")
-    add("--weight-decay", 1e-4, "of SGD")
-    add("--label-smoothing", 0.1, "share of the target that all classes share")
-    add("--seed", 0, "of weights, masks, order and augmentation")
+    add("--momentum", 0.9, "momentum of SGD")
+    add("--weight-decay", 1e-4, "weight decay of SGD")
+    add("--label-smoothing", 0.1, "share of the target that is spread over all classes")
+    add("--seed", 0, "seed of weights, masks, order and augmentation")
 
 
 def add_running(group: argparse._ArgumentGroup) -> None:
@@ -107,15 +133,25 @@ def add_running(group: argparse._ArgumentGroup) -> None:
         "--checkpoint",
         type=Path,
         metavar="DIR",
-        help="save the run there after every epoch, every 10 minutes, on SIGTERM and "
-        "Ctrl-C; go on with what is there, on any number of replicas",
+        help="save the run in this folder after every epoch, every 10 minutes, and on "
+        "SIGTERM and Ctrl-C; a run that is there is resumed, on any number of replicas",
     )
-    add("--eval-batch-size", type=int, default=64, help="default: 64")
+    add(
+        "--eval-batch-size",
+        type=int,
+        default=64,
+        help="samples in one forward pass of an evaluation (default: 64)",
+    )
     add(
         "--log-steps",
         type=int,
         default=10,
-        help="read the loss back every so many updates (default: 10)",
+        help="updates from one reading of the loss to the next (default: 10)",
     )
-    add("--logdir", help="TensorBoard logs (default: runs/imagenet-TIME)")
-    add("--no-progress", dest="progress", action="store_false", help="no progress bar")
+    add("--logdir", help="folder of TensorBoard logs (default: runs/imagenet-TIME)")
+    add(
+        "--no-progress",
+        dest="progress",
+        action="store_false",
+        help="show no progress bar",
+    )

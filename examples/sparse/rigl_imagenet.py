@@ -14,11 +14,12 @@
 images for every class. The defaults are those of the paper (arXiv:1911.11134): with
 100 epochs it reports a top-1 accuracy of 76.8 % dense; 75.1 % and 73.0 % for 80 % and
 90 % sparse with ERK, 74.6 % and 72.0 % with uniform sparsities, and up to a point and a
-half more after five times as long. The learning rate is --lr for --ref-batchsize
-samples and follows the batch size; with a trace, that of every step.
+half more with five times as many epochs. The learning rate is --lr for --ref-batchsize
+samples and scales with the batch size; with a trace, with that of every step.
 
-Masked training runs dense kernels: it is not faster. What hardware that skipped zeros
-would save is printed at the end. The lines that make it sparse are marked `# sparse`.
+Masked training runs dense kernels, so it is not faster. At the end the script prints
+what hardware that skips zeros would save. The lines that make it sparse are marked
+`# sparse`.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ Row = dict[str, Any]
 
 
 class Pixels(nn.Module):
-    """8-bit images become numbers of about mean 0 and variance 1."""
+    """Turns 8-bit images into numbers of about mean 0 and variance 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +78,7 @@ class Pixels(nn.Module):
 
 
 def build_model(args: argparse.Namespace, num_classes: int) -> nn.Module:
-    """``(B, 3, side, side)`` uint8 to logits ``(B, num_classes)``."""
+    """Returns a model from ``(B, 3, side, side)`` uint8 to ``(B, num_classes)``."""
     if args.model == "small":
         return image_model("resnet18", 3, args.image_size, num_classes, args.width)
     from torchvision.models import get_model
@@ -86,7 +87,7 @@ def build_model(args: argparse.Namespace, num_classes: int) -> nn.Module:
 
 
 def load(args: argparse.Namespace) -> tuple[Images, Images]:
-    """Training and validation images."""
+    """Returns training and validation images."""
     side, seed = args.image_size, args.seed
     if args.fake_data:
         few = max(1, args.num_samples // 10)
@@ -102,13 +103,13 @@ def load(args: argparse.Namespace) -> tuple[Images, Images]:
 
 
 def lr_factor(warmup: float, decay: str, num_steps: int, step: int) -> float:
-    """What the reference learning rate is multiplied with.
+    """Returns the factor of the reference learning rate at a step.
 
     Args:
-        warmup: Steps in which it rises from near 0 to 1.
+        warmup: Steps in which the factor rises from near 0 to 1.
         decay: ``'cosine'`` or ``'steps'``.
-        num_steps: Of the whole run, ``ref_batchsize`` samples each.
-        step: From 0.
+        num_steps: Steps of the whole run, of ``ref_batchsize`` samples each.
+        step: The number of the step, from 0.
     """
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -119,7 +120,7 @@ def lr_factor(warmup: float, decay: str, num_steps: int, step: int) -> float:
 
 
 class Monitor:
-    """Runs after every update on every replica; the master shows what happens."""
+    """Follows the loss on every replica, and shows it on the primary replica."""
 
     def __init__(
         self, replica: Replica, display: Display, topology: TopologyLog, every: int
@@ -127,11 +128,11 @@ class Monitor:
         self._replica, self._display, self._every = replica, display, every
         self._topology = topology
         self.rows: list[Row] = []  # of the epochs that are done
-        # Sum of losses and number of minibatches, since it was logged and in all.
+        # Sum of losses and number of minibatches, since the last log and in the epoch.
         self._recent, self._total = torch.zeros(2, 2, device=replica.device)
 
     def minibatch(self, loss: torch.Tensor) -> None:
-        """Counts a minibatch's loss, on the device."""
+        """Adds a minibatch's loss, on the device."""
         one = torch.stack([loss.detach(), torch.ones_like(loss.detach())])
         self._recent += one
         self._total += one
@@ -145,11 +146,11 @@ class Monitor:
             self._topology.flush()  # the device has just been read
 
     def epoch_loss(self) -> float:
-        """Mean over all minibatches since the last call. Collective."""
+        """Returns the mean over all minibatches since the last call. Collective."""
         return self._mean(self._total)
 
     def state_dict(self) -> dict[str, Any]:
-        """Collective: sums of all replicas."""
+        """Returns the sums over all replicas. Collective."""
         sums = torch.stack([self._recent, self._total])
         self._replica.all_reduce_([sums])
         return {"rows": self.rows, "sums": sums}
@@ -169,7 +170,7 @@ class Monitor:
 
 
 class Parts(NamedTuple):
-    """What a run is made of."""
+    """The parts of a run."""
 
     model: nn.Module
     costs: dict[str, LayerCost]
@@ -184,7 +185,7 @@ class Parts(NamedTuple):
 
 
 def build(args: argparse.Namespace, training: Images, replica: Replica) -> Parts:
-    """A run at its beginning, or where its checkpoint stands."""
+    """Returns a run at its beginning, or at the position of its checkpoint."""
     with replica.seeded(args.seed):
         model = build_model(args, training.num_classes)
     image = torch.zeros(1, 3, args.image_size, args.image_size, dtype=torch.uint8)
@@ -203,7 +204,7 @@ def build(args: argparse.Namespace, training: Images, replica: Replica) -> Parts
         training,
         batch_sampler=sampler,
         num_workers=args.num_workers,
-        generator=torch.Generator(),  # its draws are none of the model's
+        generator=torch.Generator(),  # so that it draws none of the model's numbers
     )
     sgd = torch.optim.SGD(
         model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay
@@ -227,7 +228,7 @@ def build(args: argparse.Namespace, training: Images, replica: Replica) -> Parts
 def checkpointer_for(
     args: argparse.Namespace, optimizer: vbs.ElasticOptimizer, **parts: Any
 ) -> vbs.Checkpointer | None:
-    """Attached, with what its folder has loaded; None if no folder was asked for."""
+    """Returns a checkpointer that has loaded its folder; None without a folder."""
     if not args.checkpoint:
         return None
     checkpointer = vbs.Checkpointer(
@@ -239,7 +240,7 @@ def checkpointer_for(
 
 
 def train(rank: int, args: argparse.Namespace) -> list[Row] | None:
-    """One replica's run; on the master, a row for every epoch."""
+    """Trains on one replica; returns a row for every epoch on the primary one."""
     replica = xla_replica.current()
     training, validation = load(args)
     run = build(args, training, replica)
@@ -249,7 +250,7 @@ def train(rank: int, args: argparse.Namespace) -> list[Row] | None:
         run_epoch(epoch, run, replica, args.label_smoothing)
         seconds = time.perf_counter() - since
         run.optimizer.average_buffers(run.model)
-        run.pruner.check_replicas()  # sparse: masks are equal, or this says where not
+        run.pruner.check_replicas()  # sparse: raises if masks differ
         loss, accuracy = evaluate(run.model, validation, args, replica)
         rows.append({
             "epoch": epoch + 1, "train_loss": run.monitor.epoch_loss(),
@@ -270,7 +271,7 @@ def train(rank: int, args: argparse.Namespace) -> list[Row] | None:
 def lr_scheduler(
     args: argparse.Namespace, sampler: vbs.CustomSampler, optimizer: Any
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Steps once for every ``ref_batchsize`` samples, whatever the batch sizes are."""
+    """Returns a scheduler that steps once for every ``ref_batchsize`` samples."""
     steps_per_epoch = sampler.schedule.num_samples / args.ref_batchsize
     num_steps = max(1, int(args.epochs * steps_per_epoch))
     warmup = args.warmup_epochs * steps_per_epoch
@@ -281,7 +282,7 @@ def lr_scheduler(
 
 
 def run_epoch(epoch: int, run: Parts, replica: Replica, label_smoothing: float) -> None:
-    """This replica's minibatches of an epoch, and the updates they lead to."""
+    """Runs this replica's minibatches of an epoch, and updates the weights."""
     run.model.train()
     run.batches.dataset.epoch = epoch
     run.batches.batch_sampler.set_epoch(epoch)
@@ -300,7 +301,7 @@ def run_epoch(epoch: int, run: Parts, replica: Replica, label_smoothing: float) 
 def evaluate(
     model: nn.Module, data: Images, args: argparse.Namespace, replica: Replica
 ) -> tuple[float, float]:
-    """Mean loss and top-1 accuracy in per cent; replicas share the samples evenly."""
+    """Returns mean loss and top-1 accuracy in percent, over all replicas' samples."""
     mine = np.arange(replica.rank, len(data), replica.num_replicas)
     share = -(-len(data) // replica.num_replicas)
     size = min(args.eval_batch_size, share)

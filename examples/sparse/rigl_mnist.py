@@ -2,12 +2,12 @@
 
     python examples/sparse/rigl_mnist.py                             # 98 % sparse, RigL
     python examples/sparse/rigl_mnist.py --method static             # a fixed topology
-    python examples/sparse/rigl_mnist.py --checkpoint digits  # run again: resumes
+    python examples/sparse/rigl_mnist.py --checkpoint digits  # run again to resume
     python examples/sparse/rigl_mnist.py --replicas 3 --trace 96,192  # elastic
     torchrun --nproc_per_node 2 examples/sparse/rigl_mnist.py
 
-MNIST if torchvision and a network are there, else the digits inside scikit-learn. The
-lines that make it sparse are marked with `# sparse`.
+The digits are MNIST's if torchvision and a network are there, else those inside
+scikit-learn. The lines that make it sparse are marked with `# sparse`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # not installed ei
 
 import variable_batch_size as vbs
 import xla_replica
+from examples.common import replica_options
 from examples.sparse import sparse_training
 from rigl_xla import RigLScheduler
 
@@ -37,7 +38,7 @@ class Split(NamedTuple):
 
 
 def load(name: str, folder: str) -> tuple[Split, Split]:
-    """Training and test digits; ``name`` is 'mnist', 'digits' or 'auto'."""
+    """Returns training and test digits; ``name`` is 'mnist', 'digits' or 'auto'."""
     if name != "digits":
         try:
             from torchvision.datasets import MNIST
@@ -63,7 +64,7 @@ def load(name: str, folder: str) -> tuple[Split, Split]:
 
 
 class Parts(NamedTuple):
-    """What a run is made of."""
+    """The parts of a run."""
 
     model: nn.Module
     sampler: vbs.CustomSampler
@@ -75,7 +76,7 @@ class Parts(NamedTuple):
 def build(
     args: argparse.Namespace, training: Split, replica: xla_replica.Replica
 ) -> Parts:
-    """A run at its beginning, or where its checkpoint stands."""
+    """Returns a run at its beginning, or at the position of its checkpoint."""
     width = training.inputs.shape[1]
     with replica.seeded(args.seed):
         model = nn.Sequential(
@@ -110,7 +111,7 @@ def build(
 
 
 def train(rank: int, args: argparse.Namespace) -> float:
-    """One replica's run. Returns the test accuracy in percent."""
+    """Trains on one replica; returns the test accuracy in percent."""
     replica = xla_replica.current()
     training, test = load(args.dataset, args.data)
     model, sampler, optimizer, pruner, checkpointer = build(args, training, replica)
@@ -143,7 +144,7 @@ def train(rank: int, args: argparse.Namespace) -> float:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, test: Split, replica: xla_replica.Replica) -> float:
-    """Percent of the test digits that are recognised."""
+    """Returns the percentage of test digits that are recognised."""
     inputs, labels = replica.send(tuple(test))
     right = (model(inputs).argmax(1) == labels).float().mean().reshape(1)
     return 100 * replica.fetch([right])[0].item()
@@ -154,25 +155,42 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--dataset", choices=["auto", "mnist", "digits"], default="auto"
+        "--dataset",
+        choices=["auto", "mnist", "digits"],
+        default="auto",
+        help="digits to train on; 'auto' takes MNIST if it can be had (default: auto)",
     )
-    parser.add_argument("--data", default="data", help="folder of MNIST")
+    parser.add_argument(
+        "--data", default="data", help="folder of MNIST (default: data)"
+    )
     sparse_training.add_sparse(
         parser, sparsity=0.98, distribution="erk", method="rigl", delta=20, alpha=0.3,
         t_end_fraction=0.75, initial_weights="rescale",
     )  # fmt: skip
-    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument(
+        "--epochs", type=int, default=40, help="passes over the digits (default: 40)"
+    )
     parser.add_argument(
         "--trace",
         default="96",
-        help="batch sizes of the steps, with commas, or a CSV file",
+        help="batch sizes of the steps, with commas, or a CSV file (default: 96)",
     )
-    parser.add_argument("--minibatch-size", type=int, default=32)
-    parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--checkpoint", type=Path, help="folder; goes on with it")
-    parser.add_argument("--replicas", type=int, help="default: all there are")
-    parser.add_argument("--device", choices=xla_replica.DEVICES)
+    parser.add_argument(
+        "--minibatch-size",
+        type=int,
+        default=32,
+        help="samples in one forward pass of one replica (default: 32)",
+    )
+    parser.add_argument(
+        "--lr", type=float, default=0.1, help="learning rate (default: 0.1)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of weights, masks and order"
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, help="folder that a run is saved in and resumed from"
+    )
+    replica_options.add_replicas(parser, "--replicas")
     return parser.parse_args(argv)
 
 

@@ -1,4 +1,4 @@
-"""What the examples of sparse training share: options, the pruner."""
+"""What the examples of sparse training share: their options and the pruner."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rigl_xla import DISTRIBUTIONS, METHODS, RigLScheduler
 
 
 def add_sparse(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Adds what decides about connections; ``defaults`` are those of the task."""
+    """Adds the options of sparse training, with the task's ``defaults``."""
     group = parser.add_argument_group("sparse training")
 
     def add(name: str, help: str, **options: Any) -> None:
@@ -42,7 +42,8 @@ def add_sparse(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     )
     add(
         "--initial-weights",
-        "'rescale' or 'fan-in': for networks without norms that are very sparse",
+        "initial weights of very sparse networks without norms: the model's own "
+        "over the root of the density ('rescale'), or new ones ('fan-in')",
         choices=("rescale", "fan-in"),
     )
 
@@ -50,7 +51,7 @@ def add_sparse(parser: argparse.ArgumentParser, **defaults: Any) -> None:
 def pruner_for(
     args: argparse.Namespace, model: nn.Module, optimizer: Optimizer, num_updates: int
 ) -> RigLScheduler:
-    """The pruner that `add_sparse`'s options ask for, for a run of ``num_updates``."""
+    """Returns the pruner of `add_sparse`'s options for a run of ``num_updates``."""
     return RigLScheduler(
         model,
         optimizer,
@@ -63,18 +64,18 @@ def pruner_for(
         method=args.method,
         initial_weights=args.initial_weights,
         seed=args.seed,
-        skip_step=False,  # the elastic optimizer says when a step ends
+        skip_step=False,  # the elastic optimizer decides when a step ends
     )
 
 
 def trace_of(text: str) -> list[int] | str:
-    """A trace as `CustomSampler` takes it: batch sizes with commas, or a CSV file."""
+    """Returns a trace for `CustomSampler`: the name of a CSV file, or batch sizes."""
     if text.replace(",", "").isdecimal():
         return [int(size) for size in text.split(",")]
     return text
 
 
 def num_updates(sampler: vbs.CustomSampler, epochs: int) -> int:
-    """Updates of the weights in a run of so many epochs."""
+    """Returns the number of updates of the weights in a run of ``epochs`` epochs."""
     plans = (sampler.schedule.plan(e, sampler.num_replicas) for e in range(epochs))
     return sum(plan.num_steps for plan in plans)

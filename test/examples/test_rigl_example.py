@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(*arguments: str, launcher: tuple[str, ...] = (sys.executable,)) -> str:
     pytest.importorskip("sklearn")
-    command = [*launcher, str(ROOT / "examples" / "rigl_mnist.py")]
+    command = [*launcher, str(ROOT / "examples" / "sparse" / "rigl_mnist.py")]
     command += ["--dataset", "digits", "--device", "cpu", "--delta", "10", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -28,8 +28,8 @@ def accuracies(output: str) -> list[float]:
     return [float(found) for found in re.findall(r"accuracy ([\d.]+) %", output)]
 
 
-def said(output: str) -> str:
-    """Without what gloo's threads write before, through each other, as they connect."""
+def results(output: str) -> str:
+    """Returns the output without what gloo's threads write before, as they connect."""
     return output[output.index("epoch 0:") :]
 
 
@@ -53,8 +53,8 @@ def test_on_replicas_with_a_trace():
 
 @pytest.mark.slow
 def test_under_torchrun():
-    """The run that two replicas of its own make, and one line for each epoch."""
+    """The run is that of two replicas that the script starts, a line for each epoch."""
     trace = ["--trace", "96,32,64", "--epochs", "3"]
     own, torchrun = run(*trace, "--replicas", "2"), run(*trace, launcher=LAUNCHER)
     assert len(accuracies(torchrun)) == 3
-    assert said(torchrun) == said(own)
+    assert results(torchrun) == results(own)
