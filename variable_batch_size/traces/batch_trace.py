@@ -17,7 +17,7 @@ import functools
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TextIO, TypeAlias
 
 import numpy as np
@@ -27,7 +27,7 @@ from variable_batch_size.traces.trace_csv import (
     COLUMN,
     STEP_COLUMN,
     TraceError,
-    check_columns,
+    named_columns,
     number_of_cell,
     read_cells,
 )
@@ -69,42 +69,39 @@ class Trace:
     """
 
     def __init__(self, source: TraceSource, *, strict_steps: bool = False) -> None:
-        self.endless = False
-        self._lines: np.ndarray | None = None
-        steps: np.ndarray | None = None
         if isinstance(source, Trace):
             vars(self).update(vars(source))
             if strict_steps:
                 self._report_steps(strict_steps)
             return
-        if isinstance(source, (str, os.PathLike)):
-            self.name = os.fspath(source)
-            values, steps = self._read_csv(_text_of(source, self.name))
-        elif hasattr(source, "read"):
-            self.name = str(getattr(source, "name", "trace"))
-            values, steps = self._read_csv(_text_of_file(source, self.name))
+        self.endless = is_integer(source)
+        self._lines: np.ndarray | None = None
+        table: pd.DataFrame | None = None
+        if isinstance(source, (str, os.PathLike)) or hasattr(source, "read"):
+            is_path = isinstance(source, (str, os.PathLike))
+            name = os.fspath(source) if is_path else getattr(source, "name", "trace")
+            self.name = str(name)
+            table, self._lines = read_cells(source, self.name)
         elif isinstance(source, pd.DataFrame):
             self.name = "the DataFrame"
-            values, steps = self._read_frame(source)
-        elif is_integer(source):
-            self.name, self.endless = "the constant trace", True
-            values = self._checked([source])
-        elif isinstance(
-            source, (Sequence, range, np.ndarray, pd.Series)
-        ) and not isinstance(source, (bytes, bytearray)):
+            table = named_columns(source, source.columns, self.name)
+        elif self.endless:
+            self.name, source = "the constant trace", [source]
+        elif isinstance(source, (Sequence, np.ndarray, pd.Series)) and not isinstance(
+            source, (bytes, bytearray)
+        ):
             self.name = f"the {type(source).__name__}"
-            values = self._checked(_flat(source, self.name))
         else:
             raise TypeError(
                 f"trace={source!r} of type {type(source).__name__}: allowed are a CSV "
                 "path or text file, a sequence, range or array of integers, a "
                 "DataFrame with a 'batchsize' column, or one integer"
             )
-        if len(values) == 0:
+        self.batch_sizes = self._checked(source if table is None else table[COLUMN])
+        if len(self.batch_sizes) == 0:
             raise TraceError(f"{self.name}: no steps; a trace needs at least one row")
-        values.setflags(write=False)
-        self.batch_sizes = values
-        self._step_problem = self._problem_of(steps)
+        self.batch_sizes.setflags(write=False)
+        self._step_problem = self._problem_of(table)
         self._report_steps(strict_steps)
 
     def __len__(self) -> int:
@@ -130,75 +127,58 @@ class Trace:
             return self.name
         return f"{self.name}, element {row}"
 
-    # --- sources --------------------------------------------------------------------
-
-    def _read_csv(self, text: str) -> tuple[np.ndarray, np.ndarray | None]:
-        cells, self._lines = read_cells(text, self.name)
-        numbers = pd.to_numeric(cells[COLUMN], errors="coerce").to_numpy()
-        if numbers.dtype.kind == "i":
-            values = self._checked(numbers)
-        else:  # slower, and says which cell is not an integer
-            values = self._checked(cells[COLUMN].tolist(), number_of_cell)
-        steps = cells.get(STEP_COLUMN)
-        return values, None if steps is None else _numbers_or_nan(steps)
-
-    def _read_frame(self, frame: pd.DataFrame) -> tuple[np.ndarray, np.ndarray | None]:
-        columns = [str(column).strip() for column in frame.columns]
-        check_columns(columns, self.name)
-        values = self._checked(frame.iloc[:, columns.index(COLUMN)].to_numpy())
-        if STEP_COLUMN not in columns:
-            return values, None
-        return values, _numbers_or_nan(frame.iloc[:, columns.index(STEP_COLUMN)])
-
-    # --- checks ---------------------------------------------------------------------
-
-    def _checked(
-        self,
-        values: Sequence[Any] | np.ndarray,
-        number: Callable[[Any], int] | None = None,
-    ) -> np.ndarray:
+    def _checked(self, values: Any) -> np.ndarray:
         """Returns ``values`` as int64, all positive.
-
-        Args:
-            values: Numbers, or what ``number`` takes.
-            number: Returns the integer in a value, or raises ValueError.
 
         Raises:
             TraceError: A value is not a positive integer; names the first of them.
         """
-        array = values if isinstance(values, np.ndarray) else None
-        if array is None or array.dtype.kind not in "iuf":
-            numbers = [self._number(row, v, number) for row, v in enumerate(values)]
-            return np.asarray(numbers, dtype=np.int64)
+        if isinstance(values, range):
+            array = np.arange(values.start, values.stop, values.step)
+        elif isinstance(values, (np.ndarray, pd.Series)):
+            array = np.asarray(values)
+        else:
+            array = np.asarray(values, dtype=object)  # keeps a bool what it is
+        if array.ndim != 1:
+            raise TraceError(
+                f"{self.name}: needs one dimension, has shape {array.shape}"
+            )
+        if array.dtype.kind not in "iuf":
+            sizes = [self._size(row, value) for row, value in enumerate(array)]
+            return np.asarray(sizes, dtype=np.int64)
         good = np.isfinite(array) & (array > 0) & (array < 2**62)
         if array.dtype.kind == "f":
             good &= array == np.floor(array)
         if not good.all():
             row = int(np.argmin(good))
-            self._number(row, array[row].item(), number)
+            self._size(row, array[row].item())
         return array.astype(np.int64)
 
-    def _number(self, row: int, value: Any, number: Callable[[Any], int] | None) -> int:
+    def _size(self, row: int, value: Any) -> int:
+        """Returns the batch size that a number or a cell says, or raises TraceError."""
+        where = f"{self.place(row)}, {COLUMN}"
         try:
-            result = (number or _number_of_value)(value)
+            is_cell = self._lines is not None and isinstance(value, str)
+            size = number_of_cell(value) if is_cell else _integer(value)
         except ValueError as error:
             raise TraceError(
-                f"{self.place(row)}, {COLUMN}: {error}; allowed are integers > 0, the "
-                "number of samples in the step"
+                f"{where}: {error}; allowed are integers > 0, the number of samples in "
+                "the step"
             ) from None
-        if result <= 0:
+        if size <= 0:
             raise TraceError(
-                f"{self.place(row)}, {COLUMN}: {result} must be > 0; it is the number "
-                "of samples in the step"
+                f"{where}: {size} must be > 0; it is the number of samples in the step"
             )
-        if result >= 2**62:
-            raise TraceError(f"{self.place(row)}, {COLUMN}: {value!r} is too large")
-        return result
+        if size >= 2**62:
+            raise TraceError(f"{where}: {value!r} is too large")
+        return size
 
-    def _problem_of(self, steps: np.ndarray | None) -> str | None:
+    def _problem_of(self, table: pd.DataFrame | None) -> str | None:
         """Returns what is wrong with the ``step`` column, if anything is."""
-        if steps is None or len(steps) < 2:
+        if table is None or STEP_COLUMN not in table:
             return None
+        column = pd.to_numeric(table[STEP_COLUMN], errors="coerce")
+        steps = column.to_numpy(dtype=np.float64, na_value=np.nan)
         bad = np.diff(steps) != 1  # NaN, a cell that is not a number, is bad too
         if not bad.any():
             return None
@@ -217,42 +197,12 @@ class Trace:
         warnings.warn(self._step_problem, TraceWarning, stacklevel=3)
 
 
-def _text_of(path: str | os.PathLike[str], name: str) -> str:
-    with open(path, encoding="utf-8-sig", newline=None) as file:
-        return _text_of_file(file, name)
-
-
-def _text_of_file(file: Any, name: str) -> str:
-    try:
-        text = file.read()
-        if isinstance(text, bytes):
-            text = text.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise TraceError(f"{name}: not UTF-8 text ({error})") from error
-    text = text.removeprefix("\ufeff")
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _flat(values: Iterable[Any], name: str) -> Sequence[Any] | np.ndarray:
-    array = values.to_numpy() if isinstance(values, pd.Series) else values
-    if isinstance(array, np.ndarray) and array.ndim != 1:
-        raise TraceError(f"{name}: needs one dimension, has shape {array.shape}")
-    if isinstance(array, range):
-        return np.arange(array.start, array.stop, array.step, dtype=np.int64)
-    return array  # type: ignore[return-value]
-
-
-def _number_of_value(value: Any) -> int:
+def _integer(value: Any) -> int:
     if is_integer(value):
         return int(value)
     if isinstance(value, (float, np.floating)) and float(value).is_integer():
         return int(value)
     raise ValueError(f"{value!r} is not an integer")
-
-
-def _numbers_or_nan(values: pd.Series) -> np.ndarray:
-    numbers = pd.to_numeric(values, errors="coerce")
-    return numbers.to_numpy(dtype=np.float64, na_value=np.nan)
 
 
 def _short(step: float) -> str:

@@ -1,9 +1,13 @@
-"""The text of a trace file as columns of cells, with the line that each row is on."""
+"""A trace file as columns of cells, with the line that each row is on."""
 
 from __future__ import annotations
 
 import io
+import os
 import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import pandas as pd
@@ -18,21 +22,26 @@ class TraceError(ValueError):
     """A trace that cannot be used; the message names the place and the remedy."""
 
 
-def read_cells(text: str, name: str) -> tuple[pd.DataFrame, np.ndarray]:
-    """Returns the cells of a CSV text, as texts, and the line of every row.
+def read_cells(
+    source: str | os.PathLike[str] | IO[Any], name: str
+) -> tuple[pd.DataFrame, np.ndarray]:
+    """Returns the cells of a trace file and the line of every row.
 
     Args:
-        text: Lines that end in newlines; the first that is not blank is the header.
-        name: What errors call the text.
+        source: A path, or a file that is open for reading. The first line that is not
+            blank is the header.
+        name: What errors call the file.
 
     Returns:
-        The columns ``batchsize`` and, if there is one, ``step``, without blank rows;
-        and ``(num_rows,)`` int64, the physical line, from 1, on which each row ends.
+        The columns ``batchsize`` and, if there is one, ``step``, without blank rows: as
+        integers if all cells of a column are integers, else as texts. And
+        ``(num_rows,)`` int64: the physical line, from 1, on which each row ends.
 
     Raises:
-        TraceError: The text is empty, has no ``batchsize`` column, or has a row with
-            more cells than the header.
+        TraceError: The text is empty, is not UTF-8, has no ``batchsize`` column, or
+            has a row with more cells than the header.
     """
+    text = _text_of(source, name)
     body = text.lstrip()
     first_line = 1 + text[: len(text) - len(body)].count("\n")
     if not body:
@@ -41,31 +50,46 @@ def read_cells(text: str, name: str) -> tuple[pd.DataFrame, np.ndarray]:
         rows = _rows(body)
     except pd.errors.ParserError as error:
         raise TraceError(f"{name}{_explained(error, body, first_line)}") from error
-    columns = [cell.strip() for cell in rows.iloc[0]]
-    check_columns(columns, name)
-    wanted = [column for column in (COLUMN, STEP_COLUMN) if column in columns]
-    cells = pd.DataFrame({column: rows[columns.index(column)] for column in wanted})
+    cells = named_columns(rows, rows.iloc[0], name)
     lines = first_line + np.arange(len(rows))
     if '"' in body:  # a quoted cell may hold several lines
         lines += np.cumsum(_num_newlines(rows))
     is_row = (cells[COLUMN] != "").to_numpy(copy=True)
     is_row[~is_row] = (rows[~is_row] != "").any(axis=1)  # a row without a batch size
     is_row[0] = False
-    return cells[is_row], lines[is_row]
+    cells = cells[is_row]
+    for column in cells:
+        numbers = pd.to_numeric(cells[column], errors="coerce")
+        if numbers.dtype.kind == "i":
+            cells = cells.assign(**{column: numbers})
+    return cells, lines[is_row]
 
 
-def check_columns(columns: list[str], name: str) -> None:
-    """Raises TraceError unless there is exactly one ``batchsize`` column."""
-    if columns.count(COLUMN) == 1:
-        return
-    hint = ""
-    if len(columns) == 2 and all(_INTEGER.fullmatch(cell) for cell in columns):
-        hint = f". The file seems to lack its header '{STEP_COLUMN},{COLUMN}'"
-    found = "several" if COLUMN in columns else "none"
-    raise TraceError(
-        f"{name}: needs exactly one column '{COLUMN}', found {found}; columns are "
-        f"{columns}{hint}"
-    )
+def named_columns(
+    table: pd.DataFrame, header: Iterable[Any], name: str
+) -> pd.DataFrame:
+    """Returns the columns ``batchsize`` and, if there is one, ``step`` of a table.
+
+    Args:
+        table: Any columns.
+        header: What each of them is called.
+        name: What errors call the table.
+
+    Raises:
+        TraceError: There is not exactly one column ``batchsize``.
+    """
+    columns = [str(cell).strip() for cell in header]
+    if columns.count(COLUMN) != 1:
+        hint = ""
+        if len(columns) == 2 and all(_INTEGER.fullmatch(cell) for cell in columns):
+            hint = f". The file seems to lack its header '{STEP_COLUMN},{COLUMN}'"
+        found = "several" if COLUMN in columns else "none"
+        raise TraceError(
+            f"{name}: needs exactly one column '{COLUMN}', found {found}; columns are "
+            f"{columns}{hint}"
+        )
+    wanted = [column for column in (COLUMN, STEP_COLUMN) if column in columns]
+    return table.iloc[:, [columns.index(c) for c in wanted]].set_axis(wanted, axis=1)
 
 
 def number_of_cell(cell: str) -> int:
@@ -86,6 +110,21 @@ def number_of_cell(cell: str) -> int:
     if not number.is_integer():  # nan and inf are not
         raise ValueError(f"{cell!r} is not an integer")
     return int(number)
+
+
+def _text_of(source: str | os.PathLike[str] | IO[Any], name: str) -> str:
+    """Returns the text of a file, with lines that end in newlines."""
+    try:
+        if isinstance(source, (str, os.PathLike)):
+            text = Path(source).read_bytes()
+        else:
+            text = source.read()
+        if isinstance(text, bytes):
+            text = text.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{name}: not UTF-8 text ({error})") from error
+    text = text.removeprefix("\ufeff")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _rows(body: str, limit: int | None = None) -> pd.DataFrame:
