@@ -419,7 +419,7 @@ def _begin_next_epoch(state: dict[str, Any], optimizer: ElasticOptimizer) -> Non
     """Moves a saved cursor from the end of an epoch to the beginning of the next."""
     sampler = state["optimizer"]["elastic"]["sampler"]
     schedule = optimizer.sampler.schedule
-    if sampler["step"] < schedule.num_steps(sampler["epoch"]):
+    if sampler["step"] < len(schedule.steps(sampler["epoch"])):
         return
     with contextlib.suppress(TraceExhausted):  # there is no next epoch
         schedule.steps(sampler["epoch"] + 1)

@@ -185,7 +185,7 @@ class CustomSampler(Sampler[list[int]]):
         self._committed = Cursor(epoch, step)
         if self._restored is None:
             return
-        if epoch > self._restored.epoch or step >= self.schedule.num_steps(epoch):
+        if epoch > self._restored.epoch or step >= len(self.schedule.steps(epoch)):
             self._restored = None  # another pass over that epoch is a whole one
 
     def state_dict(self) -> dict[str, Any]:
@@ -252,13 +252,9 @@ class CustomSampler(Sampler[list[int]]):
                 "resume at the same step with these",
                 _FINGERPRINT,
             )
-        epoch, num_steps = state["epoch"], self.schedule.num_steps(state["epoch"])
-        return Cursor(
-            epoch,
-            check_integer(
-                f"the state's step of epoch {epoch}", state["step"], 0, num_steps
-            ),
-        )
+        epoch, name = state["epoch"], f"the state's step of epoch {state['epoch']}"
+        num_steps = len(self.schedule.steps(epoch))
+        return Cursor(epoch, check_integer(name, state["step"], 0, num_steps))
 
     def _fingerprint(self) -> dict[str, Any]:
         """Returns what decides which samples every step uses.

@@ -201,20 +201,24 @@ class Schedule:
             ValueError: ``epoch`` is negative.
             TypeError: ``epoch`` is not an integer.
         """
-        first, end = self.steps(epoch)
+        steps = self.steps(epoch)
+        rows = np.arange(steps.start, steps.stop)
+        if self.on_end == "cycle":
+            rows %= len(self.trace)
+        rows = np.minimum(rows, len(self.trace) - 1)
         return EpochPlan(
             epoch=int(epoch),
-            first_step=first,
+            first_step=steps.start,
             num_samples=self.num_samples,
             minibatch_size=self.minibatch_size,
             num_replicas=num_replicas,
-            num_minibatches=self._num_minibatches_between(first, end),
+            num_minibatches=self._num_minibatches[rows],
         )
 
-    def steps(self, epoch: int) -> tuple[int, int]:
-        """Returns the first step of an epoch and of the next, since training began.
+    def steps(self, epoch: int) -> range:
+        """Returns the steps of an epoch, numbered since training began.
 
-        Costs the same for any number of steps in the epoch.
+        Costs the same for any number of them.
 
         Raises:
             TraceExhausted, ValueError, TypeError: See `plan`.
@@ -223,23 +227,14 @@ class Schedule:
         while len(self._first_steps) <= epoch + 1 and not self._at_end():
             self._find_next_epoch()
         if epoch + 1 < len(self._first_steps):
-            return self._first_steps[epoch], self._first_steps[epoch + 1]
+            return range(self._first_steps[epoch], self._first_steps[epoch + 1])
         if self.on_end == "error":
             raise TraceExhausted(
                 f"epoch {epoch} begins after the last of the {len(self.trace)} steps "
                 f"of {self.trace.name}, which fill {self.num_epochs} epochs; lengthen "
                 "the trace, train fewer epochs, or choose on_end='hold' or 'cycle'"
             )
-        return self._first_steps[-1], self._first_steps[-1]
-
-    def num_steps(self, epoch: int) -> int:
-        """Returns how many steps an epoch has.
-
-        Raises:
-            TraceExhausted, ValueError, TypeError: See `plan`.
-        """
-        first, end = self.steps(epoch)
-        return end - first
+        return range(self._first_steps[-1], self._first_steps[-1])
 
     def _at_end(self) -> bool:
         ends = self.on_end in ("stop", "error")
@@ -265,9 +260,3 @@ class Schedule:
 
     def _last_row_within(self, goal: int) -> int:
         return int(np.searchsorted(self._prefix, goal, side="right")) - 1
-
-    def _num_minibatches_between(self, first: int, end: int) -> np.ndarray:
-        rows = np.arange(first, end)
-        if self.on_end == "cycle":
-            rows %= len(self.trace)
-        return self._num_minibatches[np.minimum(rows, len(self.trace) - 1)]
