@@ -21,7 +21,7 @@ SCRIPT = HERE / "variable_train_mnist.py"
 
 
 def run(*arguments: object, command=(sys.executable,), cwd: Path) -> tuple[int, str]:
-    """(exit status, output) of the script."""
+    """Runs the script; returns its exit status and output."""
     return run_script(SCRIPT, "--no-progress", *arguments, cwd=cwd, command=command)
 
 
@@ -48,12 +48,12 @@ def test_fake_digits_are_learnt_on_two_replicas(tmp_path, device):
     )  # fmt: skip
     assert status == 0, text
     history = check_output(tmp_path / "log", text, num_batch_sizes=7)
-    # 0.05 at 128 samples, by the linear rule.
+    # The linear rule: the learning rate is 0.05 at 128 samples.
     assert (history["lr"] / history["batch_size"]).round(9).nunique() == 1
 
 
 def test_under_torchrun(tmp_path):
-    """Two gloo processes; one of them writes, both exit alike."""
+    """Two gloo processes: one of them writes, and both exit with the same status."""
     status, text = run(
         "--dataset", "fake", "--epochs", 1, "--logdir", "log", "--device", "cpu",
         command=LAUNCHER,
@@ -65,7 +65,7 @@ def test_under_torchrun(tmp_path):
 
 
 def test_one_process_from_the_script_s_folder(tmp_path):
-    """With another trace and rule; a missed target is the exit status."""
+    """With another trace and rule; a missed target shows in the exit status."""
     trace = tmp_path / "trace.csv"
     trace.write_text("step,batchsize\n0,64\n1,128\n")
     status, text = run(
@@ -76,7 +76,7 @@ def test_one_process_from_the_script_s_folder(tmp_path):
     )  # fmt: skip
     assert status == 1, text
     history = check_output(tmp_path / "log", text, num_batch_sizes=2)
-    assert len(history) == 2  # the trace's, and no more
+    assert len(history) == 2  # those of the trace
     assert history["lr"].tolist() == pytest.approx([0.05 / 2**0.5, 0.05])
     assert "misses 99.9 %" in text
 
@@ -93,7 +93,7 @@ def test_every_rule_trains(tmp_path, rule, capsys):
 
 
 def test_adascale_trains_for_so_many_iterations(tmp_path, capsys):
-    """Whole epochs until the gains add up; what was measured is there to look at."""
+    """It trains whole epochs until the gains add up, and records what it measured."""
     arguments = [
         "--dataset", "fake", "--num-replicas", "2", "--rule", "adascale",
         "--iterations", "12", "--logdir", str(tmp_path / "log"), "--device", "cpu",
@@ -161,7 +161,7 @@ def test_help_teaches():
         assert word in text
 
 
-def test_digits_stand_in_for_mnist_and_say_so(monkeypatch, caplog):
+def test_digits_replace_mnist_with_a_warning(monkeypatch, caplog):
     def offline(folder: str) -> handwritten_digits.Digits:
         raise RuntimeError("Error downloading\nno route to host")
 

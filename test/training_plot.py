@@ -1,4 +1,4 @@
-"""Draws a training run: batch size, learning rate, what was measured, accuracy."""
+"""Draws a training run: batch sizes, learning rates, measurements and accuracy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PANELS = (
 
 
 def plot(history: pd.DataFrame, path: Path, title: str) -> None:
-    """Writes a PNG.
+    """Writes a picture of a run as a PNG file.
 
     Args:
         history: Columns ``step``, ``batch_size``, ``lr``, ``loss``, ``accuracy`` (in

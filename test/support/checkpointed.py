@@ -18,7 +18,7 @@ CASE = Case((4, 36, 8, 4, 12, 32, 20, 4), epochs=3, exact=True)
 
 
 class Training:
-    """A run with a scheduler, as a user writes it."""
+    """A run with a scheduler and a checkpointer that is not attached yet."""
 
     def __init__(
         self, folder: Path, case: Case = CASE, dropout: float = 0.0, **options
@@ -63,7 +63,18 @@ class Training:
 
 
 def train(rank: int, folder: Path, ask_at=None, asked=(), **options):
-    """From the newest checkpoint to the end, or until asked to stop behind a step."""
+    """Trains from the newest checkpoint to the end, or until asked to stop.
+
+    Args:
+        rank: This replica.
+        folder: The folder of the checkpoints.
+        ask_at: The step in whose update replicas are asked to stop, if any.
+        asked: The ranks that are asked.
+        **options: See `Training`.
+
+    Returns:
+        The weights, the updates that were made, and how many a checkpoint had.
+    """
     training = Training(folder, **options)
     restored = training.checkpointer.load()
 

@@ -1,4 +1,4 @@
-"""Runs that are saved after every update, and gone on with on other replicas."""
+"""Runs that are saved after every update, and resumed on other replicas."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import variable_batch_size as vbs
 import xla_replica
 from support.elastic import OPTIMIZERS, Case, make
 
-# Two epochs of 32 minibatches; steps of 1 to 9 of them: idle replicas, also where an
-# epoch begins and ends, and steps of several substeps.
+# Two epochs of 32 minibatches, in steps of 1 to 9: some steps have idle replicas, the
+# first and last of an epoch among them, and some have several substeps.
 CASE = Case((4, 36, 8, 4, 12, 32, 20, 4), epochs=2, exact=True)
 
 
@@ -24,7 +24,7 @@ def run(
     saves: bool = True,
     schedule: tuple[str, float] | None = None,
 ) -> dict[str, Any]:
-    """A run from ``state`` to its end: weights, its part of the samples, its states.
+    """Trains from ``state`` to the end; returns weights, samples, updates and states.
 
     ``samples`` are (step, substep, rank, samples) of every minibatch that was run;
     ``schedule`` is the unit of an attached scheduler, and how many of them a step is.
@@ -61,7 +61,7 @@ def run(
         return copy.deepcopy(replica.to_host(found))
 
     if state is not None:
-        state = copy.deepcopy(state)  # torch's optimizers go on with loaded tensors
+        state = copy.deepcopy(state)  # torch's optimizers use loaded tensors in place
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
     elif saves:
@@ -78,11 +78,11 @@ def run(
             for substep in range(sampler.plan.num_substeps(replica.rank)[step])
         ]
         assert len(where) == len(minibatches)
-        for place, minibatch in zip(where, minibatches):
+        for at, minibatch in zip(where, minibatches):
             x, y = replica.send((inputs[minibatch], targets[minibatch]))
             loss_of(model, x, y).backward()
             optimizer.step()
-            samples.append((*place, minibatch))
+            samples.append((*at, minibatch))
     weights = replica.fetch([p.detach() for p in model.parameters()])
     return {
         "weights": weights,
@@ -93,24 +93,24 @@ def run(
 
 
 def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Its gradients are multiples of 1/64, so that their sums are never rounded.
+    """Returns a loss whose gradients are multiples of 1/64: sums are never rounded.
 
-    Of integers and residuals in sixteenths: however many steps there have been, which
-    samples and weights they were of shows in every bit.
+    Inputs are integers, and residuals are rounded to sixteenths. After any number of
+    steps, other samples or weights would change the bits of the result.
     """
     outputs = model(x)[:, 0]
     residuals = torch.round((outputs.detach() - y) * 16) / 16
     return (residuals * outputs).sum() / len(x)
 
 
-def go_on_with_each(
+def resume_from_each(
     rank: int, case: Case, states: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """What becomes of each state."""
+    """Returns what a run from each state returns."""
     return [run(rank, case, state, saves=False) for state in states]
 
 
 def global_samples(outcomes: list[dict[str, Any]]) -> list[tuple[int, list[int]]]:
-    """(step, samples) of every minibatch of all replicas, in the order dealt."""
-    everything = sorted(place for outcome in outcomes for place in outcome["samples"])
+    """Returns (step, samples) of every minibatch of all replicas, in their order."""
+    everything = sorted(one for outcome in outcomes for one in outcome["samples"])
     return [(step, samples) for step, _, _, samples in everything]

@@ -1,4 +1,4 @@
-"""`Checkpointer`: a run stops, and goes on as if it had not."""
+"""`Checkpointer`: a run that stops and is resumed ends as if it had not stopped."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def undisturbed(tmp_path_factory):
 
 
 def asked_at(name: str, backend, asked: tuple[int, ...], steps: Iterable[int]) -> list:
-    """A row for every step at which these ranks are asked to stop."""
+    """Returns a row for every step at which these ranks are asked to stop."""
     return [
         pytest.param(*backend.values, asked, n, marks=backend.marks, id=f"{name}-{n}")
         for n in steps
@@ -45,19 +45,19 @@ def asked_at(name: str, backend, asked: tuple[int, ...], steps: Iterable[int]) -
         *asked_at("xla", row("xla", 3), (1,), (0, 6)),
     ],
 )
-def test_replicas_stop_within_an_update_and_go_on(
+def test_replicas_stop_within_an_update_and_resume(
     backend, asked, ask_at, undisturbed, tmp_path
 ):
-    """Asked while update ``ask_at`` ends, they make one more and save it."""
+    """Replicas asked to stop in update ``ask_at`` make one more and save it."""
     with pytest.raises(xla_replica.Stopped) as stopped:
         xla_replica.launch(
             train, (tmp_path, ask_at, asked), backend.num_replicas, backend.device
         )
-    # Also where replica 0, whose exception it is, was not asked itself.
+    # Also if replica 0, which raises it, was not asked itself.
     assert (stopped.value.reason, stopped.value.code) == ("maintenance", 75)
     newest = files.saved_files(tmp_path)[0]
     assert newest.num_updates == ask_at + 2
-    # On another number of replicas, without torch_xla.
+    # The run is resumed on one replica, without torch_xla.
     weights, updates, restored = xla_replica.launch(train, (tmp_path,), 1, "cpu")[0]
     assert restored == ask_at + 2
     assert updates == undisturbed[1][ask_at + 2 :]
@@ -91,7 +91,7 @@ def test_minibatches_of_an_unfinished_step_are_run_again(undisturbed, tmp_path):
             training.model, training.inputs[rows], training.targets[rows]
         ).backward()
         training.optimizer.step()
-    next(minibatches)  # handed out in advance
+    next(minibatches)  # one that a loader has prefetched
     training.checkpointer.save()
     again = Training(tmp_path)
     again.checkpointer.load()
@@ -109,8 +109,8 @@ def dropped_out(rank: int, folder: Path, num_updates: int) -> list[torch.Tensor]
 @pytest.mark.parametrize(
     "backend", [row("cpu", 1), *SEVERAL_REPLICAS, row("xla", 1, slow=True)]
 )
-def test_random_numbers_go_on(backend, tmp_path):
-    """On as many replicas; a checkpoint behind update 14 is the last one here."""
+def test_random_numbers_are_resumed(backend, tmp_path):
+    """On the same number of replicas; the last checkpoint is that of update 14."""
     whole = backend.run(dropped_out, tmp_path, 14)
     assert [f.num_updates for f in files.saved_files(tmp_path)] == [14]
     resumed = backend.run(dropped_out, tmp_path, 14)
@@ -120,7 +120,7 @@ def test_random_numbers_go_on(backend, tmp_path):
 
 
 def counted(rank: int, folder: Path):
-    """Compilations and transfers of an epoch without a save."""
+    """Returns the compilations and transfers of epochs without a save."""
     training = Training(folder, every_updates=1000, every_minutes=None)
     replica, found = training.replica, []
     training.optimizer.attach(training.checkpointer)
@@ -154,7 +154,7 @@ def test_a_damaged_checkpoint_is_passed_over(undisturbed, tmp_path, caplog):
 
 
 def test_changes_can_be_allowed(tmp_path):
-    """A trace whose future has changed: what is done is done."""
+    """A trace whose later steps have changed: the steps that are done stay done."""
     planned = Case(CASE.trace * 4, epochs=3, exact=True)
     with pytest.raises(xla_replica.Stopped):
         xla_replica.launch(train_case, (tmp_path, planned, 12), 1, "cpu")
@@ -194,7 +194,7 @@ def test_a_poll_can_ask_to_stop(tmp_path, caplog):
 
 
 def epochs_of(training: Training, folder: Path) -> list[float]:
-    """The usual loop: a scheduler by hand and a save at the end of each epoch."""
+    """Trains with the usual loop: a scheduler and a save at the end of each epoch."""
     inner = training.optimizer.inner
     by_epoch = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
     checkpointer = vbs.Checkpointer(

@@ -42,7 +42,7 @@ def test_the_smallest_may_be_the_best(tmp_path):
     assert files.saved_files(tmp_path, "best")[0].num_updates == 2
 
 
-def test_an_attached_scheduler_is_saved_by_itself(tmp_path):
+def test_an_attached_scheduler_is_saved_with_the_optimizer(tmp_path):
     def train_until(stop: int | None) -> list[float]:
         training = Training(tmp_path / "unused")
         rates: list[float] = []
@@ -94,7 +94,7 @@ def test_buffers_of_all_modules_are_averaged(tmp_path):
 
 
 def test_states_keep_their_kind(tmp_path):
-    """A version that a module checks, and the Counter of MultiStepLR."""
+    """Such as the version that a module checks, and the Counter of MultiStepLR."""
     training = Training(tmp_path)
     milestones = torch.optim.lr_scheduler.MultiStepLR(training.optimizer.inner, [2, 2])
     checkpointer = vbs.Checkpointer(

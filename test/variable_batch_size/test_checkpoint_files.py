@@ -1,4 +1,4 @@
-"""Files of checkpoints: whole or not there, and what has changed is found."""
+"""Files of checkpoints are whole or not there, and every change is noticed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_without_hard_links_the_best_one_is_copied(tmp_path, monkeypatch):
 
 
 def damaged(content: bytes, number: int) -> tuple[str, bytes]:
-    """A way in which disks and networks lose data."""
+    """Returns what was done to ``content``, and the damaged bytes."""
     at = random.Random(number)
     offset = at.randrange(len(content))
     if number % 3 == 0:
@@ -88,7 +88,7 @@ def test_every_damage_is_found_and_the_one_before_is_used(tmp_path, caplog):
     num_damaged = 0
     for number in range(450):
         what, bad = damaged(content, number)
-        if bad == content:  # zeros over zeros
+        if bad == content:  # zeros were replaced by zeros
             continue
         newest.write_bytes(bad)
         with caplog.at_level(logging.WARNING):
@@ -119,7 +119,7 @@ def test_if_all_are_damaged_it_is_an_error(tmp_path):
         files.newest_whole(tmp_path)
     assert len(list(tmp_path.glob("damaged-*"))) == 2
     with pytest.raises(vbs.CheckpointError, match="all 2 checkpoints"):
-        files.newest_whole(tmp_path)  # a supervisor tries again: not from the beginning
+        files.newest_whole(tmp_path)  # a second attempt must not begin anew
 
 
 def test_a_file_that_cannot_be_read_now_is_not_damaged(tmp_path, monkeypatch):
@@ -146,7 +146,7 @@ def test_what_others_are_writing_is_left_alone(tmp_path):
 
 
 class FullDisk:
-    """Writes so many bytes, then none."""
+    """A file on a disk with room for so many bytes."""
 
     def __init__(self, file, room: int) -> None:
         self._file, self._room = file, room

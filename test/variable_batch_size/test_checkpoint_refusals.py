@@ -1,4 +1,4 @@
-"""`Checkpointer`: what it does not save, and does not go on with."""
+"""`Checkpointer`: what it refuses to save and to resume."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_what_the_wrapper_saves_is_not_saved_twice(tmp_path):
         vbs.Checkpointer(tmp_path, training.optimizer.inner)
 
 
-def test_a_scheduler_behind_the_checkpointer_is_refused(tmp_path):
+def test_a_scheduler_attached_after_the_checkpointer_is_refused(tmp_path):
     training = Training(tmp_path)
     training.optimizer.attach(training.checkpointer)
     late = CosineAnnealingLR(training.optimizer.inner, 30)
@@ -163,7 +163,7 @@ def test_another_run_s_folder_is_not_written_to(tmp_path):
 
 @pytest.mark.parametrize("loads", [False, True])
 def test_a_checkpointer_that_was_not_attached_does_not_save(loads, tmp_path):
-    """It would call every file that of update 0, or of the one it has loaded."""
+    """Every file would have the number of update 0, or of the one it has loaded."""
     if loads:
         before = Training(tmp_path)
         before.optimizer.attach(before.checkpointer)
@@ -181,7 +181,7 @@ def test_a_checkpointer_that_was_not_attached_does_not_save(loads, tmp_path):
 
 
 def test_a_run_that_has_not_begun_can_be_saved(tmp_path):
-    """Also one that is to begin in a later epoch, and one that was only loaded."""
+    """So can one that begins in a later epoch, and one that was only loaded."""
     training = Training(tmp_path)
     training.sampler.set_epoch(1)
     training.optimizer.set_epoch(1)

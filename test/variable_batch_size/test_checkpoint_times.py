@@ -1,4 +1,4 @@
-"""Minutes become updates, the same on every replica."""
+"""`SaveTimes`: minutes become updates, which are the same on every replica."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from variable_batch_size.checkpoint.save_times import SaveTimes
 
 
 class Clock:
-    """Moves by what an update takes, on this replica."""
+    """A clock that each update advances by the time it takes on this replica."""
 
     def __init__(self, seconds_per_update) -> None:
         self.now, self._takes = 0.0, seconds_per_update
@@ -25,7 +25,7 @@ class Clock:
 
 
 def saves(takes, num_updates, every_updates=None, every_minutes=None):
-    """The updates behind which it was time to save, their times, and the looks."""
+    """Returns the updates to save after, with their times, and how often it looked."""
     clock = Clock(takes)
     times = SaveTimes(xla_replica.current(), every_updates, every_minutes, clock)
     found, looks = [], 0
@@ -65,13 +65,13 @@ def test_minutes_are_met_with_few_looks(takes):
 
 
 def on_replicas(rank: int) -> list:
-    # Replica 1's clock runs three times as fast.
+    # The clock of replica 1 runs three times as fast.
     found, _ = saves(lambda number: 0.1 * (1 + 2 * (rank == 1)), 2000, None, 0.5)
     return [number for number, _ in found]
 
 
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
-def test_replicas_save_behind_the_same_updates_whatever_their_clocks_say(backend):
+def test_replicas_save_after_the_same_updates_whatever_their_clocks_say(backend):
     outcomes = backend.run(on_replicas)
     assert outcomes[0]
     assert all(outcome == outcomes[0] for outcome in outcomes)

@@ -1,4 +1,4 @@
-"""The MNIST script killed, asked to stop, and resized under torchrun."""
+"""The MNIST script when it is killed, asked to stop, or resized under torchrun."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PATIENCE = 240.0
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes that this one and they have started; torchrun's leave its group."""
+    """Returns all processes below this one; those of torchrun leave its group."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -41,7 +41,7 @@ def descendants(pid: int) -> list[int]:
 
 
 class Run:
-    """The script in processes of its own; all of them end with the block."""
+    """Runs the script in other processes, all of which end with the ``with`` block."""
 
     def __init__(
         self, folder: Path, *arguments: object, command=(sys.executable,), **variables
@@ -70,20 +70,20 @@ class Run:
         return self._output.read_text(errors="replace")
 
     def kill(self) -> None:
-        """SIGKILL for the script and all that it has started, as when a host dies."""
+        """Kills the script and every process that it has started, like a dying host."""
         for pid in [self.process.pid, *descendants(self.process.pid)]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
     def wait(self) -> int:
-        """The exit status."""
+        """Returns the exit status."""
         status = self.process.wait(PATIENCE)
         assert status is not None
         return status
 
     def wait_for_update(self, number: int) -> bool:
-        """Until so many are saved; False if the script ends before."""
+        """Waits until so many updates are saved; returns False if the script ends."""
         deadline = time.monotonic() + PATIENCE
         while num_updates(self.folder) < number:
             if self.process.poll() is not None:
@@ -99,7 +99,7 @@ def num_updates(folder: Path) -> int:
 
 
 def restored(output: str) -> int | None:
-    """Updates that a run began behind; None if it did not come to load any."""
+    """Returns the update after which a run resumed; None if it loaded nothing."""
     found = re.findall(r"resuming .*: (\d+) updates", output)
     return int(found[-1]) if found else None
 
@@ -109,7 +109,7 @@ def history(folder: Path) -> pd.DataFrame:
 
 
 def assert_same_training(received: pd.DataFrame, expected: pd.DataFrame) -> None:
-    """Loss by loss: each is of the samples of a step and of all steps before."""
+    """Compares every loss, which depends on all samples until its step."""
     for column in ("step", "batch_size", "lr"):
         np.testing.assert_array_equal(received[column], expected[column])
     np.testing.assert_allclose(received["loss"], expected["loss"], rtol=2e-3, atol=2e-4)
@@ -127,7 +127,7 @@ def undisturbed(tmp_path_factory) -> pd.DataFrame:
 def test_killed_at_any_moment_it_finishes_as_if_undisturbed(
     num_kills, undisturbed, tmp_path
 ):
-    """Each time on another number of replicas; saving every other update."""
+    """It saves every other update, and is resumed on another number of replicas."""
     folder, at = tmp_path / "run", random.Random(num_kills)
     steps_between = len(undisturbed) / num_kills
     kills = ended = 0
@@ -142,7 +142,7 @@ def test_killed_at_any_moment_it_finishes_as_if_undisturbed(
                 assert run.wait() == 0, run.output
                 ended = True
             else:
-                # Some before it has begun, and early enough that something is left.
+                # Some kills come before the first update; all leave something to do.
                 until = time.monotonic() + 8.0 * at.random()
                 goal = before + at.randrange(1, int(steps_between) - 1)
                 while time.monotonic() < until and num_updates(folder) < goal:
@@ -150,7 +150,7 @@ def test_killed_at_any_moment_it_finishes_as_if_undisturbed(
                 assert run.process.poll() is None, run.output
                 run.kill()
                 kills += 1
-        # Nothing that was saved is lost, nor by a run killed before it began.
+        # Nothing that was saved is lost, even if the run was killed as it started.
         if (began := restored(run.output)) is None:
             assert before in (0, num_updates(folder))
         else:
@@ -162,7 +162,7 @@ def test_killed_at_any_moment_it_finishes_as_if_undisturbed(
 
 
 def test_a_signal_to_the_whole_group_spares_the_loader_s_workers(tmp_path):
-    """As torchrun and a terminal send it; a worker that died would end the training."""
+    """As torchrun and a terminal do; a worker that died would end the training."""
     folder = tmp_path / "run"
     with Run(
         folder, *ARGUMENTS, "--epochs", 10_000, "--device", "cpu", "--num-replicas", 1,
@@ -176,17 +176,17 @@ def test_a_signal_to_the_whole_group_spares_the_loader_s_workers(tmp_path):
 
 @needs_xla
 @pytest.mark.xla
-def test_asked_to_stop_eight_replicas_save_and_go_on_to_their_target(tmp_path):
+def test_asked_to_stop_eight_replicas_save_and_resume_to_their_target(tmp_path):
     folder = tmp_path / "run"
     digits = ("--dataset", "digits", "--epochs", 12, "--device", "xla")
     with Run(folder, *digits, "--num-replicas", 8) as run:
-        assert run.wait_for_update(1), run.output  # that of the first epoch's end
+        assert run.wait_for_update(1), run.output  # saved at the end of the first epoch
         os.kill(run.process.pid, signal.SIGTERM)
         assert run.wait() == 143, run.output
     newest = files.saved_files(folder)[0]
     stopped_at = newest.num_updates
-    place = torch.load(newest.path)["optimizer"]["elastic"]["sampler"]
-    assert place["step"] > 0  # within an epoch: nothing else saves there
+    sampler = torch.load(newest.path)["optimizer"]["elastic"]["sampler"]
+    assert sampler["step"] > 0  # within an epoch, where only the signal saves
     with Run(folder, *digits, "--num-replicas", 3, "--target-accuracy", 95) as run:
         assert run.wait() == 0, run.output
     assert restored(run.output) == stopped_at
@@ -194,7 +194,7 @@ def test_asked_to_stop_eight_replicas_save_and_go_on_to_their_target(tmp_path):
 
 
 class Node(Run):
-    """One agent of an elastic job, with one worker."""
+    """A node of an elastic job, with one worker."""
 
     def __init__(self, folder: Path, port: int) -> None:
         settings = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3"
@@ -207,18 +207,18 @@ class Node(Run):
                 "--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}",
                 "--rdzv_conf", settings,
             ),
-            # Otherwise a node that joins later never learns where the others meet.
+            # Otherwise a node that joins later never learns the address of the others.
             TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
         )  # fmt: skip
 
     @property
     def worlds(self) -> list[int]:
-        """How many trained together, each time that its worker was the first."""
+        """How many workers trained together, whenever this node's had rank 0."""
         return [int(n) for n in re.findall(r"fake, on replica 0 of (\d)", self.output)]
 
 
 @pytest.mark.slow
-def test_under_torchrun_it_goes_on_with_the_workers_there_are(tmp_path):
+def test_under_torchrun_it_resumes_with_the_workers_there_are(tmp_path):
     """Three nodes, then two because one dies, then three because one joins."""
     whole, folder, port = tmp_path / "whole", tmp_path / "run", free_port()
     with Run(whole, *ARGUMENTS, "--epochs", 60, "--device", "cpu") as run:
@@ -227,11 +227,11 @@ def test_under_torchrun_it_goes_on_with_the_workers_there_are(tmp_path):
     try:
         for _ in range(3):
             nodes.append(Node(folder, port))
-            wait_for_server(port)  # the first is where the others meet
+            wait_for_server(port)  # the first node serves the rendezvous
         assert nodes[0].wait_for_update(4)
         nodes[2].kill()
-        behind = num_updates(folder)
-        assert nodes[0].wait_for_update(behind + 4)
+        saved = num_updates(folder)
+        assert nodes[0].wait_for_update(saved + 4)
         nodes.append(Node(folder, port))
         statuses = [node.wait() for node in (nodes[0], nodes[1], nodes[3])]
     finally:

@@ -1,7 +1,7 @@
-"""Saved after any update on any number of replicas, a run ends as it would have.
+"""A run that is resumed after any update, on any number of replicas, ends the same.
 
-Bit for bit: the data have sums that no order of summation rounds. Of rules that measure
-or count, one replica goes on bit for bit, and has been through every state on the way.
+It is the same bit for bit: the data have sums that no order of summation rounds. With
+rules that measure or count, one replica reaches every later state bit for bit.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import pytest
 import torch
 from support.replicas import row
-from support.resuming import CASE, global_samples, go_on_with_each, run
+from support.resuming import CASE, global_samples, resume_from_each, run
 
 import xla_replica
 
@@ -29,7 +29,7 @@ BACKENDS = [
 
 @pytest.fixture(scope="module")
 def alone():
-    """The uninterrupted run on one replica, saved before and after every update."""
+    """Returns the uninterrupted run on one replica, with a state for every update."""
     with_local = xla_replica.launch(run, (CASE,), 1, "cpu")[0]
     assert len(with_local["states"]) == len(with_local["updates"]) + 1 > 15
     return with_local
@@ -40,8 +40,8 @@ def backend(request):
     return request.param
 
 
-def test_what_is_saved_says_nothing_of_replicas(backend, alone):
-    """Equal states: to go on with that of one replica is to go on with any."""
+def test_states_do_not_depend_on_the_number_of_replicas(backend, alone):
+    """States are equal, so the state of one replica can be resumed on any number."""
     outcomes = backend.run(run, CASE, timeout=180)
     assert global_samples(outcomes) == global_samples([alone])
     states = outcomes[0]["states"]
@@ -50,8 +50,8 @@ def test_what_is_saved_says_nothing_of_replicas(backend, alone):
         assert_equal(received, expected)
 
 
-def test_from_every_update_the_run_ends_as_it_would_have(backend, alone):
-    per_replica = backend.run(go_on_with_each, CASE, alone["states"], timeout=180)
+def test_resumed_from_every_update_the_run_ends_the_same(backend, alone):
+    per_replica = backend.run(resume_from_each, CASE, alone["states"], timeout=180)
     everything = global_samples([alone])
     num_updates = len(alone["updates"])
     for done, outcomes in enumerate(zip(*per_replica)):
@@ -63,7 +63,7 @@ def test_from_every_update_the_run_ends_as_it_would_have(backend, alone):
         ]
 
 
-# What counts in a state beside momentum and place: (case, schedule).
+# Rules and schedulers that have states: (case, schedule).
 COUNTING = {
     "adascale": (dataclasses.replace(CASE, rule="adascale"), None),
     "adascale, scheduler in iterations": (
@@ -79,8 +79,8 @@ COUNTING = {
 
 
 @pytest.mark.parametrize("name", COUNTING)
-def test_on_a_local_replica_every_state_comes_again(name):
-    """From each state on: all later ones, and so learning rates and weights."""
+def test_on_a_local_replica_every_later_state_is_the_same(name):
+    """Resumed from each state, with all learning rates and weights."""
     case, schedule = COUNTING[name]
     [whole] = xla_replica.launch(run, (case, None, True, schedule), 1, "cpu")
     num_updates, states = len(whole["updates"]), whole["states"]
@@ -93,7 +93,7 @@ def test_on_a_local_replica_every_state_comes_again(name):
 
 
 def assert_equal(received, expected):
-    """Bit for bit, also the values that are no tensors."""
+    """Asserts that two states are equal bit for bit, in tensors and other values."""
     assert type(received) is type(expected)
     if isinstance(expected, torch.Tensor):
         assert torch.equal(received, expected)

@@ -69,7 +69,7 @@ def test_epochs_equal_the_slow_way(drawn, on_end):
 
 @given(schedules, st.integers(1, 9))
 def test_every_minibatch_is_dealt_exactly_once(drawn, num_replicas):
-    """To replica k mod R, in order; so every sample is used at most once an epoch."""
+    """Minibatch k goes to replica k mod R, so no sample is used twice in an epoch."""
     sizes, capacity, unit, _ = drawn
     schedule = Schedule(Trace([n * unit for n in sizes]), capacity * unit, unit)
     plan = schedule.plan(0, num_replicas)
@@ -102,7 +102,7 @@ def test_epochs_can_be_asked_for_in_any_order(drawn):
 def test_past_the_end_of_the_trace():
     stop = Schedule(Trace([64, 64, 64]), 128, 32)
     assert stop.num_epochs == 2
-    assert stop.plan(1, 1).num_steps == 1  # the last epoch keeps what it has
+    assert stop.plan(1, 1).num_steps == 1  # the last epoch is shorter
     assert stop.plan(2, 1).num_steps == 0
     assert stop.plan(2, 1).first_step == 3
     error = Schedule(Trace([64, 64, 64]), 128, 32, on_end="error")
@@ -161,7 +161,7 @@ def test_bad_epochs(epoch, error):
 
 
 def test_ten_million_steps_are_a_prefix_sum():
-    """Linear memory and no loop over steps; seconds are for tools/benchmarks."""
+    """Memory is linear and no loop runs over steps; benchmarks measure the seconds."""
     trace = Trace(np.resize([64, 128, 256, 32], 10**7))
     schedule = Schedule(trace, 60_000, 32, on_end="cycle")
     plan = schedule.plan(0, 8)

@@ -14,7 +14,7 @@ STATE = {"settings": {"lr": 0.1, "seed": 1}, "weights": torch.arange(5.0)}
 
 def test_what_is_written_is_read(tmp_path):
     path = tmp_path / "new" / "run.pt"
-    for _ in range(2):  # also in place of another
+    for _ in range(2):  # the second replaces the first
         vbs.write_checkpoint(path, STATE)
     found = vbs.read_checkpoint(str(path), {"seed": 1, "lr": 0.1})
     assert found["settings"] == STATE["settings"]
@@ -40,7 +40,7 @@ def test_another_run_is_refused_with_all_differences(tmp_path):
         vbs.read_checkpoint(tmp_path / "run.pt", {"seed": 1, "lr": 0.2, "width": 3})
 
 
-def test_what_cannot_be_written_leaves_the_one_before(tmp_path):
+def test_what_cannot_be_written_leaves_the_earlier_file(tmp_path):
     path = tmp_path / "run.pt"
     vbs.write_checkpoint(path, STATE)
     with pytest.raises(AttributeError, match="pickle"):

@@ -51,7 +51,7 @@ def test_good_files_are_read(tmp_path, content):
         assert Trace(text).batch_sizes.tolist() == [64, 96]
 
 
-# Content, what the message says after the file's name. Lines are physical, from 1.
+# The content, and a part of the message. Lines are physical and count from 1.
 BAD = {
     "blank cell": (
         "step,batchsize\n0,64\n1,\n",
@@ -197,7 +197,7 @@ def read_row_by_row(text: str) -> list[int]:
 
 @given(st.lists(CELLS, max_size=6), st.booleans())
 def test_files_are_read_as_the_csv_module_reads_them(cells, with_steps):
-    """Quickly, as whole columns; the result is the same for odd cells too."""
+    """Whole columns are read at once; odd cells give the same result or an error."""
     header = "step,batchsize" if with_steps else "batchsize"
     rows = [f"{n},{cell}" if with_steps else cell for n, cell in enumerate(cells)]
     text = "\n".join([header, *rows]) + "\n"
@@ -227,5 +227,7 @@ def test_lines_are_counted_through_quoted_cells(content, message):
 def test_the_shipped_trace_is_good():
     path = Path(__file__).resolve().parents[1] / "variable_trace.csv"
     trace = Trace(path, strict_steps=True)
-    assert (np.diff(trace.batch_sizes) != 0).all()  # another batch size at every step
-    Schedule(trace, 1437, 32)  # scikit-learn's digits hold it
+    assert (
+        np.diff(trace.batch_sizes) != 0
+    ).all()  # the batch size changes at every step
+    Schedule(trace, 1437, 32)  # it fits scikit-learn's digits
