@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from variable_batch_size.data.schedule import Schedule
@@ -195,6 +195,7 @@ def read_row_by_row(text: str) -> list[int]:
     return sizes
 
 
+@settings(deadline=None)  # a busy machine may be slow
 @given(st.lists(CELLS, max_size=6), st.booleans())
 def test_files_are_read_as_the_csv_module_reads_them(cells, with_steps):
     """Whole columns are read at once; odd cells give the same result or an error."""

@@ -77,8 +77,8 @@ class Trace:
         self.endless = is_integer(source)
         self._lines: np.ndarray | None = None
         table: pd.DataFrame | None = None
-        if isinstance(source, (str, os.PathLike)) or hasattr(source, "read"):
-            is_path = isinstance(source, (str, os.PathLike))
+        is_path = isinstance(source, (str, os.PathLike))
+        if is_path or hasattr(source, "read"):
             name = os.fspath(source) if is_path else getattr(source, "name", "trace")
             self.name = str(name)
             table, self._lines = read_cells(source, self.name)

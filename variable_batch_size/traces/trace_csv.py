@@ -33,9 +33,9 @@ def read_cells(
         name: What errors call the file.
 
     Returns:
-        The columns ``batchsize`` and, if there is one, ``step``, without blank rows: as
-        integers if all cells of a column are integers, else as texts. And
-        ``(num_rows,)`` int64: the physical line, from 1, on which each row ends.
+        The columns ``batchsize`` (integers; texts unless all of its cells are integers)
+        and, if there is one, ``step`` (texts), without blank rows. And ``(num_rows,)``
+        int64: the physical line, from 1, on which each row ends.
 
     Raises:
         TraceError: The text is empty, is not UTF-8, has no ``batchsize`` column, or
@@ -58,10 +58,9 @@ def read_cells(
     is_row[~is_row] = (rows[~is_row] != "").any(axis=1)  # a row without a batch size
     is_row[0] = False
     cells = cells[is_row]
-    for column in cells:
-        numbers = pd.to_numeric(cells[column], errors="coerce")
-        if numbers.dtype.kind == "i":
-            cells = cells.assign(**{column: numbers})
+    numbers = pd.to_numeric(cells[COLUMN], errors="coerce")
+    if numbers.dtype.kind == "i":  # else the texts say which cell is not an integer
+        cells = cells.assign(**{COLUMN: numbers})
     return cells, lines[is_row]
 
 
