@@ -94,6 +94,7 @@ class Factors:
     def plan(self, quantity: Quantity, other: Factors | None = None) -> Plan:
         """Returns how ``"norms"`` or ``"gram"`` will be computed, for printing."""
         check_choice("plan: quantity", quantity, QUANTITIES)
+        other = self if other is None else other
         choices = {name: self._choice(quantity, name, other) for name in self.shapes}
         return Plan(quantity, choices)
 
@@ -114,7 +115,7 @@ class Factors:
 
     @_in_full_precision
     def gram(self) -> torch.Tensor:
-        """Returns ``⟨g_i, g_j⟩``, ``(B, B)``, symmetric, from full float32 algebra."""
+        """Returns ``⟨g_i, g_j⟩``, ``(B, B)``, symmetric, from full float32 products."""
         terms = [self._gram(name, self) for name in self.shapes]
         total = self._sum(terms, (len(self), len(self)))
         return (total + total.T) / 2
@@ -145,10 +146,10 @@ class Factors:
         columns = []
         for k in range(count):
             terms = []
-            for name, parts in self._merged.items():
+            for name, uses in self._merged.items():
                 vector = vectors[name][k] if many else vectors[name]
                 vector = vector.detach().to(self._dtype)
-                terms += [algebra.dot(part, vector, self._budget) for part in parts]
+                terms += [algebra.dot(use, vector, self._budget) for use in uses]
             columns.append(self._sum(terms, (len(self),)))
         return torch.stack(columns, 1) if many else columns[0]
 
@@ -165,12 +166,7 @@ class Factors:
                 f"give ({len(self)},) or (K, {len(self)})"
             )
         rows = weights.detach().to(self._dtype)
-        if weights.dim() == 1:
-            return {name: self._weighted(name, rows) for name in self.shapes}
-        return {
-            name: torch.stack([self._weighted(name, row) for row in rows.unbind()])
-            for name in self.shapes
-        }
+        return {name: self._weighted(name, rows) for name in self.shapes}
 
     @_in_full_precision
     def sketch(self, size: int, *, seed: int = 0) -> torch.Tensor:
@@ -209,22 +205,22 @@ class Factors:
         return torch.zeros(size, dtype=self._dtype, device=self.losses.device)
 
     def _weighted(self, name: str, weights: torch.Tensor) -> torch.Tensor:
-        shape, parts = self.shapes[name], self._merged[name]
-        terms = [
-            algebra.weighted_sum(part, shape, weights, self._budget) for part in parts
-        ]
+        if weights.dim() == 2:
+            return torch.stack([self._weighted(name, row) for row in weights.unbind()])
+        shape, uses = self.shapes[name], self._merged[name]
+        terms = [algebra.weighted_sum(u, shape, weights, self._budget) for u in uses]
         return self._sum(terms, shape)
 
     def _squared_norms(self, name: str) -> torch.Tensor:
-        parts = self._merged[name]
-        if not parts:
+        uses = self._merged[name]
+        if not uses:
             return self._sum([], (len(self),))
-        choice = self._choice("norms", name)
+        choice = self._choice("norms", name, self)
         if choice.form == "materialized":
             return algebra.materialized_squared_norms(
-                parts, self.shapes[name], choice.samples, choice.columns
+                uses, self.shapes[name], choice.samples, choice.columns
             )
-        return algebra.squared_norms(parts, choice.samples)
+        return algebra.squared_norms(uses, choice.samples)
 
     def _gram(self, name: str, other: Factors) -> torch.Tensor:
         left, right = self._merged[name], other._merged[name]
@@ -238,17 +234,14 @@ class Factors:
                 )
             return algebra.gram(left, right, choice.samples)
 
-    def _choice(
-        self, quantity: Quantity, name: str, other: Factors | None = None
-    ) -> Choice:
-        partner = self if other is None else other
+    def _choice(self, quantity: Quantity, name: str, other: Factors) -> Choice:
         return choose(
             quantity,
             self._merged[name],
-            partner._merged[name],
+            other._merged[name],
             self.shapes[name],
             num_samples=len(self),
-            num_other=len(partner),
+            num_other=len(other),
             method=self._method,
             budget=self._budget,
         )

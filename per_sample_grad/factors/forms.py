@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -179,11 +180,8 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
     """Returns the dtype of sums: the widest of these dtypes, and at least float32."""
-    widest = torch.float32
-    for dtype in dtypes:
-        if dtype.is_floating_point:
-            widest = torch.promote_types(widest, dtype)
-    return widest
+    floats = (dtype for dtype in dtypes if dtype.is_floating_point)
+    return functools.reduce(torch.promote_types, floats, torch.float32)
 
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -231,14 +229,11 @@ def regroup(contribution: Contribution, num_samples: int) -> Contribution:
         case Windows(left, source):
             left, rows = _joined(left, num_samples), source.shape[0] // num_samples
             direct = contribution.direct if rows == 1 else None
-            return dataclasses.replace(
-                contribution, left=left, rows=rows, direct=direct
-            )
+            changed = {"left": left, "rows": rows, "direct": direct}
+            return dataclasses.replace(contribution, **changed)
         case Lookup(index, values):
-            return Lookup(
-                index.reshape(num_samples, -1),
-                values.reshape(num_samples, -1, values.shape[-1]),
-            )
+            values = values.reshape(num_samples, -1, values.shape[-1])
+            return Lookup(index.reshape(num_samples, -1), values)
         case Dense(values):
             if values.shape[0] == num_samples:
                 return contribution

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -23,8 +23,8 @@ from xla_replica import traits
 Quantity = Literal["norms", "gram"]
 Method = Literal["auto", "factored", "materialized"]
 
-QUANTITIES: tuple[Quantity, ...] = ("norms", "gram")
-METHODS: tuple[Method, ...] = ("auto", "factored", "materialized")
+QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
+METHODS: tuple[Method, ...] = get_args(Method)
 # The default for the bytes of temporary tensors is what the forward pass recorded,
 # divided by this number and kept between two bounds. On a CPU chunks that fit its
 # caches are the fastest; elsewhere every chunk is a launch, or a part of a program to
@@ -174,14 +174,15 @@ def _materialized(
         sums_and_all = columns * (samples * sums + of_all)
         return (on_the_way(samples, columns) + sums_and_all) * itemsize
 
-    def halved_samples(samples: int, share: int) -> int:
+    def halved_samples(share: int) -> int:
         """Stops early where most of the size is the gradients of all samples."""
-
-        def too_large(some: int) -> bool:
-            helps = share * on_the_way(some, columns) >= columns * of_all
-            return helps and size_of(some, columns) > budget
-
-        return _halved(samples, too_large)
+        return _halved(
+            samples,
+            lambda some: (
+                size_of(some, columns) > budget
+                and share * on_the_way(some, columns) >= columns * of_all
+            ),
+        )
 
     def halved_columns() -> int:
         return _halved(columns, lambda some: size_of(samples, some) > budget, unit)
@@ -191,9 +192,9 @@ def _materialized(
     samples, columns = num_samples, all_columns
     if partners > 1 and not units:
         columns = halved_columns()
-    samples = halved_samples(samples, 1)
+    samples = halved_samples(1)
     columns = halved_columns()
-    samples = halved_samples(samples, 8)
+    samples = halved_samples(8)
     times = -(-all_columns // max(columns, 1)) * -(-num_samples // samples)
     choice = Choice(
         "materialized", samples, columns, times, flops, size_of(samples, columns)

@@ -8,7 +8,7 @@ import itertools
 import os
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -39,7 +39,6 @@ from per_sample_grad.pool.scores import (
 )
 from xla_replica.common.arguments import check_choice, check_flag, check_integer
 
-Labels = Literal["given", "pseudo", "expected"]
 PART_SIZE = 4096
 BLOCK_SIZE = 64
 
@@ -105,7 +104,7 @@ def score_pool(
     loader: DataLoader[Any] | Dataset[Any],
     *,
     score: str = "grad_norm",
-    labels: Labels = "given",
+    labels: str = "given",
     loss: Loss = cross_entropy,
     split: Split = split_batch,
     forward: Forward = call_model,
