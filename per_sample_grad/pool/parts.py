@@ -1,7 +1,7 @@
 """The parts of a pool that are scored already: files that survive a kill.
 
 A part is an interval of indices, whatever the batch size and the number of replicas, in
-a file of its own that appears in one piece. Beside them lies a description of what was
+a separate file that appears in one piece. Beside them lies a description of what was
 scored: the parts of another model or score are an error.
 """
 

@@ -4,7 +4,7 @@ A score is high where a sample would change the model much: loss; EL2N and GraNd
 et al., arXiv:2107.07075); expected gradient length (Settles et al., NeurIPS 2007).
 
 Bits must not depend on what was computed before. On a lazy device a result depends on
-the program it is part of, so norms are programs of their own, between two cuts.
+the program it is part of, so norms are separate programs, between two cuts.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Scorer:
     ) -> torch.Tensor:
         """Returns ``‖∂loss_i / ∂parameters‖``, ``(B,)``, with options for `capture`.
 
-        On a lazy device this is a program of its own.
+        On a lazy device this is a separate program.
         """
         self.replica.sync()
         with torch.enable_grad(), capture(self.model, **options) as recorded:

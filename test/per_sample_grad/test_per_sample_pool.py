@@ -1,4 +1,4 @@
-"""Scores of a pool are the loop's, whatever the score, labels and blocks."""
+"""Scores of a pool equal those of a loop, for every score, labels and block size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import per_sample_grad as psg
 
 
 class Inputs(Pool):
-    """Without targets."""
+    """A pool without targets."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return super().__getitem__(index)[0]
@@ -60,7 +60,7 @@ def test_several_models_are_averaged():
 
 
 class Headed(nn.Module):
-    """Whose last parameters no module with a rule has."""
+    """A model whose last parameters belong to no module with a rule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def test_the_last_layer_is_not_guessed():
 
 @pytest.mark.parametrize("score", ["loss", "grad_norm"])
 @pytest.mark.parametrize("labels", ["given", "expected"])
-def test_a_mean_is_no_loss_of_samples(score, labels):
+def test_a_mean_over_the_batch_is_refused(score, labels):
     with pytest.raises(ValueError, match=r"shape \(\) for a block of 4"):
         psg.score_pool(
             make_model(), Pool(), score=score, labels=labels, loss=F.cross_entropy,
@@ -91,6 +91,8 @@ def test_a_mean_is_no_loss_of_samples(score, labels):
 
 
 class Singles(Pool):
+    """A pool of tuples of one item."""
+
     def __getitem__(self, index: int) -> tuple[torch.Tensor]:
         return (super().__getitem__(index)[0],)
 
@@ -110,6 +112,8 @@ def test_mixed_precision_stays_close():
 
 
 class Stream(IterableDataset):
+    """A dataset without a length."""
+
     def __iter__(self):
         return iter(())
 

@@ -1,4 +1,4 @@
-"""What a batch of a pool may be: tensors, pairs, dicts, and what a user splits."""
+"""A batch of a pool may be a tensor, a pair, a dict, or what the user splits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Pair = collections.namedtuple("Pair", "inputs targets")
 
 
 class Mapped(Dataset):
-    """The pool with every item changed."""
+    """The pool with a function applied to every item."""
 
     def __init__(self, function) -> None:
         self.function = function
@@ -33,14 +33,14 @@ class Mapped(Dataset):
 
 @dataclasses.dataclass
 class Output:
-    """As transformers' models give."""
+    """What models of Hugging Face's transformers return."""
 
     logits: torch.Tensor
     hidden_states: tuple = ()
 
 
 class Keyworded(nn.Module):
-    """Takes its inputs in two halves, as keywords."""
+    """A model that takes its inputs in two halves, as keywords."""
 
     def __init__(self, wrap=Output) -> None:
         super().__init__()
@@ -96,6 +96,8 @@ def test_pairs_of_any_kind(truth):
 
 
 class Positional(nn.Module):
+    """A model that takes its inputs in two halves, by position."""
+
     def __init__(self) -> None:
         super().__init__()
         self.inner = dense_model()
@@ -109,7 +111,7 @@ def test_tuples_of_inputs_are_arguments(truth):
     assert_same_bits(scores(Positional(), pool), truth)
 
 
-def test_a_split_and_a_forward_of_ones_own(truth):
+def test_split_and_forward_are_the_users(truth):
     pool = Mapped(
         lambda x, y: {"id": "a sample", "x": {"deep": x}, "class": y, "no": 0}
     )
@@ -136,7 +138,7 @@ def test_targets_of_any_structure_reach_the_loss(truth):
 
 
 def test_targets_may_be_wider_than_the_model():
-    """A regression, whose Python numbers are collated to float64."""
+    """A regression has float64 targets: Python numbers are collated so."""
     model = nn.Sequential(dense_model(), nn.Linear(4, 1))
 
     def squared(out, targets):
@@ -189,7 +191,7 @@ def test_a_batch_of_an_unknown_type_is_an_error():
         scores(dense_model(), pool, **inputs_of_a_kind)
 
 
-def test_what_split_and_forward_give_is_checked():
+def test_what_split_and_forward_return_is_checked():
     with pytest.raises(TypeError, match="split= returned a Tensor; return a pair"):
         scores(dense_model(), Vectors(COUNT), split=lambda batch: batch[0])
     with pytest.raises(TypeError, match="split= returned a list of 3; return a pair"):
@@ -217,7 +219,7 @@ def test_another_split_is_another_job(tmp_path):
 
 
 def test_tokens_with_their_own_loss():
-    """A language model: every sample has a sequence of targets."""
+    """In a language model every sample has a sequence of targets."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 9))
 

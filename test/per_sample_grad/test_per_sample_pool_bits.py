@@ -1,4 +1,4 @@
-"""Scores are the same bits for any batch size, part size and number of replicas."""
+"""Scores have the same bits for any batch size, part size and number of replicas."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_bits_do_not_depend_on_the_batch_size(score, labels):
         assert_same_bits(found, truth)
 
 
-def test_they_do_depend_on_the_block_size():
-    """Or the tests here would say nothing."""
+def test_bits_do_depend_on_the_block_size():
+    """Otherwise the tests in this file would prove nothing."""
     model = dense_model()
     truth = scores(model)
     found = scores(model, block_size=1)
@@ -56,7 +56,7 @@ def test_bits_do_not_depend_on_the_pool_around_a_block():
 
 
 def test_blocks_are_collated_whatever_the_batches():
-    """As a collator that pads to the longest sample needs."""
+    """A collator that pads to the longest sample needs that."""
     seen = []
 
     def collate(samples):
@@ -80,7 +80,7 @@ def test_loading_processes_change_no_bit():
 
 @dataclasses.dataclass
 class Announce:
-    """A line for every loading process that starts."""
+    """Writes a line for every loading process that starts."""
 
     path: Path
 
@@ -132,7 +132,7 @@ def test_bits_do_not_depend_on_the_number_of_replicas(backend):
 
 
 def test_the_compared_block_is_computed_again():
-    """The comparison would be part of its program, and of no other block's."""
+    """Otherwise the comparison would be part of its program, and of no other's."""
     model, calls = dense_model(), []
     model.register_forward_hook(lambda *_: calls.append(None))
     counts = []
@@ -142,13 +142,13 @@ def test_the_compared_block_is_computed_again():
         counts.append(len(calls))
     assert counts == [2, 1, 3]
     calls.clear()
-    # Other parameters are compared anew, once.
+    # Other parameters are compared again, once.
     scores(model, Vectors(2 * BLOCK), last_layer="0", score="last_layer_grad_norm")
     assert len(calls) == 3
 
 
 class Certain(nn.Module):
-    """Whose losses are -0.0 and NaN."""
+    """A model whose losses are -0.0 and NaN."""
 
     def __init__(self) -> None:
         super().__init__()

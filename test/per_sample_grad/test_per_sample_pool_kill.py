@@ -1,4 +1,4 @@
-"""A run that is killed, and goes on with another number of replicas."""
+"""A run that is killed continues with another number of replicas."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ import xla_replica
 
 COUNT, PART = 800, 2 * BLOCK
 PATIENCE = 120.0
-# Read to describe the pool, not to be scored.
+# The items that are read to describe the pool, besides being scored.
 IDENTITY = {0, COUNT // 2, COUNT - 1}
 
 
 class Slow(Vectors):
-    """Takes a while for a sample, and writes down that it was asked for."""
+    """A pool that takes a while for a sample, and logs which were asked for."""
 
     def __init__(self, log: str) -> None:
         super().__init__(COUNT)
@@ -41,6 +41,7 @@ class Slow(Vectors):
 
 
 def job(rank: int, folder: str, log: str, batch_size: int) -> np.ndarray:
+    """Scores the pool on one replica."""
     replica = xla_replica.current()
     with replica.seeded(0):
         model = dense_model().to(replica.device)
@@ -50,13 +51,13 @@ def job(rank: int, folder: str, log: str, batch_size: int) -> np.ndarray:
 
 
 def asked(log: Path) -> Counter[int]:
-    """How often each index was asked for, but for the pool's description."""
+    """Returns how often each index was asked for, except by the description."""
     counts = Counter(map(int, log.read_text().split())) if log.exists() else Counter()
     return Counter({i: n for i, n in counts.items() if i not in IDENTITY})
 
 
 def parts_in(folder: Path) -> dict[int, np.ndarray]:
-    """Every part there is; each of them can be read and is whole."""
+    """Returns the parts in a folder; asserts that each is complete."""
     found = {}
     for path in folder.glob("part-*.npy"):
         number = int(path.stem.split("-")[1])
@@ -68,6 +69,7 @@ def parts_in(folder: Path) -> dict[int, np.ndarray]:
 
 
 def indices(parts: dict[int, np.ndarray]) -> set[int]:
+    """Returns the indices of all samples in these parts."""
     return {
         index
         for number in parts
@@ -76,7 +78,7 @@ def indices(parts: dict[int, np.ndarray]) -> set[int]:
 
 
 def killed(folder: Path, log: Path, backend: Backend) -> None:
-    """Runs the job in another process, and kills it while it is at work."""
+    """Runs the job in another process, and kills it while it is working."""
     code = "import sys, test_per_sample_pool_kill as t; from support.replicas import "
     code += "Backend; device, number, *args = sys.argv[1:]; "
     code += "Backend(device, int(number)).run(t.job, *args, 3 * t.BLOCK)"
@@ -101,7 +103,7 @@ def killed(folder: Path, log: Path, backend: Backend) -> None:
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    assert process.returncode == -signal.SIGKILL, "it was done before it was killed"
+    assert process.returncode == -signal.SIGKILL, "the job ended before it was killed"
 
 
 @pytest.mark.parametrize(
@@ -124,8 +126,8 @@ def test_a_killed_run_loses_a_part_and_no_bit(tmp_path, device, killings, last):
         after = indices(parts_in(folder))
         assert before < after < set(range(COUNT))
         done = asked(log)
-        assert not set(done) & before  # nothing is done twice
-        # A lazy device loads ahead: of the next part, two batches and one in hand.
+        assert not set(done) & before  # nothing is scored twice
+        # A lazy device also loads ahead: two batches, and one in hand.
         ahead = 0 if device == "cpu" else 4 * 3 * BLOCK
         assert len(set(done) - after) <= replicas * (PART + ahead)
     log, before = tmp_path / "log", indices(parts_in(folder))
@@ -160,7 +162,7 @@ def test_a_damaged_part_is_an_error(tmp_path):
     )
 
 
-def test_what_a_killed_run_was_writing_is_cleared_away(tmp_path):
+def test_what_a_killed_run_was_writing_is_deleted(tmp_path):
     left = tmp_path / "part-00000000.0123.tmp"
     left.write_bytes(b"half")
     psg.score_pool(dense_model(), Vectors(20), folder=tmp_path, progress=False)

@@ -1,4 +1,4 @@
-"""A pool takes the memory of a part, however large it is."""
+"""Scoring a pool takes the memory of one part, however large the pool is."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import xla_replica
 
 
 class Counting(Pool):
-    """Counts the tensors that are alive when a part begins."""
+    """A pool that counts the live tensors whenever a part begins."""
 
     def __init__(self, count: int, part_size: int) -> None:
         super().__init__(count)
@@ -42,7 +42,9 @@ def test_no_tensor_outlives_its_part(score, tmp_path):
     options = {"score": score, "block_size": 8, "part_size": 32, "progress": False}
     pool = Counting(20 * 32, 32)
     psg.score_pool(make_model(), pool, folder=tmp_path, **options)
-    counts = pool.alive[-18:]  # without the first, and those that describe the pool
+    counts = pool.alive[
+        -18:
+    ]  # without those of the first parts, and of the description
     assert len(set(counts)) == 1, counts
 
 
@@ -63,7 +65,7 @@ LARGE = 100_000
 
 
 def of_numbers(rank: int, batch_size: int, folder: str | None, count: int = LARGE):
-    """Scores of a large pool."""
+    """Scores a large pool on one replica."""
     replica = xla_replica.current()
     with replica.seeded(0):
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, CLASSES))
@@ -72,7 +74,7 @@ def of_numbers(rank: int, batch_size: int, folder: str | None, count: int = LARG
 
 
 def grown_by_a_large_pool(folder: str) -> int:
-    """KiB beyond what a small one took; checks the scores."""
+    """Returns the KiB that a large pool takes beyond a small one; checks its scores."""
     of_numbers(0, 500, None, LARGE // 10)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = of_numbers(0, 500, folder)
@@ -88,9 +90,9 @@ def grown_by_a_large_pool(folder: str) -> int:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> tuple[Path, int]:
-    """A folder of scores, and how much memory they took.
+    """Returns a folder of scores, and how much memory they took.
 
-    In a process of its own: the high-water mark is the process's.
+    They are computed in a new process, since the high-water mark is the process's.
     """
     folder = tmp_path_factory.mktemp("large")
     code = "import sys, test_per_sample_pool_memory as t; "
@@ -108,11 +110,12 @@ def large(tmp_path_factory) -> tuple[Path, int]:
 
 @pytest.mark.slow
 def test_a_hundred_thousand_take_no_more_memory_than_ten(large):
-    # KiB: 352 for the scores, and what a process drifts by
+    # In KiB: 352 for the scores, and what a process drifts by.
     assert large[1] < 4 * 1024
 
 
 def large_scores(rank: int, batch_size: int, folder: str) -> np.ndarray:
+    """Returns the scores of a large pool on one replica."""
     return of_numbers(rank, batch_size, folder).scores
 
 
@@ -121,7 +124,7 @@ def large_scores(rank: int, batch_size: int, folder: str) -> np.ndarray:
 def test_half_of_a_hundred_thousand_is_scored_again_with_the_same_bits(
     large, num_replicas
 ):
-    """In other batches, and maybe by other replicas, than the parts that are there."""
+    """Missing parts are scored in other batches, and by other replicas if there are."""
     parts = sorted(large[0].glob("part-*.npy"))
     truth = np.concatenate([np.load(path) for path in parts])
     assert truth.shape == (LARGE,)

@@ -1,4 +1,4 @@
-"""A pool's scores that are kept: gone on with, by any replicas, and by no other job."""
+"""Kept scores of a pool: any replicas continue them, and no other job does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import per_sample_grad as psg
 import xla_replica
 
 
-def test_a_killed_run_goes_on_where_it_was(tmp_path):
+def test_a_run_that_failed_continues_where_it_was(tmp_path):
     model = make_model()
     options = {"block_size": 4, "part_size": 8, "folder": tmp_path, "progress": False}
     with pytest.raises(OSError, match="disk"):
@@ -88,14 +88,14 @@ def test_frozen_parameters_are_another_job(tmp_path):
 
 
 class Drawn(Pool):
-    """Augmented at random."""
+    """A pool that is augmented at random."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         inputs, target = super().__getitem__(index)
         return inputs + torch.randn(inputs.shape), target
 
 
-def test_a_pool_that_is_drawn_at_random_goes_on_too(tmp_path):
+def test_a_pool_that_is_drawn_at_random_continues_too(tmp_path):
     options = {"batch_size": 4, "folder": tmp_path, "progress": False}
     first = psg.score_pool(make_model(), Drawn(), **options)
     again = psg.score_pool(make_model(), Drawn(), **options)
@@ -103,6 +103,7 @@ def test_a_pool_that_is_drawn_at_random_goes_on_too(tmp_path):
 
 
 def scored(rank: int, folder: str | None) -> np.ndarray:
+    """Returns the scores of the pool on one replica."""
     replica = xla_replica.current()
     with replica.seeded(0):  # threads share a generator
         model = make_model().to(replica.device)
@@ -111,20 +112,21 @@ def scored(rank: int, folder: str | None) -> np.ndarray:
 
 
 @pytest.mark.parametrize("backend", [row("xla", 3)])
-def test_replicas_go_on_where_another_number_has_stopped(backend, tmp_path):
+def test_replicas_continue_where_another_number_stopped(backend, tmp_path):
     alone = Backend(backend.device, 1).run(scored, None)[0]
     np.testing.assert_allclose(
         alone, by_hand(make_model(), "grad_norm", "given"), rtol=1e-4
     )
     for found in backend.run(scored, str(tmp_path)):
         np.testing.assert_array_equal(found, alone)
-    # And goes on with what another number of replicas has kept.
+    # It also continues what another number of replicas has kept.
     (tmp_path / "part-00000003.npy").unlink()
     again = Backend(backend.device, 1).run(scored, str(tmp_path))[0]
     np.testing.assert_array_equal(again, alone)
 
 
 def counted(rank: int) -> list[tuple[int, int, dict[str, int]]]:
+    """Returns compilations, transfers and fallbacks of a second run, by labels."""
     replica = xla_replica.current()
     model = make_model().to(replica.device)
     found = []
@@ -151,5 +153,5 @@ def test_a_bar_shows_what_is_done(tmp_path, capsys):
     assert f"16/{COUNT}" in capsys.readouterr().err
     psg.score_pool(make_model(), Pool(), **options)
     shown = capsys.readouterr().err
-    assert f"16/{COUNT}" in shown  # where it goes on
+    assert f"16/{COUNT}" in shown  # where it continues
     assert f"{COUNT}/{COUNT}" in shown

@@ -1,4 +1,4 @@
-"""Scores go out: the highest, a frame, CSV and Parquet."""
+"""Scores are returned as the highest, a frame, CSV and Parquet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import per_sample_grad as psg
 
 
 def drawn(count: int = 50) -> psg.PoolScores:
-    """Floats of every size, among them those that need all their digits."""
+    """Returns floats of every size, some of which need all their digits."""
     generator = np.random.default_rng(0)
     bits = generator.integers(0, 0x7F7FFFFF, count, dtype=np.int32)
     return psg.PoolScores(bits.view(np.float32), "loss")

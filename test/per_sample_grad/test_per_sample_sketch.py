@@ -1,4 +1,4 @@
-"""Sketches from factors equal sketches of the gradients, and keep inner products."""
+"""Sketches from factors equal sketches of gradients, and keep inner products."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZE = 11
 
 
 def by_hand(gradients: dict[str, torch.Tensor], size: int, seed: int) -> torch.Tensor:
-    """Entry by entry, from where impulses go."""
+    """Returns the sketch entry by entry, from where impulses go."""
     total = torch.zeros(len(next(iter(gradients.values()))), size).double()
     for name, values in gradients.items():
         shape = tuple(values.shape[1:])
@@ -87,8 +87,8 @@ def test_flat_gradients_and_sketches_have_the_same_samples():
 
 @pytest.mark.parametrize("size", [1, 2, 7, 8])
 @pytest.mark.parametrize("budget", [1, 2**20])
-def test_a_lazy_device_goes_back_by_products(monkeypatch, size, budget):
-    """What XLA runs, here."""
+def test_a_lazy_device_transforms_back_by_products(monkeypatch, size, budget):
+    """Runs on the CPU what runs on a lazy device."""
     model, x = nn.Linear(3, 2), torch.randn(4, 3)
     factors = psg.per_sample_factors(model, fold, (x,), budget=budget)
     expected = factors.sketch(size)

@@ -1,4 +1,8 @@
-"""Pools and models to score, one whose bits depend on how many rows are multiplied."""
+"""Pools and models to score.
+
+The bits of `dense_model` depend on how many rows are multiplied; `make_model` has other
+kinds of layers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ COUNT = 23  # samples of a small pool
 
 
 class Vectors(Dataset):
-    """Pairs drawn from their index."""
+    """A pool of vectors and classes, each drawn from its index."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -29,6 +33,7 @@ class Vectors(Dataset):
 
 
 def dense_model(seed: int = 0) -> nn.Module:
+    """Returns a classifier of `Vectors`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(
@@ -37,12 +42,17 @@ def dense_model(seed: int = 0) -> nn.Module:
 
 
 def assert_same_bits(found: np.ndarray, truth: np.ndarray) -> None:
+    """Asserts that two float32 arrays have the same bits, NaN and -0.0 included."""
     assert found.dtype == truth.dtype == np.float32
     np.testing.assert_array_equal(found.view(np.int32), truth.view(np.int32))
 
 
 class Pool(Dataset):
-    """Pairs drawn from their index; says which were asked for."""
+    """A pool of sequences and classes, each drawn from its index.
+
+    Attributes:
+        asked: The indices that were asked for, in order.
+    """
 
     def __init__(self, count: int = COUNT, fail_at: int | None = None) -> None:
         self.count, self.fail_at = count, fail_at
@@ -60,6 +70,7 @@ class Pool(Dataset):
 
 
 def make_model(seed: int = 0) -> nn.Module:
+    """Returns a classifier of `Pool`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(
@@ -69,7 +80,7 @@ def make_model(seed: int = 0) -> nn.Module:
 
 
 def by_hand(model: nn.Module, score: str, labels: str) -> np.ndarray:
-    """Sample by sample, in float64, with ``.grad``."""
+    """Returns the scores of `Pool`, one sample after the other, in float64."""
     model = copy.deepcopy(model).double().eval()
 
     def grad_norm(x: torch.Tensor, target: torch.Tensor, params) -> torch.Tensor:
