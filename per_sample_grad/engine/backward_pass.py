@@ -111,17 +111,10 @@ class BackwardPass:
         if outside and not has_fallback and not self.reported:
             self._raise_uncovered(outside)
         proof = comparison.proof_of(model, key)
-        due = comparison.due(
-            self.capture.check,
-            proof,
-            self._params,
-            has_fallback=has_fallback,
-            reordered=reached.reordered,
-        )
         # Without a fallback a report says what is missing, and not what is wrong.
         lenient = self.reported and not has_fallback
-        if due.names and not lenient:
-            self._comparer = self._start_comparing(due)
+        if not lenient:
+            self._comparer = self._start_comparing(proof, reached.reordered)
         if proof is not None and has_fallback and not self.reported:
             wrong = "its rule is wrong for this structure"
             self._problems = {name: [wrong] for name in proof.wrong}
@@ -135,7 +128,8 @@ class BackwardPass:
         self._calls = list(calls)
         calls.clear()
         # A fallback needs the graph once more, and so may a comparison.
-        again = has_fallback or (self._comparer is not None and not due.at_once)
+        comparer = self._comparer
+        again = has_fallback or (comparer is not None and not comparer.knows_truth)
         self.frees = self.frees and not again
         self._reach_all(self.retain_graph or again)
         if self._problems and not lenient:
@@ -145,19 +139,35 @@ class BackwardPass:
         rest = self._params.keys() - self._handed_on - self._problems.keys()
         if rest:
             self._hand_on({name: [] for name in self._params if name in rest})
-        compared = self._concluded(due)
+        compared = self._concluded()
         if compared is not None and not self.reported:
             compared = self._corrected(compared, key)
         return BackwardResult(modules, self._problems, compared, self._budget)
 
-    def _start_comparing(self, due: comparison.Due) -> Comparer:
-        chosen = {n: param for n, param in self._params.items() if n in due.names}
-        comparer = Comparer(
-            self.losses, chosen, whole=due.whole, scale=self.capture.scale
-        )
-        if due.at_once:
+    def _start_comparing(
+        self, proof: comparison.Proof | None, reordered: bool
+    ) -> Comparer | None:
+        """Returns a comparer; None if nothing has to be compared in this capture.
+
+        A parameter whose gradient was zero proves nothing: it is compared again as soon
+        as it has a gradient, which is known after the pass. Where samples are taken in
+        an order that is data, a proof says nothing about another order.
+        """
+        if self.capture.check == "never":
+            return None
+        if self.capture.check == "always" or reordered:
+            proof = None
+        if proof is None or (proof.wrong and self._fallback is None):
+            comparer = Comparer(self.losses, self._params, scale=self.capture.scale)
+            # With autograd's gradient known, each factor can be freed at once.
             comparer.expect(retain_graph=True)
-        return comparer
+            return comparer
+        silent = {n: p for n, p in self._params.items() if n in proof.silent}
+        if not silent:
+            return None
+        return Comparer(
+            self.losses, silent, whole=proof.whole, scale=self.capture.scale
+        )
 
     def _reach_all(self, retain_graph: bool) -> None:
         """Runs one backward pass that forms no gradient of a parameter.
@@ -290,27 +300,30 @@ class BackwardPass:
         dense = self._fallback(self.losses, {n: self._params[n] for n in names})
         return {name: [value] for name, value in dense.items()}
 
-    def _concluded(self, due: comparison.Due) -> Comparison | None:
+    def _concluded(self) -> Comparison | None:
         """Returns the comparison; None if there is none, or nothing to compare."""
         if self._comparer is None:
             return None
-        if not due.at_once:
+        if not self._comparer.knows_truth:
             if self._comparer.nothing_arrived():
                 return None
             self._comparer.expect(self.retain_graph or self._fallback is not None)
         return self._comparer.result()
 
     def _corrected(self, compared: Comparison, key: object) -> Comparison:
-        """Replaces wrong answers by a fallback's; remembers what was proven."""
+        """Replaces wrong answers by a fallback's; remembers what was proven.
+
+        Raises:
+            PerSampleError: An answer is wrong, and there is no fallback.
+        """
         assert self._comparer is not None
         wrong = compared.wrong if self._fallback is not None else {}
         if wrong:
             self._comparer.expect(retain_graph=True)
             self._hand_on(self._by_fallback(wrong))
             compared = self._comparer.result()
-        comparison.warn_of_underflow(compared)
-        if not compared.wrong:
-            comparison.remember(self.capture.model, key, compared, wrong)
+        comparison.judge(compared)
+        comparison.remember(self.capture.model, key, compared, wrong)
         return compared
 
     def _outside(self, counts: Mapping[str, int]) -> Problems:

@@ -14,7 +14,7 @@ from per_sample_grad.engine.backward_pass import (
     BackwardResult,
     factors_of,
 )
-from per_sample_grad.engine.comparison import CHECKS, Check, judge
+from per_sample_grad.engine.comparison import CHECKS, Check
 from per_sample_grad.engine.fallback import FALLBACKS, Fallback
 from per_sample_grad.engine.recording import (
     Recorder,
@@ -232,8 +232,6 @@ class Capture:
         self._answered = True
         found = backward_pass.run(calls, reached)
         self.compared = found.compared is not None
-        if found.compared is not None and not reported:
-            judge(found.compared)
         return found
 
     def _check_state(self) -> None:

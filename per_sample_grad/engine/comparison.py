@@ -109,8 +109,13 @@ class Comparer:
         self._used: set[str] = set()
         self._dtypes = {losses.dtype, *(p.dtype for p in params.values())}
 
+    @property
+    def knows_truth(self) -> bool:
+        """Whether autograd's gradient was computed."""
+        return self._expected is not None
+
     def expect(self, retain_graph: bool) -> None:
-        """Runs one ordinary backward pass of losses with random weights."""
+        """Computes autograd's gradient, of losses with random weights."""
         gradients = xla_replica.grad(
             (self._losses * self._weights).sum() * self._scale,
             list(self.params.values()),
@@ -235,16 +240,23 @@ class Comparer:
 
 
 def judge(found: Comparison) -> None:
-    """Raises an error where a difference is larger than rounding.
+    """Warns if float16 loses digits of many gradients; raises if answers are wrong.
 
     Raises:
         CouplingError: Rules are wrong for this model.
         PerSampleError: float16 has lost so many digits that this cannot be told.
     """
-    if found.wrong and found.underflow > _UNDERFLOW:
-        raise PerSampleError(
-            f"the gradients of {', '.join(found.wrong)} are lost: {_underflow(found)}"
+    if found.underflow > _UNDERFLOW:
+        lost = (
+            f"{found.underflow:.0%} of the float16 gradients of one layer's output are "
+            "so small that digits are lost, and others may have become zero. Pass "
+            "scale=2.0**10, or a larger power of two (losses are multiplied by it in "
+            "the backward pass, and answers divided), or use bfloat16"
         )
+        if found.wrong:
+            names = ", ".join(found.wrong)
+            raise PerSampleError(f"the gradients of {names} are lost: {lost}")
+        warnings.warn(lost, stacklevel=4)
     if found.wrong:
         lines = "".join(
             f"\n  {name}: off by {e:.2g}" for name, e in found.wrong.items()
@@ -259,21 +271,6 @@ def judge(found: Comparison) -> None:
             "independent, leave these parameters out (params=), or pass "
             'fallback="loop", which is exact for each loss as it is'
         )
-
-
-def warn_of_underflow(found: Comparison) -> None:
-    """Warns if float16 loses digits of many gradients of activations."""
-    if found.underflow > _UNDERFLOW and not found.wrong:
-        warnings.warn(_underflow(found), stacklevel=4)
-
-
-def _underflow(found: Comparison) -> str:
-    return (
-        f"{found.underflow:.0%} of the float16 gradients of one layer's output are so "
-        "small that digits are lost, and others may have become zero. Pass "
-        "scale=2.0**10, or a larger power of two (losses are multiplied by it in the "
-        "backward pass, and answers divided), or use bfloat16"
-    )
 
 
 def _largest(value: torch.Tensor) -> torch.Tensor:
@@ -320,22 +317,6 @@ class Proof:
     whole: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Due:
-    """What is to be compared in a capture, and when.
-
-    Attributes:
-        names: The names of the parameters.
-        at_once: Compare each factor as soon as it is there, so that it can be freed;
-            else after the pass, and only if any gradient arrived.
-        whole: The size of the whole gradient, where not all of it is compared.
-    """
-
-    names: frozenset[str]
-    at_once: bool = True
-    whole: float = 0.0
-
-
 _PROVEN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Proof]]
 _PROVEN = weakref.WeakKeyDictionary()
 
@@ -375,28 +356,6 @@ def signature(
 def proof_of(model: nn.Module, key: Hashable) -> Proof | None:
     """Returns what earlier comparisons of this structure found; None without one."""
     return _PROVEN.get(model, {}).get(key)
-
-
-def due(
-    check: Check,
-    proof: Proof | None,
-    names: Collection[str],
-    *,
-    has_fallback: bool,
-    reordered: bool,
-) -> Due:
-    """Returns what this capture has to compare.
-
-    A parameter whose gradient was zero proves nothing: it is compared again as soon as
-    it has a gradient. Where samples are taken in an order that is data, a proof says
-    nothing about another order.
-    """
-    if check == "never":
-        return Due(frozenset())
-    known = proof is not None and (has_fallback or not proof.wrong)
-    if check == "always" or proof is None or not known or reordered:
-        return Due(frozenset(names))
-    return Due(proof.silent, at_once=False, whole=proof.whole)
 
 
 def remember(
