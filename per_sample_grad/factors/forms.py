@@ -204,6 +204,9 @@ def widened(contribution: Contribution) -> Contribution:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and name != "source":
             tensors[name] = tensor.to(dtype)
+    if isinstance(contribution, Dense) and contribution.values.dim() == 1:
+        # The gradient of a single number is a row of one number.
+        tensors["values"] = tensors["values"].unsqueeze(1)
     return dataclasses.replace(contribution, **tensors)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.per_sample import Case, error, flat, fold, oracle
-from support.per_sample_refused import NO_GRU, UNSEEN, Doubling, Positions
+from support.gradient_oracle import Case, error, flat, fold, oracle, rules_kept
+from support.refused_models import NO_GRU, UNSEEN, Doubling, Positions
+from test_per_sample_family import agree
 from torch import nn
 
 import per_sample_grad as psg
@@ -109,3 +110,30 @@ def test_a_recurrent_network_by_a_loop(name):
     truth = oracle(case, model, inputs)
     norms = psg.per_sample_grad_norms(model, fold, inputs, fallback="loop")
     assert error(norms, flat(truth).norm(dim=1)) <= 1e-10
+
+
+class Scale(nn.Module):
+    """A module whose parameter is a single number without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.factor * x
+
+
+@pytest.mark.parametrize("way", ["rule", "loop", "batched"])
+@rules_kept()
+def test_a_parameter_without_dimensions(way):
+    if way == "rule":
+
+        @psg.register_rule(Scale)
+        def scale(call: psg.Call, grad: torch.Tensor) -> dict[str, psg.Dense]:
+            return {"factor": psg.Dense((grad * call.input).flatten(1).sum(1))}
+
+    case = Case("", lambda: nn.Sequential(nn.Linear(3, 4), Scale()), (5, 3))
+    model, inputs = case.make(torch.float64)
+    truth = oracle(case, model, inputs)
+    options = {} if way == "rule" else {"fallback": way}
+    agree(case, psg.per_sample_factors(model, fold, inputs, **options), truth, 1e-10)

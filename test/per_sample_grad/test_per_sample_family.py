@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.per_sample import Case, error, flat, oracle
-from support.per_sample_cases import CASES
+from support.gradient_oracle import Case, error, flat, oracle
+from support.layer_cases import CASES
 
 import per_sample_grad as psg
 
@@ -32,7 +32,7 @@ def agree(case: Case, factors: psg.Factors, truth: dict, tolerance: float) -> No
     assert error(factors.norms(squared=True), grads.norm(dim=1) ** 2) <= tolerance
     for name, values in factors.norms_by_parameter().items():
         # Where positions cancel, the square root enlarges rounding errors.
-        expected = truth[name].flatten(1).norm(dim=1)
+        expected = truth[name].reshape(len(grads), -1).norm(dim=1)
         assert error(values, expected, 1e6 * tolerance * size) <= max(
             1.0 if expected.norm() <= tolerance**0.5 * size else tolerance, tolerance
         ), name

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from support.per_sample import error, flat, fold, oracle
-from support.per_sample_cases import CASES
-from support.per_sample_refused import UNSEEN, time_first
+from support.gradient_oracle import error, flat, fold, oracle
+from support.layer_cases import CASES
+from support.refused_models import UNSEEN, time_first
 from torch import nn
 
 import per_sample_grad as psg

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.per_sample import Case, error, fold, oracle
-from support.per_sample_cases import Apply
+from support.gradient_oracle import Case, error, fold, oracle
+from support.layer_cases import Apply
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

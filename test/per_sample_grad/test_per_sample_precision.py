@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from support.per_sample import HALF, Case, error, flat, oracle
-from support.per_sample_cases import CASES
+from support.gradient_oracle import HALF, Case, error, flat, oracle
+from support.layer_cases import CASES
 from torch import nn
 
 import per_sample_grad as psg

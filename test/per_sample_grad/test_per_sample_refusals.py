@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.per_sample import fold, rules_kept
-from support.per_sample_refused import COUPLED, Doubling
+from support.gradient_oracle import fold, rules_kept
+from support.refused_models import COUPLED, Doubling
 from torch import nn
 
 import per_sample_grad as psg

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
-from support.per_sample import HALF, Case, Gradients, error, flat, oracle
-from support.per_sample_drawn import KINDS, convolutions
+from support.drawn_layers import KINDS, convolutions
+from support.gradient_oracle import HALF, Case, Gradients, error, flat, oracle
 from test_per_sample_family import METHODS, TOLERANCES, agree
 from torch import nn
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.per_sample import error, flat, fold, oracle
-from support.per_sample_cases import CASES
+from support.gradient_oracle import error, flat, fold, oracle
+from support.layer_cases import CASES
 from torch import nn
 
 import per_sample_grad as psg

@@ -8,8 +8,8 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
-from support.per_sample import Case, error, flat, fold, oracle, rules_kept
-from support.per_sample_cases import CASES, Apply
+from support.gradient_oracle import Case, error, flat, fold, oracle, rules_kept
+from support.layer_cases import CASES, Apply
 from torch import nn
 
 import per_sample_grad as psg

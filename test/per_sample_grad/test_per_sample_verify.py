@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.per_sample import fold, rules_kept
-from support.per_sample_cases import Apply
-from support.per_sample_refused import Raw
+from support.gradient_oracle import fold, rules_kept
+from support.layer_cases import Apply
+from support.refused_models import Raw
 from torch import nn
 
 import per_sample_grad as psg

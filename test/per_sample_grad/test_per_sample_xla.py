@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, settings
-from support.per_sample import BATCH, HALF, Case, error, flat, fold, oracle
-from support.per_sample_cases import CASES, transformer_block
-from support.per_sample_drawn import KINDS
-from support.per_sample_refused import COUPLED, UNSEEN
+from support.drawn_layers import KINDS
+from support.gradient_oracle import BATCH, HALF, Case, error, flat, fold, oracle
+from support.layer_cases import CASES, transformer_block
+from support.refused_models import COUPLED, UNSEEN
 from support.replicas import Backend, needs_xla
 from test_per_sample_family import METHODS, agree
 from test_per_sample_shapes import identities

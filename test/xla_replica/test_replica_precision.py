@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.per_sample import fold
+from support.gradient_oracle import fold
 from torch import nn
 
 import per_sample_grad as psg

@@ -7,8 +7,8 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from torch import nn
 
-from support.per_sample import Case
-from support.per_sample_cases import Apply
+from support.gradient_oracle import Case
+from support.layer_cases import Apply
 
 CONVOLUTIONS = [nn.Conv1d, nn.Conv2d, nn.Conv3d]
 TRANSPOSED = [nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d]

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from support.per_sample import Case
-from support.per_sample_cases import Apply
+from support.gradient_oracle import Case
+from support.layer_cases import Apply
 from support.replicas import HAS_XLA
 
 # torch_xla 2.9 replaces nn.GRU by one that needs an XLA device, wherever it computes.

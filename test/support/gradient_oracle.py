@@ -95,7 +95,7 @@ def oracle(case: Case, model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Gr
 
 def flat(gradients: Gradients) -> torch.Tensor:
     """Returns all gradients as one matrix, ``(B, D)``."""
-    return torch.cat([g.flatten(1) for g in gradients.values()], 1)
+    return torch.cat([g.reshape(len(g), -1) for g in gradients.values()], 1)
 
 
 def error(

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from support.per_sample import Case
+from support.gradient_oracle import Case
 
 
 class Apply(nn.Module):
