@@ -48,7 +48,7 @@ CHECKS: tuple[Check, ...] = ("first", "always", "never")
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """How far the factors are from autograd's gradient.
+    """The distance of the factors from autograd's gradient.
 
     Attributes:
         errors: Relative differences by parameter; NaN where the gradient is not finite,
@@ -79,6 +79,12 @@ class Comparer:
     A difference is relative to the gradient's size, or where that is less, to 1/1000
     of the whole gradient's or to what rounding explains. Large inputs explain at most
     a tenth of the whole gradient.
+
+    Args:
+        losses: ``(B,)``.
+        params: The parameters that are compared.
+        whole: A lower bound of the whole gradient's size, other parameters included.
+        scale: What losses are multiplied by in every backward pass.
     """
 
     def __init__(
@@ -89,12 +95,6 @@ class Comparer:
         whole: float = 0.0,
         scale: float = 1.0,
     ) -> None:
-        """Args:
-        losses: ``(B,)``.
-        params: The parameters that are compared.
-        whole: A lower bound of the whole gradient's size, other parameters included.
-        scale: What losses are multiplied by in every backward pass.
-        """
         self.params = params
         self._scale = scale
         self._whole = whole
@@ -280,7 +280,7 @@ def _largest(value: torch.Tensor) -> torch.Tensor:
 
 
 def _multiplied(call: Call) -> Iterator[torch.Tensor]:
-    """Yields the tensors that enter products: not masks, which are added or -inf."""
+    """Yields the tensors that are multiplied: not masks, which may be -inf."""
     forward = inspect.signature(type(call.module).forward)
     given = forward.bind(call.module, *call.args, **call.kwargs).arguments
     for name, value in given.items():

@@ -1,4 +1,4 @@
-"""Walks through an autograd graph: which uses of parameters are accounted for.
+"""Walks through an autograd graph that find which uses are accounted for.
 
 The walk goes from the losses backwards and steps over every recorded call: from the
 node that made its output straight to the nodes that made its inputs. A parameter that
@@ -202,7 +202,7 @@ def _settings(node: Node) -> list[tuple[str, object]]:
 
 @functools.cache
 def _setting_names(kind: type[Node]) -> tuple[str, ...]:
-    """Returns the saved attributes but tensors: reading those would run their hooks."""
+    """Returns the saved attributes except tensors, whose hooks reading would run."""
     names = dir(kind)
     return tuple(
         name

@@ -65,6 +65,11 @@ class RecordedCall:
 class Recorder:
     """Hooks on every module that has a selected parameter.
 
+    Args:
+        model: The model.
+        names: The parameter's name for ``id(parameter)``, of selected ones.
+        batch_dim: As for `Capture`.
+
     Attributes:
         calls: The recorded calls of modules that have a rule, in order.
         called: Whether any module that has a selected parameter was called.
@@ -78,11 +83,6 @@ class Recorder:
         names: Mapping[int, str],
         batch_dim: int | Mapping[str, int],
     ) -> None:
-        """Args:
-        model: The model.
-        names: The parameter's name for ``id(parameter)``, of selected ones.
-        batch_dim: As for `Capture`.
-        """
         self.calls: list[RecordedCall] = []
         self.called = False
         self.unrecorded: set[str] = set()
@@ -92,7 +92,7 @@ class Recorder:
         self._handles: list[RemovableHandle] = []
 
     def start(self) -> None:
-        """Places the hooks; all or none."""
+        """Places the hooks; places none of them if one cannot be placed."""
         refuse_batch_statistics(self._model)
         try:
             for name, module in self._model.named_modules():
@@ -209,7 +209,7 @@ def refuse_hidden(
 
 
 def why_outside(model: nn.Module, param: nn.Parameter) -> str:
-    """Returns why a use of a parameter was recorded with none of its modules."""
+    """Returns why no recorded call accounts for a use of this parameter."""
     for name, module in model.named_modules():
         if any(own is param for own in module.parameters(recurse=False)):
             reason = why_no_rule(module)
