@@ -1,4 +1,4 @@
-"""Walks through an autograd graph that find which uses are accounted for.
+"""A walk through an autograd graph finds uses that no rule accounts for.
 
 The walk goes from the losses backwards and steps over every recorded call: from the
 node that made its output straight to the nodes that made its inputs. A parameter that
