@@ -10,7 +10,7 @@ from pathlib import Path
 
 from support.documents import ROOT
 
-# What the pages' scripts import from the reader's own project.
+# What the pages' scripts import from the reader's project.
 MY_PROJECT = """
 import torch
 from torch import nn

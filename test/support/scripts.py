@@ -10,12 +10,12 @@ from pathlib import Path
 
 
 def words(arguments: Iterable[object]) -> list[str]:
-    """A command line."""
+    """Returns the words of a command line."""
     return [str(argument) for argument in arguments]
 
 
 def environment() -> dict[str, str]:
-    """Nothing of this project on the path: a checkout must do."""
+    """Returns an environment in which this project is not on Python's path."""
     kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RANK")}
     return {**kept, "OMP_NUM_THREADS": "1"}
 
@@ -27,11 +27,11 @@ def run_script(
     command: Iterable[object] = (sys.executable,),
     timeout: float = 300.0,
 ) -> tuple[int, str]:
-    """(exit status, output) of a script in a process of its own.
+    """Runs a script in a new process; returns its exit status and output.
 
     Args:
         command: What runs the script.
-        timeout: Seconds, more than which are an error.
+        timeout: The most seconds that it may take.
     """
     done = subprocess.run(
         words([*command, script, *arguments]),

@@ -11,7 +11,7 @@ LAUNCHER = (sys.executable, "-m", "torch.distributed.run", "--standalone",
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Returns a port that nobody listens on now."""
     with socket.socket() as server:
         server.bind(("localhost", 0))
         return server.getsockname()[1]
