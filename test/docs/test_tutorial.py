@@ -137,6 +137,12 @@ def test_the_ordered_script_learns_and_continues_on_several_replicas(
     assert first | second == pytest.approx(alone, abs=1)
 
 
+def test_the_ordered_script_refuses_the_checkpoints_of_the_stage_before(tmp_path):
+    train_here(tmp_path, "resumable", epochs=1)
+    with pytest.raises(ValueError, match="Pass the same parts"):
+        train_here(tmp_path, "ordered", epochs=1)
+
+
 def test_a_run_that_is_asked_to_stop_continues_where_it_was(tmp_path):
     script = write(tmp_path, "ordered")
     command = [sys.executable, str(script), "--epochs", "1000", *map(str, ALONE)]
