@@ -45,7 +45,6 @@ class DistributedReplica(Replica):
     def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
             for bucket in buckets(tensors, BUCKET_BYTES):
-                self._check_device(bucket[0])
                 flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
                 with self._named("all_reduce_", bucket):
                     torch.distributed.all_reduce(flat)
@@ -54,7 +53,6 @@ class DistributedReplica(Replica):
                     tensor.copy_(part.view_as(tensor))
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._check_device(tensor)
         value = tensor.detach().contiguous()
         gathered = [torch.empty_like(value) for _ in range(self.num_replicas)]
         with self._named("all_gather", [value]):
@@ -63,7 +61,6 @@ class DistributedReplica(Replica):
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         check_parts(tensor, self.num_replicas)
-        self._check_device(tensor)
         value = tensor.detach().contiguous()
         received = torch.empty_like(value)
         with self._named("all_to_all", [value]):
@@ -74,14 +71,13 @@ class DistributedReplica(Replica):
         check_source(source, self.num_replicas)
         with torch.no_grad():
             for tensor in tensors:
-                self._check_device(tensor)
                 value = tensor.detach().contiguous()
                 with self._named("broadcast_", [value]):
                     torch.distributed.broadcast(value, source)
                 tensor.copy_(value)
 
     def barrier(self) -> None:
-        # dist.barrier() does nothing on some backends; a sum that is read does.
+        # Its own barrier does nothing on some backends; a sum that is read does.
         flag = torch.ones(1, device=self.device)
         with self._named("barrier", [flag]):
             torch.distributed.all_reduce(flag)
@@ -90,6 +86,14 @@ class DistributedReplica(Replica):
     @contextlib.contextmanager
     def _named(self, verb: str, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """Raises a ReplicaError with the replica, the collective and usual causes."""
+        group, device = process_group(), tensors[0].device
+        if device.type == "xla":
+            raise ReplicaError(
+                f"replica {self.rank}: a tensor on {device} was given to the {group} "
+                "process group, which would return it unsummed. Start the job with "
+                "xla_replica.launch(fn, device='xla'), or keep the model on the CPU",
+                self.rank,
+            )
         try:
             yield
         except RuntimeError as error:
@@ -98,19 +102,9 @@ class DistributedReplica(Replica):
                 f"replica {self.rank} of {self.num_replicas} failed in {verb} of "
                 f"{len(shapes)} {tensors[0].dtype} tensors of shapes {shapes[:4]}: a "
                 "peer raised, hung, left early, or brought other tensors. The "
-                f"{process_group()} group says: {error}",
+                f"{group} group says: {error}",
                 self.rank,
             ) from error
-
-    def _check_device(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type == "xla":
-            raise ReplicaError(
-                f"replica {self.rank}: a tensor on {tensor.device} was given to the "
-                f"{process_group()} process group, which would return it unsummed. "
-                "Start the job with xla_replica.launch(fn, device='xla'), or keep the "
-                "model on the CPU",
-                self.rank,
-            )
 
 
 def buckets(

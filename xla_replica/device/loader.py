@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from xla_replica.common.arguments import check_integer
@@ -12,19 +12,13 @@ from xla_replica.common.arguments import check_integer
 _END = object()
 
 
-class _Failure:
-    """An exception on its way from the loading thread to the training loop."""
-
-    def __init__(self, exception: BaseException) -> None:
-        self.exception = exception
-
-
 class DeviceLoader:
     """Iterates over ``batches`` as ``send`` moves them, ahead of the training loop.
 
     A background thread keeps up to ``prefetch`` batches ready on the device. The first
     batch is loaded in the caller's thread, which owns the device, so that a sampler may
-    begin its epoch with work on the device.
+    begin its epoch with work on the device. An exception is raised where the batch
+    would have been returned.
 
     Args:
         batches: Any iterable, usually a ``torch.utils.data.DataLoader``.
@@ -48,60 +42,19 @@ class DeviceLoader:
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.batches)
-        try:
-            first = next(batches)
-        except StopIteration:
+        if (first := next(batches, _END)) is _END:
             return
-        waiting: queue.Queue[Any] = queue.Queue(self.prefetch)
-        stop = threading.Event()
-        thread = threading.Thread(
-            target=self._fill,
-            args=(batches, waiting, stop),
-            name="device-loader",
-            daemon=True,
-        )
-        thread.start()
+
+        def load() -> Any:
+            batch = next(batches, _END)
+            return batch if batch is _END else self.send(batch)
+
+        thread = ThreadPoolExecutor(1, "device-loader")
         try:
+            waiting = deque(thread.submit(load) for _ in range(self.prefetch))
             yield self.send(first)
-            while (item := waiting.get()) is not _END:
-                if isinstance(item, _Failure):
-                    raise item.exception
-                yield item
+            while (batch := waiting.popleft().result()) is not _END:
+                waiting.append(thread.submit(load))
+                yield batch
         finally:  # also when the training loop breaks out early
-            stop.set()
-            _drain(waiting)
-            thread.join()
-
-    def _fill(
-        self,
-        batches: Iterator[Any],
-        waiting: queue.Queue[Any],
-        stop: threading.Event,
-    ) -> None:
-        last: Any = _END
-        try:
-            for batch in batches:
-                if not _put(waiting, self.send(batch), stop):
-                    return
-        except BaseException as error:  # the training loop raises it, whatever it is
-            last = _Failure(error)
-        _put(waiting, last, stop)
-
-
-def _put(waiting: queue.Queue[Any], item: Any, stop: threading.Event) -> bool:
-    """Puts ``item`` unless the consumer has stopped; returns whether it did."""
-    while not stop.is_set():
-        try:
-            waiting.put(item, timeout=0.1)
-            return True
-        except queue.Full:
-            continue
-    return False
-
-
-def _drain(waiting: queue.Queue[Any]) -> None:
-    try:
-        while True:
-            waiting.get_nowait()
-    except queue.Empty:
-        return
+            thread.shutdown(cancel_futures=True)

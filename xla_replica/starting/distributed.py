@@ -24,7 +24,7 @@ from xla_replica.backends.replica import LocalReplica
 from xla_replica.errors import ReplicaError
 from xla_replica.starting.child_process import cause_of_death, run_in_children
 from xla_replica.starting.exit_results import (
-    ExitResult,
+    dump,
     dump_task,
     run_to_end,
     values,
@@ -83,7 +83,7 @@ def _child_main(
         )
         with listening_for_parent(folder):
             result = _run_in_group(fn, args, device, "a process")
-            write_result(folder, rank, result)
+            write_result(folder, rank, dump(result))
             _wait_for_peers(rank, timeout)
     except BaseException as error:  # a replica that exits has failed its peers too
         write_failure(folder, rank, error)
@@ -153,7 +153,7 @@ def _run_here(job: Job, device: str) -> Any:
 
 def _run_in_group(
     fn: Callable[..., Any], args: tuple[Any, ...], device: str, reason: str
-) -> ExitResult:
+) -> Any:
     index = torch.cuda.current_device() if device == "cuda" else None
     replica = DistributedReplica(reason, torch.device(device, index))
     with bound(replica):

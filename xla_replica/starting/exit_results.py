@@ -8,7 +8,7 @@ import pickle
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,31 +16,24 @@ from xla_replica.device.device_traits import traits
 from xla_replica.errors import ReplicaError, Stopped
 
 
-class ExitResult(NamedTuple):
-    """How a replica ended that ended well: it returned ``value``, or it stopped."""
-
-    value: Any
-    stopped: Stopped | None
-
-
-def run_to_end(fn: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> ExitResult:
-    """Calls ``fn(rank, *args)`` and returns how it ended, unless it fails."""
+def run_to_end(fn: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> Any:
+    """Returns ``fn(rank, *args)``, or the `Stopped` that it raises: both end well."""
     try:
-        return ExitResult(fn(rank, *args), None)
+        return fn(rank, *args)
     except Stopped as stopped:
-        return ExitResult(None, stopped)
+        return stopped
 
 
-def values(results: list[ExitResult]) -> list[Any]:
+def values(results: list[Any]) -> list[Any]:
     """Returns what the replicas returned.
 
     Raises:
         Stopped: That of the first replica that stopped.
     """
     for result in results:
-        if result.stopped is not None:
-            raise result.stopped
-    return [result.value for result in results]
+        if isinstance(result, Stopped):
+            raise result
+    return results
 
 
 class _Pickler(pickle.Pickler):
@@ -52,17 +45,17 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def dump(value: Any) -> bytes:
+def dump(value: Any, failure: str = "the replica's result cannot be pickled") -> bytes:
     """Returns ``value`` as bytes that any process can unpickle.
 
     Raises:
-        TypeError: It cannot be pickled.
+        TypeError: It cannot be pickled; the message begins with ``failure``.
     """
     buffer = io.BytesIO()
     try:
         _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     except Exception as error:  # pickle raises many kinds
-        raise TypeError(f"the replica's result cannot be pickled: {error}") from error
+        raise TypeError(f"{failure}: {error}") from error
     return buffer.getvalue()
 
 
@@ -72,23 +65,19 @@ def dump_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     Raises:
         TypeError: They cannot be pickled.
     """
-    try:
-        return dump((fn, args))
-    except TypeError as error:
-        raise TypeError(
-            f"launch: {fn!r} and its arguments must be picklable, because replicas "
-            "run in another process: pass a function defined at the top level of a "
-            f"module ({error.__cause__})"
-        ) from error
+    return dump(
+        (fn, args),
+        f"launch: {fn!r} and its arguments must be picklable, because replicas run in "
+        "another process: pass a function defined at the top level of a module",
+    )
 
 
-def write_result(folder: str, rank: int, result: ExitResult | bytes) -> None:
-    """Writes how replica ``rank`` ended, perhaps as `dump` gave it, into the folder."""
-    content = result if isinstance(result, bytes) else dump(result)
-    Path(folder, f"{rank:06d}.result").write_bytes(content)
+def write_result(folder: str, rank: int, result: bytes) -> None:
+    """Writes how replica ``rank`` ended, as `dump` gave it, into the folder."""
+    Path(folder, f"{rank:06d}.result").write_bytes(result)
 
 
-def read_results(folder: str) -> list[ExitResult]:
+def read_results(folder: str) -> list[Any]:
     """Returns how the replicas in the folder ended, by rank."""
     return [pickle.loads(p.read_bytes()) for p in sorted(Path(folder).glob("*.result"))]
 

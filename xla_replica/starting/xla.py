@@ -18,6 +18,7 @@ from xla_replica.backends.xla import XlaReplica
 from xla_replica.starting.child_process import variables_set
 from xla_replica.starting.emulated import run_emulated
 from xla_replica.starting.exit_results import (
+    dump,
     read_results,
     run_to_end,
     values,
@@ -27,12 +28,12 @@ from xla_replica.stopping import Listener, forwarding, listening
 
 
 def is_installed() -> bool:
-    """Whether torch_xla can be imported; does not import it."""
+    """Returns whether torch_xla can be imported, without importing it."""
     return importlib.util.find_spec("torch_xla") is not None
 
 
 def has_tpu() -> bool:
-    """Whether torch_xla is installed and would run on a TPU."""
+    """Returns whether torch_xla is installed and would run on a TPU."""
     chosen = os.environ.get("PJRT_DEVICE")
     if not is_installed() or chosen is not None:
         return chosen == "TPU"
@@ -45,9 +46,9 @@ def has_tpu() -> bool:
 def run_on_tpu(
     fn: Callable[..., Any], args: tuple[Any, ...], num_replicas: int | None
 ) -> list[Any]:
-    """Runs ``fn(rank, *args)`` on every chip; returns this host's results by rank.
+    """Runs ``fn(rank, *args)`` on every chip and returns this host's results by rank.
 
-    Under torchrun torch_xla calls it in this process, which is one replica.
+    Under torchrun this process is one replica, and torch_xla calls ``fn`` in it.
     """
     import torch_xla
 
@@ -74,12 +75,12 @@ def _run_replica(
             f"num_replicas={num_replicas}, but there are {replica.num_replicas} "
             "devices and torch_xla uses all of them: leave num_replicas out"
         )
-    # Under torchrun the rank that torch_xla passes counts within the host.
+    # Under torchrun the rank that torch_xla passes is one within the host.
     del rank, signals
     with bound(replica):
         result = run_to_end(fn, replica.rank, args)
     replica.wait()
-    write_result(folder, replica.rank, result)
+    write_result(folder, replica.rank, dump(result))
 
 
 # --- the row ------------------------------------------------------------------------
