@@ -1,4 +1,4 @@
-"""The replica backends under test: a new one is one row."""
+"""The replica backends under test; a new one is one more row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMEOUT = 60.0
 
 
 class Backend(NamedTuple):
-    """Where and how many; ``device`` as `xla_replica.launch` takes it."""
+    """A device, as `xla_replica.launch` takes it, and a number of replicas."""
 
     device: str
     num_replicas: int
@@ -26,14 +26,14 @@ class Backend(NamedTuple):
     def run(
         self, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT
     ) -> list[Any]:
-        """``fn(rank, *args)`` on every replica; ``fn`` at the top of a module."""
+        """Returns ``fn(rank, *args)`` of every replica; ``fn`` must be top-level."""
         return xla_replica.launch(
             fn, args, self.num_replicas, self.device, timeout=timeout
         )
 
 
 def row(device: str, num_replicas: int, slow: bool = False):
-    """A backend as a parameter of a test; ``slow`` keeps it for slow runs."""
+    """Returns a backend as a parameter of a test, with ``slow`` for slow runs only."""
     marks = [pytest.mark.slow] if slow else []
     if device == "xla":
         marks += [needs_xla, pytest.mark.xla]
@@ -55,8 +55,8 @@ BACKENDS = [
     row("xla", 5),
     row("xla", 8),
 ]
-# One row of each backend and kind, the rest for slow runs: for families whose programs
-# take long to compile.
+# One row of each backend, the rest for slow runs: for families whose programs take long
+# to compile.
 FEW_BACKENDS = [
     row("cpu", 1),
     row("cpu", 3),

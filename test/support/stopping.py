@@ -1,4 +1,4 @@
-"""A script that is sent real signals, under every way to start replicas."""
+"""A script that receives real signals, started in every way there is."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if __name__ == "__main__":
 
 
 class Starter(NamedTuple):
-    """How a script is started; ``num_replicas`` 0 leaves the number to torchrun."""
+    """How a script is started; with ``num_replicas`` 0 torchrun sets the number."""
 
     command: tuple[str, ...]
     device: str
@@ -61,7 +61,7 @@ class Starter(NamedTuple):
              str(self.num_replicas)],
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # a group of its own, to be signalled as a whole
+            start_new_session=True,  # a separate group, to be signalled as a whole
         )  # fmt: skip
         run = Run(process, folder, self.num_replicas or 2)
         run.wait_until(lambda: len(run.files("ready")) == run.num_replicas)
@@ -69,7 +69,7 @@ class Starter(NamedTuple):
 
 
 class Run:
-    """A script under way."""
+    """A script that is running."""
 
     def __init__(
         self, process: subprocess.Popen[str], folder: Path, num_replicas: int
@@ -90,11 +90,11 @@ class Run:
             time.sleep(0.05)
 
     def signal_group(self, number: signal.Signals) -> None:
-        """As a terminal or a job's scheduler does: the script and all below it."""
+        """Signals the script and all its processes, as a terminal or scheduler does."""
         os.killpg(self.process.pid, number)
 
     def ends(self) -> tuple[int, str]:
-        """Its exit status and what it wrote to stderr."""
+        """Waits for the end; returns the exit status and what was written to stderr."""
         try:
             error = self.process.communicate(timeout=60)[1]
         finally:
@@ -102,7 +102,7 @@ class Run:
         return self.process.returncode, error
 
     def children(self) -> list[int]:
-        """Processes below the script's."""
+        """Returns the ids of all processes that descend from the script's."""
         parents = {}
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
@@ -118,7 +118,7 @@ class Run:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process is there and no zombie that nobody has reaped."""
+    """Returns whether the process exists and is not a zombie."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rsplit(")", 1)[1].split()[0] != "Z"

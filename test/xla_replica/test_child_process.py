@@ -1,4 +1,4 @@
-"""Forked processes have what spawned ones would have, and nothing else."""
+"""Forked processes have the surroundings that spawned ones would have, and no more."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def environment(rank: int) -> tuple[str | None, str, int]:
 
 
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
-def test_a_run_has_the_environment_and_folder_of_its_time(
+def test_a_run_has_the_environment_and_folder_that_its_parent_has_now(
     backend, monkeypatch, tmp_path
 ):
-    """Not those of the time when the first run began."""
+    """Not those that its parent had when the first run began."""
     processes = set()
     for value in ("1", "2", None):
         if value is None:
@@ -57,7 +57,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
-def test_a_run_writes_where_its_parent_writes_by_then(backend, tmp_path):
+def test_a_run_writes_where_its_parent_writes_now(backend, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(PRINTS)
     command = [sys.executable, script, backend.device, tmp_path]

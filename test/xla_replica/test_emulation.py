@@ -1,6 +1,6 @@
-"""Emulated replicas: every way to fail is a named error, and xm.* code runs as written.
+"""Emulated replicas: every failure is a named error, and xm.* code runs as written.
 
-The checks that all backends share are in test_replica_family.py.
+What all backends have in common is tested in test_replica_family.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FOUR = Backend("xla", 4)
 
 
 def misbehaves(rank: int, how: str) -> torch.Tensor | None:
-    """Replica 2 does something else than its peers, which sum four numbers."""
+    """Replica 2 deviates from its peers, which sum four numbers."""
     replica = xla_replica.current()
     tensor = torch.ones(4).to(replica.device)
     other = None
@@ -75,7 +75,7 @@ def misbehaves(rank: int, how: str) -> torch.Tensor | None:
     ],
 )  # fmt: skip
 def test_a_replica_that_differs_ends_the_run(how, error, seconds):
-    """Within the timeout and a child's start-up, never with XLA's silent abort."""
+    """It ends within the timeout and a child's start-up, not by XLA's silent abort."""
     start = time.monotonic()
     with pytest.raises(ReplicaError, match=error):
         FOUR.run(misbehaves, how, timeout=3)
@@ -88,7 +88,7 @@ def test_well_behaved_replicas_give_results():
 
 
 def slow_but_alive(rank: int) -> float:
-    """Longer than the 15 s after which XLA itself would abort."""
+    """Replica 1 is later than the 15 s after which XLA itself would abort."""
     replica = xla_replica.current()
     tensor = torch.ones(1).to(replica.device)
     if rank == 1:
@@ -103,7 +103,7 @@ def test_a_slow_replica_is_waited_for():
 
 
 def fetches_before_the_sync(rank: int) -> list[object]:
-    """Every way to read a sum that has not run yet."""
+    """Reads a sum that has not run yet, in every way."""
     replica = xla_replica.current()
 
     def total() -> torch.Tensor:
@@ -112,7 +112,7 @@ def fetches_before_the_sync(rank: int) -> list[object]:
         return tensor
 
     def of_rank_0(tensor: torch.Tensor) -> torch.Tensor:
-        if rank == 0:  # what is on the host is nobody's business
+        if rank == 0:  # reading the host needs no peer
             host[0] = torch.ones(1).item()
             host[:1].copy_(torch.ones(1))
         return tensor
@@ -180,7 +180,7 @@ def test_a_result_that_cannot_travel_is_an_error():
 
 
 def written_with_xm(rank: int) -> dict[str, object]:
-    """What users of torch_xla write, fetches before the sync included."""
+    """Does what users of torch_xla write, with fetches before the sync."""
     import torch_xla
     import torch_xla.core.xla_model as xm
     import torch_xla.runtime as xr
@@ -223,7 +223,7 @@ def test_xm_code_runs_as_written():
 
 
 def test_the_parent_stays_as_it_was():
-    """No variable, no chosen device, no process is left behind."""
+    """A run leaves no variable, no chosen device and no process."""
     before = dict(os.environ)
     Backend("xla", 2).run(misbehaves, "not at all")
     assert dict(os.environ) == before

@@ -1,4 +1,4 @@
-"""xla_replica.grad: what torch.autograd.grad returns, and nobody else holds it."""
+"""xla_replica.grad returns what torch.autograd.grad does, and nothing else keeps it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def live_tensors() -> int:
 
 
 def slow_down_the_engine() -> int:
-    """Its threads come last from now on; returns how many there are."""
+    """Gives the engine's threads the lowest priority and returns their number."""
     found = 0
     for task in Path("/proc/self/task").iterdir():
         if (task / "comm").read_text().startswith("pt_autograd"):
@@ -57,8 +57,8 @@ def slow_down_the_engine() -> int:
     return found
 
 
-def held(rank: int) -> set[int]:
-    """Lazy tensors that there are more of after a pass whose gradients were dropped."""
+def kept_tensors(rank: int) -> set[int]:
+    """Returns how many more lazy tensors live after passes with dropped gradients."""
     x = torch.arange(4.0, device=xla_replica.current().device).requires_grad_()
     xla_replica.grad(x.square().sum(), [x])
     assert slow_down_the_engine() == 1
@@ -75,6 +75,6 @@ def held(rank: int) -> set[int]:
 
 @needs_xla
 @pytest.mark.parametrize("backend", [row("xla", 1)])
-def test_the_engine_holds_nothing_when_it_returns(backend):
-    """As it does after three of four calls of torch.autograd.grad."""
-    assert backend.run(held) == [{0}]
+def test_the_engine_keeps_nothing_when_it_returns(backend):
+    """It does after three of four calls of torch.autograd.grad."""
+    assert backend.run(kept_tensors) == [{0}]

@@ -1,4 +1,4 @@
-"""The device loader. The 'meta' device stands in for an accelerator."""
+"""The device loader; the 'meta' device takes the place of an accelerator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Pair(NamedTuple):
     name: str
 
 
-def test_tensors_move_wherever_they_sit():
+def test_tensors_in_containers_of_any_depth_move():
     batch = {"pair": Pair(torch.ones(2), "a"), "list": [torch.ones(1), 3], "none": None}
     moved = send(batch)
     assert moved["pair"].x.device == META
@@ -41,7 +41,7 @@ def test_every_batch_comes_once_and_in_order():
         assert all(batch.device == META for batch in sent)
 
 
-def test_an_exception_comes_through_at_its_place():
+def test_an_exception_is_raised_at_the_place_of_its_batch():
     def batches():
         yield torch.ones(1)
         raise OSError("disk on fire")

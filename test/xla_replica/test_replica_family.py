@@ -1,4 +1,4 @@
-"""Every replica backend keeps the same promises."""
+"""All replica backends behave alike."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_sums_are_sums_of_every_dtype_and_shape(outcomes):
 
 
 def test_broadcast_takes_the_source_and_nothing_else(outcomes):
-    """Not even the NaN that the others hold."""
+    """Even where the other replicas hold NaN."""
     for outcome in outcomes:
         values, flag, number, scalar = outcome["sent"]
         assert values.tolist() == [7.0, 7.0]
@@ -113,18 +113,18 @@ def test_broadcast_takes_the_source_and_nothing_else(outcomes):
 
 
 def test_a_fetched_tensor_is_a_copy(outcomes):
-    """Also on a CPU: what is done to the model later must not change it."""
+    """Also on a CPU: later changes of the model must not change it."""
     assert not any(outcome["aliased"] for outcome in outcomes)
 
 
-def test_gather_is_in_order_of_rank(outcomes):
+def test_all_gather_is_in_order_of_rank(outcomes):
     n = len(outcomes)
     expected = torch.arange(1.0, n + 1).reshape(n, 1, 1)
     assert all(torch.equal(outcome["gathered"], expected) for outcome in outcomes)
 
 
 def test_objects_of_any_length_are_gathered_by_rank(outcomes):
-    """Short ones in one round, one that is longer than the first round in two."""
+    """Short objects need one round; one that does not fit into it needs two."""
     n = len(outcomes)
     expected = [{"rank": rank, "text": "ä" * rank * 700} for rank in range(n)]
     assert all(outcome["texts"] == expected for outcome in outcomes)
@@ -144,7 +144,7 @@ def test_values_that_differ_are_an_error_on_every_replica(outcomes):
             )
 
 
-def test_an_exchange_gives_each_replica_what_the_others_had_for_it(outcomes):
+def test_all_to_all_gives_each_replica_what_the_others_had_for_it(outcomes):
     n = len(outcomes)
     for rank, outcome in enumerate(outcomes):
         expected = [[[sender], [rank]] for sender in range(n)]
@@ -154,7 +154,7 @@ def test_an_exchange_gives_each_replica_what_the_others_had_for_it(outcomes):
         assert outcome["exchanged"][1].dtype == torch.bfloat16
 
 
-def test_an_exchange_has_a_part_for_everybody():
+def test_all_to_all_needs_a_part_for_every_replica():
     replica = LocalReplica("cpu")
     part = torch.ones(1, 2)
     assert torch.equal(replica.all_to_all(part), part)
@@ -163,7 +163,7 @@ def test_an_exchange_has_a_part_for_everybody():
             replica.all_to_all(wrong)
 
 
-def test_seeded_draws_are_equal_and_leave_no_trace(outcomes):
+def test_seeded_draws_are_equal_and_restore_the_generator(outcomes):
     assert all(torch.equal(o["seeded"], outcomes[0]["seeded"]) for o in outcomes)
     assert all(outcome["empty"] == [] for outcome in outcomes)
     state = torch.random.get_rng_state()
@@ -290,7 +290,7 @@ def returns_early(rank: int) -> None:
 
 
 def test_a_process_that_returns_early_is_an_error():
-    """Emulated replicas: see test_emulation.py."""
+    """test_emulation.py has the same test of emulated replicas."""
     with pytest.raises(
         ReplicaError, match=r"replica 1 returned, but a peer|failed in all_reduce_ of 1"
     ):
@@ -315,7 +315,7 @@ def place(rank: int) -> tuple[int, int]:
 
 
 def test_launch_joins_the_group_that_is_there():
-    """Whoever initialised it; here an outer launch."""
+    """Here an outer launch has initialised it."""
     assert Backend("cpu", 2).run(nested) == [(0, 2), (1, 2)]
 
 
@@ -323,7 +323,7 @@ def test_launch_joins_the_group_that_is_there():
 
 
 def test_current_is_local_in_a_plain_script():
-    """In a process of its own: other tests may have imported torch_xla in this one."""
+    """In a separate process: other tests may have imported torch_xla in this one."""
     script = (
         "import xla_replica; replica = xla_replica.current(); print(replica);"
         "assert (replica.rank, replica.num_replicas) == (0, 1)"

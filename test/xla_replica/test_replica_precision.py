@@ -1,4 +1,4 @@
-"""Products with all their digits, and settings as they were."""
+"""Matrix products keep all their digits, and afterwards settings are what they were."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from per_sample_grad.factors import factors
 
 @pytest.mark.parametrize("chosen", ["tf32", "ieee", "none"])
 def test_a_gpu_keeps_all_digits_inside_and_its_setting_after(chosen):
-    """The setting is there without a GPU."""
+    """The setting exists even without a GPU."""
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = chosen

@@ -1,4 +1,4 @@
-"""Stopping: every backend stops at the same update, asked by a signal or a program."""
+"""All replicas stop at the same update, asked by a signal or by the program."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_stopped_and_request_stop_reject(arguments, error, text):
 
 
 def stops(rank: int, who: tuple[int, ...]) -> int:
-    """Some replicas stop after a sum of all; the others have more to do alone."""
+    """Some replicas stop after a sum of all; the others still work on their own."""
     replica = xla_replica.current()
     ones = [torch.ones(1, device=replica.device)]
     replica.all_reduce_(ones)
@@ -117,7 +117,7 @@ def stops_when_asked(rank: int) -> None:
 
 @pytest.mark.parametrize("backend", [row("cpu", 1), *SEVERAL_REPLICAS])
 def test_a_program_can_ask(backend):
-    """And the next run in the same process starts without its request."""
+    """The next run in the same process starts without that request."""
     for _ in range(2 if backend.num_replicas == 1 else 1):
         with pytest.raises(Stopped, match="maintenance") as caught:
             backend.run(stops_when_asked)
@@ -159,8 +159,8 @@ thread.join()
 """
 
 
-def test_a_thread_cannot_listen_by_itself():
-    """In a process of its own: here another test may have listened for good."""
+def test_a_thread_cannot_begin_to_listen():
+    """In a separate process: in this one another test may have installed handlers."""
     command = [sys.executable, "-c", FROM_A_THREAD]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "nothing in this process listens for SIGINT, SIGTERM" in said
@@ -170,7 +170,7 @@ def signals_itself(rank: int) -> list[object]:
     seen: list[object] = []
     xla_replica.catch_signals(["SIGTERM", signal.SIGINT])
     os.kill(os.getpid(), signal.SIGINT)
-    os.kill(os.getpid(), signal.SIGTERM)  # a copy, as far as anybody can tell
+    os.kill(os.getpid(), signal.SIGTERM)  # as if it were a copy of the first
     seen.append(xla_replica.stop_requested())
     time.sleep(1.1)
     try:
@@ -195,7 +195,7 @@ xla_replica.catch_signals(["SIGUSR1", "SIGTERM"])
 os.kill(os.getpid(), signal.SIGUSR1)
 
 def train(rank):
-    request = xla_replica.stop_requested()  # came before, and is for whoever trains
+    request = xla_replica.stop_requested()  # from before launch
     raise xla_replica.Stopped(request.reason, request.exit_status)
 
 try:
@@ -230,9 +230,9 @@ def test_a_caught_signal_stops_all_replicas_at_one_update(starter, tmp_path):
 
 @pytest.mark.parametrize("what", ["armed", "received", None])
 def test_a_signal_that_replicas_obey_or_have_obeyed_goes_no_further(what, tmp_path):
-    """The copy that a process group's leader gets may be the later one."""
+    """Of a signal to a process group, the leader's copy may arrive last."""
     went_on = []
-    before = signal.signal(signal.SIGTERM, lambda *_: went_on.append("as ever"))
+    before = signal.signal(signal.SIGTERM, lambda *_: went_on.append("uncaught"))
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     try:
@@ -242,7 +242,7 @@ def test_a_signal_that_replicas_obey_or_have_obeyed_goes_no_further(what, tmp_pa
             os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert went_on == ([] if what else ["as ever"])
+    assert went_on == ([] if what else ["uncaught"])
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
@@ -253,7 +253,7 @@ def test_a_signal_that_replicas_obey_or_have_obeyed_goes_no_further(what, tmp_pa
 def test_a_signal_to_all_processes_stops_all_replicas_at_one_update(
     starter, name, tmp_path
 ):
-    """The server that the replicas were forked from outlives it, and says how."""
+    """The server that forks the replicas survives it and reports how they ended."""
     run = starter.start(tmp_path, arms=True)
     run.signal_group(signal.Signals[name])
     status, error = run.ends()
@@ -275,7 +275,7 @@ def test_a_signal_to_all_processes_stops_all_replicas_at_one_update(
     ],
 )
 def test_a_signal_that_is_not_caught_ends_the_process(starter, name, tmp_path):
-    """And its replicas with it."""
+    """Its replicas end with it."""
     run = starter.start(tmp_path, arms=False)
     children = run.children()
     run.process.send_signal(signal.Signals[name])
@@ -297,7 +297,7 @@ def test_a_signal_that_is_not_caught_ends_the_process(starter, name, tmp_path):
     ],
 )
 def test_no_replica_outlives_a_killed_parent(starter, tmp_path):
-    """Nor saves: another run may have begun, in the same folder."""
+    """It does not save either: another run may have begun in the same folder."""
     run = starter.start(tmp_path, arms=True)
     children = run.children()
     assert len(children) >= (1 if starter is EMULATED else run.num_replicas)
