@@ -14,7 +14,7 @@ import xla_replica
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.device_scalars import DeviceScalars, as_floats
 from variable_batch_size.gradient_noise.meter import NoiseMeter
-from variable_batch_size.gradient_noise.options import NoiseOptions, chosen_options
+from variable_batch_size.gradient_noise.options import NoiseOptions
 from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.rules.rule import Rule, with_options
 from variable_batch_size.rules.scaling import Scaling
@@ -199,8 +199,7 @@ class ElasticOptimizer(OptimizerProxy):
 
         Each replica weighs as many samples as it has seen since the last call. Call it
         on every replica before evaluation and before a checkpoint: BatchNorm's running
-        statistics drift apart, because replicas see different minibatches and
-        different numbers of them. What it costs is two sums over the buffers. See
+        statistics drift apart. It costs two sums over the buffers. See
         `variable_batch_size.step.buffers` for what it cannot restore.
 
         Raises:
@@ -447,16 +446,19 @@ class ElasticOptimizer(OptimizerProxy):
         checks.check_rule(groups, self.rule, self.sampler.schedule, self.ref_batchsize)
 
     def _make_meter(self, noise: NoiseOptions | bool) -> NoiseMeter | None:
-        options = chosen_options(noise, self.rule.measured, self.ref_batchsize)
-        if options is None:
+        if not isinstance(noise, (bool, NoiseOptions)):
+            raise TypeError(f"noise must be a bool or NoiseOptions, got {noise!r}")
+        if noise is False and not self.rule.measured:
             return None
+        if self.ref_batchsize is None:
+            raise TypeError("noise= needs ref_batchsize=, which gains compare with")
         return NoiseMeter(
             self.param_groups,
             self.sampler.minibatch_size,
             self.ref_batchsize,
             self.replica,
             self._scalars,
-            options,
+            noise if isinstance(noise, NoiseOptions) else NoiseOptions(),
         )
 
     def _current_lrs(self) -> tuple[float, ...]:

@@ -11,10 +11,11 @@ from variable_batch_size.gradient_noise.meter import NoiseMeter
 from variable_batch_size.gradient_noise.options import NoiseOptions
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.rules.rule import power
+from xla_replica.common.arguments import check_number
 
 
 class _NamedRuleOptimizer(ElasticOptimizer):
-    """What the rules share that need nothing but their reference."""
+    """A wrapper whose rule, a key of `RULES`, needs nothing but its reference."""
 
     _rule: str
 
@@ -22,7 +23,7 @@ class _NamedRuleOptimizer(ElasticOptimizer):
         self,
         optimizer: Optimizer,
         sampler: CustomSampler,
-        ref_batchsize: int | None,
+        ref_batchsize: int | None = None,
         log_steps: int | None = None,
         **options: Any,
     ) -> None:
@@ -67,16 +68,6 @@ class ConstantOptimizer(_NamedRuleOptimizer):
     """
 
     _rule = "constant"
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        sampler: CustomSampler,
-        ref_batchsize: int | None = None,
-        log_steps: int | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(optimizer, sampler, ref_batchsize, log_steps, **options)
 
 
 class PowerRuleOptimizer(ElasticOptimizer):
@@ -133,25 +124,20 @@ class AdaScaleOptimizer(ElasticOptimizer):
         **options: Any,
     ) -> None:
         noise = NoiseOptions(time_constant, single_minibatch, per_group, causal, compat)
+        options["noise"] = noise
         super().__init__(
-            optimizer,
-            sampler,
-            "adascale",
-            ref_batchsize,
-            log_steps,
-            noise=noise,
-            **options,
+            optimizer, sampler, "adascale", ref_batchsize, log_steps, **options
         )
 
     def current_lr(self) -> tuple[float, ...]:  # type: ignore[override]
-        """The learning rate that the step under way would have, of each group.
+        """Returns the learning rate of each group in the step under way.
 
         At the end of an epoch: that of its last update.
         """
         return self._current_lrs()
 
     def gain(self, batch_size: float | None = None) -> float:
-        """Of a batch size; default: of the last update's. Over all groups."""
+        """Returns the gain of a batch size over all groups; default: the last one's."""
         return self.noise.gain(batch_size)
 
     @property
@@ -160,11 +146,11 @@ class AdaScaleOptimizer(ElasticOptimizer):
         return self.noise.progress
 
     def noise_scale(self) -> float:
-        """tr Sigma / |G|^2, in samples; see `gradient_noise.noise_scale`."""
+        """Returns tr Sigma / |G|^2, in samples; see `gradient_noise.noise_scale`."""
         return self.noise.noise_scale()
 
     def efficiency(self, batch_size: float | None = None) -> float:
-        """Progress per sample against the reference batch size."""
+        """Returns progress per sample against the reference batch size."""
         return self.noise.efficiency(batch_size)
 
 
@@ -193,11 +179,11 @@ class LinearRuleMomentumOptimizer(ElasticOptimizer):
         log_steps: int | None = None,
         **options: Any,
     ) -> None:
+        if weight_decay is not None:
+            check_number("weight_decay", weight_decay, least=0)
         super().__init__(
             optimizer, sampler, "linear-momentum", ref_batchsize, log_steps, **options
         )
         if weight_decay is not None:
-            if weight_decay < 0:
-                raise ValueError(f"weight_decay must be >= 0, got {weight_decay}")
             for group in self.param_groups:
                 group["weight_decay"] = weight_decay

@@ -43,7 +43,7 @@ def test_linear_momentum_keeps_the_factor_in_the_buffer(maximize, nesterov):
 def test_linear_momentum_takes_a_weight_decay_for_all_groups():
     _, _, wrapper = make(cls=vbs.LinearRuleMomentumOptimizer, weight_decay=0.5)
     assert wrapper.param_groups[0]["weight_decay"] == 0.5
-    with pytest.raises(ValueError, match="weight_decay must be >= 0"):
+    with pytest.raises(ValueError, match="weight_decay must be a finite number >= 0"):
         make(cls=vbs.LinearRuleMomentumOptimizer, weight_decay=-1)
 
 

@@ -30,12 +30,18 @@ def no_statistics(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """``(3, G)``: nothing is known yet."""
+    """Returns statistics in which nothing is known yet: ``(3, G)``."""
     return torch.zeros(3, num_groups, dtype=dtype, device=device)
 
 
+def with_new_groups(statistics: Tensor, num_new: int) -> Tensor:
+    """Returns the statistics with new groups, of which nothing is known."""
+    new = no_statistics(num_new, statistics.dtype, statistics.device)
+    return torch.cat([statistics, new], dim=1)
+
+
 def coefficients(num_minibatches: int, minibatch_size: int) -> Matrix:
-    """Unbiased estimates from one step, linear in A and Q: ``(3, 3)``.
+    """Returns unbiased estimates from one step, linear in A and Q: ``(3, 3)``.
 
     The variance of a minibatch gradient is v = (A - n Q) / (n - 1); tr Sigma = b v and
     |G|^2 = Q - v / n. The same numbers as McCandlish et al. 2018 (arXiv:1812.06162,
@@ -59,7 +65,7 @@ def coefficients(num_minibatches: int, minibatch_size: int) -> Matrix:
 
 
 def estimate(minibatch_squares: Tensor, mean_square: Tensor, matrix: Tensor) -> Tensor:
-    """``(3, G)``: statistics of one step, of weight 1.
+    """Returns the statistics of one step, of weight 1: ``(3, G)``.
 
     >>> matrix = torch.tensor(coefficients(num_minibatches=2, minibatch_size=1))
     >>> estimate(torch.tensor([10.0]), torch.tensor([4.0]), matrix)
@@ -83,7 +89,7 @@ def estimate_from_differences(
     product: Tensor,
     minibatch_size: int,
 ) -> Tensor:
-    """``(3, G)``: from two successive steps of one minibatch each; biased.
+    """Returns biased statistics from two steps of one minibatch each: ``(3, G)``.
 
     |G|^2 = g_t . g_(t-1) and v = ||g_t - g_(t-1)||^2 / 2, which takes the drift of the
     true gradient between the steps for noise.
@@ -99,7 +105,7 @@ def estimate_from_differences(
 
 
 def weight_of(num_minibatches: int, time_constant: float) -> float:
-    """What a step weighs in the averages: 1 - exp(-n / T), and 0 for one minibatch.
+    """Returns a step's weight in the averages: 1 - exp(-n / T), or 0 if n is 1.
 
     Args:
         num_minibatches: n; a single one has no variance to measure.
@@ -111,39 +117,39 @@ def weight_of(num_minibatches: int, time_constant: float) -> float:
 
 
 def average(averages: Tensor, new: Tensor, weight: Tensor) -> Tensor:
-    """``(3, G)``: averages that include one step's estimate.
+    """Returns averages that include one step's estimate: ``(3, G)``.
 
     Args:
-        averages: The ones so far.
+        averages: The averages so far.
         new: The step's estimate. If it is not finite, averages stay as they are.
-        weight: ``(1,)``: see `weight_of`. With 0 they stay, too.
+        weight: ``(1,)``: see `weight_of`. If it is 0, averages stay as they are.
     """
     finite = (new - new == 0).all()  # inf - inf and nan - nan are nan
     return torch.where(finite, averages + weight * (new - averages), averages)
 
 
 def unbiased(averages: Tensor) -> Tensor:
-    """``(3, G)``: averages divided by their weight; zeros where nothing is known."""
+    """Returns averages over their weight, zeros where nothing is known: ``(3, G)``."""
     weight = averages[2]
     return averages / torch.where(weight > 0, weight, 1.0)
 
 
 def overall(statistics: Tensor) -> Tensor:
-    """``(3, 1)``: of all groups together; the weight is then of no use."""
+    """Returns those of all groups together, without a useful weight: ``(3, 1)``."""
     if statistics.shape[1] == 1:
         return statistics
     return unbiased(statistics).sum(1, keepdim=True)
 
 
 def best(averages: Tensor, fallback: Tensor) -> Tensor:
-    """``(3, G)``: the averages where they know something, else the fallback."""
+    """Returns the averages where something is known, else the fallback: ``(3, G)``."""
     return torch.where(averages[2] > 0, averages, fallback)
 
 
 def gain(
     statistics: Tensor, batch_ratio: Tensor, ref_batchsize: float | Tensor
 ) -> Tensor:
-    """``(G,)``: steps at the reference batch size that one step of this one is worth.
+    """Returns how many steps at the reference one of this size is worth: ``(G,)``.
 
     r = kappa (B0 + N) / (B + N) with N = tr Sigma / |G|^2, the noise scale: kappa where
     gradients are all noise, 1 where they have none. Johnson et al. 2020
@@ -174,7 +180,7 @@ def gain(
 
 
 def noise_scale(variance: float, square: float) -> float:
-    """tr Sigma / |G|^2, in samples: B_simple of McCandlish et al. (arXiv:1812.06162).
+    """Returns tr Sigma / |G|^2, in samples: B_simple of arXiv:1812.06162.
 
     Batches well below it lose nothing to parallelism, batches well above it gain
     little. Infinite where |G|^2 was not above zero, NaN where nothing is known.
@@ -185,7 +191,7 @@ def noise_scale(variance: float, square: float) -> float:
 
 
 def efficiency(gain: float, batch_ratio: float) -> float:
-    """gain / kappa = (B0 + N) / (B + N): progress per sample against the reference.
+    """Returns gain / kappa = (B0 + N) / (B + N): progress per sample.
 
     The statistical efficiency of Qiao et al. 2021 (Pollux, arXiv:2008.12260, 3.1).
     """

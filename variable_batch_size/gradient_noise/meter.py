@@ -65,10 +65,9 @@ class NoiseMeter:
         self._batch_size: float = ref_batchsize  # of the last update
         self.dtype = dtype_for(p for group in groups for p in group["params"])
         self._gradients = GradientSquares(self.dtype, replica.device)
-        self._averages, self._squares = self._none(0), self._zeros(0)
-        self._differences = GradientDifferences(
-            self._gradients, minibatch_size, self._none(0)
-        )
+        self._averages = estimators.no_statistics(0, self.dtype, replica.device)
+        self._squares = self._averages[0]  # of the step under way: (G,)
+        self._differences = GradientDifferences(self._gradients, minibatch_size)
         self._progress = Progress(replica, self.dtype)
         self.watch(groups)
 
@@ -82,12 +81,12 @@ class NoiseMeter:
         and it does not count: on no replica, since the sum over them is not finite.
         """
         self._differences.forget()
-        self._grow(len(groups) - len(self._squares))
+        self._add_groups(len(groups) - len(self._squares))
         new = self._gradients.watch(groups)
         if new and after_backward:
             self._squares.fill_(math.nan)
         if self._compares:
-            self._differences.watch(new)
+            self._differences.add_parameters(new)
 
     def drop_discarded(self) -> None:
         """Forgets gradients that `model.zero_grad` has thrown away meanwhile."""
@@ -313,23 +312,13 @@ class NoiseMeter:
             raise ValueError(f"batch_size must be > 0, got {batch_size!r}")
         return batch_size / self._base
 
-    def _zeros(self, length: int) -> torch.Tensor:
-        return torch.zeros(length, dtype=self.dtype, device=self._replica.device)
-
-    def _none(self, num_groups: int) -> torch.Tensor:
-        return estimators.no_statistics(num_groups, self.dtype, self._replica.device)
-
-    def _grow(self, num_new: int) -> None:
+    def _add_groups(self, num_new: int) -> None:
         """Makes room for new parameter groups, of which nothing is known."""
         if num_new == 0:
             return
-
-        def grown(old: torch.Tensor) -> torch.Tensor:
-            return torch.cat([old, self._none(num_new)], dim=1)
-
-        self._averages = grown(self._averages)
-        self._differences.grow(grown(self._differences.averages), num_new)
-        self._squares = torch.cat([self._squares, self._zeros(num_new)])
+        self._averages = estimators.with_new_groups(self._averages, num_new)
+        self._differences.add_groups(num_new)
+        self._squares = torch.cat([self._squares, self._squares.new_zeros(num_new)])
         self._replica.sync()  # zeros on the device, not in the first graph
 
 

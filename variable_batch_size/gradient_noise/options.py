@@ -45,29 +45,6 @@ class NoiseOptions:
         check_choice("compat", self.compat, (None, "reference"))
 
 
-def chosen_options(
-    noise: NoiseOptions | bool, required: bool, ref_batchsize: float | None
-) -> NoiseOptions | None:
-    """Returns the options that ``noise=`` asks for; None if nothing is measured.
-
-    Args:
-        noise: What the user gave.
-        required: Whether the rule needs a measurement in any case.
-        ref_batchsize: What the user gave.
-
-    Raises:
-        TypeError: ``noise`` is neither a bool nor `NoiseOptions`, or there is no
-            reference batch size.
-    """
-    if not isinstance(noise, (bool, NoiseOptions)):
-        raise TypeError(f"noise must be a bool or NoiseOptions, got {noise!r}")
-    if noise is False and not required:
-        return None
-    if ref_batchsize is None:
-        raise TypeError("noise= needs ref_batchsize=, which gains compare with")
-    return noise if isinstance(noise, NoiseOptions) else NoiseOptions()
-
-
 class Measurements(NamedTuple):
     """What is known of the gradients of all parameter groups together.
 

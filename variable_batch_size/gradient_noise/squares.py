@@ -27,7 +27,7 @@ class GradientSquares:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
-        self._device = device
+        self.device = device
         self._parameters: list[nn.Parameter] = []
         self._group_of: list[int] = []
         self._known: set[nn.Parameter] = set()
@@ -120,7 +120,7 @@ class GradientSquares:
         sums = [torch.stack(each).sum(0, keepdim=True) for each in members if each]
         if len(sums) == 1 == self._num_groups:
             return sums[0]
-        nothing = torch.zeros(1, dtype=self.dtype, device=self._device)
+        nothing = torch.zeros(1, dtype=self.dtype, device=self.device)
         found = iter(sums)
         return torch.cat([next(found) if each else nothing for each in members])
 
@@ -133,30 +133,31 @@ class GradientDifferences:
     Args:
         gradients: Finds the gradients.
         minibatch_size: b, in samples.
-        averages: ``(3, G)``: statistics in which nothing is known.
+
+    Attributes:
+        averages: ``(3, G)``: the statistics.
     """
 
-    def __init__(
-        self, gradients: GradientSquares, minibatch_size: int, averages: torch.Tensor
-    ) -> None:
-        self.averages = averages
+    def __init__(self, gradients: GradientSquares, minibatch_size: int) -> None:
+        dtype, device = gradients.dtype, gradients.device
+        self.averages = estimators.no_statistics(0, dtype, device)
         self._gradients = gradients
         self._minibatch_size = minibatch_size
         self._previous: list[torch.Tensor] = []
-        self._previous_square = torch.zeros_like(averages[1])
+        self._previous_square = self.averages[1]
         self._previous_is_single = False
 
     def forget(self) -> None:
         """Compares with no step before, because it had other parameters."""
         self._previous_is_single = False
 
-    def watch(self, new: Sequence[nn.Parameter]) -> None:
+    def add_parameters(self, new: Sequence[nn.Parameter]) -> None:
         """Makes room for new parameters."""
         self._previous += [torch.zeros_like(p).detach() for p in new]
 
-    def grow(self, averages: torch.Tensor, num_new: int) -> None:
+    def add_groups(self, num_new: int) -> None:
         """Makes room for new parameter groups, of which nothing is known."""
-        self.averages = averages
+        self.averages = estimators.with_new_groups(self.averages, num_new)
         zeros = self._previous_square.new_zeros(num_new)
         self._previous_square = torch.cat([self._previous_square, zeros])
 
