@@ -136,7 +136,7 @@ class ElasticOptimizer(OptimizerProxy):
         if getattr(self, "found_inf", None) is not None:  # left by torch's GradScaler
             raise TypeError(
                 "GradScaler is not supported: it would unscale gradients that are "
-                "accumulated, on each replica by itself. Train in bfloat16, which "
+                "accumulated, on each replica separately. Train in bfloat16, which "
                 "needs no scaling"
             )
         if not self._end_minibatch():
@@ -362,7 +362,7 @@ class ElasticOptimizer(OptimizerProxy):
         joined = 0
         while self._counter.idle:
             self._gradients.stand_in()
-            self.replica.sync()  # what the user left pending is no part of the update
+            self.replica.sync()  # keeps what the user left pending out of the update
             self._update()
             joined += 1
         return joined

@@ -15,7 +15,7 @@ from variable_batch_size.step.agreement import Agreement
 
 
 class Replicas:
-    """Several replicas of an accelerator, of which some have been asked to stop."""
+    """Several replicas, of which some have been asked to stop."""
 
     def __init__(self, monkeypatch, num_replicas: int, device: str) -> None:
         self.asked: set[int] = set()
@@ -56,7 +56,7 @@ def test_on_accelerators_nobody_reads_until_asked(monkeypatch, device):
     replicas = Replicas(monkeypatch, 3, device)
     assert replicas.update() == [False] * 3
     assert replicas.num_fetched == 0
-    replicas.asked = {0, 2}  # not yet all of them: who was asked reads, and goes on
+    replicas.asked = {0, 2}  # not yet all: those asked read the sum, and continue
     assert replicas.update() == [False] * 3
     assert replicas.num_fetched == 2
     replicas.asked = {0, 1, 2}

@@ -133,7 +133,7 @@ def test_after_an_exception_training_can_go_on():
 
 
 def test_an_exception_before_an_idle_step_ends_training():
-    """The step was not joined, so there is no way on; it says so instead of hanging."""
+    """The step was not joined, so training cannot continue: an error, not a hang."""
     model, _sampler, wrapper = idle_replica()
     wrapper.set_epoch(0)
 

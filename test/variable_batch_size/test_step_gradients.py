@@ -70,7 +70,7 @@ def test_a_group_added_later_is_trained_too():
     assert wrapper.get_lr() == (0.1, 1.0)
 
 
-def test_a_group_added_behind_the_wrapper_is_an_error():
+def test_a_group_added_to_the_inner_optimizer_is_an_error():
     model, _, wrapper = make()
     wrapper.inner.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     backward(model)

@@ -22,7 +22,7 @@ def test_set_epoch_twice_joins_idle_steps_once():
     assert run_epoch(model, sampler, wrapper) == [3, 2]
 
 
-def test_a_change_behind_set_epoch_is_an_error_where_replicas_have_joined():
+def test_a_change_after_set_epoch_is_an_error_where_replicas_have_joined():
     model, _sampler, wrapper = make(trace=[32, 64, 32], replicas=2)
     wrapper.set_epoch(0)
     wrapper.set_lr((0.5,))  # replica 1 has done step 0 with 0.1
@@ -104,7 +104,7 @@ def test_an_epoch_number_is_trained_once_on_several_replicas():
         wrapper.set_epoch(0)
 
 
-def test_set_epoch_behind_the_trace():
+def test_set_epoch_past_the_end_of_the_trace():
     _, sampler, wrapper = make()
     sampler.set_epoch(7)
     assert wrapper.set_epoch(7) == 0

@@ -182,7 +182,7 @@ class NoiseMeter:
 
     @property
     def progress_bounds(self) -> tuple[float, float]:
-        """What `progress` lies between, as far as the host knows: reads nothing.
+        """The least and the most that `progress` can be; reads nothing.
 
         Each update adds between 1 and its batch ratio; `progress` makes both exact.
         """
@@ -280,7 +280,7 @@ class NoiseMeter:
 
     @property
     def _lr_factor(self) -> float:
-        """What multiplies a gain before it multiplies a learning rate."""
+        """The factor between a gain and what multiplies a learning rate."""
         return self._base / self.ref_batchsize
 
     def _statistics(self) -> torch.Tensor:

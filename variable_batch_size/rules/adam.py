@@ -58,7 +58,7 @@ class AdamState(NamedTuple):
         num_updates: Updates made.
         products: prod(beta1_t) and prod(beta2_t) over them; None if all had the betas
             of the next update.
-        pristine: Whether every batch ratio was one. So long the optimizer stays
+        pristine: Whether every batch ratio was one. As long as that is so, weights are
             torch's own to the last bit, with torch's bias correction, even where a
             scheduler cycles betas.
     """

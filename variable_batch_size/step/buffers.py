@@ -2,7 +2,7 @@
 
 Replicas see different minibatches and different numbers of them, so BatchNorm's
 running statistics drift apart although the weights stay equal. The average here is
-weighted by the samples each replica has seen since the last one.
+weighted by the samples that each replica has seen since the last one.
 
 What it cannot restore: BatchNorm normalises each minibatch by its own statistics, so a
 step of n minibatches is not the same function as one large batch. The running mean has
@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from variable_batch_size.device_scalars import dtype_for
 from xla_replica import Replica
 
 
@@ -28,19 +29,19 @@ def average_buffers(model: nn.Module, num_samples: float, replica: Replica) -> N
 
     Args:
         model: Its buffers, of any floating-point dtype, are changed in place.
-        num_samples: What this replica's buffers weigh; 0 gives them no say, whatever
-            they hold.
+        num_samples: The weight of this replica's buffers; with 0 they do not count,
+            whatever they hold.
         replica: The replica that the caller runs in.
     """
     buffers = [b for b in model.buffers() if b.is_floating_point() and b.numel()]
     if not buffers or replica.num_replicas == 1:
         return
-    replica.sync()  # what this replica has pending is no part of the common graph
+    replica.sync()  # what this replica has pending must not enter the common graph
     with torch.no_grad():
         weight, is_base, total = _weights(num_samples, replica)
-        values = [buffer.detach().to(_wide(buffer.dtype)) for buffer in buffers]
+        values = [buffer.detach().to(dtype_for([buffer])) for buffer in buffers]
         bases = [torch.where(is_base, v, torch.zeros_like(v)) for v in values]
-        replica.all_reduce_(bases)  # zeros from everybody else
+        replica.all_reduce_(bases)  # zeros from all others
         # Deviations from one of them, not values: equal buffers stay bit for bit, also
         # where they are infinite, as a mask may be.
         deviations = [
@@ -57,19 +58,15 @@ def average_buffers(model: nn.Module, num_samples: float, replica: Replica) -> N
 def _weights(
     num_samples: float, replica: Replica
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This replica's weight, whether it is the base, and the sum of all weights.
+    """Returns this replica's weight, whether it is the base, and the sum of weights.
 
-    All of shape ``()`` and on the device. The base is the first replica with a weight,
-    or replica 0.
+    All have shape ``()`` and are on the device. The base is the first replica with a
+    weight, or replica 0.
     """
     ranks = torch.arange(replica.num_replicas, device=replica.device)
     is_me = ranks == replica.scalar(replica.rank, torch.int64)
     weights = replica.all_gather(replica.scalar(num_samples)).reshape(-1)
     weights = torch.where(weights.sum() > 0, weights, (ranks == 0).float())
-    has_say = weights > 0
-    is_base = has_say & (has_say.long().cumsum(0) == 1)
+    counts = weights > 0
+    is_base = counts & (counts.long().cumsum(0) == 1)
     return (weights * is_me).sum(), (is_base & is_me).any(), weights.sum()
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

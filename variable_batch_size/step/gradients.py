@@ -44,7 +44,7 @@ class StepGradients:
         """Makes new parameters those of replica 0, and allocates their gradients."""
         for parameter in parameters:
             parameter.grad = None  # of a backward pass before this optimizer's time
-        self._replica.sync()  # what replicas have pending is no part of a collective
+        self._replica.sync()  # keeps what replicas have pending out of the collective
         self._replica.broadcast_([parameter.detach() for parameter in parameters])
         self._known.update(parameters)
         self._allocate(parameters, after_backward=False)
