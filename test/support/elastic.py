@@ -33,7 +33,7 @@ OPTIMIZERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A run; ``exact`` data has sums that no order of summation rounds."""
+    """A run. If it is ``exact``, no sum is rounded, in whatever order it is made."""
 
     trace: tuple[int, ...]
     epochs: int = 1
@@ -52,7 +52,7 @@ class Case:
 
 
 def make(case: Case) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """Model, inputs ``(N, 6)`` and targets ``(N,)`` on the CPU, always the same."""
+    """Returns model, inputs ``(N, 6)`` and targets ``(N,)``, always the same."""
     generator = torch.Generator().manual_seed(0)
 
     def integers(low: int, high: int, *shape: int) -> torch.Tensor:
@@ -77,14 +77,14 @@ def make(case: Case) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 def loss_of(
     case: Case, model: nn.Module, x: torch.Tensor, y: torch.Tensor
 ) -> torch.Tensor:
-    """Mean over the minibatch; quadratic in the weights where sums are exact."""
+    """Returns the minibatch's mean loss; quadratic in the weights if sums are exact."""
     if case.exact:
         return ((model(x)[:, 0] - y) ** 2).sum() / len(x)
     return F.cross_entropy(model(x) * model.scale, y.long())
 
 
 def elastic_run(rank: int, case: Case) -> dict[str, object]:
-    """The run on replicas, as a user writes it."""
+    """Runs the case on replicas, as a user writes it."""
     replica = xla_replica.current()
     model, inputs, targets = make(case)
     model.to(replica.device)
@@ -121,7 +121,7 @@ def elastic_run(rank: int, case: Case) -> dict[str, object]:
 
 
 def batches(case: Case) -> Iterator[tuple[int, torch.Tensor]]:
-    """Every step's (epoch, sample indices): the schedule, the slow obvious way."""
+    """Yields the epoch and the sample indices of every step, in the obvious way."""
     step = 0
     for epoch in range(case.epochs):
         generator = torch.Generator().manual_seed(42 + epoch)
@@ -135,7 +135,7 @@ def batches(case: Case) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def large_batch_run(case: Case) -> tuple[list[torch.Tensor], list[tuple]]:
-    """One process, one forward and backward per step, plain torch."""
+    """Runs the case in plain torch, with one forward and backward pass per step."""
     model, inputs, targets = make(case)
     optimizer = OPTIMIZERS[case.optimizer](model.parameters(), case.lr)
     updates = []

@@ -15,7 +15,7 @@ CPU = LocalReplica("cpu")
 def make(
     trace=(4,), parameters=None, inner=SGD, cls=vbs.AdaScaleOptimizer, **options
 ):  # fmt: skip
-    """(parameters, optimizer) with minibatches of one sample, reference 1."""
+    """Returns parameters and an optimizer with minibatches of one sample, ref 1."""
     parameters = parameters or [nn.Parameter(torch.zeros(3))]
     sampler = vbs.CustomSampler(
         range(64), trace, num_replicas=1, rank=0, minibatch_size=1, verbose=False,

@@ -98,7 +98,7 @@ INNER = {
 
 
 def gradients(sample: int) -> list[np.ndarray]:
-    """Of the minibatch whose first sample this is: a mean and noise."""
+    """Returns the gradients of the minibatch that begins with ``sample``: noisy."""
     random = np.random.default_rng(sample)
     return [0.3 + 0.5 * random.normal(size=shape) for shape in SHAPES]
 
@@ -108,7 +108,7 @@ def start() -> list[np.ndarray]:
 
 
 class Training:
-    """A run on one replica, which can be stopped and begun again."""
+    """A run on one replica that can be stopped and resumed."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Training:
             self.sampler,
             row.rule,
             ref,
-            noise=noise if row.rule == "adascale" else False,
+            noise=noise if vbs.rule_named(row.rule).measured else False,
             **row.options,
         )
         self.lrs: list[tuple[Any, ...]] = []
@@ -177,7 +177,7 @@ def train(rank: int, name: str, epochs: int, **options: Any) -> dict[str, Any]:
 
 
 class Statistics:
-    """tr Sigma and |G|^2 of one parameter group: the plainest way to write them."""
+    """tr Sigma and |G|^2 of one parameter group, written in the plainest way."""
 
     def __init__(self) -> None:
         self.sums = np.zeros(3)
@@ -185,7 +185,7 @@ class Statistics:
         self.before: np.ndarray | None = None
 
     def add(self, found: np.ndarray, differences: bool) -> None:
-        """``(n, d)`` minibatch gradients of one step."""
+        """Adds the minibatch gradients, ``(n, d)``, of one step."""
         n, mean = len(found), found.mean(0)
         kept = math.exp(-n / 50)
         if n > 1:
@@ -204,7 +204,7 @@ class Statistics:
 
 
 def gain_of(estimate: np.ndarray, batch_size: float, base: float) -> float:
-    """AdaScale's, with sigma^2 = tr Sigma / base and S = batch_size / base."""
+    """Returns AdaScale's gain: sigma^2 = tr Sigma / base, S = batch_size / base."""
     s = batch_size / base
     sigma2, mu2 = max(estimate[0], 0) / base, max(estimate[1], 0)
     if sigma2 == mu2 == 0:
@@ -213,7 +213,7 @@ def gain_of(estimate: np.ndarray, batch_size: float, base: float) -> float:
 
 
 class ByHand:
-    """The whole run in float64 NumPy, one obvious loop."""
+    """The whole run in float64 NumPy, as one obvious loop."""
 
     def __init__(self, row: Row) -> None:
         self.row = row

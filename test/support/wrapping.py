@@ -1,4 +1,4 @@
-"""Wrappers on one replica, real or one of several that bring what it brings."""
+"""Wrappers on one replica, alone or with pretended peers that do as it does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CPU = LocalReplica("cpu")
 
 
 class FakeReplica(LocalReplica):
-    """Replica ``rank`` of several, whose peers bring what it brings."""
+    """Replica ``rank`` of several, whose peers bring the same tensors to every sum."""
 
     def __init__(self, rank: int, num_replicas: int) -> None:
         super().__init__("cpu")
@@ -28,7 +28,7 @@ def make(
     trace=(64, 96, 96), inner=SGD, cls=vbs.LinearRuleOptimizer, rank=0, replicas=1,
     lr=0.1, **options,
 ):  # fmt: skip
-    """(model, sampler, wrapper) over 256 samples in minibatches of 32."""
+    """Returns model, sampler and wrapper: 256 samples in minibatches of 32."""
     model = nn.Linear(2, 1)
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
@@ -42,12 +42,12 @@ def make(
 
 
 def idle_replica(**options):
-    """Replica 1 of 2: idle in steps 0, 2, 3 and 5 of its first epoch."""
+    """Returns replica 1 of 2, which is idle in steps 0, 2, 3 and 5 of epoch 0."""
     return make(trace=[32, 64, 32, 32, 64, 32], rank=1, replicas=2, **options)
 
 
 def backward(model: nn.Module) -> None:
-    """A minibatch whose gradient is one everywhere."""
+    """Runs a minibatch whose gradient is one everywhere."""
     model(torch.ones(1, 2)).sum().backward()
 
 

@@ -22,7 +22,7 @@ INNER = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
 
 
 def by_hand(rule, inner, amsgrad, weight, gradients) -> np.ndarray:
-    """Malladi et al., Definition 5.2, with each average divided by its weight."""
+    """Returns the weights by Malladi et al., Definition 5.2, over averages' weights."""
     weight = weight.copy()
     m, v, largest = (np.zeros_like(weight) for _ in range(3))
     weights = np.zeros(2)  # of all gradients in the averages
@@ -42,7 +42,7 @@ def by_hand(rule, inner, amsgrad, weight, gradients) -> np.ndarray:
 
 
 def with_torch(rule, inner, amsgrad, weight, gradients, ratios=RATIOS) -> torch.Tensor:
-    """torch's optimizer, handed what the rule says: no wrapper."""
+    """Returns the weights by torch's optimizer with the rule's numbers; no wrapper."""
     parameter = torch.nn.Parameter(torch.tensor(weight))
     optimizer = INNER[inner](
         [parameter], LR, BETAS, EPS, weight_decay=DECAY, amsgrad=amsgrad
@@ -78,7 +78,7 @@ def test_fifty_updates_of_varying_batch_size(rule, inner, amsgrad, run):
 @pytest.mark.parametrize("rule", BETA_OF)
 @pytest.mark.parametrize("inner", INNER)
 def test_torchs_own_bias_correction_would_be_wrong(rule, inner, run):
-    """Else the test above could not fail."""
+    """Otherwise the test above could not fail."""
     weight, gradients = run
     parameter = torch.nn.Parameter(torch.tensor(weight))
     optimizer = INNER[inner]([parameter], LR, BETAS, EPS, weight_decay=DECAY)
@@ -96,7 +96,7 @@ def test_torchs_own_bias_correction_would_be_wrong(rule, inner, run):
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_ratio_of_one_is_torchs_own_bit_for_bit(rule, inner, dtype, run):
-    """Through the wrapper: 50 updates at the reference batch size."""
+    """The wrapper makes 50 updates at the reference batch size."""
     weight, gradients = run
     plain = torch.nn.Parameter(torch.tensor(weight, dtype=dtype))
     ours = torch.nn.Parameter(plain.detach().clone())
@@ -118,7 +118,7 @@ def test_a_ratio_of_one_is_torchs_own_bit_for_bit(rule, inner, dtype, run):
 
 
 def test_betas_that_a_scheduler_cycles(run):
-    """torch's own while every ratio is one; then the true weights of all gradients."""
+    """Betas are torch's own while every ratio is one; then true weights count."""
     rule, state = rule_named("adam-half-life"), rule_named("adam-half-life").init()
     product = 1.0
     for step, kappa in enumerate([1.0] * 10 + [2.0, 1.0, 4.0]):
@@ -134,7 +134,7 @@ def test_betas_that_a_scheduler_cycles(run):
 
 
 def unfreezing(own_group: bool) -> tuple[list[float], list[float]]:
-    """Steps of a weight with gradient one that begins to train after 20 updates."""
+    """Returns the steps of a weight that begins to train after 20 updates."""
     early, late = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
     late.requires_grad_(False)
     groups = [[early], [late]] if own_group else [[early, late]]

@@ -78,7 +78,7 @@ def test_on_cpus_everybody_looks(monkeypatch):
 
 
 def stops_for_one_reason(rank: int) -> None:
-    """Two of three are asked, each in its own way; the first was not."""
+    """Asks two of three replicas, each in another way, and not the first."""
     if rank == 1:
         xla_replica.catch_signals()
         os.kill(os.getpid(), signal.SIGINT)

@@ -32,7 +32,7 @@ EVERY = {"updates": 2, "samples": 25, "epochs": 1, "iterations": 3.5}
 
 
 def train(rank: int, unit: str, every: float) -> dict[str, object]:
-    """Reference learning rates that updates begin with; 0.5 ** ticks."""
+    """Returns the reference learning rate of every update, 0.5 ** ticks, and more."""
     replica = xla_replica.current()
     weight = nn.Parameter(torch.zeros(3, device=replica.device))
     sampler = vbs.CustomSampler(
@@ -285,7 +285,7 @@ def test_an_attached_scheduler_sees_every_update_on_an_idle_replica():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_scheduler_that_would_diverge_is_an_error_on_every_replica(rank):
-    """Stepped by hand it would miss the joined updates; so it never gets that far."""
+    """Stepped by hand it would miss the joined updates, so it is refused at once."""
     model, sampler, wrapper = wrapping.make(
         trace=[32, 64, 32, 32, 64, 32], rank=rank, replicas=2
     )
@@ -304,7 +304,7 @@ def test_a_scheduler_that_would_diverge_is_an_error_on_every_replica(rank):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_scheduler_stepped_per_minibatch_is_an_error_on_several_replicas(rank):
-    """Nobody idles, but replica 0 runs two minibatches and replica 1 one."""
+    """No replica is idle, but replica 0 runs two minibatches and replica 1 one."""
     model, sampler, wrapper = wrapping.make(trace=96, rank=rank, replicas=2)
     scheduler = StepLR(wrapper, 1)
 

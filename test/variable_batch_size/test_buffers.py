@@ -76,7 +76,7 @@ TRACE = [4, 4, 8, 4, 12, 4]  # replicas 1 and 2 are idle most of the time
 
 
 def statistics(rank: int, minibatch_size: int) -> dict[str, torch.Tensor]:
-    """BatchNorm's running statistics after some epochs of a run with idle replicas."""
+    """Returns BatchNorm's statistics after epochs in which replicas were idle."""
     replica = xla_replica.current()
     generator = torch.Generator().manual_seed(0)
     inputs = 3 + 2 * torch.randn(512, 2, generator=generator)
@@ -104,7 +104,7 @@ def statistics(rank: int, minibatch_size: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
 def test_batchnorm_statistics_are_those_of_a_large_batch_run(backend):
-    """Up to noise: its steps see whole batches, ours see minibatches of 32."""
+    """They agree up to noise: its steps see whole batches, ours minibatches of 32."""
     outcomes = backend.run(statistics, 32)
     averaged = [outcome["averaged"] for outcome in outcomes]
     assert all(torch.equal(other, averaged[0]) for other in averaged)

@@ -1,4 +1,4 @@
-"""After warm-up nothing that changes compiles a graph or reads the device back."""
+"""After warm-up no change compiles a graph or reads the device back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAMPLES = 4 * sum(range(1, 17))
 
 
 def counted_epochs(rank: int, optimizer: str, rule: str) -> list[tuple[int, int, int]]:
-    """Compilations, transfers and fallbacks of each epoch."""
+    """Returns the compilations, transfers and fallbacks of each epoch."""
     replica = xla_replica.current()
     with replica.seeded(0):
         model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
@@ -101,12 +101,12 @@ def graphs_of_first_epoch(rank: int, num_batch_sizes: int) -> int:
 @pytest.mark.parametrize("backend", XLA_BACKENDS)
 @pytest.mark.parametrize("num_batch_sizes", [1, 16])
 def test_three_graphs_for_any_number_of_batch_sizes(backend, num_batch_sizes):
-    """The minibatch graph, the update graph, and the update that makes momentum."""
+    """They are the minibatch, the update, and the update that creates momentum."""
     assert set(backend.run(graphs_of_first_epoch, num_batch_sizes)) == {3}
 
 
 def test_the_first_epoch_is_worth_counting():
-    """Its batch sizes make idle replicas, and a learning rate of exactly one."""
+    """Its batch sizes make replicas idle, and one learning rate exactly one."""
     sizes = [4 * n for n in range(1, 17)]
     assert sizes == BATCH_SIZES
     assert min(sizes) < 4 * 8

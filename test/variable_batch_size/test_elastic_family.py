@@ -52,7 +52,7 @@ def run_all(rank: int) -> dict[str, dict[str, object]]:
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def runs(request):
-    """(number of replicas, every case's outcome by rank): one launch for all cases."""
+    """Returns the number of replicas and every case's results by rank; one launch."""
     by_rank = request.param.run(run_all)
     return request.param.num_replicas, by_rank
 
@@ -70,7 +70,7 @@ def test_weights_equal_a_large_batch_run(runs, name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_replica_sees_every_update(runs, name):
-    """Also where it was idle, and in the same order with the same numbers."""
+    """That includes updates in which it is idle; order and numbers are the same."""
     _, expected = large_batch_run(CASES[name])
     for rank, outcome in enumerate(runs[1]):
         for update, reference in zip(outcome[name]["updates"], expected, strict=True):
@@ -90,7 +90,7 @@ def test_every_sample_of_every_step_is_run_once(runs, name):
 
 
 def test_the_exact_cases_leave_bits_to_spare():
-    """Else a sum might round, and equality would depend on its order."""
+    """Otherwise a sum might round, and equality would depend on its order."""
     for case in CASES.values():
         if case.exact:
             weights, _ = large_batch_run(case)
@@ -99,7 +99,7 @@ def test_the_exact_cases_leave_bits_to_spare():
 
 
 def branches(rank: int) -> list[float]:
-    """Each replica's loss takes another parameter, the last one's none of them."""
+    """Each replica's loss uses another parameter; the last replica's uses none."""
     replica = xla_replica.current()
     parameters = [
         torch.nn.Parameter(torch.zeros(2, device=replica.device)) for _ in range(3)
@@ -120,7 +120,7 @@ def branches(rank: int) -> list[float]:
 
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
 def test_parameters_may_lack_a_gradient_on_some_replicas(backend):
-    """Steps of 3, 3, 1, 3 minibatches: a third, a third, replica 0 alone, a third."""
+    """Replica 0 weighs a third, a third, all and a third of the four steps."""
     expected = []
     for first_alone in (1.0, 0.0):
         weight = buffer = 0.0
@@ -133,7 +133,7 @@ def test_parameters_may_lack_a_gradient_on_some_replicas(backend):
 
 
 def steps_a_scheduler_by_hand(rank: int, trace: list[int], size: int, each: bool):
-    """Changes that no replica can see to be wrong: rare ones, at the end of epochs."""
+    """No replica can see that these changes are wrong: they are rare, as epochs end."""
     replica = xla_replica.current()
     parameter = torch.nn.Parameter(torch.zeros(2, device=replica.device))
     sampler = vbs.CustomSampler(range(192), trace, minibatch_size=32, on_end="cycle")

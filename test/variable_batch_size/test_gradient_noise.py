@@ -24,12 +24,12 @@ def vector(*values: float) -> torch.Tensor:
 
 
 def statistics(variance, square, weight=1.0, dtype=F64) -> torch.Tensor:
-    """``(3, 1)``."""
+    """Returns statistics of one group: ``(3, 1)``."""
     return torch.tensor([[variance], [square], [weight]], dtype=dtype)
 
 
 def estimate_of(gradients: torch.Tensor, minibatch_size: int = 1) -> torch.Tensor:
-    """From ``(G, n, d)`` minibatch gradients: ``(3, G)``."""
+    """Returns the estimate, ``(3, G)``, from minibatch gradients ``(G, n, d)``."""
     matrix = gradient_noise.coefficients(gradients.shape[1], minibatch_size)
     return gradient_noise.estimate(
         (gradients**2).sum((1, 2)),
@@ -58,7 +58,7 @@ def test_closed_forms(name):
 
 @pytest.mark.parametrize("num_minibatches", [2, 4, 8, 32])
 def test_the_estimators_are_unbiased(num_minibatches):
-    """Over 200,000 steps: within 2 % (tr Sigma) and 5 % (|G|^2) of the truth."""
+    """200,000 steps come within 2 % (tr Sigma) and 5 % (|G|^2) of the truth."""
     generator = torch.Generator().manual_seed(num_minibatches)
     mean = torch.tensor([0.4, -0.3, 0.2], dtype=F64)
     spread = torch.tensor([0.5, 1.0, 0.2], dtype=F64)
@@ -145,7 +145,7 @@ def test_noise_scale():
 
 
 def averaged(steps: list[tuple[float, float, int]], time_constant: float) -> list:
-    """[variance, square] of steps of (variance, square, number of minibatches)."""
+    """Returns [variance, square] after steps of (variance, square, minibatches)."""
     averages = no_statistics(1, F64)
     for variance, square, n in steps:
         weight = vector(weight_of(n, time_constant))
@@ -154,7 +154,7 @@ def averaged(steps: list[tuple[float, float, int]], time_constant: float) -> lis
 
 
 def test_averages_weigh_by_minibatches_and_have_no_bias():
-    """A weighted mean: step t weighs (1 - theta^n_t) theta^(minibatches after it)."""
+    """In the mean step t weighs (1 - theta^n_t) theta^(minibatches after it)."""
     steps = [(5.0, 1.0, 2), (7.0, 0.0, 8), (1.0, 4.0, 3)]
     theta = math.exp(-1 / 10)
     after = [8 + 3, 3, 0]

@@ -35,7 +35,7 @@ def test_a_parameter_used_twice_has_one_gradient():
     assert optimizer.noise.measure().variance == pytest.approx(2.0)
 
 
-def test_autograd_grad_is_no_minibatch():
+def test_autograd_grad_is_not_a_minibatch():
     [parameter], optimizer = make(trace=(2,))
     for scale in (1.0, 3.0):
         loss = (parameter[0] + 1) ** 2 * scale / 2
@@ -60,7 +60,7 @@ def test_checkpointed_layers(use_reentrant):
 
 
 def test_gradients_that_were_thrown_away_do_not_count():
-    """Of an adversarial example, say."""
+    """They may be those of an adversarial example."""
     [parameter], optimizer = make(trace=(2,))
     for scale in (1.0, 3.0):
         if scale == 1.0:  # later, the accumulated ones would go too: an error

@@ -1,4 +1,4 @@
-"""Every rule: a new one is checked by being in the registry; and what is refused."""
+"""Every rule of the registry, so also a new one; and what is refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_effective_learning_rate(name, ratio):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("decay_per_sample", [False, True])
 def test_identity_at_the_reference_batch(name, decay_per_sample):
-    """Exactly, for any number of updates: a constant batch must not change a run."""
+    """A constant batch changes nothing, exactly, for any number of updates."""
     rule = with_options(name, False, decay_per_sample)
     state = rule.init()
     for _ in range(100):
@@ -77,7 +77,7 @@ def test_weight_decay_per_sample(name, ratio):
 
 @pytest.mark.parametrize("name", ["adam-root", "adam-half-life"])
 def test_adams_rules_keep_their_own_weight_decay_otherwise(name):
-    """AdamW's, which follows the learning rate, not what makes up for torch's bias."""
+    """AdamW's decay follows the learning rate, not the correction of torch's bias."""
     rule = rule_named(name)
     state = rule.init()
     for ratio in (4.0, 2.0, 1.0, 8.0):

@@ -23,7 +23,7 @@ CLOSED_FORMS = {
 
 
 def one_step(rank: int, rows: list[list[float]]) -> tuple[tuple[float, ...], int]:
-    """One update whose minibatch gradients are ``rows``, dealt to the replicas."""
+    """Makes one update whose minibatch gradients are ``rows``, one per minibatch."""
     replica = xla_replica.current()
     weight = nn.Parameter(torch.zeros(len(rows[0]), device=replica.device))
     sampler = vbs.CustomSampler(
@@ -44,7 +44,7 @@ def all_steps(rank: int) -> dict[str, tuple[tuple[float, ...], int]]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_closed_forms_for_every_split(backend):
-    """1 to 8 replicas of 8 to 0 substeps: the same numbers, idle replicas present."""
+    """1 to 8 replicas with 8 to 0 substeps, some idle, find the same numbers."""
     by_rank = backend.run(all_steps)
     for name, (rows, variance, square, gain) in CLOSED_FORMS.items():
         assert sum(outcome[name][1] for outcome in by_rank) == len(rows)
@@ -150,7 +150,7 @@ def test_a_frozen_group_added_later():
     assert optimizer.noise.lr_factors() == pytest.approx((1.25, 1.0))
 
 
-def test_a_failed_update_is_no_progress():
+def test_a_failed_update_is_not_progress():
     [parameter], optimizer = make(trace=(4,))
     optimizer._agreement.count = lambda *ballots: 1 / 0
     for _ in range(3):

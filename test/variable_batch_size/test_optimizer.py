@@ -1,4 +1,4 @@
-"""The optimizer wrappers on one replica; on several see test_elastic_family.py."""
+"""The optimizer wrappers on one replica; test_elastic_family.py has several."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xla_replica import LocalReplica, ReplicaError
 
 
 def test_step_says_whether_it_updated():
-    """Trace 64, 96, 96 in minibatches of 32: accumulate, update, accumulate, ..."""
+    """The trace is 64, 96, 96 in minibatches of 32: it accumulates, updates, ..."""
     assert run_epoch(*make()) == [0, 1, 0, 0, 1, 0, 0, 1]
 
 

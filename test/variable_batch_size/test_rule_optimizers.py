@@ -1,4 +1,4 @@
-"""What is particular to one rule's wrapper; for what all share see the families."""
+"""What one rule's wrapper has to itself; the families test what all share."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_freezing_and_unfreezing():
 
 
 def test_an_idle_replica_joins_with_its_kept_gradients():
-    """Even if model.zero_grad() has put None in their place."""
+    """It does so even if model.zero_grad() has put None in their place."""
     model, _sampler, wrapper = idle_replica()
     before = model.weight.grad
     model.zero_grad()

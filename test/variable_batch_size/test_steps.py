@@ -1,4 +1,4 @@
-"""A replica's way through steps and epochs: idle steps, changes it must not make."""
+"""Steps and epochs of one replica: idle steps, and changes it must not make."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_between_epochs_the_learning_rate_may_change():
 
 
 def test_epochs_follow_the_sampler():
-    """A forgotten optimizer.set_epoch is harmless where nobody idles at first."""
+    """A forgotten optimizer.set_epoch is harmless if no replica is idle at first."""
     model, sampler, wrapper = make(trace=128)
     for epoch in range(3):
         sampler.set_epoch(epoch)
