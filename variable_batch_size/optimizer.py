@@ -346,10 +346,8 @@ class ElasticOptimizer(OptimizerProxy):
         if counter is not self._counter:
             self._agreement.allow_change()  # hyperparameters may change between epochs
         self._counter = counter
-        self._gradients.accept(counter.cursor.substep)
-        self._agreement.check_unchanged(
-            self.inner.param_groups, counter.plan, counter.cursor
-        )
+        self._gradients.accept(counter.substep)
+        self._agreement.check_unchanged(self.inner.param_groups, counter)
         self._num_minibatches_seen += 1
         is_last = counter.count_minibatch()
         self.replica.sync()  # the minibatch graph ends here, on every replica alike

@@ -195,7 +195,7 @@ class CustomSampler(Sampler[list[int]]):
         digest of that epoch's order, if this replica has begun to run it;
         ``fingerprint``: what a run must have in common with this one to resume it.
         """
-        epoch, step, _ = self.cursor
+        epoch, step = self.cursor
         return {
             "version": VERSION,
             "epoch": epoch,

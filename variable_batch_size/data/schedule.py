@@ -35,14 +35,12 @@ class Cursor(NamedTuple):
     Attributes:
         epoch: Number of the epoch, from 0.
         step: Steps of the epoch that are done, also by the run that this one resumes:
-            the number of the step under way, from 0 within the epoch.
-        substep: Minibatches of the step under way that this replica has run. What is
-            saved has none: a step that was interrupted is run again.
+            the number of the step under way, from 0 within the epoch. A step that was
+            interrupted is run again.
     """
 
     epoch: int
     step: int
-    substep: int = 0
 
 
 class TraceExhausted(TraceError):

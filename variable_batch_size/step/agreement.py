@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 import xla_replica
-from variable_batch_size.data.schedule import Cursor, EpochPlan
 from variable_batch_size.device_scalars import DeviceScalars
+from variable_batch_size.step.step_counter import StepCounter
 from xla_replica import Replica, ReplicaError
 
 Groups = list[dict[str, Any]]
@@ -57,7 +57,7 @@ class Agreement:
         """Lets the next `check_unchanged` pass."""
         self._remembered = None
 
-    def check_unchanged(self, groups: Groups, plan: EpochPlan, cursor: Cursor) -> None:
+    def check_unchanged(self, groups: Groups, counter: StepCounter) -> None:
         """Raises ReplicaError if a change just now was not seen by all replicas.
 
         Replicas run the user's loop body different numbers of times: once per
@@ -68,17 +68,17 @@ class Agreement:
             return
         if self._remembered == hyperparameters(groups):
             return
-        if cursor.substep:
-            where = f"within step {cursor.step}"
+        if counter.substep:
+            where = f"within step {counter.cursor.step}"
             why = "replicas may accumulate different numbers of minibatches"
-        elif plan.has_idle_replicas:
+        elif counter.plan.has_idle_replicas:
             where = "between two updates"
             why = "idle replicas join updates without running your code"
         else:
             return
         raise ReplicaError(
             "the learning rate or another hyperparameter changed "
-            f"{where} of epoch {plan.epoch}. There {why}, so replicas would "
+            f"{where} of epoch {counter.plan.epoch}. There {why}, so replicas would "
             "use different values: call optimizer.attach(scheduler) once in place of "
             "scheduler.step() in the loop, or change it between epochs, before "
             "optimizer.set_epoch",

@@ -16,7 +16,8 @@ class StepCounter:
             replicas join the steps at its beginning in which they are idle.
 
     Attributes:
-        cursor: Where in the epoch this replica is.
+        cursor: The epoch and the step under way.
+        substep: Minibatches of that step that the replica has run.
         announced: See the argument; also true once the first minibatch has passed.
         begun: Whether the replica has run a minibatch of this epoch.
     """
@@ -24,6 +25,7 @@ class StepCounter:
     def __init__(self, plan: EpochPlan, rank: int, announced: bool) -> None:
         self.plan = plan
         self.cursor = Cursor(plan.epoch, plan.start_step)
+        self.substep = 0
         self.begun = False
         self.announced = announced
         self._rank = rank
@@ -52,13 +54,13 @@ class StepCounter:
     def count_minibatch(self) -> bool:
         """Counts one; returns whether it was this replica's last of the step."""
         self.begun = True
-        epoch, step, substep = self.cursor
-        self.cursor = Cursor(epoch, step, substep + 1)
-        return bool(substep + 1 == self._num_substeps[step])
+        self.substep += 1
+        return bool(self.substep == self._num_substeps[self.cursor.step])
 
     def next_step(self) -> None:
         """Counts the step under way as done."""
         self.cursor = Cursor(self.cursor.epoch, self.cursor.step + 1)
+        self.substep = 0
 
     def follow(self, plan: EpochPlan) -> StepCounter:
         """Returns the counter for the next minibatch, whose sampler is at ``plan``.
