@@ -141,17 +141,14 @@ class Factors:
             vectors: A tensor for every name in `shapes`, of the parameter's shape or
                 ``(K, *shape)``.
         """
-        many = check_vectors(vectors, self.shapes)
-        count = len(next(iter(vectors.values()))) if many else 1
-        columns = []
-        for k in range(count):
-            terms = []
-            for name, uses in self._merged.items():
-                vector = vectors[name][k] if many else vectors[name]
-                vector = vector.detach().to(self._dtype)
-                terms += [algebra.dot(use, vector, self._budget) for use in uses]
-            columns.append(self._sum(terms, (len(self),)))
-        return torch.stack(columns, 1) if many else columns[0]
+        if check_vectors(vectors, self.shapes):
+            rows = zip(*(vectors[name].unbind() for name in self.shapes))
+            return torch.stack([self.dot(dict(zip(self.shapes, r))) for r in rows], 1)
+        terms = []
+        for name, uses in self._merged.items():
+            vector = vectors[name].detach().to(self._dtype)
+            terms += [algebra.dot(use, vector, self._budget) for use in uses]
+        return self._sum(terms, (len(self),))
 
     @_in_full_precision
     def weighted_sum(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:

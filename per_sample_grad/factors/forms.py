@@ -157,8 +157,8 @@ class Windows(_Grouped):
         self, start: int, stop: int, first: int, last: int | None
     ) -> torch.Tensor:
         source = self.source[start * self.rows : stop * self.rows]
-        if (first, last) not in ((0, None), (0, self.width)):
-            last = self.width if last is None else last
+        last = self.width if last is None else last
+        if last - first < self.width:
             channels = slice(first // self.kernel, last // self.kernel)
             by_group = source.unflatten(1, (self.groups, -1))
             source = by_group[:, :, channels].flatten(1, 2)
@@ -315,24 +315,22 @@ def held_elements(contribution: Contribution) -> int:
 
 def unfolded_elements(contribution: Contribution) -> int:
     """Returns how many numbers one sample's unfolded factor has; 0 without one."""
-    match contribution:
-        case Windows():
-            return contribution.groups * contribution.positions * contribution.width
-    return 0
+    if not isinstance(contribution, Windows):
+        return 0
+    return contribution.groups * contribution.positions * contribution.width
 
 
 def elements_for_gradients(contribution: Contribution, columns: int) -> int:
     """Returns how many numbers one sample takes while so many columns are formed."""
-    match contribution:
-        case Windows(left) if contribution.direct is not None:
-            of_channel, of_left = contribution.direct_elements
-            channels = contribution.groups * columns // contribution.kernel
-            # The blocks of the gradient, which are joined later.
-            blocks = contribution.groups * left.shape[3] * columns
-            return channels * of_channel + of_left + blocks
-        case Windows():
-            return contribution.groups * contribution.positions * columns
-    return 0
+    if not isinstance(contribution, Windows):
+        return 0
+    if contribution.direct is None:
+        return contribution.groups * contribution.positions * columns
+    of_channel, of_left = contribution.direct_elements
+    channels = contribution.groups * columns // contribution.kernel
+    # The blocks of the gradient, which are joined later.
+    blocks = contribution.groups * contribution.left.shape[3] * columns
+    return channels * of_channel + of_left + blocks
 
 
 def chunks(total: int, size: int) -> Iterator[tuple[int, int]]:

@@ -104,16 +104,9 @@ def choose(
 ) -> Choice:
     """Returns the cheaper form of one parameter's share, in chunks within the budget.
 
-    Args:
-        quantity: ``"norms"`` or ``"gram"``.
-        contributions: Merged uses of the parameter.
-        other: Those in the batch that a Gram matrix is with; the same list if it is
-            the same batch.
-        shape: The parameter's shape.
-        num_samples: B.
-        num_other: B of the other batch.
-        budget: Bytes of all temporaries; a single sample or column may exceed it.
-        method: ``"auto"``, or the form to prefer where both exist.
+    ``contributions`` are the parameter's merged uses, and ``other`` those in the batch
+    that a Gram matrix is with: the same list if it is the same batch. The budget is the
+    bytes of all temporaries, which a single sample or column may exceed.
     """
     partners = 1 if quantity == "norms" else num_other
     rows, columns = forms.matrix_shape(shape)

@@ -40,7 +40,7 @@ _LOADER_OPTIONS = (
 
 
 class BlockSource:
-    """The blocks of a dataset.
+    """The blocks of a dataset, or of a DataLoader's with its collation and workers.
 
     Attributes:
         dataset: The dataset, which has a length.
@@ -54,19 +54,7 @@ class BlockSource:
         block_size: int,
         split: Split,
     ) -> None:
-        """Takes the dataset, or a DataLoader's with its collation and workers.
-
-        Args:
-            loader: A dataset with a length, or a DataLoader of one.
-            batch_size: How many samples are loaded together, rounded up to whole
-                blocks. None: the DataLoader's batch size, or one block.
-            block_size: The number of samples in a block.
-            split: Maps a collated block to inputs and targets.
-
-        Raises:
-            TypeError: The dataset has no length, or a size is not an integer.
-            ValueError: A size is not positive, or the DataLoader does not collate.
-        """
+        """Checks the arguments, which are those of `score_pool`."""
         self.block_size = check_integer("block_size", block_size, least=1)
         self.dataset: Any = loader
         self._collate: Callable[[list[Any]], Any] = default_collate

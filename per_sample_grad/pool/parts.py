@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -140,57 +140,42 @@ def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
     write_whole(path.with_suffix(f".{uuid.uuid4().hex}{_UNFINISHED}"), write_content)
 
 
-def fingerprint(models: Iterable[nn.Module]) -> str:
-    """Returns a hash of the models' kinds of modules and of all their values."""
-    digest = hashlib.sha256()
-    for model in models:
-        for name, module in model.named_modules():
-            digest.update(f"{name} {type(module).__qualname__};".encode())
-        for name, value in model.state_dict().items():
-            digest.update(name.encode())
-            _update(digest, value)
-    return digest.hexdigest()
-
-
-def shapes_digest(models: Iterable[Mapping[str, torch.Tensor]]) -> str:
-    """Returns a hash of the names and shapes of parameters."""
-    found = [
-        [(name, tuple(p.shape)) for name, p in params.items()] for params in models
-    ]
-    return hashlib.sha256(repr(found).encode()).hexdigest()
-
-
 def name_of(function: Callable[..., Any]) -> str:
     """Returns module and name of a function, or of a callable object's type."""
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
 
 
+def model_digest(model: nn.Module) -> str:
+    """Returns a hash of a model's kinds of modules and of all its values."""
+    kinds = [
+        (name, type(module).__qualname__) for name, module in model.named_modules()
+    ]
+    return digest([kinds, list(model.state_dict().items())])
+
+
 def pool_digest(dataset: Any) -> str | None:
     """Returns a hash of the first, middle and last item; None if items are random."""
     indices = sorted({0, len(dataset) // 2, len(dataset) - 1}) if len(dataset) else []
-    digests = []
     with torch.random.fork_rng(devices=[]):  # so that scoring draws the same numbers
-        for _ in range(2):
-            digest = hashlib.sha256()
-            for index in indices:
-                _update(digest, dataset[index])
-            digests.append(digest.hexdigest())
-    return digests[0] if digests[0] == digests[1] else None
+        first, second = (digest([dataset[i] for i in indices]) for _ in range(2))
+    return first if first == second else None
 
 
-def _update(digest: Any, value: Any) -> None:
-    """Adds everything in nested tuples, lists and dicts to a hash."""
+def digest(value: Any) -> str:
+    """Returns a hash of everything in nested tuples, lists and values of dicts."""
+    found = hashlib.sha256()
     for leaf in leaves(value):
-        digest.update(type(leaf).__qualname__.encode())
+        found.update(type(leaf).__qualname__.encode())
         if isinstance(leaf, torch.Tensor):
             host = leaf.detach().cpu().contiguous()
-            digest.update(str((host.dtype, tuple(host.shape))).encode())
-            digest.update(host.reshape(-1).view(torch.uint8).numpy().tobytes())
+            found.update(str((host.dtype, tuple(host.shape))).encode())
+            found.update(host.reshape(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(leaf, str | int | float | complex):
-            digest.update(repr(leaf).encode())
+            found.update(repr(leaf).encode())
         elif isinstance(leaf, bytes):
-            digest.update(leaf)
+            found.update(leaf)
         elif hasattr(leaf, "tobytes"):  # arrays, images
-            digest.update(str(getattr(leaf, "shape", None)).encode())
-            digest.update(leaf.tobytes())
+            found.update(str(getattr(leaf, "shape", None)).encode())
+            found.update(leaf.tobytes())
+    return found.hexdigest()

@@ -55,11 +55,7 @@ class Scorer:
             return self._logits(inputs)
 
     def losses(self, inputs: Any, targets: Any) -> torch.Tensor:
-        """Returns the losses, ``(B,)``.
-
-        Raises:
-            ValueError: The loss function gives another shape.
-        """
+        """Returns the losses, ``(B,)``; another shape is a ValueError."""
         with self._autocast():
             losses = self.loss(self._logits(inputs), targets)
         if losses.shape != (self.block_size,):
@@ -73,12 +69,7 @@ class Scorer:
     def classes(self, inputs: Any, what: str) -> torch.Tensor:
         """Returns the logits of classes, ``(B, C)``, without a graph.
 
-        Args:
-            inputs: The inputs of a block.
-            what: Names what needs classes, for the error.
-
-        Raises:
-            ValueError: The logits have another shape.
+        Raises ValueError, which says ``what`` needs them, if they have another shape.
         """
         with torch.no_grad():
             logits = self.logits(inputs)
@@ -109,11 +100,7 @@ class Scorer:
         return norms
 
     def find_last_layer(self, inputs: Any) -> str:
-        """Returns `last_layer`, by default the last module the logits depend on.
-
-        Raises:
-            ValueError: A module has no rule, so which one is the last is not known.
-        """
+        """Returns `last_layer`, by default the last module the logits depend on."""
         if self.last_layer is None:
             self.replica.sync()
             with torch.enable_grad(), capture(self.model, **self.options) as recorded:
@@ -251,11 +238,7 @@ SCORES: dict[str, Score] = {
 
 
 def given(values: Values, scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
-    """Returns the scores for the pool's targets.
-
-    Raises:
-        ValueError: The pool has no targets.
-    """
+    """Returns the scores for the pool's targets, which must exist."""
     if targets is None:
         raise ValueError(
             'labels="given", but the pool\'s batches have no targets; give pairs '

@@ -23,10 +23,10 @@ from per_sample_grad.pool.blocks import BlockSource, Interval, Split, split_batc
 from per_sample_grad.pool.parts import (
     Parts,
     deal,
-    fingerprint,
+    digest,
+    model_digest,
     name_of,
     pool_digest,
-    shapes_digest,
 )
 from per_sample_grad.pool.scores import (
     LABELS,
@@ -193,7 +193,7 @@ def score_pool(
             "split": name_of(split),
             "forward": name_of(forward),
             "block_size": block_size,
-            "model": fingerprint(models),
+            "model": [model_digest(one) for one in models],
             "pool": pool_digest(source.dataset),
             # `check` changes no score, and selected parameters are described by shape.
             "options": {
@@ -204,7 +204,8 @@ def score_pool(
         }
         if row.of_parameters:
             chosen = [selected(one, options.get("params")) for one in models]
-            description["params"] = shapes_digest(chosen)
+            shapes = [[(n, list(p.shape)) for n, p in c.items()] for c in chosen]
+            description["params"] = digest(shapes)
         parts.describe(description)
     replica = xla_replica.current()
     scorers = [
