@@ -369,7 +369,7 @@ class RigLScheduler(RigLTorchNames):
 
     @torch.no_grad()
     def _end_step(self) -> bool:
-        """Counts a step; changes the topology if it is time, and says so."""
+        """Counts a step and returns whether it was one that changes the topology."""
         check_bound(layer.weight for layer in self._layers)
         self.step += 1
         if self._collects and self._layers:

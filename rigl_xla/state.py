@@ -1,4 +1,4 @@
-"""What a pruner is at a moment, what is saved of it, and how that is read back."""
+"""The state of a pruner, what is saved of it, and how that is read back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xla_replica import Replica
 from xla_replica.common.differences import check_same
 
 FORMAT = 1
-_FUNCTION = "function "  # begins what a name cannot give back
+_FUNCTION = "function "  # begins the name of a function, which a state cannot hold
 
 
 class PrunerState(NamedTuple):
@@ -148,11 +148,11 @@ def _plain(value: Any) -> Any:
 
 
 def _asked(options: Options, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what was asked for in the saved run and is not by the caller.
+    """Returns the saved values of options that the caller may repeat.
 
     Raises:
-        ValueError: The caller asks for something else, or it was a function that the
-            caller has to give again.
+        ValueError: The caller asks for something else, or a score was a function, which
+            the caller has to give again.
     """
     own = _plain_options(options, ASKED)
     defaults = _plain_options(Options(), ASKED)

@@ -1,4 +1,4 @@
-"""Operations as a published table counts them, to compare with it."""
+"""Operations as the tables of the RigL paper count them, to compare with these."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rigl_xla.report.positions import costs_of
 
 
 def google_costs_of(model: nn.Module, *inputs: Any) -> dict[str, LayerCost]:
-    """`costs_of`, with the first convolution counted as google-research/rigl does.
+    """Returns `costs_of`, with the first convolution as google-research/rigl counts it.
 
     There the images are padded before the first convolution, which is then counted as
     if it padded them again: for ResNet-50 at 115 by 115 positions instead of 112 by
-    112, 0.16 % of all operations. All published ratios of RigL are of this kind.
+    112, 0.16 % of all operations. All published ratios of RigL are counted so.
 
     Args:
-        model: One whose first convolution sees the images themselves.
-        inputs: What it is called with; the first are images ``(B, C, *sides)``.
+        model: A model whose first convolution sees the images themselves.
+        inputs: The arguments of a call; the first are images ``(B, C, *sides)``.
 
     Raises:
         ValueError: It has no convolution, or the first one is transposed, or does not

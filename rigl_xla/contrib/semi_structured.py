@@ -8,6 +8,7 @@ does not gain stays dense.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import statistics
@@ -274,20 +275,16 @@ def _rows_of(
 ) -> dict[str, int]:
     """Returns how many rows each layer multiplies in its largest call of a pass."""
     rows: dict[str, int] = {}
-    handles = []
-    for name, linear in linears.items():
 
-        def watch(module: nn.Module, args: Any, name: str = name) -> None:
-            found = args[0].numel() // args[0].shape[-1]
-            rows[name] = max(found, rows.get(name, 0))
+    def watch(name: str, module: nn.Module, args: Any) -> None:
+        found = args[0].numel() // args[0].shape[-1]
+        rows[name] = max(found, rows.get(name, 0))
 
-        handles.append(linear.register_forward_pre_hook(watch))
-    try:
-        with evaluating(model):
-            model(*inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as hooks, evaluating(model):
+        for name, linear in linears.items():
+            hook = functools.partial(watch, name)
+            hooks.enter_context(linear.register_forward_pre_hook(hook))
+        model(*inputs)
     return rows
 
 

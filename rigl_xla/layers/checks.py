@@ -1,4 +1,4 @@
-"""Whether a pruner may take hold of weights, said before anything is touched."""
+"""Checks whether a pruner may take hold of weights, before it touches anything."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ holders: MutableMapping[nn.Parameter, weakref.ref[Any]] = WeakIdKeyDictionary()
 def check_steps(optimizer: Any, skip_step: bool) -> None:
     """Raises ValueError if steps are to be skipped that the optimizer counts on.
 
-    A wrapper that decides by itself when it updates, because it must be called after
-    every backward pass, has a true attribute ``steps_by_itself``.
+    A wrapper that must be called after every backward pass, and decides when to update,
+    has a true attribute ``steps_by_itself``.
     """
     if skip_step and getattr(optimizer, "steps_by_itself", False):
         raise ValueError(
             f"{type(optimizer).__name__} must be stepped after every backward pass and "
-            "decides by itself when it updates, so a topology update cannot replace "
-            "its step; build the pruner with skip_step=False"
+            "decides when to update, so a topology update cannot replace its step; "
+            "build the pruner with skip_step=False"
         )
 
 

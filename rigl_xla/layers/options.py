@@ -1,4 +1,4 @@
-"""What a user asks for, checked before anything is touched."""
+"""The options of a user, checked before anything is touched."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def snip_scores(
 
     Raises:
         ValueError: There is no batch, or a layer has gradients that are all zero or
-            not finite: it can then not be said which of its connections matter.
+            not finite, so that nothing tells which of its connections matter.
     """
     replica = xla_replica.current() if replica is None else replica
     weights = weights_of(model, include, exclude)
@@ -69,7 +69,7 @@ def snip_scores(
             total = own if total is None else [a + b for a, b in zip(total, own)]
             replica.sync()  # one program for every batch
     if total is None:
-        raise ValueError("snip_scores was given no batch; give it at least one")
+        raise ValueError("snip_scores needs at least one batch, got none")
     with torch.no_grad():
         total = [gradient.clone() for gradient in total]  # autograd may share them
         replica.all_reduce_(total)

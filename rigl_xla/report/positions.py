@@ -55,18 +55,15 @@ def costs_of(model: nn.Module, *inputs: Any, **named: Any) -> dict[str, LayerCos
     num_samples = tensors[0].shape[0]
     weights = weights_of(model)
     found: dict[str, list[_Use]] = defaultdict(list)
-    handles = []
-    try:
+    with contextlib.ExitStack() as hooks:
         for weight in weights:
             for module, attribute in multipliers_of(model, weight):
                 watch = _watch(found[weight.name], module, attribute)
                 called = _caller(model, module)
-                handles.append(called.register_forward_hook(watch, with_kwargs=True))
+                handle = called.register_forward_hook(watch, with_kwargs=True)
+                hooks.enter_context(handle)
         with evaluating(model):
             model(*inputs, **named)
-    finally:
-        for handle in handles:
-            handle.remove()
     return {w.name: cost_of(w, found[w.name], num_samples) for w in weights}
 
 

@@ -168,15 +168,9 @@ class Report:
 
     def scalars(self) -> dict[str, float]:
         """Returns what a log shows, by name; operations if their costs are known."""
-        found = {
-            "sparsity": self.sparsity,
-            "drop_fraction": self.drop_fraction,
-            "churn": self.churn,
-            "grown": self.num_grown,
-            "dropped": self.num_dropped,
-            "exploration_rate": self.exploration_rate,
-            "size_in_bytes": self.size_in_bytes,
-        }
+        names = ("sparsity", "drop_fraction", "churn", "exploration_rate")
+        found = {name: getattr(self, name) for name in (*names, "size_in_bytes")}
+        found |= {"grown": self.num_grown, "dropped": self.num_dropped}
         if self._has_costs:
             found["inference_flops_ratio"] = self.cost.inference_ratio
             if self.cost.method in self.cost.training_ratios:

@@ -1,4 +1,4 @@
-"""What becomes of a topology, for TensorBoard."""
+"""How a topology changes, for TensorBoard."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OF_LAYERS = ("sparsity", "churn", "exploration_rate")
 
 
 class ScalarWriter(Protocol):
-    """``SummaryWriter`` of tensorboardX or of torch."""
+    """A ``SummaryWriter`` of tensorboardX or of torch."""
 
     def add_scalar(self, tag: str, value: float, step: int) -> Any: ...
 
@@ -23,10 +23,10 @@ class ScalarWriter(Protocol):
 class TopologyLog:
     """Writes a `Report` for every topology update.
 
-    Call it behind the optimizer's step, or attach it to an elastic optimizer. It takes
+    Call it after the optimizer's step, or attach it to an elastic optimizer. It takes
     a report if the topology has changed, and reads nothing; `flush` reads all reports
-    that have come together, in one transfer, and writes them: call it where training
-    reads its loss.
+    taken so far, in one transfer, and writes them: call it where training reads its
+    loss.
 
     Tags are ``prefix/sparsity``, ``/drop_fraction``, ``/churn``, ``/grown``,
     ``/dropped``, ``/exploration_rate``, ``/size_in_bytes`` and, with costs,
@@ -34,12 +34,12 @@ class TopologyLog:
     ``prefix_sparsity/NAME``, ``prefix_churn/NAME``, ``prefix_exploration_rate/NAME``.
 
     Args:
-        pruner: Whose topology.
+        pruner: The pruner whose topology is logged.
         writer: Takes scalars; None, as on all replicas but one, logs nothing.
-        costs: What `costs_of` found, for operations.
-        num_steps: Of the whole run, for the operations of gradual pruning.
-        layers: Log single layers too.
-        prefix: Of the tags.
+        costs: The result of `costs_of`, for operations.
+        num_steps: Steps of the whole run, for the operations of gradual pruning.
+        layers: Whether to log single layers too.
+        prefix: Begins the tags.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TopologyLog:
         pruner.report(costs, num_steps)  # costs that do not fit are found now
 
     def __call__(self, *update: object) -> None:
-        """After a step; what an elastic optimizer passes is not needed."""
+        """Call it after a step; it ignores the argument of an elastic optimizer."""
         del update
         if self._writer is None or self._pruner.rigl_steps == self._num_updates:
             return
@@ -68,7 +68,7 @@ class TopologyLog:
         self._waiting.append(self._pruner.report(self._costs, self._num_steps))
 
     def flush(self) -> None:
-        """Reads and writes what waits."""
+        """Reads and writes the reports taken since the last flush."""
         waiting, self._waiting = self._waiting, []
         if not waiting or self._writer is None:
             return

@@ -118,8 +118,7 @@ def drop_and_grow_rows(
 
     Args:
         mask_RM: bool with exactly ``per_row`` True in each row.
-        drop_RM: Scores, as above.
-        grow_RM: Scores, as above.
+        drop_RM, grow_RM: Scores as for `drop_and_grow`.
         num_keep: Shape ``(1,)``: active connections of the whole layer to keep.
         per_row: Active connections of each row.
 

@@ -43,8 +43,8 @@ def begin_(
     """Lets go of what was collected up to ``step``.
 
     On a device that ``compiles``, zeros take its place where updates are made from
-    several steps: the first of them is then the same program as the others, and so is
-    the last update, after which nothing is collected, the same as those before it.
+    several steps: the first of these steps is then the same program as the others, and
+    the last update, after which nothing is collected, is the same as the others.
     """
     adds = method.collects == "always" or (
         method.collects == "updates" and schedule.grad_accumulation_n > 1

@@ -28,14 +28,14 @@ TINY = ("--fake-data", "--model", "small", "--width", 8, "--image-size", 16,
 
 
 def run_here(folder: Path, *arguments: object, device: str = "cpu") -> list[Any]:
-    """One replica in this process; checkpoint and logs go to ``folder``."""
+    """Runs one replica in this process; checkpoint and logs go to ``folder``."""
     kept = ("--checkpoint", folder, "--logdir", folder / "log", "--no-progress")
     first = ("--num-replicas", 1, "--device", device)
     return rigl_imagenet.main(words([*TINY, *kept, *first, *arguments]))
 
 
 def run(folder: Path, *arguments: object, command=(sys.executable,)) -> str:
-    """What the script prints, started as users do: a checkout must do."""
+    """Returns what the script prints, started from a checkout as users do."""
     line = (*TINY, "--checkpoint", folder, *arguments)
     status, text = run_script(SCRIPT, *line, cwd=folder, command=command, timeout=600)
     assert status == 0, text
@@ -43,13 +43,13 @@ def run(folder: Path, *arguments: object, command=(sys.executable,)) -> str:
 
 
 def saved(folder: Path) -> dict[str, Any]:
-    """What the newest checkpoint has of the training; random numbers aside."""
+    """Returns the newest checkpoint's training state, without random numbers."""
     state = torch.load(saved_files(folder)[0].path, weights_only=True)
     return {"optimizer": state["optimizer"], **state["parts"]}
 
 
 def flat(state: Any, path: str = "") -> dict[str, Any]:
-    """Every leaf of a state by its path, without times."""
+    """Returns every leaf of a state by its path, without times."""
     if isinstance(state, dict):
         found: dict[str, Any] = {}
         for key, value in state.items():
@@ -61,7 +61,7 @@ def flat(state: Any, path: str = "") -> dict[str, Any]:
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """Bit for bit."""
+    """Asserts that two states are equal bit for bit."""
     one, other = flat(one), flat(other)
     assert one.keys() == other.keys()
     for path, value in one.items():
@@ -72,7 +72,7 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 def stopped(monkeypatch, folder: Path, step: int, *arguments: object) -> None:
-    """A run that is asked to stop while it makes update ``step``, as by SIGTERM."""
+    """Runs until it is asked to stop, as by SIGTERM, during update ``step``."""
     whole = rigl_imagenet.Monitor.__call__
 
     def asks(monitor: Any, update: Any) -> None:
@@ -87,7 +87,7 @@ def stopped(monkeypatch, folder: Path, step: int, *arguments: object) -> None:
 
 
 def interrupted(monkeypatch, folder: Path, epoch: int, *arguments: object) -> None:
-    """A run that is killed when it begins ``epoch``."""
+    """Runs until it is killed at the beginning of ``epoch``."""
     whole = rigl_imagenet.run_epoch
 
     def breaks_off(number: int, *rest: Any) -> None:
@@ -142,7 +142,7 @@ def test_it_learns_and_a_run_in_three_parts_is_one_run(
     assert "all sparse layers" in capsys.readouterr().out
 
 
-def test_another_run_is_not_gone_on_with(tmp_path, monkeypatch):
+def test_another_run_is_not_resumed(tmp_path, monkeypatch):
     interrupted(monkeypatch, tmp_path, 1)
     with pytest.raises(
         ValueError, match=r"another run: lr was 0\.1 and is 0\.2; sparsity was 0\.8"
@@ -151,7 +151,7 @@ def test_another_run_is_not_gone_on_with(tmp_path, monkeypatch):
 
 
 def assert_alike(folder: Path, other: Path) -> None:
-    """Runs whose sums are rounded differently."""
+    """Asserts that runs are the same up to rounding."""
     one, two = saved(folder)["monitor"], saved(other)["monitor"]
     for row, expected in zip(one["rows"], two["rows"], strict=True):
         assert row["train_loss"] == pytest.approx(expected["train_loss"], rel=0.02)
@@ -172,7 +172,7 @@ TRACE = ("--trace", "8,32,16", "--epochs", 2, "--label-smoothing", 0.2)
     ],
 )
 def test_replicas_do_what_one_does(tmp_path, device, num_replicas):
-    """One of them idle in every third step."""
+    """One of two replicas is idle in every third step."""
     (tmp_path / "two").mkdir()
     run_here(tmp_path / "one", *TRACE)
     text = run(

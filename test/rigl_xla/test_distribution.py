@@ -27,7 +27,7 @@ def num_active(shapes, sparsities):
 
 
 def proportional(shapes, sparsity, ratio):
-    """Densities min(1, epsilon p) that meet the budget, by bisection for epsilon."""
+    """Returns sparsities of densities min(1, epsilon p), epsilon by bisection."""
     numbers = {name: math.prod(shape) for name, shape in shapes.items()}
     budget = sum(n - math.floor(Fraction(str(sparsity)) * n) for n in numbers.values())
     low, high = 0.0, 1e9

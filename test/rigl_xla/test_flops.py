@@ -1,4 +1,4 @@
-"""Operations and sizes, against the published table of ResNet-50."""
+"""Operations and sizes are those of the published table of ResNet-50."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rigl_xla.topology.update_schedule import gradual_sparsity
 
 
 def resnet_costs(conv1_side: int = 224) -> dict[str, LayerCost]:
-    """Google's tables count the first convolution at 230 pixels, padding included."""
+    """Returns costs; Google counts the first convolution at 230 pixels, with pads."""
     costs = {}
     for name, (shape, stride, side) in resnet50().items():
         side = conv1_side if name == "conv1.weight" else side

@@ -1,4 +1,4 @@
-"""The drop and grow kernel, against one that sorts Python tuples."""
+"""Dropping and growing give the masks of a reference that sorts Python tuples."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_layers_of_one_size_are_chosen_at_once():
 
 
 def test_zero_layer_keeps_its_connections_when_nothing_is_dropped():
-    """All weights and scores zero: active ones are still not inactive ones."""
+    """With weights and scores of zero, active ones are still not inactive ones."""
     mask = torch.rand(1, 500) < 0.1
     zero, active = torch.zeros(1, 500), mask.sum(1)
     found, _ = masks.drop_and_grow(mask, zero, zero, active, torch.tensor([0]))
@@ -134,7 +134,7 @@ def test_initial_masks_have_exactly_as_many_connections_and_leave_torch_random()
 
 
 def counted_updates(rank: int) -> tuple[list[tuple[int, int, int]], list[bool]]:
-    """Compilations, transfers and fallbacks of updates with other counts each."""
+    """Returns compilations, transfers and fallbacks of updates of different counts."""
     replica = xla_replica.current()
     draw = torch.Generator().manual_seed(0)
     counts, equal = [], []

@@ -1,4 +1,4 @@
-"""What `costs_of` sees of a forward pass, against torch's own count of operations."""
+"""`costs_of` counts the operations of a forward pass that torch counts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_multiplications_are_those_that_torch_counts(kind):
 
 
 class Tied(nn.Module):
-    """An embedding's weight as the head; one layer in two places."""
+    """A model whose head is an embedding's weight, with one layer in two places."""
 
     def __init__(self):
         super().__init__()
@@ -81,7 +81,7 @@ class Attends(nn.Module):
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("size", [8, 6])
 def test_queries_and_what_they_attend_to_are_counted_each(by_name, size):
-    """Against torch's count, without the products of queries, keys and values."""
+    """Products of queries, keys and values are left out of torch's count."""
     model = Attends(by_name, kdim=size, vdim=size).eval()
     x, memory = torch.randn(3, 5, 8), torch.randn(3, 7, size)
     costs = costs_of(model, x, memory)

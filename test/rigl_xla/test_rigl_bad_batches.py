@@ -62,7 +62,7 @@ def test_one_bad_batch_stays_out_of_the_running_mean(bad, at):
         before = {layer.name: layer.gradient for layer in pruner._layers}
         F.cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
         pruner._layers[1].pending[0, 0] = bad  # in one layer: all leave the step out
-        pruner()  # its optimizer takes no step
+        pruner()  # the optimizer takes no step here
         for layer in pruner._layers:
             past = before[layer.name]
             expected = torch.zeros_like(layer.data) if past is None else past

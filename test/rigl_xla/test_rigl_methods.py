@@ -1,4 +1,4 @@
-"""RigL's relatives: what each of them keeps true, and scores of one's own."""
+"""What every method keeps true, RigL and its relatives, and a user's scores."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_static_topo_is_the_static_method(method):
 
 
 def test_set_grows_from_seed_and_update_alone():
-    """Other gradients, same growth; another seed, other growth."""
+    """Other gradients change nothing, another seed changes what grows."""
     found = []
     for seed, loss in [(0, 1.0), (0, -1.0), (1, 1.0)]:
         layer = nn.Linear(30, 30)
@@ -77,7 +77,7 @@ def test_set_grows_from_seed_and_update_alone():
 
 
 def test_snfs_grows_where_the_running_mean_of_gradients_is_large():
-    """From step 3 on, so that the second step is already as those behind the last."""
+    """It collects from step 3 on: step 2 is like those after the last update."""
     model = convnet()
     optimizer = sgd(model)
     pruner = pruned(model, optimizer, method="snfs", momentum=0.5, delta=5)
@@ -125,7 +125,9 @@ def test_gradual_pruning_counts_what_the_masks_have_after_a_refused_update(bad_s
         active = counts(pruner)
         assert [layer["num_active"] for layer in state.values()] == active
         assert f"{active[0]}/1152, {active[1]}/4096, {active[2]}/160" in str(pruner)
-    assert (active == [231, 820, 32]) == (bad_step == 2)  # the last one was refused
+    assert (active == [231, 820, 32]) == (
+        bad_step == 2
+    )  # or the last update was refused
 
 
 def test_magnitude_masks_keep_the_largest_weights():
@@ -170,8 +172,8 @@ def test_a_resumed_run_keeps_its_weights():
     assert equal(before, model.state_dict())
 
 
-def test_scores_of_ones_own():
-    """Here: lowest index stays, highest index grows."""
+def test_scores_of_a_user():
+    """Here the lowest index stays and the highest index grows."""
     seen = []
 
     def last(layer: Layer) -> torch.Tensor:
@@ -198,7 +200,7 @@ def test_scores_of_ones_own():
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf"), float("inf")])
 @pytest.mark.parametrize("structure", [None, "constant-fan-in"])
 def test_scores_where_they_do_not_count_may_be_anything(bad, structure):
-    """Inactive connections cannot be dropped, nor those that stay be grown."""
+    """Scores of inactive connections to drop, or of kept ones to grow, are not used."""
 
     def drop(layer: Layer) -> torch.Tensor:
         return torch.where(layer.mask, layer.weight.abs(), bad)
@@ -220,7 +222,7 @@ def test_scores_where_they_do_not_count_may_be_anything(bad, structure):
 
 
 def only_in_1(score: float, inactive: bool):
-    """Of the layer '1.weight' one score that counts is ``score``."""
+    """Returns a function whose scores count one ``score`` in the layer '1.weight'."""
 
     def scored(layer: Layer) -> torch.Tensor:
         found = layer.random()
@@ -278,7 +280,7 @@ def test_patterns_are_kept_while_connections_move(structure, initial, method):
 
 
 def in_rows(structure: str, name: str, mask: torch.Tensor) -> bool:
-    """Cut by loops over single weights."""
+    """Returns whether a mask keeps a pattern, by loops over single weights."""
     if structure == "constant-fan-in":
         return {int(row.sum()) for row in mask} == {round(0.2 * mask[0].numel())}
     n, m = map(int, structure.split(":"))
@@ -320,7 +322,7 @@ def test_inputs_of_transposed_convolutions_lie_along_the_first_dimension(
                 assert (inputs[start : start + 4, out].sum(0) == 2).all()
 
 
-def test_inputs_that_are_no_multiple_are_counted_in_the_first_dimension():
+def test_inputs_of_a_transposed_convolution_are_counted_in_the_first_dimension():
     layer = nn.ConvTranspose1d(6, 8, 3)
     with pytest.raises(ValueError, match="its 6 inputs are not a multiple of 4"):
         pruned(layer, sgd(layer), structure="2:4", dense_allocation=1)
@@ -328,7 +330,7 @@ def test_inputs_that_are_no_multiple_are_counted_in_the_first_dimension():
 
 @pytest.mark.parametrize(("stride", "groups"), [(1, 1), (2, 1), (1, 4)])
 def test_transposed_fan_in_weights_keep_the_size_of_their_inputs(stride, groups):
-    """For a ReLU: the squares of outputs have the mean that those of inputs have."""
+    """Squares of outputs, after a ReLU, have the mean that those of inputs have."""
     layer = nn.ConvTranspose1d(400, 40, 2, stride=stride, groups=groups, bias=False)
     pruned(layer, sgd(layer), initial_weights="fan-in", dense_allocation=0.5)
     draw = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""What a pruner does to a model: which layers it takes, and how it lets go of them."""
+"""Which layers of a model a pruner takes, and how it lets go of them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_sparse_model_is_pickled_and_copied_without_its_pruner():
 
 
 def test_memory_is_shared_throughout():
-    """Nothing that aliases a weight or a mask loses it."""
+    """Everything that shares memory with a weight or a mask keeps sharing it."""
     model = convnet()
     optimizer = sgd(model)
     pruner = pruned(model, optimizer)
@@ -141,7 +141,7 @@ def test_defaults_keep_linear_layers_dense():
 
 @pytest.mark.parametrize("distribution", ["uniform", "adjusted-uniform"])
 def test_no_other_layer_is_kept_dense_for_an_excluded_first_one(distribution):
-    """The first is the model's, by registration: excluded, it is dense as it is."""
+    """The first is the model's, by registration; if excluded, it is dense already."""
     options = {"sparsity_distribution": distribution, "dense_allocation": 0.5}
     for exclude, names in [
         ((), ["2.weight", "5.weight", "7.weight"]),

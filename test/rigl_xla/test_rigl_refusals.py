@@ -1,4 +1,4 @@
-"""What RigLScheduler refuses, before it touches anything."""
+"""RigLScheduler refuses what it cannot do before it touches anything."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("options", "error", "says"), BAD)
-def test_whatever_is_wrong_is_said_before_anything_is_touched(options, error, says):
+def test_mistakes_are_found_before_anything_is_touched(options, error, says):
     model = convnet()
     before = copy.deepcopy(model.state_dict())
     optimizer = sgd(model)
@@ -92,7 +92,7 @@ def test_whatever_is_wrong_is_said_before_anything_is_touched(options, error, sa
         pruned(model, optimizer, **options)
     assert equal(before, model.state_dict())
     assert not any(parameter._backward_hooks for parameter in model.parameters())
-    pruned(model, optimizer)  # and nothing stands in the way
+    pruned(model, optimizer)  # a refusal leaves nothing behind
 
 
 def test_a_model_of_linear_layers_needs_to_be_told():

@@ -1,4 +1,4 @@
-"""Replicas choose alike, and as one process does on all their data; XLA stays warm."""
+"""Replicas choose the masks of one process on all their data; XLA compiles once."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def sgd(model):
 def run_of(
     rank: int, kind: str, ddp: bool = False, parts: int = 1
 ) -> dict[str, torch.Tensor]:
-    """Masks after every update of a run; each replica has its part of every batch.
+    """Returns masks after every update; each replica has its part of every batch.
 
-    In float64: no rounding decides which connection is the larger.
+    In float64, so that rounding does not decide which connection is larger.
     """
     replica = xla_replica.current()
     model = convnet().double().to(replica.device)
@@ -74,7 +74,7 @@ def run_of(
         replica.sync()
     pruner.check_replicas()
     assert pruner.rigl_steps >= 3
-    replica.barrier()  # nobody leaves the process group while others reduce
+    replica.barrier()  # no replica leaves the process group while others reduce
     return dict(zip(found, replica.fetch(list(found.values()))))
 
 
@@ -87,12 +87,12 @@ def check_run(backend: Backend, kind: str, ddp: bool = False, parts: int = 1) ->
     expected = run_of_one(kind)
     first, *others = expected.values()
     same = [torch.equal(first, mask) for mask in others if mask.shape == first.shape]
-    assert not all(same)  # connections do move
+    assert not all(same)  # connections move
     for masks in backend.run(run_of, kind, ddp, parts):
         assert equal(masks, expected)
 
 
-# By default XLA replicas choose so inside the elastic wrapper, and where it is counted.
+# The default tests of XLA replicas are those of the elastic wrapper and of counts.
 @pytest.mark.parametrize("backend", [*FEW_BACKENDS[:-1], row("xla", 8, slow=True)])
 def test_replicas_choose_as_one_process_on_all_their_data(backend):
     check_run(backend, "rigl")
@@ -113,7 +113,7 @@ def test_under_ddp_with_gradients_accumulated_in_parts(kind, parts):
 
 
 def elastic_run(rank: int) -> dict[str, torch.Tensor]:
-    """Batches of 4 to 24 samples: on 3 replicas, two of them idle now and then."""
+    """Returns masks of a run with batches of 4 to 24 samples, and idle replicas."""
     replica = xla_replica.current()
     model = convnet().double().to(replica.device)
     images, labels = batch(0, 256)
@@ -148,8 +148,8 @@ def test_inside_the_elastic_wrapper_with_idle_replicas(backend):
         assert equal(masks, elastic_run_of_one())
 
 
-def spoiled(model, what: str, scale: torch.Tensor) -> None:
-    """Weights of a layer that are others where ``scale`` is not 1."""
+def change_weights(model, what: str, scale: torch.Tensor) -> None:
+    """Changes weights of a layer, most kinds only where ``scale`` is not 1."""
     weight = model[5].weight
     if what == "weights":
         weight.mul_(scale)
@@ -164,7 +164,7 @@ def spoiled(model, what: str, scale: torch.Tensor) -> None:
 
 
 def drift(rank: int) -> dict[str, str]:
-    """What is said of equal replicas, of other weights, and of other masks."""
+    """Returns messages of the check for equal replicas, other weights, other masks."""
     replica = xla_replica.current()
     messages = {}
     for what in ("", "nan", "weights", "signs", "places", "some nan", "masks"):
@@ -174,7 +174,7 @@ def drift(rank: int) -> dict[str, str]:
             options |= {"sparsities": {"5": 0.0001}}
         pruner = pruned(model, sgd(model), **options)
         with torch.no_grad():
-            spoiled(model, what, replica.scalar(1 + rank))
+            change_weights(model, what, replica.scalar(1 + rank))
         try:
             pruner.check_replicas()
             messages[what] = ""
@@ -187,7 +187,7 @@ def drift(rank: int) -> dict[str, str]:
 def test_drift_is_found(backend):
     for messages in backend.run(drift):
         assert messages.pop("") == ""
-        assert messages.pop("nan") == ""  # everywhere the same
+        assert messages.pop("nan") == ""  # the same on every replica
         masks = messages.pop("masks")
         assert masks.startswith("masks differ between replicas in ['2.weight', '5")
         for what, message in messages.items():
@@ -221,15 +221,17 @@ COUNTED = {
 
 
 def counted_run(rank: int, kind: str):
-    """Compilations, transfers and fallbacks of every 10 of 110 steps, and the masks.
+    """Returns compilations, transfers and fallbacks by 10 of 110 steps, and masks.
 
-    Updates are at 10, 20, ..., 100; the last 10 steps are behind all of them.
+    Updates are at 10, 20, ..., 100; the last 10 steps come after all of them.
     """
     replica = xla_replica.current()
-    size = 2 * (4 + list(COUNTED).index(kind))  # a shape, so programs, of its own
+    size = 2 * (
+        4 + list(COUNTED).index(kind)
+    )  # another shape for every kind, so other programs
     model = convnet().double().to(replica.device)
     optimizer = sgd(model)
-    if kind == "adam":  # whose count of steps must not be a number in the program
+    if kind == "adam":  # its count of steps must not be a number in the program
         compiles = replica.is_lazy
         optimizer = torch.optim.Adam(model.parameters(), 0.01, capturable=compiles)
     pruner = pruned(model, optimizer, **{**COUNTED[kind], "delta": 10, "T_end": 102})
@@ -277,7 +279,7 @@ def test_after_the_first_update_nothing_compiles_and_nothing_is_read(
     for found in Backend("xla", num_replicas).run(counted_runs, kinds, timeout=300.0):
         for kind, (counts, masks) in found.items():
             _, on_cpu = counted_run(0, kind)
-            # The sum of a step that collects, but does not update, is a program apart.
+            # The sum of a step that collects but does not update is one more program.
             apart = num_replicas > 1 and kind in ("window", "snfs")
             assert 2 <= counts[0][0] <= 4 + apart, (kind, counts)
             assert [count[0] for count in counts[1:]] == [0] * 10, (kind, counts)
@@ -288,7 +290,7 @@ def test_after_the_first_update_nothing_compiles_and_nothing_is_read(
 
 
 def saved_run(rank: int):
-    """Transfers of a state inside a window, and what is said of two devices."""
+    """Returns transfers of a state inside a window, and the error for two devices."""
     replica = xla_replica.current()
     model = convnet().to(replica.device)
     pruner = pruned(model, sgd(model), delta=3, grad_accumulation_n=2)
@@ -310,7 +312,7 @@ def saved_run(rank: int):
 
 
 def moved_run(rank: int) -> str:
-    """What is said of a model that is moved behind the pruner's back."""
+    """Returns the error for a model that is moved after its pruner was built."""
     replica = xla_replica.current()
     model = convnet()
     pruner = pruned(model, sgd(model))

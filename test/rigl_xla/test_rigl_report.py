@@ -1,4 +1,4 @@
-"""Reports: true to the masks, and read once and only when looked at."""
+"""Reports count what the masks have, and read the device once, on demand."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_counts_are_those_of_the_masks(kind):
     assert run(kind)[2].report().drop_fraction == pytest.approx(0.3)
 
 
-def test_a_batch_that_is_not_finite_is_no_change():
+def test_a_batch_that_is_not_finite_changes_nothing():
     model, optimizer, pruner = run("gmp")
     train(model, optimizer, pruner, range(3))
     before = pruner.report()

@@ -1,4 +1,4 @@
-"""What a report says that sparse training costs: as published, as counted by hand."""
+"""Reported costs of sparse training are those published, and those counted by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_models_weights_are_those_of_resnet50(big):
 
 
 # Sparsity, distribution: size in MB; forward pass at 224 and as Google counts it;
-# training by RigL, by SNFS, by SET. As published, or reproduced from what was.
+# training by RigL, by SNFS, by SET. As published, or derived from what is published.
 TABLE = {
     (0.9, "erk"): (13.499, 0.2429, 0.2431, 0.2456, 0.4954, 0.2431),
     (0.8, "uniform"): (23.729, 0.2241, 0.2254, 0.2279, 0.4836, 0.2254),
@@ -147,7 +147,7 @@ def test_weights_are_counted_with_costs_or_without():
 
 @pytest.mark.parametrize("include", [(), "0", nn.Embedding, "2.weight"])
 def test_a_weight_that_an_embedding_shares_is_counted_once(include):
-    """By whatever name it was included: it is that of the layer that multiplies."""
+    """By whatever name it was included, it has that of the layer that multiplies."""
     model = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 8), nn.Linear(8, 12))
     model[2].weight = model[0].weight
     costs = costs_of(model, torch.zeros(1, 3, dtype=torch.long))

@@ -1,4 +1,4 @@
-"""RigLScheduler in a training loop: what stays sparse, what moves, and when."""
+"""What stays sparse in a training loop with RigLScheduler, what moves, and when."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_step_that_changes_the_topology_changes_no_other_weight():
 @pytest.mark.parametrize("skip_step", [True, False])
 @pytest.mark.parametrize("kind", sorted(set(OPTIMIZERS) - {"sgd-plain"}))
 def test_a_grown_connection_begins_without_the_optimizers_past(kind, skip_step):
-    """Also where something was left behind, as by a state that was loaded."""
+    """That holds where there was optimizer state, as in a loaded state."""
     model = convnet()
     optimizer = OPTIMIZERS[kind](model.parameters())
     pruner = pruned(model, optimizer, skip_step=skip_step)
@@ -90,7 +90,7 @@ def test_the_strongest_stay_and_the_largest_gradients_grow():
     for name in masks:
         parameter = model.get_parameter(name)
         parameter.register_hook(lambda grad, name=name: dense.update({name: grad}))
-    pruner.close()  # its hooks come behind ours then
+    pruner.close()  # so that its hooks come after those of this test
     pruner = pruned(model, optimizer, delta=1, T_end=100)
     train(model, optimizer, pruner, range(1))
     for name, new in pruner.masks.items():
@@ -132,7 +132,7 @@ def test_the_gradient_is_sparse_before_anyone_clips_it():
 
 
 def test_backward_passes_of_one_step_add_up():
-    """Micro-batches choose as the whole batch does."""
+    """Several backward passes choose the masks that the whole batch chooses."""
     masks = []
     for parts in (1, 4):
         model = convnet().double()
@@ -151,7 +151,7 @@ def test_backward_passes_of_one_step_add_up():
 
 
 def test_single_call_mode_steps_and_updates_in_one():
-    """Every step moves weights, and updates happen behind steps 3, 6, 9 and 12."""
+    """Every step moves weights, and updates happen after steps 3, 6, 9 and 12."""
     model = convnet()
     optimizer = sgd(model)
     pruner = pruned(model, optimizer, skip_step=False)

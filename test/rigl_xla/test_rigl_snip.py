@@ -1,4 +1,4 @@
-"""SNIP's scores against its definition, and masks made from scores."""
+"""SNIP's scores follow its definition, and masks follow from scores."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def loss(model, batch):
 
 
 def factors_derivatives(model, batches):
-    """|dL/dc| at c = 1 of the model with weights c w: Lee et al. 2019, eq. 3."""
+    """Returns |dL/dc| at c = 1 of a model with weights c w: Lee et al. 2019, eq. 3."""
     plain = dict(model.named_parameters())
     factors = {n: torch.ones_like(plain[n]).requires_grad_() for n in NAMES}
     total = 0.0
@@ -143,7 +143,7 @@ def test_the_model_stays_as_it_was(kind):
 
 def test_what_cannot_be_scored_is_an_error():
     model = convnet()
-    with pytest.raises(ValueError, match="no batch"):
+    with pytest.raises(ValueError, match="at least one batch"):
         snip_scores(model, [], loss)
     with pytest.raises(ValueError, match=r"gradient of '0.weight' is not finite"):
         snip_scores(model, [batch(0)], lambda *args: loss(*args) * float("nan"))
@@ -164,7 +164,7 @@ def snip_run(rank: int, ddp: bool) -> dict[str, torch.Tensor]:
         replica.send([part[share] for part in batch(step, 120)]) for step in range(2)
     ]
     scores = snip_scores(called, batches, loss)
-    if ddp:  # which must not wait for gradients of what has been looked at
+    if ddp:  # it must not wait for gradients of this backward pass
         loss(called, batches[0]).backward()
     pruner = pruned(
         called, sgd(model), initial_masks=scores,

@@ -1,4 +1,4 @@
-"""A resumed run is the run; a state that does not fit is refused."""
+"""A resumed run equals the whole run; a state that does not fit is refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def through_a_file(state):
 
 
 def flat_state(optimizer):
-    """What it keeps, by parameter and name."""
+    """Returns what an optimizer keeps, by parameter and name."""
     return {
         f"{parameter}.{name}": value
         for parameter, kept in optimizer.state_dict()["state"].items()
@@ -136,7 +136,7 @@ def test_a_schedule_without_an_update_is_warned_of(method):
 
 
 def first(layer: Layer) -> torch.Tensor:
-    """A score: the lowest index."""
+    """Scores the lowest index highest."""
     return -torch.arange(layer.weight.numel()).reshape(layer.weight.shape).float()
 
 
@@ -219,7 +219,7 @@ def test_masks_have_the_memory_format_of_weights(kind):
 
 
 def rigl_torch_state(masks: list[torch.Tensor | None], sizes: list[int]) -> dict:
-    """As rigl-torch 0.5.2 saves it."""
+    """Returns a state as rigl-torch 0.5.2 saves it."""
     hyperparams = {
         "ignore_linear_layers": False,
         "static_topo": False,

@@ -1,4 +1,4 @@
-"""A log of topologies: all updates, read at once, by the master alone."""
+"""A log has all topology updates, read at once, by the primary replica alone."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_log_without_a_writer_keeps_nothing():
 
 
 def built_for(replica: Replica) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The same weights on every device."""
+    """Returns a model, with the same weights on every device, and its optimizer."""
     with LocalReplica("cpu").seeded(0):
         model = nn.Sequential(nn.Linear(64, 24), nn.Tanh(), nn.Linear(24, 10)).double()
     model.to(replica.device)
@@ -66,7 +66,7 @@ def built_for(replica: Replica) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def counted_run(rank: int):
-    """Compilations and transfers of ten steps each, with a log; then what it wrote."""
+    """Returns compilations and transfers of ten steps each, and what the log wrote."""
     replica = xla_replica.current()
     model, optimizer = built_for(replica)
     pruner = pruned(model, optimizer, delta=10, T_end=42)
@@ -104,7 +104,7 @@ def test_a_log_compiles_nothing_and_reads_once():
 
 
 def logging_run(rank: int):
-    """What the master logs, alone, where all replicas read their loss."""
+    """Returns what the primary replica logs, where all replicas read their loss."""
     replica = xla_replica.current()
     model, optimizer = built_for(replica)
     pruner = pruned(model, optimizer, delta=4, T_end=14)
@@ -132,7 +132,7 @@ def logging_run(rank: int):
 
 
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
-def test_the_master_alone_may_log(backend):
+def test_the_primary_replica_alone_may_log(backend):
     first, *others = backend.run(logging_run)
     assert others == [None] * (backend.num_replicas - 1)
     assert first == logging_run(0)

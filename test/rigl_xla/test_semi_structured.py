@@ -1,4 +1,4 @@
-"""Which layers become semi-structured: what a CPU can check, and a GPU if there is."""
+"""Which layers become semi-structured: most on a CPU, one test on a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rigl_xla.contrib.semi_structured import DTYPES, Kernels, refusal_of
 
 
 def two_of_four(linear: nn.Linear) -> nn.Linear:
-    """With every third and fourth input of a group gone."""
+    """Returns the layer without the third and fourth input of every group."""
     keep = torch.arange(linear.in_features) % 4 < 2
     with torch.no_grad():
         linear.weight.mul_(keep)
@@ -24,7 +24,7 @@ def two_of_four(linear: nn.Linear) -> nn.Linear:
 
 
 class Fake:
-    """Kernels that a CPU has: copies, with times by the number of outputs."""
+    """Kernels for a CPU: copies, with times by the number of outputs."""
 
     def __init__(self, faster=(), wrong=(), refused=()) -> None:
         self.faster, self.wrong, self.refused = faster, wrong, refused
@@ -98,7 +98,7 @@ def test_wrong_and_refused_kernels_are_not_used():
     assert "  1: dense, because torch refuses it" in str(report)
 
 
-def test_a_device_that_has_failed_is_no_refusal():
+def test_a_failed_device_is_not_taken_for_a_refusal():
     def convert(weight: torch.Tensor) -> torch.Tensor:
         raise torch.AcceleratorError("an illegal memory access was encountered")
 

@@ -1,4 +1,4 @@
-"""Runs to report on, and what counts how often a report is read."""
+"""Runs to report on, a replica that counts transfers, and a log's writer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS = {
 
 
 class CountingReplica(LocalReplica):
-    """Counts what is read."""
+    """A replica that counts its transfers to the host."""
 
     def __init__(self) -> None:
         super().__init__("cpu")
@@ -27,7 +27,7 @@ class CountingReplica(LocalReplica):
 
 
 class Writer:
-    """Keeps scalars as TensorBoard does: by tag, (step, value)."""
+    """Keeps scalars as TensorBoard does: (step, value) by tag."""
 
     def __init__(self) -> None:
         self.scalars: dict[str, list[tuple[int, float]]] = {}
@@ -37,7 +37,7 @@ class Writer:
 
 
 def run(kind: str = "rigl", **options):
-    """A model, its optimizer and its pruner."""
+    """Returns a model, its optimizer and its pruner."""
     model = convnet()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     return model, optimizer, pruned(model, optimizer, **KINDS[kind], **options)

@@ -1,4 +1,4 @@
-"""The convolutions and the matrix of ResNet-50, so that nothing need be installed."""
+"""Shapes of ResNet-50's weights, so that torchvision need not be installed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Weight(NamedTuple):
-    """Shape ``(out, in, *kernel)``, stride, and side of the image that enters."""
+    """A weight's shape ``(out, in, *kernel)``, stride, and side of its input image."""
 
     shape: tuple[int, ...]
     stride: int
@@ -14,7 +14,7 @@ class Weight(NamedTuple):
 
 
 def resnet50() -> dict[str, Weight]:
-    """By torchvision's names, in its order; strides are in the 3x3 convolutions."""
+    """Returns weights by torchvision's names; strides are in the 3x3 convolutions."""
     found = {"conv1.weight": Weight((64, 3, 7, 7), 2, 224)}
     into, side = 64, 56
     stages = [(64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)]

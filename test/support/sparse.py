@@ -1,4 +1,4 @@
-"""Small models that RigL keeps sparse, and the loop of two lines."""
+"""Small models that RigL keeps sparse, and the training loop that users write."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ OPTIMIZERS = {
 
 
 def convnet(seed: int = 0) -> nn.Module:
-    """Images ``(B, 1, 8, 8)`` to 10 logits; the weights 0, 2, 5 and 7 can be sparse."""
+    """Returns a model from images ``(B, 1, 8, 8)`` to 10 logits.
+
+    The weights 0, 2, 5 and 7 can be sparse.
+    """
     with LocalReplica("cpu").seeded(seed):  # emulated replicas share a generator
         return nn.Sequential(
             nn.Conv2d(1, 8, 3),
@@ -41,7 +44,7 @@ def convnet(seed: int = 0) -> nn.Module:
 
 
 def batch(step: int, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images and labels of a step, always the same."""
+    """Returns images and labels of a step, always the same."""
     draw = torch.Generator().manual_seed(1000 + step)
     images = torch.randn(size, 1, 8, 8, generator=draw)
     return images, torch.randint(0, 10, (size,), generator=draw)
@@ -53,7 +56,7 @@ def train(
     pruner: RigLScheduler,
     steps: range,
 ) -> None:
-    """The loop that users write."""
+    """Runs the loop that users write."""
     for step in steps:
         images, labels = batch(step)
         optimizer.zero_grad()
@@ -67,7 +70,7 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 
 
 def pruned(model: nn.Module, optimizer: torch.optim.Optimizer, **options):
-    """A pruner of 80 %, with updates at 3, 6, 9 and 12."""
+    """Returns a pruner of 80 %, with updates at 3, 6, 9 and 12."""
     defaults = {
         "dense_allocation": 0.2,
         "T_end": 14,
@@ -78,7 +81,7 @@ def pruned(model: nn.Module, optimizer: torch.optim.Optimizer, **options):
 
 
 def inactive_are_zero(pruner: RigLScheduler) -> bool:
-    """Of weights, and of what the optimizer keeps for each of them."""
+    """Returns whether inactive weights, and their optimizer state, are all zero."""
     parameters = dict(pruner.model.named_parameters())
     for name, mask in pruner.masks.items():
         weight = parameters[name]
@@ -91,12 +94,12 @@ def inactive_are_zero(pruner: RigLScheduler) -> bool:
 
 
 def counts(pruner: RigLScheduler) -> list[int]:
-    """Active connections of every sparse layer, by the masks."""
+    """Returns active connections of every sparse layer, by the masks."""
     return [int(mask.sum()) for mask in pruner.masks.values()]
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Bit for bit."""
+    """Returns whether two dicts of tensors are equal bit for bit."""
     return one.keys() == other.keys() and all(
         torch.equal(one[name], other[name]) for name in one
     )
