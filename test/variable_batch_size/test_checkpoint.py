@@ -159,7 +159,7 @@ def test_changes_can_be_allowed(tmp_path):
     with pytest.raises(xla_replica.Stopped):
         xla_replica.launch(train_case, (tmp_path, planned, 12), 1, "cpu")
     changed = Case((*planned.trace[:14], *[64] * 8), epochs=3, exact=True)
-    with pytest.raises(ValueError, match=r"the trace was '32 steps.*allow_changes"):
+    with pytest.raises(ValueError, match=r"trace was '32 steps.*allow_changes"):
         Training(tmp_path, changed).checkpointer.load()
     other = Training(tmp_path, changed, settings={"width": 3})
     restored = other.checkpointer.load(allow_changes=True)

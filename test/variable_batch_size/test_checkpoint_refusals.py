@@ -24,7 +24,7 @@ def test_a_metric_needs_to_know_what_is_best(tmp_path):
 OTHER_RUNS = {
     "trace": (
         {"case": Case((4, 36, 8), epochs=3, exact=True)},
-        "the trace was '8 step",
+        "trace was '8 step",
     ),
     "minibatch": (
         {"case": Case(CASE.trace, exact=True, minibatch_size=2)},
@@ -32,12 +32,12 @@ OTHER_RUNS = {
     ),
     "samples": (
         {"case": Case(CASE.trace, exact=True, num_samples=160)},
-        "the number of samples was 128 and is 160",
+        "num_samples was 128 and is 160",
     ),
     "settings": ({"settings": {"width": 3}}, "width was None and is 3"),
     "parts": (
         {"parts": {"other": nn.Linear(1, 1)}},
-        r"the list of parts was \['model', 'scheduler'\] and is \['model', 'other'",
+        r"parts was \['model', 'scheduler'\] and is \['model', 'other'",
     ),
 }
 

@@ -15,12 +15,6 @@ from torch import nn
 
 import xla_replica
 from variable_batch_size.checkpoint import files
-from variable_batch_size.checkpoint.checks import (
-    check_folder,
-    check_parts,
-    check_plain,
-    check_version,
-)
 from variable_batch_size.checkpoint.files import CheckpointError
 from variable_batch_size.checkpoint.random_state import (
     random_state,
@@ -136,12 +130,16 @@ class Checkpointer:
     ) -> None:
         if every_updates is None and every_minutes is None:
             every_minutes = 10.0
-        check_parts(optimizer, parts)
-        check_folder(folder)
+        _check_parts(optimizer, parts)
+        if "://" in str(folder):
+            raise ValueError(
+                f"folder={str(folder)!r} is not a path: mount the bucket (gcsfuse, "
+                "s3fs) and pass the path of the mount"
+            )
         check_integer("keep", keep, least=1)
         check_integer("look_every", look_every, least=1)
         check_choice("best", best, ("max", "min", None))
-        check_plain("settings", settings or {})
+        _check_plain("settings", settings or {})
         self.folder = Path(folder)
         self.replica: Replica = optimizer.replica
         self.num_updates = 0
@@ -237,12 +235,8 @@ class Checkpointer:
         if is_best:
             files.copy_as_best(path)
         files.tidy(self.folder, self._keep)
-        logger.info(
-            "saved %s: %.1f MB in %.2f s",
-            path,
-            path.stat().st_size / 1e6,
-            time.perf_counter() - since,
-        )
+        megabytes, seconds = path.stat().st_size / 1e6, time.perf_counter() - since
+        logger.info(f"saved {path}: {megabytes:.1f} MB in {seconds:.2f} s")
         return path
 
     def load(
@@ -270,22 +264,19 @@ class Checkpointer:
         if found is None:
             return None
         path, state = found
-        check_version(state, VERSION, path)
+        version = state.get("version") if isinstance(state, dict) else None
+        if version != VERSION:
+            raise ValueError(
+                f"{path} has version {version!r}, and this library reads {VERSION}"
+            )
         other_run = f"{path} is of another run"
         if not allow_changes:
-            check_same(
-                state["settings"],
-                self._settings,
-                other_run,
-                "Give the run another folder, or call load(allow_changes=True)",
-            )
-        check_same(
-            {"parts": sorted(state["parts"])},
-            {"parts": sorted(self._parts)},
-            other_run,
-            "Pass the same parts to Checkpointer",
-            {"parts": "the list of parts"},
+            remedy = "Give the run another folder, or call load(allow_changes=True)"
+            check_same(state["settings"], self._settings, other_run, remedy)
+        saved, own = (
+            {"parts": sorted(names)} for names in (state["parts"], self._parts)
         )
+        check_same(saved, own, other_run, "Pass the same parts to Checkpointer")
         # First what may refuse the state, before anything is changed.
         self._optimizer.load_state_dict(state["optimizer"], allow_changes=allow_changes)
         for name, part in self._parts.items():
@@ -296,18 +287,12 @@ class Checkpointer:
         self._begun = self._optimizer.sampler.cursor
         epoch = self._begun.epoch
         if self.replica.is_primary:
-            logger.info(
-                "resuming %s: %d updates, epoch %d", path, self.num_updates, epoch
-            )
+            logger.info(f"resuming {path}: {self.num_updates} updates, epoch {epoch}")
         return Restored(path, self.num_updates, epoch, self.best_metric)
 
     def _check_attached(self) -> None:
-        """Raises ValueError if there have been updates after which this was not called.
-
-        After a step the sampler's cursor must be where this was told of; between epochs
-        it may be set freely.
-        """
-        now = self._optimizer.sampler.cursor
+        """Raises ValueError if there were updates after which this was not called."""
+        now = self._optimizer.sampler.cursor  # step 0 may be that of a chosen epoch
         if self._begun is not None and now.step > 0 and now != self._begun:
             raise ValueError(
                 "save: the optimizer has made updates that this Checkpointer was not "
@@ -353,11 +338,7 @@ class Checkpointer:
         )
 
     def _prove(self, path: Path) -> None:
-        """Reads the first file of a run back: some states can be saved, not loaded.
-
-        Raises:
-            TypeError: This is such a state; the file is deleted.
-        """
+        """Raises TypeError if the first file of a run can be saved and not loaded."""
         if self._is_proven:
             return
         try:
@@ -372,11 +353,7 @@ class Checkpointer:
         self._is_proven = True
 
     def _choose(self, kind: str) -> tuple[Path, Any] | None:
-        """Returns the same checkpoint and its state on every replica, if there is one.
-
-        Raises:
-            CheckpointError: See `load`; on every replica.
-        """
+        """Returns the same checkpoint and its state on every replica, if any."""
         found, problem = None, None
         if self.replica.is_primary:
             try:
@@ -424,3 +401,46 @@ def _begin_next_epoch(state: dict[str, Any], optimizer: ElasticOptimizer) -> Non
     with contextlib.suppress(TraceExhausted):  # there is no next epoch
         schedule.steps(sampler["epoch"] + 1)
         sampler |= {"epoch": sampler["epoch"] + 1, "step": 0}
+
+
+def _check_parts(optimizer: Any, parts: Mapping[str, Any]) -> None:
+    """Raises unless a checkpoint of these would hold all that is trained, once."""
+    if not isinstance(optimizer, ElasticOptimizer):
+        raise TypeError(
+            f"Checkpointer: optimizer must be an elastic wrapper, got {optimizer!r}"
+        )
+    saved: set[nn.Parameter] = set()
+    for name, part in parts.items():
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            raise TypeError(
+                f"Checkpointer: {name}={part!r} has no state_dict and load_state_dict"
+            )
+        if part is optimizer.inner or part is optimizer.sampler:
+            raise ValueError(
+                f"Checkpointer: {name} is already saved with the wrapper's state: "
+                "leave it out"
+            )
+        if isinstance(part, nn.Module):
+            saved.update(part.parameters())
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    missing = len(set(trained) - saved)
+    if missing:
+        raise ValueError(
+            f"Checkpointer: {missing} of the optimizer's parameters are in no part "
+            "that is a module, and would not be saved: pass model=model"
+        )
+
+
+def _check_plain(name: str, value: Any) -> None:
+    """Raises TypeError unless an equal value can be read from a file again."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            _check_plain(f"{name}[{key!r}]", part)
+    elif isinstance(value, (list, tuple)):
+        for index, part in enumerate(value):
+            _check_plain(f"{name}[{index}]", part)
+    elif type(value) not in (str, int, float, bool, type(None)):
+        raise TypeError(
+            f"{name}={value!r} is a {type(value).__name__}; settings may be texts, "
+            "numbers, None, and lists and dicts of these"
+        )

@@ -92,13 +92,7 @@ def read_checkpoint(
 
 
 class SavedFile(NamedTuple):
-    """A checkpoint in a folder.
-
-    Attributes:
-        path: The file, which ``torch.load`` reads.
-        num_updates: Updates that the run had made.
-        digest: The hash that its content must have.
-    """
+    """A checkpoint in a folder: its file, updates, and the hash of its content."""
 
     path: Path
     num_updates: int
@@ -107,9 +101,7 @@ class SavedFile(NamedTuple):
     def content(self) -> bytes | None:
         """Returns the file's bytes; None if they have changed or the file is gone.
 
-        Raises:
-            OSError: The file exists and cannot be read now, which says nothing about
-                its content.
+        Raises OSError if the file cannot be read now, which does not mean damage.
         """
         try:
             content = self.path.read_bytes()
@@ -119,12 +111,7 @@ class SavedFile(NamedTuple):
 
 
 def saved_files(folder: Path, kind: str = "update") -> list[SavedFile]:
-    """Returns the files of a kind, the newest first, without reading their contents.
-
-    Args:
-        folder: The folder, which may not exist yet.
-        kind: 'update', or 'best' for the copy of the best checkpoint.
-    """
+    """Returns the files of a kind, 'update' or 'best', the newest first, unread."""
     found = []
     with contextlib.suppress(FileNotFoundError):
         for path in folder.iterdir():

@@ -13,15 +13,10 @@ from xla_replica import Replica
 
 
 def random_state(replica: Replica, own: torch.Tensor) -> dict[str, Any]:
-    """Returns the states of random numbers that a checkpoint holds. Collective.
+    """Returns the states of replica 0's generators and of every device. Collective.
 
-    Args:
-        replica: The replica that the caller runs in.
-        own: What this replica's ``rng_state()`` returned.
-
-    Returns:
-        The states of torch, NumPy and Python in replica 0's process; and under
-        ``devices``, ``(num_replicas, length)`` uint8, those of every replica's device.
+    ``own`` is what this replica's ``rng_state()`` returned; ``"devices"`` is
+    ``(num_replicas, length)`` uint8.
     """
     _, keys, *rest = np.random.get_state()
     version, internal, gauss = random.getstate()

@@ -14,17 +14,7 @@ class SaveTimes:
 
     Minutes are those of replica 0's clock. It tells the others only after a few
     updates, planned ahead from how long updates have taken; between these nothing is
-    sent or read.
-
-    Args:
-        replica: The replica that the caller runs in.
-        every_updates: Save after every so many updates, or None.
-        every_minutes: Save after about so many minutes, or None.
-        clock: Returns the time in seconds.
-
-    Raises:
-        ValueError: A number is not positive.
-        TypeError: A number is of the wrong type.
+    sent or read. See `Checkpointer` for the arguments; ``clock`` returns seconds.
     """
 
     def __init__(
@@ -54,9 +44,8 @@ class SaveTimes:
 
         Collective after the updates at which the clock is read.
         """
-        by_updates = bool(
-            self._every_updates and num_updates % self._every_updates == 0
-        )
+        every = self._every_updates
+        by_updates = every is not None and num_updates % every == 0
         if self._seconds is None or num_updates < self._next_look:
             return by_updates
         since_then = num_updates - self._updates_then
@@ -70,13 +59,9 @@ class SaveTimes:
 def updates_to_wait(elapsed: float, seconds: float, num_updates: int) -> int:
     """Returns after how many updates to read the clock again; 0 if it is time to save.
 
-    These are half of the updates that fit into the remaining time, and at most twice as
-    many as there have been: updates may become slower, and the first ones compile.
-
-    Args:
-        elapsed: Seconds since the last save.
-        seconds: Seconds from one save to the next.
-        num_updates: Updates since the last save.
+    Half of the updates that fit into the remaining time, and at most twice as many as
+    there have been: updates may become slower, and the first ones compile. ``elapsed``
+    and ``num_updates`` are counted from the last save, ``seconds`` between two saves.
 
     >>> updates_to_wait(elapsed=60.0, seconds=600.0, num_updates=100)
     200

@@ -16,11 +16,8 @@ logger = logging.getLogger(__name__)
 def agreed_request(replica: Replica) -> StopRequest:
     """Returns the stop request of the first replica that has one. Collective.
 
-    A replica that was not asked itself knows only that others were. All of them need
-    the same request: which of them ends the process, and with which exit status, is
-    otherwise a matter of chance.
-
-    Call it where at least one replica has been asked to stop.
+    Call it where at least one has been asked. The others need its reason and exit
+    status too: which replica ends the process is a matter of chance.
     """
     requests = replica.all_gather_object(xla_replica.stop_requested())
     return next(request for request in requests if request is not None)
@@ -32,16 +29,8 @@ def poll_for_stop(
     """Calls ``poll`` every ``seconds`` until it returns a reason to stop.
 
     It runs in a daemon thread, so it may take as long as an HTTP request to a metadata
-    server does. An exception in it is logged, and it is called again.
-
-    Args:
-        poll: Returns a reason to stop, or None.
-        seconds: Time between two calls.
-        run: A weak reference to what the poll is for; polling ends when it is gone.
-
-    Raises:
-        TypeError: ``poll`` is not a function, or ``seconds`` not a number.
-        ValueError: ``seconds`` is not positive.
+    server does. An exception in it is logged, and it is called again. Polling ends when
+    ``run``, a weak reference to what it is for, is gone.
     """
     if not callable(poll):
         raise TypeError(f"stop_poll must be a function, got {poll!r}")

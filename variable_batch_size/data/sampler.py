@@ -21,16 +21,6 @@ from xla_replica.common.differences import check_same
 logger = logging.getLogger(__name__)
 
 VERSION = 1  # of the state
-# What must agree between the run that saved a state and the one that loads it.
-_FINGERPRINT = {
-    "trace": "the trace",
-    "on_end": "on_end",
-    "num_samples": "the number of samples",
-    "minibatch_size": "minibatch_size",
-    "seed": "seed",
-    "order": "the order",
-}
-
 OrderProvider = Callable[[int], Sequence[int]] | Iterable[int]
 
 
@@ -89,10 +79,9 @@ class CustomSampler(Sampler[list[int]]):
             raise TypeError("CustomSampler needs trace=, the batch size of every step")
         if num_replicas is None or rank is None:
             replica = xla_replica.current()
-            num_replicas = (
-                replica.num_replicas if num_replicas is None else num_replicas
-            )
             rank = replica.rank if rank is None else rank
+            if num_replicas is None:
+                num_replicas = replica.num_replicas
         if isinstance(order, Iterator):
             raise TypeError(
                 "order= is an iterator, which one epoch uses up: pass a function from "
@@ -132,31 +121,23 @@ class CustomSampler(Sampler[list[int]]):
         return self.schedule.num_epochs
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch that the next iteration yields.
-
-        In the epoch in which a restored run resumes, only the steps that are left are
-        yielded.
+        """Chooses the epoch that the next iteration yields, or what is left of it.
 
         Raises:
             TraceExhausted: The trace has ended and ``on_end='error'``.
             ValueError: A restored run is in a later epoch.
         """
         self.plan: EpochPlan = self.plan_of(epoch)
-        if self.plan.num_steps == 0:
+        plan, trace = self.plan, self.schedule.trace
+        if plan.num_steps == 0:
             logger.warning(
-                "epoch %d is empty: %s ended after %d steps",
-                epoch,
-                self.schedule.trace.name,
-                len(self.schedule.trace),
+                f"epoch {epoch} is empty: {trace.name} ended after {len(trace)} steps"
             )
         elif self._verbose and self.rank == 0:
             logger.info(
-                "epoch %d: %d steps from step %d on, %d of %d samples dropped",
-                epoch,
-                self.plan.num_steps - self.plan.start_step,
-                self.plan.first_step + self.plan.start_step,
-                self.plan.num_dropped_samples,
-                self.plan.num_samples,
+                f"epoch {epoch}: {plan.num_steps - plan.start_step} steps from step "
+                f"{plan.first_step + plan.start_step} on, {plan.num_dropped_samples} "
+                f"of {plan.num_samples} samples dropped"
             )
 
     def plan_of(self, epoch: int) -> EpochPlan:
@@ -179,8 +160,7 @@ class CustomSampler(Sampler[list[int]]):
     def commit(self, epoch: int, step: int) -> None:
         """Notes that the first ``step`` steps of ``epoch`` are done.
 
-        The optimizer wrapper calls this after every update; a loop without a wrapper
-        may call it too.
+        The optimizer wrapper calls this after every update.
         """
         self._committed = Cursor(epoch, step)
         if self._restored is None:
@@ -209,8 +189,6 @@ class CustomSampler(Sampler[list[int]]):
     ) -> None:
         """Resumes where `state_dict` was called, on any number of replicas.
 
-        The next iteration yields what is left of that epoch.
-
         Args:
             state: What `state_dict` returned.
             allow_changes: Accept the state although trace, dataset length, minibatch
@@ -227,21 +205,12 @@ class CustomSampler(Sampler[list[int]]):
         self.set_epoch(cursor.epoch)
 
     def check_state(self, state: Mapping[str, Any], allow_changes: bool) -> Cursor:
-        """Returns the saved cursor, without loading it.
-
-        Raises:
-            ValueError: `load_state_dict` cannot load the state.
-        """
-        missing = sorted({"version", "epoch", "step", "fingerprint"} - state.keys())
-        if missing:
+        """Returns the saved cursor; raises ValueError if it cannot be loaded."""
+        if state.get("version") != VERSION:
             raise ValueError(
-                f"the sampler's state lacks {', '.join(missing)}: pass what state_dict "
-                f"returned, got a dict with {sorted(state)}"
-            )
-        if state["version"] != VERSION:
-            raise ValueError(
-                f"the sampler's state has version {state['version']!r}; this version "
-                f"of the library reads {VERSION}"
+                f"the sampler's state has version {state.get('version')!r}, and this "
+                f"library reads {VERSION}: pass what state_dict returned, got a dict "
+                f"with {sorted(state)}"
             )
         if not allow_changes:
             check_same(
@@ -250,17 +219,13 @@ class CustomSampler(Sampler[list[int]]):
                 "the sampler's state is of another run",
                 "Restore it with the arguments it had, or pass allow_changes=True to "
                 "resume at the same step with these",
-                _FINGERPRINT,
             )
         epoch, name = state["epoch"], f"the state's step of epoch {state['epoch']}"
         num_steps = len(self.schedule.steps(epoch))
         return Cursor(epoch, check_integer(name, state["step"], 0, num_steps))
 
     def _fingerprint(self) -> dict[str, Any]:
-        """Returns what decides which samples every step uses.
-
-        Costs the same for any number of samples; the trace is hashed once.
-        """
+        """Returns what decides which samples every step uses, at a constant cost."""
         schedule, trace = self.schedule, self.schedule.trace
         shuffled = self._order is None
         return {

@@ -28,15 +28,12 @@ ON_END = ("stop", "error", "hold", "cycle")
 
 
 class Cursor(NamedTuple):
-    """Where a run is: ``step`` steps of an epoch are done.
-
-    The sampler, the optimizer wrapper and `Checkpointer` all say it with this value.
+    """Where a run is, for the sampler, the optimizer wrapper and `Checkpointer`.
 
     Attributes:
         epoch: Number of the epoch, from 0.
-        step: Steps of the epoch that are done, also by the run that this one resumes:
-            the number of the step under way, from 0 within the epoch. A step that was
-            interrupted is run again.
+        step: Steps of the epoch that are done, also by the run that this one resumes. A
+            step that was interrupted is run again.
     """
 
     epoch: int
@@ -121,8 +118,7 @@ class EpochPlan:
 class Schedule:
     """Cuts a trace into epochs over a dataset.
 
-    Reading the trace costs one prefix sum; an epoch's steps are then found by binary
-    search, each epoch once.
+    The trace costs one prefix sum, and each epoch a binary search.
 
     Args:
         trace: Global batch size of every step.
@@ -190,14 +186,11 @@ class Schedule:
         return len(self._first_steps) - 1
 
     def plan(self, epoch: int, num_replicas: int) -> EpochPlan:
-        """Returns the plan of one epoch.
-
-        It is empty past the end of the trace under ``on_end='stop'``.
+        """Returns the plan of one epoch, which may be empty; see ``on_end``.
 
         Raises:
             TraceExhausted: The trace has ended before, under ``on_end='error'``.
-            ValueError: ``epoch`` is negative.
-            TypeError: ``epoch`` is not an integer.
+            ValueError, TypeError: ``epoch`` is negative, or not an integer.
         """
         steps = self.steps(epoch)
         rows = np.arange(steps.start, steps.stop)
@@ -214,15 +207,12 @@ class Schedule:
         )
 
     def steps(self, epoch: int) -> range:
-        """Returns the steps of an epoch, numbered since training began.
-
-        Costs the same for any number of them.
-
-        Raises:
-            TraceExhausted, ValueError, TypeError: See `plan`.
-        """
+        """Returns the steps of an epoch, numbered since training began; see `plan`."""
         epoch = check_integer("epoch", epoch, least=0)
-        while len(self._first_steps) <= epoch + 1 and not self._at_end():
+        endless = self.on_end in ("hold", "cycle")
+        while len(self._first_steps) <= epoch + 1:
+            if not endless and self._first_steps[-1] >= len(self.trace):
+                break
             self._find_next_epoch()
         if epoch + 1 < len(self._first_steps):
             return range(self._first_steps[epoch], self._first_steps[epoch + 1])
@@ -233,10 +223,6 @@ class Schedule:
                 "the trace, train fewer epochs, or choose on_end='hold' or 'cycle'"
             )
         return range(self._first_steps[-1], self._first_steps[-1])
-
-    def _at_end(self) -> bool:
-        ends = self.on_end in ("stop", "error")
-        return ends and self._first_steps[-1] >= len(self.trace)
 
     def _find_next_epoch(self) -> None:
         """Appends the first step that does not fit into the epoch under way."""

@@ -26,12 +26,8 @@ class SeededDataset(Dataset):
     owns are not seeded. Emulated replicas that load in their own threads take turns.
 
     Args:
-        dataset: A map-style dataset: ``len(dataset)`` and ``dataset[i]``.
+        dataset: A map-style dataset; its attributes are reached through ``.dataset``.
         seed: Any integer, equal on every replica.
-
-    Attributes:
-        dataset: The inner dataset, through which its attributes can be read.
-        seed: The seed, as an int.
 
     Raises:
         TypeError: ``dataset`` is iterable-style or has no length, or ``seed`` is not an
@@ -56,12 +52,7 @@ class SeededDataset(Dataset):
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch in all workers; call it before iterating, like a sampler's.
-
-        Raises:
-            TypeError: ``epoch`` is not an integer.
-            ValueError: ``epoch`` is negative.
-        """
+        """Chooses the epoch in all workers; call it before iterating."""
         self._epoch.fill_(check_integer("epoch", epoch, least=0))
 
     def __len__(self) -> int:
