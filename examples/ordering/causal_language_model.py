@@ -9,10 +9,10 @@
     torchrun --nproc_per_node 2 examples/ordering/causal_language_model.py
     python examples/ordering/causal_language_model.py --checkpoint saved --resume
 
-A sample is a window of the text, its gradient that of the mean loss of its bytes. 'rr'
-is random reshuffling; 'mean', 'pair', 'recursive' and 'recursive-pair' order every
-epoch by the per-sample gradients of the one before, so one epoch alone gains nothing.
-Memory: a gradient of the whole model for every window of a batch.
+A sample is a window of the text; its gradient is that of the mean loss of its bytes.
+'rr' is random reshuffling. 'mean', 'pair', 'recursive' and 'recursive-pair' order every
+epoch by the per-sample gradients of the previous one, so training for a single epoch
+does not gain from them. Memory: one gradient of the whole model per window of a batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from torch import nn
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))  # a checkout that was not installed works too
+sys.path.insert(0, str(HERE.parents[1]))  # An uninstalled checkout works, too.
 
 from examples.ordering import text_data  # noqa: E402
 from examples.ordering.language_model import ByteGPT  # noqa: E402
@@ -39,10 +39,10 @@ class TextTask:
     """A language model of bytes.
 
     Attributes:
-        name: Of the text, for people.
-        files: Its files.
+        name: What the text is called in reports.
+        files: The files of the text.
         context, width, num_layers, num_heads, tied: See `ByteGPT`.
-        max_bytes: Of the text that are used.
+        max_bytes: How many bytes of the text are used.
     """
 
     name: str
@@ -72,26 +72,31 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--text", metavar="FILE", help="learn this file, byte by byte")
+    source.add_argument("--text", metavar="FILE", help="train on this file")
     source.add_argument(
         "--dataset",
         choices=sorted(text_data.CORPORA),
-        help="through the package 'datasets' (default, and where it cannot be had: "
-        "this repository's own text)",
+        help="train on a corpus of the package 'datasets' (default, and if it is not "
+        "available: the text of this repository)",
     )
     add = parser.add_argument
-    add("--data-dir", default="data", help="where corpora go (default: data)")
+    add("--data-dir", default="data", help="folder of corpora (default: data)")
     add(
         "--max-bytes",
         type=int,
         default=20_000_000,
-        help="of the text that are used (default: 20000000)",
+        help="bytes of the text that are used (default: 20000000)",
     )
-    add("--context", type=int, default=128, help="bytes of a window (default: 128)")
-    add("--width", type=int, default=128, help="of the hidden state (default: 128)")
-    add("--num-layers", type=int, default=4, help="default: 4")
-    add("--num-heads", type=int, default=4, help="default: 4")
-    add("--untied", action="store_true", help="logits by a matrix of their own")
+    add("--context", type=int, default=128, help="bytes in a window (default: 128)")
+    add(
+        "--width",
+        type=int,
+        default=128,
+        help="width of the hidden state (default: 128)",
+    )
+    add("--num-layers", type=int, default=4, help="blocks (default: 4)")
+    add("--num-heads", type=int, default=4, help="attention heads (default: 4)")
+    add("--untied", action="store_true", help="use a separate matrix for the logits")
     add_shared(
         parser, epochs=10, batch_size=32, optimizer="adamw", lr=1e-3, momentum=0.9,
         weight_decay=0.01,
@@ -103,7 +108,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if args.width % args.num_heads:
         parser.error(
-            f"--width {args.width} is no multiple of --num-heads {args.num_heads}"
+            f"--width {args.width} is not a multiple of --num-heads {args.num_heads}"
         )
     return args
 

@@ -9,10 +9,10 @@
     torchrun --nproc_per_node 2 examples/ordering/image_classification.py
     python examples/ordering/image_classification.py --checkpoint saved --resume
 
-'rr' is random reshuffling, 'so' one shuffle for all epochs; 'mean', 'pair', 'recursive'
-and 'recursive-pair' order every epoch by the per-sample gradients of the one before.
-Balanced orders need several epochs, and gain most where the loss stays above zero: a
-convex model, weight decay. A network that fits every sample exactly gains nothing.
+'rr' is random reshuffling, 'so' one shuffle for all epochs. 'mean', 'pair', 'recursive'
+and 'recursive-pair' order every epoch by the per-sample gradients of the previous one.
+Balanced orders need several epochs. They help most where the loss stays above zero, as
+with a convex model or weight decay, and not where a network fits every sample exactly.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))  # a checkout that was not installed works too
+sys.path.insert(0, str(HERE.parents[1]))  # An uninstalled checkout works, too.
 
 from examples.common.image_models import MODELS, image_model  # noqa: E402
 from examples.ordering import image_data  # noqa: E402
@@ -42,9 +42,9 @@ class ImageTask:
     Attributes:
         dataset: A name in `image_data.SHAPES`.
         model: One of `MODELS`.
-        width: Of the ResNet.
-        data_dir: Where data sets are.
-        num_samples: Of the training set; None takes all.
+        width: The width of the ResNet.
+        data_dir: The folder of data sets.
+        num_samples: The size of the training set; None takes all samples.
     """
 
     dataset: str
@@ -76,11 +76,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--dataset",
         choices=sorted(image_data.SHAPES),
         default="mnist",
-        help="scikit-learn's digits stand in for what cannot be had (default: mnist)",
+        help="scikit-learn's digits replace what is not available (default: mnist)",
     )
-    add("--data-dir", default="data", help="where data sets are or go (default: data)")
-    add("--num-samples", type=int, help="train on so many samples (default: all)")
-    add("--model", choices=MODELS, default="logistic", help="default: logistic")
+    add("--data-dir", default="data", help="folder of data sets (default: data)")
+    add("--num-samples", type=int, help="samples to train on (default: all)")
+    add("--model", choices=MODELS, default="logistic", help="(default: logistic)")
     add(
         "--width",
         type=int,

@@ -1,4 +1,4 @@
-"""MNIST and CIFAR-10 where they can be had, and digits that are always there."""
+"""MNIST and CIFAR-10 where they are available, and digits that always are."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from examples.ordering.ordered_training import Splits
 
 logger = logging.getLogger(__name__)
 
-# Channels and side of an image.
+# The channels and the side of an image.
 SHAPES = {"mnist": (1, 28), "cifar10": (3, 32), "digits": (1, 8)}
 
 
 def choose(name: str, folder: str) -> str:
-    """``name`` if that data set can be had, else 'digits', and a line that says so."""
+    """Returns ``name`` if that data set is available, else 'digits', with a warning."""
     if name == "digits":
         return name
     try:
-        load(name, folder)  # downloads once, before replicas all want to
+        load(name, folder)  # Downloads once, before all replicas load it.
     except (ImportError, OSError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         logger.warning(
-            "%s cannot be had (%s); taking the 1797 digits that ship inside "
-            "scikit-learn",
+            "%s is not available (%s); using the 1797 digits of scikit-learn",
             name,
             reason,
         )
@@ -36,11 +35,11 @@ def choose(name: str, folder: str) -> str:
 
 
 def load(name: str, folder: str) -> Splits:
-    """Images ``(N, channels, side, side)`` uint8 and labels ``(N,)`` int64.
+    """Returns images ``(N, channels, side, side)`` uint8 and labels ``(N,)`` int64.
 
     Raises:
         ImportError: torchvision or scikit-learn is not installed.
-        OSError, RuntimeError: The data can be neither found nor downloaded.
+        OSError, RuntimeError: The data cannot be found or downloaded.
     """
     return _digits() if name == "digits" else _torchvision(name, folder)
 
@@ -51,7 +50,7 @@ def _torchvision(name: str, folder: str) -> Splits:
     Path(folder).mkdir(parents=True, exist_ok=True)
     dataset = {"mnist": datasets.MNIST, "cifar10": datasets.CIFAR10}[name]
     before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(10.0)  # a machine without a network must not hang here
+    socket.setdefaulttimeout(10.0)  # Do not hang without a network.
     try:
         halves = [dataset(folder, train=half, download=True) for half in (True, False)]
     finally:
@@ -60,7 +59,7 @@ def _torchvision(name: str, folder: str) -> Splits:
 
 
 def _tensors(images: object, labels: object) -> TensorDataset:
-    """Channels to the second place: MNIST has none, CIFAR-10 has them last."""
+    """Returns images with channels second: MNIST has none, CIFAR-10 has them last."""
     pixels = torch.as_tensor(images)
     pixels = pixels.unsqueeze(1) if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)
     return TensorDataset(pixels.contiguous(), torch.as_tensor(labels))

@@ -1,18 +1,18 @@
-"""A small GPT of operations that vmap maps over samples on every device."""
+"""A small GPT whose parameters are all used by modules with per-sample rules."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 NUM_BYTES = 256
 
 
 class Attention(nn.Module):
-    """Causal self-attention, spelt out: nothing here is fused or draws numbers."""
+    """Causal self-attention in plain operations: not fused, without dropout."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer network, each behind a LayerNorm."""
+    """Attention and a two-layer network, each after a LayerNorm."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -52,15 +52,12 @@ class Block(nn.Module):
 class ByteGPT(nn.Module):
     """Predicts the next byte at every place of a window.
 
-    A tied embedding is one parameter that is used twice, not two modules that share
-    one: moving a model to an XLA device makes two of a shared one.
-
     Args:
-        context: Bytes in a window.
-        width: Of the hidden state, a multiple of ``num_heads``.
-        num_layers: Blocks.
-        num_heads: Of attention.
-        tied: Whether logits come from the embedding.
+        context: The number of bytes in a window.
+        width: The width of the hidden state, a multiple of ``num_heads``.
+        num_layers: The number of blocks.
+        num_heads: The number of attention heads.
+        tied: Whether the embedding is also the matrix of the logits.
     """
 
     def __init__(
@@ -68,18 +65,35 @@ class ByteGPT(nn.Module):
     ) -> None:
         super().__init__()
         self.bytes = nn.Embedding(NUM_BYTES, width)
-        self.places = nn.Parameter(torch.zeros(context, width))
+        self.places = nn.Embedding.from_pretrained(
+            torch.zeros(context, width), freeze=False
+        )
         self.blocks = nn.Sequential(
             *(Block(width, num_heads) for _ in range(num_layers))
         )
         self.norm = nn.LayerNorm(width)
-        self.head = None if tied else nn.Linear(width, NUM_BYTES, bias=False)
+        device = "meta" if tied else None
+        self.head = nn.Linear(width, NUM_BYTES, bias=False, device=device)
         nn.init.normal_(self.bytes.weight, std=0.02)
-        nn.init.normal_(self.places, std=0.02)
+        nn.init.normal_(self.places.weight, std=0.02)
+        self.tied = tied
+        self._tie()
+
+    def _tie(self) -> None:
+        if self.tied:
+            self.head.weight = self.bytes.weight
+
+    def _apply(
+        self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> ByteGPT:
+        """Moves or converts the model; `.to("xla")` makes two of a shared parameter."""
+        super()._apply(function, recurse)
+        self._tie()
+        return self
 
     def forward(self, windows_BT: torch.Tensor) -> torch.Tensor:
-        places = self.places[: windows_BT.shape[1]]
-        hidden_BTD = self.norm(self.blocks(self.bytes(windows_BT.long()) + places))
-        if self.head is None:
-            return F.linear(hidden_BTD, self.bytes.weight)
-        return self.head(hidden_BTD)
+        # Every sample looks up its places: a rule needs the batch dimension.
+        places_T = torch.arange(windows_BT.shape[1], device=windows_BT.device)
+        places_BTD = self.places(places_T.expand(windows_BT.shape))
+        hidden_BTD = self.blocks(self.bytes(windows_BT.long()) + places_BTD)
+        return self.head(self.norm(hidden_BTD))

@@ -10,19 +10,19 @@ from typing import Any
 
 import pandas as pd
 
-# One epoch of one run: order, seed, epoch, seconds of training so far, loss and
-# accuracy of both halves, and what the sampler measured.
+# One epoch of one run: order, seed, epoch, training time so far in seconds, loss and
+# accuracy of both halves, and the sampler's metrics.
 Row = dict[str, Any]
 
 # Column, label, whether on a logarithmic axis.
 PANELS = (
     ("train_loss", "training loss", True),
-    ("excess", "training loss above\nthe lowest that was reached", True),
+    ("excess", "training loss above\nthe lowest one reached", True),
     ("test_accuracy", "test accuracy (%)", False),
 )
 AXES = (
     ("epoch", "epoch"),
-    ("seconds", "seconds of training, all epochs as long as the median one"),
+    ("seconds", "seconds of training, with epochs of median length"),
 )
 
 
@@ -46,7 +46,7 @@ def report(history: list[Row], title: str, args: argparse.Namespace) -> None:
 
 
 def table(rows: pd.DataFrame) -> pd.DataFrame:
-    """One line for every order: what its last epoch came to."""
+    """Returns one line for every order, about its last epoch."""
     lines = {}
     for order, runs in rows.groupby("order", sort=False):
         by_seed = runs.groupby("seed")
@@ -64,7 +64,7 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def seconds_per_epoch(runs: pd.DataFrame) -> float:
-    """The median of all seeds: first epochs compile, and computers have other work."""
+    """Returns the median time of an epoch, since first epochs compile programs."""
     return runs.groupby("seed")["seconds"].diff().median()
 
 
@@ -77,8 +77,8 @@ def _spread(values: pd.Series, form: str) -> str:
 def plot(rows: pd.DataFrame, path: Path, title: str) -> None:
     """Writes a PNG: loss and accuracy against epochs and against time, every order.
 
-    From the first epoch on. Lines are means over seeds, bands reach from the smallest
-    to the largest.
+    The picture starts at the first epoch. Lines are means over seeds; bands reach from
+    the smallest to the largest.
     """
     import matplotlib
 
@@ -86,8 +86,8 @@ def plot(rows: pd.DataFrame, path: Path, title: str) -> None:
     from matplotlib import pyplot as plt
 
     excess = rows["train_loss"] - rows["train_loss"].min()
-    rows = rows.assign(excess=excess.where(excess > 0))  # the lowest has no logarithm
-    rows = rows[rows["epoch"] > 0]  # the beginning would dwarf what follows
+    rows = rows.assign(excess=excess.where(excess > 0))  # Zero has no logarithm.
+    rows = rows[rows["epoch"] > 0]  # Untrained weights would dwarf the rest.
     figure, axes = plt.subplots(
         len(PANELS), len(AXES), sharex="col", sharey="row", figsize=(11, 10),
         layout="constrained",

@@ -1,6 +1,6 @@
 """Trains one model in several orders, from several seeds, on any number of replicas.
 
-What `GraBSampler` asks of a training loop stands in `Run`, marked with `# order`.
+What `GraBSampler` needs from a training loop is in `Run`, marked with `# order`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import per_sample_grad as psg
 import variable_batch_size as vbs
 import xla_replica
 from examples.common.run_display import Display
-from examples.ordering import per_sample
 from examples.ordering.order_report import Row, report
 from examples.ordering.training_options import (
     checkpoint_paths,
     lasting,
-    order_options,
     sampler_options,
 )
-from grab_xla import Balancer, GraBSampler, ordering_named
+from grab_xla import BALANCE_TYPES, GraBSampler
 from xla_replica import Replica
 
 # A large model's first program may take this many seconds to compile.
@@ -35,16 +34,16 @@ TIMEOUT = 1800.0
 
 
 class Splits(NamedTuple):
-    """Inputs and targets, sample by sample."""
+    """The inputs and targets of both halves of a data set."""
 
     train: TensorDataset
     test: TensorDataset
 
 
 class Task(Protocol):
-    """What is trained; sent to every replica.
+    """What is trained; every replica receives it.
 
-    The model gives logits ``(B, ..., classes)``, targets are ``(B, ...)`` integers.
+    The model returns logits ``(B, ..., classes)``; targets are ``(B, ...)`` integers.
     """
 
     title: str
@@ -55,30 +54,30 @@ class Task(Protocol):
 
 
 def train_and_report(task: Task, args: argparse.Namespace) -> int:
-    """Runs everything that was asked for; the script's exit status."""
+    """Trains in every order from every seed; returns the script's exit status."""
     num_replicas = args.num_replicas or xla_replica.default_num_replicas(args.device)
     results = xla_replica.launch(
         train_all, (task, args), num_replicas, args.device, timeout=TIMEOUT
     )
-    if results[0] is not None:  # under torchrun, every process comes here
+    if results[0] is not None:  # Under torchrun, every process comes here.
         report(results[0], task.title, args)
     return 0
 
 
 def train_all(rank: int, task: Task, args: argparse.Namespace) -> list[Row] | None:
-    """One replica's part of all runs: the history of all epochs, on the master."""
+    """Runs one replica's part; returns the history of all epochs on the primary."""
     replica = xla_replica.current()
     if args.batch_size % replica.num_replicas:
         raise ValueError(
-            f"--batch-size {args.batch_size} is no multiple of the number of replicas, "
-            f"{replica.num_replicas}"
+            f"--batch-size {args.batch_size} is not a multiple of the number of "
+            f"replicas, {replica.num_replicas}"
         )
     splits = task.load()
     if args.check_gradients or (args.check_gradients is None and replica.is_lazy):
         with replica.seeded(args.seed):
             model = task.build_model()
         few = splits.train[: min(8, args.batch_size)]
-        error = per_sample.check(model, *few, replica)
+        error = check_gradients(model.to(replica.device), *replica.send(few))
         if replica.is_primary:
             print(f"per-sample gradients are right to {error:.0e}", flush=True)
     history: list[Row] = []
@@ -88,12 +87,37 @@ def train_all(rank: int, task: Task, args: argparse.Namespace) -> list[Row] | No
     return history if replica.is_primary else None
 
 
+def sample_losses(
+    model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    """Returns every sample's cross entropy, averaged over its targets, ``(B,)``."""
+    return psg.token_cross_entropy(model(inputs), targets.long())
+
+
+def check_gradients(
+    model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor
+) -> float:
+    """Returns the largest relative difference of a parameter from autograd.
+
+    Raises:
+        RuntimeError: The per-sample gradients of this model are wrong; the message is
+            a table of its parameters.
+    """
+    report = psg.coverage(model, sample_losses, (inputs, targets))
+    if not report.complete:
+        raise RuntimeError(
+            f"per-sample gradients on {inputs.device} are wrong:\n{report}\n"
+            "Write the layer with other modules, or see per_sample_grad.register_rule"
+        )
+    return max(found.error for found in report.parameters.values())
+
+
 class Run:
     """One model, trained in one order from one seed.
 
-    Orders that follow from gradients are trained with the mean of per-sample gradients;
-    the others by an ordinary backward pass, so that their time is what it would be
-    without a balancing sampler, unless their herding is to be measured.
+    Orders that follow from gradients are trained with the mean of per-sample gradients.
+    The others are trained by an ordinary backward pass, so that they take the time of
+    training without a balancing sampler, unless their herding is measured.
     """
 
     def __init__(
@@ -108,7 +132,9 @@ class Run:
         self.order, self.seed, self.args = order, seed, args
         self.splits, self.replica = splits, replica
         self.name = f"{order}-seed{seed}"
-        with replica.seeded(seed):  # the same weights on every replica, in every order
+        with replica.seeded(
+            seed
+        ):  # The same weights on every replica and in every order.
             model = task.build_model()
         self.model = model.to(replica.device)
         self.params = dict(self.model.named_parameters())
@@ -116,16 +142,15 @@ class Run:
         self.sampler = GraBSampler(  # order
             splits.train, self.params, order, seed=seed, **sampler_options(order, args)
         )
-        self.loader = DataLoader(  # order: each replica is dealt its part
+        self.loader = DataLoader(  # order: each replica gets its part
             splits.train, args.batch_size // replica.num_replicas, sampler=self.sampler
         )
         self.steps_per_epoch = len(self.loader)
-        ordering = ordering_named(order, **order_options(order, args))
-        self.balances = isinstance(ordering, Balancer) or args.herding is not None
-        self.per_sample_grads = per_sample.form_for(self.model, replica)
-        self.loss = torch.zeros(2, device=replica.device)  # sum and steps since logged
-        self.epoch, self.step = 0, 0  # done: epochs, steps of the next one
-        self.seconds = 0.0  # of training, without evaluation
+        needs_gradients = BALANCE_TYPES[order].needs_gradients
+        self.balances = needs_gradients or args.herding is not None
+        self.loss = torch.zeros(2, device=replica.device)  # Sum and steps since logged.
+        self.epoch, self.step = 0, 0  # Finished epochs, and steps of the next one.
+        self.seconds = 0.0  # Training time, without evaluation.
         self.history: list[Row] = []
         self.settings = lasting(args) | {"task": task.title}
         self.path: Path | None = None
@@ -133,7 +158,7 @@ class Run:
             self.path = checkpoint_paths(args)[order, seed]
 
     def train(self) -> list[Row]:
-        """Runs what is not done yet; one row for every epoch."""
+        """Trains the epochs that are left; returns one row for every epoch."""
         self._restore()
         total = self.args.epochs * self.steps_per_epoch
         self.display = Display(
@@ -168,14 +193,18 @@ class Run:
 
     def _update(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         if self.balances:
-            losses, grads = self.per_sample_grads(self.params, inputs, targets)
+            with psg.capture(self.model) as recorded:
+                losses = sample_losses(self.model, inputs, targets)
+            grads = recorded.backward(losses).materialize()
             self.sampler.step(grads)  # order: once per batch, on every replica
             loss = losses.mean()
             means = [grads[name].mean(0) for name in self.params]
         else:
-            loss = per_sample.mean_loss(self.model(inputs), targets)
+            loss = sample_losses(self.model, inputs, targets).mean()
             means = list(xla_replica.grad(loss, list(self.params.values())))
-            self.sampler.count(len(inputs))  # order: so that it can be saved here
+            self.sampler.count(
+                len(inputs)
+            )  # order: so that its state can be saved here
         self.replica.all_reduce_(means)
         for param, mean in zip(self.params.values(), means):
             param.grad = mean / self.replica.num_replicas
@@ -187,7 +216,7 @@ class Run:
         return self.epoch * self.steps_per_epoch + self.step
 
     def _read_loss(self) -> float:
-        """Mean since the last call, over all replicas."""
+        """Returns the mean loss since the last call, over all replicas."""
         total = self.loss.clone()
         self.replica.all_reduce_([total])
         self.loss.zero_()
@@ -195,7 +224,7 @@ class Run:
         return loss / max(steps, 1)
 
     def _measure(self) -> Row:
-        """What the weights are worth now, and how the last epoch was balanced."""
+        """Evaluates the weights and measures how the last epoch was balanced."""
         row: Row = {
             "order": self.order,
             "seed": self.seed,
@@ -207,11 +236,11 @@ class Run:
                 self.model, data, self.args.eval_batch_size, self.replica
             )
         if self.args.herding and self.epoch:
-            row |= self.sampler.scalars()  # order: herding of the epoch that ended
+            row |= self.sampler.scalars()  # order: herding of the last epoch
         return row
 
     def _save(self) -> None:
-        """Everything that the steps to come depend on. Collective."""
+        """Saves everything that the next steps depend on. Collective."""
         if self.path is None:
             return
         state = {
@@ -230,7 +259,7 @@ class Run:
             vbs.write_checkpoint(self.path, state)
 
     def _restore(self) -> None:
-        """Goes on where `_save` was called, on any number of replicas."""
+        """Continues where `_save` was called, on any number of replicas."""
         if self.path is None or not self.path.exists():
             return
         state = vbs.read_checkpoint(self.path, self.settings)
@@ -254,7 +283,7 @@ def _optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimi
 def evaluate(
     model: nn.Module, data: TensorDataset, batch_size: int, replica: Replica
 ) -> tuple[float, float]:
-    """Mean loss and accuracy in per cent; replicas share the samples evenly."""
+    """Returns mean loss and accuracy in per cent; replicas share the samples evenly."""
     mine = np.arange(replica.rank, len(data), replica.num_replicas)
     batch_size = max(1, batch_size // replica.num_replicas)
     share = -(-len(data) // replica.num_replicas)

@@ -1,4 +1,4 @@
-"""Text as bytes: a file, a public corpus, or this repository's own."""
+"""Text as bytes: a file, a public corpus, or the text of this repository."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from examples.ordering.ordered_training import Splits
 logger = logging.getLogger(__name__)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# Arguments of datasets.load_dataset.
+# The arguments of datasets.load_dataset.
 CORPORA = {
     "wikitext-103": ("Salesforce/wikitext", "wikitext-103-raw-v1"),
     "openwebtext": ("Skylion007/openwebtext",),
@@ -24,9 +24,9 @@ TEST_SHARE = 0.1
 def choose(
     text: str | None, dataset: str | None, folder: str, max_bytes: int
 ) -> tuple[str, ...]:
-    """The files to learn: ``text``, the corpus's, or what is at hand.
+    """Returns the files to train on: ``text``, the corpus, or this repository's text.
 
-    A line says so where the corpus cannot be had.
+    A warning says if the corpus is not available.
 
     Raises:
         OSError: ``text`` cannot be read.
@@ -40,20 +40,20 @@ def choose(
         except (ImportError, OSError, RuntimeError, ValueError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
             logger.warning(
-                "%s cannot be had (%s); taking this repository's own text",
+                "%s is not available (%s); using the text of this repository",
                 dataset,
                 reason,
             )
     patterns = ("*.md", "docs/*.md", "*/*.py", "*/*/*.py")
     found = (path for pattern in patterns for path in REPOSITORY.glob(pattern))
     inside = (path.relative_to(REPOSITORY) for path in found)
-    # No virtual environments: their folders begin with a dot.
+    # Virtual environments are in folders that begin with a dot.
     kept = sorted(path for path in inside if not path.parts[0].startswith("."))
     return tuple(str(REPOSITORY / path) for path in kept)
 
 
 def _downloaded(name: str, folder: Path, max_bytes: int) -> Path:
-    """A text file with the corpus's first ``max_bytes`` bytes; made once."""
+    """Writes the corpus's first ``max_bytes`` bytes to a text file, once."""
     path = folder / f"{name}-{max_bytes}.txt"
     if path.exists():
         return path
@@ -71,7 +71,7 @@ def _downloaded(name: str, folder: Path, max_bytes: int) -> Path:
 
 
 def load(files: tuple[str, ...], context: int, max_bytes: int) -> Splits:
-    """Windows of ``context`` bytes, the targets one byte further on.
+    """Returns windows of ``context`` bytes; targets are one byte later.
 
     Windows of one half do not overlap; the last tenth of the text is for testing.
 
@@ -83,7 +83,7 @@ def load(files: tuple[str, ...], context: int, max_bytes: int) -> Splits:
     if num_test <= context:
         raise ValueError(
             f"the text has {len(read)} bytes, but windows of {context} need more than "
-            f"{round((context + 1) / TEST_SHARE)}: take more text or a smaller context"
+            f"{round((context + 1) / TEST_SHARE)}: use more text or a smaller context"
         )
     text = torch.frombuffer(bytearray(read), dtype=torch.uint8)
     return Splits(
@@ -93,6 +93,6 @@ def load(files: tuple[str, ...], context: int, max_bytes: int) -> Splits:
 
 
 def _windows(text: torch.Tensor, context: int) -> TensorDataset:
-    """Views: a window takes no memory of its own."""
+    """Returns windows that are views and take no memory."""
     windows = text.unfold(0, context + 1, context)
     return TensorDataset(windows[:, :-1], windows[:, 1:])

@@ -1,8 +1,9 @@
-"""Command line options that the examples share, and what they mean."""
+"""Command line options that the examples share."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,27 @@ from typing import Any
 from examples.common.replica_options import add_replicas, check_at_least_one
 from grab_xla import BALANCE_TYPES, ordering_named
 
-# The others need more than options: the order itself, or the model and its loss.
-ORDERS = tuple(n for n in BALANCE_TYPES if n != "fixed" and not n.startswith("ntk"))
+# Options of balance types that come from the command line.
+ORDER_OPTIONS = ("batch_size", "depth")
+
+
+def _option_names(order: str, required: bool = False) -> set[str]:
+    return {
+        field.name
+        for field in dataclasses.fields(BALANCE_TYPES[order])
+        if not required or field.default is dataclasses.MISSING
+    }
+
+
+# The other types need objects: the order itself, or the model and its loss.
+ORDERS = tuple(
+    name
+    for name in BALANCE_TYPES
+    if _option_names(name, required=True) <= set(ORDER_OPTIONS)
+)
 PROJECTIONS = ("none", "jl", "jl_sparse", "kron")
 
-# Options that may differ between a run and its continuation.
+# Options that may change when a run is resumed.
 MAY_CHANGE = {
     "order", "seed", "seeds", "epochs", "num_replicas", "device", "data_dir", "logdir",
     "checkpoint", "checkpoint_steps", "resume", "log_steps", "progress",
@@ -23,7 +40,7 @@ MAY_CHANGE = {
 
 
 def add_shared(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Adds what both examples have; ``defaults`` are those of the task."""
+    """Adds the options of both examples, with the ``defaults`` of the task."""
     _add_orders(parser.add_argument_group("orders"))
     _add_training(parser.add_argument_group("training"), defaults)
     _add_running(parser.add_argument_group("replicas, checkpoints, logs"))
@@ -35,23 +52,23 @@ def _add_orders(group: argparse._ArgumentGroup) -> None:
         "--order",
         action="append",
         metavar="NAME[,NAME...]",
-        help="orders to compare, several with commas or by repeating the option: "
+        help="orders to compare, separated by commas or by repeating the option: "
         f"{', '.join(ORDERS)} (default: rr,mean)",
     )
-    add("--seeds", type=int, default=1, help="runs of every order (default: 1)")
-    add("--seed", type=int, default=0, help="the first of them (default: 0)")
-    add("--depth", type=int, default=5, help="of 'recursive' (default: 5)")
+    add("--seeds", type=int, default=1, help="seeds for every order (default: 1)")
+    add("--seed", type=int, default=0, help="the first seed (default: 0)")
+    add("--depth", type=int, default=5, help="depth of 'recursive' (default: 5)")
     add(
         "--random-projection",
         choices=PROJECTIONS,
         default="none",
-        help="balance projections of the gradients (default: none)",
+        help="balance random projections of the gradients (default: none)",
     )
     add(
         "--pi-eps",
         type=float,
         default=0.1,
-        help="by which factor a projection may change distances (default: 0.1)",
+        help="factor by which a projection may change distances (default: 0.1)",
     )
     add(
         "--normalize-grads",
@@ -67,7 +84,7 @@ def _add_orders(group: argparse._ArgumentGroup) -> None:
         "--herding",
         choices=("exact", "running"),
         help="measure the herding of every epoch: 'exact' keeps all gradients of an "
-        "epoch, 'running' centres by the mean of the epoch before (default: no)",
+        "epoch, 'running' centres by the mean of the previous epoch (default: no)",
     )
 
 
@@ -78,46 +95,46 @@ def _add_training(group: argparse._ArgumentGroup, defaults: dict[str, Any]) -> N
             name, default=value, help=f"{help} (default: {value})", **options
         )
 
-    add("--epochs", "how often every sample is used", type=int)
-    add("--batch-size", "samples per update, over all replicas", type=int)
-    add("--optimizer", "of torch.optim", choices=("sgd", "adamw"))
+    add("--epochs", "number of passes over the data", type=int)
+    add("--batch-size", "samples per step, over all replicas", type=int)
+    add("--optimizer", "optimizer of torch.optim", choices=("sgd", "adamw"))
     add("--lr", "learning rate", type=float)
-    add("--momentum", "of sgd", type=float)
-    add("--weight-decay", "of the optimizer", type=float)
+    add("--momentum", "momentum of sgd", type=float)
+    add("--weight-decay", "weight decay of the optimizer", type=float)
     group.add_argument(
         "--eval-batch-size",
         type=int,
         default=256,
-        help="samples per forward pass of an evaluation, over all replicas "
-        "(default: 256)",
+        help="samples per forward pass in evaluation, over all replicas (default: 256)",
     )
     group.add_argument(
         "--check-gradients",
         action=argparse.BooleanOptionalAction,
-        help="compare the per-sample gradients of a few samples with a loop over them "
-        "on the CPU (default: where programs are compiled)",
+        help="compare the per-sample gradients of a few samples with autograd before "
+        "training (default: where programs are compiled)",
     )
 
 
 def _add_running(group: argparse._ArgumentGroup) -> None:
     add_replicas(group)
     add = group.add_argument
-    add("--checkpoint", metavar="DIR", help="save every run there, after every epoch")
+    add("--checkpoint", metavar="DIR", help="save every run there after every epoch")
     add(
         "--checkpoint-steps",
         type=int,
-        help="and after every so many updates of an epoch",
+        help="also save after every so many steps of an epoch",
     )
-    add("--resume", action="store_true", help="go on from what --checkpoint DIR holds")
+    add("--resume", action="store_true", help="resume from what --checkpoint DIR holds")
     add(
         "--logdir",
-        help="TensorBoard logs, tables and the picture (default: runs/NAME-TIME)",
+        help="folder of TensorBoard logs, tables and the picture "
+        "(default: runs/NAME-TIME)",
     )
     add(
         "--log-steps",
         type=int,
         default=10,
-        help="read the loss back every so many updates (default: 10)",
+        help="read the loss back every so many steps (default: 10)",
     )
     add("--no-progress", dest="progress", action="store_false", help="no progress bars")
 
@@ -125,7 +142,7 @@ def _add_running(group: argparse._ArgumentGroup) -> None:
 def finish(
     parser: argparse.ArgumentParser, args: argparse.Namespace, name: str
 ) -> None:
-    """Fills in and checks what `add_shared` added; a mistake ends the script."""
+    """Completes and checks the options of `add_shared`; a mistake ends the script."""
     args.order = [o for text in args.order or ["rr,mean"] for o in text.split(",")]
     args.order = list(dict.fromkeys(args.order))
     args.logdir = args.logdir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -134,7 +151,7 @@ def finish(
     check_at_least_one(parser, args, at_least_one)
     if args.batch_size % (args.num_replicas or 1):
         parser.error(
-            f"--batch-size {args.batch_size} is no multiple of --num-replicas "
+            f"--batch-size {args.batch_size} is not a multiple of --num-replicas "
             f"{args.num_replicas}"
         )
     if (args.resume or args.checkpoint_steps) and not args.checkpoint:
@@ -150,13 +167,13 @@ def finish(
         for path in checkpoint_paths(args).values():
             if path.exists():
                 parser.error(
-                    f"{path} holds a run: add --resume to go on with it, or choose "
+                    f"{path} holds a run: add --resume to continue it, or choose "
                     "another --checkpoint"
                 )
 
 
 def checkpoint_paths(args: argparse.Namespace) -> dict[tuple[str, int], Path]:
-    """Where each run, of an order and a seed, is saved."""
+    """Returns the file of every run, by its order and seed."""
     return {
         (order, seed): Path(args.checkpoint, f"{order}-seed{seed}.pt")
         for order in args.order
@@ -165,14 +182,13 @@ def checkpoint_paths(args: argparse.Namespace) -> dict[tuple[str, int], Path]:
 
 
 def order_options(order: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The balance type's own options."""
-    if order == "recursive-pair":
-        return {"batch_size": args.batch_size}
-    return {"depth": args.depth} if order == "recursive" else {}
+    """Returns the options of the balance type."""
+    names = _option_names(order) & set(ORDER_OPTIONS)
+    return {name: getattr(args, name) for name in names}
 
 
 def sampler_options(order: str, args: argparse.Namespace) -> dict[str, Any]:
-    """All options of its `GraBSampler` but the seed."""
+    """Returns all options of the `GraBSampler` except the seed."""
     return order_options(order, args) | {
         "random_projection": args.random_projection,
         "pi_eps": args.pi_eps,
@@ -184,5 +200,5 @@ def sampler_options(order: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def lasting(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that a run and its continuation must share."""
+    """Returns the options that must not change when a run is resumed."""
     return {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
