@@ -21,11 +21,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from xla_replica import traits
 from xla_replica.common.arguments import check_choice, check_integer, check_number
 
-Tensor = torch.Tensor
 Tables = tuple[Tensor, ...]
 
 # How many numbers a sparse projection gathers at a time: a compromise between memory
@@ -33,57 +33,47 @@ Tables = tuple[Tensor, ...]
 GATHERED_AT_ONCE = 2**24
 
 
-def _unrounded(num_outputs: int, order: int) -> int:
-    del order
-    return num_outputs
+class Draw(NamedTuple):
+    """What the tables of a projection are drawn from; ``order`` is that of 'kron'."""
+
+    num_outputs: int
+    num_inputs: int
+    order: int
+    generator: torch.Generator
+    dtype: torch.dtype
+
+    def gaussian(self, num_outputs: int, num_inputs: int) -> Tensor:
+        """Returns ``(K, D)`` with entries N(0, 1 / K).
+
+        Numbers are drawn in float64, because torch's float32 stream differs between
+        CPUs with and without AVX2; row by row, so that not all of them are in memory.
+        """
+        matrix_KD = torch.empty(num_outputs, num_inputs, dtype=self.dtype)
+        wide = {"dtype": torch.float64, "generator": self.generator}
+        for row_D in matrix_KD:
+            row_D.copy_(torch.randn(num_inputs, **wide).div_(math.sqrt(num_outputs)))
+        return matrix_KD
 
 
 class Kind(NamedTuple):
     """One way to project, without a state.
 
     Attributes:
-        build: Maps (K, D, order, generator, dtype) to the random tables, of which
-            those of floats have that dtype. None if the kind projects nothing.
-        apply: Maps rows ``(B, D)``, K and the tables to ``(B, K)``.
-        round_up: Maps (requested K, order) to the K that this kind can have.
+        build: Makes the random tables. None if the kind projects nothing.
+        apply: Maps rows ``(B, D)`` and the tables to ``(B, K)``.
+        round_up: Maps the requested K and ``order`` to the K that the kind can have.
     """
 
-    build: Callable[[int, int, int, torch.Generator, torch.dtype], Tables] | None
+    build: Callable[[Draw], Tables] | None
     apply: Callable[..., Tensor]
-    round_up: Callable[[int, int], int] = _unrounded
+    round_up: Callable[[int, int], int] = lambda num_outputs, order: num_outputs
 
 
-def _gaussian(
-    num_outputs: int, num_inputs: int, generator: torch.Generator, dtype: torch.dtype
-) -> Tensor:
-    """Returns ``(K, D)`` with entries N(0, 1 / K).
-
-    Numbers are drawn in float64, because torch's float32 stream differs between CPUs
-    with and without AVX2; row by row, so that they do not take up memory all at once.
-    """
-    matrix_KD = torch.empty(num_outputs, num_inputs, dtype=dtype)
-    for row_D in matrix_KD:
-        row_D.copy_(
-            torch.randn(num_inputs, dtype=torch.float64, generator=generator).div_(
-                math.sqrt(num_outputs)
-            )
-        )
-    return matrix_KD
+def _build_dense(draw: Draw) -> Tables:
+    return (draw.gaussian(draw.num_outputs, draw.num_inputs),)
 
 
-def _build_dense(
-    num_outputs: int,
-    num_inputs: int,
-    order: int,
-    generator: torch.Generator,
-    dtype: torch.dtype,
-) -> Tables:
-    del order
-    return (_gaussian(num_outputs, num_inputs, generator, dtype),)
-
-
-def _apply_dense(rows_BD: Tensor, num_outputs: int, matrix_KD: Tensor) -> Tensor:
-    del num_outputs
+def _apply_dense(rows_BD: Tensor, matrix_KD: Tensor) -> Tensor:
     return rows_BD.to(matrix_KD.dtype) @ matrix_KD.T
 
 
@@ -107,15 +97,9 @@ def _nonzeros(cells: int, density: float, generator: torch.Generator) -> Tensor:
     return places[places < cells]
 
 
-def _build_sparse(
-    num_outputs: int,
-    num_inputs: int,
-    order: int,
-    generator: torch.Generator,
-    dtype: torch.dtype,
-) -> Tables:
+def _build_sparse(draw: Draw) -> Tables:
     """Returns column numbers and signs, ``(K, S)`` each, zero where a row has fewer."""
-    del order
+    num_outputs, num_inputs, _, generator, dtype = draw
     places = _nonzeros(num_outputs * num_inputs, num_inputs**-0.5, generator)
     row = places // num_inputs
     counts_K = torch.bincount(row, minlength=num_outputs)
@@ -129,15 +113,13 @@ def _build_sparse(
     return columns_KS, signs_KS
 
 
-def _apply_sparse(
-    rows_BD: Tensor, num_outputs: int, columns_KS: Tensor, signs_KS: Tensor
-) -> Tensor:
+def _apply_sparse(rows_BD: Tensor, columns_KS: Tensor, signs_KS: Tensor) -> Tensor:
     rows_DB = rows_BD.to(signs_KS.dtype).T.contiguous()
     # A bag is ten times as fast on a CPU, but XLA unrolls it entry by entry.
     sum_rows = _gather_and_sum if traits(rows_BD).is_lazy else _sum_bags
     sums_KB = sum_rows(rows_DB, columns_KS, signs_KS)
     # 1 / sqrt(K density) comes last, so that the table only holds -1, 0 and 1.
-    return sums_KB.T * math.sqrt(math.sqrt(rows_BD.shape[1]) / num_outputs)
+    return sums_KB.T * math.sqrt(math.sqrt(rows_BD.shape[1]) / len(columns_KS))
 
 
 def _sum_bags(rows_DB: Tensor, columns_KS: Tensor, signs_KS: Tensor) -> Tensor:
@@ -166,19 +148,13 @@ def _root(number: int, order: int) -> int:
     return root
 
 
-def _build_kron(
-    num_outputs: int,
-    num_inputs: int,
-    order: int,
-    generator: torch.Generator,
-    dtype: torch.dtype,
-) -> Tables:
+def _build_kron(draw: Draw) -> Tables:
     """Returns ``order`` Gaussian factors, of the roots of K and (rounded up) of D."""
-    shape = _root(num_outputs, order), _root(num_inputs, order)
-    return tuple(_gaussian(*shape, generator, dtype) for _ in range(order))
+    shape = _root(draw.num_outputs, draw.order), _root(draw.num_inputs, draw.order)
+    return tuple(draw.gaussian(*shape) for _ in range(draw.order))
 
 
-def _apply_kron(rows_BD: Tensor, num_outputs: int, *factors: Tensor) -> Tensor:
+def _apply_kron(rows_BD: Tensor, *factors: Tensor) -> Tensor:
     """Returns kron(P_last, ..., P_0) x for every row x, padded with zeros.
 
     x is a tensor with one axis per factor, the last axis for P_0. Each factor contracts
@@ -196,13 +172,8 @@ def _apply_kron(rows_BD: Tensor, num_outputs: int, *factors: Tensor) -> Tensor:
     return rows
 
 
-def _apply_nothing(rows_BD: Tensor, num_outputs: int) -> Tensor:
-    del num_outputs
-    return rows_BD
-
-
 PROJECTIONS: dict[str, Kind] = {
-    "none": Kind(None, _apply_nothing),
+    "none": Kind(None, lambda rows_BD: rows_BD),
     # Gaussian: Dasgupta & Gupta 2003.
     "jl": Kind(_build_dense, _apply_dense),
     # Entries +-1 / sqrt(K density) with density 1 / sqrt(D): Li, Hastie & Church 2006,
@@ -244,7 +215,7 @@ class Projection:
                 f"random_projection={self.kind!r}: rows must have the shape (B, "
                 f"{self.num_inputs}), got {tuple(rows.shape)}"
             )
-        return PROJECTIONS[self.kind].apply(rows, self.num_outputs, *self.tables)
+        return PROJECTIONS[self.kind].apply(rows, *self.tables)
 
 
 def johnson_lindenstrauss_min_dim(num_samples: int, eps: float) -> int:
@@ -329,6 +300,6 @@ def projection(
             stacklevel=2,
         )
     generator = torch.Generator("cpu").manual_seed(seed)
-    tables = build(rounded, num_inputs, order, generator, dtype)
+    tables = build(Draw(rounded, num_inputs, order, generator, dtype))
     moved = tuple(table.to(device) for table in tables)
     return Projection(kind, num_inputs, rounded, moved)

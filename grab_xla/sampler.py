@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import Sampler
 
 from grab_xla.balancers import ordering_named
@@ -22,16 +23,8 @@ from grab_xla.epoch.round_robin_sharding import RoundRobinSharding
 from grab_xla.random_projections import projection
 from xla_replica.common.differences import check_same
 
-# The version of `GraBSampler.state_dict`, and the entries that must be the same.
+# The version of `GraBSampler.state_dict`.
 VERSION = 1
-SAME_ENTRIES = (
-    "version",
-    "balance_type",
-    "options",
-    "settings",
-    "num_samples",
-    "num_columns",
-)
 
 
 class GraBSampler(Sampler[int]):
@@ -88,7 +81,7 @@ class GraBSampler(Sampler[int]):
     def __init__(
         self,
         data_source: Sized,
-        trainable_params: Mapping[str, torch.Tensor],
+        trainable_params: Mapping[str, Tensor],
         balance_type: str = "mean",
         device: torch.device | str | None = None,
         timer: Callable[[str], Any] | None = None,
@@ -129,58 +122,45 @@ class GraBSampler(Sampler[int]):
         self._gradients = GradientMatrix(trainable_params, dtype, self.device)
         kind = str(getattr(random_projection, "value", random_projection))
         self._project = projection(
-            kind,
-            self._gradients.num_columns,
-            self.num_samples,
-            pi_eps,
-            kron_order,
-            seed,
-            dtype,
-            self.device,
-        )
-        is_random = bool(self._project.tables)
-        self._settings = {
-            "random_projection": (kind, pi_eps, kron_order, seed)
-            if is_random
-            else kind,
-            "normalize_grads": normalize_grads,
-            "tie": tie,
-            "prob_balance": prob_balance_c if prob_balance else None,
+            kind, self._gradients.num_columns, self.num_samples, pi_eps, kron_order,
+            seed, dtype, self.device,
+        )  # fmt: skip
+        # What a saved state must agree with.
+        self._identity = {
+            "version": VERSION,
+            "balance_type": self.balance_type,
+            "options": repr(ordering),
+            "settings": {
+                "random_projection": (kind, pi_eps, kron_order, seed)
+                if self._project.tables
+                else kind,
+                "normalize_grads": normalize_grads,
+                "tie": tie,
+                "prob_balance": prob_balance_c if prob_balance else None,
+            },
+            "num_samples": self.num_samples,
+            "num_columns": self._project.num_outputs,
         }
-        columns = Columns(self._replica, self._project.num_outputs, scheme)
+        self._columns = Columns(
+            self._replica, self._project.num_outputs, scheme, self.device, dtype
+        )
         herding = "running" if stale_mean_herding else "exact"
         self._metrics = EpochMetrics(
-            columns,
-            self._replica,
-            self.device,
-            dtype,
-            norms=record_norm,
-            herding=herding if record_herding else None,
+            self._columns, record_norm, herding if record_herding else None
         )
+        walk_constant = prob_balance_c if prob_balance else None
         self._balancer = OnlineBalancer(
-            ordering,
-            columns,
-            self._replica,
-            self.device,
-            dtype=dtype,
-            tie=tie,
-            tile_size=tile_size,
-            walk_constant=prob_balance_c if prob_balance else None,
-            metrics=self._metrics,
+            ordering, self._columns, self._metrics, tie, tile_size, walk_constant
         )
         self._uses_gradients = ordering.needs_gradients or self._metrics.on
-        self._pending = PendingMinibatches(self._replica, columns.num_columns, dtype)
+        self._pending = PendingMinibatches(self._columns)
         self._sharding = RoundRobinSharding(
             self.num_samples, self._replica.num_replicas, self._replica.rank, drop_last
         )
         self._orders = Orders(
-            ordering,
-            self.num_samples,
-            random_first_epoch,
-            generator,
-            seed,
+            ordering, self.num_samples, random_first_epoch, generator, seed,
             record_orders,
-        )
+        )  # fmt: skip
         self._replica.check_agreement(
             "the checksum of the first order",
             zlib.crc32(self.order.tobytes()),
@@ -248,10 +228,10 @@ class GraBSampler(Sampler[int]):
 
     def step(
         self,
-        per_sample_grads: Mapping[str, torch.Tensor],
+        per_sample_grads: Mapping[str, Tensor],
         batch: bool = True,
         *,
-        indices: Sequence[int] | torch.Tensor | None = None,
+        indices: Sequence[int] | Tensor | None = None,
     ) -> None:
         """Takes the gradients of the next samples of the order.
 
@@ -284,7 +264,7 @@ class GraBSampler(Sampler[int]):
             if self._given_for is not None and self._replica.num_replicas > 1:
                 self._pending.append(rows)
                 return
-            everyone = self._balancer.columns.of_all_replicas(rows)
+            everyone = self._columns.of_all_replicas(rows)
             left = self._sharding.end(self._start) - self.num_seen
             # In the sequence of the order, without repeated samples.
             self._balancer.balance(everyone.transpose(0, 1).flatten(0, 1)[:left])
@@ -338,7 +318,7 @@ class GraBSampler(Sampler[int]):
                 self._balancer, update.batch_size, update.minibatch_size
             )
 
-    def update_v(self, second_moment: torch.Tensor) -> None:
+    def update_v(self, second_moment: Tensor) -> None:
         """Gives 'adamean' the ``(d,)`` second moment that gradients are divided by.
 
         Raises:
@@ -350,9 +330,9 @@ class GraBSampler(Sampler[int]):
     def compute_order(
         self,
         model: torch.nn.Module,
-        params: Mapping[str, torch.Tensor],
-        buffers: Mapping[str, torch.Tensor],
-        loss_fn: Callable[[Any, torch.Tensor], torch.Tensor],
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        loss_fn: Callable[[Any, Tensor], Tensor],
     ) -> None:
         """Computes the next epoch's order of 'ntk-eigen' at these parameters.
 
@@ -428,7 +408,7 @@ class GraBSampler(Sampler[int]):
             )
 
     def _check_samples(
-        self, num_rows: int, indices: Sequence[int] | torch.Tensor | None
+        self, num_rows: int, indices: Sequence[int] | Tensor | None
     ) -> None:
         """Raises ValueError unless these can be the next samples."""
         if not self._orders.begun:
@@ -467,19 +447,11 @@ class GraBSampler(Sampler[int]):
         Collective where replicas share the columns. Minibatches that wait for their
         update are not included: a restored run repeats that step.
         """
-        return {**self._description(), "engine": self._balancer.state_dict()}
-
-    def _description(self) -> dict[str, Any]:
-        """Returns the part of a state that is on the host."""
         return {
-            "version": VERSION,
-            "balance_type": self.balance_type,
-            "options": repr(self._orders.ordering),
-            "settings": self._settings,
-            "num_samples": self.num_samples,
-            "num_columns": self._project.num_outputs,
+            **self._identity,
             "given_for": self._given_for,
             **self._orders.state_dict(),
+            "engine": self._balancer.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -490,18 +462,17 @@ class GraBSampler(Sampler[int]):
         Raises:
             ValueError: The state belongs to another data set, model or balance type.
         """
-        own = self._description()
-        missing = sorted((own.keys() | {"engine"}) - state.keys())
+        own = self._orders.state_dict().keys() | {"given_for", "engine"}
+        missing = sorted((self._identity.keys() | own) - state.keys())
         if missing:
             raise ValueError(
-                f"load_state_dict: the state has no {', '.join(missing)}: it is not "
-                "one of GraBSampler.state_dict()"
+                f"load_state_dict: the state has no {', '.join(missing)}; pass what "
+                "GraBSampler.state_dict() returned"
             )
         check_same(
-            state,
-            own,
+            {name: state[name] for name in self._identity},
+            self._identity,
             "load_state_dict: the state of another sampler",
-            called={name: name for name in SAME_ENTRIES},
         )
         self._given_for = state["given_for"]
         # The epoch's random numbers are drawn again rather than saved.

@@ -18,11 +18,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from grab_xla.balancing.decisions import Decisions
 from grab_xla.balancing.reordering import reorder
 
-State = dict[str, torch.Tensor]
+State = dict[str, Tensor]
+Balanced = tuple[State, Tensor]  # A state and placements.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,9 +86,7 @@ class Ordering:
         """Returns the state at the beginning of every epoch, the first one included."""
         return {name: torch.zeros_like(value) for name, value in state.items()}
 
-    def balance(
-        self, state: State, rows_RD: torch.Tensor, decide: Decisions
-    ) -> tuple[State, torch.Tensor]:
+    def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
         """Balances the next R samples of the order.
 
         Args:
@@ -102,7 +102,7 @@ class Ordering:
         del decide
         return state, torch.zeros(0, dtype=self.placement_dtype, device=rows_RD.device)
 
-    def with_second_moment(self, state: State, second_moment: torch.Tensor) -> State:
+    def with_second_moment(self, state: State, second_moment: Tensor) -> State:
         """Returns the state that divides gradients by this ``(columns,)`` moment.
 
         Raises:
@@ -114,9 +114,9 @@ class Ordering:
     def order_at(
         self,
         model: torch.nn.Module,
-        params: Mapping[str, torch.Tensor],
-        buffers: Mapping[str, torch.Tensor],
-        loss_fn: Callable[[Any, torch.Tensor], torch.Tensor],
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        loss_fn: Callable[[Any, Tensor], Tensor],
     ) -> np.ndarray:
         """Returns the order at these parameters; see `GraBSampler.compute_order`.
 
@@ -144,9 +144,7 @@ class Balancer(Ordering, abc.ABC):
     ) -> State: ...
 
     @abc.abstractmethod
-    def balance(
-        self, state: State, rows_RD: torch.Tensor, decide: Decisions
-    ) -> tuple[State, torch.Tensor]: ...
+    def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced: ...
 
     def next_order(
         self, order: np.ndarray, placements: np.ndarray, generator: torch.Generator

@@ -6,8 +6,9 @@ import dataclasses
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from grab_xla.balancers.base import State
+from grab_xla.balancers.base import Balanced, State
 from grab_xla.balancers.mean import MeanBalance
 from grab_xla.balancing.decisions import Decisions, without_nan
 
@@ -30,9 +31,7 @@ class BatchBalance(MeanBalance):
 
     batch_size: int | None = None
 
-    def balance(
-        self, state: State, rows_RD: torch.Tensor, decide: Decisions
-    ) -> tuple[State, torch.Tensor]:
+    def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
         rows, centre = self.centred(state, without_nan(rows_RD))
         vectors = rows - centre
         squares = (vectors * vectors).sum(1)

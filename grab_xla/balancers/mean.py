@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from grab_xla.balancers.base import Balancer, State
+from grab_xla.balancers.base import Balanced, Balancer, State
 from grab_xla.balancing.compiled_loop import balance_in_sequence
 from grab_xla.balancing.decisions import (
     Decisions,
@@ -45,24 +46,16 @@ class Centred(Balancer):
         zeros = {name: torch.zeros_like(state[name]) for name in ("sums", "count")}
         return {**state, **zeros}
 
-    def centred(
-        self, state: State, rows_RD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def centred(self, state: State, rows_RD: Tensor) -> tuple[Tensor, Tensor]:
         """Returns rows and ``(1, columns)``, a centre; the difference is balanced."""
         return rows_RD, state["mean"]
 
-    def balance(
-        self, state: State, rows_RD: torch.Tensor, decide: Decisions
-    ) -> tuple[State, torch.Tensor]:
+    def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
         rows, centre = self.centred(state, rows_RD)
         if decide.loops:
+            limits, tie = decide.thresholds_RN, decide.tie
             sums, placements = balance_in_sequence(
-                rows,
-                centre,
-                state["sums"],
-                decide.thresholds_RN,
-                depth=self.depth,
-                tie_positive=decide.tie == "positive",
+                rows, centre, state["sums"], limits, self.depth, tie
             )
             count = state["count"] + torch.count_nonzero(placements)
             new_state = {**state, "sums": sums, "count": count}
@@ -83,12 +76,12 @@ class Centred(Balancer):
 
     def walk(
         self,
-        gram_RR: torch.Tensor,
-        products_RV: torch.Tensor,
-        finite_R: torch.Tensor,
-        thresholds_RN: torch.Tensor | None,
+        gram_RR: Tensor,
+        products_RV: Tensor,
+        finite_R: Tensor,
+        thresholds_RN: Tensor | None,
         decide: Decisions,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Returns ``(R, V)`` signs at the accumulators, and ``(R,)`` placements."""
         limits = None if thresholds_RN is None else thresholds_RN[:, 0]
         signs = decide.signs(products_RV[:, 0], gram_RR, finite_R, limits)
@@ -109,9 +102,7 @@ class MeanBalance(Centred):
 class SignBalance(MeanBalance):
     """Mean balance of the signs of the gradients' entries."""
 
-    def centred(
-        self, state: State, rows_RD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def centred(self, state: State, rows_RD: Tensor) -> tuple[Tensor, Tensor]:
         return mark_nonfinite(torch.sign(rows_RD), rows_RD), state["mean"]
 
 
@@ -137,9 +128,7 @@ class AdaMeanBalance(MeanBalance):
         state = super().init(num_columns, dtype, device)
         return {**state, "scale": torch.ones_like(state["mean"])}
 
-    def centred(
-        self, state: State, rows_RD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def centred(self, state: State, rows_RD: Tensor) -> tuple[Tensor, Tensor]:
         return _standardised(state, rows_RD)
 
     def begin_epoch(self, state: State) -> State:
@@ -148,7 +137,7 @@ class AdaMeanBalance(MeanBalance):
         sums = torch.cat([state["sums"][:-1], off_by])
         return super().begin_epoch({**state, "sums": sums})
 
-    def with_second_moment(self, state: State, second_moment: torch.Tensor) -> State:
+    def with_second_moment(self, state: State, second_moment: Tensor) -> State:
         """Returns the state from now on, given ``(columns,)`` second moments.
 
         The deviations of this epoch are converted to the new unit. Where a second
@@ -182,9 +171,7 @@ class EMABalance(Centred):
         missing = torch.ones(1, dtype=dtype, device=device)
         return {**state, "average": torch.zeros_like(state["mean"]), "missing": missing}
 
-    def balance(
-        self, state: State, rows_RD: torch.Tensor, decide: Decisions
-    ) -> tuple[State, torch.Tensor]:
+    def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
         mean, any_finite = _batch_mean(rows_RD, decide)
         average, missing, centre = _moving_average(
             state["average"], state["missing"], 1 - self.ema_decay, mean, any_finite
@@ -222,14 +209,10 @@ class AdaEMABalance(Centred):
             "scale": torch.ones(1, num_columns, **like),
         }
 
-    def centred(
-        self, state: State, rows_RD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def centred(self, state: State, rows_RD: Tensor) -> tuple[Tensor, Tensor]:
         return _standardised(state, rows_RD)
 
-    def balance(
-        self, state: State, rows_RD: torch.Tensor, decide: Decisions
-    ) -> tuple[State, torch.Tensor]:
+    def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
         mean, any_finite = _batch_mean(rows_RD, decide)
         averages, missing, (first, second) = zip(
             *(
@@ -252,17 +235,13 @@ class AdaEMABalance(Centred):
         return super().balance(state, rows_RD, decide)
 
 
-def _standardised(
-    state: State, rows_RD: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _standardised(state: State, rows_RD: Tensor) -> tuple[Tensor, Tensor]:
     """Returns rows that are centred and scaled, and a centre of zero."""
     vectors = mark_nonfinite((rows_RD - state["mean"]) / state["scale"], rows_RD)
     return vectors, torch.zeros_like(state["mean"])
 
 
-def _batch_mean(
-    rows_RD: torch.Tensor, decide: Decisions
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _batch_mean(rows_RD: Tensor, decide: Decisions) -> tuple[Tensor, Tensor]:
     """Returns the mean of the finite rows, ``(1, columns)``, and whether it exists."""
     rows_RD = without_nan(rows_RD)
     squares = decide.whole((rows_RD * rows_RD).sum(1))
@@ -273,12 +252,12 @@ def _batch_mean(
 
 
 def _moving_average(
-    average: torch.Tensor,
-    missing: torch.Tensor,
+    average: Tensor,
+    missing: Tensor,
     beta: float,
-    value: torch.Tensor,
-    any_finite: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    value: Tensor,
+    any_finite: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns a moving average with one more value, what is missing, and the estimate.
 
     Args:

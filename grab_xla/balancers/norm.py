@@ -7,8 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from grab_xla.balancers.base import Ordering, State
+from grab_xla.balancers.base import Balanced, Ordering, State
 from grab_xla.balancing.decisions import Decisions
 from grab_xla.balancing.reordering import reorder_by_score
 
@@ -26,9 +27,7 @@ class NormOrder(Ordering):
 
     descending_norm: bool = True
 
-    def balance(
-        self, state: State, rows_RD: torch.Tensor, decide: Decisions
-    ) -> tuple[State, torch.Tensor]:
+    def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
         return state, decide.whole((rows_RD * rows_RD).sum(1))
 
     def next_order(

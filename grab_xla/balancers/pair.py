@@ -9,8 +9,9 @@ import dataclasses
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from grab_xla.balancers.base import Balancer, State
+from grab_xla.balancers.base import Balanced, Balancer, State
 from grab_xla.balancing.compiled_loop import balance_in_sequence
 from grab_xla.balancing.decisions import Decisions, finite_rows, mark_nonfinite
 from grab_xla.balancing.reordering import reorder_interleaved
@@ -55,9 +56,7 @@ class PairBalance(Balancer):
         none = state["pending"].new_zeros(0, sums.shape[1])
         return {"sums": sums, "pending": none}
 
-    def balance(
-        self, state: State, rows_RD: torch.Tensor, decide: Decisions
-    ) -> tuple[State, torch.Tensor]:
+    def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
         rows, thresholds = rows_RD, decide.thresholds_RN
         if self.num_pending(state):
             rows = torch.cat([state["pending"], rows])
@@ -79,7 +78,7 @@ class PairBalance(Balancer):
         )
         return {"sums": sums, "pending": pending}, placements
 
-    def _partners(self, rows_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _partners(self, rows_RN: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the first and second samples of the pairs, ``(R / 2, N)`` each."""
         if self.num_workers == 1:
             return rows_RN[0::2], rows_RN[1::2]
@@ -88,20 +87,16 @@ class PairBalance(Balancer):
 
     def _signs(
         self,
-        sums: torch.Tensor,
-        first_PD: torch.Tensor,
-        second_PD: torch.Tensor,
-        thresholds_PN: torch.Tensor | None,
+        sums: Tensor,
+        first_PD: Tensor,
+        second_PD: Tensor,
+        thresholds_PN: Tensor | None,
         decide: Decisions,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Returns the new accumulator and the signs of the pairs, ``(P,)``."""
         if decide.loops:
             return balance_in_sequence(
-                first_PD,
-                second_PD,
-                sums,
-                thresholds_PN,
-                tie_positive=decide.tie == "positive",
+                first_PD, second_PD, sums, thresholds_PN, tie=decide.tie
             )
         parts = []
         differences = mark_nonfinite(first_PD - second_PD, first_PD, second_PD)

@@ -6,6 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from grab_xla.balancers.mean import MeanBalance
 from grab_xla.balancing.decisions import Decisions
@@ -48,12 +49,12 @@ class RecursiveBalance(MeanBalance):
 
     def walk(
         self,
-        gram_RR: torch.Tensor,
-        products_RV: torch.Tensor,
-        finite_R: torch.Tensor,
-        thresholds_RN: torch.Tensor | None,
+        gram_RR: Tensor,
+        products_RV: Tensor,
+        finite_R: Tensor,
+        thresholds_RN: Tensor | None,
         decide: Decisions,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Returns the signs at the nodes that a sample passes, and the placements.
 
         Signs are ``(R, V)``, 0 at other nodes; placements are ``(R,)``. The tree is

@@ -6,8 +6,9 @@ import dataclasses
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from grab_xla.balancers.base import Balancer, State
+from grab_xla.balancers.base import Balanced, Balancer, State
 from grab_xla.balancing.decisions import Decisions, without_nan
 from xla_replica.common.arguments import check_integer
 
@@ -54,9 +55,7 @@ class RecursivePairBalance(Balancer):
         shape = (self.batch_size - 1, num_columns)
         return {"sums": torch.zeros(shape, dtype=dtype, device=device)}
 
-    def balance(
-        self, state: State, rows_RD: torch.Tensor, decide: Decisions
-    ) -> tuple[State, torch.Tensor]:
+    def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
         sums, placements = state["sums"], []
         blocks = dataclasses.replace(decide, tile_size=self.batch_size)
         for rows, thresholds in blocks.tiles(
@@ -82,10 +81,10 @@ class RecursivePairBalance(Balancer):
 
     def _sort(
         self,
-        products_RV: torch.Tensor,
-        thresholds_RN: torch.Tensor | None,
+        products_RV: Tensor,
+        thresholds_RN: Tensor | None,
         decide: Decisions,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Returns the samples' signs at nodes, ``(b, V)``, and placements, ``(b,)``.
 
         ``items`` holds the samples as the tree has sorted them so far, node by node.

@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 DTYPES = (torch.float32, torch.float64)
+Rows = tuple[np.ndarray, int]  # Contiguous rows, and the step between those in use.
 
 
 def available() -> bool:
@@ -26,14 +28,13 @@ def available() -> bool:
 
 
 def balance_in_sequence(
-    minuends: torch.Tensor,
-    subtrahends: torch.Tensor,
-    sums: torch.Tensor,
-    thresholds: torch.Tensor | None,
-    *,
+    minuends: Tensor,
+    subtrahends: Tensor,
+    sums: Tensor,
+    thresholds: Tensor | None,
     depth: int = 0,
-    tie_positive: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    tie: str = "negative",
+) -> tuple[Tensor, Tensor]:
     """Balances ``minuend - subtrahend``, row after row, down a tree of accumulators.
 
     Args:
@@ -43,7 +44,7 @@ def balance_in_sequence(
             levels below the root, V = 2^(depth + 1) - 1; the row after them is the
             plain sum of what was balanced.
         thresholds: ``(R, depth + 1)`` or None for zeros; see `Decisions`.
-        tie_positive: The sign where an inner product equals its threshold.
+        tie: The sign where an inner product equals its threshold; see `Decisions`.
 
     Returns:
         The new sums, and ``(R,)`` int32 placements; see `reorder`.
@@ -55,19 +56,13 @@ def balance_in_sequence(
         thresholds = torch.zeros(1, 1, dtype=sums.dtype).expand(num_rows, depth + 1)
     if num_rows:
         loop = _compiled(_chain if depth == 0 else _tree)
-        loop(
-            *_rows(minuends),
-            *_rows(subtrahends),
-            sums.numpy(),
-            np.ascontiguousarray(thresholds.numpy()),
-            depth,
-            tie_positive,
-            placements,
-        )
+        limits = np.ascontiguousarray(thresholds.numpy())
+        x, y = _rows(minuends), _rows(subtrahends)
+        loop(x, y, sums.numpy(), limits, depth, tie == "positive", placements)
     return sums, torch.from_numpy(placements)
 
 
-def _rows(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
+def _rows(tensor: Tensor) -> Rows:
     """Returns the tensor's memory as contiguous rows, and the step between its rows.
 
     A view of every other row is not copied: pairs are differences of such views.
@@ -83,37 +78,30 @@ def _rows(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
 
 
 def _chain(
-    x: Any,
-    x_step: int,
-    y: Any,
-    y_step: int,
-    sums: Any,
-    thresholds: Any,
-    depth: int,
-    tie_positive: bool,
-    placements: Any,
+    x: Rows, y: Rows, sums: Any, limits: Any, depth: int, tie_positive: bool, out: Any
 ) -> None:
     """Does what `_tree` of depth 0 does, in one pass over memory for each row.
 
     The pass that adds a row to the accumulator also forms the accumulator's inner
     product with the following row.
     """
-    num_rows, num_columns = len(placements), sums.shape[1]
+    (minuends, x_step), (subtrahends, y_step) = x, y
+    num_rows, num_columns = len(out), sums.shape[1]
     zero = sums.dtype.type(0)
     one = sums.dtype.type(1)
     total, plain = sums[0], sums[-1]
     keeps_plain = len(sums) > 1 + depth
     product = square = zero
     for j in range(num_columns):
-        z = x[0, j] - y[0, j]
+        z = minuends[0, j] - subtrahends[0, j]
         product += z * total[j]
         square += z * z
     for i in range(num_rows):
-        a, b = x[i * x_step], y[i * y_step]
+        a, b = minuends[i * x_step], subtrahends[i * y_step]
         following = min(i + 1, num_rows - 1)
-        c, d = x[following * x_step], y[following * y_step]
+        c, d = minuends[following * x_step], subtrahends[following * y_step]
         finite = math.isfinite(square)
-        limit = thresholds[i, 0]
+        limit = limits[i, 0]
         positive = product < limit or (tie_positive and product == limit)
         sign = one if positive else -one
         product = square = zero
@@ -123,7 +111,7 @@ def _chain(
                 product += z * total[j]
                 square += z * z
             continue
-        placements[i] = 1 if positive else -1
+        out[i] = 1 if positive else -1
         if keeps_plain:
             for j in range(num_columns):
                 z = a[j] - b[j]
@@ -143,22 +131,15 @@ def _chain(
 
 
 def _tree(
-    x: Any,
-    x_step: int,
-    y: Any,
-    y_step: int,
-    sums: Any,
-    thresholds: Any,
-    depth: int,
-    tie_positive: bool,
-    placements: Any,
+    x: Rows, y: Rows, sums: Any, limits: Any, depth: int, tie_positive: bool, out: Any
 ) -> None:
     """Balances rows of x minus rows of y into ``sums``."""
+    (minuends, x_step), (subtrahends, y_step) = x, y
     num_columns = sums.shape[1]
     num_nodes = 2 ** (depth + 1) - 1
     one = sums.dtype.type(1)
-    for i in range(len(placements)):
-        a, b = x[i * x_step], y[i * y_step]
+    for i in range(len(out)):
+        a, b = minuends[i * x_step], subtrahends[i * y_step]
         node = 0
         for level in range(depth + 1):
             total = sums[node]
@@ -169,7 +150,7 @@ def _tree(
                 square += z * z
             if not math.isfinite(square):
                 break
-            limit = thresholds[i, level]
+            limit = limits[i, level]
             positive = product < limit or (tie_positive and product == limit)
             sign = one if positive else -one
             if level == depth and len(sums) > num_nodes:
@@ -182,7 +163,7 @@ def _tree(
                 for j in range(num_columns):
                     total[j] += sign * (a[j] - b[j])
             leaf = node - (2**level - 1)
-            placements[i] = leaf + 1 if positive else -(leaf + 1)
+            out[i] = leaf + 1 if positive else -(leaf + 1)
             node = 2 * node + (1 if positive else 2)
 
 

@@ -22,13 +22,14 @@ import math
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 
 from xla_replica import traits
 
 TIES = ("negative", "positive")
 
 
-def no_sum(tensors: list[torch.Tensor]) -> None:
+def no_sum(tensors: list[Tensor]) -> None:
     """Sums nothing: one shard holds all columns, so inner products are whole."""
     del tensors
 
@@ -51,28 +52,26 @@ class Decisions:
     """
 
     tie: str = "negative"
-    thresholds_RN: torch.Tensor | None = None
-    sum_: Callable[[list[torch.Tensor]], None] = no_sum
+    thresholds_RN: Tensor | None = None
+    sum_: Callable[[list[Tensor]], None] = no_sum
     tile_size: int | None = None
     loops: bool = False
 
     def tiles(
-        self, rows_RD: torch.Tensor, thresholds_RN: torch.Tensor | None = None
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+        self, rows_RD: Tensor, thresholds_RN: Tensor | None = None
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yields tiles of rows with their thresholds, in order."""
         size = self.tile_size or max(len(rows_RD), 1)
         for start in range(0, len(rows_RD), size):
             own = slice(start, start + size)
             yield rows_RD[own], None if thresholds_RN is None else thresholds_RN[own]
 
-    def whole(self, partial: torch.Tensor) -> torch.Tensor:
+    def whole(self, partial: Tensor) -> Tensor:
         """Returns partial inner products summed over the shards of the columns."""
         self.sum_([partial])
         return partial
 
-    def gram(
-        self, rows_RD: torch.Tensor, vectors_VD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def gram(self, rows_RD: Tensor, vectors_VD: Tensor) -> tuple[Tensor, Tensor]:
         """Returns inner products of rows, ``(R, R)``, and with vectors, ``(R, V)``.
 
         This takes one sum over the shards. A row that is not finite affects its own row
@@ -83,8 +82,8 @@ class Decisions:
         return products[0], products[1]
 
     def centred_gram(
-        self, rows_RD: torch.Tensor, centre_1D: torch.Tensor, vectors_VD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, rows_RD: Tensor, centre_1D: Tensor, vectors_VD: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Returns `gram` of ``rows - centre`` without forming the differences."""
         others = torch.cat([vectors_VD, centre_1D])
         products = [rows_RD @ rows_RD.T, rows_RD @ others.T, centre_1D @ others.T]
@@ -94,20 +93,18 @@ class Decisions:
         gram = gram - with_centre - with_centre.T + of_centre[:, -1:]
         return gram, with_others[:, :-1] - of_centre[:, :-1]
 
-    def below(
-        self, products: torch.Tensor, thresholds: torch.Tensor | None
-    ) -> torch.Tensor:
+    def below(self, products: Tensor, thresholds: Tensor | None) -> Tensor:
         """Returns where the sign is +1, bool in the shape of ``products``."""
         limit = torch.zeros_like(products) if thresholds is None else thresholds
         return products < limit if self.tie == "negative" else products <= limit
 
     def signs(
         self,
-        products_R: torch.Tensor,
-        gram_RR: torch.Tensor,
-        finite_R: torch.Tensor,
-        thresholds_R: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        products_R: Tensor,
+        gram_RR: Tensor,
+        finite_R: Tensor,
+        thresholds_R: Tensor | None = None,
+    ) -> Tensor:
         """Returns the signs of R vectors that are balanced one after the other.
 
         Args:
@@ -138,7 +135,7 @@ class Decisions:
         return torch.where(below, positive, negative)
 
 
-def finite_rows(gram_RR: torch.Tensor) -> torch.Tensor:
+def finite_rows(gram_RR: Tensor) -> Tensor:
     """Returns which rows have a finite squared norm, ``(R,)`` bool."""
     return torch.isfinite(torch.diagonal(gram_RR))
 
@@ -148,7 +145,7 @@ def nonfinite_marker(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).max / 4
 
 
-def without_nan(rows_RD: torch.Tensor) -> torch.Tensor:
+def without_nan(rows_RD: Tensor) -> Tensor:
     """Returns the rows with a huge number in place of what is not finite.
 
     Its square overflows, so the norm of the row shows it; but its product with a weight
@@ -160,7 +157,7 @@ def without_nan(rows_RD: torch.Tensor) -> torch.Tensor:
     return torch.nan_to_num(rows_RD, nan=huge, posinf=huge, neginf=huge)
 
 
-def mark_nonfinite(values_RD: torch.Tensor, *sources_RD: torch.Tensor) -> torch.Tensor:
+def mark_nonfinite(values_RD: Tensor, *sources_RD: Tensor) -> Tensor:
     """Returns ``values``, made huge where a source they come from is not finite."""
     huge = nonfinite_marker(values_RD.dtype)
     for source in sources_RD:

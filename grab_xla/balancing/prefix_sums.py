@@ -21,10 +21,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from xla_replica import traits
-
-Tensor = torch.Tensor
 
 # The largest chunk of vectors: large enough that Python's share of the time is small,
 # small beside any set of vectors that is worth cutting.

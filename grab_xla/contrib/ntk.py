@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.func import vmap
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
@@ -28,10 +29,10 @@ from per_sample_grad import per_sample_grads
 from xla_replica.common.arguments import check_choice, check_integer
 from xla_replica.common.trees import map_tensors
 
-Tensor = torch.Tensor
 LossFn = Callable[[Any, Tensor], Tensor]
 
 
+@torch.enable_grad()
 def per_sample_gradients(
     model: torch.nn.Module,
     params: Mapping[str, Tensor],
@@ -78,10 +79,11 @@ def per_sample_gradients(
         raise ValueError("the dataset is empty: there is no gradient to compute")
     copied = _copied(model, {**buffers, **params}, names, dtype).to(device)
 
+    def loss(outputs: Any, target: Tensor) -> Tensor:
+        return loss_fn(*map_tensors((outputs, target), lambda t: t.unsqueeze(0)))
+
     def losses(model: torch.nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return vmap(lambda outputs, target: loss_fn(*_batch_of_one((outputs, target))))(
-            model(x), y
-        )
+        return vmap(loss)(model(x), y)
 
     rows = []
     for x, y in _pairs(dataset, batch_size):
@@ -114,10 +116,6 @@ def _copied(
     for parameter in copied.parameters():
         parameter.requires_grad_(id(parameter) in wanted)
     return copied
-
-
-def _batch_of_one(sample: Any) -> Any:
-    return map_tensors(sample, lambda tensor: tensor.unsqueeze(0))
 
 
 def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:

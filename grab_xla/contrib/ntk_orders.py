@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from grab_xla.balancers import BALANCE_TYPES, Ordering
 from grab_xla.contrib.ntk import LossFn, empirical_ntk
@@ -34,19 +35,10 @@ class _KernelOrder(Ordering):
     def __post_init__(self) -> None:
         check_integer("batch_size", self.batch_size, 1)
 
-    def kernel(
-        self,
-        model: torch.nn.Module,
-        params: Mapping[str, torch.Tensor],
-        buffers: Mapping[str, torch.Tensor],
-        loss_fn: LossFn,
-    ) -> torch.Tensor:
-        """Returns the kernel, ``(n, n)``; see `empirical_ntk`."""
+    def kernel(self, *model_and_loss: Any) -> Tensor:
+        """Returns ``(n, n)`` for a model, its params and buffers, and a loss."""
         return empirical_ntk(
-            model,
-            params,
-            buffers,
-            loss_fn,
+            *model_and_loss,
             self.dataset,
             self.batch_size,
             self.kernel_dtype,
@@ -71,8 +63,8 @@ class NTKEigen(_KernelOrder):
     def order_at(
         self,
         model: torch.nn.Module,
-        params: Mapping[str, torch.Tensor],
-        buffers: Mapping[str, torch.Tensor],
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
         loss_fn: LossFn,
     ) -> np.ndarray:
         kernel = self.kernel(model, params, buffers, loss_fn)
@@ -84,8 +76,8 @@ class _AtConstruction:
     """The model that a fixed order is computed from, once."""
 
     model: torch.nn.Module = dataclasses.field(repr=False)
-    params: Mapping[str, torch.Tensor] = dataclasses.field(repr=False)
-    buffers: Mapping[str, torch.Tensor] = dataclasses.field(repr=False)
+    params: Mapping[str, Tensor] = dataclasses.field(repr=False)
+    buffers: Mapping[str, Tensor] = dataclasses.field(repr=False)
     loss_fn: LossFn = dataclasses.field(repr=False)
 
 

@@ -14,12 +14,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from grab_xla.balancing.decisions import TIES
 from grab_xla.balancing.reordering import check_permutation, reorder
 from xla_replica.common.arguments import check_choice, check_integer
-
-Tensor = torch.Tensor
 
 
 def offline_mean_balance(

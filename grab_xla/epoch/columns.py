@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 import xla_replica
 from xla_replica import LocalReplica, Replica
@@ -29,46 +30,51 @@ SCHEMES = ("sharded", "gather")
 
 
 class Columns:
-    """The columns that this replica holds of every vector.
-
-    Args:
-        replica: One of the replicas that balance together.
-        num_columns: d, the columns of a whole vector.
-        scheme: 'sharded' or 'gather'; see the module.
+    """The columns that this replica holds of every vector, and how.
 
     Attributes:
-        num_columns: d.
+        replica: One of the replicas that balance together.
+        num_columns: d, the columns of a whole vector.
+        device, dtype: The device and the dtype of vectors.
+        shards: Whether the scheme, 'sharded' or 'gather', shares columns.
         num_own: The number of columns on this replica, equal on all replicas: the last
             share is filled up.
     """
 
-    def __init__(self, replica: Replica, num_columns: int, scheme: str) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        num_columns: int,
+        scheme: str,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
         check_choice("scheme", scheme, SCHEMES)
-        self._replica = replica
-        self.num_columns = num_columns
+        self.replica, self.num_columns = replica, num_columns
+        self.device, self.dtype = device, dtype
         self.shards = scheme == "sharded" and replica.num_replicas > 1
         num_shards = replica.num_replicas if self.shards else 1
         self.num_own = math.ceil(num_columns / num_shards)
         self._num_filled = self.num_own * num_shards
 
-    def of_all_replicas(self, rows_BD: torch.Tensor) -> torch.Tensor:
+    def of_all_replicas(self, rows_BD: Tensor) -> Tensor:
         """Returns this replica's columns of all replicas' rows, ``(W, B, num_own)``.
 
         Collective.
         """
-        if self._replica.num_replicas == 1:
+        if self.replica.num_replicas == 1:
             return rows_BD.unsqueeze(0)
         if not self.shards:
-            return self._replica.all_gather(rows_BD)
+            return self.replica.all_gather(rows_BD)
         parts = self._filled(rows_BD).unflatten(1, (-1, self.num_own))
-        return self._replica.all_to_all(parts.transpose(0, 1).contiguous())
+        return self.replica.all_to_all(parts.transpose(0, 1).contiguous())
 
-    def all_reduce_(self, partial: list[torch.Tensor]) -> None:
+    def all_reduce_(self, partial: list[Tensor]) -> None:
         """Adds partial inner products over the shards, in place. Collective."""
         if self.shards:
-            self._replica.all_reduce_(partial)
+            self.replica.all_reduce_(partial)
 
-    def own(self, vectors_VD: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
+    def own(self, vectors_VD: Tensor, fill: float = 0.0) -> Tensor:
         """Returns this replica's columns of whole vectors, ``(V, num_own)``.
 
         Args:
@@ -77,19 +83,19 @@ class Columns:
         """
         if not self.shards:
             return vectors_VD
-        first = self._replica.rank * self.num_own
+        first = self.replica.rank * self.num_own
         return self._filled(vectors_VD, fill)[:, first : first + self.num_own].clone()
 
-    def whole(self, vectors_VD: torch.Tensor) -> torch.Tensor:
+    def whole(self, vectors_VD: Tensor) -> Tensor:
         """Returns whole vectors, ``(V, d)``, from all replicas' columns. Collective."""
         if len(vectors_VD) == 0:
             return vectors_VD.new_zeros(0, self.num_columns)
         if not self.shards:
             return vectors_VD
-        parts = self._replica.all_gather(vectors_VD)
+        parts = self.replica.all_gather(vectors_VD)
         return parts.transpose(0, 1).flatten(1)[:, : self.num_columns]
 
-    def _filled(self, vectors_VD: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
+    def _filled(self, vectors_VD: Tensor, fill: float = 0.0) -> Tensor:
         missing = self._num_filled - self.num_columns
         return torch.nn.functional.pad(vectors_VD, (0, missing), value=fill)
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from grab_xla.balancing.prefix_sums import Herding, PrefixNorms, RunningHerding
 from grab_xla.epoch.columns import Columns
-from xla_replica import Replica
 
 
 class EpochMetrics:
@@ -21,36 +21,23 @@ class EpochMetrics:
 
     Args:
         columns: Which columns this replica holds.
-        replica: The replica that balances.
-        device: The device of the vectors.
-        dtype: The dtype of the vectors.
         norms: Whether to keep the norm of every vector.
         herding: 'exact' keeps all vectors of an epoch, n d numbers, and centres them
             by their own mean; 'running' keeps O(d) numbers and centres by the mean of
             the previous epoch (zero in the first one); None keeps nothing.
     """
 
-    def __init__(
-        self,
-        columns: Columns,
-        replica: Replica,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        norms: bool = False,
-        herding: str | None = None,
-    ) -> None:
-        self._columns, self._replica = columns, replica
+    def __init__(self, columns: Columns, norms: bool, herding: str | None) -> None:
+        self._columns, self._replica = columns, columns.replica
         self._keeps_norms, self._herding = norms, herding
-        self._dtype = dtype
-        self._running = RunningHerding(dtype, device)
+        self._running = RunningHerding(columns.dtype, columns.device)
         if herding == "running":
             self._sum = self._running.init(columns.num_own)["prefix"]
         self._forget()
 
     def _forget(self) -> None:
-        self._squares: list[torch.Tensor] = []
-        self._vectors: list[torch.Tensor] = []
+        self._squares: list[Tensor] = []
+        self._vectors: list[Tensor] = []
         self._prefixes: list[PrefixNorms] = []
         self._num_seen = 0
 
@@ -63,13 +50,13 @@ class EpochMetrics:
         """Forgets the previous epoch, except for its mean."""
         if self._herding == "running":
             # A tensor without a condition, so that all epochs run the same program.
-            count = self._replica.scalar(max(self._num_seen, 1), self._dtype)
+            count = self._replica.scalar(max(self._num_seen, 1), self._columns.dtype)
             self._mean = self._sum / count
             self._sum = torch.zeros_like(self._sum)
             self._state = self._running.init(self._columns.num_own)
         self._forget()
 
-    def observe(self, rows_RD: torch.Tensor) -> None:
+    def observe(self, rows_RD: Tensor) -> None:
         """Measures the next vectors, given this replica's columns of them."""
         self._num_seen += len(rows_RD)
         if self._keeps_norms:

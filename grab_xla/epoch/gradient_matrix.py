@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 
 class GradientMatrix:
@@ -25,12 +26,12 @@ class GradientMatrix:
 
     def __init__(
         self,
-        parameters: Mapping[str, torch.Tensor],
+        parameters: Mapping[str, Tensor],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         if not isinstance(parameters, Mapping) or not all(
-            isinstance(value, torch.Tensor) for value in parameters.values()
+            isinstance(value, Tensor) for value in parameters.values()
         ):
             raise TypeError(
                 "trainable_params must map names to tensors, such as "
@@ -43,8 +44,8 @@ class GradientMatrix:
         self.num_columns = sum(p.numel() for p in parameters.values())
 
     def __call__(
-        self, per_sample_grads: Mapping[str, torch.Tensor], batched: bool = True
-    ) -> torch.Tensor:
+        self, per_sample_grads: Mapping[str, Tensor], batched: bool = True
+    ) -> Tensor:
         """Returns ``(B, d)`` detached rows, in the dtype and on the device given.
 
         Args:
@@ -59,7 +60,7 @@ class GradientMatrix:
             parts.append(rows.to(device=self._device, dtype=self._dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def count(self, grads: Mapping[str, torch.Tensor], batched: bool = True) -> int:
+    def count(self, grads: Mapping[str, Tensor], batched: bool = True) -> int:
         """Returns how many samples these are the gradients of.
 
         Raises:
@@ -95,7 +96,7 @@ class GradientMatrix:
         return sizes.pop()
 
 
-def normalized(rows_BD: torch.Tensor) -> torch.Tensor:
+def normalized(rows_BD: Tensor) -> Tensor:
     """Returns rows of norm one; zeros stay, rows without a finite norm become NaN."""
     norms = torch.linalg.vector_norm(rows_BD, dim=1, keepdim=True)
     divisors = torch.where(torch.isfinite(norms), norms.clamp(min=1e-12), torch.nan)

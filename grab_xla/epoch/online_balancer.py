@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from grab_xla.balancers import Ordering, State
 from grab_xla.balancing import compiled_loop
 from grab_xla.balancing.decisions import TIES, Decisions
 from grab_xla.epoch.columns import Columns
 from grab_xla.epoch.epoch_metrics import EpochMetrics
-from xla_replica import Replica, traits
+from xla_replica import traits
 from xla_replica.common.arguments import check_choice, check_integer, check_number
 
 # The number of rows whose inner products are formed at once on a CPU without the
@@ -29,13 +30,10 @@ class OnlineBalancer:
     Args:
         ordering: The balance type.
         columns: Which columns this replica holds.
-        replica: The replica that balances.
-        device: The device of the state.
-        dtype: The dtype of the state.
+        metrics: Measures every row that is balanced.
         tie: See `Decisions`.
         tile_size: See `Decisions`; None chooses by backend.
         walk_constant: c of the self-balancing walk; None decides deterministically.
-        metrics: Measures every row that is balanced.
 
     Attributes:
         state: The state of the balance type.
@@ -46,39 +44,34 @@ class OnlineBalancer:
         self,
         ordering: Ordering,
         columns: Columns,
-        replica: Replica,
-        device: torch.device,
-        *,
-        dtype: torch.dtype,
+        metrics: EpochMetrics,
         tie: str,
         tile_size: int | None,
         walk_constant: float | None,
-        metrics: EpochMetrics,
     ) -> None:
-        self._ordering = ordering
-        self.columns, self._replica = columns, replica
-        self._device, self._dtype = device, dtype
-        self._walk_constant = walk_constant
+        self._ordering, self.columns, self._metrics = ordering, columns, metrics
+        self._replica, self._walk_constant = columns.replica, walk_constant
         # Sums over an epoch need this precision.
-        check_choice("dtype", dtype, compiled_loop.DTYPES)
+        check_choice("dtype", columns.dtype, compiled_loop.DTYPES)
         check_choice("tie", tie, TIES)
         if tile_size is not None:
             check_integer("tile_size", tile_size, 1)
         if walk_constant is not None:
             check_number("prob_balance_c", walk_constant, above=0)
-        on_host = traits(device).is_host and not columns.shards
+        on_host = traits(columns.device).is_host and not columns.shards
         loops = on_host and tile_size is None and compiled_loop.available()
         if on_host and tile_size is None:
             tile_size = CPU_TILE_SIZE
         self._decisions = Decisions(
             tie=tie, sum_=columns.all_reduce_, tile_size=tile_size, loops=loops
         )
-        self.state: State = ordering.init(columns.num_own, dtype, device)
+        self.state: State = ordering.init(
+            columns.num_own, columns.dtype, columns.device
+        )
         # Zeros become data, or the first epoch would begin with a different program.
         self._replica.sync()
-        self.metrics = metrics
-        self._placements: list[torch.Tensor] = []
-        self._uniforms: torch.Tensor | None = None
+        self._placements: list[Tensor] = []
+        self._uniforms: Tensor | None = None
         self.num_seen = 0
 
     @torch.no_grad()
@@ -86,7 +79,7 @@ class OnlineBalancer:
         """Forgets placements, draws the epoch's random numbers and resets the state."""
         self.state = self._ordering.begin_epoch(self.state)
         self._placements, self.num_seen = [], 0
-        self.metrics.begin_epoch()
+        self._metrics.begin_epoch()
         self.draw(num_samples, generator)
         # A separate graph, so that the first step has the same graph as the others.
         self._replica.sync()
@@ -95,22 +88,24 @@ class OnlineBalancer:
         """Draws the epoch's uniform numbers, by position in the order, all at once."""
         if self._walk_constant is not None:
             size = (num_samples, self._ordering.num_draws)
-            self._uniforms = torch.rand(size, generator=generator, dtype=self._dtype)
+            self._uniforms = torch.rand(
+                size, generator=generator, dtype=self.columns.dtype
+            )
 
     @torch.no_grad()
-    def balance(self, rows_RD: torch.Tensor) -> None:
+    def balance(self, rows_RD: Tensor) -> None:
         """Balances the next R samples, of which ``rows_RD`` has this replica's columns.
 
         Collective if columns are sharded.
         """
-        self.metrics.observe(rows_RD)
+        self._metrics.observe(rows_RD)
         decide = self._decisions
         if self._uniforms is not None and self._walk_constant is not None:
             first = self.num_seen - self._ordering.num_pending(self.state)
             drawn = self._uniforms[first : self.num_seen + len(rows_RD)]
             thresholds = self._walk_constant * (1 - 2 * drawn)
             decide = dataclasses.replace(
-                decide, thresholds_RN=thresholds.to(self._device)
+                decide, thresholds_RN=thresholds.to(self.columns.device)
             )
         self.state, placements = self._ordering.balance(self.state, rows_RD, decide)
         self._placements.append(placements)
@@ -129,9 +124,10 @@ class OnlineBalancer:
         self._placements = placements
         return fetched.numpy()
 
-    def update_second_moment(self, second_moment: torch.Tensor) -> None:
+    def update_second_moment(self, second_moment: Tensor) -> None:
         """See `GraBSampler.update_v`."""
-        value = second_moment.detach().reshape(1, -1).to(self._device, self._dtype)
+        value = second_moment.detach().reshape(1, -1)
+        value = value.to(self.columns.device, self.columns.dtype)
         if value.shape[1] != self.columns.num_columns:
             raise ValueError(
                 f"update_v: got {value.shape[1]} numbers, but gradients have "
@@ -160,12 +156,11 @@ class OnlineBalancer:
         """Restores what `state_dict` returned, on any number of replicas."""
         state = {}
         for name, value in saved["state"].items():
-            value = value.to(self._dtype)
+            value = value.to(self.columns.dtype)
             fill = self._ordering.fills.get(name, 0.0)
             own = self.columns.own(value, fill) if value.dim() == 2 else value
-            state[name] = own.clone().to(self._device)
+            state[name] = own.clone().to(self.columns.device)
         self.state = state
-        placements = saved["codes"]
-        self._placements = [placements.to(self._device)] if len(placements) else []
+        self._placements = [saved["codes"].to(self.columns.device)]
         self.num_seen = saved["num_seen"]
-        self.metrics.begin_epoch()
+        self._metrics.begin_epoch()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from grab_xla.epoch.columns import Columns
 from grab_xla.epoch.online_balancer import OnlineBalancer
-from xla_replica import Replica
 
 
 class PendingMinibatches:
@@ -20,17 +21,16 @@ class PendingMinibatches:
     Memory: one minibatch of per-sample gradients for every substep.
     """
 
-    def __init__(self, replica: Replica, num_columns: int, dtype: torch.dtype) -> None:
-        self._replica = replica
-        self._num_columns, self._dtype = num_columns, dtype
-        self._minibatches: list[torch.Tensor] = []
-        self._zero_rows: torch.Tensor | None = None
+    def __init__(self, columns: Columns) -> None:
+        self._columns, self._replica = columns, columns.replica
+        self._minibatches: list[Tensor] = []
+        self._zero_rows: Tensor | None = None
         self._attached = False
 
     def __len__(self) -> int:
         return len(self._minibatches)
 
-    def append(self, rows_BD: torch.Tensor) -> None:
+    def append(self, rows_BD: Tensor) -> None:
         """Keeps a copy of one minibatch: gradients may be zeroed before the update."""
         self._minibatches.append(rows_BD.clone())
 
@@ -74,7 +74,7 @@ class PendingMinibatches:
             sent = (
                 self._minibatches[own] if own < num_own else self._zeros(minibatch_size)
             )
-            received = balancer.columns.of_all_replicas(sent)
+            received = self._columns.of_all_replicas(sent)
             minibatches = [rows.clone() for rows in received.unbind(0)]
             self._replica.sync()
             for rows in minibatches[: num_minibatches - first]:
@@ -82,9 +82,9 @@ class PendingMinibatches:
                 self._replica.sync()
         self.clear()
 
-    def _zeros(self, minibatch_size: int) -> torch.Tensor:
+    def _zeros(self, minibatch_size: int) -> Tensor:
         if self._zero_rows is None or len(self._zero_rows) != minibatch_size:
-            shape = (minibatch_size, self._num_columns)
-            zeros = torch.zeros(shape, dtype=self._dtype)
+            shape = (minibatch_size, self._columns.num_columns)
+            zeros = torch.zeros(shape, dtype=self._columns.dtype)
             self._zero_rows = zeros.to(self._replica.device)
         return self._zero_rows

@@ -1,4 +1,4 @@
-"""The example scripts, as a user starts them, stops them and goes on."""
+"""The example scripts as users start, stop and resume them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TEXT = ("--max-bytes", 6000, "--context", 24, "--width", 16, "--num-layers", 1,
 
 @pytest.fixture
 def book(tmp_path) -> Path:
-    """A small text in which something can be learnt."""
+    """A small text with something to learn."""
     path = tmp_path / "book.txt"
     path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(400)))
     return path
@@ -50,18 +50,18 @@ def book(tmp_path) -> Path:
 
 @pytest.fixture
 def tasks(book) -> dict[str, tuple]:
-    """Arguments of each script for a run of a second."""
+    """The arguments of each script for a run of a second."""
     return {"images": IMAGES, "text": (*TEXT, "--text", book)}
 
 
 def run_here(name: str, *arguments: object, device: str = "cpu") -> int:
-    """One replica in this process."""
+    """Runs one replica in this process; returns the exit status."""
     first = ("--no-progress", "--num-replicas", 1, "--device", device)
     return SCRIPTS[name].main(words([*first, *arguments]))
 
 
 def run(name: str, *arguments: object, cwd: Path, command=(sys.executable,)) -> str:
-    """What the script prints, started as users do: a checkout must do."""
+    """Returns what the script prints when started from a checkout, as by users."""
     script = Path(SCRIPTS[name].__file__)
     status, text = run_script(script, *arguments, cwd=cwd, command=command)
     assert status == 0, text
@@ -69,7 +69,7 @@ def run(name: str, *arguments: object, cwd: Path, command=(sys.executable,)) -> 
 
 
 def history(folder: Path) -> pd.DataFrame:
-    """All epochs of all runs, without what depends on the clock."""
+    """Returns all epochs of all runs, without what depends on the clock."""
     return pd.read_csv(folder / "history.csv").drop(columns="seconds")
 
 
@@ -88,7 +88,7 @@ def check_output(folder: Path, orders: list[str], seeds: int, epochs: int) -> No
             assert list((folder / f"{order}-seed{seed}").glob("events.out.tfevents.*"))
 
 
-# --- from end to end
+# --- whole runs
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -155,7 +155,7 @@ def test_every_order_trains(tmp_path):
     check_output(tmp_path / "log", list(ORDERS), seeds=1, epochs=2)
 
 
-# --- going on
+# --- resuming
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -171,7 +171,7 @@ def test_a_run_in_two_parts_is_one_run(tmp_path, tasks, name):
 
 
 def test_a_run_that_breaks_off_amid_an_epoch_is_one_run(tmp_path, monkeypatch):
-    """Of 8 updates per epoch 13 are done, 11 of them saved."""
+    """Epochs have 8 steps; 13 steps are done, 11 of them saved."""
     arguments = (*IMAGES, "--order", "rr,mean,pair", "--epochs", 3)
     run_here("images", *arguments, "--logdir", tmp_path / "whole")
     saved = ("--checkpoint", tmp_path / "saved", "--checkpoint-steps", 3)
@@ -194,7 +194,7 @@ def test_a_run_that_breaks_off_amid_an_epoch_is_one_run(tmp_path, monkeypatch):
 
 
 def breaks_off(update, order: str):
-    """An update that is interrupted, as by Ctrl-C, when this order has run 13."""
+    """Returns an update that raises, as on Ctrl-C, when this order has run 13."""
 
     def interrupted(run, inputs, targets) -> None:
         if run.order == order and run._num_steps() == 13:
@@ -234,7 +234,7 @@ def test_another_run_is_not_gone_on_with(tmp_path, capsys):
         run_here("images", *arguments, "--resume", "--lr", 0.2, "--model", "lenet")
 
 
-# --- what is said
+# --- messages
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -328,7 +328,7 @@ def test_windows_follow_one_another(book):
 
 
 def models() -> dict[str, tuple]:
-    """Each with inputs and targets of four samples."""
+    """Returns every model with inputs and targets of four samples."""
     torch.manual_seed(0)
     labels = torch.randint(10, (4,))
     rows = {}

@@ -1,4 +1,4 @@
-"""Every balance type keeps the same promises; a new one is one row of `KINDS`."""
+"""Every balance type keeps the same promises. `KINDS` has a row for each type."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def test_every_type_is_a_row():
         (name, size)
         for name in WITH_ORACLE
         for size in (1, 7, 16, 24)
-        # The oracle of recursive pairs has whole blocks only.
+        # The oracle of recursive pairs needs whole blocks.
         if name != "recursive-pair" or size % 8 == 0
     ],
 )
 def test_orders_are_the_oracles(name, size, tile_size):
-    """Five epochs of changing gradients; `None` is the compiled loop on a CPU."""
+    """Runs five epochs of changing gradients; `None` is the compiled loop on a CPU."""
     kind = KINDS[name]
     sampler, memory = kind.sampler(tile_size=tile_size), {}
     steps = [
@@ -51,7 +51,7 @@ def test_orders_are_the_oracles(name, size, tile_size):
 
 @each("name", ["ema", "adaema"])
 def test_moving_averages_balance_around_what_they_say(name):
-    """Teacher forcing: signs on the way are the sampler's own.
+    """Compares every sign, given the sampler's own earlier signs.
 
     The first batch sums to zero around its own mean, so exact ties are decided by
     rounding and orders cannot be compared (see docs/grab_xla.md).
@@ -66,7 +66,7 @@ def test_moving_averages_balance_around_what_they_say(name):
         for start in range(0, len(order), 8):
             part = rows[start : start + 8]
             sampler.step(ordering.as_dict(torch.from_numpy(part)))
-            codes = sampler._balancer.placements()[start:]
+            placements = sampler._balancer.placements()[start:]
             average = beta * average + (1 - beta) * part.mean(0)
             power *= beta
             z = part - average / (1 - power)
@@ -74,12 +74,12 @@ def test_moving_averages_balance_around_what_they_say(name):
                 square = beta_2 * square + (1 - beta_2) * part.mean(0) ** 2
                 power_2 *= beta_2
                 z = z / (np.sqrt(square / (1 - power_2)) + 1e-8)
-            for code, vector in zip(codes, z):
+            for placement, vector in zip(placements, z):
                 product = total @ vector
                 if abs(product) > 1e-9 * (vector @ vector):
-                    assert code == (1 if product < 0 else -1)
-                signs.append(code)
-                total = total + code * vector
+                    assert placement == (1 if product < 0 else -1)
+                signs.append(placement)
+                total = total + placement * vector
             kept = sampler._balancer.state["sums"][0].numpy()
             np.testing.assert_allclose(kept, total, rtol=1e-9, atol=1e-9)
         assert set(signs) == {-1, 1}
@@ -93,7 +93,7 @@ def test_moving_averages_balance_around_what_they_say(name):
 @given(data=st.data())
 @each("name", PERMUTING)
 def test_every_order_is_a_permutation(name, data):
-    """Any n, any batch sizes, epochs that end early."""
+    """This holds for any n, any batch sizes, and epochs that end early."""
     n = data.draw(st.integers(1, 40))
     sampler = KINDS[name].sampler(n)
     for epoch in range(4):
@@ -128,7 +128,7 @@ def test_neither_batches_nor_tiles_change_an_order(name):
 @each("tile_size", [None, 4])
 @each("name", BALANCING)
 def test_what_is_not_finite_keeps_its_place(name, tile_size):
-    """And the accumulators stay finite; one warning, not one per epoch."""
+    """The accumulators stay finite, and there is one warning, not one per epoch."""
     sampler = KINDS[name].sampler(tile_size=tile_size)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -136,7 +136,7 @@ def test_what_is_not_finite_keeps_its_place(name, tile_size):
             order = list(sampler)
             rows = ordering.gradients(epoch)[order]
             rows[5, 2] = np.nan
-            rows[20:22, 12] = np.inf  # also where the difference would be nothing
+            rows[20:22, 12] = np.inf  # Their difference would be zero.
             places = {place: order[place] for place in (5, 20, 21)}
             for start in range(0, 48, 8):
                 sampler.step(ordering.as_dict(rows[start : start + 8]))
@@ -164,7 +164,7 @@ def test_a_saved_run_goes_on_where_it_was(name, steps, tmp_path):
         rows, left = ordering.gradients(1), order[8 * steps :]
         for batch in ordering.batches(left, 8):
             undisturbed.step(ordering.as_dict(rows[batch]), indices=batch)
-        # Nothing of an order that needs no gradients was used: it goes on to the next.
+        # An order that needs no gradients counted no sample: the next one follows.
         if left and (steps or BALANCE_TYPES[kind.name].needs_gradients):
             assert len(restored) == len(left)
             assert list(restored) == left

@@ -1,4 +1,4 @@
-"""Signs from inner products equal those of the loop they stand for."""
+"""Signs from inner products equal those of a loop over the vectors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grab_xla.balancing.decisions import Decisions, finite_rows
 
 
 def one_by_one(vectors, total, limits, tie_positive):
-    """Signs and the accumulator, from the vectors themselves."""
+    """Returns signs and the accumulator, computed from the vectors themselves."""
     signs, total = [], np.array(total)
     for z, limit in zip(vectors, limits):
         if not np.isfinite(z).all():
@@ -54,16 +54,16 @@ def test_signs_are_those_of_the_loop(rows, tie_positive, walks, data):
     signs = decide.signs(products[:, 0], gram, finite_rows(gram), thresholds)
     assert signs.tolist() == expected
     drawn = None if thresholds is None else thresholds.unsqueeze(1)
-    sums, codes = compiled_loop.balance_in_sequence(
-        z, torch.zeros_like(z[:1]), a.unsqueeze(0), drawn, tie_positive=tie_positive
+    sums, placements = compiled_loop.balance_in_sequence(
+        z, torch.zeros_like(z[:1]), a.unsqueeze(0), drawn, tie=tie
     )
-    assert codes.tolist() == expected
+    assert placements.tolist() == expected
     assert sums[0].tolist() == total.tolist()
 
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_the_compiled_loop_is_the_python_it_was_made_of(monkeypatch, depth):
-    """Whether Numba is there or not."""
+    """The results are the same with and without Numba."""
     x, y = torch.randn(6, 5), torch.randn(1, 5)
     sums, limits = torch.randn(2 ** (depth + 1), 5), torch.randn(6, depth + 1)
     if compiled_loop.available():
@@ -82,9 +82,9 @@ def test_strided_rows_are_read_where_they_are(views):
     x = {"rows": whole, "every other": whole[1::2], "columns": whole[:, ::2],
          "one": whole[3:4]}[views]  # fmt: skip
     sums = torch.zeros(2, x.shape[1])
-    new, codes = compiled_loop.balance_in_sequence(
+    new, placements = compiled_loop.balance_in_sequence(
         x, torch.zeros_like(x[:1]), sums, None
     )
     assert (sums == 0).all()
     assert torch.equal(new[1], x.sum(0))
-    assert torch.equal(new[0], (codes.unsqueeze(1) * x).sum(0))
+    assert torch.equal(new[0], (placements.unsqueeze(1) * x).sum(0))

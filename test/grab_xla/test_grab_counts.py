@@ -19,7 +19,7 @@ NUM_SAMPLES = 44  # with steps of 16: two whole ones and one of 12
 
 
 def count_epochs(rank: int, runs: list[tuple[str, dict]]) -> list[list]:
-    """For each run and epoch: counts of its beginning and of its steps."""
+    """Returns, for each run and epoch, counts of its beginning and of its steps."""
     del rank
     replica = xla_replica.current()
     own_batch = 16 // replica.num_replicas
@@ -55,5 +55,5 @@ def test_steps_read_nothing_and_compile_nothing_new(backend):
                 assert beginning.fallbacks == {}, what
                 if epoch > 0:
                     assert steps.compilations == 0, what
-                    # The codes' transfer cuts no new program either.
+                    # The placements' transfer does not cut a new program either.
                     assert beginning.compilations == 0, what

@@ -1,4 +1,4 @@
-"""Moments at which a sampler is saved, left, looked at or given something odd."""
+"""Samplers that are saved, abandoned or inspected midway, or get odd arguments."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_what_is_not_finite_is_not_herded():
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_drawn_signs_do_not_depend_on_batches(num_workers):
-    """Also those of partners that arrived in an earlier batch."""
+    """This includes the signs of partners that arrived in an earlier batch."""
     kind = KINDS["pair"]._replace(options={"num_workers": num_workers})
     options = {"prob_balance": True, "prob_balance_c": 5.0}
     orders = []
@@ -195,13 +195,13 @@ class Update:
 
 
 def left_in_the_middle(rank):
-    """One whole step, then half a step of the same epoch, then another epoch."""
+    """Runs one whole step, then half a step of the same epoch, then another epoch."""
     sampler = KINDS["mean"].sampler(N)
     order, orders = sampler(0), []
     grads = ordering.gradients(0, N)
     held = grads[order[4 * rank : 4 * rank + 4]].clone()
     sampler.step(ordering.as_dict(held))
-    held.zero_()  # as a loop may do with gradients that it has used
+    held.zero_()  # A loop may overwrite gradients after use.
     sampler.after_update(Update())
     sampler.step(ordering.as_dict(grads[order[8 + 4 * rank : 12 + 4 * rank]]))
     orders.append(sampler(1).tolist())

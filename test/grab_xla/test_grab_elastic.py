@@ -18,7 +18,7 @@ NUM_SAMPLES, MINIBATCH, EPOCHS = 50, 4, 5
 
 
 class Training:
-    """A small model, its elastic optimizer and the sampler that orders its samples."""
+    """A small model, its elastic optimizer, and the sampler that orders its samples."""
 
     def __init__(self, name: str, **options) -> None:
         self.replica = xla_replica.current()
@@ -36,7 +36,7 @@ class Training:
         self.optimizer.attach(self.grab.after_update)
 
     def epoch(self, epoch: int) -> list[int]:
-        """Trains it; the epoch's order."""
+        """Trains the model for an epoch; returns its order."""
         rows = ordering.gradients(epoch, NUM_SAMPLES)
         self.sampler.set_epoch(epoch)
         self.optimizer.set_epoch(epoch)  # where replicas that begin idle join
@@ -50,7 +50,7 @@ class Training:
 
 
 def train(name: str, epochs: int = EPOCHS, saved=None, **options):
-    """Orders of all epochs, the accumulators, and what every epoch cost."""
+    """Returns the orders of all epochs, the accumulators, and every epoch's counts."""
     run = Training(name, **options)
     first = 0
     if saved is not None:
@@ -102,7 +102,7 @@ def together(request, alone):
 
 @pytest.mark.parametrize("name", TIE_FREE)
 def test_signs_are_credited_to_the_samples_they_are_of(together, alone, name):
-    """Whatever replica ran them, in whatever substep."""
+    """Which replica ran a minibatch, and in which substep, makes no difference."""
     backend, outcomes = together
     orders, state, afterwards = alone[name]
     assert len({tuple(order) for order in orders}) == EPOCHS
@@ -115,7 +115,7 @@ def test_signs_are_credited_to_the_samples_they_are_of(together, alone, name):
         assert resumed == afterwards
         if backend.device == "xla":
             assert [compilations for compilations, _ in costs[2:]] == [0] * 3
-            # Once an epoch, at its beginning, every replica reads the codes.
+            # Every replica reads the placements once, when an epoch begins.
             assert {transfers for _, transfers in costs} <= {0, backend.num_replicas}
 
 
@@ -166,13 +166,13 @@ def test_misuse_is_named(how, message):
     ],
 )
 def test_misuse_is_named_on_one_replica(how, message):
-    """At the first update, of two minibatches of four."""
+    """The first update, of two minibatches of four, raises."""
     with pytest.raises(ValueError, match=message):
         xla_replica.launch(stepped_wrongly, (how,), 1, "cpu")
 
 
 def test_one_replica_needs_no_attaching():
-    """It balances at once; two passes, in the right order of calls."""
+    """It balances at once, in two passes with the right order of calls."""
     xla_replica.launch(stepped_wrongly, ("not attached",), 1, "cpu")
 
 
@@ -185,7 +185,7 @@ def test_an_order_that_is_gone_is_not_given():
 
 
 def stopped_at(rank: int, name: str, folder, stop_at: int | None) -> list[list[int]]:
-    """Orders of all epochs until the end, or until a checkpoint behind ``stop_at``."""
+    """Returns the orders of all epochs, or until a checkpoint after ``stop_at``."""
     run = Training(name)
     checkpointer = vbs.Checkpointer(
         folder, run.optimizer, every_updates=10_000, model=run.model, grab=run.grab
@@ -216,7 +216,7 @@ def stopped_at(rank: int, name: str, folder, stop_at: int | None) -> list[list[i
     ],
 )
 def test_orders_go_on_in_the_middle_of_an_epoch(first, then, name, alone, tmp_path):
-    """On another number of replicas; epochs have four or five steps."""
+    """The number of replicas changes; epochs have four or five steps."""
     expected = alone[name][0]
     with pytest.raises(xla_replica.Stopped):
         first.run(stopped_at, name, tmp_path, 8, timeout=180)

@@ -1,4 +1,4 @@
-"""However many replicas balance, orders and accumulators are those of one."""
+"""Any number of replicas gives the orders and accumulators of one replica."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EPOCHS, SAVED_AFTER = 6, 1  # saved in the middle of epoch 3
 
 
 class Outcome(NamedTuple):
-    """What a replica saw of a run; all replicas' must agree."""
+    """What a replica saw of a run, which must be the same on all replicas."""
 
     orders: list[list[int]]
     accumulators: dict[str, torch.Tensor]
@@ -27,7 +27,7 @@ class Outcome(NamedTuple):
 
 
 def train(sampler, first: int, last: int, steps: int | None = None) -> list[list[int]]:
-    """Whole orders of the epochs; ``steps`` cuts the last one short."""
+    """Returns the whole orders of the epochs; ``steps`` cuts the last one short."""
     replica = xla_replica.current()
     own_batch = GLOBAL_BATCH // replica.num_replicas
     orders = []
@@ -39,7 +39,7 @@ def train(sampler, first: int, last: int, steps: int | None = None) -> list[list
 
 
 def finish_epoch(sampler, epoch: int) -> None:
-    """Goes on with a restored epoch."""
+    """Continues a restored epoch."""
     replica = xla_replica.current()
     own = list(sampler)
     rows = ordering.gradients(epoch, NUM_SAMPLES)
@@ -73,7 +73,7 @@ def run_all(
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Outcome]:
-    """One replica on the CPU, and what a resumed run is to give."""
+    """The outcomes of one replica on the CPU, and what a resumed run must give."""
     outcomes = {}
     for name in TIE_FREE:
         outcome = run(name, None)

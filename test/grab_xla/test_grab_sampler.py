@@ -1,4 +1,4 @@
-"""How `GraBSampler` is used, and what it says when it is used wrongly."""
+"""How `GraBSampler` is used, and which errors it raises when it is used wrongly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WithIndex(torch.utils.data.Dataset):
 
 
 def epochs_of(loader, sampler, count=3):
-    """Indices that the loader gave, epoch by epoch, each batch balanced."""
+    """Returns the indices that the loader gave, epoch by epoch; balances each batch."""
     seen = []
     for _ in range(count):
         seen.append([])
@@ -106,7 +106,7 @@ def test_an_abandoned_epoch_orders_what_was_seen():
 
 
 def test_functional_training_as_the_readme_of_grab_sampler_shows():
-    """Only the import is another one."""
+    """Only the import is different."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(32, 5, generator=generator)
     y = (x.sum(1) > 0).long()

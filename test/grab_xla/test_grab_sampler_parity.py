@@ -48,7 +48,7 @@ def ours(n, balance_type, **options):
 
 
 def gradients(n, epoch):
-    """Another set every epoch, with a common mean."""
+    """Returns a different set for every epoch, with a common mean."""
     generator = torch.Generator().manual_seed(0)
     base = torch.randn(n, D, generator=generator, dtype=torch.float64) + 0.3
     generator.manual_seed(1 + epoch)
@@ -95,7 +95,7 @@ def test_orders_are_equal(
 @pytest.mark.parametrize("normalize_grads", [False, True])
 @pytest.mark.parametrize("size", [2, 16, 32])
 def test_recursive_pairs_are_equal(package, size, normalize_grads):
-    """The blocks are the batches: it needs whole ones of a power of two."""
+    """The blocks are the batches, which must have the size of a power of two."""
     options = {"batch_size": size, "normalize_grads": normalize_grads}
     theirs = theirs_of(package, 96, "recursive-pair", **options)
     mine = ours(96, "recursive-pair", **options)
@@ -105,7 +105,7 @@ def test_recursive_pairs_are_equal(package, size, normalize_grads):
 @pytest.mark.parametrize("balance_type", ["mean", "pair", "recursive"])
 @pytest.mark.parametrize("kind", ["jl", "kron"])
 def test_projected_orders_are_equal(package, balance_type, kind):
-    """Given the same projection: each package draws its own."""
+    """Both get the same projection, since each package draws its own."""
     with pytest.warns(UserWarning, match="reduces nothing"):
         mine = ours(90, balance_type, random_projection=kind, pi_eps=0.9)
     theirs = theirs_of(package, 90, balance_type, random_projection=kind, pi_eps=0.9)
@@ -115,7 +115,7 @@ def test_projected_orders_are_equal(package, balance_type, kind):
 
 
 def test_uncentred_batches_are_equal(package):
-    """The one with the defect, for comparisons. It runs in the default dtype only."""
+    """This is the type with the defect; theirs only runs in the default dtype."""
     torch.set_default_dtype(torch.float64)
     try:
         theirs = theirs_of(package, 90, "batch", batch_size=7)
@@ -127,7 +127,7 @@ def test_uncentred_batches_are_equal(package):
 
 @pytest.mark.parametrize("balance_type", ["ema", "adaema"])
 def test_moving_averages_agree_but_for_ties(package, balance_type):
-    """Teacher forcing: our accumulators follow their signs.
+    """Our accumulators follow their signs.
 
     Over the first batch the centred gradients sum to zero, so that exact ties come up,
     and rounding decides them.
@@ -151,17 +151,17 @@ def test_moving_averages_agree_but_for_ties(package, balance_type):
             mine.step(grads)
             centre = mine._balancer.state["mean"]
             scale = mine._balancer.state.get("scale", torch.ones(1, 1).double())
-            codes = torch.from_numpy(mine._balancer.placements()[start:]).double()
+            placements = torch.from_numpy(mine._balancer.placements()[start:]).double()
             vectors = (grads["w"] - centre) / scale
             assert left <= theirs.sorter.left
-            for vector, code in zip(vectors, codes):
+            for vector, placement in zip(vectors, placements):
                 product = float(before @ vector)
                 if abs(product) < 1e-9 * float(vector @ vector):
                     near_ties += 1
-                    break  # what follows depends on how it was decided
-                assert code == (1 if product < 0 else -1)
+                    break  # Later signs depend on this one.
+                assert placement == (1 if product < 0 else -1)
                 compared += 1
-                before = before + code * vector
+                before = before + placement * vector
             else:
                 torch.testing.assert_close(
                     theirs.sorter.acc, before, rtol=1e-9, atol=1e-9

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 from hypothesis import given
@@ -13,15 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import xla_replica
 from grab_xla import herding as herding_of
+from grab_xla.balancing import prefix_sums
 from grab_xla.balancing.prefix_sums import Herding, PrefixNorms, RunningHerding
 
 F64 = torch.float64
-# The package exports a function of this name, which `import` would find instead.
-MODULE = importlib.import_module("grab_xla.balancing.prefix_sums")
 
 
 def random_vectors(n: int, d: int, seed: int = 0, dtype=F64) -> torch.Tensor:
-    """With a mean far from zero, which an instrument must not mistake for herding."""
+    """Returns vectors with a mean far from zero, which must not count as herding."""
     generator = torch.Generator().manual_seed(seed)
     return (3 + torch.randn(n, d, generator=generator, dtype=F64)).to(dtype)
 
@@ -33,7 +30,7 @@ def random_order(n: int, seed: int = 0) -> list[int]:
 def brute_force(
     vectors: torch.Tensor, order: list[int], mean: torch.Tensor | None = None
 ) -> tuple[float, float]:
-    """Every prefix summed anew, one number at a time."""
+    """Sums every prefix again, one number at a time."""
     rows = [[float(x) for x in row] for row in vectors]
     columns = range(len(rows[0]))
     if mean is None:
@@ -56,7 +53,7 @@ def numbers(found: Herding) -> tuple[float, float]:
 def run(
     vectors: torch.Tensor, mean: torch.Tensor, sizes: list[int]
 ) -> dict[str, torch.Tensor]:
-    """The state after batches of these sizes."""
+    """Returns the state after batches of these sizes."""
     running = RunningHerding(vectors.dtype)
     state = running.init(vectors.shape[1])
     for rows in vectors.split(sizes):
@@ -65,7 +62,7 @@ def run(
 
 
 def test_a_case_by_hand():
-    """Around (1, 1): prefixes (2, -1), (2, 2), (0, 0); in the other order (0, 3)."""
+    """Prefixes around (1, 1) are (2, -1), (2, 2), (0, 0); in the other order (0, 3)."""
     vectors = torch.tensor([[3.0, 0.0], [1.0, 4.0], [-1.0, -1.0]])
     assert numbers(herding_of(vectors)) == (2.0, pytest.approx(8**0.5))
     assert numbers(herding_of(vectors, [1, 0, 2])) == (3.0, 3.0)
@@ -80,7 +77,7 @@ def test_a_case_by_hand():
 @pytest.mark.parametrize("d", [1, 5])
 @pytest.mark.parametrize("centre", [None, -1.0])
 def test_brute_force_agrees(n, d, centre, monkeypatch):
-    monkeypatch.setattr(MODULE, "MAX_ROWS", 5)  # several chunks, one shorter
+    monkeypatch.setattr(prefix_sums, "MAX_ROWS", 5)  # several chunks, one shorter
     vectors, order = random_vectors(n, d), random_order(n)
     mean = None if centre is None else torch.full((d,), centre, dtype=F64)
     expected = brute_force(vectors, order, mean)
@@ -106,7 +103,7 @@ def test_vectors_that_want_gradients_cost_no_more_and_stay_as_they_are():
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the number of elements of the largest tensor that is made anew."""
+    """Records the number of elements of the largest tensor that is created."""
 
     def __init__(self, given: torch.Tensor) -> None:
         super().__init__()
@@ -125,7 +122,7 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_vectors_are_never_copied_whole(dtype, monkeypatch):
-    monkeypatch.setattr(MODULE, "MAX_ELEMENTS", 100)
+    monkeypatch.setattr(prefix_sums, "MAX_ELEMENTS", 100)
     vectors = random_vectors(2000, 10, dtype=dtype)
     for order in (None, random_order(2000)):
         with LargestTensor(vectors) as largest:
@@ -151,7 +148,7 @@ def test_the_running_form_is_the_exact_one_however_batches_are_cut(sizes, d, see
 
 
 def test_any_centre_will_do():
-    """That of the epoch before is not this epoch's: the end of the sum is not zero."""
+    """The mean of the previous epoch differs: the whole sum is not zero."""
     vectors = random_vectors(20, 3)
     mean = vectors.mean(0) + 0.1
     state = run(vectors, mean, [7, 13])
@@ -179,7 +176,7 @@ def test_rows_that_equal_the_mean_fill_a_batch():
 
 @pytest.mark.parametrize("widths", [[7], [3, 4], [1, 0, 4, 2]])
 def test_shards_of_the_columns_complete_one_another(widths):
-    """Row by row; completing maxima instead would be wrong, see the last line."""
+    """Norms are completed row by row; the last line shows that maxima cannot be."""
     vectors = random_vectors(24, 7)
     mean = vectors.mean(0)
     running = RunningHerding(F64)
@@ -248,7 +245,7 @@ def test_what_does_not_fit_a_state_is_refused():
 
 
 def on_a_device(rank: int) -> tuple[list[tuple[int, int, int]], list[float]]:
-    """Counts of three epochs of the running form, then its result and the exact one."""
+    """Returns counts of three epochs, the running result and the exact one."""
     replica = xla_replica.current()
     vectors = random_vectors(48, 5, dtype=torch.float32)
     order = torch.tensor(random_order(48))

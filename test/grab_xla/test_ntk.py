@@ -18,7 +18,7 @@ SAMPLES = 21
 
 
 def mlp(dtype=F64, norm=nn.BatchNorm1d) -> nn.Module:
-    """Flattens, so it needs the axis of the batch; has buffers in use."""
+    """Returns a model that flattens, so it needs a batch axis, and has buffers."""
     with xla_replica.LocalReplica("cpu").seeded(0):
         model = nn.Sequential(
             nn.Flatten(), nn.Linear(6, 5), norm(5), nn.Tanh(), nn.Linear(5, 3)
@@ -63,6 +63,20 @@ def test_gradients_are_those_of_autograd(batch_size):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_frozen_and_unused_parameters_have_columns_too():
+    """Whether gradients are enabled where it is called makes no difference."""
+    model = mlp()
+    expected = gradients_by_autograd(model)
+    model[1].requires_grad_(False)
+    model.register_parameter("unused", nn.Parameter(torch.ones(3, dtype=F64)))
+    with torch.no_grad():
+        found = per_sample_gradients(
+            model, *state(model), cross_entropy, dataset(), 8, F64
+        )
+    unused = torch.zeros(SAMPLES, 3, dtype=F64)
+    torch.testing.assert_close(found, torch.cat([unused, expected], 1))
+
+
 def test_gradients_by_some_parameters_are_their_columns():
     model = mlp()
     params, buffers = state(model)
@@ -75,7 +89,7 @@ def test_gradients_by_some_parameters_are_their_columns():
 
 
 def test_a_dtype_is_that_of_the_whole_computation():
-    """A bfloat16 model and float64 data, in float32: as exact as float32."""
+    """A bfloat16 model and float64 data in float32 are as exact as float32."""
     model = mlp(torch.bfloat16)
     wide = mlp(torch.bfloat16).double()
     found = per_sample_gradients(model, *state(model), cross_entropy, dataset())

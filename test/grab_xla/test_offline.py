@@ -19,7 +19,7 @@ def vectors(n: int, d: int, seed: int = 0, mean: float = 0.0) -> torch.Tensor:
 
 
 def balanced_one_by_one(z, rounds, order, tie, centered) -> list[int]:
-    """The algorithm as it is written down, with the vectors themselves."""
+    """Runs the algorithm as published, with the vectors themselves."""
     z = z if centered else z - z.mean(0)
     for _ in range(rounds):
         accumulator = torch.zeros(z.shape[1], dtype=z.dtype)
@@ -61,7 +61,7 @@ def test_balancing_is_the_loop_over_vectors(n, d, rounds, tie, centered):
 
 @pytest.mark.parametrize("tie", ["negative", "positive"])
 def test_exact_ties_go_where_the_option_says(tie):
-    """Vectors of -1, 0 and 1, whose products are exact and often zero."""
+    """The vectors hold -1, 0 and 1, so that products are exact and often zero."""
     generator = torch.Generator().manual_seed(3)
     z = torch.randint(-1, 2, (50, 4), generator=generator).double()
     found = offline_mean_balance(z @ z.T, 4, tie=tie, centered=True)
@@ -158,7 +158,7 @@ def test_two_calls_make_the_same_order_whatever_the_generator_did():
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 @pytest.mark.parametrize(("n", "d"), [(20, 100), (20, 5)])
 def test_an_eigenvector_that_is_noise_is_warned_about(n, d, dtype):
-    """The null vector of a centred kernel, or any of a null space."""
+    """This is the null vector of a centred kernel, or a vector of a null space."""
     features = vectors(n, d)
     features = features - features.mean(0)
     kernel = (features @ features.T).to(dtype)

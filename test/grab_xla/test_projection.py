@@ -1,4 +1,4 @@
-"""Random projections: against explicit matrices, what they keep, and what they cost."""
+"""Random projections: their matrices, what they preserve, and what they cost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from grab_xla.random_projections import (
 
 F64 = torch.float64
 KINDS = sorted(PROJECTIONS.keys() - {"none"})
-# Sizes that are no powers, so that kron pads and rounds.
+# Sizes that are not powers, so that kron pads and rounds.
 NUM_INPUTS, NUM_OUTPUTS = 300, 60
 
 
@@ -37,7 +37,7 @@ def gradients(num_samples: int, num_inputs=NUM_INPUTS, seed=0) -> torch.Tensor:
 
 
 def explicit_matrix(projected: Projection) -> torch.Tensor:
-    """``(K, D)``, by the textbook, from the tables."""
+    """Returns the textbook matrix, ``(K, D)``, made of the tables."""
     tables = projected.tables
     if projected.kind == "jl":
         return tables[0]
@@ -91,7 +91,7 @@ def test_none_is_the_identity():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_squared_norms_are_kept_on_average(kind):
-    """Unbiased: within five standard errors over 200 seeds."""
+    """The estimate is within five standard errors over 200 seeds."""
     rows = gradients(4)
     wanted = rows.square().sum(1)
     ratios = torch.stack(
@@ -135,7 +135,7 @@ def test_very_sparse_has_the_density_of_the_paper(num_inputs):
 
 @pytest.mark.parametrize("num_inputs", [2, 4, 8])
 def test_every_column_is_as_likely(num_inputs):
-    """The first and last cell of a row too, where rows meet in the stream of gaps."""
+    """This includes the first and last cell of a row, where gaps cross rows."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         projected = project("jl_sparse", num_inputs, num_outputs=4000)
@@ -160,7 +160,7 @@ def test_the_matrix_is_a_function_of_the_seed_alone(kind):
 
 
 def test_the_matrix_is_the_same_in_every_version_of_torch():
-    """What a resumed run relies on; also on a CPU without AVX2."""
+    """A resumed run relies on it, also on a CPU without AVX2."""
     found = {kind: project(kind)(torch.ones(1, NUM_INPUTS))[0, :2] for kind in KINDS}
     expected = {
         "jl": [1.1342209235420448, 2.314711039257048],

@@ -1,4 +1,4 @@
-"""Balancing as the papers write it, one sample and one number at a time, in float64."""
+"""Balancing as in the papers, one sample at a time, in float64."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Decide = Callable[[float, int, int], bool]  # (inner product, sample, draw) -> i
 
 
 def below_zero(product: float, sample: int, draw: int) -> bool:
-    """grab-sampler's rule: a tie is negative."""
+    """Returns whether the sign is +1 by grab-sampler's rule: a tie is negative."""
     del sample, draw
     return product < 0
 
 
 def up_to_zero(product: float, sample: int, draw: int) -> bool:
-    """The rule of the papers' code: a tie is positive."""
+    """Returns whether the sign is +1 by the papers' code: a tie is positive."""
     del sample, draw
     return product <= 0
 
 
 def mean(order, rows, centre, decide: Decide = below_zero):
-    """Next order of mean balance around ``centre``."""
+    """Returns the next order of mean balance around ``centre``."""
     left, right, total = [], [], np.zeros(rows.shape[1])
     for i, sample in enumerate(order):
         z = rows[i] - centre
@@ -37,7 +37,7 @@ def mean(order, rows, centre, decide: Decide = below_zero):
 
 
 def pair(order, rows, decide: Decide = below_zero, num_workers: int = 1):
-    """Next order of (coordinated) pair balance; n must be a multiple of 2W."""
+    """Returns the next order of (coordinated) pair balance; 2W must divide n."""
     lefts = [[] for _ in range(num_workers)]
     rights = [[] for _ in range(num_workers)]
     total = np.zeros(rows.shape[1])
@@ -55,7 +55,7 @@ def pair(order, rows, decide: Decide = below_zero, num_workers: int = 1):
 
 
 def recursive(order, rows, centre, depth: int, decide: Decide = below_zero):
-    """Next order of recursive balance: a walk from the root to a leaf."""
+    """Returns the next order of recursive balance: samples walk from root to leaf."""
     totals = [np.zeros(rows.shape[1]) for _ in range(2 ** (depth + 1) - 1)]
     leaves = [([], []) for _ in range(2**depth)]
     for i, sample in enumerate(order):
@@ -72,7 +72,7 @@ def recursive(order, rows, centre, depth: int, decide: Decide = below_zero):
 
 
 def recursive_pair(order, rows, size: int, decide: Decide = below_zero):
-    """Next order of recursive pair balance; n must be a multiple of ``size``."""
+    """Returns the next order of recursive pair balance; ``size`` must divide n."""
     totals = [np.zeros(rows.shape[1]) for _ in range(size - 1)]
 
     def sort(items, node, before):
@@ -95,7 +95,7 @@ def recursive_pair(order, rows, size: int, decide: Decide = below_zero):
 
 
 def batch(order, rows, centre, steps, centred_update: bool = True):
-    """Next order of batch balance; ``steps`` are (start, end) of each."""
+    """Returns the next order of batch balance; ``steps`` are (start, end) pairs."""
     left, right, total = [], [], np.zeros(rows.shape[1])
     for start, end in steps:
         plus = [total @ (rows[i] - centre) < 0 for i in range(start, end)]
@@ -110,7 +110,7 @@ def batch(order, rows, centre, steps, centred_update: bool = True):
 
 
 def exponential_means(rows, steps, beta, average, power):
-    """Bias-corrected averages of the batch means, and what goes on: for EMA."""
+    """Returns bias-corrected averages of the batch means, and the EMA's state."""
     centres = []
     for start, end in steps:
         average = beta * average + (1 - beta) * rows[start:end].mean(0)

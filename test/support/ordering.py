@@ -15,7 +15,7 @@ NUM_SAMPLES, NUM_PARAMETERS = 48, 13
 
 
 class Kind(NamedTuple):
-    """A balance type with options, and what is promised of it.
+    """A balance type with options, and its promises.
 
     Attributes:
         invariant: The order does not depend on how the epoch is cut into steps.
@@ -30,7 +30,7 @@ class Kind(NamedTuple):
     oracle: Callable[..., list[int]] | None = None
 
     def sampler(self, num_samples: int = NUM_SAMPLES, **options: Any) -> GraBSampler:
-        """One for `NUM_PARAMETERS` float64 parameters."""
+        """Returns a sampler for `NUM_PARAMETERS` float64 parameters."""
         parameters = {"w": torch.zeros(2, 5), "b": torch.zeros(NUM_PARAMETERS - 10)}
         options = {"dtype": torch.float64, **self.options, **options}
         if self.name == "fixed":
@@ -115,7 +115,7 @@ TIE_FREE = [name for name in BALANCING if name not in ("ema", "adaema")]
 
 
 def gradients(epoch: int, num_samples: int = NUM_SAMPLES) -> torch.Tensor:
-    """``(n, NUM_PARAMETERS)`` float64, another set every epoch, with a common mean."""
+    """Returns ``(n, NUM_PARAMETERS)`` float64 gradients, which drift by epoch."""
     generator = torch.Generator().manual_seed(0)
     shape = (num_samples, NUM_PARAMETERS)
     base = torch.randn(shape, generator=generator, dtype=torch.float64) + 0.3
@@ -125,7 +125,7 @@ def gradients(epoch: int, num_samples: int = NUM_SAMPLES) -> torch.Tensor:
 
 
 def as_dict(rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Rows as per-sample gradients of the parameters of `Kind.sampler`."""
+    """Returns rows as per-sample gradients of the parameters of `Kind.sampler`."""
     return {"w": rows[:, :10].reshape(-1, 2, 5), "b": rows[:, 10:]}
 
 
@@ -137,7 +137,7 @@ def batches(order: list[int], size: int) -> Iterator[list[int]]:
 def run_epoch(
     sampler: GraBSampler, epoch: int, size: int, steps: int | None = None
 ) -> list[int]:
-    """One epoch (or its first ``steps`` steps); what this replica visited."""
+    """Runs an epoch (or its first ``steps`` steps); returns this replica's samples."""
     order = list(sampler)
     rows = gradients(epoch, sampler.num_samples)
     for batch in list(batches(order, size))[:steps]:

@@ -1,4 +1,4 @@
-"""Published packages that ours are compared with, fetched by the tests themselves."""
+"""Published packages that the tests fetch and compare ours with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def not_compared(package: str, error: str) -> NoReturn:
-    """Skips the tests that need a package which cannot be had; in CI they fail.
+    """Skips tests that need a package that is not available; in CI they fail.
 
     A green run of CI then means that the comparison was made.
 
