@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from support.per_sample import rules_kept
+from support.gradient_oracle import rules_kept
 from support.replicas import HAS_XLA, needs_xla
 from support.scripts import run_script, words
 from support.torchrun import LAUNCHER
