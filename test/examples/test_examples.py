@@ -27,7 +27,7 @@ from examples.ordering import (
 )
 from examples.ordering.language_model import ByteGPT
 from examples.ordering.training_options import ORDERS
-from per_sample_grad.layers import RULES
+from per_sample_grad.layers.registry import RULES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -394,7 +394,7 @@ def test_gradients_are_right_on_xla():
 
 @rules_kept()
 def test_wrong_gradients_are_found():
-    rule = RULES[torch.nn.Linear].contributions
+    rule = RULES[torch.nn.Linear]
     psg.register_rule(torch.nn.Linear)(lambda call, grad: rule(call, 2 * grad))
     with pytest.raises(RuntimeError, match=r"2\.weight +WRONG"):
         ordered_training.check_gradients(*models()["logistic"])
