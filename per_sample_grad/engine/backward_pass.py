@@ -16,24 +16,14 @@ from typing import TYPE_CHECKING
 import torch
 
 import xla_replica
-from per_sample_grad.engine import comparison, graph
+from per_sample_grad.engine import comparison, graph, recording
 from per_sample_grad.engine.comparison import Comparer, Comparison
 from per_sample_grad.engine.fallback import FALLBACKS
-from per_sample_grad.engine.recording import (
-    RecordedCall,
-    RecordedModule,
-    why_outside,
-)
+from per_sample_grad.engine.recording import RecordedCall, RecordedModule
 from per_sample_grad.errors import CoverageError, PerSampleError, Refusal
+from per_sample_grad.factors import forms
 from per_sample_grad.factors.factors import Factors
-from per_sample_grad.factors.forms import (
-    Contribution,
-    accumulation_dtype,
-    full_precision,
-    merge,
-    regroup,
-    widened,
-)
+from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.factors.plan import default_budget
 
 if TYPE_CHECKING:
@@ -45,19 +35,12 @@ Problems = dict[str, list[str]]
 
 @dataclasses.dataclass(frozen=True)
 class BackwardResult:
-    """What one backward pass found, complete or not.
+    """What one backward pass found, complete or not."""
 
-    Attributes:
-        modules: The module of every call that the losses depend on, in order.
-        problems: Why a parameter has no contributions, by parameter.
-        compared: The comparison with autograd, if one was due.
-        budget: Bytes of temporaries.
-    """
-
-    modules: Sequence[RecordedModule]
+    modules: Sequence[RecordedModule]  # of every call that the losses depend on
     problems: Problems
-    compared: Comparison | None
-    budget: int
+    compared: Comparison | None  # None: no comparison was due
+    budget: int  # bytes of temporaries
 
 
 @dataclasses.dataclass(eq=False)
@@ -65,16 +48,13 @@ class BackwardPass:
     """A backward pass that applies every call's rule when its gradient is there.
 
     Attributes:
-        capture: The model, the selected parameters and the options.
-        losses: ``(B,)``.
         receive: Takes the factors of some parameters at a time. Factors from a
             fallback come after those of a rule, and may replace them.
-        retain_graph: Keep the graph.
         reported: What is missing or wrong is for a report and not an error, and no
             fallback replaces a wrong rule; without a fallback nothing is compared.
-        frees: Whether memory that the pass has used is free afterwards: temporaries
-            may then take half of it.
-        remark: For people, in the error about uncovered uses.
+        frees: Memory that the pass has used is free afterwards, so that temporaries
+            may take half of it.
+        remark: A sentence for the error about uncovered uses.
     """
 
     capture: Capture
@@ -100,11 +80,7 @@ class BackwardPass:
         self._handed_on: set[str] = set()
 
     def run(self, calls: list[RecordedCall], reached: graph.Reached) -> BackwardResult:
-        """Runs the pass; empties ``calls``, so that each can be freed once reached.
-
-        Raises:
-            PerSampleError: Unless ``reported``, if an answer is missing or wrong.
-        """
+        """Runs the pass; empties ``calls``, so that each can be freed once reached."""
         model, has_fallback = self.capture.model, self._fallback is not None
         key = comparison.signature(self.losses, calls, self._params, reached)
         outside = self._outside(reached.outside)
@@ -225,7 +201,7 @@ class BackwardPass:
         call = self._calls[number]
         assert call is not None
         if gradient is not None:
-            with full_precision(gradient.device):
+            with forms.full_precision(gradient.device):
                 self._apply(call, gradient.detach().reshape(call.shape))
         names, size = dict.fromkeys(call.owner.params.values()), call.shape.numel()
         self._calls[number] = call = None  # its arguments can be freed
@@ -234,7 +210,7 @@ class BackwardPass:
             for name in names:
                 self._missing[name] -= 1
                 if not self._missing[name] and name not in self._problems:
-                    complete[name] = merge(self._parts.pop(name, []))
+                    complete[name] = forms.merge(self._parts.pop(name, []))
         if complete:
             self._hand_on(complete)
         self._passed += size
@@ -244,7 +220,7 @@ class BackwardPass:
         if self._comparer is not None:
             self._comparer.witness(call.call, params.values(), gradient)
         if scale != 1:
-            gradient = gradient.to(accumulation_dtype(gradient.dtype)) / scale
+            gradient = gradient.to(forms.accumulation_dtype(gradient.dtype)) / scale
         wanted = {i: name for i, name in params.items() if name not in self._problems}
         if not wanted:
             return
@@ -254,7 +230,7 @@ class BackwardPass:
             if missing:
                 raise Refusal(f"its rule returned nothing for {', '.join(missing)}")
             parts = [
-                (name, regroup(widened(found[inner]), len(self.losses)))
+                (name, forms.regroup(forms.widened(found[inner]), len(self.losses)))
                 for inner, name in wanted.items()
             ]
         except Refusal as refusal:
@@ -311,11 +287,7 @@ class BackwardPass:
         return self._comparer.result()
 
     def _corrected(self, compared: Comparison, key: object) -> Comparison:
-        """Replaces wrong answers by a fallback's; remembers what was proven.
-
-        Raises:
-            PerSampleError: An answer is wrong, and there is no fallback.
-        """
+        """Replaces wrong answers by a fallback's; remembers what was proven."""
         assert self._comparer is not None
         wrong = compared.wrong if self._fallback is not None else {}
         if wrong:
@@ -331,7 +303,7 @@ class BackwardPass:
         return {
             name: [
                 f"{number} use(s) outside any module with a rule ("
-                f"{why_outside(self.capture.model, self._params[name])})"
+                f"{recording.why_outside(self.capture.model, self._params[name])})"
             ]
             for name, number in counts.items()
         }

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from per_sample_grad.engine import graph
+from per_sample_grad.engine import graph, recording
 from per_sample_grad.engine.backward_pass import (
     BackwardPass,
     BackwardResult,
@@ -16,12 +16,6 @@ from per_sample_grad.engine.backward_pass import (
 )
 from per_sample_grad.engine.comparison import CHECKS, Check
 from per_sample_grad.engine.fallback import FALLBACKS, Fallback
-from per_sample_grad.engine.recording import (
-    Recorder,
-    check_versions,
-    refuse_hidden,
-    refuse_hooked,
-)
 from per_sample_grad.factors.factors import Factors
 from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.factors.plan import METHODS, Method
@@ -101,7 +95,7 @@ class Capture:
     ) -> None:
         self.model = model
         self.params = selected(model, params)
-        refuse_hooked(self.params)
+        recording.refuse_hooked(self.params)
         self.fallback: Fallback = check_choice("fallback", fallback, FALLBACKS)
         self.check: Check = check_choice("check", check, CHECKS)
         self.method: Method = check_choice("method", method, METHODS)
@@ -111,7 +105,7 @@ class Capture:
         self.scale = check_number("scale", scale, above=0)
         self.compared = False
         self._names = {id(value): name for name, value in self.params.items()}
-        self._recorder = Recorder(model, self._names, batch_dim)
+        self._recorder = recording.Recorder(model, self._names, batch_dim)
         self._entered = self._answered = False
 
     def __enter__(self) -> Capture:
@@ -213,7 +207,7 @@ class Capture:
         self._recorder.stop()
         _check_losses(losses)
         self._check_state()
-        refuse_hooked(self.params)
+        recording.refuse_hooked(self.params)
         recorded = self._recorder.calls
         reached = graph.walk(
             losses,
@@ -222,8 +216,8 @@ class Capture:
             {0, *(each.call.batch_dim for each in recorded)},
         )
         calls = [recorded[number] for number in sorted(reached.regions)]
-        check_versions(calls)
-        refuse_hidden(self._recorder.unrecorded, calls, reached)
+        recording.check_versions(calls)
+        recording.refuse_hidden(self._recorder.unrecorded, calls, reached)
         recorded.clear()
         remark = "" if self._recorder.called else _NOTHING_CALLED
         backward_pass = BackwardPass(

@@ -80,11 +80,8 @@ class Comparer:
     of the whole gradient's or to what rounding explains. Large inputs explain at most
     a tenth of the whole gradient.
 
-    Args:
-        losses: ``(B,)``.
-        params: The parameters that are compared.
-        whole: A lower bound of the whole gradient's size, other parameters included.
-        scale: What losses are multiplied by in every backward pass.
+    ``whole`` is a lower bound of the whole gradient's size, other parameters included;
+    losses are multiplied by ``scale`` in every backward pass.
     """
 
     def __init__(
@@ -240,12 +237,7 @@ class Comparer:
 
 
 def judge(found: Comparison) -> None:
-    """Warns if float16 loses digits of many gradients; raises if answers are wrong.
-
-    Raises:
-        CouplingError: Rules are wrong for this model.
-        PerSampleError: float16 has lost so many digits that this cannot be told.
-    """
+    """Warns if float16 loses digits of many gradients; raises if answers are wrong."""
     if found.underflow > _UNDERFLOW:
         lost = (
             f"{found.underflow:.0%} of the float16 gradients of one layer's output are "
@@ -304,17 +296,11 @@ def _weights(losses: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """What earlier comparisons found for one structure of one model.
+    """What earlier comparisons found for one structure of one model."""
 
-    Attributes:
-        silent: Parameters about which nothing was learnt yet.
-        wrong: Parameters whose rules were wrong, so that a fallback replaced them.
-        whole: The size of the whole gradient.
-    """
-
-    silent: frozenset[str]
-    wrong: frozenset[str] = frozenset()
-    whole: float = 0.0
+    silent: frozenset[str]  # parameters about which nothing was learnt yet
+    wrong: frozenset[str] = frozenset()  # those that a fallback had to replace
+    whole: float = 0.0  # the size of the whole gradient
 
 
 _PROVEN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Proof]]

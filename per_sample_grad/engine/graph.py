@@ -38,15 +38,10 @@ _FLAT = ("TakeBackward0",)
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """The part of a graph that one call of a module made.
+    """The part of a graph that one call of a module made."""
 
-    Attributes:
-        output: The edge where the gradient of its output arrives.
-        inputs: The nodes of its inputs that require grad.
-    """
-
-    output: GradientEdge
-    inputs: tuple[Node, ...]
+    output: GradientEdge  # where the gradient of its output arrives
+    inputs: tuple[Node, ...]  # of its inputs that require grad
 
 
 def edge_of(output: torch.Tensor) -> GradientEdge:

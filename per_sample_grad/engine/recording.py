@@ -12,11 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from per_sample_grad.engine import graph
 from per_sample_grad.errors import CoverageError, PerSampleError
-from per_sample_grad.layers.batch_norm import (
-    needs_arithmetic,
-    output_by_arithmetic,
-    refuse_batch_statistics,
-)
+from per_sample_grad.layers import batch_norm
 from per_sample_grad.layers.registry import Call, Rule, rule_of, why_no_rule
 from xla_replica.common.arguments import check_integer
 from xla_replica.common.trees import map_tensors, tensors_in
@@ -24,14 +20,9 @@ from xla_replica.common.trees import map_tensors, tensors_in
 
 @dataclasses.dataclass(frozen=True)
 class RecordedModule:
-    """A module whose calls are recorded.
+    """A module of the model whose calls are recorded, because it has a rule.
 
-    Attributes:
-        name: Its name in the model.
-        kind: The name of its type.
-        rule: Its layer rule.
-        params: The names in the model of its selected parameters, by their names in
-            the module.
+    ``params`` maps its selected parameters' names in the module to those in the model.
     """
 
     name: str
@@ -45,21 +36,13 @@ class RecordedModule:
 
 @dataclasses.dataclass(frozen=True)
 class RecordedCall:
-    """One call of a module that has a rule.
-
-    Attributes:
-        owner: The module.
-        call: The module and its arguments, for the rule.
-        region: The part of the graph that the call made.
-        shape: The shape of its output.
-        versions: How often each tensor argument had been changed in place.
-    """
+    """One call of a module: what its rule sees, and what it made in the graph."""
 
     owner: RecordedModule
     call: Call
     region: graph.Region
-    shape: torch.Size
-    versions: tuple[int, ...]
+    shape: torch.Size  # of its output
+    versions: tuple[int, ...]  # how often each tensor was changed in place before
 
 
 class Recorder:
@@ -71,10 +54,9 @@ class Recorder:
         batch_dim: As for `Capture`.
 
     Attributes:
-        calls: The recorded calls of modules that have a rule, in order.
-        called: Whether any module that has a selected parameter was called.
-        unrecorded: Names of selected parameters of modules that were called while
-            gradients were off.
+        calls: The calls of modules that have a rule, in order.
+        called: Whether any of the modules was called.
+        unrecorded: Selected parameters of modules called while gradients were off.
     """
 
     def __init__(
@@ -93,7 +75,7 @@ class Recorder:
 
     def start(self) -> None:
         """Places the hooks; places none of them if one cannot be placed."""
-        refuse_batch_statistics(self._model)
+        batch_norm.refuse_batch_statistics(self._model)
         try:
             for name, module in self._model.named_modules():
                 self._place_hooks(name, module)
@@ -119,8 +101,8 @@ class Recorder:
             if rule is not None:
                 owner = RecordedModule(name, type(module).__name__, rule, params)
                 hooks.append(self._record(owner))
-        if needs_arithmetic(module):
-            hooks.append(output_by_arithmetic)
+        if batch_norm.needs_arithmetic(module):
+            hooks.append(batch_norm.output_by_arithmetic)
         for hook in hooks:
             # Each is put first: the output is replaced before the call is recorded,
             # and other hooks change it after that.
