@@ -54,7 +54,7 @@ class BackwardPass:
             fallback replaces a wrong rule; without a fallback nothing is compared.
         frees: Memory that the pass has used is free afterwards, so that temporaries
             may take half of it.
-        remark: A sentence for the error about uncovered uses.
+        called: Whether any module with a selected parameter was called.
     """
 
     capture: Capture
@@ -63,7 +63,7 @@ class BackwardPass:
     retain_graph: bool
     reported: bool
     frees: bool
-    remark: str
+    called: bool
 
     def __post_init__(self) -> None:
         self._params = self.capture.params
@@ -83,7 +83,13 @@ class BackwardPass:
         """Runs the pass; empties ``calls``, so that each can be freed once reached."""
         model, has_fallback = self.capture.model, self._fallback is not None
         key = comparison.signature(self.losses, calls, self._params, reached)
-        outside = self._outside(reached.outside)
+        outside = {
+            name: [
+                f"{number} use(s) outside any module with a rule ("
+                f"{recording.why_outside(model, self._params[name])})"
+            ]
+            for name, number in reached.outside.items()
+        }
         if outside and not has_fallback and not self.reported:
             self._raise_uncovered(outside)
         proof = comparison.proof_of(model, key)
@@ -298,23 +304,17 @@ class BackwardPass:
         comparison.remember(self.capture.model, key, compared, wrong)
         return compared
 
-    def _outside(self, counts: Mapping[str, int]) -> Problems:
-        """Returns the uses that no rule sees, and why not."""
-        return {
-            name: [
-                f"{number} use(s) outside any module with a rule ("
-                f"{recording.why_outside(self.capture.model, self._params[name])})"
-            ]
-            for name, number in counts.items()
-        }
-
     def _raise_uncovered(self, problems: Problems) -> None:
         lines = "".join(
             f"\n  {name}: {'; '.join(reasons)}" for name, reasons in problems.items()
         )
+        remark = (
+            "No module with any of them was called inside the capture: was the forward "
+            "pass run before it? "
+        )
         raise CoverageError(
             "these parameters have uses that no layer rule accounts for:"
-            f"{lines}\n{self.remark}Register a rule for the module "
+            f"{lines}\n{'' if self.called else remark}Register a rule for the module "
             "(register_rule), leave the "
             'parameters out (params=), or pass fallback="loop" (B backward passes '
             'for them, exact) or fallback="batched" (one vectorised one)'

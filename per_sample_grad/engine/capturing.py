@@ -24,10 +24,6 @@ from xla_replica.common.trees import tree_add
 
 Selection = Collection[str] | Callable[[str, nn.Parameter], bool] | None
 
-_NOTHING_CALLED = (
-    "No module with any of them was called inside the capture: was the forward pass "
-    "run before it? "
-)
 _T = TypeVar("_T")
 
 
@@ -206,29 +202,6 @@ class Capture:
         """Runs the backward pass; the arguments are those of `BackwardPass`."""
         self._recorder.stop()
         _check_losses(losses)
-        self._check_state()
-        recording.refuse_hooked(self.params)
-        recorded = self._recorder.calls
-        reached = graph.walk(
-            losses,
-            [each.region for each in recorded],
-            self._names,
-            {0, *(each.call.batch_dim for each in recorded)},
-        )
-        calls = [recorded[number] for number in sorted(reached.regions)]
-        recording.check_versions(calls)
-        recording.refuse_hidden(self._recorder.unrecorded, calls, reached)
-        recorded.clear()
-        remark = "" if self._recorder.called else _NOTHING_CALLED
-        backward_pass = BackwardPass(
-            self, losses, receive, retain_graph, reported, frees, remark
-        )
-        self._answered = True
-        found = backward_pass.run(calls, reached)
-        self.compared = found.compared is not None
-        return found
-
-    def _check_state(self) -> None:
         if self._answered:
             raise RuntimeError(
                 "this capture had its backward pass, which used up what was recorded; "
@@ -241,6 +214,25 @@ class Capture:
                 "`with capture(model) as recorded:`, then call "
                 "recorded.backward(losses)"
             )
+        recording.refuse_hooked(self.params)
+        recorded = self._recorder.calls
+        reached = graph.walk(
+            losses,
+            [each.region for each in recorded],
+            self._names,
+            {0, *(each.call.batch_dim for each in recorded)},
+        )
+        calls = [recorded[number] for number in sorted(reached.regions)]
+        recording.check_versions(calls)
+        recording.refuse_hidden(self._recorder.unrecorded, calls, reached)
+        recorded.clear()
+        backward_pass = BackwardPass(
+            self, losses, receive, retain_graph, reported, frees, self._recorder.called
+        )
+        self._answered = True
+        found = backward_pass.run(calls, reached)
+        self.compared = found.compared is not None
+        return found
 
 
 capture = Capture
