@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import xla_replica
-from variable_batch_size.checkpoint.stopping import agreed_request
+from variable_batch_size.checkpoint.save_and_stop import agreed_request
 from variable_batch_size.step.agreement import Agreement
 
 

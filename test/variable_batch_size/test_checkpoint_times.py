@@ -8,7 +8,7 @@ import pytest
 from support.replicas import SEVERAL_REPLICAS
 
 import xla_replica
-from variable_batch_size.checkpoint.save_times import SaveTimes
+from variable_batch_size.checkpoint.save_and_stop import SaveTimes
 
 
 class Clock:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from variable_batch_size.data.schedule import Schedule
 from variable_batch_size.traces.batch_trace import Trace, TraceError, TraceWarning
-from variable_batch_size.traces.trace_csv import number_of_cell
+from variable_batch_size.traces.trace_csv import integer_in
 
 
 def write(folder: Path, content: str | bytes) -> Path:
@@ -189,7 +189,7 @@ def read_row_by_row(text: str) -> list[int]:
     """Returns the batch sizes as the csv module reads them, one row at a time."""
     header, *rows = csv.reader(io.StringIO(text), skipinitialspace=True)
     column = header.index("batchsize")
-    sizes = [number_of_cell(row[column]) for row in rows if any(map(str.strip, row))]
+    sizes = [integer_in(row[column]) for row in rows if any(map(str.strip, row))]
     if not sizes or min(sizes) <= 0 or max(sizes) >= 2**62:
         raise ValueError
     return sizes

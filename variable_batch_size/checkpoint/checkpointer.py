@@ -20,8 +20,11 @@ from variable_batch_size.checkpoint.random_state import (
     random_state,
     restore_random_state,
 )
-from variable_batch_size.checkpoint.save_times import SaveTimes
-from variable_batch_size.checkpoint.stopping import agreed_request, poll_for_stop
+from variable_batch_size.checkpoint.save_and_stop import (
+    SaveTimes,
+    agreed_request,
+    poll_for_stop,
+)
 from variable_batch_size.data.schedule import Cursor, TraceExhausted
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.step.attached import Update
@@ -43,20 +46,12 @@ class Stateful(Protocol):
 
 
 class Restored(NamedTuple):
-    """What a loaded run has done, and where it resumes.
+    """What a loaded run has done, and where it resumes."""
 
-    Attributes:
-        path: The checkpoint.
-        num_updates: Updates that the run has made.
-        epoch: The epoch in which the loop begins; the sampler yields what is left of
-            it.
-        best: The best metric so far, if one was saved.
-    """
-
-    path: Path
+    path: Path  # the checkpoint
     num_updates: int
-    epoch: int
-    best: float | None
+    epoch: int  # where the loop begins; the sampler yields what is left of it
+    best: float | None  # the best metric so far, if one was saved
 
 
 class Checkpointer:
@@ -155,7 +150,10 @@ class Checkpointer:
         # Where the run began, until this has been called after an update.
         self._begun: Cursor | None = optimizer.sampler.cursor
         if stop_on:
-            _catch(stop_on)
+            try:
+                xla_replica.catch_signals(stop_on)
+            except RuntimeError as error:  # for instance in a thread of another library
+                logger.warning(f"signals will not ask this run to stop: {error}")
         if stop_poll is not None:
             poll_for_stop(stop_poll, poll_seconds, weakref.ref(self))
 
@@ -172,7 +170,10 @@ class Checkpointer:
         due = self._times.due(self.num_updates)
         look = due or self.num_updates % self._look_every == 0
         if self._optimizer.asked_to_stop(look):
-            self._stop()
+            self._save()
+            self.replica.barrier()  # no replica leaves while replica 0 writes
+            request = agreed_request(self.replica)
+            raise xla_replica.Stopped(request.reason, request.exit_status)
         if due:
             self._save()
 
@@ -300,13 +301,6 @@ class Checkpointer:
                 "it, nothing is saved within an epoch and no signal stops the run"
             )
 
-    def _stop(self) -> None:
-        """Saves, waits until the file is written, and raises on every replica."""
-        self._save()
-        self.replica.barrier()  # no replica leaves while replica 0 writes
-        request = agreed_request(self.replica)
-        raise xla_replica.Stopped(request.reason, request.exit_status)
-
     def _state(self, random_numbers: torch.Tensor) -> dict[str, Any]:
         # All modules at once: averaging resets the count of minibatches that weighs.
         modules = [p for p in self._parts.values() if isinstance(p, nn.Module)]
@@ -383,13 +377,6 @@ class Checkpointer:
                 f"chosen in {self.folder}: all hosts must share the folder"
             )
         return found[0].path, files.parse(found[1])
-
-
-def _catch(signals: Sequence[str | int]) -> None:
-    try:
-        xla_replica.catch_signals(signals)
-    except RuntimeError as error:  # for instance in a thread of another library
-        logger.warning("signals will not ask this run to stop: %s", error)
 
 
 def _begin_next_epoch(state: dict[str, Any], optimizer: ElasticOptimizer) -> None:

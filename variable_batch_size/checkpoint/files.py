@@ -122,10 +122,7 @@ def saved_files(folder: Path, kind: str = "update") -> list[SavedFile]:
 
 
 def write(folder: Path, num_updates: int, state: Any) -> Path:
-    """Writes a checkpoint and returns its file; a crash leaves the others as they are.
-
-    The file is complete and on the disk before it gets its name.
-    """
+    """Writes a checkpoint and returns its file; a crash leaves the others intact."""
     writer = f"{socket.gethostname()}-{os.getpid()}"  # a run may outlive its successor
     name = f"update-{num_updates:08d}"
 

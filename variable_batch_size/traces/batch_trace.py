@@ -27,8 +27,8 @@ from variable_batch_size.traces.trace_csv import (
     COLUMN,
     STEP_COLUMN,
     TraceError,
+    integer_in,
     named_columns,
-    number_of_cell,
     read_cells,
 )
 from xla_replica.common.arguments import is_integer
@@ -128,11 +128,7 @@ class Trace:
         return f"{self.name}, element {row}"
 
     def _checked(self, values: Any) -> np.ndarray:
-        """Returns ``values`` as int64, all positive.
-
-        Raises:
-            TraceError: A value is not a positive integer; names the first of them.
-        """
+        """Returns ``values`` as int64; raises TraceError for the first bad one."""
         if isinstance(values, range):
             array = np.arange(values.start, values.stop, values.step)
         elif isinstance(values, (np.ndarray, pd.Series)):
@@ -158,8 +154,9 @@ class Trace:
         """Returns the batch size that a number or a cell says, or raises TraceError."""
         where = f"{self.place(row)}, {COLUMN}"
         try:
-            is_cell = self._lines is not None and isinstance(value, str)
-            size = number_of_cell(value) if is_cell else _integer(value)
+            if isinstance(value, str) and self._lines is None:  # not from a file
+                raise ValueError(f"{value!r} is not an integer")
+            size = integer_in(value)
         except ValueError as error:
             raise TraceError(
                 f"{where}: {error}; allowed are integers > 0, the number of samples in "
@@ -195,14 +192,6 @@ class Trace:
         if strict:
             raise TraceError(self._step_problem)
         warnings.warn(self._step_problem, TraceWarning, stacklevel=3)
-
-
-def _integer(value: Any) -> int:
-    if is_integer(value):
-        return int(value)
-    if isinstance(value, (float, np.floating)) and float(value).is_integer():
-        return int(value)
-    raise ValueError(f"{value!r} is not an integer")
 
 
 def _short(step: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
@@ -11,6 +12,8 @@ from typing import IO, Any
 
 import numpy as np
 import pandas as pd
+
+from xla_replica.common.arguments import is_integer
 
 COLUMN = "batchsize"
 STEP_COLUMN = "step"
@@ -25,17 +28,11 @@ class TraceError(ValueError):
 def read_cells(
     source: str | os.PathLike[str] | IO[Any], name: str
 ) -> tuple[pd.DataFrame, np.ndarray]:
-    """Returns the cells of a trace file and the line of every row.
+    """Returns the cells of a trace file, without blank rows, and the line of each row.
 
-    Args:
-        source: A path, or a file that is open for reading. The first line that is not
-            blank is the header.
-        name: What errors call the file.
-
-    Returns:
-        The columns ``batchsize`` (integers; texts unless all of its cells are integers)
-        and, if there is one, ``step`` (texts), without blank rows. And ``(num_rows,)``
-        int64: the physical line, from 1, on which each row ends.
+    The columns are ``batchsize``, as integers if all of its cells are, else as texts;
+    and ``step``, as texts, if there is one. Lines are physical ones and count from 1.
+    ``name`` is what errors call the file.
 
     Raises:
         TraceError: The text is empty, is not UTF-8, has no ``batchsize`` column, or
@@ -69,13 +66,7 @@ def named_columns(
 ) -> pd.DataFrame:
     """Returns the columns ``batchsize`` and, if there is one, ``step`` of a table.
 
-    Args:
-        table: Any columns.
-        header: What each of them is called.
-        name: What errors call the table.
-
-    Raises:
-        TraceError: There is not exactly one column ``batchsize``.
+    Raises TraceError unless there is exactly one column ``batchsize``.
     """
     columns = [str(cell).strip() for cell in header]
     if columns.count(COLUMN) != 1:
@@ -91,24 +82,22 @@ def named_columns(
     return table.iloc[:, [columns.index(c) for c in wanted]].set_axis(wanted, axis=1)
 
 
-def number_of_cell(cell: str) -> int:
-    """Returns the integer in a cell, which may be written as a float.
-
-    Raises:
-        ValueError: The cell holds anything else.
-    """
-    cell = cell.strip()
-    if not cell:
-        raise ValueError("missing batchsize: the cell is empty")
-    if _INTEGER.fullmatch(cell):
-        return int(cell)
-    try:
-        number = float(cell) if cell.isascii() and "_" not in cell else float("nan")
-    except ValueError:
-        number = float("nan")
-    if not number.is_integer():  # nan and inf are not
-        raise ValueError(f"{cell!r} is not an integer")
-    return int(number)
+def integer_in(value: Any) -> int:
+    """Returns the integer in a number or a cell; raises ValueError if it is not one."""
+    if is_integer(value):
+        return int(value)
+    number = value
+    if isinstance(value, str):
+        value = value.strip()
+        if not value:
+            raise ValueError("missing batchsize: the cell is empty")
+        if _INTEGER.fullmatch(value):
+            return int(value)
+        with contextlib.suppress(ValueError):
+            number = float(value) if value.isascii() and "_" not in value else None
+    if isinstance(number, (float, np.floating)) and float(number).is_integer():
+        return int(number)
+    raise ValueError(f"{value!r} is not an integer")
 
 
 def _text_of(source: str | os.PathLike[str] | IO[Any], name: str) -> str:
