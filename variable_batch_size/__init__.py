@@ -15,8 +15,11 @@ from variable_batch_size.checkpoint.files import (
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import EpochPlan, Schedule, TraceExhausted
 from variable_batch_size.data.seeded_dataset import SeededDataset
-from variable_batch_size.gradient_noise.meter import NoiseMeter
-from variable_batch_size.gradient_noise.options import Measurements, NoiseOptions
+from variable_batch_size.gradient_noise.meter import (
+    Measurements,
+    NoiseMeter,
+    NoiseOptions,
+)
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.rule_optimizers import (
     AdamHalfLifeRuleOptimizer,

@@ -21,12 +21,8 @@ class DeviceScalars:
     """Changing numbers on the device, each uploaded once per value and use.
 
     Two uses never share a tensor: where their values happened to be equal, a lazy
-    backend would compile another program.
-
-    Args:
-        replica: The replica whose device the numbers go to.
-        capacity: How many values are kept. Beyond it the oldest is dropped, and is
-            uploaded again when it returns.
+    backend would compile another program. Beyond ``capacity`` values the oldest is
+    dropped, and is uploaded again when it returns.
     """
 
     def __init__(self, replica: Replica, capacity: int = 1024) -> None:
@@ -62,8 +58,7 @@ def dtype_for(parameters: Iterable[Tensor]) -> torch.dtype:
 def operand_for(tensor: Tensor, number: Tensor) -> Tensor:
     """Returns ``number``, of shape ``(1,)``, as an operand that fits ``tensor``.
 
-    It loses its dimension only where the result would have one more than the tensor;
-    elsewhere it keeps it, and with it its precision beside a narrower dtype.
+    It keeps its dimension where it can, and so its precision beside a narrower dtype.
     """
     return number if tensor.dim() else number.reshape(())
 

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 import xla_replica
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.device_scalars import DeviceScalars, as_floats
-from variable_batch_size.gradient_noise.meter import NoiseMeter
-from variable_batch_size.gradient_noise.options import NoiseOptions
+from variable_batch_size.gradient_noise.meter import NoiseMeter, NoiseOptions
 from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.rules.rule import Rule, with_options
 from variable_batch_size.rules.scaling import Scaling
@@ -168,7 +167,18 @@ class ElasticOptimizer(OptimizerProxy):
                 )
         plan = self.sampler.plan_of(epoch)
         if counter.begun and not counter.ended:
-            self._abandon_epoch()
+            left = (
+                f"epoch {counter.plan.epoch} is abandoned after {counter.cursor.step} "
+                f"of {counter.plan.num_steps} steps"
+            )
+            if self.replica.num_replicas > 1:
+                raise ReplicaError(
+                    f"{left}, and the other replicas would wait for this one: run "
+                    "every minibatch of the sampler; to train less, shorten the trace",
+                    self.replica.rank,
+                )
+            logger.warning(left)
+            self._gradients.discard()
         self._counter = StepCounter(plan, self.replica.rank, announced=True)
         self._gradients.refresh()
         self._agreement.remember(self.param_groups)
@@ -238,11 +248,7 @@ class ElasticOptimizer(OptimizerProxy):
 
         Ask inside `attach`, where all replicas have made the same updates, as
         `Checkpointer` does. They agree without a collective or, unless ``look``, a
-        transfer of their own; see `variable_batch_size.step.agreement`.
-
-        Args:
-            look: Every replica looks, at this update on all of them: finds a request
-                that has reached some replicas only.
+        transfer of their own; see `Agreement.stop_agreed`.
         """
         return self._agreement.stop_agreed(look)
 
@@ -337,11 +343,7 @@ class ElasticOptimizer(OptimizerProxy):
     # --- one minibatch, one update --------------------------------------------------
 
     def _end_minibatch(self) -> bool:
-        """Takes in a minibatch whose backward pass has just run.
-
-        Returns:
-            Whether it was this replica's last of the step: an update is due.
-        """
+        """Takes in a minibatch; returns whether an update is due after it."""
         counter = self._counter.follow(self.sampler.plan)
         if counter is not self._counter:
             self._agreement.allow_change()  # hyperparameters may change between epochs
@@ -398,10 +400,8 @@ class ElasticOptimizer(OptimizerProxy):
     def _update_weights(self, num_minibatches: int, batch_size: int) -> tuple[Any, ...]:
         """Sums over replicas, divides, measures, clips, scales and steps.
 
-        It is one program on every replica, for every batch size.
-
-        Returns:
-            The effective learning rate of each parameter group.
+        It is one program on every replica, for every batch size. Returns the effective
+        learning rate of each parameter group.
         """
         # Changing numbers go to the device before the collective is traced.
         groups = self.inner.param_groups
@@ -420,22 +420,6 @@ class ElasticOptimizer(OptimizerProxy):
             if self.max_grad_norm is not None:
                 self._gradients.clip_(self.max_grad_norm)
             return step(factors if self.rule.measured else None)
-
-    def _abandon_epoch(self) -> None:
-        """Gives up the rest of an epoch, where no other replica relies on it."""
-        plan = self._counter.plan
-        left = (
-            f"epoch {plan.epoch} is abandoned after {self._counter.cursor.step} of "
-            f"{plan.num_steps} steps"
-        )
-        if self.replica.num_replicas > 1:
-            raise ReplicaError(
-                f"{left}, and the other replicas would wait for this one: run every "
-                "minibatch of the sampler; to train less, shorten the trace",
-                self.replica.rank,
-            )
-        logger.warning(left)
-        self._gradients.discard()
 
     # --- how ------------------------------------------------------------------------
 
@@ -460,10 +444,7 @@ class ElasticOptimizer(OptimizerProxy):
         )
 
     def _current_lrs(self) -> tuple[float, ...]:
-        """Returns the effective learning rates of the step under way, or of the last.
-
-        Reads the device if the rule is measured.
-        """
+        """Returns the learning rates of the step under way, or of the last update."""
         if self._counter.ended:
             return as_floats(self._last_lr, self.replica)
         lrs, batch_size = self.get_lr(), self._counter.batch_size

@@ -7,8 +7,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.gradient_noise.meter import NoiseMeter
-from variable_batch_size.gradient_noise.options import NoiseOptions
+from variable_batch_size.gradient_noise.meter import NoiseMeter, NoiseOptions
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.rules.rule import power
 from xla_replica.common.arguments import check_number
@@ -62,10 +61,7 @@ class AdamHalfLifeRuleOptimizer(_NamedRuleOptimizer):
 
 
 class ConstantOptimizer(_NamedRuleOptimizer):
-    """The learning rate stays; ``ref_batchsize`` is accepted and unused.
-
-    Further options are those of `ElasticOptimizer`.
-    """
+    """The learning rate stays, and ``ref_batchsize`` is unused; see `ElasticOptimizer`."""
 
     _rule = "constant"
 
@@ -99,12 +95,10 @@ class AdaScaleOptimizer(ElasticOptimizer):
 
     Args:
         optimizer: A ``torch.optim.SGD``; Adam and its kin get a warning.
-        sampler: See `ElasticOptimizer`.
-        log_steps: See `ElasticOptimizer`. Third here, not fourth as elsewhere: as users
-            of the earlier implementation write it.
-        ref_batchsize: Batch size at which the learning rate was tuned.
+        log_steps: Third here, not fourth as elsewhere: as users of the earlier
+            implementation write it.
         time_constant, single_minibatch, per_group, causal, compat: See `NoiseOptions`.
-        options: See `ElasticOptimizer`.
+        sampler, ref_batchsize, options: See `ElasticOptimizer`.
     """
 
     noise: NoiseMeter
@@ -161,13 +155,10 @@ class LinearRuleMomentumOptimizer(ElasticOptimizer):
 
     Args:
         optimizer: A ``torch.optim.SGD``.
-        sampler: See `ElasticOptimizer`.
-        ref_batchsize: See `ElasticOptimizer`.
         weight_decay: Replaces the weight decay of every parameter group, once, here.
             Default: each group keeps its own. (The earlier implementation replaced
             them all by 1e-4 unless told otherwise.)
-        log_steps: See `ElasticOptimizer`.
-        options: See `ElasticOptimizer`.
+        sampler, ref_batchsize, log_steps, options: See `ElasticOptimizer`.
     """
 
     def __init__(

@@ -94,11 +94,7 @@ def estimate_from_differences(
     |G|^2 = g_t . g_(t-1) and v = ||g_t - g_(t-1)||^2 / 2, which takes the drift of the
     true gradient between the steps for noise.
 
-    Args:
-        mean_square: ``(G,)``: ||g_t||^2.
-        previous_square: ``(G,)``: ||g_(t-1)||^2.
-        product: ``(G,)``: g_t . g_(t-1).
-        minibatch_size: b, in samples.
+    The squares are ||g_t||^2 and ||g_(t-1)||^2, the product g_t . g_(t-1): ``(G,)``.
     """
     variance = (mean_square + previous_square) / 2 - product
     return torch.stack([minibatch_size * variance, product, torch.ones_like(product)])
@@ -107,9 +103,7 @@ def estimate_from_differences(
 def weight_of(num_minibatches: int, time_constant: float) -> float:
     """Returns a step's weight in the averages: 1 - exp(-n / T), or 0 if n is 1.
 
-    Args:
-        num_minibatches: n; a single one has no variance to measure.
-        time_constant: T, in minibatches, whatever the number of them in a step.
+    T, the time constant, is in minibatches, whatever the number n of them in a step.
     """
     if num_minibatches < 2:
         return 0.0
@@ -119,10 +113,7 @@ def weight_of(num_minibatches: int, time_constant: float) -> float:
 def average(averages: Tensor, new: Tensor, weight: Tensor) -> Tensor:
     """Returns averages that include one step's estimate: ``(3, G)``.
 
-    Args:
-        averages: The averages so far.
-        new: The step's estimate. If it is not finite, averages stay as they are.
-        weight: ``(1,)``: see `weight_of`. If it is 0, averages stay as they are.
+    They stay as they are if ``weight``, ``(1,)``, is 0 or the new ones are not finite.
     """
     finite = (new - new == 0).all()  # inf - inf and nan - nan are nan
     return torch.where(finite, averages + weight * (new - averages), averages)

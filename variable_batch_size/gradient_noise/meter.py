@@ -7,22 +7,81 @@ trip of their own.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from variable_batch_size.device_scalars import DeviceScalars, dtype_for
 from variable_batch_size.gradient_noise import estimators
-from variable_batch_size.gradient_noise.options import Measurements, NoiseOptions
 from variable_batch_size.gradient_noise.squares import (
     GradientDifferences,
     GradientSquares,
 )
 from xla_replica import Replica
+from xla_replica.common.arguments import check_choice, check_number
 
 Groups = list[dict[str, Any]]
 _STATE = ("averages", "differences", "whole", "fraction", "batch_size", "base")
+
+
+@dataclasses.dataclass(frozen=True)
+class NoiseOptions:
+    """How gradient noise is measured and used.
+
+    Attributes:
+        time_constant: Time constant of the moving averages, in minibatches; > 0.
+        single_minibatch: What a step of one minibatch, which has no variance to
+            measure, does to the averages: ``'skip'`` leaves them as they are;
+            ``'difference'`` compares it with the step before, until a step of several
+            minibatches has been seen. Biased, and costs a copy of the gradients; the
+            first such step after loading a state has nothing to compare with.
+        per_group: Each parameter group has its own gain; otherwise all have the
+            overall one.
+        causal: The gain comes from the steps before this one, so that a step's noise
+            does not choose its own learning rate.
+        compat: ``'reference'``: the gain against one minibatch instead of against
+            ``ref_batchsize``, and the learning rate times minibatch_size /
+            ref_batchsize, as the earlier implementation defined it. It is then not the
+            reference learning rate at the reference batch size.
+
+    Raises:
+        TypeError: ``time_constant`` is not a number.
+        ValueError: An option is not allowed.
+    """
+
+    time_constant: float = 1000.0
+    single_minibatch: str = "skip"
+    per_group: bool = True
+    causal: bool = False
+    compat: str | None = None
+
+    def __post_init__(self) -> None:
+        check_number("time_constant", self.time_constant, above=0)
+        check_choice("single_minibatch", self.single_minibatch, ("skip", "difference"))
+        check_choice("compat", self.compat, (None, "reference"))
+
+
+class Measurements(NamedTuple):
+    """What is known of the gradients of all parameter groups together.
+
+    Attributes:
+        gain: Steps at the reference batch size that one of the last batch size is
+            worth, by what is known now.
+        noise_scale: tr Sigma / |G|^2, in samples.
+        efficiency: Progress per sample, against the reference batch size.
+        progress: Steps at the reference batch size that training is worth so far.
+        variance: tr Sigma of one sample.
+        square: |G|^2.
+    """
+
+    gain: float
+    noise_scale: float
+    efficiency: float
+    progress: float
+    variance: float
+    square: float
 
 
 class NoiseMeter:
@@ -43,6 +102,9 @@ class NoiseMeter:
     Attributes:
         dtype: The dtype of all statistics: float64 where a parameter has it, else
             float32.
+        progress_bounds: The least and the most that `progress` can be, as far as the
+            host knows: each update adds between 1 and its batch ratio.
+        last_read_progress: What `progress` was when the device was last read.
     """
 
     def __init__(
@@ -61,6 +123,7 @@ class NoiseMeter:
         self._scalars = scalars
         # The batch size whose gain is one.
         self._base = minibatch_size if options.compat else ref_batchsize
+        self._lr_factor = self._base / ref_batchsize  # between gain and LR factor
         self._compares = options.single_minibatch == "difference"
         self._batch_size: float = ref_batchsize  # of the last update
         self.dtype = dtype_for(p for group in groups for p in group["params"])
@@ -68,7 +131,11 @@ class NoiseMeter:
         self._averages = estimators.no_statistics(0, self.dtype, replica.device)
         self._squares = self._averages[0]  # of the step under way: (G,)
         self._differences = GradientDifferences(self._gradients, minibatch_size)
-        self._progress = Progress(replica, self.dtype)
+        # The sum of the gains: one float would lose fractions as it grows.
+        self._whole = torch.zeros(1, dtype=torch.int64, device=replica.device)
+        self._fraction = torch.zeros(1, dtype=self.dtype, device=replica.device)
+        self.progress_bounds = (0.0, 0.0)
+        self.last_read_progress = 0.0
         self.watch(groups)
 
     # --- while training -------------------------------------------------------------
@@ -93,11 +160,7 @@ class NoiseMeter:
         self._gradients.drop_discarded()
 
     def end_minibatch(self) -> None:
-        """Adds the minibatch's squares to the step's, in the minibatch's graph.
-
-        Raises:
-            ValueError: The minibatch had several backward passes.
-        """
+        """Adds the minibatch's squares to the step's, in the minibatch's graph."""
         squares = self._gradients.take()
         if squares is not None:
             self._squares = self._squares + squares
@@ -105,23 +168,18 @@ class NoiseMeter:
     def begin_update(self, num_minibatches: int, batch_size: int) -> list[torch.Tensor]:
         """Uploads what changes from update to update, ahead of the collective.
 
-        Args:
-            num_minibatches: The step's, over all replicas.
-            batch_size: The step's, in samples.
-
-        Returns:
-            What is to be summed over replicas together with the gradients: ``(G,)``.
+        Both numbers are the step's, over all replicas. Returns what is to be summed
+        together with the gradients: ``(G,)``.
         """
         self._batch_size = batch_size
         time_constant = self.options.time_constant
         compared = self._differences.weight(num_minibatches, time_constant)
-        ratio = batch_size / self._base
         values = {
             "coefficients": estimators.coefficients(
                 num_minibatches, self.minibatch_size
             ),
             "base": self._base,
-            "ratio": ratio,
+            "ratio": batch_size / self._base,
             "weight": estimators.weight_of(num_minibatches, time_constant),
             "weight of the difference": compared,
         }
@@ -152,7 +210,7 @@ class NoiseMeter:
         statistics = before if self.options.causal else self._statistics()
         ratio, base = self._uploaded["ratio"], self._uploaded["base"]
         gain = estimators.gain(estimators.overall(statistics), ratio, base)
-        self._progress.add(gain, self._batch_size / self._base)
+        self._add_to_progress(gain, self._batch_size / self._base)
         if self.options.per_group and len(self._squares) > 1:
             gains = estimators.gain(statistics, ratio, base)
         else:
@@ -173,20 +231,7 @@ class NoiseMeter:
 
         Scale-invariant iterations: the sum of the overall gains (arXiv:2007.05105).
         """
-        return self._progress.read()
-
-    @property
-    def last_read_progress(self) -> float:
-        """What `progress` was when the device was last read."""
-        return self._progress.last_read
-
-    @property
-    def progress_bounds(self) -> tuple[float, float]:
-        """The least and the most that `progress` can be; reads nothing.
-
-        Each update adds between 1 and its batch ratio; `progress` makes both exact.
-        """
-        return self._progress.bounds
+        return self._note_progress(*self._replica.fetch([self._whole, self._fraction]))
 
     def measure(self) -> Measurements:
         """Returns everything at once, with a single read of the device."""
@@ -196,17 +241,13 @@ class NoiseMeter:
             gain=self._gains_of(overall, None)[0],
             noise_scale=estimators.noise_scale(variance, square),
             efficiency=self._efficiency(overall, None),
-            progress=self._progress.bounds[0],
+            progress=self.last_read_progress,
             variance=variance,
             square=square,
         )
 
     def gain(self, batch_size: float | None = None) -> float:
-        """Returns the overall gain of a batch size; default: that of the last update.
-
-        Raises:
-            ValueError: The batch size is not positive.
-        """
+        """Returns the overall gain of a batch size; default: the last update's."""
         return self._gains_of(estimators.overall(self._read()), batch_size)[0]
 
     def lr_factors(self, batch_size: float | None = None) -> tuple[float, ...]:
@@ -223,22 +264,18 @@ class NoiseMeter:
         return self.measure().noise_scale
 
     def efficiency(self, batch_size: float | None = None) -> float:
-        """Returns progress per sample against the reference; NaN if nothing is known.
-
-        Args:
-            batch_size: Default: that of the last update.
-        """
+        """Returns progress per sample over the reference's; NaN if unknown."""
         return self._efficiency(estimators.overall(self._read()), batch_size)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns averages and progress, on the CPU: a few numbers per group."""
         tensors = [self._averages, self._differences.averages]
-        tensors += [self._progress.whole, self._progress.fraction]
+        tensors += [self._whole, self._fraction]
         sizes = torch.tensor([self._batch_size, self._base], dtype=torch.float64)
         state = dict(zip(_STATE, [*self._replica.fetch(tensors), *sizes.split(1)]))
         # A run that loads the state knows its progress, and so must this one, so that
         # both read the device at the same updates.
-        self._progress.note(state["whole"], state["fraction"])
+        self._note_progress(state["whole"], state["fraction"])
         return state
 
     def check_state(self, state: dict[str, torch.Tensor]) -> None:
@@ -262,26 +299,34 @@ class NoiseMeter:
             )
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Takes what `state_dict` returned.
-
-        Raises:
-            ValueError: See `check_state`.
-        """
+        """Takes what `state_dict` returned; see `check_state`."""
         self.check_state(state)
         device = self._replica.device
         self._averages = state["averages"].to(self.dtype).to(device)
         self._differences.averages = state["differences"].to(self.dtype).to(device)
         self._differences.forget()
         self._batch_size = state["batch_size"].item()
-        self._progress.load(state["whole"], state["fraction"])
+        self._note_progress(state["whole"], state["fraction"])
+        self._whole = state["whole"].to(device)
+        self._fraction = state["fraction"].to(self.dtype).to(device)
         self._replica.sync()
 
     # --- how ------------------------------------------------------------------------
 
-    @property
-    def _lr_factor(self) -> float:
-        """The factor between a gain and what multiplies a learning rate."""
-        return self._base / self.ref_batchsize
+    def _add_to_progress(self, gain: torch.Tensor, batch_ratio: float) -> None:
+        total = self._fraction + gain
+        whole = total.floor()
+        self._whole = self._whole + whole.to(torch.int64)
+        self._fraction = total - whole
+        low, high = self.progress_bounds
+        low, high = low + min(1.0, batch_ratio), high + max(1.0, batch_ratio)
+        self.progress_bounds = (low, high)
+
+    def _note_progress(self, whole: torch.Tensor, fraction: torch.Tensor) -> float:
+        """Takes what was read of the sum of gains; returns the sum."""
+        value = whole.item() + fraction.item()
+        self.progress_bounds, self.last_read_progress = (value, value), value
+        return value
 
     def _statistics(self) -> torch.Tensor:
         if not self._compares:
@@ -320,45 +365,3 @@ class NoiseMeter:
         self._differences.add_groups(num_new)
         self._squares = torch.cat([self._squares, self._squares.new_zeros(num_new)])
         self._replica.sync()  # zeros on the device, not in the first graph
-
-
-class Progress:
-    """The sum of gains, which stays on the device, and what the host knows of it.
-
-    Args:
-        replica: The replica whose device the gains are on.
-        dtype: The dtype of the gains.
-    """
-
-    def __init__(self, replica: Replica, dtype: torch.dtype) -> None:
-        self._replica = replica
-        # Whole steps and a fraction: one float would lose fractions as the sum grows.
-        self.whole = torch.zeros(1, dtype=torch.int64, device=replica.device)
-        self.fraction = torch.zeros(1, dtype=dtype, device=replica.device)
-        self.bounds = (0.0, 0.0)
-        self.last_read = 0.0
-
-    def add(self, gain: torch.Tensor, batch_ratio: float) -> None:
-        """Adds one update's gain, ``(1,)``, between 1 and the batch ratio."""
-        total = self.fraction + gain
-        whole = total.floor()
-        self.whole = self.whole + whole.to(torch.int64)
-        self.fraction = total - whole
-        low, high = self.bounds
-        self.bounds = (low + min(1.0, batch_ratio), high + max(1.0, batch_ratio))
-
-    def read(self) -> float:
-        """Returns the sum; reads the device."""
-        return self.note(*self._replica.fetch([self.whole, self.fraction]))
-
-    def note(self, whole: torch.Tensor, fraction: torch.Tensor) -> float:
-        """Takes what was read of `whole` and `fraction`; returns the sum."""
-        value = whole.item() + fraction.item()
-        self.bounds, self.last_read = (value, value), value
-        return value
-
-    def load(self, whole: torch.Tensor, fraction: torch.Tensor) -> None:
-        """Continues from what was read."""
-        self.note(whole, fraction)
-        self.whole = whole.to(self._replica.device)
-        self.fraction = fraction.to(self.fraction.dtype).to(self._replica.device)

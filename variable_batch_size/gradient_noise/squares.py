@@ -18,11 +18,7 @@ Groups = list[dict[str, Any]]
 class GradientSquares:
     """Sees every gradient inside the backward pass, before it is accumulated.
 
-    It keeps the squared norm of each, and no copy.
-
-    Args:
-        dtype: The dtype that squares are added up in.
-        device: The device of the parameters.
+    It keeps the squared norm of each, added up in ``dtype``, and no copy.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -38,11 +34,7 @@ class GradientSquares:
         self._repeated = False
 
     def watch(self, groups: Groups) -> list[nn.Parameter]:
-        """Begins to see the gradients of all trainable parameters.
-
-        Returns:
-            The parameters that were not known before.
-        """
+        """Begins to see all trainable parameters; returns those that are new."""
         new = []
         self._num_groups = len(groups)
         for group_index, group in enumerate(groups):
@@ -71,11 +63,7 @@ class GradientSquares:
         self._collected[index] = square(gradient, self.dtype)
 
     def take(self) -> torch.Tensor | None:
-        """Returns the minibatch's squares, ``(G,)``, once; None without gradients.
-
-        Raises:
-            ValueError: The minibatch had several backward passes.
-        """
+        """Returns the minibatch's squares, ``(G,)``, once; None without gradients."""
         collected, repeated = self._collected, self._repeated
         self.discard()
         if repeated:
@@ -128,14 +116,8 @@ class GradientSquares:
 class GradientDifferences:
     """Compares each step of one minibatch with the one before; keeps a copy of it.
 
-    For runs of one minibatch a step, which have no variance within a step.
-
-    Args:
-        gradients: Finds the gradients.
-        minibatch_size: b, in samples.
-
-    Attributes:
-        averages: ``(3, G)``: the statistics.
+    For runs of one minibatch a step, which have no variance within a step. The
+    statistics are `averages`, ``(3, G)``.
     """
 
     def __init__(self, gradients: GradientSquares, minibatch_size: int) -> None:
@@ -169,12 +151,7 @@ class GradientDifferences:
         return -math.expm1(-1 / time_constant) if counts else 0.0
 
     def update(self, mean_square: torch.Tensor, weight: torch.Tensor) -> None:
-        """Takes in the step whose averaged gradients are in ``.grad``.
-
-        Args:
-            mean_square: ``(G,)``: their squared norms.
-            weight: ``(1,)``: what `weight` returned.
-        """
+        """Takes in the step whose averaged gradients are in ``.grad``."""
         gradients = self._gradients.gradients()
         product = self._gradients.by_group(
             {

@@ -96,15 +96,8 @@ def update(
     The step wanted is lr / C1 * m / (sqrt(v / C2) + eps / sqrt(kappa)) with
     C = 1 - prod(beta_t); torch takes lr' / c1 * m / (sqrt(v / c2) + eps') with
     c = 1 - beta_t ** t. Multiplying numerator and denominator by k = sqrt(C2 / c2):
-    eps' = k eps / sqrt(kappa) and lr' = k lr c1 / C1.
-
-    Args:
-        beta: `sde_beta` or `half_life_beta`.
-        batch_ratio: kappa.
-        lr: The learning rate wanted, already scaled.
-        betas: Those tuned at batch ratio one.
-        eps: The one tuned at batch ratio one.
-        state: The group's history.
+    eps' = k eps / sqrt(kappa) and lr' = k lr c1 / C1. ``lr`` is scaled already, betas
+    and ``eps`` are those tuned at batch ratio one.
     """
     t = state.num_updates + 1
     if batch_ratio == 1:

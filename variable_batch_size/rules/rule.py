@@ -1,9 +1,5 @@
 """How hyperparameters follow the batch size: a registry of pure rules.
 
-A rule is a pair of functions, `Rule.init` and `Rule.update`: from the hyperparameters
-of one parameter group, the step's batch ratio and the rule's state to what the
-optimizer uses in this update, and the next state. Nothing here needs the wrapper.
-
 The batch ratio kappa is B / ref_batchsize: the step's global batch size over the one
 for which the hyperparameters were tuned.
 """
@@ -119,7 +115,9 @@ class Rule:
         factor = self.lr_factor(gain if self.measured else batch_ratio)
         lr = hyperparameters["lr"]
         decay = hyperparameters.get("weight_decay", 0.0)
-        if self.decay_per_sample and not _is_zero(decay):
+        # A tensor, which may not be read, is not zero.
+        is_zero = isinstance(decay, (int, float)) and decay == 0
+        if self.decay_per_sample and not is_zero:
             decay = decay * (batch_ratio / factor)
         if self.beta is None:
             scaled = ScaledHyperparameters(lr * factor, lr * factor, decay)
@@ -142,30 +140,6 @@ class Rule:
         return scaled, state
 
 
-def constant(batch_ratio: float) -> float:
-    """Returns 1: the learning rate stays at its reference."""
-    del batch_ratio
-    return 1.0
-
-
-def linear(batch_ratio: float) -> float:
-    """Returns B / ref: the linear rule (Goyal et al. 2017, arXiv:1706.02677, 2.1).
-
-    >>> linear(4.0)
-    4.0
-    """
-    return batch_ratio
-
-
-def root(batch_ratio: float) -> float:
-    """Returns sqrt(B / ref): the root rule (Krizhevsky 2014, arXiv:1404.5997, 5).
-
-    >>> root(4.0)
-    2.0
-    """
-    return math.sqrt(batch_ratio)
-
-
 def power(alpha: float) -> Rule:
     """Returns the rule (B / ref) ** alpha: between constant (0) and linear (1).
 
@@ -180,18 +154,24 @@ def power(alpha: float) -> Rule:
     return Rule(f"power:{alpha:g}", lambda batch_ratio: batch_ratio**alpha)
 
 
+def _linear(batch_ratio: float) -> float:
+    return batch_ratio
+
+
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
-        Rule("constant", constant, needs_reference=False),
-        Rule("linear", linear, for_sgd=True),
-        Rule("root", root),
-        Rule("linear-momentum", linear, for_sgd=True, momentum_correction=True),
-        # The gain takes the place of the batch ratio (Johnson et al. 2020,
-        # arXiv:2007.05105, Algorithm 1).
-        Rule("adascale", linear, for_sgd=True, measured=True),
-        Rule("adam-root", root, beta=adam.sde_beta),
-        Rule("adam-half-life", root, beta=adam.half_life_beta),
+        Rule("constant", lambda batch_ratio: 1.0, needs_reference=False),
+        # Goyal et al. 2017, arXiv:1706.02677, 2.1 and, with the factor inside the
+        # momentum buffer, 3, eq. 10.
+        Rule("linear", _linear, for_sgd=True),
+        Rule("linear-momentum", _linear, for_sgd=True, momentum_correction=True),
+        # Krizhevsky 2014, arXiv:1404.5997, 5.
+        Rule("root", math.sqrt),
+        # Johnson et al. 2020, arXiv:2007.05105, Algorithm 1: of the measured gain.
+        Rule("adascale", _linear, for_sgd=True, measured=True),
+        Rule("adam-root", math.sqrt, beta=adam.sde_beta),
+        Rule("adam-half-life", math.sqrt, beta=adam.half_life_beta),
     )
 }
 
@@ -228,19 +208,10 @@ def rule_named(rule: str | Rule) -> Rule:
 def with_options(
     rule: str | Rule, momentum_correction: bool, decay_per_sample: bool
 ) -> Rule:
-    """Returns the rule with these options added to those that it has.
-
-    Raises:
-        TypeError: The rule changes betas, and a momentum correction was asked for.
-    """
+    """Returns the rule with these options added to those that it has."""
     found = rule_named(rule)
     return dataclasses.replace(
         found,
         momentum_correction=found.momentum_correction or momentum_correction,
         decay_per_sample=found.decay_per_sample or decay_per_sample,
     )
-
-
-def _is_zero(number: Any) -> bool:
-    """Returns whether a Python number is 0; a tensor, which may not be read, is not."""
-    return isinstance(number, (int, float)) and number == 0

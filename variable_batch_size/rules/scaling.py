@@ -31,13 +31,7 @@ _RESTORED = (*HYPERPARAMETERS, "foreach")
 
 
 class Scaling:
-    """A rule, and its state for each parameter group.
-
-    Args:
-        rule: The rule.
-        replica: Where updates run.
-        scalars: Uploads the numbers.
-    """
+    """A rule, and its state for each parameter group."""
 
     def __init__(self, rule: Rule, replica: Replica, scalars: DeviceScalars) -> None:
         self._rule = rule
@@ -64,7 +58,9 @@ class Scaling:
             ValueError: The rule has no meaning at this batch ratio.
         """
         groups = optimizer.param_groups
-        self._begin_states(optimizer)
+        for group in groups[len(self._states) :]:  # may have made updates already
+            steps = _steps(optimizer, group["params"]) if self._rule.beta else set()
+            self._states.append(self._rule.init(max(steps, default=0)))
         if self._rule.beta:
             self._check_histories(optimizer)
         ready = [
@@ -73,7 +69,10 @@ class Scaling:
         ]
 
         def step(factors: torch.Tensor | None) -> tuple[Any, ...]:
-            gains = self._by_group(factors, len(groups))
+            gains: list[Any] = [None] * len(groups)
+            if factors is not None:
+                on_host = not self._on_device
+                gains = factors.tolist() if on_host else list(factors.split(1))
             outcomes = [finish(gain) for finish, gain in zip(ready, gains)]
             before = [{k: g[k] for k in _RESTORED if k in g} for g in groups]
             try:
@@ -110,12 +109,6 @@ class Scaling:
         self._trained = []
 
     # --- before the collective ------------------------------------------------------
-
-    def _begin_states(self, optimizer: Optimizer) -> None:
-        """Begins the states of new groups, which may have made updates already."""
-        for group in optimizer.param_groups[len(self._states) :]:
-            steps = _steps(optimizer, group["params"]) if self._rule.beta else set()
-            self._states.append(self._rule.init(max(steps, default=0)))
 
     def _check_histories(self, optimizer: Optimizer) -> None:
         """Raises ValueError if parameters of one group have made different updates.
@@ -169,11 +162,6 @@ class Scaling:
         return lambda gain: (scaled, state)
 
     # --- after it -------------------------------------------------------------------
-
-    def _by_group(self, factors: torch.Tensor | None, num_groups: int) -> list[Any]:
-        if factors is None:
-            return [None] * num_groups
-        return list(factors.split(1)) if self._on_device else factors.tolist()
 
     def _step(
         self, optimizer: Optimizer, scaled: list[ScaledHyperparameters]

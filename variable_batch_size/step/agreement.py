@@ -29,12 +29,7 @@ _EXACT = 2**24
 class Agreement:
     """Watches hyperparameters, casts ballots and counts them.
 
-    Sums of ballots stay on the device until somebody asks. Hashes agree if their sum is
-    the number of replicas times the own one.
-
-    Args:
-        replica: The replica that the caller runs in.
-        scalars: Uploads the ballots.
+    Hashes agree if their sum is the number of replicas times the own one.
     """
 
     def __init__(self, replica: Replica, scalars: DeviceScalars) -> None:

@@ -48,11 +48,7 @@ UNITS: dict[str, Callable[[Update], int] | None] = {
 
 
 class Attached:
-    """The callbacks and schedulers that run after every update, in order.
-
-    Args:
-        noise: Measures the progress that schedulers in iterations follow.
-    """
+    """The callbacks and schedulers that run after every update, in order."""
 
     def __init__(self, noise: NoiseMeter | None) -> None:
         self._noise = noise
@@ -60,13 +56,7 @@ class Attached:
         self._waiting: list[dict[str, Any]] = []  # states of schedulers yet to come
 
     def add(self, target: Any, unit: str, every: float) -> None:
-        """Adds what `ElasticOptimizer.attach` was given.
-
-        A scheduler takes the first loaded state that waits for one.
-
-        Raises:
-            TypeError, ValueError: See `ElasticOptimizer.attach`.
-        """
+        """Adds what `ElasticOptimizer.attach` was given; see there."""
         if isinstance(target, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise TypeError(
                 "attach: ReduceLROnPlateau needs a metric; step it at the end of an "
@@ -115,11 +105,7 @@ class Attached:
             scheduler.check_state(state)
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Takes what `state_dict` returned; states of schedulers to come wait for them.
-
-        A scheduler without a state begins at the progress that the noise meter has
-        just loaded.
-        """
+        """Takes what `state_dict` returned; schedulers may be attached later."""
         schedulers = self._schedulers()
         for scheduler, state in zip(schedulers, states):
             scheduler.load_state_dict(state)
@@ -142,9 +128,6 @@ class AttachedScheduler:
         every: Units per step of the scheduler. With a fraction it may be stepped
             several times after one update.
         noise: Measures progress.
-
-    Raises:
-        TypeError: Iterations are not measured.
     """
 
     def __init__(

@@ -23,10 +23,7 @@ _ADAPTIVE = (
 
 
 def check_optimizer(optimizer: Optimizer, rule: Rule) -> None:
-    """Raises TypeError unless ``optimizer`` can be wrapped and ``rule`` suits it.
-
-    Warns where the rule was derived for another kind of optimizer.
-    """
+    """Raises TypeError, or warns, unless ``rule`` suits an ``optimizer`` to wrap."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
     name = type(optimizer).__name__
@@ -63,12 +60,7 @@ def check_rule(
     schedule: Schedule,
     ref_batchsize: float | None,
 ) -> None:
-    """Tries the rule on the smallest and the largest batch size of the trace.
-
-    Raises:
-        ValueError: The rule has no meaning there.
-        TypeError: The rule does not work with an option of the optimizer.
-    """
+    """Raises unless the rule works with the groups and the trace's extreme sizes."""
     if rule.beta and any(group.get("capturable") for group in groups):
         raise TypeError(
             f"rule {rule.name!r} does not work with capturable=True, which computes "

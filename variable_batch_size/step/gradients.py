@@ -21,11 +21,6 @@ class StepGradients:
 
     What becomes of the gradients (other parameters, a minibatch more, an end) becomes
     of the meter's squares too; here, so that neither can be forgotten.
-
-    Args:
-        inner: The torch optimizer whose parameters are trained.
-        replica: The replica whose gradients these are.
-        noise: Measures their noise, if anything does.
     """
 
     def __init__(
@@ -59,9 +54,6 @@ class StepGradients:
         Args:
             after_backward: Whether ``.grad`` holds the gradients of a minibatch. Those
                 of new parameters then count, else they are dropped.
-
-        Raises:
-            ValueError: A parameter was never added.
         """
         parameters = self._parameters()
         if not self._known.issuperset(parameters):
@@ -100,10 +92,6 @@ class StepGradients:
 
         Args:
             num_accumulated: Minibatches that the step has accumulated before.
-
-        Raises:
-            ValueError: Minibatches would be lost, other replicas could not follow, or
-                noise is measured and the minibatch had several backward passes.
         """
         if num_accumulated == 0:
             self.refresh(after_backward=True)
@@ -149,11 +137,8 @@ class StepGradients:
     def average_(self, num_minibatches: torch.Tensor, *others: torch.Tensor) -> None:
         """Replaces gradients by their sum over replicas over the number of minibatches.
 
-        Divides, because a multiplication by the reciprocal would round twice.
-
-        Args:
-            num_minibatches: ``(1,)``.
-            others: Summed in the same collective, and not divided.
+        Divides, because a multiplication by the reciprocal would round twice. The
+        others are summed in the same collective, and not divided.
         """
         gradients = list(self._gradients.values())
         self._replica.all_reduce_([*gradients, *others])

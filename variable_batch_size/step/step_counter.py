@@ -12,8 +12,8 @@ class StepCounter:
     Args:
         plan: The epoch's plan.
         rank: The replica.
-        announced: Whether the user began the epoch with ``set_epoch``, which is where
-            replicas join the steps at its beginning in which they are idle.
+        announced: Whether the user began the epoch with ``set_epoch``, in which
+            replicas join the first steps if they are idle in them.
 
     Attributes:
         cursor: The epoch and the step under way.
@@ -65,13 +65,8 @@ class StepCounter:
     def follow(self, plan: EpochPlan) -> StepCounter:
         """Returns the counter for the next minibatch, whose sampler is at ``plan``.
 
-        That is this counter, or a new one for the sampler's epoch if this one's has
-        ended.
-
-        Raises:
-            ValueError: Sampler and optimizer are at different epochs, or the epoch has
-                no such step.
-            ReplicaError: The epoch begins with idle replicas and was not announced.
+        That is this counter, or a new one if this one's epoch has ended. Raises
+        ValueError or ReplicaError if there is no such minibatch.
         """
         counter = self
         if (plan.epoch, plan.start_step) != (self.plan.epoch, self.plan.start_step):
@@ -89,7 +84,16 @@ class StepCounter:
                 f"{plan.epoch}: call set_epoch({plan.epoch + 1}) on sampler and "
                 "optimizer, and step() once per minibatch of the sampler"
             )
-        counter._check_first_step()
+        first = plan.num_minibatches[plan.start_step]
+        if not counter.announced and first < plan.num_replicas:
+            raise ReplicaError(
+                f"epoch {plan.epoch} begins with a step of {first} "
+                f"minibatches on {plan.num_replicas} replicas: call "
+                f"optimizer.set_epoch({plan.epoch}) before iterating, where idle "
+                "replicas join that step before their first forward pass",
+                self._rank,
+            )
+        counter.announced = True
         if counter.idle:
             raise ReplicaError(
                 f"replica {self._rank} is idle in step {counter.cursor.step} of epoch "
@@ -98,16 +102,3 @@ class StepCounter:
                 self._rank,
             )
         return counter
-
-    def _check_first_step(self) -> None:
-        plan = self.plan
-        first = plan.num_minibatches[plan.start_step]
-        if not self.announced and first < plan.num_replicas:
-            raise ReplicaError(
-                f"epoch {plan.epoch} begins with a step of {first} "
-                f"minibatches on {plan.num_replicas} replicas: call "
-                f"optimizer.set_epoch({plan.epoch}) before iterating, where idle "
-                "replicas join that step before their first forward pass",
-                self._rank,
-            )
-        self.announced = True
