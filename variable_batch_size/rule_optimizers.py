@@ -61,7 +61,7 @@ class AdamHalfLifeRuleOptimizer(_NamedRuleOptimizer):
 
 
 class ConstantOptimizer(_NamedRuleOptimizer):
-    """The learning rate stays, and ``ref_batchsize`` is unused; see `ElasticOptimizer`."""
+    """The learning rate stays. For further options see `ElasticOptimizer`."""
 
     _rule = "constant"
 

@@ -77,7 +77,14 @@ def check_rule(
                 f"{ratio:g}; it must be a finite number >= 0"
             )
         if rule.measured:
-            _check_takes_tensors(rule, ratio)
+            try:
+                rule.lr_factor(torch.full((1,), ratio, device="meta"))
+            except (RuntimeError, TypeError) as error:
+                raise TypeError(
+                    f"rule {rule.name!r} is measured, so its lr_factor gets the gain "
+                    "as a tensor and may not read it: write tensor arithmetic, such as "
+                    "gain ** 0.5, in place of math.sqrt(gain)"
+                ) from error
         if rule.decay_per_sample and not factor > 0:
             raise ValueError(
                 f"rule {rule.name!r} makes the factor 0 of batch ratio {ratio:g}, by "
@@ -85,17 +92,6 @@ def check_rule(
             )
         for group in groups if rule.beta else ():
             rule.update(ratio, group, rule.init())
-
-
-def _check_takes_tensors(rule: Rule, ratio: float) -> None:
-    try:
-        rule.lr_factor(torch.full((1,), ratio, device="meta"))
-    except (RuntimeError, TypeError) as error:
-        raise TypeError(
-            f"rule {rule.name!r} is measured, so its lr_factor gets the gain as a "
-            "tensor and may not read it: write tensor arithmetic, such as gain ** 0.5, "
-            "in place of math.sqrt(gain)"
-        ) from error
 
 
 def check_sampler(sampler: CustomSampler, replica: Replica) -> None:
