@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
+import random
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
 import xla_replica
 from variable_batch_size.checkpoint import files
 from variable_batch_size.checkpoint.files import CheckpointError
-from variable_batch_size.checkpoint.random_state import (
-    random_state,
-    restore_random_state,
-)
 from variable_batch_size.checkpoint.save_and_stop import (
     SaveTimes,
     agreed_request,
@@ -282,7 +281,7 @@ class Checkpointer:
         self._optimizer.load_state_dict(state["optimizer"], allow_changes=allow_changes)
         for name, part in self._parts.items():
             part.load_state_dict(state["parts"][name])
-        restore_random_state(state["random"], self.replica)
+        _restore_random_state(state["random"], self.replica)
         self.num_updates, self.best_metric = state["num_updates"], state["best"]
         self._times.saved(self.num_updates)
         self._begun = self._optimizer.sampler.cursor
@@ -312,7 +311,7 @@ class Checkpointer:
             "settings": self._settings,
             "optimizer": self._optimizer.state_dict(),
             "parts": {n: p.state_dict() for n, p in self._parts.items()},
-            "random": random_state(self.replica, random_numbers),
+            "random": _random_state(self.replica, random_numbers),
         }
 
     def _is_best(self, metric: float | None) -> bool:
@@ -388,6 +387,45 @@ def _begin_next_epoch(state: dict[str, Any], optimizer: ElasticOptimizer) -> Non
     with contextlib.suppress(TraceExhausted):  # there is no next epoch
         schedule.steps(sampler["epoch"] + 1)
         sampler |= {"epoch": sampler["epoch"] + 1, "step": 0}
+
+
+def _random_state(replica: Replica, own: torch.Tensor) -> dict[str, Any]:
+    """Returns the states of replica 0's generators and of every device. Collective.
+
+    ``own`` is what this replica's ``rng_state()`` returned; ``"devices"`` is
+    ``(num_replicas, length)`` uint8.
+    """
+    _, keys, *rest = np.random.get_state()
+    version, internal, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": [torch.from_numpy(keys.astype(np.int64)), *rest],
+        "python": [version, list(internal), gauss],
+        "devices": torch.stack(replica.all_gather_object(own)),
+    }
+
+
+def _restore_random_state(state: dict[str, Any], replica: Replica) -> None:
+    """Restores what `_random_state` returned.
+
+    A replica that did not exist when the state was saved, or whose device is of another
+    kind, is seeded from the saved state: its dropout then differs from that of the
+    uninterrupted run and from that of other replicas, as it should.
+    """
+    if replica.is_primary:  # other processes may have been seeded by rank
+        keys, *rest = state["numpy"]
+        np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *rest))
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+        torch.set_rng_state(state["torch"])
+    devices = state["devices"]
+    same_kind = devices.shape[1] == len(replica.rng_state())
+    if same_kind and replica.rank < len(devices):
+        # A copy: torch 2.13 ignores where in its storage a view begins, and crashes.
+        replica.set_rng_state(devices[replica.rank].clone())
+        return
+    seed = hashlib.sha256(devices[0].numpy().tobytes()).digest()[:4]
+    replica.seed(int.from_bytes(seed, "little"))
 
 
 def _check_parts(optimizer: Any, parts: Mapping[str, Any]) -> None:
