@@ -30,6 +30,7 @@ from variable_batch_size.step.attached import Update
 from xla_replica import Replica
 from xla_replica.common.arguments import check_choice, check_integer
 from xla_replica.common.differences import check_same
+from xla_replica.common.trees import leaves
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +134,14 @@ class Checkpointer:
         check_integer("keep", keep, least=1)
         check_integer("look_every", look_every, least=1)
         check_choice("best", best, ("max", "min", None))
-        _check_plain("settings", settings or {})
+        self._settings = dict(settings or {})
+        for name, value in self._settings.items():
+            for leaf in leaves(value):
+                if type(leaf) not in (str, int, float, bool, type(None)):
+                    raise TypeError(
+                        f"settings[{name!r}] has {leaf!r}, a {type(leaf).__name__}; "
+                        "settings may be texts, numbers, None, lists and dicts of these"
+                    )
         self.folder = Path(folder)
         self.replica: Replica = optimizer.replica
         self.num_updates = 0
@@ -143,7 +151,6 @@ class Checkpointer:
         self._keep = keep
         self._best = best
         self._look_every = look_every
-        self._settings = dict(settings or {})
         self._times = SaveTimes(self.replica, every_updates, every_minutes)
         self._is_proven = False  # whether what it writes can be loaded
         # Where the run began, until this has been called after an update.
@@ -453,19 +460,4 @@ def _check_parts(optimizer: Any, parts: Mapping[str, Any]) -> None:
         raise ValueError(
             f"Checkpointer: {missing} of the optimizer's parameters are in no part "
             "that is a module, and would not be saved: pass model=model"
-        )
-
-
-def _check_plain(name: str, value: Any) -> None:
-    """Raises TypeError unless an equal value can be read from a file again."""
-    if isinstance(value, Mapping):
-        for key, part in value.items():
-            _check_plain(f"{name}[{key!r}]", part)
-    elif isinstance(value, (list, tuple)):
-        for index, part in enumerate(value):
-            _check_plain(f"{name}[{index}]", part)
-    elif type(value) not in (str, int, float, bool, type(None)):
-        raise TypeError(
-            f"{name}={value!r} is a {type(value).__name__}; settings may be texts, "
-            "numbers, None, and lists and dicts of these"
         )

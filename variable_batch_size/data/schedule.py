@@ -16,6 +16,7 @@ The rules are those of the earlier implementation:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -57,7 +58,6 @@ class EpochPlan:
         num_minibatches: ``(num_steps,)`` int64, minibatches of every step.
         start_step: Steps of the epoch that are done already, because the run was
             resumed within it.
-        starts: ``(num_steps + 1,)`` int64, each step's first minibatch in the order.
     """
 
     epoch: int
@@ -67,11 +67,11 @@ class EpochPlan:
     num_replicas: int
     num_minibatches: np.ndarray
     start_step: int = 0
-    starts: np.ndarray = dataclasses.field(init=False)
 
-    def __post_init__(self) -> None:
-        starts = np.concatenate([[0], np.cumsum(self.num_minibatches)])
-        object.__setattr__(self, "starts", starts.astype(np.int64))
+    @functools.cached_property
+    def starts(self) -> np.ndarray:
+        """``(num_steps + 1,)`` int64: each step's first minibatch in the order."""
+        return np.concatenate([[0], np.cumsum(self.num_minibatches)]).astype(np.int64)
 
     @property
     def num_steps(self) -> int:
