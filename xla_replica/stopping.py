@@ -45,14 +45,12 @@ class StopRequest(NamedTuple):
 class _FirstSignal:
     """Distinguishes the first signal and its copies from a later one that insists."""
 
-    def __init__(self) -> None:
-        self._at: float | None = None
+    at: float | None = None
 
     def insists(self) -> bool:
         now = time.monotonic()
-        if self._at is None:
-            self._at = now
-        return now - self._at >= DUPLICATE_SECONDS
+        self.at = now if self.at is None else self.at
+        return now - self.at >= DUPLICATE_SECONDS
 
 
 class _Process:
@@ -168,10 +166,8 @@ def listening_for_parent(folder: str) -> Iterator[None]:
     """Surrounds a run in a process that exists only for its replicas.
 
     The handlers are never removed: a late copy of a signal must not end a process that
-    is about to exit, because that would be a failure.
-
-    Args:
-        folder: The folder of the parent's `forwarding`.
+    is about to exit, because that would be a failure. ``folder`` is the one of the
+    parent's `forwarding`.
     """
     _listen_for_good(folder)
     try:
@@ -215,9 +211,6 @@ def forwarding(folder: str) -> Iterator[None]:
     A signal that no replica has armed acts as it did before, and so does one that
     insists. A signal to a process group reaches the replicas too, and may arrive here
     when they have obeyed it and ended.
-
-    Args:
-        folder: The same as that of the replicas' `listening_for_parent`.
     """
     first = _FirstSignal()
 

@@ -67,10 +67,7 @@ def environment(num_replicas: int) -> dict[str, str]:
 class Emulator:
     """Patches torch_xla in a process that has the variables of `environment`.
 
-    Args:
-        num_replicas: How many threads of this process are replicas.
-        timeout: Seconds that a replica may be late at a collective.
-        report: Called as ``report(rank, text)`` when a replica's situation changes.
+    ``report(rank, text)`` is called when what a replica is doing changes.
     """
 
     def __init__(

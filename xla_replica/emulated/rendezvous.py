@@ -9,7 +9,6 @@ run, none is let through until all have come, and every way of failing becomes a
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 import threading
 import traceback
@@ -20,15 +19,10 @@ from xla_replica.errors import ReplicaError
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective that a replica has traced but not run.
+    """One collective that a replica has traced but not run."""
 
-    Attributes:
-        call: Name, dtypes and shapes; must be equal on all replicas.
-        place: File and line of the user's call; may differ.
-    """
-
-    call: str
-    place: str
+    call: str  # name, dtypes and shapes; must be equal on all replicas
+    place: str  # file and line of the user's call; may differ
 
     def __str__(self) -> str:
         call = self.call if len(self.call) < 200 else f"{self.call[:200]} ...)"
@@ -36,29 +30,20 @@ class Collective:
 
 
 class Round:
-    """One meeting of all replicas, and the collectives that each of them brings.
-
-    Attributes:
-        arrived: The collectives by rank.
-        open: Whether all have come.
-        error: What all of them raise then, if they disagree.
-        num_dispatched: How many replicas have dispatched their graph since; guarded
-            by the lock around compilation.
-    """
+    """One meeting of all replicas."""
 
     def __init__(self) -> None:
-        self.arrived: dict[int, tuple[Collective, ...]] = {}
-        self.open = False
-        self.error: ReplicaError | None = None
+        self.arrived: dict[int, tuple[Collective, ...]] = {}  # by rank
+        self.open = False  # whether all have come
+        self.error: ReplicaError | None = None  # what all raise then, if they disagree
+        # How many have dispatched their graph; guarded by the lock around compilation.
         self.num_dispatched = 0
 
 
 class Rendezvous:
     """Lets replica threads through when all of them have come with equal collectives.
 
-    Args:
-        num_replicas: How many threads meet.
-        timeout: Seconds that the first to come waits for the last.
+    The first to come waits ``timeout`` seconds for the last.
     """
 
     def __init__(self, num_replicas: int, timeout: float) -> None:
@@ -89,13 +74,10 @@ class Rendezvous:
         with self._changed:
             while (num_returned := len(self._returned)) < self.num_replicas:
                 if not self._changed.wait_for(
-                    functools.partial(self._more_returned_than, num_returned),
+                    lambda before=num_returned: len(self._returned) > before,
                     self.timeout,
                 ):
                     raise self._late(self._returned, "the end of its run")
-
-    def _more_returned_than(self, number: int) -> bool:
-        return len(self._returned) > number
 
     def meet(self, rank: int, collectives: Sequence[Collective]) -> Round:
         """Blocks until every replica has come with the same collectives.

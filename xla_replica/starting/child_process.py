@@ -9,14 +9,13 @@ sent along (`_Surroundings`).
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing as mp
 import os
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver, reduction, resource_tracker
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -45,22 +44,13 @@ def run_in_children(
     num_replicas: int,
     variables: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Runs replicas in child processes and returns their results by rank.
+    """Runs replicas in child processes and returns or raises as `collect_results` does.
 
-    Args:
-        main: Called in every child as ``main(folder, *arguments[name])``, where
-            ``folder`` is for `exit_results` and for the signals that `forwarding`
-            passes on.
-        arguments: A child's arguments, by the name of its process.
-        watch: Called with the processes, by name, and the folder. Returns when the
-            replicas have ended, with the error if they ended badly; what is still
-            running is then killed.
-        num_replicas: How many results there must be.
-        variables: Environment variables for the children alone.
-
-    Raises:
-        ReplicaError: What a replica reported first, or else what ``watch`` returned.
-        Stopped: At least one replica raised it, and the others ended well.
+    Every child calls ``main(folder, *arguments[name])``, where ``name`` is that of its
+    process, and the folder is shared for `exit_results` and `forwarding`.
+    ``watch(processes, folder)`` returns when the replicas have ended, with the error if
+    they ended badly; a process that still runs is then killed. ``variables`` are set in
+    the environment of the children alone.
     """
     context = _context()
     with tempfile.TemporaryDirectory(prefix="xla_replica") as folder:
@@ -96,7 +86,7 @@ def _run_child(
 
 
 def _end_with_parent() -> None:
-    """Ends this process as soon as its parent has ended, however that happens."""
+    """Ends this process as soon as its parent has ended, for whatever reason."""
     parent = mp.parent_process()
     if parent is not None:
         parent.join()
@@ -106,21 +96,6 @@ def _end_with_parent() -> None:
 def cause_of_death(exit_code: int) -> str:
     """Returns a ``Process.exitcode`` in words."""
     return f"signal {-exit_code}" if exit_code < 0 else f"exit status {exit_code}"
-
-
-@contextlib.contextmanager
-def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables, for an import, and restores the previous ones."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _context() -> ForkServerContext | SpawnContext:
@@ -138,13 +113,9 @@ def _context() -> ForkServerContext | SpawnContext:
 
 
 class _Surroundings:
-    """The environment and output files of this process, for a child.
+    """The environment and output files of this process, for a child."""
 
-    Args:
-        variables: Environment variables for the child alone.
-    """
-
-    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+    def __init__(self, variables: Mapping[str, str] | None) -> None:
         self._variables = {**os.environ, **(variables or {})}
         self._files: list[Any] = []
 

@@ -36,7 +36,14 @@ from xla_replica.stopping import listening, listening_for_parent
 GROUPS = {"cuda": "nccl", "cpu": "gloo"}
 
 
-def _launch(job: Job, device: str, num_replicas: int) -> list[Any]:
+def _launch(device: str, job: Job) -> list[Any]:
+    num_gpus = torch.cuda.device_count()
+    num_replicas = job.num_replicas or (num_gpus if device == "cuda" else 1)
+    if device == "cuda" and not 1 <= num_replicas <= num_gpus:
+        raise ValueError(
+            f"num_replicas={job.num_replicas} on device='cuda', but there are "
+            f"{num_gpus} GPUs"
+        )
     if job.is_started:
         return [_run_here(job, device)]
     if num_replicas == 1:
@@ -119,12 +126,7 @@ def _wait_for_peers(rank: int, timeout: float) -> None:
 
 
 def _run_here(job: Job, device: str) -> Any:
-    """Runs the job's function in this process, which joins its group if it has not.
-
-    Raises:
-        ValueError: There is another number of processes than was asked for.
-        Stopped: ``fn`` raised it, and its peers have ended.
-    """
+    """Runs the job's function in this process, which joins its group if it has not."""
     joins = process_group() is None
     world_size = (
         int(os.environ["WORLD_SIZE"]) if joins else torch.distributed.get_world_size()
@@ -163,21 +165,6 @@ def _run_in_group(
 # --- the rows -----------------------------------------------------------------------
 
 
-def _launch_on_cpu(job: Job) -> list[Any]:
-    return _launch(job, "cpu", job.num_replicas or 1)
-
-
-def _launch_on_gpus(job: Job) -> list[Any]:
-    num_gpus = torch.cuda.device_count()
-    num_replicas = job.num_replicas or num_gpus
-    if not 1 <= num_replicas <= num_gpus:
-        raise ValueError(
-            f"num_replicas={job.num_replicas} on device='cuda', but there are "
-            f"{num_gpus} GPUs"
-        )
-    return _launch(job, "cuda", num_replicas)
-
-
 def _find(is_own: Callable[[str], bool]) -> str | None:
     group = process_group()
     if group is None or not is_own(group):
@@ -194,7 +181,7 @@ register_backend(
     "cuda",
     functools.partial(_find, lambda group: group == "nccl"),
     DistributedReplica,
-    _launch_on_gpus,
+    functools.partial(_launch, "cuda"),
     preference=_gpu_preference,
     has_any_number=lambda: False,
 )
@@ -202,6 +189,6 @@ register_backend(
     "cpu",  # and every other group, such as TorchTPU's
     functools.partial(_find, lambda group: group not in ("nccl", "xla")),
     DistributedReplica,
-    _launch_on_cpu,
+    functools.partial(_launch, "cpu"),
     preference=lambda job: 1,
 )

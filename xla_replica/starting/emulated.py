@@ -47,13 +47,10 @@ _STATUS_BYTES = 400
 
 
 class _Shared:
-    """Memory shared with the child: what each replica was last doing, and a clock.
-
-    Attributes:
-        heartbeat: When the child last ran Python code, by `time.monotonic`.
-    """
+    """Memory shared with the child: what each replica was last doing, and a clock."""
 
     def __init__(self, num_replicas: int) -> None:
+        # When the child last ran Python code, by time.monotonic.
         self.heartbeat = RawValue(ctypes.c_double, float("inf"))
         self._rows = [
             RawArray(ctypes.c_char, _STATUS_BYTES) for _ in range(num_replicas)
@@ -75,13 +72,7 @@ class _Shared:
 def run_emulated(
     fn: Callable[..., Any], args: tuple[Any, ...], num_replicas: int, timeout: float
 ) -> list[Any]:
-    """Runs ``fn(rank, *args)`` on emulated replicas; returns the results by rank.
-
-    Raises:
-        Stopped: At least one replica raised it, and the others ended well.
-        ReplicaError: A replica raised, hung, left early or differed from its peers.
-        TypeError: ``fn`` or ``args`` cannot be sent to another process.
-    """
+    """Runs ``fn(rank, *args)`` on emulated replicas; returns or raises as `launch`."""
     shared = _Shared(num_replicas)
     return run_in_children(
         _child_main,

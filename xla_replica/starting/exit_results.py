@@ -25,11 +25,7 @@ def run_to_end(fn: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> Any:
 
 
 def values(results: list[Any]) -> list[Any]:
-    """Returns what the replicas returned.
-
-    Raises:
-        Stopped: That of the first replica that stopped.
-    """
+    """Returns the results, or raises the first `Stopped` among them."""
     for result in results:
         if isinstance(result, Stopped):
             raise result
@@ -46,11 +42,7 @@ class _Pickler(pickle.Pickler):
 
 
 def dump(value: Any, failure: str = "the replica's result cannot be pickled") -> bytes:
-    """Returns ``value`` as bytes that any process can unpickle.
-
-    Raises:
-        TypeError: It cannot be pickled; the message begins with ``failure``.
-    """
+    """Returns ``value`` as bytes that any process can unpickle, or raises TypeError."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
@@ -60,11 +52,7 @@ def dump(value: Any, failure: str = "the replica's result cannot be pickled") ->
 
 
 def dump_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Returns ``(fn, args)`` as bytes for another process.
-
-    Raises:
-        TypeError: They cannot be pickled.
-    """
+    """Returns ``(fn, args)`` as bytes for another process, or raises TypeError."""
     return dump(
         (fn, args),
         f"launch: {fn!r} and its arguments must be picklable, because replicas run in "
@@ -107,13 +95,8 @@ def collect_results(
 ) -> list[Any]:
     """Returns what the replicas returned, by rank, once their processes have ended.
 
-    Args:
-        folder: Where they have written how they ended.
-        num_replicas: How many there were.
-        death: The error if a process ended badly, for one that wrote nothing.
-
     Raises:
-        ReplicaError: A replica failed: what the first of them wrote, or ``death``.
+        ReplicaError: A replica failed: what the first of them wrote, or else ``death``.
         Stopped: At least one replica raised it, and the others ended well.
     """
     failures = sorted(

@@ -11,11 +11,11 @@ import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 from xla_replica.backends.distributed import process_group
 from xla_replica.backends.registry import Job, bound, register_backend
 from xla_replica.backends.xla import XlaReplica
-from xla_replica.starting.child_process import variables_set
 from xla_replica.starting.emulated import run_emulated
 from xla_replica.starting.exit_results import (
     dump,
@@ -38,7 +38,7 @@ def has_tpu() -> bool:
     if not is_installed() or chosen is not None:
         return chosen == "TPU"
     # Importing torch_xla would otherwise choose a device for this whole process.
-    with variables_set({"PJRT_SELECT_DEFAULT_DEVICE": "0"}):
+    with mock.patch.dict(os.environ, {"PJRT_SELECT_DEFAULT_DEVICE": "0"}):
         from torch_xla._internal import tpu
     return tpu.num_available_chips() > 0
 
