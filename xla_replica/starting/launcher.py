@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from xla_replica.backends.distributed import process_group
 from xla_replica.backends.registry import DEVICES, Job
 from xla_replica.common.arguments import check_choice, check_integer, check_number
-from xla_replica.starting.distributed import process_group
 
 logger = logging.getLogger(__name__)
 
@@ -38,25 +38,25 @@ def launch(
     ======== ==================================================================
 
     `register_backend` adds others. Under torchrun, wherever else ``WORLD_SIZE`` is
-    above 1, and after ``init_process_group`` this process already is one replica: its
-    group is joined and ``fn`` called here, and the list holds this replica's result
+    above 1, and after ``init_process_group`` this process is one replica already: its
+    group is joined, ``fn`` is called here, and the list holds this replica's result
     alone.
 
     Args:
         fn: A function defined at the top level of a module.
         args: Arguments after the rank; picklable, as is the result.
         num_replicas: Default: every chip or GPU there is, one on a CPU.
-        device: One of the table; default None.
+        device: One of the table.
         timeout: Seconds that a replica may be late, at a collective or after the last
             of its peers has returned, before the run is ended with an error. On
             emulated replicas an exception ends it at once.
 
     Raises:
-        Stopped: Replicas did; raised when all have ended.
+        Stopped: At least one replica raised it; raised when all have ended.
         ReplicaError: A replica on this CPU or these GPUs raised (its exception is
-            ``__cause__``), hung, left early or differed from its peers. A replica in
-            this very process raises its own exception unchanged, and torch_xla reports
-            those of a TPU in its way.
+            ``__cause__``), hung, left early or differed from its peers. An exception of
+            a replica in this process is raised unchanged, and those on a TPU are
+            reported as torch_xla does.
         ValueError: ``num_replicas`` or ``device`` does not exist here.
         TypeError: ``num_replicas`` is not an integer, ``timeout`` is not a number, or
             ``fn`` or ``args`` cannot be sent to another process.
@@ -64,7 +64,7 @@ def launch(
     startable = [name for name, backend in DEVICES.items() if backend.launch]
     check_choice("device", device, [*startable, None])
     if num_replicas is not None:
-        check_integer("num_replicas", num_replicas, least=1)
+        num_replicas = check_integer("num_replicas", num_replicas, least=1)
     check_number("timeout", timeout, above=0)
     job = Job(fn, args, num_replicas, timeout, _is_one_of_several_processes())
     device = device or _preferred(job)
