@@ -18,9 +18,7 @@ def is_state(state: Mapping[str, Any]) -> bool:
 
 
 def converted(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Returns a state of rigl-torch in this package's format.
-
-    There masks are by position, as live tensors; here they are by name, as bits.
+    """Returns a state of rigl-torch, whose masks are tensors by position, as ours.
 
     Raises:
         ValueError: The state is of another model.
@@ -68,14 +66,12 @@ def weights_of(model: nn.Module) -> list[Weight]:
 
     def visit(module: nn.Module) -> None:
         weight = getattr(module, "weight", None)
-        is_norm = type(module) is nn.BatchNorm2d
-        if isinstance(weight, nn.Parameter) and not is_norm:
-            is_conv = not isinstance(module, nn.Linear)
-            name = names[id(weight)]
+        if isinstance(weight, nn.Parameter) and type(module) is not nn.BatchNorm2d:
+            is_conv, name = not isinstance(module, nn.Linear), names[id(weight)]
             found.append(Weight(name, weight, module, "weight", is_conv))
-            return
-        for child in module.children():
-            visit(child)
+        else:
+            for child in module.children():
+                visit(child)
 
     visit(model)
     return found

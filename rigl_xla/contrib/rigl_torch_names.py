@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from rigl_xla.layers.sparse_layer import zero_inactive_
+from rigl_xla.layers.options import Options
+from rigl_xla.layers.sparse_layer import SparseLayer, zero_inactive_
+from rigl_xla.layers.weights import Weight
+from rigl_xla.topology.update_schedule import UpdateSchedule
 from rigl_xla.update.topology_update import optimizer_state_of
 
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
 
-    from rigl_xla.layers.options import Options
-    from rigl_xla.layers.sparse_layer import SparseLayer
-    from rigl_xla.layers.weights import Weight
-    from rigl_xla.topology.update_schedule import UpdateSchedule
-
-
-def _read(path: str, doc: str) -> property:
-    """Returns a property that is another attribute by that path."""
-    return property(operator.attrgetter(path), doc=doc)
+def _of(part: str, name: str) -> property:
+    """Returns a property that reads an attribute of the schedule or the options."""
+    doc = f"What `{name}` of the {part} is."
+    return property(operator.attrgetter(f"{part}.{name}"), doc=doc)
 
 
 class RigLTorchNames:
@@ -37,22 +33,15 @@ class RigLTorchNames:
     _weights: list[Weight]
     _layers: list[SparseLayer]
 
-    T_end = _read("schedule.T_end", "Step from which on the topology stays.")
-    delta_T = _read("schedule.delta", "Steps between topology updates.")
-    alpha = _read("schedule.alpha", "Drop fraction at step 0.")
-    grad_accumulation_n = _read(
-        "schedule.grad_accumulation_n", "Steps whose gradients score an update."
-    )
-    dense_allocation = _read(
-        "options.dense_allocation", "Share of active weights asked for."
-    )
-    sparsity_distribution = _read(
-        "options.sparsity_distribution", "How sparsity was distributed over layers."
-    )
-    ignore_linear_layers = _read(
-        "options.ignore_linear_layers", "Whether all but convolutions stay dense."
-    )
-    static_topo = _read("options.static_topo", "Whether the topology never changes.")
+    # `RigLScheduler` says what they mean.
+    T_end = _of("schedule", "T_end")
+    delta_T = _of("schedule", "delta")
+    alpha = _of("schedule", "alpha")
+    grad_accumulation_n = _of("schedule", "grad_accumulation_n")
+    dense_allocation = _of("options", "dense_allocation")
+    sparsity_distribution = _of("options", "sparsity_distribution")
+    ignore_linear_layers = _of("options", "ignore_linear_layers")
+    static_topo = _of("options", "static_topo")
 
     @property
     def W(self) -> list[nn.Parameter]:

@@ -52,10 +52,7 @@ def refusal_of(
 ) -> str | None:
     """Returns why there is no 2:4 kernel for such a weight; None if there may be one.
 
-    Args:
-        device: The device that holds the weight.
-        capability: Its compute capability, if it is an NVIDIA GPU.
-        dtype: The weight's dtype.
+    ``capability`` is the compute capability of an NVIDIA GPU.
     """
     if traits(device).is_lazy:
         return (
@@ -146,11 +143,7 @@ class Conversion:
 
 @dataclasses.dataclass(frozen=True)
 class SemiStructuredReport:
-    """Everything that `to_semi_structured` did.
-
-    Attributes:
-        layers: Every linear layer, in order of registration.
-    """
+    """What `to_semi_structured` did with ``layers``: all linear ones, in order."""
 
     layers: tuple[Conversion, ...]
 
@@ -188,10 +181,10 @@ def to_semi_structured(
 ) -> SemiStructuredReport:
     """Makes the 2:4 weights of linear layers semi-structured where that is faster.
 
-    For inference: a converted weight is no longer trained, and its module computes the
-    same, in another order. Every shape is measured, with as many rows as a pass over
-    ``inputs`` has; a layer is converted if the 2:4 kernel is ``min_speedup`` times as
-    fast as the dense one and gives the same numbers for this layer's weights.
+    For inference: a converted weight is no longer trained. Every shape is measured,
+    with as many rows as a pass over ``inputs`` has; a layer is converted if the 2:4
+    kernel is ``min_speedup`` times as fast as the dense one and gives the same numbers
+    for its weights, up to the order of additions.
 
     Args:
         model: Trained with ``structure='2:4'``, in float16 or bfloat16, on its GPU;
@@ -219,9 +212,7 @@ def to_semi_structured(
             "longer fit its weight: close() that first"
         )
     reasons = {n: _why_not(model, m, kernels) for n, m in linears.items()}
-    rows: dict[str, int] = {}
-    if None in reasons.values():
-        rows = _rows_of(model, linears, inputs)
+    rows = _rows_of(model, linears, inputs) if None in reasons.values() else {}
     times: dict[Any, list[float]] = {}
     found = []
     for name, linear in linears.items():
@@ -231,11 +222,10 @@ def to_semi_structured(
         if reason is None and num_rows is None:
             reason = "a forward pass does not call it"
         if reason is None:
-            found.append(
-                _try(conversion, linear, num_rows, times, min_speedup, kernels)
-            )
+            done = _try(conversion, linear, num_rows, times, min_speedup, kernels)
         else:
-            found.append(conversion(None, None, False, reason))
+            done = conversion(None, None, False, reason)
+        found.append(done)
     return SemiStructuredReport(tuple(found))
 
 
@@ -246,10 +236,8 @@ def _why_not(model: nn.Module, linear: nn.Linear, kernels: Kernels) -> str | Non
     if refusal is not None:
         return refusal
     if type(linear) is not nn.Linear:
-        return (
-            f"it is a {type(linear).__name__}, whose weight others may use in other "
-            "ways"
-        )
+        kind = type(linear).__name__
+        return f"it is a {kind}, whose weight others may use in other ways"
     places = [
         module
         for module in model.modules()
@@ -299,8 +287,7 @@ def _try(
 ) -> Conversion:
     """Converts a layer, in place, if that is right and faster; returns what was done.
 
-    Every layer is compared with its dense kernel; ``times`` collects the seconds, dense
-    and sparse, of every shape that has been measured.
+    ``times`` collects the seconds, dense and sparse, of every shape measured.
     """
     weight = linear.weight.detach()
     rows = torch.randn(num_rows, weight.shape[1], device=weight.device)

@@ -3,8 +3,7 @@
 Pure functions of shapes, sparsities and schedules, in the conventions of Evci et al.
 2020 (arXiv:1911.11134, App. H): multiplications and additions count one each, biases
 and activations too, norms and the loss do not; a backward pass costs two forward
-passes. They are what ideal hardware would do, and no hardware that this package knows
-does: masked training runs dense kernels.
+passes. Ideal hardware would do so few; masked training runs dense kernels.
 
 >>> costs = {"fc": LayerCost((10, 100))}
 >>> inference_flops(costs), inference_flops(costs, {"fc": 0.5})
@@ -96,17 +95,14 @@ def training_ratio(
 ) -> float:
     """Returns the operations of training over those of dense training.
 
-    Both for as many samples. Per sample, with f_S and f_D of a sparse and a dense
-    forward pass, a method that never collects dense gradients (static, SET) costs
-    3 f_S, one that always does (SNFS) 2 f_S + f_D, and one that does so for updates
-    (RigL) (3 f_S delta + 2 f_S + f_D) / (delta + 1): one step in delta + 1 has a dense
-    gradient. Dense training costs 3 f_D.
+    With f_S and f_D of a sparse and a dense forward pass, a sample costs 3 f_D in
+    dense training, 3 f_S where dense gradients are never collected (static, SET),
+    2 f_S + f_D where they always are (SNFS), and where updates need them (RigL)
+    (3 f_S delta + 2 f_S + f_D) / (delta + 1): one step in delta + 1 has a dense one.
 
     Args:
-        costs: The costs of every layer.
-        sparsities: Sparsities by name.
-        method: ``'dense'`` or a key of `METHODS`, but for gradual pruning: see
-            `gradual_training_ratio`.
+        costs, sparsities: Those of every layer, by name.
+        method: ``'dense'`` or a key of `METHODS` that is not gradual.
         delta: Steps between topology updates.
         num_collected: How many steps' dense gradients an update needs.
 
@@ -140,17 +136,15 @@ def gradual_training_ratio(
 ) -> float:
     """Returns the same for gradual pruning that changes masks every ``delta`` steps.
 
-    The mean over steps: from each change to the next, a step costs what the sparsity
-    at the first of them makes it cost. The paper's 0.56 and 0.51 (ResNet-50, uniform,
-    80 % and 90 %, from step 10,000 to 25,000 of 32,000 with ``delta`` 1,000) are the
-    mean of 33 readings, at both ends of the run too, 0.5603 and 0.5053; the mean over
-    32 intervals, which this is, is 0.5707 and 0.5171.
+    The mean over steps: up to the next change, a step costs what the sparsity of the
+    last one makes it cost. The paper's 0.56 and 0.51 (ResNet-50, uniform, 80 % and
+    90 %, from step 10,000 to 25,000 of 32,000, ``delta`` 1,000) are the mean of 33
+    readings, at both ends of the run too, 0.5603 and 0.5053; the mean over 32
+    intervals, which this is, is 0.5707 and 0.5171.
 
     Args:
-        costs: The costs of every layer.
-        sparsities: Final sparsities by name.
-        begin: Step at which pruning begins.
-        end: Step at which it has ended.
+        costs, sparsities: Those of every layer, by name; the sparsities are final.
+        begin, end: Steps at which pruning begins and has ended.
         delta: Steps between changes.
         num_steps: Steps of the whole run.
     """
@@ -182,14 +176,11 @@ class CostReport:
     """Operations per sample and bytes, of a sparse model and of the same one dense.
 
     Attributes:
-        macs, dense_macs: Multiply-accumulates of a forward pass.
-        flops, dense_flops: Its operations: multiplications and additions count one
-            each, with biases and activations.
-        size_in_bytes, dense_size_in_bytes: The size stored: float32 weights and biases,
-            and a mask of one bit per weight.
-        training_ratios: By method: operations of training, as a multiple of dense
-            training for as many samples. Gradual pruning is among them where the
-            number of steps is known.
+        macs, dense_macs: See `inference_macs`.
+        flops, dense_flops: See `inference_flops`.
+        size_in_bytes, dense_size_in_bytes: See `size_in_bytes`.
+        training_ratios: See `training_ratio`; by method, with gradual pruning where
+            the number of steps is known.
         method: The key of the method in use.
     """
 
@@ -230,15 +221,7 @@ def cost_report(
     schedule: UpdateSchedule,
     num_steps: int | None,
 ) -> CostReport:
-    """Returns the costs of a model and of training it.
-
-    Args:
-        costs: The costs of every layer, dense ones too.
-        now: Sparsities by name.
-        final: Sparsities that gradual pruning leads to, by name.
-        method: The key of the method that training costs like.
-        schedule: When the topology changes.
-        num_steps: Steps of the whole run, if known.
+    """Returns the costs of a model with the sparsities ``now``, and of training it.
 
     >>> schedule = UpdateSchedule(75_000)
     >>> found = cost_report(

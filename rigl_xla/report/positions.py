@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,22 +17,17 @@ from rigl_xla.layers.weights import Weight, multipliers_of, weights_of
 from rigl_xla.report.costs import LayerCost
 from rigl_xla.topology.structure import outputs_first_shape
 
-
-class _Use(NamedTuple):
-    """How often one call applies a weight to a vector, and places of its output."""
-
-    positions: float
-    outputs: float
+# How often one call applies a weight to a vector, and how many places its output has.
+_Use = tuple[float, float]
 
 
 @torch.no_grad()
 def costs_of(model: nn.Module, *inputs: Any, **named: Any) -> dict[str, LayerCost]:
     """Returns the cost of every weight that can be sparse, per sample of the inputs.
 
-    Runs one forward pass in evaluation mode and watches the modules that are called. A
-    shared weight costs what all of them do; an embedding that looks it up costs
-    nothing, and neither does a use that is not a call of the weight's module, such as
-    by a function of `torch.nn.functional`.
+    Watches the modules that one forward pass in evaluation mode calls. A shared weight
+    costs what all of them do; an embedding that looks it up costs nothing, and neither
+    does a use without a call of its module, as by `torch.nn.functional`.
 
     Args:
         model: Any module.
@@ -40,8 +35,7 @@ def costs_of(model: nn.Module, *inputs: Any, **named: Any) -> dict[str, LayerCos
             along its first dimension.
 
     Returns:
-        Costs by parameter name, in order of registration; layers that the pass does
-        not reach cost nothing.
+        Costs by parameter name, in order of registration; those not reached are 0.
 
     Raises:
         ValueError: No input is a tensor.
@@ -58,8 +52,13 @@ def costs_of(model: nn.Module, *inputs: Any, **named: Any) -> dict[str, LayerCos
     with contextlib.ExitStack() as hooks:
         for weight in weights:
             for module, attribute in multipliers_of(model, weight):
+                # Attention does not call its projection.
+                attentions = (
+                    m for m in model.modules() if isinstance(m, nn.MultiheadAttention)
+                )
+                parents = (m for m in attentions if m.out_proj is module)
+                called = next(parents, module)
                 watch = _watch(found[weight.name], module, attribute)
-                called = _caller(model, module)
                 handle = called.register_forward_hook(watch, with_kwargs=True)
                 hooks.enter_context(handle)
         with evaluating(model):
@@ -72,11 +71,11 @@ def cost_of(
 ) -> LayerCost:
     """Returns the cost of a weight that ``num_samples`` samples have used so."""
     shape = tuple(weight.parameter.shape)
-    positions = sum(use.positions for use in uses) / num_samples
+    positions = sum(positions for positions, _ in uses) / num_samples
     if weight.transposed is None:
         return LayerCost(shape, positions)
     channels = outputs_first_shape(shape, weight.transposed)[0]
-    outputs = sum(use.outputs for use in uses) / num_samples
+    outputs = sum(outputs for _, outputs in uses) / num_samples
     return LayerCost(shape, positions, channels, outputs)
 
 
@@ -89,33 +88,26 @@ def _watch(
         given = inspect.signature(called.forward).bind(*args, **kwargs).arguments
         first = next(iter(given.values()))
         if isinstance(called, nn.MultiheadAttention):
-            positions = _attention_positions(given, attribute)
+            tokens = {k: _num_vectors(given[k]) for k in ("query", "key", "value")}
+            # The output's projection, a module inside, meets as many as the queries'.
+            which = {"k_proj_weight": "key", "v_proj_weight": "value"}
+            positions = tokens[which.get(attribute, "query")]
+            if attribute == "in_proj_weight":  # of each, it is a third
+                positions = sum(tokens.values()) / 3
         elif isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             steps = first.data if isinstance(first, PackedSequence) else first
             positions = _num_vectors(steps)
         elif isinstance(module, _ConvNd):
             pixels = output.numel() / module.out_channels
             if module.transposed:  # every input pixel meets the whole kernel
-                uses.append(_Use(first.numel() / module.in_channels, pixels))
+                uses.append((first.numel() / module.in_channels, pixels))
                 return
             positions = pixels
         else:
             positions = _num_vectors(output)
-        uses.append(_Use(positions, positions))
+        uses.append((positions, positions))
 
     return watch
-
-
-def _attention_positions(given: dict[str, Any], attribute: str) -> float:
-    """Returns how many tokens meet a projection, or on average a third of a joint one.
-
-    The output's projection, a module inside, meets as many as the queries'.
-    """
-    tokens = {k: _num_vectors(given[k]) for k in ("query", "key", "value")}
-    if attribute == "in_proj_weight":
-        return sum(tokens.values()) / 3
-    which = {"k_proj_weight": "key", "v_proj_weight": "value"}.get(attribute, "query")
-    return tokens[which]
 
 
 def _num_vectors(tensor: torch.Tensor) -> float:
@@ -135,11 +127,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
         for module, mode in training.items():
             module.training = mode
-
-
-def _caller(model: nn.Module, module: nn.Module) -> nn.Module:
-    """Returns the module whose call uses the weight: attention calls no projection."""
-    for parent in model.modules():
-        if isinstance(parent, nn.MultiheadAttention) and parent.out_proj is module:
-            return parent
-    return module

@@ -6,9 +6,8 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from rigl_xla.layers.sparse_layer import COUNTS
@@ -59,14 +58,6 @@ class LayerReport:
         return self.num_explored / self.size if self.size else 0.0
 
 
-class LayerCounts(NamedTuple):
-    """One sparse layer at one moment; ``counts`` may still be on the device."""
-
-    name: str
-    size: int
-    counts: torch.Tensor
-
-
 def _of_all(name: str) -> property:
     """Returns a property of a report: a value of all its layers together."""
     doc = f"`LayerReport.{name}` of all sparse layers together."
@@ -76,9 +67,8 @@ def _of_all(name: str) -> property:
 class Report:
     """What a pruner was at one moment; see `RigLScheduler.report`.
 
-    Making one reads nothing from the device. The first value that is on the device is
-    read with all others of the report, in one transfer; `read` does so for many
-    reports.
+    Making one reads nothing from the device. The first value that needs it reads all
+    of the report, in one transfer; `read` does so for many reports.
 
     Attributes:
         step: Number of the step at that moment.
@@ -97,14 +87,19 @@ class Report:
         self.step, self.num_updates = now.step, now.num_updates
         self.drop_fraction = now.schedule.drop_fraction(now.step)
         self._replica = replica
-        self._counts = [
-            LayerCounts(layer.name, layer.size, layer.counts) for layer in now.layers
-        ]
+        # Counts may still be on the device.
+        self._counts = {layer.name: (layer.size, layer.counts) for layer in now.layers}
         watched = {weight.name: cost_of(weight) for weight in weights_of(model)}
-        own = {weight.name: cost_of(weight) for weight in now.weights}
+        for name, cost in watched.items() if costs is not None else ():
+            if name not in costs or costs[name].shape != cost.shape:
+                raise ValueError(
+                    f"costs are of another model: {name!r} of shape {cost.shape} is "
+                    f"not among {list(costs)}; give rigl_xla.costs_of(model, inputs)"
+                )
         self._has_costs = costs is not None
         # What is sparse only because it was included costs nothing, as norms do.
-        self._costs = {**watched, **own, **_fitting(watched, costs)}
+        own = {weight.name: cost_of(weight) for weight in now.weights}
+        self._costs = {**watched, **own, **(costs or {})}
         self._cost_report = functools.partial(
             cost_report,
             self._costs,
@@ -118,14 +113,12 @@ class Report:
     def read(reports: Iterable[Report]) -> None:
         """Reads the device for several reports of one pruner, in one transfer."""
         unread = [report for report in reports if "layers" not in vars(report)]
-        counts = [layer.counts for report in unread for layer in report._counts]
+        counts = [c for report in unread for _, c in report._counts.values()]
         found = iter(unread[0]._replica.fetch(counts) if counts else [])
         for report in unread:
             vars(report)["layers"] = {
-                layer.name: LayerReport(
-                    size=layer.size, **dict(zip(COUNTS, next(found).tolist()))
-                )
-                for layer in report._counts
+                name: LayerReport(size, **dict(zip(COUNTS, next(found).tolist())))
+                for name, (size, _) in report._counts.items()
             }
 
     @functools.cached_property
@@ -136,7 +129,6 @@ class Report:
 
     @property
     def _total(self) -> LayerReport:
-        """All sparse layers together."""
         fields = [field.name for field in dataclasses.fields(LayerReport)]
         layers = self.layers.values()
         return LayerReport(*(sum(getattr(x, name) for x in layers) for name in fields))
@@ -207,29 +199,13 @@ class Report:
         return {name: layer.sparsity for name, layer in self.layers.items()}
 
 
-def _fitting(
-    watched: Mapping[str, LayerCost], costs: Mapping[str, LayerCost] | None
-) -> Mapping[str, LayerCost]:
-    """Returns the costs given, if they are of these weights; none if none are given."""
-    if costs is None:
-        return {}
-    for name, cost in watched.items():
-        if name not in costs or costs[name].shape != cost.shape:
-            raise ValueError(
-                f"costs are of another model: {name!r} of shape {cost.shape} is not "
-                f"among {list(costs)}; give rigl_xla.costs_of(model, inputs)"
-            )
-    return costs
-
-
 def describe(now: PrunerState) -> str:
     """Returns lines as rigl-torch prints them, from counts known on the host."""
     active = {layer.name: layer.num_active for layer in now.layers}
-    sizes = [weight.parameter.numel() for weight in now.weights]
-    rows = [
-        (active.get(weight.name, size), size, weight.is_conv)
-        for weight, size in zip(now.weights, sizes)
-    ]
+    rows = []
+    for weight in now.weights:
+        size = weight.parameter.numel()
+        rows.append((active.get(weight.name, size), size, weight.is_conv))
     of_each = ", ".join(f"{nonzero}/{size}" for nonzero, size, _ in rows)
     shares = ", ".join(f"{100 * nonzero / size:.2f}%" for nonzero, size, _ in rows)
     lines = {

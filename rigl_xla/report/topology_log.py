@@ -23,10 +23,9 @@ class ScalarWriter(Protocol):
 class TopologyLog:
     """Writes a `Report` for every topology update.
 
-    Call it after the optimizer's step, or attach it to an elastic optimizer. It takes
-    a report if the topology has changed, and reads nothing; `flush` reads all reports
-    taken so far, in one transfer, and writes them: call it where training reads its
-    loss.
+    Call it after the optimizer's step, or attach it to an elastic optimizer: it takes
+    a report if the topology has changed, and reads nothing. Call `flush` where training
+    reads its loss.
 
     Tags are ``prefix/sparsity``, ``/drop_fraction``, ``/churn``, ``/grown``,
     ``/dropped``, ``/exploration_rate``, ``/size_in_bytes`` and, with costs,
@@ -68,7 +67,7 @@ class TopologyLog:
         self._waiting.append(self._pruner.report(self._costs, self._num_steps))
 
     def flush(self) -> None:
-        """Reads and writes the reports taken since the last flush."""
+        """Reads, in one transfer, and writes the reports taken since the last flush."""
         waiting, self._waiting = self._waiting, []
         if not waiting or self._writer is None:
             return

@@ -25,13 +25,6 @@ Shapes = Mapping[str, Shape]
 Distribution = Callable[[Shapes, float, Shapes], dict[str, float]]
 
 
-def keeps_first_dense(distribution: Distribution) -> Distribution:
-    """Marks a distribution that keeps the first layer dense unless told otherwise."""
-    distribution.dense_first = True  # type: ignore[attr-defined]
-    return distribution
-
-
-@keeps_first_dense
 def uniform(free: Shapes, sparsity: float, dense: Shapes) -> dict[str, float]:
     """Returns ``s_l = S`` for every free layer.
 
@@ -41,14 +34,12 @@ def uniform(free: Shapes, sparsity: float, dense: Shapes) -> dict[str, float]:
     return dict.fromkeys(free, sparsity)
 
 
-@keeps_first_dense
 def adjusted_uniform(free: Shapes, sparsity: float, dense: Shapes) -> dict[str, float]:
     """Returns one sparsity for all free layers that gives the whole sparsity ``S``.
 
     ``s = S N / N_free``: the free layers make up for those held dense.
 
-    Raises:
-        ValueError: The dense layers alone hold more weights than ``S`` leaves active.
+    Raises ValueError if the dense layers alone have more weights than ``S`` leaves.
     """
     num_free, num_dense = (
         sum(math.prod(shape) for shape in shapes.values()) for shapes in (free, dense)
@@ -66,8 +57,7 @@ def adjusted_uniform(free: Shapes, sparsity: float, dense: Shapes) -> dict[str, 
 def erdos_renyi(free: Shapes, sparsity: float, dense: Shapes) -> dict[str, float]:
     """Returns densities proportional to ``(in + out) / (in out)``, without kernels.
 
-    Mocanu et al. 2018, arXiv:1707.04780, eq. 2; layers held dense are outside of the
-    budget.
+    Mocanu et al. 2018, arXiv:1707.04780, eq. 2. Dense layers are outside of the budget.
     """
     del dense
     return _in_proportion(free, sparsity, lambda shape: _ratio(shape[:2]))
@@ -78,9 +68,8 @@ def erdos_renyi_kernel(
 ) -> dict[str, float]:
     """Returns densities proportional to ``(in + out + kh + kw) / (in out kh kw)``.
 
-    Evci et al. 2020, arXiv:1911.11134, 3(1); for matrices it is `erdos_renyi`. Layers
-    held dense are outside of the budget, as in the authors' code. The first layer is
-    not held dense: it gets a high density anyway.
+    Evci et al. 2020, arXiv:1911.11134, 3(1). Dense layers are outside of the budget, as
+    in the authors' code. The first layer is free: it gets a high density anyway.
     """
     del dense
     return _in_proportion(free, sparsity, _ratio)
@@ -95,11 +84,7 @@ DISTRIBUTIONS: dict[str, Distribution] = {
 
 
 def distribution_named(name: str | Distribution) -> Distribution:
-    """Returns the function of a name, in upper or lower case; a function as it is.
-
-    Raises:
-        ValueError: ``name`` is neither a function nor a key of `DISTRIBUTIONS`.
-    """
+    """Returns the function of a name, in upper or lower case; a function as it is."""
     if callable(name):
         return name
     key = name.lower() if isinstance(name, str) else name
@@ -121,14 +106,12 @@ def allocate(
         shapes: Name and shape of every layer, in order of registration.
         sparsity: S, the share of inactive weights, ``0 <= S < 1``.
         distribution: A key of `DISTRIBUTIONS`, or a function like them.
-        fixed: Sparsities that are given, by name, ``0 <= s < 1``. They are outside of
-            the budget that the others share.
+        fixed: Sparsities given by name, ``0 <= s < 1``, outside of the others' budget.
         dense_first: Keep the first layer dense unless it is the only one. Default: for
             the uniform distributions, as in the paper.
 
     Raises:
-        ValueError, TypeError: A number is out of range, or a name or distribution is
-            not known.
+        ValueError, TypeError: A number, name or distribution is not allowed.
     """
     rule = distribution_named(distribution)
     check_number("sparsity", sparsity, 0, below=1)
@@ -141,7 +124,7 @@ def allocate(
             )
         check_number(f"the sparsity of {name!r}", value, 0, below=1)
     if dense_first is None:
-        dense_first = getattr(rule, "dense_first", False)
+        dense_first = rule in (uniform, adjusted_uniform)
     if dense_first and len(shapes) > 1:
         given.setdefault(next(iter(shapes)), 0.0)
     free = {name: shape for name, shape in shapes.items() if name not in given}
@@ -170,8 +153,8 @@ def _in_proportion(
 ) -> dict[str, float]:
     """Returns sparsities of densities ``epsilon p_l``; a layer above 1 becomes dense.
 
-    The densest layers become dense one after the other, ties together, and epsilon is
-    solved for again with what remains of the budget.
+    The densest become dense one after the other, ties together; what remains of the
+    budget gives another epsilon.
     """
     ratios = {name: ratio(shape) for name, shape in free.items()}
     numbers = {name: math.prod(shape) for name, shape in free.items()}

@@ -27,19 +27,11 @@ def top(
     counts_L: torch.Tensor,
     host_counts: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Returns a mask of the ``counts_L[l]`` highest scores of each layer.
+    """Returns bool ``(L, N)``, True at the ``counts_L[l]`` highest scores of a layer.
 
-    Shapes do not depend on the counts, which stay on the device, so a changed count
-    compiles nothing.
-
-    Args:
-        scores_LN: Any float dtype. With NaN the result means nothing.
-        counts_L: Integers from 0 to N, on the scores' device.
-        host_counts: The same numbers. Give them where scores are on a CPU: one
-            threshold is then found faster than a row is sorted.
-
-    Returns:
-        bool ``(L, N)`` with exactly ``counts_L`` True in each row.
+    With NaN the result means nothing. Shapes do not depend on the counts, which stay
+    on the device, so a changed count compiles nothing. Where scores are on a CPU, give
+    the counts as ``host_counts`` too: a threshold is found faster than a row is sorted.
 
     >>> top(torch.tensor([[3.0, 1.0, 3.0, 3.0]]), torch.tensor([2]))
     tensor([[ True, False,  True, False]])
@@ -81,19 +73,13 @@ def drop_and_grow(
     """Returns new masks: the best of the active ones, and the best of all others.
 
     What was just dropped may grow again, as in Evci et al. 2020, arXiv:1911.11134,
-    Algorithm 1.
+    Algorithm 1. The second mask tells which active ones were kept.
 
     Args:
-        mask_LN: bool, the connections that are active.
-        drop_LN: Scores; the lowest active ones are dropped.
-        grow_LN: Scores; the highest that were not kept are grown. None if none are.
-        num_keep_L: Active connections to keep, at most those there are.
-        num_grow_L: Connections to grow, at most those not kept.
+        mask_LN: The connections that are active.
+        drop_LN, grow_LN: Scores; no second ones where nothing grows.
+        num_keep_L, num_grow_L: Exact counts, at most as many as there are.
         host_counts: ``(num_keep, num_grow)`` on the host; see `top`.
-
-    Returns:
-        bool ``(L, N)`` with exactly ``num_keep_L + num_grow_L`` True in each row, and
-        which of them were kept.
     """
     host_keep, host_grow = host_counts or (None, None)
     keep_LN = top(drop_LN.masked_fill(~mask_LN, INELIGIBLE), num_keep_L, host_keep)
@@ -112,19 +98,9 @@ def drop_and_grow_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns `drop_and_grow` of a layer with ``per_row`` connections in every row.
 
-    Connections are dropped wherever in the layer they are weakest; each row grows as
-    many as it lacks. Rows are groups of M inputs for N:M sparsity, and all inputs of a
-    neuron for constant fan-in.
-
-    Args:
-        mask_RM: bool with exactly ``per_row`` True in each row.
-        drop_RM, grow_RM: Scores as for `drop_and_grow`.
-        num_keep: Shape ``(1,)``: active connections of the whole layer to keep.
-        per_row: Active connections of each row.
-
-    Returns:
-        bool ``(R, M)`` with exactly ``per_row`` True in each row, and which of them
-        were kept.
+    Connections are dropped wherever in the layer they are weakest, ``num_keep``, of
+    shape ``(1,)``, being kept; each row grows as many as it lacks. Rows are groups of M
+    inputs for N:M sparsity, and all inputs of a neuron for constant fan-in.
     """
     masked_RM = drop_RM.masked_fill(~mask_RM, INELIGIBLE)
     keep_RM = top(masked_RM.reshape(1, -1), num_keep).reshape(mask_RM.shape)
@@ -157,14 +133,9 @@ def has_preference(scores_LN: torch.Tensor) -> torch.Tensor:
 
 
 def generator(seed: int, name: str, update: int) -> torch.Generator:
-    """Returns a CPU generator that depends on its arguments alone.
+    """Returns a CPU generator by its arguments alone, so the same on every replica.
 
-    It is therefore the same on every replica.
-
-    Args:
-        seed: The seed of the run.
-        name: The parameter's name.
-        update: Number of the topology update; 0 for the initial mask.
+    ``update`` is the number of the topology update; 0 for the initial mask.
     """
     key = f"{seed}/{update}/{name}".encode()
     number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1

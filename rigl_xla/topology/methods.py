@@ -24,9 +24,8 @@ class Layer:
         name: The parameter's name.
         weight: The parameter, detached; zero where inactive.
         mask: bool of the weight's shape, True where active.
-        gradient: The dense gradient, of inactive connections too, averaged over
-            replicas and over the steps that the update collects; up to a positive
-            factor. None for methods that do not use it.
+        gradient: The dense gradient, averaged over replicas and the steps that the
+            update collects, up to a positive factor; None where it is not used.
         step: Number of the step, from 1.
         update: Number of the topology update, from 1.
         seed: The seed of the run.
@@ -51,20 +50,13 @@ class Layer:
 Score = Callable[[Layer], torch.Tensor]
 
 
-def needs_no_gradient(score: Score) -> Score:
-    """Marks a score that does not look at `Layer.gradient`."""
-    score.needs_gradient = False  # type: ignore[attr-defined]
-    return score
-
-
-@needs_no_gradient
 def magnitude(layer: Layer) -> torch.Tensor:
     """Returns ``|w|``."""
     return layer.weight.abs()
 
 
 def gradient(layer: Layer) -> torch.Tensor:
-    """Returns ``|mean gradient|``: the mean first, then the absolute value."""
+    """Returns the absolute value of the mean gradient."""
     assert layer.gradient is not None, "the method does not collect gradients"
     return layer.gradient.abs()
 
@@ -75,7 +67,6 @@ def sensitivity(layer: Layer) -> torch.Tensor:
     return (layer.weight * layer.gradient).abs()
 
 
-@needs_no_gradient
 def random(layer: Layer) -> torch.Tensor:
     """Returns uniform random numbers, from seed, name and number of the update."""
     return layer.random()
@@ -144,9 +135,6 @@ def method_named(
 
     Dense gradients are then collected if a given score may look at them, as one that
     a user has written may.
-
-    Raises:
-        ValueError: A name is not known, or a score does not fit the method.
     """
     check_choice("method", name, METHODS)
     method = METHODS[name]
@@ -159,25 +147,22 @@ def method_named(
         )
     if grow is not None and method.grow is None:
         raise ValueError(f"method={name!r} grows no connections; leave out grow=")
-    scores = {what: _score(what, score) for what, score in given.items()}
-    needed = any(getattr(score, "needs_gradient", True) for score in scores.values())
+    otherwise = "a function of a rigl_xla.Layer that returns a tensor of its shape"
+    scores = {}
+    for what, score in given.items():
+        if not callable(score):
+            score = SCORES[check_choice(what, score, SCORES, otherwise)]
+        scores[what] = score
+    needed = any(score not in (magnitude, random) for score in scores.values())
     if needed and method.collects == "never":
         method = dataclasses.replace(method, collects="updates")
     return dataclasses.replace(method, **scores)
 
 
 def cost_name(name: str, method: Method) -> str:
-    """Returns the key of a method that costs as much as this one, made from ``name``.
+    """Returns the key of a method that costs as much as this one, ``name`` first.
 
-    That is ``name``, unless other scores or a fixed topology changed what it collects.
+    Other scores or a fixed topology may have changed what it collects.
     """
     keys = (name, *METHODS)
     return next(key for key in keys if METHODS[key].costs_like(method))
-
-
-def _score(what: str, value: str | Score) -> Score:
-    if callable(value):
-        return value
-    otherwise = "a function of a rigl_xla.Layer that returns a tensor of its shape"
-    check_choice(what, value, SCORES, otherwise)
-    return SCORES[value]

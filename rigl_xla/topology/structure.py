@@ -1,7 +1,4 @@
-"""Patterns that masks keep: N of every M inputs, or as many inputs for every neuron.
-
-A pattern says how a weight is cut into rows, and how many connections each row has.
-"""
+"""Patterns that masks keep: N of every M inputs, or as many inputs for every neuron."""
 
 from __future__ import annotations
 
@@ -17,19 +14,15 @@ CONSTANT_FAN_IN = "constant-fan-in"
 
 @dataclasses.dataclass(frozen=True)
 class RowPattern:
-    """A weight that is cut into rows with equally many active connections.
-
-    Inputs run along the second dimension of a weight, and then along its kernel for
-    constant fan-in; groups of N:M lie along the input channels, where matrix units
-    multiply.
+    """How a weight is cut into rows with equally many active connections.
 
     Attributes:
         shape: The weight's shape.
         width: Connections in a row.
         per_row: How many of them are active.
-        along_channels: Whether a row lies along the input channels alone.
-        transposed: The number of groups of a transposed convolution, whose weight is
-            turned to have outputs first; None for other weights.
+        along_channels: Whether a row lies along the input channels alone, where matrix
+            units multiply, as for N:M; or along the kernel too, for constant fan-in.
+        transposed: See `outputs_first_shape`.
     """
 
     shape: tuple[int, ...]
@@ -76,9 +69,6 @@ class RowPattern:
 def n_of_m(structure: str) -> tuple[int, int] | None:
     """Returns ``(N, M)`` of ``'N:M'``; None for constant fan-in.
 
-    Raises:
-        ValueError, TypeError: ``structure`` is neither.
-
     >>> n_of_m("2:4")
     (2, 4)
     """
@@ -102,17 +92,9 @@ def row_pattern(
     sparsity: float,
     transposed: int | None = None,
 ) -> RowPattern:
-    """Returns how ``structure`` cuts a weight.
+    """Returns how ``structure`` cuts a weight; raises ValueError if it cannot.
 
-    Args:
-        structure: ``'N:M'`` or ``'constant-fan-in'``.
-        name: The parameter's name, for errors.
-        shape: The weight's shape.
-        sparsity: For constant fan-in; rounded to whole inputs, at least one.
-        transposed: See `outputs_first_shape`.
-
-    Raises:
-        ValueError: The number of inputs is not a multiple of M.
+    For constant fan-in, the sparsity is rounded to whole inputs, at least one.
     """
     pattern = n_of_m(structure)
     _, channels, *kernel = outputs_first_shape(shape, transposed)
@@ -134,11 +116,8 @@ def outputs_first_shape(
 ) -> tuple[int, ...]:
     """Returns ``(out, in / groups, *kernel)`` of any weight's shape.
 
-    Args:
-        shape: The weight's shape.
-        transposed: The number of groups of a transposed convolution, whose weight is
-            ``(in, out / groups, *kernel)``; None for all others, which have outputs
-            first.
+    ``transposed`` is the number of groups of a transposed convolution, whose weight is
+    ``(in, out / groups, *kernel)``; None for all others, which have outputs first.
     """
     if transposed is None:
         return shape
@@ -146,10 +125,7 @@ def outputs_first_shape(
 
 
 def outputs_first(tensor: torch.Tensor, transposed: int | None) -> torch.Tensor:
-    """Returns a weight as `outputs_first_shape` has it; from there, the weight again.
-
-    That is the same exchange of dimensions in both directions.
-    """
+    """Returns a weight as `outputs_first_shape` has it, and from there the weight."""
     if transposed is None:
         return tensor
     first, second, *kernel = tensor.shape
