@@ -1,7 +1,5 @@
 """The errors that this package raises instead of giving a wrong answer."""
 
-from __future__ import annotations
-
 
 class PerSampleError(RuntimeError):
     """A per-sample gradient cannot be computed exactly; the message says the remedy."""

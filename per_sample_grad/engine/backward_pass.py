@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 import xla_replica
 from per_sample_grad.engine import comparison, graph, recording
-from per_sample_grad.engine.comparison import Comparer, Comparison
+from per_sample_grad.engine.comparison import Comparer
 from per_sample_grad.engine.fallback import FALLBACKS
 from per_sample_grad.engine.recording import RecordedCall, RecordedModule
 from per_sample_grad.errors import CoverageError, PerSampleError, Refusal
@@ -28,19 +28,6 @@ from per_sample_grad.factors.plan import default_budget
 
 if TYPE_CHECKING:
     from per_sample_grad.engine.capturing import Capture
-
-# Why parameters have no contributions, by name.
-Problems = dict[str, list[str]]
-
-
-@dataclasses.dataclass(frozen=True)
-class BackwardResult:
-    """What one backward pass found, complete or not."""
-
-    modules: Sequence[RecordedModule]  # of every call that the losses depend on
-    problems: Problems
-    compared: Comparison | None  # None: no comparison was due
-    budget: int  # bytes of temporaries
 
 
 @dataclasses.dataclass(eq=False)
@@ -55,6 +42,9 @@ class BackwardPass:
         frees: Memory that the pass has used is free afterwards, so that temporaries
             may take half of it.
         called: Whether any module with a selected parameter was called.
+        modules: The modules of all calls that the losses depend on.
+        problems: Why parameters have no contributions, by name.
+        compared: The comparison with autograd; None: none was due.
     """
 
     capture: Capture
@@ -66,10 +56,12 @@ class BackwardPass:
     called: bool
 
     def __post_init__(self) -> None:
+        self.modules: list[RecordedModule] = []
+        self.problems: dict[str, list[str]] = {}
+        self.compared: comparison.Comparison | None = None
         self._params = self.capture.params
         self._fallback = FALLBACKS[self.capture.fallback]
         self._comparer: Comparer | None = None
-        self._problems: Problems = {}
         self._budget = 0
         self._calls: list[RecordedCall | None] = []
         # How many numbers were in the outputs of the calls that were reached.
@@ -79,7 +71,7 @@ class BackwardPass:
         self._parts: dict[str, list[Contribution]] = {}
         self._handed_on: set[str] = set()
 
-    def run(self, calls: list[RecordedCall], reached: graph.Reached) -> BackwardResult:
+    def run(self, calls: list[RecordedCall], reached: graph.Reached) -> None:
         """Runs the pass; empties ``calls``, so that each can be freed once reached."""
         model, has_fallback = self.capture.model, self._fallback is not None
         key = comparison.signature(self.losses, calls, self._params, reached)
@@ -92,21 +84,19 @@ class BackwardPass:
         }
         if outside and not has_fallback and not self.reported:
             self._raise_uncovered(outside)
-        proof = comparison.proof_of(model, key)
+        proof = comparison.PROVEN.get(model, {}).get(key)
         # Without a fallback a report says what is missing, and not what is wrong.
         lenient = self.reported and not has_fallback
         if not lenient:
             self._comparer = self._start_comparing(proof, reached.reordered)
         if proof is not None and has_fallback and not self.reported:
             wrong = "its rule is wrong for this structure"
-            self._problems = {name: [wrong] for name in proof.wrong}
-        self._problems |= outside
+            self.problems = {name: [wrong] for name in proof.wrong}
+        self.problems |= outside
         # Temporaries are in float32.
-        recorded = sum(call.shape.numel() * 4 for call in calls)
-        self._budget = self.capture.budget or default_budget(
-            recorded, self.losses.device
-        )
-        modules = [call.owner for call in calls]
+        size = sum(call.shape.numel() * 4 for call in calls)
+        self._budget = self.capture.budget or default_budget(size, self.losses.device)
+        self.modules = [call.owner for call in calls]
         self._calls = list(calls)
         calls.clear()
         # A fallback needs the graph once more, and so may a comparison.
@@ -114,42 +104,34 @@ class BackwardPass:
         again = has_fallback or (comparer is not None and not comparer.knows_truth)
         self.frees = self.frees and not again
         self._reach_all(self.retain_graph or again)
-        if self._problems and not lenient:
+        if self.problems and not lenient:
             if not has_fallback:
-                self._raise_uncovered(self._problems)
-            self._hand_on(self._by_fallback(self._problems))
-        rest = self._params.keys() - self._handed_on - self._problems.keys()
+                self._raise_uncovered(self.problems)
+            self._hand_on(self._by_fallback(self.problems))
+        rest = self._params.keys() - self._handed_on - self.problems.keys()
         if rest:
             self._hand_on({name: [] for name in self._params if name in rest})
-        compared = self._concluded()
-        if compared is not None and not self.reported:
-            compared = self._corrected(compared, key)
-        return BackwardResult(modules, self._problems, compared, self._budget)
+        self._conclude(key)
 
     def _start_comparing(
         self, proof: comparison.Proof | None, reordered: bool
     ) -> Comparer | None:
-        """Returns a comparer; None if nothing has to be compared in this capture.
-
-        A parameter whose gradient was zero proves nothing: it is compared again as soon
-        as it has a gradient, which is known after the pass. Where samples are taken in
-        an order that is data, a proof says nothing about another order.
-        """
-        if self.capture.check == "never":
+        """Returns a comparer; None if nothing has to be compared in this capture."""
+        check, scale = self.capture.check, self.capture.scale
+        if check == "never":
             return None
-        if self.capture.check == "always" or reordered:
+        # Where the order of samples is data, a proof says nothing about another order.
+        if check == "always" or reordered:
             proof = None
         if proof is None or (proof.wrong and self._fallback is None):
-            comparer = Comparer(self.losses, self._params, scale=self.capture.scale)
+            comparer = Comparer(self.losses, self._params, 0.0, scale)
             # With autograd's gradient known, each factor can be freed at once.
             comparer.expect(retain_graph=True)
             return comparer
+        # A parameter whose gradient was zero is compared again as soon as it has a
+        # gradient, which is known after the pass.
         silent = {n: p for n, p in self._params.items() if n in proof.silent}
-        if not silent:
-            return None
-        return Comparer(
-            self.losses, silent, whole=proof.whole, scale=self.capture.scale
-        )
+        return Comparer(self.losses, silent, proof.whole, scale) if silent else None
 
     def _reach_all(self, retain_graph: bool) -> None:
         """Runs one backward pass that forms no gradient of a parameter.
@@ -215,7 +197,7 @@ class BackwardPass:
         with torch.no_grad():
             for name in names:
                 self._missing[name] -= 1
-                if not self._missing[name] and name not in self._problems:
+                if not self._missing[name] and name not in self.problems:
                     complete[name] = forms.merge(self._parts.pop(name, []))
         if complete:
             self._hand_on(complete)
@@ -227,7 +209,7 @@ class BackwardPass:
             self._comparer.witness(call.call, params.values(), gradient)
         if scale != 1:
             gradient = gradient.to(forms.accumulation_dtype(gradient.dtype)) / scale
-        wanted = {i: name for i, name in params.items() if name not in self._problems}
+        wanted = {i: name for i, name in params.items() if name not in self.problems}
         if not wanted:
             return
         try:
@@ -241,7 +223,7 @@ class BackwardPass:
             ]
         except Refusal as refusal:
             for name in dict.fromkeys(params.values()):
-                self._problems.setdefault(name, []).append(f"{call.owner}: {refusal}")
+                self.problems.setdefault(name, []).append(f"{call.owner}: {refusal}")
                 self._parts.pop(name, None)
             return
         for name, part in parts:
@@ -271,40 +253,50 @@ class BackwardPass:
     def _hand_on(self, merged: Mapping[str, Sequence[Contribution]]) -> None:
         # Half of four bytes for each number that is not needed any more.
         more = 2 * self._passed if self.frees and self.capture.budget is None else 0
-        factors = factors_of(self.capture, self.losses, merged, self._budget + more)
+        factors = self.factors_of(merged, more)
         if self._comparer is not None:
             self._comparer.add(factors)
         self._handed_on.update(merged)
         self.receive(factors)
+
+    def factors_of(
+        self, merged: Mapping[str, Sequence[Contribution]], more: int = 0
+    ) -> Factors:
+        """Returns the parameters' factors; temporaries may take ``more`` bytes."""
+        return Factors(
+            {name: tuple(self._params[name].shape) for name in merged},
+            merged,
+            self.losses.detach(),
+            method=self.capture.method,
+            budget=self._budget + more,
+        )
 
     def _by_fallback(self, names: Collection[str]) -> dict[str, list[Contribution]]:
         assert self._fallback is not None
         dense = self._fallback(self.losses, {n: self._params[n] for n in names})
         return {name: [value] for name, value in dense.items()}
 
-    def _concluded(self) -> Comparison | None:
-        """Returns the comparison; None if there is none, or nothing to compare."""
-        if self._comparer is None:
-            return None
-        if not self._comparer.knows_truth:
-            if self._comparer.nothing_arrived():
-                return None
-            self._comparer.expect(self.retain_graph or self._fallback is not None)
-        return self._comparer.result()
-
-    def _corrected(self, compared: Comparison, key: object) -> Comparison:
-        """Replaces wrong answers by a fallback's; remembers what was proven."""
-        assert self._comparer is not None
-        wrong = compared.wrong if self._fallback is not None else {}
+    def _conclude(self, key: Hashable) -> None:
+        """Compares; replaces wrong answers by a fallback's; remembers the proof."""
+        comparer = self._comparer
+        if comparer is None:
+            return
+        if not comparer.knows_truth:
+            if comparer.nothing_arrived():
+                return
+            comparer.expect(self.retain_graph or self._fallback is not None)
+        self.compared = comparer.result()
+        if self.reported:
+            return
+        wrong = self.compared.wrong if self._fallback is not None else {}
         if wrong:
-            self._comparer.expect(retain_graph=True)
+            comparer.expect(retain_graph=True)
             self._hand_on(self._by_fallback(wrong))
-            compared = self._comparer.result()
-        comparison.judge(compared)
-        comparison.remember(self.capture.model, key, compared, wrong)
-        return compared
+            self.compared = comparer.result()
+        comparison.judge(self.compared)
+        comparison.remember(self.capture.model, key, self.compared, wrong)
 
-    def _raise_uncovered(self, problems: Problems) -> None:
+    def _raise_uncovered(self, problems: Mapping[str, Sequence[str]]) -> None:
         lines = "".join(
             f"\n  {name}: {'; '.join(reasons)}" for name, reasons in problems.items()
         )
@@ -315,23 +307,7 @@ class BackwardPass:
         raise CoverageError(
             "these parameters have uses that no layer rule accounts for:"
             f"{lines}\n{'' if self.called else remark}Register a rule for the module "
-            "(register_rule), leave the "
-            'parameters out (params=), or pass fallback="loop" (B backward passes '
-            'for them, exact) or fallback="batched" (one vectorised one)'
+            "(register_rule), leave the parameters out (params=), or pass "
+            'fallback="loop" (B backward passes for them, exact) or '
+            'fallback="batched" (one vectorised one)'
         )
-
-
-def factors_of(
-    capture: Capture,
-    losses: torch.Tensor,
-    merged: Mapping[str, Sequence[Contribution]],
-    budget: int,
-) -> Factors:
-    """Returns the factors of the parameters in ``merged``."""
-    return Factors(
-        {name: tuple(capture.params[name].shape) for name in merged},
-        merged,
-        losses.detach(),
-        method=capture.method,
-        budget=budget,
-    )

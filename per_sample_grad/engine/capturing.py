@@ -9,11 +9,7 @@ import torch
 from torch import nn
 
 from per_sample_grad.engine import graph, recording
-from per_sample_grad.engine.backward_pass import (
-    BackwardPass,
-    BackwardResult,
-    factors_of,
-)
+from per_sample_grad.engine.backward_pass import BackwardPass
 from per_sample_grad.engine.comparison import CHECKS, Check
 from per_sample_grad.engine.fallback import FALLBACKS, Fallback
 from per_sample_grad.factors.factors import Factors
@@ -138,9 +134,8 @@ class Capture:
         def keep(factors: Factors) -> None:
             merged.update({n: factors.contributions(n) for n in factors.shapes})
 
-        found = self._run(losses, keep, retain_graph=retain_graph)
-        in_order = {name: merged[name] for name in self.params}
-        return factors_of(self, losses, in_order, found.budget)
+        finished = self._run(losses, keep, retain_graph=retain_graph)
+        return finished.factors_of({name: merged[name] for name in self.params})
 
     def stream(
         self,
@@ -198,7 +193,7 @@ class Capture:
         retain_graph: bool = False,
         reported: bool = False,
         frees: bool = False,
-    ) -> BackwardResult:
+    ) -> BackwardPass:
         """Runs the backward pass; the arguments are those of `BackwardPass`."""
         self._recorder.stop()
         _check_losses(losses)
@@ -230,9 +225,9 @@ class Capture:
             self, losses, receive, retain_graph, reported, frees, self._recorder.called
         )
         self._answered = True
-        found = backward_pass.run(calls, reached)
-        self.compared = found.compared is not None
-        return found
+        backward_pass.run(calls, reached)
+        self.compared = backward_pass.compared is not None
+        return backward_pass
 
 
 capture = Capture

@@ -48,24 +48,19 @@ CHECKS: tuple[Check, ...] = ("first", "always", "never")
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The distance of the factors from autograd's gradient.
+    """The distance of the factors from autograd's gradient."""
 
-    Attributes:
-        errors: Relative differences by parameter; NaN where the gradient is not finite,
-            so that nothing can be said.
-        silent: Parameters that the losses depend on, but with a gradient so small that
-            no error in it would have been seen, as below a head that is zero.
-        tolerance: The largest error that counts as rounding.
-        whole: The size of the whole gradient.
-        underflow: The largest share, in one call, of the nonzero float16 gradients of
-            activations that are too small to have all their digits.
-    """
-
+    # Relative differences by parameter; NaN where the gradient is not finite, so that
+    # nothing can be said.
     errors: Mapping[str, float]
+    # Parameters that the losses depend on, but with a gradient so small that no error
+    # in it would have been seen, as below a head that is zero.
     silent: frozenset[str]
-    tolerance: float
-    whole: float
-    underflow: float = 0.0
+    tolerance: float  # the largest error that counts as rounding
+    whole: float  # the size of the whole gradient
+    # The largest share, in one call, of the nonzero float16 gradients of activations
+    # that are too small to have all their digits.
+    underflow: float
 
     @property
     def wrong(self) -> dict[str, float]:
@@ -88,9 +83,8 @@ class Comparer:
         self,
         losses: torch.Tensor,
         params: Mapping[str, nn.Parameter],
-        *,
-        whole: float = 0.0,
-        scale: float = 1.0,
+        whole: float,
+        scale: float,
     ) -> None:
         self.params = params
         self._scale = scale
@@ -105,6 +99,7 @@ class Comparer:
         self._underflow: list[torch.Tensor] = []
         self._used: set[str] = set()
         self._dtypes = {losses.dtype, *(p.dtype for p in params.values())}
+        self._on_host = xla_replica.traits(losses).is_host
 
     @property
     def knows_truth(self) -> bool:
@@ -169,7 +164,11 @@ class Comparer:
         scaled = plain
         for value in _multiplied(call):
             if value.is_floating_point() and value.numel():
-                scaled = scaled * _largest(value).clamp(min=1).to(scaled.dtype)
+                if xla_replica.traits(value).is_lazy:
+                    largest = value.abs().max()
+                else:  # without a tensor of sizes
+                    largest = torch.linalg.vector_norm(value, math.inf)
+                scaled = scaled * largest.clamp(min=1).to(scaled.dtype)
         terms = torch.stack([size, plain, scaled]) / self._scale
         for name in wanted:
             before = self._noise.get(name)
@@ -205,7 +204,9 @@ class Comparer:
         finite = torch.isfinite(size)
         whole = max(float(size[finite].norm()), self._whole)
         floor = max(1e-3 * whole, 1e-30)
-        tolerance = self._tolerance()
+        tolerance = max(_TOLERANCES.get(each, _HALF_TOLERANCE) for each in self._dtypes)
+        if 1e-4 < tolerance < _ACCELERATOR_TOLERANCE and not self._on_host:
+            tolerance = _ACCELERATOR_TOLERANCE
         plain, scaled = (
             torch.where(torch.isfinite(noise), noise, 0.0) / tolerance
             for noise in noisy
@@ -225,15 +226,6 @@ class Comparer:
             whole,
             float(underflow[0]),
         )
-
-    def _tolerance(self) -> float:
-        """Returns the largest relative difference that is rounding for these dtypes."""
-        if self._dtypes - set(_TOLERANCES):
-            return _HALF_TOLERANCE
-        tolerance = max(_TOLERANCES[dtype] for dtype in self._dtypes)
-        if tolerance > 1e-4 and not xla_replica.traits(self._losses).is_host:
-            return _ACCELERATOR_TOLERANCE
-        return tolerance
 
 
 def judge(found: Comparison) -> None:
@@ -263,12 +255,6 @@ def judge(found: Comparison) -> None:
             "independent, leave these parameters out (params=), or pass "
             'fallback="loop", which is exact for each loss as it is'
         )
-
-
-def _largest(value: torch.Tensor) -> torch.Tensor:
-    if xla_replica.traits(value).is_lazy:
-        return value.abs().max()
-    return torch.linalg.vector_norm(value, math.inf)  # without a tensor of sizes
 
 
 def _multiplied(call: Call) -> Iterator[torch.Tensor]:
@@ -303,8 +289,8 @@ class Proof:
     whole: float = 0.0  # the size of the whole gradient
 
 
-_PROVEN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Proof]]
-_PROVEN = weakref.WeakKeyDictionary()
+PROVEN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Proof]]
+PROVEN = weakref.WeakKeyDictionary()
 
 
 def signature(
@@ -315,33 +301,16 @@ def signature(
 ) -> Hashable:
     """Returns what must be equal for one proof to hold for two captures.
 
-    That is the modules that were called, their shapes, and the operations outside of
-    them, those of the loss among them.
+    That includes the operations outside of modules, those of the loss among them.
     """
     called = tuple(
-        (
-            recorded.owner.name,
-            recorded.owner.rule,
-            recorded.call.batch_dim,
-            recorded.shape,
-            recorded.call.module.training,
-        )
-        for recorded in calls
+        (each.owner.name, each.owner.rule, each.call.batch_dim, each.shape)
+        for each in calls
     )
-    return (
-        called,
-        losses.shape,
-        losses.dtype,
-        losses.device,
-        tuple(names),
-        *(reached.outside.items()),
-        reached.structure,
-    )
-
-
-def proof_of(model: nn.Module, key: Hashable) -> Proof | None:
-    """Returns what earlier comparisons of this structure found; None without one."""
-    return _PROVEN.get(model, {}).get(key)
+    training = tuple(each.call.module.training for each in calls)
+    kind = (losses.shape, losses.dtype, losses.device)
+    outside = (tuple(reached.outside.items()), reached.structure)
+    return (called, training, kind, tuple(names), outside)
 
 
 def remember(
@@ -349,7 +318,7 @@ def remember(
 ) -> None:
     """Keeps what a comparison proved, so that it is not repeated."""
     if not any(math.isnan(error) for error in found.errors.values()):
-        proven = _PROVEN.setdefault(model, {})
+        proven = PROVEN.setdefault(model, {})
         before = proven.get(key, Proof(found.silent))
         proven[key] = Proof(
             found.silent & before.silent,

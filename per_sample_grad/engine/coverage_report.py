@@ -44,26 +44,20 @@ class Coverage:
     @property
     def complete(self) -> bool:
         """Whether rules account for every use correctly: no fallback is needed."""
-        return all(
-            found.correct and not found.problems for found in self.parameters.values()
-        )
+        return all(p.correct and not p.problems for p in self.parameters.values())
 
     def __str__(self) -> str:
         width = max(len(name) for name in self.parameters)
         lines = []
         for name, found in self.parameters.items():
-            forms = ", ".join(
-                f"{quantity} {choice.form}" for quantity, choice in found.plan.items()
-            )
+            forms = ", ".join(f"{q} {choice.form}" for q, choice in found.plan.items())
             if found.problems:
                 state = "needs a fallback"
             else:
                 state = "ok" if found.correct else "WRONG"
             what = "; ".join((*found.uses, *found.problems)) or "not used by the losses"
-            lines.append(
-                f"{name:<{width}}  {state}  (error {found.error:.1e})  {what}"
-                + (f"  [{forms}]" if forms else "")
-            )
+            line = f"{name:<{width}}  {state}  (error {found.error:.1e})  {what}"
+            lines.append(f"{line}  [{forms}]" if forms else line)
         verdict = "complete" if self.complete else "NOT complete"
         return "\n".join([*lines, f"coverage is {verdict}"])
 

@@ -44,8 +44,8 @@ class Region:
     inputs: tuple[Node, ...]  # of its inputs that require grad
 
 
-def edge_of(output: torch.Tensor) -> GradientEdge:
-    """Returns where the gradient of ``output`` arrives, also after in-place changes.
+def region_of(inputs: Iterable[torch.Tensor], output: torch.Tensor) -> Region:
+    """Returns the region of a call, which holds also after in-place changes.
 
     An in-place operation on a view gives the view a new history, from its base. The
     edge of the base stays, and where the view only changes the shape (a Linear of many
@@ -57,15 +57,9 @@ def edge_of(output: torch.Tensor) -> GradientEdge:
         # Compare nodes: strides say nothing on a lazy backend.
         below = get_gradient_edge(base)
         if edge.node.next_functions == ((below.node, below.output_nr),):
-            return below
-    return edge
-
-
-def input_nodes(tensors: Iterable[torch.Tensor]) -> tuple[Node, ...]:
-    """Returns the nodes of those tensors that require grad."""
-    return tuple(
-        get_gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad
-    )
+            edge = below
+    nodes = (get_gradient_edge(each).node for each in inputs if each.requires_grad)
+    return Region(edge, tuple(nodes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,28 +81,25 @@ class Reached:
     regions: frozenset[int]
     outside: Mapping[str, int]
     structure: str
-    custom: str | None = None
-    reordered: bool = False
+    custom: str | None
+    reordered: bool
 
 
 def walk(
     losses: torch.Tensor,
     regions: Iterable[Region],
     names: Mapping[int, str],
-    batch_dims: Collection[int] = (0,),
+    batch_dims: Collection[int],
 ) -> Reached:
     """Finds the calls that ``losses`` depend on, and uses outside of them.
 
-    Args:
-        losses: ``(B,)``.
-        regions: The recorded calls. Of calls with the same output (a module that ends
-            with another) the last counts.
-        names: The parameter's name for ``id(parameter)``.
-        batch_dims: The dimensions that count samples, in one call or another.
+    ``names`` has the parameter's name for ``id(parameter)``; ``batch_dims`` are the
+    dimensions that count samples, in one call or another.
 
     Raises:
         CoverageError: A reentrant checkpoint hides a part of the graph.
     """
+    # Of calls with the same output (a module that ends with another) the last counts.
     by_output = {region.output.node: (i, region) for i, region in enumerate(regions)}
     reached: set[int] = set()
     outside: Counter[str] = Counter()
@@ -130,7 +121,13 @@ def walk(
             operations.append((number, *_mentions(numbers, region.inputs)))
             following: list[Node | None] = list(region.inputs)
         else:
-            _refuse_opaque(node)
+            if node.name() in _OPAQUE:
+                raise CoverageError(
+                    "the forward pass used torch.utils.checkpoint with "
+                    "use_reentrant=True, which hides the parameters it uses from the "
+                    "graph; pass use_reentrant=False, or do not checkpoint while "
+                    "capturing"
+                )
             if isinstance(node, torch.autograd.function.BackwardCFunction):
                 custom = node.name()
             reordered = reordered or (len(losses) > 1 and _reorders(node, batch_dims))
@@ -199,11 +196,8 @@ def _settings(node: Node) -> list[tuple[str, object]]:
 def _setting_names(kind: type[Node]) -> tuple[str, ...]:
     """Returns the saved attributes except tensors, whose hooks reading would run."""
     names = dir(kind)
-    return tuple(
-        name
-        for name in names
-        if name.startswith("_saved_") and "_raw" + name not in names
-    )
+    saved = (name for name in names if name.startswith("_saved_"))
+    return tuple(name for name in saved if "_raw" + name not in names)
 
 
 def _reorders(node: Node, batch_dims: Collection[int]) -> bool:
@@ -232,12 +226,3 @@ def _is_setting(value: object) -> bool:
     if isinstance(value, tuple | list):
         return all(map(_is_setting, value))
     return value is None or isinstance(value, bool | int | str)
-
-
-def _refuse_opaque(node: Node) -> None:
-    if node.name() in _OPAQUE:
-        raise CoverageError(
-            "the forward pass used torch.utils.checkpoint with use_reentrant=True, "
-            "which hides the parameters it uses from the graph; pass "
-            "use_reentrant=False, or do not checkpoint while capturing"
-        )

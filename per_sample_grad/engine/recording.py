@@ -46,18 +46,7 @@ class RecordedCall:
 
 
 class Recorder:
-    """Hooks on every module that has a selected parameter.
-
-    Args:
-        model: The model.
-        names: The parameter's name for ``id(parameter)``, of selected ones.
-        batch_dim: As for `Capture`.
-
-    Attributes:
-        calls: The calls of modules that have a rule, in order.
-        called: Whether any of the modules was called.
-        unrecorded: Selected parameters of modules called while gradients were off.
-    """
+    """Hooks on every module that has a parameter in ``names``, which are by its id."""
 
     def __init__(
         self,
@@ -65,12 +54,23 @@ class Recorder:
         names: Mapping[int, str],
         batch_dim: int | Mapping[str, int],
     ) -> None:
-        self.calls: list[RecordedCall] = []
-        self.called = False
+        self.calls: list[RecordedCall] = []  # of modules that have a rule, in order
+        self.called = False  # whether any of the modules was called
+        # Selected parameters of modules called while gradients were off.
         self.unrecorded: set[str] = set()
         self._model = model
         self._names = names
-        self._batch_dims = _batch_dims(model, batch_dim)
+        if not isinstance(batch_dim, Mapping):
+            batch_dim = {"": check_integer("batch_dim", batch_dim)}
+        # By module name, and under "" of all others.
+        self._batch_dims = {"": 0, **batch_dim}
+        unknown = sorted(self._batch_dims.keys() - dict(model.named_modules()).keys())
+        if unknown:
+            raise ValueError(
+                f"batch_dim names {', '.join(unknown)}, which are not modules of the "
+                "model; give names as model.named_modules() does, "
+                '"" for all others'
+            )
         self._handles: list[RemovableHandle] = []
 
     def start(self) -> None:
@@ -121,13 +121,20 @@ class Recorder:
                 return
             tensors = tensors_in((args, kwargs))
             for tensor in (*tensors, output):
-                _refuse_tracing(owner.name, tensor)
+                kind = type(tensor)
+                if kind not in (torch.Tensor, nn.Parameter):
+                    raise CoverageError(
+                        f"module {owner.name!r} was called with or returned a "
+                        f"{kind.__name__}: hooks cannot record what is being traced "
+                        "(scan_layers, torch.func, torch.jit). Capture the model "
+                        "without it"
+                    )
             detached = map_tensors((args, kwargs), torch.Tensor.detach)
             self.calls.append(
                 RecordedCall(
                     owner,
                     Call(module, *detached, batch_dim),
-                    graph.Region(graph.edge_of(output), graph.input_nodes(tensors)),
+                    graph.region_of(tensors, output),
                     output.shape,
                     tuple(tensor._version for tensor in tensors),
                 )
@@ -143,19 +150,6 @@ class Recorder:
                 self.unrecorded.update(names)
 
         return note
-
-
-def _batch_dims(model: nn.Module, batch_dim: int | Mapping[str, int]) -> dict[str, int]:
-    """Returns the batch dimension by module name, and under ``""`` of all others."""
-    if not isinstance(batch_dim, Mapping):
-        return {"": check_integer("batch_dim", batch_dim)}
-    unknown = sorted(set(batch_dim) - set(dict(model.named_modules())))
-    if unknown:
-        raise ValueError(
-            f"batch_dim names {', '.join(unknown)}, which are not modules of the "
-            'model; give names as model.named_modules() does, "" for all others'
-        )
-    return {"": 0, **batch_dim}
 
 
 def check_versions(calls: Sequence[RecordedCall]) -> None:
@@ -214,13 +208,4 @@ def refuse_hooked(params: Mapping[str, nn.Parameter]) -> None:
             "the hooks (handle.remove()) while capturing, use "
             "register_post_accumulate_grad_hook instead, or leave these parameters "
             "out (params=)"
-        )
-
-
-def _refuse_tracing(name: str, tensor: torch.Tensor) -> None:
-    if type(tensor) not in (torch.Tensor, nn.Parameter):
-        raise CoverageError(
-            f"module {name!r} was called with or returned a {type(tensor).__name__}: "
-            "hooks cannot record what is being traced (scan_layers, torch.func, "
-            "torch.jit). Capture the model without it"
         )

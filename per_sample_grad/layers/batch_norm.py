@@ -3,8 +3,6 @@
 Also what a capture has to know of normalisations by running or batch statistics.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,8 +14,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 import xla_replica
 from per_sample_grad.errors import CouplingError, Refusal
 from per_sample_grad.factors.forms import Contribution, accumulation_dtype
-from per_sample_grad.layers.registry import Call, register_rule
-from per_sample_grad.layers.sums import affine, wide_input
+from per_sample_grad.layers.registry import Call, affine, register_rule, wide_input
 
 
 @register_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

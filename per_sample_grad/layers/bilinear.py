@@ -1,14 +1,11 @@
 """Bilinear: a Linear on the outer product of its two inputs."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
 from per_sample_grad.errors import Refusal
 from per_sample_grad.factors.forms import Contribution, Dense, Outer
-from per_sample_grad.layers.registry import Call, register_rule
-from per_sample_grad.layers.sums import over_positions
+from per_sample_grad.layers.registry import Call, over_positions, register_rule
 
 
 @register_rule(nn.Bilinear)

@@ -1,14 +1,12 @@
 """Convolutions: the outer products of output gradients and padded input patches."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
 from per_sample_grad.factors.forms import Contribution, Dense
+from per_sample_grad.layers import registry
 from per_sample_grad.layers.patches import Unfolding, windows
 from per_sample_grad.layers.registry import Call, register_rule
-from per_sample_grad.layers.sums import over_positions, require_batched
 
 
 @register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -19,14 +17,14 @@ def convolution(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """
     module, inputs = call.module, call.input
     assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-    require_batched(inputs, 2 + len(module.kernel_size))
+    registry.require_batched(inputs, 2 + len(module.kernel_size))
     unfolding = Unfolding(
         padding_widths(module), module.padding_mode, module.kernel_size,
         module.stride, module.dilation, grad.shape[2:], module.groups,
     )  # fmt: skip
     return {
         "weight": windows(grad, inputs, unfolding),
-        "bias": Dense(over_positions(grad, kept=[1])),
+        "bias": Dense(registry.over_positions(grad, kept=[1])),
     }
 
 

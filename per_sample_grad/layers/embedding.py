@@ -1,7 +1,5 @@
 """Embedding: output gradients are added to the rows that were looked up."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,14 +1,11 @@
 """GroupNorm: sums over space of ``x̂ ⊙ δ`` and ``δ``."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from per_sample_grad.factors.forms import Contribution
-from per_sample_grad.layers.registry import Call, register_rule
-from per_sample_grad.layers.sums import affine, wide_input
+from per_sample_grad.layers.registry import Call, affine, register_rule, wide_input
 
 
 @register_rule(nn.GroupNorm)

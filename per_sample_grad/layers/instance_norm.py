@@ -1,26 +1,24 @@
 """InstanceNorm: each channel normalised by its own or by running statistics."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from per_sample_grad.factors.forms import Contribution
+from per_sample_grad.layers import registry
 from per_sample_grad.layers.batch_norm import by_running_statistics
 from per_sample_grad.layers.registry import Call, register_rule
-from per_sample_grad.layers.sums import affine, require_batched, wide_input
 
 
 @register_rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 def instance_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes ``input`` and ``grad`` of shape ``(N, C, *S)``."""
-    module, inputs = call.module, wide_input(call)
+    module, inputs = call.module, registry.wide_input(call)
     assert isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
     num_dims = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}
-    require_batched(inputs, num_dims[type(module)])
+    registry.require_batched(inputs, num_dims[type(module)])
     if module.training or not module.track_running_stats:
         normalized = F.instance_norm(inputs, eps=module.eps)
     else:
         normalized = by_running_statistics(module, inputs)
-    return affine(normalized, grad, kept=[1])
+    return registry.affine(normalized, grad, kept=[1])

@@ -1,14 +1,11 @@
 """Linear with an input of any rank: weight ``Σ_t δ_t a_tᵀ``, bias ``Σ_t δ_t``."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
 from per_sample_grad.errors import Refusal
 from per_sample_grad.factors.forms import Contribution, Dense, Outer
-from per_sample_grad.layers.registry import Call, register_rule
-from per_sample_grad.layers.sums import over_positions
+from per_sample_grad.layers.registry import Call, over_positions, register_rule
 
 
 @register_rule(nn.Linear)

@@ -4,8 +4,6 @@ The attention between the projections is computed again from the recorded inputs
 gradients are those of four Linears; ``in_proj`` is three groups of rows.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from typing import Any
@@ -40,12 +38,8 @@ def multihead_attention(call: Call, grad: torch.Tensor) -> dict[str, Contributio
     ]
     mask = _mask(module, given, inputs, dtype)
     with torch.enable_grad():
-        mixed = _attend(
-            projected,
-            module.num_heads,
-            mask,
-            masked_is_zero=not given.get("need_weights", True),
-        )
+        masked_is_zero = not given.get("need_weights", True)
+        mixed = _attend(projected, module.num_heads, mask, masked_is_zero)
     at_mixed = grad @ module.out_proj.weight.detach().to(dtype)
     deltas = xla_replica.grad(mixed, projected, at_mixed)
     found: dict[str, Contribution] = {
@@ -106,40 +100,35 @@ def _mask(
 ) -> torch.Tensor | None:
     """Returns what is added to the scores: broadcasts to ``(N, heads, L, S)``."""
     total = None
-    attention, padding = given.get("attn_mask"), given.get("key_padding_mask")
-    if attention is not None:
-        total = _additive(attention, dtype)
-        if total.dim() == 3:
-            total = total.unflatten(0, (len(inputs[0]), module.num_heads))
-    if padding is not None:
-        of_keys = _additive(padding, dtype)[:, None, None, :]
-        total = of_keys if total is None else total + of_keys
+    for name in ("attn_mask", "key_padding_mask"):
+        mask = given.get(name)
+        if mask is None:
+            continue
+        if mask.dtype == torch.bool:
+            zeros = torch.zeros_like(mask, dtype=dtype)
+            mask = torch.where(mask, torch.full_like(zeros, -math.inf), zeros)
+        mask = mask.to(dtype)
+        if name == "key_padding_mask":
+            mask = mask[:, None, None, :]
+        elif mask.dim() == 3:
+            mask = mask.unflatten(0, (len(inputs[0]), module.num_heads))
+        total = mask if total is None else total + mask
     return total
-
-
-def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if mask.dtype != torch.bool:
-        return mask.to(dtype)
-    zeros = torch.zeros_like(mask, dtype=dtype)
-    return torch.where(mask, torch.full_like(zeros, -math.inf), zeros)
 
 
 def _attend(
     projected: list[torch.Tensor],
     heads: int,
     mask: torch.Tensor | None,
-    *,
     masked_is_zero: bool,
 ) -> torch.Tensor:
-    """Returns every head's attention, heads side by side: ``(N, L, E)``.
-
-    A query whose keys are all masked gets zeros or, where torch returns the weights,
-    NaN, as torch gives it.
-    """
+    """Returns every head's attention, heads side by side: ``(N, L, E)``."""
     q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in projected)
     scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])
     if mask is not None:
         scores = scores + mask
+    # Torch gives a query whose keys are all masked NaN where it returns the weights,
+    # and zeros elsewhere.
     if masked_is_zero:
         nothing = (scores == -math.inf).all(-1, keepdim=True)
         weights = scores.masked_fill(nothing, 0.0).softmax(-1)

@@ -4,8 +4,6 @@
 dimensions only and copies slowly. Slices are fused by a compiler, and slow without one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -24,25 +22,15 @@ FAST_CHANNELS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Unfolding:
-    """What a kernel sees, of any number of samples: `Windows.unfold`.
+    """What a kernel sees, of any number of samples: `Windows.unfold`."""
 
-    Attributes:
-        widths: How many elements are added before and after each spatial dimension.
-        mode: What is added, see `padded`.
-        kernel: Sizes of the kernel, K their product.
-        stride: Distance between positions.
-        dilation: Distance between elements of the kernel.
-        positions: How many along each dimension, P their product.
-        groups: G.
-    """
-
-    widths: Sequence[tuple[int, int]]
-    mode: str
-    kernel: Sequence[int]
+    widths: Sequence[tuple[int, int]]  # added before and after each spatial dimension
+    mode: str  # what is added, see `padded`
+    kernel: Sequence[int]  # sizes of the kernel, K their product
     stride: Sequence[int]
     dilation: Sequence[int]
-    positions: Sequence[int]
-    groups: int
+    positions: Sequence[int]  # how many along each dimension, P their product
+    groups: int  # G
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """Returns the patches of ``(n, C, *S)`` as ``(n, G, P, C / G * K)``."""
@@ -80,9 +68,8 @@ class Unfolding:
     def prefers_gradients(self, left: torch.Tensor, source: torch.Tensor) -> bool:
         """Returns whether `gradients` is faster than unfolding and multiplying.
 
-        As measured on a CPU, where one convolution of the whole batch, with a group
-        for each sample, is faster for many positions and for channels that fill its
-        registers.
+        That is measured: on a CPU it is for many positions and for channels that fill
+        its registers.
         """
         channels = source.shape[1] // self.groups
         return (
@@ -95,10 +82,8 @@ class Unfolding:
         )
 
     def gradients(self, left: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """Returns n samples' gradients from both factors: ``(n, r, C / G * K)``.
-
-        The gradient of a convolution with a group for each group of each sample.
-        """
+        """Returns n samples' gradients from both factors: ``(n, r, C / G * K)``."""
+        # The gradient of a convolution with a group for each group of each sample.
         n, groups, _, width = left.shape
         channels = source.shape[1] // groups
         outer = padded(source, self.widths, self.mode)
@@ -121,10 +106,8 @@ def windows(
 ) -> Windows:
     """Returns what a convolution contributes to its weight.
 
-    Args:
-        factor: ``(N, G p, *P)``, what is multiplied with each position's patch.
-        source: ``(N, C, *S)``, where the patches are.
-        unfolding: What the kernel sees of the source.
+    Each position's patch of ``source`` ``(N, C, *S)`` is multiplied with ``factor``
+    ``(N, G p, *P)``.
     """
     # (N, G, P, p), positions before features
     left = factor.flatten(2).unflatten(1, (unfolding.groups, -1)).transpose(2, 3)
@@ -158,16 +141,14 @@ def padded(
         if before or after:
             size = inputs.shape[dim]
             position = torch.arange(-before, size + after, device=inputs.device)
-            inputs = inputs.index_select(dim, _source(position, size, mode))
+            if mode == "circular":
+                position = position.remainder(size)
+            elif mode == "replicate":
+                position = position.clamp(0, size - 1)
+            elif mode == "reflect":
+                inside = position.abs()
+                position = torch.where(inside < size, inside, 2 * (size - 1) - inside)
+            else:
+                raise ValueError(f"padding mode {mode!r} is not known")
+            inputs = inputs.index_select(dim, position)
     return inputs
-
-
-def _source(position: torch.Tensor, size: int, mode: str) -> torch.Tensor:
-    if mode == "circular":
-        return position.remainder(size)
-    if mode == "replicate":
-        return position.clamp(0, size - 1)
-    if mode == "reflect":
-        inside = position.abs()
-        return torch.where(inside < size, inside, 2 * (size - 1) - inside)
-    raise ValueError(f"padding mode {mode!r} is not known")

@@ -1,16 +1,14 @@
-"""What a layer rule sees, and which rule belongs to which module."""
-
-from __future__ import annotations
+"""What layer rules see, the sums that several take, and which module has which rule."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from per_sample_grad.errors import Refusal
-from per_sample_grad.factors.forms import Contribution
+from per_sample_grad.factors.forms import Contribution, Dense, accumulation_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +118,38 @@ def why_no_rule(module: nn.Module) -> str | None:
         )
     if type(module) not in RULES:
         known = [base.__name__ for base in type(module).__mro__[1:] if base in RULES]
-        inherits = (
-            f", and as a {known[0]} it may compute something else" if known else ""
-        )
-        return f"no rule is registered for {kind}{inherits}"
+        remark = f", and as a {known[0]} it may compute something else" if known else ""
+        return f"no rule is registered for {kind}{remark}"
     return None
+
+
+def over_positions(values: torch.Tensor, kept: Sequence[int]) -> torch.Tensor:
+    """Returns ``values`` summed over all dimensions but the first and ``kept``."""
+    dims = [d for d in range(1, values.dim()) if d not in kept]
+    dtype = accumulation_dtype(values.dtype)
+    return values.sum(dims, dtype=dtype) if dims else values.to(dtype)
+
+
+def affine(
+    normalized: torch.Tensor, grad: torch.Tensor, kept: Sequence[int]
+) -> dict[str, Contribution]:
+    """Returns those of ``weight * normalized + bias``: ``Σ x̂ ⊙ δ`` and ``Σ δ``."""
+    wide = grad.to(accumulation_dtype(grad.dtype, normalized.dtype))
+    return {
+        "weight": Dense(over_positions(wide * normalized, kept)),
+        "bias": Dense(over_positions(wide, kept)),
+    }
+
+
+def wide_input(call: Call) -> torch.Tensor:
+    """Returns the input in float32 or wider, so that normalising does not round it."""
+    return call.input.to(accumulation_dtype(call.input.dtype))
+
+
+def require_batched(inputs: torch.Tensor, num_dims: int) -> None:
+    """Raises `Refusal` unless the input has this number of dimensions."""
+    if inputs.dim() != num_dims:
+        raise Refusal(
+            f"its input of shape {tuple(inputs.shape)} has {inputs.dim()} dimensions; "
+            f"with a batch dimension it has {num_dims}"
+        )

@@ -1,13 +1,10 @@
 """RMSNorm: a LayerNorm without mean and bias."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
 from per_sample_grad.factors.forms import Contribution, accumulation_dtype
-from per_sample_grad.layers.registry import Call, register_rule
-from per_sample_grad.layers.sums import affine, wide_input
+from per_sample_grad.layers.registry import Call, affine, register_rule, wide_input
 
 
 @register_rule(nn.RMSNorm)

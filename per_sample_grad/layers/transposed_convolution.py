@@ -1,14 +1,12 @@
 """Transposed convolutions: input and output gradient change roles."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
 from per_sample_grad.factors.forms import Contribution, Dense
+from per_sample_grad.layers import registry
 from per_sample_grad.layers.patches import Unfolding, windows
 from per_sample_grad.layers.registry import Call, register_rule
-from per_sample_grad.layers.sums import over_positions, require_batched
 
 
 @register_rule(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -21,7 +19,7 @@ def transposed_convolution(call: Call, grad: torch.Tensor) -> dict[str, Contribu
     assert isinstance(
         module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
     )
-    require_batched(inputs, 2 + len(module.kernel_size))
+    registry.require_batched(inputs, 2 + len(module.kernel_size))
     widths = []
     for dim, size in enumerate(grad.shape[2:]):
         reach = (inputs.shape[2 + dim] - 1) * module.stride[dim]
@@ -35,5 +33,5 @@ def transposed_convolution(call: Call, grad: torch.Tensor) -> dict[str, Contribu
     )  # fmt: skip
     return {
         "weight": windows(inputs, grad, unfolding),
-        "bias": Dense(over_positions(grad, kept=[1])),
+        "bias": Dense(registry.over_positions(grad, kept=[1])),
     }
