@@ -140,6 +140,13 @@ def test_a_rule_that_suits_another_optimizer_warns(rule):
         make(inner=AdamW, cls=vbs.ElasticOptimizer, rule=rule)
 
 
+def test_what_is_known_of_a_rule_is_in_its_row():
+    """Not in its name: a rule of one's own warns or needs no reference, too."""
+    rule = vbs.Rule("mine", lambda ratio: 1.0, needs_reference=False, for_sgd=True)
+    with pytest.warns(UserWarning, match="'mine' is derived for SGD.*for AdamW"):
+        make(inner=AdamW, cls=vbs.ElasticOptimizer, rule=rule, ref_batchsize=None)
+
+
 @pytest.mark.parametrize(
     ("inner", "options", "message"),
     [
