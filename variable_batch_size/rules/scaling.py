@@ -75,8 +75,16 @@ class Scaling:
                 gains = factors.tolist() if on_host else list(factors.split(1))
             outcomes = [finish(gain) for finish, gain in zip(ready, gains)]
             before = [{k: g[k] for k in _RESTORED if k in g} for g in groups]
+            mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+            if self._on_device:
+                upload = self._replica.scalar if self._replica.is_lazy else None
+                mode = TensorScalars(upload)
             try:
-                lrs = self._step(optimizer, [scaled for scaled, _ in outcomes])
+                with mode:
+                    for group, (scaled, _) in zip(groups, outcomes):
+                        self._hand_over(group, scaled)
+                    lrs = [group["lr"] for group in groups]
+                    optimizer.step()
                 changed = any(group["lr"] is not lr for group, lr in zip(groups, lrs))
             finally:
                 for group, values in zip(groups, before):
@@ -107,8 +115,6 @@ class Scaling:
             for state in states
         ]
         self._trained = []
-
-    # --- before the collective ------------------------------------------------------
 
     def _check_histories(self, optimizer: Optimizer) -> None:
         """Raises ValueError if parameters of one group have made different updates.
@@ -160,23 +166,6 @@ class Scaling:
                 decay = upload("weight decay", scaled.weight_decay)
                 scaled = scaled._replace(weight_decay=decay)
         return lambda gain: (scaled, state)
-
-    # --- after it -------------------------------------------------------------------
-
-    def _step(
-        self, optimizer: Optimizer, scaled: list[ScaledHyperparameters]
-    ) -> list[Any]:
-        """Steps the optimizer; returns the learning rates that it was handed."""
-        mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if self._on_device:
-            upload = self._replica.scalar if self._replica.is_lazy else None
-            mode = TensorScalars(upload)
-        with mode:
-            for group, numbers in zip(optimizer.param_groups, scaled):
-                self._hand_over(group, numbers)
-            lrs = [group["lr"] for group in optimizer.param_groups]
-            optimizer.step()
-        return lrs
 
     def _hand_over(self, group: Group, scaled: ScaledHyperparameters) -> None:
         """Writes the numbers into the group; does what torch cannot do with them."""
