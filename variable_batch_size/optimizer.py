@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from typing import Any
 
@@ -373,16 +372,7 @@ class ElasticOptimizer(OptimizerProxy):
         If an exception ends the update, the step is lost and gradients are zero.
         """
         counter, plan = self._counter, self._counter.plan
-        batch_size, step = counter.batch_size, counter.cursor.step
-        update = Update(
-            epoch=plan.epoch,
-            step=plan.first_step + step,
-            batch_size=batch_size,
-            minibatch_size=plan.minibatch_size,
-            lr=(),
-            idle=counter.idle,
-            ends_epoch=step + 1 == plan.num_steps,
-        )
+        batch_size, step, idle = counter.batch_size, counter.cursor.step, counter.idle
         try:
             self._last_lr = self._update_weights(counter.num_minibatches, batch_size)
         finally:
@@ -391,7 +381,16 @@ class ElasticOptimizer(OptimizerProxy):
             self.replica.sync()
         self._opt_called = True  # what torch's schedulers look at before their step
         self.sampler.commit(plan.epoch, step + 1)
-        self._attached.run(dataclasses.replace(update, lr=self._last_lr))
+        update = Update(
+            epoch=plan.epoch,
+            step=plan.first_step + step,
+            batch_size=batch_size,
+            minibatch_size=plan.minibatch_size,
+            lr=self._last_lr,
+            idle=idle,
+            ends_epoch=step + 1 == plan.num_steps,
+        )
+        self._attached.run(update)
         self._gradients.refresh()  # callbacks may have frozen or unfrozen parameters
         self._agreement.remember(self.inner.param_groups)
         if self.log_steps and update.step % self.log_steps == 0:
