@@ -1,14 +1,11 @@
 """The empirical neural tangent kernel of a model's loss, from per-sample gradients.
 
 The kernel of n samples is K = F F^T, where row i of F, the features, is the gradient of
-sample i's loss. `grab_xla.contrib.offline` computes orders from it. Everything stays on
-the device of the parameters; the device is read once per block of gradients, to see
-whether they are finite, and once for `per_sample_grad`'s comparison with autograd. The
-products take O(n^2 d) time: use them before a run or between epochs, not in a training
-step.
-
-On hardware that multiplies float32 matrices in lower precision by default, kernels have
-that precision.
+sample i's loss. `grab_xla.contrib.offline` computes orders from it. The device of the
+parameters is read once per block of gradients, to see whether they are finite, and once
+for `per_sample_grad`'s comparison with autograd. The products take O(n^2 d) time: use
+them before a run or between epochs. Where hardware multiplies float32 matrices in lower
+precision by default, kernels have that precision.
 """
 
 from __future__ import annotations
@@ -45,20 +42,18 @@ def per_sample_gradients(
 ) -> Tensor:
     """Returns the gradient of every sample's loss, in the dataset's order.
 
-    The gradients are those of `per_sample_grad`, of a copy of the model. The model
-    must treat the samples of a batch separately and draw no random numbers: call
-    `model.eval()` where there is dropout or BatchNorm. A progress bar appears where
-    the computation takes more than two seconds.
+    The model must treat the samples of a batch separately and draw no random numbers:
+    call `model.eval()` where there is dropout or BatchNorm. A progress bar appears
+    after two seconds.
 
     Args:
-        model: Any module; it does not change.
-        params: The values of its parameters, such as
-            ``dict(model.named_parameters())``.
-        buffers: The values of its buffers, such as ``dict(model.named_buffers())``.
+        model: Any module; a copy of it is run.
+        params: Its parameters' values, such as ``dict(model.named_parameters())``.
+        buffers: Its buffers' values, such as ``dict(model.named_buffers())``.
         loss_fn: Maps (outputs, targets) of a batch of one sample to a number, so the
             loss may be a mean or a sum.
         dataset: Pairs (input, target), with the same shapes in all samples.
-        batch_size: The number of samples whose gradients are computed at a time.
+        batch_size: How many gradients are computed at a time.
         dtype: The dtype of parameters, buffers, and floating inputs and targets.
         names: The ``params`` to differentiate by. Default: all.
 
@@ -89,7 +84,10 @@ def per_sample_gradients(
     for x, y in _pairs(dataset, batch_size):
         # The last batch is filled up: one shape is one program and one comparison.
         filled = torch.arange(min(batch_size, num_samples)).clamp(max=len(x) - 1)
-        x, y = (_in_dtype(each[filled], dtype).to(device) for each in (x, y))
+        x, y = (
+            each[filled].to(device, dtype if each.is_floating_point() else each.dtype)
+            for each in (x, y)
+        )
         gradients = per_sample_grads(
             copied, losses, (x, y), params=names, fallback="batched"
         )
@@ -118,10 +116,6 @@ def _copied(
     return copied
 
 
-def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
 def _pairs(dataset: Dataset[Any], batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
     # Its own generator: a loader draws a seed even where it does not shuffle.
     loader = DataLoader(dataset, batch_size, generator=torch.Generator())
@@ -141,20 +135,15 @@ def ntk_kernel(
     chunk_size: int = 2**14,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns the kernel F F^T of features, a symmetric matrix.
-
-    Centring makes the constant vector an eigenvector of eigenvalue zero.
+    """Returns the kernel F F^T, symmetric, ``(n, n)`` on the features' device.
 
     Args:
         features: F, ``(n, d)``; or an iterator over blocks of its columns ``(n, d_k)``.
-        centered: Whether to subtract the mean of the rows first.
-        chunk_size: How many columns are converted and multiplied at a time; it only
-            affects rounding.
-        dtype: The dtype of products and sums, float32 or float64. Default: float64 for
-            float64 features, otherwise float32.
-
-    Returns:
-        ``(n, n)`` on the features' device.
+        centered: Whether to subtract the mean of the rows first, which makes the
+            constant vector an eigenvector of eigenvalue zero.
+        chunk_size: How many columns are multiplied at a time; it only affects rounding.
+        dtype: float32 or float64, for products and sums. Default: float64 for float64
+            features, otherwise float32.
 
     Raises:
         ValueError: A feature is not finite (the message names the samples), a block
@@ -205,24 +194,16 @@ def empirical_ntk(
             the model again.
 
     Raises:
-        ValueError, TypeError, PerSampleError: See `per_sample_gradients` and
-            `ntk_kernel`.
+        ValueError, TypeError, PerSampleError: See those functions.
     """
     blocks: list[list[str]] = []
-    filled = 0
+    filled, limit = 0, float("inf") if max_columns is None else max_columns
     for name, tensor in params.items():
-        limit = float("inf") if max_columns is None else max_columns
         if not blocks or filled + tensor.numel() > limit:
             blocks.append([])
             filled = 0
         blocks[-1].append(name)
         filled += tensor.numel()
-    return ntk_kernel(
-        (
-            per_sample_gradients(
-                model, params, buffers, loss_fn, dataset, batch_size, dtype, names
-            )
-            for names in blocks
-        ),
-        centered,
-    )
+    given = (model, params, buffers, loss_fn, dataset, batch_size, dtype)
+    features = (per_sample_gradients(*given, names) for names in blocks)
+    return ntk_kernel(features, centered)

@@ -21,8 +21,7 @@ class _KernelOrder(Ordering):
     """An order that needs the kernel of a data set.
 
     Attributes:
-        dataset: Pairs (input, target).
-        batch_size: The number of samples whose gradients are computed at a time.
+        dataset, batch_size: See `per_sample_gradients`.
         kernel_dtype: The dtype of gradients and kernel.
         centered_feature_map: Whether to subtract the mean gradient first.
     """
@@ -37,13 +36,8 @@ class _KernelOrder(Ordering):
 
     def kernel(self, *model_and_loss: Any) -> Tensor:
         """Returns ``(n, n)`` for a model, its params and buffers, and a loss."""
-        return empirical_ntk(
-            *model_and_loss,
-            self.dataset,
-            self.batch_size,
-            self.kernel_dtype,
-            self.centered_feature_map,
-        )
+        options = (self.batch_size, self.kernel_dtype, self.centered_feature_map)
+        return empirical_ntk(*model_and_loss, self.dataset, *options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +82,6 @@ class NTKFixedEigen(_AtConstruction, NTKEigen):
     def first_order(
         self, num_samples: int, shuffled: bool, generator: torch.Generator
     ) -> np.ndarray:
-        del num_samples, shuffled, generator
         return self.order_at(self.model, self.params, self.buffers, self.loss_fn)
 
 
@@ -110,10 +103,6 @@ class NTKFixedBalance(_AtConstruction, _KernelOrder):
         return ntk_fixed_order(kernel, self.num_rounds, start)
 
 
-BALANCE_TYPES.update(
-    {
-        "ntk-fixed": NTKFixedBalance,
-        "ntk-eigen": NTKEigen,
-        "ntk-fixed-eigen": NTKFixedEigen,
-    }
-)
+BALANCE_TYPES["ntk-fixed"] = NTKFixedBalance
+BALANCE_TYPES["ntk-eigen"] = NTKEigen
+BALANCE_TYPES["ntk-fixed-eigen"] = NTKFixedEigen

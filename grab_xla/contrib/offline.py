@@ -1,10 +1,8 @@
 """Orders from a Gram matrix or a kernel of the samples, computed all at once.
 
 Pure functions of a matrix ``(n, n)``, in float64 on the host. They take O(n^2) to
-O(n^3) time: use them before a run or between epochs and for a few thousand samples, not
-in a training step.
-
-Orders are int64 arrays ``(n,)``, permutations of the samples' indices.
+O(n^3) time: use them before a run or between epochs, for a few thousand samples. Orders
+are int64 arrays ``(n,)``, permutations of the samples' indices.
 """
 
 from __future__ import annotations
@@ -61,19 +59,15 @@ def offline_mean_balance(
         matrix = matrix - means - matrix.mean(1)[:, None] + means.mean()
     first = range(len(matrix)) if order is None else order
     current = check_permutation("order", first, len(matrix))
+    signs = np.empty(len(matrix), dtype=np.int8)
     for _ in range(rounds):
-        current = _balanced(matrix, current, tie)
+        products = np.zeros(len(matrix))  # <a, z_i> for every i
+        for position, i in enumerate(current.tolist()):
+            is_positive = products[i] < 0 or (products[i] == 0 and tie == "positive")
+            signs[position] = 1 if is_positive else -1
+            products += matrix[i] if is_positive else -matrix[i]
+        current = reorder(current, signs)
     return current
-
-
-def _balanced(gram: np.ndarray, order: np.ndarray, tie: str) -> np.ndarray:
-    products = np.zeros(len(gram))  # <a, z_i> for every i
-    signs = np.empty(len(gram), dtype=np.int8)
-    for position, i in enumerate(order.tolist()):
-        is_positive = products[i] < 0 or (products[i] == 0 and tie == "positive")
-        signs[position] = 1 if is_positive else -1
-        products += gram[i] if is_positive else -gram[i]
-    return reorder(order, signs)
 
 
 def ntk_fixed_order(
@@ -88,10 +82,7 @@ def ntk_fixed_order(
 
     Args:
         kernel: K, ``(n, n)``. The Gram matrix of its rows is K K^T.
-        rounds, order, tie: See `offline_mean_balance`.
-
-    Raises:
-        ValueError, TypeError: See `offline_mean_balance`.
+        rounds, order, tie: As there, with the same errors.
     """
     rows = _on_host(kernel, "kernel")
     rows = rows - rows.mean(0)
@@ -134,43 +125,27 @@ def eigen_order(
         vector = -vector
     if absolute:
         vector = np.abs(vector)
-    _warn_if_noise(values, vector, torch.finfo(kernel.dtype).eps, largest)
-    rounded = np.round(vector, 12)  # Entries that differ by rounding become equal.
-    return np.argsort(-rounded if descending else rounded, kind="stable")
-
-
-def _warn_if_noise(
-    values: np.ndarray, vector: np.ndarray, eps: float, largest: bool
-) -> None:
-    """Warns if rounding the kernel would change the order.
-
-    A change of the kernel by delta rotates an eigenvector by about delta / gap, where
-    gap is the distance to the next eigenvalue.
-    """
-    if len(values) < 2:
-        return
+    # A change of the kernel by delta rotates an eigenvector by about delta / gap, where
+    # gap is the distance to the next eigenvalue.
     nearest = values[::-1][:2] if largest else values[:2]
-    gap = abs(nearest[1] - nearest[0])
-    delta = 10 * eps * np.abs(values).max()
+    gap = abs(nearest[-1] - nearest[0])
+    delta = 10 * torch.finfo(kernel.dtype).eps * np.abs(values).max()
     spread = vector.max() - vector.min()
-    if spread * gap <= delta:
+    if len(values) > 1 and spread * gap <= delta:
         warnings.warn(
             f"the order by the {'largest' if largest else 'smallest'} eigenvalue's "
             f"eigenvector is rounding noise: its entries differ by {spread:.1e}, and "
             f"the eigenvalue, {nearest[0]:.3g}, by {gap:.1e} from the next. The "
             "smallest eigenvector of a centred kernel, or of more samples than "
             "parameters, is not worth sorting by: use the largest, or another kernel",
-            stacklevel=3,
+            stacklevel=2,
         )
+    rounded = np.round(vector, 12)  # Entries that differ by rounding become equal.
+    return np.argsort(-rounded if descending else rounded, kind="stable")
 
 
 def check_finite(rows: Tensor, what: str) -> None:
-    """Raises ValueError, with the indices of the samples, unless all rows are finite.
-
-    Args:
-        rows: ``(n, d)``, one sample each.
-        what: The name of the rows in the message.
-    """
+    """Raises ValueError with the indices of samples whose rows are not finite."""
     finite = rows.isfinite().all(1).cpu()
     if not finite.all():
         bad = (~finite).nonzero().flatten().tolist()
