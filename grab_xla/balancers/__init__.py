@@ -5,21 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from grab_xla.balancers import gradient_free, mean
 from grab_xla.balancers.base import Balancer, Ordering, State
 from grab_xla.balancers.batch import BatchBalance, UncentredBatchBalance
-from grab_xla.balancers.gradient_free import (
-    FixedOrder,
-    RandomReshuffling,
-    ShuffleOnce,
-    WithReplacement,
-)
-from grab_xla.balancers.mean import (
-    AdaEMABalance,
-    AdaMeanBalance,
-    EMABalance,
-    MeanBalance,
-    SignBalance,
-)
 from grab_xla.balancers.norm import NormOrder
 from grab_xla.balancers.pair import PairBalance
 from grab_xla.balancers.recursive import RecursiveBalance
@@ -29,20 +17,20 @@ __all__ = ["BALANCE_TYPES", "Balancer", "Ordering", "State", "ordering_named"]
 
 # Everything that is known of a balance type is in its class. Add a row for your own.
 BALANCE_TYPES: dict[str, type[Ordering]] = {
-    "mean": MeanBalance,
+    "mean": mean.MeanBalance,
     "pair": PairBalance,
     "recursive": RecursiveBalance,
     "recursive-pair": RecursivePairBalance,
-    "rr": RandomReshuffling,
-    "so": ShuffleOnce,
-    "swr": WithReplacement,
-    "fixed": FixedOrder,
+    "rr": gradient_free.RandomReshuffling,
+    "so": gradient_free.ShuffleOnce,
+    "swr": gradient_free.WithReplacement,
+    "fixed": gradient_free.FixedOrder,
     "batch": BatchBalance,
     "batch-uncentred": UncentredBatchBalance,
-    "ema": EMABalance,
-    "adamean": AdaMeanBalance,
-    "adaema": AdaEMABalance,
-    "sign": SignBalance,
+    "ema": mean.EMABalance,
+    "adamean": mean.AdaMeanBalance,
+    "adaema": mean.AdaEMABalance,
+    "sign": mean.SignBalance,
     "norm": NormOrder,
 }
 
@@ -67,8 +55,7 @@ def ordering_named(balance_type: str, **options: Any) -> Ordering:
             f"{option!r} is not an option of balance_type={name!r}, whose options are: "
             f"{', '.join(sorted(fields)) or 'none'}"
         )
-    for field in fields.values():
-        required = field.default is dataclasses.MISSING
-        if required and field.name not in options:
-            raise TypeError(f"balance_type={name!r} needs {field.name}=")
+    for option, field in fields.items():
+        if field.default is dataclasses.MISSING and option not in options:
+            raise TypeError(f"balance_type={name!r} needs {option}=")
     return ordering(**options)

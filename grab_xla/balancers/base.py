@@ -35,25 +35,21 @@ class Ordering:
         needs_gradients: Whether the order follows from gradients. If not,
             `GraBSampler.step` has nothing to do unless metrics are recorded.
         is_permutation: Whether every sample comes once an epoch.
-        placement_dtype: The dtype of placements, which stay on the device for a whole
-            epoch.
-        fills: What tensors of the state, by name, hold in the columns that fill up a
-            replica's share and belong to no parameter. Default: 0.
+        placement_dtype: The dtype of placements, which stay on the device for an epoch.
+        num_draws: The uniform random numbers that a sample needs in probabilistic
+            balancing; may be a property.
+        fills: What tensors of the state, by name, hold in columns that fill up a
+            replica's share. Default: 0.
     """
 
     needs_gradients: ClassVar[bool] = False
     is_permutation: ClassVar[bool] = True
     placement_dtype: ClassVar[torch.dtype] = torch.int8
+    num_draws: ClassVar[int] = 1
     fills: ClassVar[Mapping[str, float]] = {}
-
-    @property
-    def num_draws(self) -> int:
-        """The uniform random numbers that a sample needs in probabilistic balancing."""
-        return 1
 
     def num_pending(self, state: State) -> int:
         """Returns the number of samples that wait for a partner."""
-        del state
         return 0
 
     def first_order(
@@ -69,17 +65,13 @@ class Ordering:
     ) -> np.ndarray:
         """Returns the order that follows ``order``, ``(n,)`` int64.
 
-        Args:
-            order: The order of the epoch that ends.
-            placements: ``(m,)``, what `balance` returned for its first m samples.
-            generator: The only source of random numbers.
+        ``placements`` is what `balance` returned for its first m samples, ``(m,)``;
+        ``generator`` is the only source of random numbers.
         """
-        del placements, generator
         return order
 
     def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
         """Returns the state before the first epoch."""
-        del num_columns, dtype, device
         return {}
 
     def begin_epoch(self, state: State) -> State:
@@ -87,19 +79,11 @@ class Ordering:
         return {name: torch.zeros_like(value) for name, value in state.items()}
 
     def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
-        """Balances the next R samples of the order.
+        """Balances the gradients of the next R samples of the order.
 
-        Args:
-            state: What the previous call returned.
-            rows_RD: ``(R, columns)`` gradients, one sample after the other.
-            decide: How signs are decided in this step.
-
-        Returns:
-            The new state, and ``(P,)`` placements: those of samples that waited for a
-            partner in an earlier call, then those of these samples, except the ones
-            that wait now.
+        Returns the new state, and ``(P,)`` placements: those of samples that waited for
+        a partner, then those of these samples, except the ones that wait now.
         """
-        del decide
         return state, torch.zeros(0, dtype=self.placement_dtype, device=rows_RD.device)
 
     def with_second_moment(self, state: State, second_moment: Tensor) -> State:
@@ -108,7 +92,6 @@ class Ordering:
         Raises:
             TypeError: The balance type does not scale gradients.
         """
-        del state, second_moment
         raise TypeError(f"update_v: {type(self).__name__} does not scale gradients")
 
     def order_at(
@@ -123,7 +106,6 @@ class Ordering:
         Raises:
             TypeError: The balance type computes no order.
         """
-        del model, params, buffers, loss_fn
         raise TypeError(f"compute_order: {type(self).__name__} computes no order")
 
 
@@ -132,11 +114,8 @@ class Balancer(Ordering, abc.ABC):
     """An order that follows from the gradients of the previous epoch."""
 
     needs_gradients: ClassVar[bool] = True
-
-    @property
-    def num_leaves(self) -> int:
-        """The number of leaves that placements name; see `reorder`."""
-        return 1
+    # The leaves that placements name, see `reorder`; may be a property.
+    num_leaves: ClassVar[int] = 1
 
     @abc.abstractmethod
     def init(
@@ -149,5 +128,4 @@ class Balancer(Ordering, abc.ABC):
     def next_order(
         self, order: np.ndarray, placements: np.ndarray, generator: torch.Generator
     ) -> np.ndarray:
-        del generator
         return reorder(order, placements, self.num_leaves)

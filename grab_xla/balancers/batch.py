@@ -22,11 +22,9 @@ class BatchBalance(MeanBalance):
 
     Attributes:
         batch_size: Accepted for code that passes it; nothing reads it.
-
-    Class attributes:
-        centres_update: Whether the accumulator sums centred gradients or raw ones.
     """
 
+    # Whether the accumulator sums centred gradients or raw ones.
     centres_update: ClassVar[bool] = True
 
     batch_size: int | None = None

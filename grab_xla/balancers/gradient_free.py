@@ -20,7 +20,6 @@ class RandomReshuffling(Ordering):
     def next_order(
         self, order: np.ndarray, placements: np.ndarray, generator: torch.Generator
     ) -> np.ndarray:
-        del placements
         return torch.randperm(len(order), generator=generator).numpy()
 
 
@@ -38,14 +37,11 @@ class WithReplacement(Ordering):
     def first_order(
         self, num_samples: int, shuffled: bool, generator: torch.Generator
     ) -> np.ndarray:
-        del shuffled
-        size = (num_samples,)
-        return torch.randint(num_samples, size, generator=generator).numpy()
+        return torch.randint(num_samples, (num_samples,), generator=generator).numpy()
 
     def next_order(
         self, order: np.ndarray, placements: np.ndarray, generator: torch.Generator
     ) -> np.ndarray:
-        del placements
         return self.first_order(len(order), True, generator)
 
 
@@ -63,5 +59,4 @@ class FixedOrder(Ordering):
     def first_order(
         self, num_samples: int, shuffled: bool, generator: torch.Generator
     ) -> np.ndarray:
-        del shuffled, generator
         return check_permutation("orders", self.orders, num_samples)

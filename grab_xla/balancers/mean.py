@@ -14,13 +14,9 @@ import torch
 from torch import Tensor
 
 from grab_xla.balancers.base import Balanced, Balancer, State
+from grab_xla.balancing import decisions
 from grab_xla.balancing.compiled_loop import balance_in_sequence
-from grab_xla.balancing.decisions import (
-    Decisions,
-    finite_rows,
-    mark_nonfinite,
-    without_nan,
-)
+from grab_xla.balancing.decisions import Decisions, mark_nonfinite, without_nan
 from xla_replica.common.arguments import check_number
 
 
@@ -35,12 +31,9 @@ class Centred(Balancer):
     depth: ClassVar[int] = 0
 
     def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
-        like = {"dtype": dtype, "device": device}
-        return {
-            "sums": torch.zeros(2 ** (self.depth + 1), num_columns, **like),
-            "mean": torch.zeros(1, num_columns, **like),
-            "count": torch.zeros(1, **like),
-        }
+        mean = torch.zeros(1, num_columns, dtype=dtype, device=device)
+        sums = mean.new_zeros(2 ** (self.depth + 1), num_columns)
+        return {"sums": sums, "mean": mean, "count": mean.new_zeros(1)}
 
     def begin_epoch(self, state: State) -> State:
         zeros = {name: torch.zeros_like(state[name]) for name in ("sums", "count")}
@@ -53,10 +46,8 @@ class Centred(Balancer):
     def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
         rows, centre = self.centred(state, rows_RD)
         if decide.loops:
-            limits, tie = decide.thresholds_RN, decide.tie
-            sums, placements = balance_in_sequence(
-                rows, centre, state["sums"], limits, self.depth, tie
-            )
+            how = (decide.thresholds_RN, self.depth, decide.tie)
+            sums, placements = balance_in_sequence(rows, centre, state["sums"], *how)
             count = state["count"] + torch.count_nonzero(placements)
             new_state = {**state, "sums": sums, "count": count}
             return new_state, placements.to(self.placement_dtype)
@@ -64,7 +55,7 @@ class Centred(Balancer):
         sums, count, parts = state["sums"], state["count"], []
         for tile, thresholds in decide.tiles(rows, decide.thresholds_RN):
             gram, products = decide.centred_gram(tile, centre, sums[:-1])
-            finite = finite_rows(gram)
+            finite = decisions.finite_rows(gram)
             signs, placements = self.walk(gram, products, finite, thresholds, decide)
             seen = finite.to(sums.dtype)
             weights = torch.cat([signs, seen.unsqueeze(1)], dim=1).T
@@ -110,8 +101,8 @@ class SignBalance(MeanBalance):
 class AdaMeanBalance(MeanBalance):
     """Mean balance of gradients divided by the root of their second moment.
 
-    The second moment is what `GraBSampler.update_v` received, such as Adam's; without
-    one this is mean balance.
+    That is what `GraBSampler.update_v` received, such as Adam's; one if it was not
+    called.
 
     Attributes:
         eps: Added to the root.
@@ -138,10 +129,9 @@ class AdaMeanBalance(MeanBalance):
         return super().begin_epoch({**state, "sums": sums})
 
     def with_second_moment(self, state: State, second_moment: Tensor) -> State:
-        """Returns the state from now on, given ``(columns,)`` second moments.
+        """Returns the state with this epoch's deviations in the new unit.
 
-        The deviations of this epoch are converted to the new unit. Where a second
-        moment is negative or not finite, the scale does not change.
+        Where a second moment is negative or not finite, the scale does not change.
         """
         scale = second_moment.reshape(1, -1).sqrt() + self.eps
         scale = torch.where(torch.isfinite(scale), scale, state["scale"])
@@ -168,8 +158,8 @@ class EMABalance(Centred):
 
     def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
         state = super().init(num_columns, dtype, device)
-        missing = torch.ones(1, dtype=dtype, device=device)
-        return {**state, "average": torch.zeros_like(state["mean"]), "missing": missing}
+        average = torch.zeros_like(state["mean"])
+        return {**state, "average": average, "missing": average.new_ones(1)}
 
     def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
         mean, any_finite = _batch_mean(rows_RD, decide)
@@ -201,38 +191,25 @@ class AdaEMABalance(Centred):
 
     def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
         state = super().init(num_columns, dtype, device)
-        like = {"dtype": dtype, "device": device}
-        return {
-            **state,
-            "averages": torch.zeros(2, num_columns, **like),
-            "missing": torch.ones(2, **like),
-            "scale": torch.ones(1, num_columns, **like),
-        }
+        averages = state["mean"].new_zeros(2, num_columns)
+        missing, scale = averages.new_ones(2), torch.ones_like(state["mean"])
+        return {**state, "averages": averages, "missing": missing, "scale": scale}
 
     def centred(self, state: State, rows_RD: Tensor) -> tuple[Tensor, Tensor]:
         return _standardised(state, rows_RD)
 
     def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
         mean, any_finite = _batch_mean(rows_RD, decide)
+        old = zip(state["averages"].split(1), state["missing"].split(1), self.betas)
         averages, missing, (first, second) = zip(
             *(
                 _moving_average(average, left, beta, mean**power, any_finite)
-                for average, left, beta, power in zip(
-                    state["averages"].split(1),
-                    state["missing"].split(1),
-                    self.betas,
-                    (1, 2),
-                )
+                for power, (average, left, beta) in enumerate(old, start=1)
             )
         )
-        state = {
-            **state,
-            "averages": torch.cat(averages),
-            "missing": torch.cat(missing),
-            "mean": first,
-            "scale": second.sqrt() + self.eps,
-        }
-        return super().balance(state, rows_RD, decide)
+        new = {"averages": torch.cat(averages), "missing": torch.cat(missing)}
+        new |= {"mean": first, "scale": second.sqrt() + self.eps}
+        return super().balance({**state, **new}, rows_RD, decide)
 
 
 def _standardised(state: State, rows_RD: Tensor) -> tuple[Tensor, Tensor]:
@@ -252,21 +229,12 @@ def _batch_mean(rows_RD: Tensor, decide: Decisions) -> tuple[Tensor, Tensor]:
 
 
 def _moving_average(
-    average: Tensor,
-    missing: Tensor,
-    beta: float,
-    value: Tensor,
-    any_finite: Tensor,
+    average: Tensor, missing: Tensor, beta: float, value: Tensor, any_finite: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns a moving average with one more value, what is missing, and the estimate.
 
-    Args:
-        average: ``(1, columns)``, which began at zero.
-        missing: ``(1,)``, one minus the sum of the weights: ``1 - missing`` undoes the
-            bias towards zero.
-        beta: The weight of the average so far.
-        value: ``(1, columns)``; ignored unless ``any_finite``.
-        any_finite: ``(1,)`` bool.
+    The average began at zero; ``missing``, ``(1,)``, is one minus the sum of its
+    weights and undoes the bias. The value is ignored unless ``any_finite``.
     """
     average = torch.where(any_finite, beta * average + (1 - beta) * value, average)
     missing = torch.where(any_finite, beta * missing, missing)

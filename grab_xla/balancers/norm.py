@@ -33,5 +33,4 @@ class NormOrder(Ordering):
     def next_order(
         self, order: np.ndarray, placements: np.ndarray, generator: torch.Generator
     ) -> np.ndarray:
-        del generator
         return reorder_by_score(order, placements, self.descending_norm)

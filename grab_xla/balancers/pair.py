@@ -41,11 +41,8 @@ class PairBalance(Balancer):
         check_integer("num_workers", self.num_workers, 1)
 
     def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
-        like = {"dtype": dtype, "device": device}
-        return {
-            "sums": torch.zeros(1, num_columns, **like),
-            "pending": torch.zeros(0, num_columns, **like),
-        }
+        sums = torch.zeros(1, num_columns, dtype=dtype, device=device)
+        return {"sums": sums, "pending": sums.new_zeros(0, num_columns)}
 
     def num_pending(self, state: State) -> int:
         return len(state["pending"])
@@ -73,10 +70,9 @@ class PairBalance(Balancer):
             thresholds = self._partners(thresholds[:end])[1]
         sums, signs = self._signs(state["sums"], first, second, thresholds, decide)
         signs = signs.unflatten(0, (-1, 1, self.num_workers))
-        placements = (
-            torch.cat([signs, -signs], dim=1).flatten().to(self.placement_dtype)
-        )
-        return {"sums": sums, "pending": pending}, placements
+        placements = torch.cat([signs, -signs], dim=1).flatten()
+        new_state = {"sums": sums, "pending": pending}
+        return new_state, placements.to(self.placement_dtype)
 
     def _partners(self, rows_RN: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the first and second samples of the pairs, ``(R / 2, N)`` each."""
@@ -112,5 +108,4 @@ class PairBalance(Balancer):
     def next_order(
         self, order: np.ndarray, placements: np.ndarray, generator: torch.Generator
     ) -> np.ndarray:
-        del generator
         return reorder_interleaved(order, placements, self.num_workers)

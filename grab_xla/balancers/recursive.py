@@ -43,10 +43,6 @@ class RecursiveBalance(MeanBalance):
     def num_leaves(self) -> int:
         return 2**self.depth
 
-    @property
-    def _num_nodes(self) -> int:
-        return 2 ** (self.depth + 1) - 1
-
     def walk(
         self,
         gram_RR: Tensor,
@@ -55,13 +51,11 @@ class RecursiveBalance(MeanBalance):
         thresholds_RN: Tensor | None,
         decide: Decisions,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the signs at the nodes that a sample passes, and the placements.
+        """Returns the signs, 0 at nodes that a sample does not pass, and placements.
 
-        Signs are ``(R, V)``, 0 at other nodes; placements are ``(R,)``. The tree is
-        processed level by level: at one level, samples at the same node are decided
-        one after the other.
+        Level by level, samples at the same node are decided one after the other.
         """
-        nodes = torch.arange(self._num_nodes, device=gram_RR.device)
+        nodes = torch.arange(products_RV.shape[1], device=gram_RR.device)
         node = torch.zeros_like(finite_R, dtype=nodes.dtype)
         signs_RV = torch.zeros_like(products_RV)
         signs = finite_R

@@ -58,25 +58,20 @@ class RecursivePairBalance(Balancer):
     def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
         sums, placements = state["sums"], []
         blocks = dataclasses.replace(decide, tile_size=self.batch_size)
-        for rows, thresholds in blocks.tiles(
-            without_nan(rows_RD), decide.thresholds_RN
-        ):
+        rows_RD = without_nan(rows_RD)
+        for rows, thresholds in blocks.tiles(rows_RD, decide.thresholds_RN):
             squares = (rows * rows).sum(1, keepdim=True)
             products = decide.whole(torch.cat([rows @ sums.T, squares], dim=1))
-            finite = torch.isfinite(products[:, -1])
-            products = torch.where(
-                finite.unsqueeze(1), products, torch.zeros_like(products)
-            )
-            weights, placed = self._sort(products[:, :-1], thresholds, decide)
-            placed = torch.where(
-                finite, placed[: len(rows)], torch.zeros_like(placed[:1])
-            )
             # A sample that is not finite has products of 0 and is not added.
-            weights = torch.where(
-                finite.unsqueeze(1), weights[: len(rows)], torch.zeros_like(weights[:1])
+            finite = torch.isfinite(products[:, -1:])
+            products = torch.where(finite, products, torch.zeros_like(products))
+            sorted_ = self._sort(products[:, :-1], thresholds, decide)
+            weights, placed = (
+                torch.where(finite, each[: len(rows)], torch.zeros_like(each[:1]))
+                for each in sorted_
             )
             sums = torch.addmm(sums, weights.T, rows)
-            placements.append(placed.to(self.placement_dtype))
+            placements.append(placed.squeeze(1).to(self.placement_dtype))
         return {"sums": sums}, torch.cat(placements)
 
     def _sort(
@@ -85,7 +80,7 @@ class RecursivePairBalance(Balancer):
         thresholds_RN: Tensor | None,
         decide: Decisions,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the samples' signs at nodes, ``(b, V)``, and placements, ``(b,)``.
+        """Returns the samples' signs at nodes, ``(b, V)``, and placements, ``(b, 1)``.
 
         ``items`` holds the samples as the tree has sorted them so far, node by node.
         """
@@ -103,10 +98,8 @@ class RecursivePairBalance(Balancer):
                 drawn = thresholds_RN[:, level]
                 limits = drawn[first.clamp(max=len(drawn) - 1)]
             wins = decide.below(differences, limits)
-            left, right = (
-                torch.where(wins, first, second),
-                torch.where(wins, second, first),
-            )
+            left = torch.where(wins, first, second)
+            right = torch.where(wins, second, first)
             ones = torch.ones_like(differences)
             signs = torch.zeros_like(nodes)
             signs = signs.scatter(1, left, ones).scatter(1, right, -ones)
@@ -116,4 +109,4 @@ class RecursivePairBalance(Balancer):
         # Columns are leaves: the even ones forwards, the odd ones backwards.
         of_column = torch.where(column % 2 == 0, column + 1, -column - 1)
         placements = torch.zeros_like(column).scatter(0, items.flatten(), of_column)
-        return torch.cat(weights).T, placements
+        return torch.cat(weights).T, placements.unsqueeze(1)
