@@ -4,10 +4,9 @@ Balancing only reads inner products of gradients. A random matrix P of K rows wi
 E[P^T P] = I keeps them up to an error of the order of sqrt(log n / K), whatever the
 number of parameters (Johnson & Lindenstrauss 1984).
 
-All random numbers come from one CPU generator seeded with ``seed`` and are then moved,
-so every replica, device and resumed run has the same matrix, and there is no state to
-save. All shapes follow from the arguments: a compiled backend builds one program per
-batch size.
+All random numbers come from a CPU generator seeded with ``seed``, so every replica,
+device and resumed run has the same matrix, and there is no state to save. Shapes follow
+from the arguments: a compiled backend builds one program per batch size.
 
 Axes: B samples, D inputs, K outputs, S slots of the longest sparse row.
 """
@@ -69,22 +68,11 @@ class Kind(NamedTuple):
     round_up: Callable[[int, int], int] = lambda num_outputs, order: num_outputs
 
 
-def _build_dense(draw: Draw) -> Tables:
-    return (draw.gaussian(draw.num_outputs, draw.num_inputs),)
-
-
-def _apply_dense(rows_BD: Tensor, matrix_KD: Tensor) -> Tensor:
-    return rows_BD.to(matrix_KD.dtype) @ matrix_KD.T
-
-
 def _nonzeros(cells: int, density: float, generator: torch.Generator) -> Tensor:
-    """Chooses each cell with this probability; returns them ascending, ``(nnz,)``.
-
-    Distances between chosen cells are geometric, so this draws one number for every
-    chosen cell rather than for every cell.
-    """
+    """Chooses each cell with this probability; returns them ascending, ``(nnz,)``."""
     if density >= 1:
         return torch.arange(cells)
+    # Distances between chosen cells are geometric: one number for every chosen cell.
     # Six standard deviations more than expected: one round is nearly always enough.
     size = math.ceil(cells * density + 6 * math.sqrt(cells * density)) + 10
     last, found = -1, []
@@ -157,8 +145,8 @@ def _build_kron(draw: Draw) -> Tables:
 def _apply_kron(rows_BD: Tensor, *factors: Tensor) -> Tensor:
     """Returns kron(P_last, ..., P_0) x for every row x, padded with zeros.
 
-    x is a tensor with one axis per factor, the last axis for P_0. Each factor contracts
-    the last axis and puts its outputs before all others, so the next axis is last.
+    x has one axis per factor, the last for P_0. Each factor contracts the last axis and
+    puts its outputs before all others, so the next axis is last.
     """
     batch_size, num_inputs = rows_BD.shape
     padding = factors[0].shape[1] ** len(factors) - num_inputs
@@ -175,7 +163,10 @@ def _apply_kron(rows_BD: Tensor, *factors: Tensor) -> Tensor:
 PROJECTIONS: dict[str, Kind] = {
     "none": Kind(None, lambda rows_BD: rows_BD),
     # Gaussian: Dasgupta & Gupta 2003.
-    "jl": Kind(_build_dense, _apply_dense),
+    "jl": Kind(
+        lambda draw: (draw.gaussian(draw.num_outputs, draw.num_inputs),),
+        lambda rows_BD, matrix_KD: rows_BD.to(matrix_KD.dtype) @ matrix_KD.T,
+    ),
     # Entries +-1 / sqrt(K density) with density 1 / sqrt(D): Li, Hastie & Church 2006,
     # "Very Sparse Random Projections".
     "jl_sparse": Kind(_build_sparse, _apply_sparse),
@@ -202,10 +193,9 @@ class Projection:
     tables: Tables = ()
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Returns ``(B, K)`` in the projection's dtype and on its device.
+        """Returns ``(B, K)`` in the tables' dtype for ``(B, D)`` of any floating dtype.
 
-        Args:
-            rows: ``(B, D)``, any floating dtype; ``kind="none"`` returns it unchanged.
+        ``kind="none"`` returns ``rows`` unchanged.
 
         Raises:
             ValueError: ``rows`` has another shape.
@@ -228,12 +218,8 @@ def johnson_lindenstrauss_min_dim(num_samples: int, eps: float) -> int:
     >>> johnson_lindenstrauss_min_dim(1000, eps=0.1)
     5920
 
-    Args:
-        num_samples: n.
-        eps: Between 0 and 1, exclusive.
-
     Raises:
-        ValueError: One of them is out of range.
+        ValueError: There is no sample, or ``eps`` is not between 0 and 1, exclusive.
     """
     check_integer("num_samples", num_samples, 1)
     check_number("eps", eps, above=0, below=1)
@@ -265,8 +251,7 @@ def projection(
             `johnson_lindenstrauss_min_dim`.
         order: The number of factors of ``"kron"``; other kinds do not read it.
         seed: The seed of the matrix.
-        dtype: The dtype of the matrix and of projections. Tables of different dtypes
-            are roundings of the same numbers.
+        dtype: The dtype of projections, to which the same numbers are rounded.
         device: The device of the gradients.
         num_outputs: K, instead of the one that follows from n and eps.
 
@@ -280,19 +265,18 @@ def projection(
     check_choice("random_projection", kind, PROJECTIONS)
     if not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating dtype, got {dtype}")
-    for name, value in {"num_inputs": num_inputs, "order": order}.items():
-        check_integer(name, value, 1)
+    check_integer("num_inputs", num_inputs, 1)
+    check_integer("order", order, 1)
     build, _, round_up = PROJECTIONS[kind]
     if build is None:
         return Projection(kind, num_inputs, num_inputs)
     wanted = max(1, johnson_lindenstrauss_min_dim(num_samples, eps))
+    source = f"num_samples={num_samples}, eps={eps}"
     if num_outputs is not None:
         wanted = check_integer("num_outputs", num_outputs, 1)
+        source = f"num_outputs={num_outputs}"
     rounded = round_up(wanted, order)
     if rounded >= num_inputs:
-        source = f"num_samples={num_samples}, eps={eps}"
-        if num_outputs is not None:
-            source = f"num_outputs={num_outputs}"
         warnings.warn(
             f"random_projection={kind!r} makes {rounded} numbers of {num_inputs} "
             f"({source}), which reduces nothing: use 'none', a larger eps or a smaller "

@@ -38,13 +38,13 @@ def balance_in_sequence(
     """Balances ``minuend - subtrahend``, row after row, down a tree of accumulators.
 
     Args:
-        minuends: ``(R, D)`` float32 or float64 on the CPU; rows may be strided.
+        minuends: ``(R, D)`` of `DTYPES` on the CPU; rows may be strided.
         subtrahends: ``(R, D)``, or ``(1, D)`` for all rows.
         sums: ``(V, D)`` or ``(V + 1, D)``: the accumulators of a tree of ``depth``
             levels below the root, V = 2^(depth + 1) - 1; the row after them is the
             plain sum of what was balanced.
-        thresholds: ``(R, depth + 1)`` or None for zeros; see `Decisions`.
-        tie: The sign where an inner product equals its threshold; see `Decisions`.
+        thresholds, tie: ``(R, depth + 1)`` or None for zeros, and the sign where an
+            inner product equals its threshold; see `Decisions`.
 
     Returns:
         The new sums, and ``(R,)`` int32 placements; see `reorder`.
@@ -82,13 +82,11 @@ def _chain(
 ) -> None:
     """Does what `_tree` of depth 0 does, in one pass over memory for each row.
 
-    The pass that adds a row to the accumulator also forms the accumulator's inner
-    product with the following row.
+    The pass that adds a row also forms the inner product with the following row.
     """
     (minuends, x_step), (subtrahends, y_step) = x, y
     num_rows, num_columns = len(out), sums.shape[1]
-    zero = sums.dtype.type(0)
-    one = sums.dtype.type(1)
+    zero, one = sums.dtype.type(0), sums.dtype.type(1)
     total, plain = sums[0], sums[-1]
     keeps_plain = len(sums) > 1 + depth
     product = square = zero

@@ -1,10 +1,9 @@
 """Signs from inner products, which all balancers share.
 
-Balancing decides on one vector z after the other. The sign of z is +1 if its inner
-product p with the signed sum ``a`` of the vectors before it is below a threshold; then
-``a += sign * z``. With K = Z Z^T and u = Z a of a tile of vectors, all p follow without
-touching a vector again: ``p_i = u_i + sum_{j<i} sign_j K_ij``. This is exact, so a tile
-of any size gives the same signs.
+The sign of a vector z is +1 if its inner product p with the signed sum ``a`` of the
+vectors before it is below a threshold; then ``a += sign * z``. With K = Z Z^T and u = Z
+a of a tile of vectors, all p follow without touching a vector again: ``p_i = u_i +
+sum_{j<i} sign_j K_ij``. This is exact, so a tile of any size gives the same signs.
 
 The recursion is solved as a fixed point, ``p <- u + strictly_lower(K) sign(p)``: after
 k rounds at least the first k + 1 signs are right, and further rounds do not change
@@ -46,8 +45,7 @@ class Decisions:
             The self-balancing walk (Alweiss, Liu and Sawhney, arXiv:2006.14009) takes
             +1 with probability 1/2 - p / 2c, which is p < c (1 - 2 uniform).
         sum_: Adds partial inner products over the shards of the columns, in place.
-        tile_size: The number of rows whose inner products are formed at once; None
-            means all.
+        tile_size: How many rows' inner products are formed at once; None means all.
         loops: Whether to balance in a compiled loop instead; see `compiled_loop`.
     """
 
@@ -105,17 +103,11 @@ class Decisions:
         finite_R: Tensor,
         thresholds_R: Tensor | None = None,
     ) -> Tensor:
-        """Returns the signs of R vectors that are balanced one after the other.
+        """Returns the signs, 1 or -1, of R vectors balanced one after the other.
 
-        Args:
-            products_R: Inner products with the accumulator before the first vector.
-            gram_RR: Inner products of the vectors.
-            finite_R: Which vectors are finite, bool. The others get sign 0 and do not
-                affect those after them.
-            thresholds_R: See the class.
-
-        Returns:
-            ``(R,)`` in the dtype of ``products_R``: +1, -1 or 0.
+        ``products_R`` are their inner products with the accumulator before the first,
+        ``gram_RR`` those with one another. A vector that is not ``finite_R``, bool,
+        gets sign 0 and does not affect those after it.
         """
         positive = finite_R.to(products_R.dtype)
         negative = -positive

@@ -8,8 +8,8 @@ which grows like the square root of n for random orders and hardly grows for bal
 ones. It determines how fast training in that order converges: Lu, Guo and De Sa 2022
 (arXiv:2205.10733).
 
-Pure functions of tensors; nothing reads a device. `herding` takes the whole set at
-once, `RunningHerding` batch by batch.
+Nothing reads a device. `herding` takes the whole set at once, `RunningHerding` batch by
+batch.
 
 Axes: B rows of a batch, D columns (of this shard, where columns are sharded).
 """
@@ -65,8 +65,7 @@ class RunningHerding:
 
     The centre must be known before the epoch, so it is an estimate: the mean of the
     previous epoch. With the epoch's own mean the result equals that of `herding`. It
-    does not depend on how the epoch is cut into batches. A state is a dict of three
-    tensors, which can be saved like any other.
+    does not depend on how the epoch is cut into batches. A state is a dict of tensors.
 
     >>> running = RunningHerding()
     >>> state = running.init(num_columns=2)
@@ -126,7 +125,16 @@ class RunningHerding:
         This is the first half of `update`: the maxima do not change.
         """
         prefix = state["prefix"]
-        _check_batch(prefix, rows, mean)
+        has = f"with the {len(prefix)} columns of this state"
+        if rows.ndim != 2 or rows.shape[1] != len(prefix) or len(rows) == 0:
+            raise ValueError(
+                f"rows must have the shape (B, d), B at least 1, {has}, got "
+                f"{tuple(rows.shape)}"
+            )
+        if mean.shape != prefix.shape:
+            raise ValueError(
+                f"mean must have the shape (d,), {has}, got {tuple(mean.shape)}"
+            )
         # One sum runs through all batches, so that the result does not depend on where
         # they end.
         prefixes_BD = rows.to(self.dtype) - mean.to(self.dtype)
@@ -137,13 +145,10 @@ class RunningHerding:
 
     @torch.no_grad()
     def record(self, state: dict[str, Tensor], norms: PrefixNorms) -> dict[str, Tensor]:
-        """Returns the state whose maxima include these norms.
+        """Returns the state whose maxima include these norms over all columns.
 
-        This is the second half of `update`.
-
-        Args:
-            state: Any state; its prefix is not read.
-            norms: ``(B,)`` norms over all columns, of one batch or of several.
+        This is the second half of `update`. It does not read the state's prefix; the
+        norms may be those of several batches.
         """
         maxima = {
             key: torch.maximum(state[key], values.amax(0, keepdim=True))
@@ -163,8 +168,8 @@ def herding(
 ) -> Herding:
     """Returns the largest norm of a prefix sum; NaN if a vector contains a NaN.
 
-    It works in chunks: the memory it takes does not grow with the number of vectors. On
-    a lazy backend all chunks are one graph.
+    Memory does not grow with the number of vectors: it works in chunks, which are one
+    graph on a lazy backend.
 
     >>> vectors = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
     >>> herding(vectors).infinity, herding(vectors, order=[0, 3, 1, 2]).infinity
@@ -185,7 +190,15 @@ def herding(
         TypeError: The vectors are not floats, or the order does not hold integers.
         ValueError: A shape is wrong, or an order on the host is out of range.
     """
-    _check_vectors(vectors)
+    if not vectors.is_floating_point():
+        raise TypeError(
+            f"herding needs floating vectors, got {vectors.dtype}: convert them first"
+        )
+    if vectors.ndim != 2 or 0 in vectors.shape:
+        raise ValueError(
+            "herding needs vectors of shape (n, d), both at least 1, got "
+            f"{tuple(vectors.shape)}: flatten all but the first axis"
+        )
     num_vectors, num_columns = vectors.shape
     chunk = max(1, min(MAX_ROWS, MAX_ELEMENTS // num_columns))
     dtype = torch.promote_types(vectors.dtype, torch.float32)
@@ -207,18 +220,6 @@ def herding(
     return running.result(state)
 
 
-def _check_vectors(vectors: Tensor) -> None:
-    if not vectors.is_floating_point():
-        raise TypeError(
-            f"herding needs floating vectors, got {vectors.dtype}: convert them first"
-        )
-    if vectors.ndim != 2 or 0 in vectors.shape:
-        raise ValueError(
-            "herding needs vectors of shape (n, d), both at least 1, got "
-            f"{tuple(vectors.shape)}: flatten all but the first axis"
-        )
-
-
 def _checked_order(order: Tensor | Sequence[int], num_vectors: int) -> Tensor:
     order = torch.as_tensor(order)
     if order.is_floating_point() or order.is_complex() or order.dtype == torch.bool:
@@ -236,17 +237,3 @@ def _checked_order(order: Tensor | Sequence[int], num_vectors: int) -> Tensor:
                 f"{highest}"
             )
     return order.long()
-
-
-def _check_batch(prefix: Tensor, rows: Tensor, mean: Tensor) -> None:
-    num_columns = len(prefix)
-    if rows.ndim != 2 or rows.shape[1] != num_columns or len(rows) == 0:
-        raise ValueError(
-            f"rows must have the shape (B, d), B at least 1, with the {num_columns} "
-            f"columns of this state, got {tuple(rows.shape)}"
-        )
-    if mean.shape != prefix.shape:
-        raise ValueError(
-            f"mean must have the shape (d,), with the {num_columns} columns of this "
-            f"state, got {tuple(mean.shape)}"
-        )

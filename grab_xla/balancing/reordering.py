@@ -26,12 +26,8 @@ def reorder(
 ) -> np.ndarray:
     """Returns the next order, ``(n,)`` int64, a permutation of the same samples.
 
-    Args:
-        order: ``(n,)`` int64, this epoch's permutation.
-        placements: ``(m,)`` integers, ``m <= n``, of the first m samples of ``order``.
-        num_leaves: The number of leaves that placements may name. Unseen samples go
-            after the first half of the leaves, or between the two signs of a single
-            leaf.
+    ``placements`` are those of the first m samples of ``order``, ``(m,)``. Unseen
+    samples go after the first half of the leaves, or between the signs of a single one.
 
     >>> reorder(np.array([4, 0, 3, 1, 2]), np.array([1, -1, 1, -1]))
     array([4, 3, 2, 1, 0])
@@ -58,8 +54,8 @@ def reorder_interleaved(
 ) -> np.ndarray:
     """Returns the next order where worker w owns ``order[w::num_workers]``.
 
-    Each worker's samples are reordered among themselves by `reorder`, as in coordinated
-    balancing (CD-GraB; Cooper et al., arXiv:2302.00845).
+    Each reorders its own samples, as in coordinated balancing (CD-GraB; Cooper et al.,
+    arXiv:2302.00845).
     """
     following = np.empty_like(order)
     for worker in range(num_workers):
@@ -73,11 +69,8 @@ def reorder_by_score(
 ) -> np.ndarray:
     """Returns the samples sorted by score; ties keep their sequence.
 
-    Args:
-        order: ``(n,)`` int64, this epoch's permutation.
-        scores: ``(m,)`` floats of its first m samples. A sample whose score is not
-            finite, or that has none, keeps its place.
-        descending: Whether the largest comes first.
+    ``scores`` are those of the first m samples of ``order``, ``(m,)``. A sample whose
+    score is not finite, or that has none, keeps its place.
     """
     known = np.zeros(len(order), dtype=bool)
     known[: len(scores)] = np.isfinite(scores)
