@@ -41,27 +41,24 @@ class GraBSampler(Sampler[int]):
         device: Where balancing runs. Default: the replica's device.
         timer: Makes a context from a name, such as grab-sampler's timer.
         record_orders: Whether to keep every epoch's order in `orders_history`.
-        num_replicas, rank: Default: those of the replica that the caller runs in. 1 and
-            0 make a separate sampler on every replica.
+        num_replicas, rank: Default: the caller's. 1 and 0 make a separate sampler on
+            every replica.
         scheme: How replicas balance together, 'sharded' or 'gather'; see `Columns`.
         drop_last: Whether several replicas leave out the last samples of an order that
             cannot be dealt evenly, rather than repeat its first ones.
-        generator: The CPU generator that is the only source of randomness. Default: a
-            new one with ``seed``. Replicas need equal ones.
+        generator: The CPU generator of all random numbers, equal on all replicas.
+            Default: a new one with ``seed``.
         seed: The seed of that generator and of random projections.
         random_first_epoch: Whether to begin with a shuffle rather than 0, 1, 2 ...
-        random_projection: Balances fewer numbers: 'jl', 'jl_sparse' or 'kron'; see
-            `projection`.
-        pi_eps: The factor by which a projection may change distances.
-        kron_order: The number of factors of the 'kron' projection.
+        random_projection, pi_eps, kron_order: Balance fewer numbers; see ``kind``,
+            ``eps`` and ``order`` of `projection`.
         normalize_grads: Whether to divide every (projected) gradient by its norm.
-        prob_balance: Whether to draw signs by the self-balancing walk instead of taking
-            the better one.
-        prob_balance_c: The walk's constant c.
+        prob_balance: Whether to draw signs by the self-balancing walk with the constant
+            ``prob_balance_c`` instead of taking the better one.
         tie: The sign at an inner product of exactly zero, such as that of each epoch's
             first sample: 'negative' (grab-sampler) or 'positive' (the papers' code).
-        tile_size: The number of rows whose inner products are formed at once. Any
-            number gives the same signs; the default depends on the backend.
+        tile_size: How many rows' inner products are formed at once; any number gives
+            the same signs. The default depends on the backend.
         dtype: The dtype of the balance state; gradients are converted.
         record_norm: Whether to keep the norms that `grad_norms` returns.
         record_herding: Whether to keep what `herding` and `avg_grad_error` return; see
@@ -113,6 +110,7 @@ class GraBSampler(Sampler[int]):
         self.num_samples = len(data_source)
         if self.num_samples == 0:
             raise ValueError("data_source is empty: there is nothing to order")
+        # grab-sampler has enums.
         self.balance_type = str(getattr(balance_type, "value", balance_type))
         ordering = ordering_named(self.balance_type, **balance_options)
         self._replica = replica_for(num_replicas, rank, device)
@@ -125,30 +123,28 @@ class GraBSampler(Sampler[int]):
             kind, self._gradients.num_columns, self.num_samples, pi_eps, kron_order,
             seed, dtype, self.device,
         )  # fmt: skip
+        projected = (kind, pi_eps, kron_order, seed) if self._project.tables else kind
+        num_columns = self._project.num_outputs
+        walk_constant = prob_balance_c if prob_balance else None
         # What a saved state must agree with.
         self._identity = {
             "version": VERSION,
             "balance_type": self.balance_type,
             "options": repr(ordering),
             "settings": {
-                "random_projection": (kind, pi_eps, kron_order, seed)
-                if self._project.tables
-                else kind,
+                "random_projection": projected,
                 "normalize_grads": normalize_grads,
                 "tie": tie,
-                "prob_balance": prob_balance_c if prob_balance else None,
+                "prob_balance": walk_constant,
             },
             "num_samples": self.num_samples,
-            "num_columns": self._project.num_outputs,
+            "num_columns": num_columns,
         }
-        self._columns = Columns(
-            self._replica, self._project.num_outputs, scheme, self.device, dtype
-        )
+        self._columns = Columns(self._replica, num_columns, scheme, self.device, dtype)
         herding = "running" if stale_mean_herding else "exact"
         self._metrics = EpochMetrics(
             self._columns, record_norm, herding if record_herding else None
         )
-        walk_constant = prob_balance_c if prob_balance else None
         self._balancer = OnlineBalancer(
             ordering, self._columns, self._metrics, tie, tile_size, walk_constant
         )
@@ -198,8 +194,8 @@ class GraBSampler(Sampler[int]):
                 f"the order of epoch {epoch} is gone: the current epoch is "
                 f"{self._given_for}, and orders follow from gradients"
             )
+        # The elastic sampler knows its position: it asks for whole orders.
         if self._given_for is None or epoch > self._given_for:
-            # The elastic sampler knows its position: it asks for whole orders.
             self._resumed = False
             self._advance()
         self._resumed, self._start = False, 0
@@ -235,9 +231,9 @@ class GraBSampler(Sampler[int]):
     ) -> None:
         """Takes the gradients of the next samples of the order.
 
-        With several replicas this is a collective: every replica calls it once per
-        batch, with the same number of samples. Under an elastic sampler several
-        replicas keep gradients until the update; see `after_update`.
+        Collective: every replica calls it once per batch, with the same number of
+        samples. Under an elastic sampler several replicas keep gradients until the
+        update; see `after_update`.
 
         Args:
             per_sample_grads: ``(B, *shape)`` for every parameter. A constant factor
@@ -262,7 +258,8 @@ class GraBSampler(Sampler[int]):
             if self._normalize:
                 rows = normalized(rows)
             if self._given_for is not None and self._replica.num_replicas > 1:
-                self._pending.append(rows)
+                # A copy: gradients may be zeroed before the update.
+                self._pending.minibatches.append(rows.clone())
                 return
             everyone = self._columns.of_all_replicas(rows)
             left = self._sharding.end(self._start) - self.num_seen
@@ -272,10 +269,8 @@ class GraBSampler(Sampler[int]):
     def count(self, num_samples: int) -> None:
         """Takes the place of `step` for an order that needs no gradients.
 
-        Only a run that saves its state in the middle of an epoch must call either.
-
-        Args:
-            num_samples: The samples that this replica has used since the last call.
+        Only a run that saves its state in the middle of an epoch must call either, with
+        the number of samples that this replica has used since the last call.
 
         Raises:
             TypeError: The balance type or a metric needs gradients.
@@ -289,7 +284,8 @@ class GraBSampler(Sampler[int]):
         self._check_samples(num_samples, None)
         if self._given_for is None or self._replica.num_replicas == 1:
             left = self._sharding.end(self._start) - self.num_seen
-            self._balancer.skip(min(num_samples * self._replica.num_replicas, left))
+            num_used = num_samples * self._replica.num_replicas
+            self._balancer.num_seen += min(num_used, left)
 
     def after_update(self, update: Any) -> None:
         """Balances the minibatches of all replicas that an update was made of.
@@ -311,12 +307,11 @@ class GraBSampler(Sampler[int]):
         # An idle replica may come here before it asks for the epoch's order.
         self(update.epoch)
         if not self._uses_gradients:
-            self._balancer.skip(update.batch_size)
+            self._balancer.num_seen += update.batch_size
             return
+        sizes = update.batch_size, update.minibatch_size
         with torch.no_grad():
-            self._pending.balance(
-                self._balancer, update.batch_size, update.minibatch_size
-            )
+            self._pending.balance(self._balancer, *sizes)
 
     def update_v(self, second_moment: Tensor) -> None:
         """Gives 'adamean' the ``(d,)`` second moment that gradients are divided by.
@@ -336,9 +331,7 @@ class GraBSampler(Sampler[int]):
     ) -> None:
         """Computes the next epoch's order of 'ntk-eigen' at these parameters.
 
-        Args:
-            model, params, buffers, loss_fn: See
-                `grab_xla.contrib.ntk.per_sample_gradients`.
+        `grab_xla.contrib.ntk.per_sample_gradients` describes the arguments.
 
         Raises:
             TypeError: The balance type computes no order.
@@ -377,7 +370,7 @@ class GraBSampler(Sampler[int]):
         """Begins an epoch unless the current one has not been used."""
         # Nor does looking at the rest of a restored epoch begin another.
         unused = self._resumed and self.num_seen == self._start
-        if unused and not self._orders.has_given:
+        if unused and self._orders.given is None:
             return
         self._pending.abandon()
         self._resumed, self._start = False, 0
@@ -393,7 +386,7 @@ class GraBSampler(Sampler[int]):
     def _check_balanced(self, update: Any) -> None:
         """Raises ValueError unless the update's gradients have all been balanced.
 
-        If they came after it, a state that is saved during the update would lack them:
+        A state that is saved during the update would lack gradients that come later:
         the samples of a resumed run would get the signs of others.
         """
         if not self._uses_gradients or self._given_for != update.epoch:
@@ -416,7 +409,14 @@ class GraBSampler(Sampler[int]):
                 "step() before the first epoch: iterate over the sampler (or its "
                 "DataLoader) first"
             )
-        expected = self._next_samples(num_rows)
+        if self._given_for is None:
+            done = -(-(self.num_seen - self._start) // self._replica.num_replicas)
+            expected = self._own[done : done + num_rows]
+        else:
+            num_replicas, rank = self._replica.num_replicas, self._replica.rank
+            turn = len(self._pending.minibatches) * num_replicas + rank
+            first = self.num_seen + turn * num_rows
+            expected = self.order[first : first + num_rows]
         if len(expected) < num_rows:
             raise ValueError(
                 f"step() with {num_rows} samples, but only {len(expected)} are left of "
@@ -431,15 +431,6 @@ class GraBSampler(Sampler[int]):
                 f"{num_rows} samples of the order are {expected[:8].tolist()}...: call "
                 "step() once per batch, in the order in which the loader gives them"
             )
-
-    def _next_samples(self, num_rows: int) -> np.ndarray:
-        """Returns the samples that this replica runs next, at most ``num_rows``."""
-        if self._given_for is None:
-            done = -(-(self.num_seen - self._start) // self._replica.num_replicas)
-            return self._own[done : done + num_rows]
-        turn = len(self._pending) * self._replica.num_replicas + self._replica.rank
-        first = self.num_seen + turn * num_rows
-        return self.order[first : first + num_rows]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that the next orders depend on, without a number of replicas.
@@ -469,18 +460,16 @@ class GraBSampler(Sampler[int]):
                 f"load_state_dict: the state has no {', '.join(missing)}; pass what "
                 "GraBSampler.state_dict() returned"
             )
-        check_same(
-            {name: state[name] for name in self._identity},
-            self._identity,
-            "load_state_dict: the state of another sampler",
-        )
+        theirs = {name: state[name] for name in self._identity}
+        error = "load_state_dict: the state of another sampler"
+        check_same(theirs, self._identity, error)
         self._given_for = state["given_for"]
         # The epoch's random numbers are drawn again rather than saved.
         self._orders.generator.set_state(state["drawn_from"].cpu())
         self._balancer.draw(self.num_samples, self._orders.generator)
         self._balancer.load_state_dict(state["engine"])
         self._orders.load_state_dict(state)
-        self._pending.clear()
+        self._pending.minibatches = []
         self._num_updated = self.num_seen
         # After a finished epoch the next iter() begins another.
         self._resumed = 0 < self.num_seen < self._sharding.end(0)

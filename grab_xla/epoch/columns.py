@@ -32,13 +32,8 @@ SCHEMES = ("sharded", "gather")
 class Columns:
     """The columns that this replica holds of every vector, and how.
 
-    Attributes:
-        replica: One of the replicas that balance together.
-        num_columns: d, the columns of a whole vector.
-        device, dtype: The device and the dtype of vectors.
-        shards: Whether the scheme, 'sharded' or 'gather', shares columns.
-        num_own: The number of columns on this replica, equal on all replicas: the last
-            share is filled up.
+    ``num_columns`` is d, ``shards`` whether the scheme shares columns, and ``num_own``
+    how many each replica holds, because the last share is filled up.
     """
 
     def __init__(
@@ -58,10 +53,7 @@ class Columns:
         self._num_filled = self.num_own * num_shards
 
     def of_all_replicas(self, rows_BD: Tensor) -> Tensor:
-        """Returns this replica's columns of all replicas' rows, ``(W, B, num_own)``.
-
-        Collective.
-        """
+        """Returns its columns of all rows, ``(W, B, num_own)``. Collective."""
         if self.replica.num_replicas == 1:
             return rows_BD.unsqueeze(0)
         if not self.shards:
@@ -75,12 +67,7 @@ class Columns:
             self.replica.all_reduce_(partial)
 
     def own(self, vectors_VD: Tensor, fill: float = 0.0) -> Tensor:
-        """Returns this replica's columns of whole vectors, ``(V, num_own)``.
-
-        Args:
-            vectors_VD: ``(V, d)``.
-            fill: The value of the columns after the last.
-        """
+        """Returns this replica's columns of ``(V, d)``; ``fill`` is after the last."""
         if not self.shards:
             return vectors_VD
         first = self.replica.rank * self.num_own
@@ -105,9 +92,7 @@ def replica_for(
 ) -> Replica:
     """Returns the replica that balances: the caller's, or a separate one.
 
-    Raises:
-        ValueError: The arguments name replicas that cannot sum with one another, or a
-            device that is not theirs.
+    Only replicas that sum with one another, on their own device, can be asked for.
     """
     current = xla_replica.current()
     if device is not None and torch.device(device).type != current.device.type:
@@ -119,11 +104,9 @@ def replica_for(
         return LocalReplica(device, "a device was asked for")
     if (num_replicas, rank) in ((1, None), (1, 0)) and current.num_replicas > 1:
         return LocalReplica(current.device, "num_replicas=1 was asked for")
-    asked = (
-        current.num_replicas if num_replicas is None else num_replicas,
-        current.rank if rank is None else rank,
-    )
-    if asked != (current.num_replicas, current.rank):
+    if num_replicas not in (None, current.num_replicas) or (
+        rank not in (None, current.rank)
+    ):
         raise ValueError(
             f"num_replicas={num_replicas}, rank={rank}, but the caller is {current}, "
             "and the balance is summed over replicas: leave both out, or pass "

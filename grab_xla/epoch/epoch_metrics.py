@@ -12,24 +12,22 @@ import math
 import torch
 from torch import Tensor
 
-from grab_xla.balancing.prefix_sums import Herding, PrefixNorms, RunningHerding
+from grab_xla.balancing.prefix_sums import PrefixNorms, RunningHerding
 from grab_xla.epoch.columns import Columns
 
 
 class EpochMetrics:
     """Measures norms and herding of the current epoch.
 
-    Args:
-        columns: Which columns this replica holds.
-        norms: Whether to keep the norm of every vector.
-        herding: 'exact' keeps all vectors of an epoch, n d numbers, and centres them
-            by their own mean; 'running' keeps O(d) numbers and centres by the mean of
-            the previous epoch (zero in the first one); None keeps nothing.
+    'exact' herding keeps all vectors of an epoch, n d numbers, and centres them by
+    their own mean; 'running' keeps O(d) numbers and centres by the mean of the previous
+    epoch (zero in the first one).
     """
 
     def __init__(self, columns: Columns, norms: bool, herding: str | None) -> None:
         self._columns, self._replica = columns, columns.replica
         self._keeps_norms, self._herding = norms, herding
+        self.on = norms or herding is not None  # Whether anything is measured.
         self._running = RunningHerding(columns.dtype, columns.device)
         if herding == "running":
             self._sum = self._running.init(columns.num_own)["prefix"]
@@ -40,11 +38,6 @@ class EpochMetrics:
         self._vectors: list[Tensor] = []
         self._prefixes: list[PrefixNorms] = []
         self._num_seen = 0
-
-    @property
-    def on(self) -> bool:
-        """Whether anything is measured."""
-        return self._keeps_norms or self._herding is not None
 
     def begin_epoch(self) -> None:
         """Forgets the previous epoch, except for its mean."""
@@ -63,8 +56,7 @@ class EpochMetrics:
             self._squares.append(rows_RD.square().sum(1))
         if self._herding == "exact":
             # What is not finite is not balanced.
-            kept = torch.where(torch.isfinite(rows_RD), rows_RD, 0.0)
-            self._vectors.append(kept)
+            self._vectors.append(torch.where(torch.isfinite(rows_RD), rows_RD, 0.0))
         elif self._herding == "running":
             rows_RD = torch.where(torch.isfinite(rows_RD), rows_RD, self._mean)
             self._state, norms = self._running.advance(self._state, rows_RD, self._mean)
@@ -84,9 +76,13 @@ class EpochMetrics:
 
         One transfer.
         """
-        prefixes = self._prefixes
+        prefixes = list(self._prefixes)
         if self._vectors:
-            prefixes = self._of_all_vectors()
+            mean = sum(rows.sum(0) for rows in self._vectors) / self._num_seen
+            state = self._running.init(self._columns.num_own)
+            for rows in self._vectors:
+                state, norms = self._running.advance(state, rows, mean)
+                prefixes.append(norms)
         if not prefixes:
             return -math.inf, -math.inf
         infinity = torch.cat([norms.infinity for norms in prefixes])
@@ -94,11 +90,11 @@ class EpochMetrics:
         if self._columns.shards:
             self._columns.all_reduce_([squares])
             infinity = self._replica.all_gather(infinity).amax(0)
-        state = self._running.record(
-            self._running.init(0), PrefixNorms(infinity, squares)
-        )
-        result = Herding(*self._replica.fetch(list(self._running.result(state))))
-        return float(result.infinity), float(result.euclidean)
+        state = self._running.init(0)
+        state = self._running.record(state, PrefixNorms(infinity, squares))
+        result = self._running.result(state)
+        infinity, euclidean = self._replica.fetch(list(result))
+        return float(infinity), float(euclidean)
 
     def scalars(self) -> dict[str, float]:
         """Returns what is measured, by its name in TensorBoard."""
@@ -106,15 +102,6 @@ class EpochMetrics:
         infinity, euclidean = self.herding()
         if infinity != -math.inf:
             values |= {"herding": infinity, "avg_grad_error": euclidean}
-        norms = self.norms()
-        if norms:
+        if norms := self.norms():
             values |= {"norm/mean": sum(norms) / len(norms), "norm/max": max(norms)}
         return values
-
-    def _of_all_vectors(self) -> list[PrefixNorms]:
-        mean = sum(rows.sum(0) for rows in self._vectors) / self._num_seen
-        state, prefixes = self._running.init(self._columns.num_own), []
-        for rows in self._vectors:
-            state, norms = self._running.advance(state, rows, mean)
-            prefixes.append(norms)
-        return prefixes

@@ -11,24 +11,11 @@ from torch import Tensor
 class GradientMatrix:
     """Turns a dict of per-sample gradients into ``(B, d)``, parameter after parameter.
 
-    Args:
-        parameters: Maps names to tensors, of which only the shapes are kept.
-        dtype: The dtype of the rows.
-        device: The device of the rows.
-
-    Attributes:
-        num_columns: d, the numbers in a gradient.
-
-    Raises:
-        TypeError: ``parameters`` is not a mapping of tensors.
-        ValueError: It is empty.
+    Of the parameters it keeps only the shapes; ``num_columns`` is d.
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
     ) -> None:
         if not isinstance(parameters, Mapping) or not all(
             isinstance(value, Tensor) for value in parameters.values()
@@ -46,11 +33,9 @@ class GradientMatrix:
     def __call__(
         self, per_sample_grads: Mapping[str, Tensor], batched: bool = True
     ) -> Tensor:
-        """Returns ``(B, d)`` detached rows, in the dtype and on the device given.
+        """Returns ``(B, d)`` detached rows of gradients that `count` accepts.
 
-        Args:
-            per_sample_grads: Gradients that `count` accepts: ``(B, *shape)`` for every
-                parameter, or ``shape`` for one sample if not ``batched``.
+        These are ``(B, *shape)``, or ``shape`` for one sample if not ``batched``.
         """
         parts = []
         for name in self._shapes:
@@ -61,11 +46,7 @@ class GradientMatrix:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def count(self, grads: Mapping[str, Tensor], batched: bool = True) -> int:
-        """Returns how many samples these are the gradients of.
-
-        Raises:
-            ValueError, TypeError: Names or shapes differ from those of the parameters.
-        """
+        """Returns how many samples these are the gradients of, after checking them."""
         if not isinstance(grads, Mapping):
             raise TypeError(
                 "step() takes a dict from parameter names to per-sample gradients, "

@@ -25,19 +25,9 @@ CPU_TILE_SIZE = 4
 class OnlineBalancer:
     """Balances rows in the order in which they come and keeps their placements.
 
-    Only `placements` reads the device, once an epoch.
-
-    Args:
-        ordering: The balance type.
-        columns: Which columns this replica holds.
-        metrics: Measures every row that is balanced.
-        tie: See `Decisions`.
-        tile_size: See `Decisions`; None chooses by backend.
-        walk_constant: c of the self-balancing walk; None decides deterministically.
-
-    Attributes:
-        state: The state of the balance type.
-        num_seen: The number of samples of this epoch that were balanced or skipped.
+    Only `placements` reads the device, once an epoch. A ``tile_size`` of None is chosen
+    by backend; without a ``walk_constant``, c of the self-balancing walk, signs are not
+    drawn. ``num_seen`` counts samples of this epoch that were balanced or skipped.
     """
 
     def __init__(
@@ -62,12 +52,9 @@ class OnlineBalancer:
         loops = on_host and tile_size is None and compiled_loop.available()
         if on_host and tile_size is None:
             tile_size = CPU_TILE_SIZE
-        self._decisions = Decisions(
-            tie=tie, sum_=columns.all_reduce_, tile_size=tile_size, loops=loops
-        )
-        self.state: State = ordering.init(
-            columns.num_own, columns.dtype, columns.device
-        )
+        self._decisions = Decisions(tie, None, columns.all_reduce_, tile_size, loops)
+        shape = (columns.num_own, columns.dtype, columns.device)
+        self.state: State = ordering.init(*shape)
         # Zeros become data, or the first epoch would begin with a different program.
         self._replica.sync()
         self._placements: list[Tensor] = []
@@ -88,32 +75,22 @@ class OnlineBalancer:
         """Draws the epoch's uniform numbers, by position in the order, all at once."""
         if self._walk_constant is not None:
             size = (num_samples, self._ordering.num_draws)
-            self._uniforms = torch.rand(
-                size, generator=generator, dtype=self.columns.dtype
-            )
+            like = {"generator": generator, "dtype": self.columns.dtype}
+            self._uniforms = torch.rand(size, **like)
 
     @torch.no_grad()
     def balance(self, rows_RD: Tensor) -> None:
-        """Balances the next R samples, of which ``rows_RD`` has this replica's columns.
-
-        Collective if columns are sharded.
-        """
+        """Balances this replica's columns of the next R samples, with all replicas."""
         self._metrics.observe(rows_RD)
         decide = self._decisions
         if self._uniforms is not None and self._walk_constant is not None:
             first = self.num_seen - self._ordering.num_pending(self.state)
             drawn = self._uniforms[first : self.num_seen + len(rows_RD)]
-            thresholds = self._walk_constant * (1 - 2 * drawn)
-            decide = dataclasses.replace(
-                decide, thresholds_RN=thresholds.to(self.columns.device)
-            )
+            thresholds = (self._walk_constant * (1 - 2 * drawn)).to(self.columns.device)
+            decide = dataclasses.replace(decide, thresholds_RN=thresholds)
         self.state, placements = self._ordering.balance(self.state, rows_RD, decide)
         self._placements.append(placements)
         self.num_seen += len(rows_RD)
-
-    def skip(self, num_rows: int) -> None:
-        """Counts the next samples without using their gradients."""
-        self.num_seen += num_rows
 
     def placements(self) -> np.ndarray:
         """Returns the placements so far. One transfer."""

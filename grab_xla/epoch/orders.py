@@ -22,24 +22,16 @@ class GraBWarning(UserWarning):
 class Orders:
     """Keeps the order of the current epoch and asks the balance type for the next.
 
-    Args:
-        ordering: The balance type, which decides on the next order.
-        num_samples: The length of an order.
-        shuffled: Whether the first order is a shuffle.
-        generator: The only source of randomness; None makes one from ``seed``.
-        seed: The seed of that generator.
-        record: Whether to keep all orders in `history`.
+    The generator, made from ``seed`` if there is none, is the only source of
+    randomness.
 
     Attributes:
         order: ``(num_samples,)`` int64, the order of the current epoch.
         epoch: The number of the current epoch, from 0.
         begun: Whether the first epoch has begun.
+        given: The order that the next epoch has been given, if any.
         history: All orders so far if they are recorded.
         drawn_from: The state of the generator at the beginning of the epoch.
-
-    Raises:
-        TypeError, ValueError: ``generator`` is not a CPU generator or ``seed`` is not
-            an integer.
     """
 
     def __init__(
@@ -59,20 +51,11 @@ class Orders:
         self.history: list[list[int]] = []
         self.drawn_from = self.generator.get_state()
         self._records, self._warned = record, False
-        self._given: np.ndarray | None = None
+        self.given: np.ndarray | None = None
 
     def give(self, order: np.ndarray) -> None:
-        """Makes ``order`` the order of the next epoch.
-
-        Raises:
-            ValueError: It is not a permutation of the samples.
-        """
-        self._given = self._checked(order, len(self.order))
-
-    @property
-    def has_given(self) -> bool:
-        """Whether the next epoch has been given an order."""
-        return self._given is not None
+        """Makes ``order`` the order of the next epoch."""
+        self.given = self._checked(order, len(self.order))
 
     def _checked(self, order: np.ndarray, num_samples: int) -> np.ndarray:
         if not self.ordering.is_permutation:
@@ -83,13 +66,12 @@ class Orders:
         """Begins the first epoch, or the one that follows from these placements."""
         if self.begun:
             self._warn_of_nonfinite(placements)
-            self.order = self.ordering.next_order(
-                self.order, placements, self.generator
-            )
+            follows = self.ordering.next_order
+            self.order = follows(self.order, placements, self.generator)
             self.epoch += 1
         self.begun = True
-        if self._given is not None:
-            self.order, self._given = self._given, None
+        if self.given is not None:
+            self.order, self.given = self.given, None
         if self._records:
             self.history.append(self.order.tolist())
         self.drawn_from = self.generator.get_state()
@@ -115,7 +97,7 @@ class Orders:
             "begun": self.begun,
             "generator": self.generator.get_state(),
             "drawn_from": self.drawn_from,
-            "given": None if self._given is None else torch.from_numpy(self._given),
+            "given": None if self.given is None else torch.from_numpy(self.given),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -125,7 +107,7 @@ class Orders:
         self.drawn_from = state["drawn_from"].cpu()
         self.generator.set_state(state["generator"].cpu())
         given = state["given"]
-        self._given = None if given is None else given.cpu().numpy().copy()
+        self.given = None if given is None else given.cpu().numpy().copy()
 
 
 def _own_generator(generator: torch.Generator | None, seed: int) -> torch.Generator:

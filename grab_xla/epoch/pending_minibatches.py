@@ -23,29 +23,14 @@ class PendingMinibatches:
 
     def __init__(self, columns: Columns) -> None:
         self._columns, self._replica = columns, columns.replica
-        self._minibatches: list[Tensor] = []
+        self.minibatches: list[Tensor] = []
         self._zero_rows: Tensor | None = None
         self._attached = False
 
-    def __len__(self) -> int:
-        return len(self._minibatches)
-
-    def append(self, rows_BD: Tensor) -> None:
-        """Keeps a copy of one minibatch: gradients may be zeroed before the update."""
-        self._minibatches.append(rows_BD.clone())
-
-    def clear(self) -> None:
-        """Forgets them."""
-        self._minibatches = []
-
     def abandon(self) -> None:
-        """Forgets the minibatches of a step that was left before its update.
-
-        Raises:
-            ValueError: `balance` has never been called.
-        """
-        num_minibatches = len(self)
-        self.clear()
+        """Forgets a step left before its update; raises if `balance` never ran."""
+        num_minibatches = len(self.minibatches)
+        self.minibatches = []
         if num_minibatches and not self._attached:
             raise ValueError(
                 f"{num_minibatches} minibatches of gradients were never balanced: with "
@@ -61,26 +46,24 @@ class PendingMinibatches:
         num_replicas, rank = self._replica.num_replicas, self._replica.rank
         num_minibatches = batch_size // minibatch_size
         num_own = max(0, -(-(num_minibatches - rank) // num_replicas))
-        if len(self) != num_own:
+        if len(self.minibatches) != num_own:
             raise ValueError(
                 f"replica {rank} ran {num_own} minibatches of this update, but "
-                f"sampler.step() was called {len(self)} times: call it once per "
-                "minibatch, before optimizer.step()"
+                f"sampler.step() was called {len(self.minibatches)} times: call it "
+                "once per minibatch, before optimizer.step()"
             )
         # Now what is sent is data, so that every replica runs the same program.
         self._replica.sync()
         for first in range(0, num_minibatches, num_replicas):
-            own = first // num_replicas
-            sent = (
-                self._minibatches[own] if own < num_own else self._zeros(minibatch_size)
-            )
+            own = self.minibatches[first // num_replicas :]
+            sent = own[0] if own else self._zeros(minibatch_size)
             received = self._columns.of_all_replicas(sent)
             minibatches = [rows.clone() for rows in received.unbind(0)]
             self._replica.sync()
             for rows in minibatches[: num_minibatches - first]:
                 balancer.balance(rows)
                 self._replica.sync()
-        self.clear()
+        self.minibatches = []
 
     def _zeros(self, minibatch_size: int) -> Tensor:
         if self._zero_rows is None or len(self._zero_rows) != minibatch_size:

@@ -15,12 +15,8 @@ class RoundRobinSharding:
     samples on each of W replicas completes the next W B samples of the order, whatever
     B and W are.
 
-    Attributes:
-        num_samples: n, the length of the order.
-        num_replicas: W.
-        rank: This replica's rank.
-        drop_last: Whether the last ``n mod W`` samples are left out. If not, they are
-            followed by repetitions of the first ones, whose gradients are not balanced.
+    ``drop_last`` leaves out the last samples that do not fill a round. Otherwise they
+    are followed by repetitions of the first ones, whose gradients are not balanced.
     """
 
     num_samples: int
@@ -48,7 +44,6 @@ class RoundRobinSharding:
         >>> RoundRobinSharding(5, 2, 1).own(order, 0)
         array([1, 0, 3])
         """
-        steps = np.arange(self.length(start)) * self.num_replicas
-        positions = start + self.rank + steps
+        positions = self.rank + np.arange(self.length(start)) * self.num_replicas
         used = np.concatenate([order[start : self.end(start)], order])
-        return used[(positions - start) % len(used)]
+        return used[positions % len(used)]
