@@ -79,7 +79,7 @@ class Ordering:
         return {name: torch.zeros_like(value) for name, value in state.items()}
 
     def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
-        """Balances the gradients of the next R samples of the order.
+        """Balances the next R samples of the order, with gradients ``(R, columns)``.
 
         Returns the new state, and ``(P,)`` placements: those of samples that waited for
         a partner, then those of these samples, except the ones that wait now.
