@@ -9,6 +9,7 @@ the pass continues, as in ordinary training.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -150,28 +151,22 @@ class BackwardPass:
         ends = [number for number, node in enumerate(nodes) if node in lowest]
         handles = []
 
-        def seen_at(number: int, output: int) -> Callable[..., None]:
-            def look(gradients: tuple[torch.Tensor | None, ...]) -> None:
-                self._reach(number, gradients[output])
-
-            return look
+        def look(number: int, output: int, gradients: Sequence[torch.Tensor]) -> None:
+            self._reach(number, gradients[output])
 
         try:
             for number, node in enumerate(nodes):
                 if node in passed:
-                    look = seen_at(number, edges[number].output_nr)
-                    handles.append(node.register_prehook(look))
+                    hook = functools.partial(look, number, edges[number].output_nr)
+                    handles.append(node.register_prehook(hook))
                 elif node not in lowest:
                     self._reach(number, None)
             edges = [edges[number] for number in ends]
             del node, nodes, lowest, passed
-            total = self.losses.sum()
-            scale = self.capture.scale
+            total, scale = self.losses.sum(), self.capture.scale
+            total = total * scale if scale != 1 else total
             gradients = xla_replica.grad(
-                total * scale if scale != 1 else total,
-                edges,
-                retain_graph=retain_graph,
-                allow_unused=True,
+                total, edges, retain_graph=retain_graph, allow_unused=True
             )
         finally:
             for handle in handles:
@@ -217,17 +212,17 @@ class BackwardPass:
             missing = sorted(set(wanted) - set(found))
             if missing:
                 raise Refusal(f"its rule returned nothing for {', '.join(missing)}")
-            parts = [
-                (name, forms.regroup(forms.widened(found[inner]), len(self.losses)))
-                for inner, name in wanted.items()
-            ]
+            parts = {
+                inner: forms.regroup(forms.widened(found[inner]), len(self.losses))
+                for inner in wanted
+            }
         except Refusal as refusal:
             for name in dict.fromkeys(params.values()):
                 self.problems.setdefault(name, []).append(f"{call.owner}: {refusal}")
                 self._parts.pop(name, None)
             return
-        for name, part in parts:
-            self._parts.setdefault(name, []).append(part)
+        for inner, part in parts.items():
+            self._parts.setdefault(wanted[inner], []).append(part)
 
     def _contributions(
         self, call: RecordedCall, gradient: torch.Tensor

@@ -196,7 +196,18 @@ class Capture:
     ) -> BackwardPass:
         """Runs the backward pass; the arguments are those of `BackwardPass`."""
         self._recorder.stop()
-        _check_losses(losses)
+        if losses.dim() != 1 or not losses.dtype.is_floating_point or not len(losses):
+            raise ValueError(
+                f"losses of shape {tuple(losses.shape)} and dtype {losses.dtype}: give "
+                "one number per sample, shape (B,), for instance with "
+                'reduction="none"; for losses per token see '
+                "per_sample_grad.token_cross_entropy"
+            )
+        if not losses.requires_grad:
+            raise ValueError(
+                "losses have no graph: compute them inside the capture from the "
+                "model's output, with gradients enabled"
+            )
         if self._answered:
             raise RuntimeError(
                 "this capture had its backward pass, which used up what was recorded; "
@@ -234,11 +245,7 @@ capture = Capture
 
 
 def selected(model: nn.Module, params: Selection) -> dict[str, nn.Parameter]:
-    """Returns the parameters that were asked for, by their first name in the model.
-
-    Raises:
-        ValueError: A name is not a trainable parameter's, or none is selected.
-    """
+    """Returns the parameters that were asked for, by their first name in the model."""
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if params is None:
         chosen = trained
@@ -247,9 +254,8 @@ def selected(model: nn.Module, params: Selection) -> dict[str, nn.Parameter]:
     else:
         # A shared parameter may be asked for by any of its names.
         every = dict(model.named_parameters(remove_duplicate=False))
-        wrong = sorted(
-            n for n in params if n not in every or not every[n].requires_grad
-        )
+        trainable = {name for name, param in every.items() if param.requires_grad}
+        wrong = sorted(set(params) - trainable)
         if wrong:
             raise ValueError(
                 f"params: {', '.join(wrong)} are not trainable parameters of the "
@@ -263,17 +269,3 @@ def selected(model: nn.Module, params: Selection) -> dict[str, nn.Parameter]:
             "params= leaves none"
         )
     return chosen
-
-
-def _check_losses(losses: torch.Tensor) -> None:
-    if losses.dim() != 1 or not losses.dtype.is_floating_point or not len(losses):
-        raise ValueError(
-            f"losses of shape {tuple(losses.shape)} and dtype {losses.dtype}: give one "
-            'number per sample, shape (B,), for instance with reduction="none"; for '
-            "losses per token see per_sample_grad.token_cross_entropy"
-        )
-    if not losses.requires_grad:
-        raise ValueError(
-            "losses have no graph: compute them inside the capture from the model's "
-            "output, with gradients enabled"
-        )

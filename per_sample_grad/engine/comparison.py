@@ -15,7 +15,7 @@ import math
 import random
 import warnings
 import weakref
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -72,8 +72,7 @@ class Comparer:
     """Compares what the factors add up to with autograd, parameter by parameter.
 
     A difference is relative to the gradient's size, or where that is less, to 1/1000
-    of the whole gradient's or to what rounding explains. Large inputs explain at most
-    a tenth of the whole gradient.
+    of the whole gradient's or to what rounding explains.
 
     ``whole`` is a lower bound of the whole gradient's size, other parameters included;
     losses are multiplied by ``scale`` in every backward pass.
@@ -117,8 +116,7 @@ class Comparer:
         )
         self._expected = dict(zip(self.params, gradients))
         del gradients
-        for name in list(self._actual):
-            self._distances[name] = self._distance(name, self._actual.pop(name))
+        self._measure()
 
     def add(self, factors: Factors) -> None:
         """Takes the factors of some parameters; after `expect` keeps only distances."""
@@ -129,40 +127,41 @@ class Comparer:
                 continue
             if factors.contributions(name):
                 self._used.add(name)
-            if self._expected is None:
-                self._actual[name] = actual
-            else:
-                self._distances[name] = self._distance(name, actual)
+            self._actual[name] = actual
+        if self._expected is not None:
+            self._measure()
 
-    def _distance(
-        self, name: str, actual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _measure(self) -> None:
         assert self._expected is not None
-        truth = self._expected.pop(name).detach().to(actual.dtype)
-        if self._scale != 1:
-            truth = truth / self._scale
-        return actual.sub_(truth).norm(), truth.norm()
+        for name in list(self._actual):
+            actual = self._actual.pop(name)
+            truth = self._expected.pop(name).detach().to(actual.dtype)
+            if self._scale != 1:
+                truth = truth / self._scale
+            self._distances[name] = (actual.sub_(truth).norm(), truth.norm())
 
     def witness(
         self, call: Call, names: Collection[str], gradient: torch.Tensor
     ) -> None:
         """Takes the gradient of a call's output: what rounding may explain there.
 
-        That is the norm of the terms that are summed, times the dtype's precision:
-        gradients that cancel (of a bias before a normalisation) differ by that much.
-        Keeps three numbers: the norm of the output's gradient, that times the
-        precision, and this times the largest inputs.
+        Gradients that cancel (of a bias before a normalisation) differ by as much as
+        the norm of the terms that are summed, times the dtype's precision. Keeps that
+        norm, the product, and the product times the largest inputs.
         """
         self._dtypes.add(gradient.dtype)
         wanted = [name for name in dict.fromkeys(names) if name in self.params]
         if not wanted:
             return
-        size = torch.linalg.vector_norm(
-            gradient, dtype=accumulation_dtype(gradient.dtype)
-        )
+        dtype = accumulation_dtype(gradient.dtype)
+        size = torch.linalg.vector_norm(gradient, dtype=dtype)
         plain = size * (_ROUNDINGS * torch.finfo(gradient.dtype).eps)
         scaled = plain
-        for value in _multiplied(call):
+        forward = inspect.signature(type(call.module).forward)
+        given = forward.bind(call.module, *call.args, **call.kwargs).arguments
+        # Masks are not multiplied, and may be -inf.
+        multiplied = [value for name, value in given.items() if "mask" not in name]
+        for value in tensors_in(multiplied):
             if value.is_floating_point() and value.numel():
                 if xla_replica.traits(value).is_lazy:
                     largest = value.abs().max()
@@ -218,14 +217,10 @@ class Comparer:
         # Where the terms are not small, but their sum is, they cancel (a bias before a
         # normalisation), and that was seen.
         unseen = (torch.maximum(size, terms) <= tolerance * floor).tolist()
-        silent = {name for name, nothing in zip(self.params, unseen) if nothing}
-        return Comparison(
-            dict(zip(self.params, errors.tolist())),
-            frozenset(silent & self._used),
-            tolerance,
-            whole,
-            float(underflow[0]),
-        )
+        quiet = {name for name, nothing in zip(self.params, unseen) if nothing}
+        relative = dict(zip(self.params, errors.tolist()))
+        silent = frozenset(quiet & self._used)
+        return Comparison(relative, silent, tolerance, whole, float(underflow[0]))
 
 
 def judge(found: Comparison) -> None:
@@ -242,9 +237,7 @@ def judge(found: Comparison) -> None:
             raise PerSampleError(f"the gradients of {names} are lost: {lost}")
         warnings.warn(lost, stacklevel=4)
     if found.wrong:
-        lines = "".join(
-            f"\n  {name}: off by {e:.2g}" for name, e in found.wrong.items()
-        )
+        lines = "".join(f"\n  {n}: off by {e:.2g}" for n, e in found.wrong.items())
         raise CouplingError(
             "per-sample gradients do not add up to autograd's gradient (relative "
             f"difference, allowed {found.tolerance:g}):{lines}\nThe usual causes: "
@@ -255,15 +248,6 @@ def judge(found: Comparison) -> None:
             "independent, leave these parameters out (params=), or pass "
             'fallback="loop", which is exact for each loss as it is'
         )
-
-
-def _multiplied(call: Call) -> Iterator[torch.Tensor]:
-    """Yields the tensors that are multiplied: not masks, which may be -inf."""
-    forward = inspect.signature(type(call.module).forward)
-    given = forward.bind(call.module, *call.args, **call.kwargs).arguments
-    for name, value in given.items():
-        if "mask" not in name:
-            yield from tensors_in(value)
 
 
 def _weights(losses: torch.Tensor) -> torch.Tensor:

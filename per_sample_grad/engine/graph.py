@@ -64,24 +64,14 @@ def region_of(inputs: Iterable[torch.Tensor], output: torch.Tensor) -> Region:
 
 @dataclasses.dataclass(frozen=True)
 class Reached:
-    """What the losses depend on.
+    """What the losses depend on: calls, and what is outside of them."""
 
-    Attributes:
-        regions: The positions of the calls among those given.
-        outside: How many uses outside these calls each parameter has; a parameter
-            without any is left out.
-        structure: A digest of the operations outside these calls: their names, their
-            settings (dimensions, sizes) and which takes what from which.
-        custom: The name of a `torch.autograd.Function` outside these calls, if there
-            is one: its forward pass may have run anything.
-        reordered: Whether samples are taken in an order that is data, outside these
-            calls. Two different orders then have the same structure.
-    """
-
-    regions: frozenset[int]
-    outside: Mapping[str, int]
+    regions: frozenset[int]  # the positions of the calls among those given
+    outside: Mapping[str, int]  # the number of uses, of parameters that have any
+    # A digest of operations: names, settings and which takes what from which.
     structure: str
-    custom: str | None
+    custom: str | None  # an autograd.Function: its forward pass may have run anything
+    # Samples are taken in an order that is data: two orders have the same structure.
     reordered: bool
 
 

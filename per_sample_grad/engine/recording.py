@@ -20,15 +20,12 @@ from xla_replica.common.trees import map_tensors, tensors_in
 
 @dataclasses.dataclass(frozen=True)
 class RecordedModule:
-    """A module of the model whose calls are recorded, because it has a rule.
-
-    ``params`` maps its selected parameters' names in the module to those in the model.
-    """
+    """A module of the model whose calls are recorded, because it has a rule."""
 
     name: str
     kind: str
     rule: Rule
-    params: Mapping[str, str]
+    params: Mapping[str, str]  # selected ones, from names in it to those in the model
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name!r}"

@@ -80,10 +80,9 @@ def output_by_arithmetic(
     kwargs: Mapping[str, Any],
     output: torch.Tensor,
 ) -> torch.Tensor:
-    """A forward hook: ``(x - mean) / sqrt(var + eps) * weight + bias``.
+    """Returns, as a forward hook, ``(x - mean) / sqrt(var + eps) * weight + bias``.
 
-    Equal to the module's own output up to rounding; the module's own operation is
-    never run, because nothing asks a lazy device for its result.
+    The module's own operation never runs: nothing asks a lazy device for its result.
     """
     assert isinstance(module, _NormBase)
     assert module.running_mean is not None
@@ -93,8 +92,7 @@ def output_by_arithmetic(
     scale = torch.rsqrt(module.running_var + module.eps)
     if module.weight is not None:
         scale = scale * module.weight
-    centred = value - module.running_mean.view(shape)
-    value = centred * scale.view(shape)
+    value = (value - module.running_mean.view(shape)) * scale.view(shape)
     if module.bias is not None:
         value = value + module.bias.view(shape)
     return value.to(output.dtype)

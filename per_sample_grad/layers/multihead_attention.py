@@ -6,6 +6,7 @@ gradients are those of four Linears; ``in_proj`` is three groups of rows.
 
 import inspect
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,11 +32,7 @@ def multihead_attention(call: Call, grad: torch.Tensor) -> dict[str, Contributio
     dtype = accumulation_dtype(grad.dtype)
     inputs = [call.batch_first(given[n]).to(dtype) for n in ("query", "key", "value")]
     grad = grad.to(dtype)
-    weights, biases = _projections(module, dtype)
-    projected = [
-        F.linear(x, w, b).detach().requires_grad_()
-        for x, w, b in zip(inputs, weights, biases)
-    ]
+    projected = _projected(module, inputs)
     mask = _mask(module, given, inputs, dtype)
     with torch.enable_grad():
         masked_is_zero = not given.get("need_weights", True)
@@ -51,10 +48,10 @@ def multihead_attention(call: Call, grad: torch.Tensor) -> dict[str, Contributio
         found[f"{name}_proj_weight"] = Outer(delta.unsqueeze(1), x.unsqueeze(1))
     if module.in_proj_weight is not None:
         length = max(x.shape[1] for x in inputs)
-        found["in_proj_weight"] = Outer(
-            torch.stack([_lengthened(delta, length) for delta in deltas], 1),
-            torch.stack([_lengthened(x, length) for x in inputs], 1),
-        )
+        # Zeros after the positions of the shorter ones add nothing.
+        alike = [F.pad(x, (0, 0, 0, length - x.shape[1])) for x in (*deltas, *inputs)]
+        left, right = torch.stack(alike[:3], 1), torch.stack(alike[3:], 1)
+        found["in_proj_weight"] = Outer(left, right)
     return found
 
 
@@ -78,18 +75,21 @@ def _refuse_unknown(
         raise Refusal("add_bias_kv and add_zero_attn are not known to the rule")
 
 
-def _projections(
-    module: nn.MultiheadAttention, dtype: torch.dtype
-) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """Returns the weights and the biases of query, key and value."""
+@torch.no_grad()
+def _projected(
+    module: nn.MultiheadAttention, inputs: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Returns query, key and value after their projections, as leaves of a graph."""
+    weights = [getattr(module, f"{name}_proj_weight") for name in _NAMES]
     if module.in_proj_weight is not None:
-        weights = list(module.in_proj_weight.chunk(3))
-    else:
-        weights = [getattr(module, f"{name}_proj_weight") for name in _NAMES]
-    biases: list[torch.Tensor | None] = [None, None, None]
+        weights = module.in_proj_weight.chunk(3)
+    biases: Sequence[torch.Tensor | None] = [None, None, None]
     if module.in_proj_bias is not None:
-        biases = [bias.detach().to(dtype) for bias in module.in_proj_bias.chunk(3)]
-    return [weight.detach().to(dtype) for weight in weights], biases
+        biases = module.in_proj_bias.to(inputs[0].dtype).chunk(3)
+    return [
+        F.linear(x, weight.to(x.dtype), bias).requires_grad_()
+        for x, weight, bias in zip(inputs, weights, biases)
+    ]
 
 
 def _mask(
@@ -136,8 +136,3 @@ def _attend(
     else:
         weights = scores.softmax(-1)
     return (weights @ v).transpose(1, 2).flatten(2)
-
-
-def _lengthened(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    """Returns ``tensor`` with zeros after its positions; they add nothing."""
-    return F.pad(tensor, (0, 0, 0, length - tensor.shape[1]))
