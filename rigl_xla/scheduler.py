@@ -16,13 +16,7 @@ from torch.optim import Optimizer
 import xla_replica
 from rigl_xla import state
 from rigl_xla.contrib.rigl_torch_names import RigLTorchNames
-from rigl_xla.layers.checks import (
-    check_bound,
-    check_devices,
-    check_owner,
-    check_steps,
-    holders,
-)
+from rigl_xla.layers.checks import check_bound, check_hold, holders
 from rigl_xla.layers.initial import INITIAL_WEIGHTS, first_layer_state
 from rigl_xla.layers.options import Options
 from rigl_xla.layers.sparse_layer import SparseLayer
@@ -56,17 +50,15 @@ class RigLScheduler(RigLTorchNames):
 
     The step that changes the topology updates no weights, as in the paper. With
     ``skip_step=False`` it does: the pruner then counts the optimizer's steps and need
-    not be called. Use it so inside wrappers that decide when to step.
+    not be called, as inside wrappers that decide when to step.
 
-    Gradients of inactive connections are zero from the backward pass on, so clipping
-    and reductions see sparse gradients. Torch's own hooks mask the weights after every
-    optimizer step: inactive weights are exactly zero.
+    Hooks keep gradients of inactive connections zero from the backward pass on, so
+    clipping and reductions see sparse ones, and inactive weights after every step.
 
-    **Replicas.** Masks are the same on all replicas: random masks and random growth
-    depend on nothing but the seed and the parameter's name, and gradients are summed
-    over replicas before they are compared. That is one collective, in the steps that
-    an update collects; in them every replica must call the pruner. The model must be
-    equal on all replicas, see `check_replicas`.
+    **Replicas.** Masks are the same on all: random ones depend on the seed and the
+    parameter's name alone, and gradients are summed over replicas before they are
+    compared. That is one collective in the steps that an update collects, in which
+    every replica must call the pruner. See `check_replicas`.
 
     **Devices.** Build it after the model was moved and the optimizer was built. A
     model that is moved later in place takes its masks along; one whose parameters are
@@ -94,15 +86,14 @@ class RigLScheduler(RigLTorchNames):
         structure: A pattern that masks keep: ``'N:M'``, such as ``'2:4'``, along input
             channels, or ``'constant-fan-in'``.
         initial_masks: ``'random'``, ``'magnitude'``, or scores by parameter name, of
-            which the highest of each layer begin active: see `snip_scores`, and
-            `global_distribution` for scores that compare between layers.
+            which the highest of each layer begin active: see `snip_scores`.
         initial_weights: ``'rescale'`` (over the root of the layer's density) or
             ``'fan-in'`` (drawn anew, variance 2 / active inputs): without norms, very
             sparse networks need it. Default: the model's own.
         sparsities: Sparsities of single weights, by pattern of their names; 0 is
             dense. They are outside of the budget that the others share.
-        include: Further weights that may be sparse; see `weights_of`.
-        exclude: Weights to leave dense and out of all counts; see `weights_of`.
+        include, exclude: Further weights that may be sparse, and weights to leave dense
+            and out of all counts; see `weights_of`.
         dense_first: Keep the first weight dense; the first of the model, so none if
             that one is excluded. Default: for uniform distributions.
         annealing: How the drop fraction shrinks: a key of `ANNEALINGS`.
@@ -113,8 +104,8 @@ class RigLScheduler(RigLTorchNames):
         replica: Default: the one the caller runs in.
 
     Raises:
-        ValueError, TypeError: An argument is out of range, of the wrong type, or does
-            not fit the model. Nothing has been touched then.
+        ValueError, TypeError: An argument is not allowed, or does not fit the model.
+            Nothing has been touched then.
 
     Warns:
         UserWarning: ``T_end`` is not past ``delta``: there will be no update.
@@ -204,10 +195,7 @@ class RigLScheduler(RigLTorchNames):
         return not self._end_step()
 
     def close(self) -> None:
-        """Lets go of model and optimizer, which stay as they are; may be repeated.
-
-        Calling the pruner does nothing then.
-        """
+        """Lets go of model and optimizer, which stay as they are; may be repeated."""
         if self._closed:
             return
         self._closed = True
@@ -248,9 +236,7 @@ class RigLScheduler(RigLTorchNames):
         return Report(self._state(), self.model, self.replica, costs, num_steps)
 
     def __str__(self) -> str:
-        if self._method.gradual:
-            # It begins with other counts than it ends with, and only masks know
-            # whether an update was refused.
+        if self._method.gradual:  # only masks know whether an update was refused
             found = self.report().layers
             for layer in self._layers:
                 layer.num_active = found[layer.name].num_active
@@ -260,14 +246,12 @@ class RigLScheduler(RigLTorchNames):
         """Compares masks and sparse weights of all replicas; reads the device.
 
         Collective. Cheap enough for once an epoch: three numbers per layer travel, so
-        it finds differences but does not prove equality. In layers of fewer than
-        4.29e9 weights it is sure to find one connection that is not active everywhere,
-        or has moved; several can cancel, by a chance of about 1 in 2**32 if they are
-        random. Weights are compared by one sum in float64, in which each has another
-        factor, and by where they are not finite: it finds changed signs, places and
-        sizes, unless the change is below the sum's rounding, 1e-16 of it. Other
-        parameters, buffers and the optimizer's state are not compared. Replicas on
-        devices of several kinds may sum in another order, and then differ.
+        it does not prove equality. In layers of fewer than 4.29e9 weights it is sure to
+        find one connection that is not active everywhere, or has moved; several can
+        cancel, by a chance of about 1 in 2**32 if they are random. Weights are compared
+        by where they are not finite and by one sum in float64, in which each has
+        another factor: changes below its rounding, 1e-16 of it, are not found. Nothing
+        else is compared. Devices of several kinds may sum in another order, and differ.
 
         Raises:
             ReplicaError: They differ.
@@ -279,20 +263,18 @@ class RigLScheduler(RigLTorchNames):
     def state_dict(self) -> dict[str, Any]:
         """Returns steps, schedule, masks (one bit per weight) and collected gradients.
 
-        Plain types and copies on the CPU; loads with ``weights_only=True``. It does
-        not depend on the number of replicas. Call it between steps, not between a
-        backward pass and the call that ends its step.
+        Plain types and copies on the CPU, for any number of replicas; loads with
+        ``weights_only=True``. Call it between steps, not after a backward pass.
         """
         return state.to_dict(self._state(), self.replica, self._is_collecting)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **changes: Any) -> None:
         """Loads what `state_dict` returned, or rigl-torch 0.5.2's did.
 
-        Steps, masks, seed and the schedule are the saved ones, and which weights are
-        sparse follows from masks. ``method``, ``skip_step``, ``drop``, ``grow`` and
-        ``sparsity_distribution`` are the saved ones too where this pruner has the
-        default; functions are known by name, and have to be given again. Weights are
-        masked at once.
+        Steps, masks, seed and schedule are the saved ones. So are ``method``,
+        ``skip_step``, ``drop``, ``grow`` and ``sparsity_distribution`` where this
+        pruner has the default; functions, known by name, have to be given again.
+        Weights are masked at once.
 
         Args:
             state_dict: The saved state.
@@ -300,23 +282,16 @@ class RigLScheduler(RigLTorchNames):
                 ``grad_accumulation_n``, ``annealing``.
 
         Raises:
-            ValueError, TypeError: It does not fit the model, was made with other
-                options than this pruner's, or is not such a state. Nothing has changed
-                then.
+            ValueError, TypeError: It is not such a state, or does not fit the model or
+                this pruner's options. Nothing has changed then.
         """
         self._restore(state_dict, self.options, self.schedule, changes)
 
     # --- how ------------------------------------------------------------------------
 
     def _state(self) -> PrunerState:
-        return PrunerState(
-            self._weights,
-            self._layers,
-            self.options,
-            self.schedule,
-            self.step,
-            self.rigl_steps,
-        )
+        what = (self._weights, self._layers, self.options, self.schedule)
+        return PrunerState(*what, self.step, self.rigl_steps)
 
     def _restore(
         self,
@@ -331,10 +306,8 @@ class RigLScheduler(RigLTorchNames):
 
     def _adopt(self, found: PrunerState) -> None:
         """Takes hold of the model, whose sparse weights are ``found.layers``."""
-        check_steps(self.optimizer, found.options.skip_step)
         sparse = [layer.weight for layer in found.layers]
-        check_owner(sparse, self.optimizer, self)
-        check_devices(sparse)
+        check_hold(sparse, self.optimizer, found.options.skip_step, self)
         self.close()
         self._closed = False
         self._weights, self._layers, self.options, self.schedule = found[:4]
@@ -390,11 +363,7 @@ class RigLScheduler(RigLTorchNames):
         return due
 
     def _expect_next(self, begin: bool) -> None:
-        """Prepares for the next step's backward pass.
-
-        Args:
-            begin: Whether what was collected so far is no longer needed.
-        """
+        """Prepares for the next step, with ``begin`` without what was collected."""
         if begin:
             compiles = self.replica.is_lazy
             begin_(self._layers, self._method, self.schedule, self.step, compiles)

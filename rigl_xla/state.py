@@ -23,23 +23,14 @@ _FUNCTION = "function "  # begins the name of a function, which a state cannot h
 
 
 class PrunerState(NamedTuple):
-    """A pruner at one moment; read from a state, it fits a model not yet touched.
+    """A pruner at one moment; read from a state, it fits a model not yet touched."""
 
-    Attributes:
-        weights: All weights that can be sparse.
-        layers: Those of them that are.
-        options: The options that the user chose.
-        schedule: When the topology changes.
-        step: Number of the last step.
-        num_updates: Topology updates up to then.
-    """
-
-    weights: list[Weight]
-    layers: list[SparseLayer]
+    weights: list[Weight]  # all that can be sparse
+    layers: list[SparseLayer]  # those that are
     options: Options
     schedule: UpdateSchedule
-    step: int = 0
-    num_updates: int = 0
+    step: int = 0  # the number of the last one
+    num_updates: int = 0  # of the topology, up to then
 
 
 def to_dict(now: PrunerState, replica: Replica, is_collecting: bool) -> dict[str, Any]:
@@ -48,7 +39,7 @@ def to_dict(now: PrunerState, replica: Replica, is_collecting: bool) -> dict[str
     layers: dict[str, Any] = {}
     for layer, (mask, ever) in zip(now.layers, bits):
         layers[layer.name] = {
-            "shape": list(mask.shape),
+            "shape": list(layer.mask.shape),
             "sparsity": layer.sparsity,
             # Not layer.num_active: gradual pruning may have refused an update.
             "num_active": int(mask.sum()),
@@ -71,7 +62,7 @@ def to_dict(now: PrunerState, replica: Replica, is_collecting: bool) -> dict[str
 def _fetched(
     layers: Sequence[SparseLayer], replica: Replica, is_collecting: bool
 ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], dict[str, torch.Tensor]]:
-    """Returns, on the CPU, masks with their past, and collected gradients by name."""
+    """Returns, on the CPU, flat masks with their past, and gradients by name."""
     if not layers:
         return [], {}
     collected = {
@@ -83,11 +74,7 @@ def _fetched(
     joined = torch.cat([mask.flatten() for pair in pairs for mask in pair])
     flat, *gradients = to_host([joined, *collected.values()], replica)
     parts = flat.split([layer.size for layer in layers for _ in range(2)])
-    shaped = [
-        (mask.reshape(layer.mask.shape), ever.reshape(layer.mask.shape))
-        for layer, mask, ever in zip(layers, parts[::2], parts[1::2])
-    ]
-    return shaped, dict(zip(collected, gradients))
+    return list(zip(parts[::2], parts[1::2])), dict(zip(collected, gradients))
 
 
 def from_dict(
@@ -135,25 +122,18 @@ def from_dict(
 
 def _plain_options(options: Options, how: Mapping[str, str]) -> dict[str, Any]:
     """Returns the options that are saved so, functions by name."""
-    names = [
-        field.name for field in dataclasses.fields(options) if field.metadata == how
-    ]
-    return {name: _plain(getattr(options, name)) for name in names}
-
-
-def _plain(value: Any) -> Any:
-    if callable(value):
-        return _FUNCTION + getattr(value, "__name__", type(value).__name__)
-    return value
+    found = {}
+    for field in dataclasses.fields(options):
+        if field.metadata == how:
+            value = getattr(options, field.name)
+            if callable(value):
+                value = _FUNCTION + getattr(value, "__name__", type(value).__name__)
+            found[field.name] = value
+    return found
 
 
 def _asked(options: Options, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the saved values of options that the caller may repeat.
-
-    Raises:
-        ValueError: The caller asks for something else, or a score was a function, which
-            the caller has to give again.
-    """
+    """Returns the saved values of options, which the caller may have to repeat."""
     own = _plain_options(options, ASKED)
     defaults = _plain_options(Options(), ASKED)
     chosen = {name: name for name in saved if own[name] != defaults[name]}

@@ -17,8 +17,10 @@ from rigl_xla.layers.weights import Weight
 holders: MutableMapping[nn.Parameter, weakref.ref[Any]] = WeakIdKeyDictionary()
 
 
-def check_steps(optimizer: Any, skip_step: bool) -> None:
-    """Raises ValueError if steps are to be skipped that the optimizer counts on.
+def check_hold(
+    weights: Sequence[Weight], optimizer: Any, skip_step: bool, pruner: object
+) -> None:
+    """Raises ValueError or TypeError unless ``pruner`` may take hold of the weights.
 
     A wrapper that must be called after every backward pass, and decides when to update,
     has a true attribute ``steps_by_itself``.
@@ -30,31 +32,6 @@ def check_steps(optimizer: Any, skip_step: bool) -> None:
             "build the pruner with skip_step=False"
         )
 
-
-def check_devices(weights: Sequence[Weight]) -> None:
-    """Raises ValueError unless all weights have values and are on one device."""
-    names: dict[str, list[str]] = {}
-    for weight in weights:
-        names.setdefault(str(weight.parameter.device), []).append(weight.name)
-    if "meta" in names:
-        raise ValueError(
-            f"{names['meta']} are on the meta device and have no values yet; build the "
-            "pruner after the model has its weights"
-        )
-    if len(names) > 1:
-        raise ValueError(
-            f"weights to be sparse are on several devices, {names}; an update chooses "
-            "for all of them at once, on one. Put those of the others into exclude="
-        )
-
-
-def check_owner(weights: Sequence[Weight], optimizer: Any, pruner: object) -> None:
-    """Raises unless the optimizer trains all the weights, and no other pruner does.
-
-    Raises:
-        TypeError: ``optimizer`` is not an optimizer.
-        ValueError: It does not train a weight, or another pruner holds one.
-    """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer is a {type(optimizer).__name__}; it must be a torch optimizer, "
@@ -75,6 +52,19 @@ def check_owner(weights: Sequence[Weight], optimizer: Any, pruner: object) -> No
                 f"{weight.name!r} is already kept sparse by another RigLScheduler: "
                 "close() that one first"
             )
+    names: dict[str, list[str]] = {}
+    for weight in weights:
+        names.setdefault(str(weight.parameter.device), []).append(weight.name)
+    if "meta" in names:
+        raise ValueError(
+            f"{names['meta']} are on the meta device and have no values yet; build the "
+            "pruner after the model has its weights"
+        )
+    if len(names) > 1:
+        raise ValueError(
+            f"weights to be sparse are on several devices, {names}; an update chooses "
+            "for all of them at once, on one. Put those of the others into exclude="
+        )
 
 
 def check_bound(weights: Iterable[Weight]) -> None:

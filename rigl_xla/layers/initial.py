@@ -27,17 +27,15 @@ INITIAL_MASKS: dict[str, Callable[[torch.Tensor], torch.Tensor] | None] = {
 def first_layer_state(weight: Weight, sparsity: float, options: Options) -> SparseLayer:
     """Returns a layer with its first mask; the weight itself is not touched.
 
-    Args:
-        weight: The weight.
-        sparsity: The sparsity that it is to have in the end.
-        options: How masks begin.
-
-    Raises:
-        ValueError: A pattern or a score does not fit the weight.
+    Raises ValueError if a pattern or a score does not fit it.
     """
     parameter = weight.parameter.detach()
     pattern, size = options.pattern(weight, sparsity), parameter.numel()
-    scores = _scores(weight, options)
+    if not isinstance(options.initial_masks, str):
+        scores = options.initial_masks[weight.name].detach()  # on any device
+    else:
+        score = INITIAL_MASKS[options.initial_masks]
+        scores = None if score is None else score(parameter)
     active = size - num_inactive(sparsity, size)
     if pattern is not None:
         active = pattern.num_active
@@ -56,14 +54,6 @@ def first_layer_state(weight: Weight, sparsity: float, options: Options) -> Spar
     return SparseLayer.with_mask(weight, sparsity, active, mask, pattern)
 
 
-def _scores(weight: Weight, options: Options) -> torch.Tensor | None:
-    """Returns the scores, on any device, that choose a mask; None for a random one."""
-    if not isinstance(options.initial_masks, str):
-        return options.initial_masks[weight.name].detach()
-    score = INITIAL_MASKS[options.initial_masks]
-    return None if score is None else score(weight.parameter.detach())
-
-
 def rescaled(layer: SparseLayer, seed: int) -> torch.Tensor:
     """Returns weights over the root of the density: outputs vary as before masking."""
     del seed
@@ -73,9 +63,8 @@ def rescaled(layer: SparseLayer, seed: int) -> torch.Tensor:
 def fan_in(layer: SparseLayer, seed: int) -> torch.Tensor:
     """Returns new weights of variance 2 / (active inputs of the neuron).
 
-    Evci et al. 2022, arXiv:2010.03533, for networks of ReLUs; a neuron without inputs
-    stays zero. A pixel after a transposed convolution with a stride meets only a part
-    of the kernel, on average 1 / stride of it in each direction.
+    Evci et al. 2022, arXiv:2010.03533, for ReLUs. A pixel after a transposed
+    convolution meets, on average, 1 / stride of the kernel in each direction.
     """
     weight, transposed = layer.data, layer.weight.transposed
     draw = masks.generator(seed, f"weights of {layer.name}", 0)

@@ -34,9 +34,8 @@ ASKED: dict[str, str] = {"saved": "asked"}
 class Options:
     """Which weights become how sparse, and how masks begin and change.
 
-    `RigLScheduler` says what they mean and takes its defaults from here.
-    ``from_rigl_torch`` is for runs that began there, in which norms and embeddings may
-    be sparse.
+    `RigLScheduler` says what they mean. ``from_rigl_torch`` is for runs that began
+    there, in which norms and embeddings may be sparse.
     """
 
     dense_allocation: float = field(default=1, metadata=WINS)
@@ -70,7 +69,15 @@ class Options:
         object.__setattr__(self, "seed", check_integer("seed", self.seed))
         distribution_named(self.sparsity_distribution)
         check_choice("initial_weights", self.initial_weights, [None, *INITIAL_WEIGHTS])
-        self._check_initial_masks()
+        if not isinstance(self.initial_masks, Mapping):
+            otherwise = "scores by parameter name such as those of snip_scores"
+            check_choice("initial_masks", self.initial_masks, INITIAL_MASKS, otherwise)
+        is_chosen = self.initial_masks != Options.initial_masks
+        if self.method_in_use.gradual and is_chosen:
+            raise ValueError(
+                f"method={self.method!r} begins dense and loses connections by its own "
+                "score; leave out initial_masks="
+            )
         given = {} if self.sparsities is None else self.sparsities
         if not isinstance(given, Mapping) or not all(isinstance(p, str) for p in given):
             raise TypeError(
@@ -82,11 +89,7 @@ class Options:
 
     @property
     def method_in_use(self) -> Method:
-        """The method with the user's scores, which never updates if so asked.
-
-        Raises:
-            ValueError: They do not fit together.
-        """
+        """The method with the user's scores, which never updates if so asked."""
         method = method_named(self.method, self.drop, self.grow)
         if not self.static_topo:
             return method
@@ -103,10 +106,7 @@ class Options:
         return STATIC
 
     def check_schedule(self, schedule: UpdateSchedule, stacklevel: int) -> None:
-        """Raises ValueError if the topology never changes against expectation.
-
-        Warns where that may be what is wanted: if no step is left for an update.
-        """
+        """Raises, or warns, if the topology never changes against expectation."""
         method = self.method_in_use
         if not (method.updates and self.is_sparse) or schedule.last_update:
             return
@@ -137,12 +137,7 @@ class Options:
         return self.dense_allocation < 1 or bool(self.structure) or any(asked.values())
 
     def plan(self, model: nn.Module) -> tuple[list[Weight], dict[str, float]]:
-        """Returns all weights that can be sparse, and how sparse each is to be.
-
-        Raises:
-            ValueError, TypeError: A name or selector means nothing, no weight is left
-                to be sparse, or the sparsity cannot be reached.
-        """
+        """Returns all weights that can be sparse, and how sparse each is to be."""
         weights = weights_of(model, self.include, self.exclude)
         fixed = {}
         if self.ignore_linear_layers:
@@ -172,20 +167,8 @@ class Options:
         """Returns the pattern that the mask of a weight keeps, if any."""
         if self.structure is None:
             return None
-        shape = tuple(weight.parameter.shape)
-        transposed = weight.transposed
-        return row_pattern(self.structure, weight.name, shape, sparsity, transposed)
-
-    def _check_initial_masks(self) -> None:
-        if not isinstance(self.initial_masks, Mapping):
-            otherwise = "scores by parameter name such as those of snip_scores"
-            check_choice("initial_masks", self.initial_masks, INITIAL_MASKS, otherwise)
-        is_chosen = self.initial_masks != Options.initial_masks
-        if self.method_in_use.gradual and is_chosen:
-            raise ValueError(
-                f"method={self.method!r} begins dense and loses connections by its own "
-                "score; leave out initial_masks="
-            )
+        shape, groups = tuple(weight.parameter.shape), weight.transposed
+        return row_pattern(self.structure, weight.name, shape, sparsity, groups)
 
     def _check_structure(self, structure: str) -> None:
         pattern = n_of_m(structure)

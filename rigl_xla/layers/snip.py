@@ -1,9 +1,8 @@
 """Scores for masks from data: how much the loss depends on each connection.
 
 SNIP (Lee et al. 2019, arXiv:1810.02340) scores a connection, before training, by the
-derivative of the loss by a factor of 1 before its weight: ``|w dL/dw|``. How many
-connections each layer gets is another question: any distribution will do, and
-`global_distribution` is SNIP's, the best of all layers at once.
+derivative of the loss by a factor of 1 before its weight: ``|w dL/dw|``. Any
+distribution goes with it; `global_distribution` is SNIP's own.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ def snip_scores(
 ) -> dict[str, torch.Tensor]:
     """Returns ``|w dL/dw|`` of every weight that can be sparse, over all batches.
 
-    For ``initial_masks=`` of `RigLScheduler`, before it is built. Weights, gradients,
-    buffers and modes stay as they are; dropout draws random numbers. Every replica
-    must call it with the same number of batches; all get the same scores.
+    For ``initial_masks=`` of `RigLScheduler`, before it is built. Changes nothing but
+    the state of random numbers, where dropout draws some. Every replica must call it
+    with the same number of batches; all get the same scores.
 
     Args:
         model: The model on its device, in the mode in which the loss is to be computed.
@@ -75,7 +74,19 @@ def snip_scores(
         replica.all_reduce_(total)
         scores = [(p.detach() * g).abs() for p, g in zip(parameters, total)]
     fetched = dict(zip((w.name for w in weights), to_host(scores, replica)))
-    _check_found(fetched)
+    for name, score in fetched.items():
+        if not bool(torch.isfinite(score).all()):
+            raise ValueError(
+                f"the gradient of {name!r} is not finite, so its connections cannot "
+                "be scored; check the batches and the loss"
+            )
+        if not bool(score.any()):
+            raise ValueError(
+                f"the loss does not depend on {name!r} as the model is now: all its "
+                "gradients, or weights, are zero. Use it in the loss, begin with other "
+                "weights (a last norm of zeros hides what is before it), or put it "
+                "into exclude="
+            )
     return fetched
 
 
@@ -87,18 +98,21 @@ def global_distribution(scores: Mapping[str, torch.Tensor]) -> Distribution:
     one connection. Among equal scores earlier layers and lower indices win.
 
     Args:
-        scores: `snip_scores`, or any others by parameter name that compare between
-            layers.
+        scores: By parameter name; `snip_scores`, or others that compare between layers.
     """
 
     def distribute(free: Shapes, sparsity: float, dense: Shapes) -> dict[str, float]:
         del dense
         check_scores(scores, free)
         sizes = [math.prod(shape) for shape in free.values()]
-        flat_N = torch.cat([_flat_with_a_best(scores[name]) for name in free])
+        flat = []
+        for name in free:
+            own = scores[name].detach().to("cpu", torch.float64, copy=True).flatten()
+            own[own.argmax()] = math.inf  # every layer keeps its best
+            flat.append(own)
         budget = sum(size - num_inactive(sparsity, size) for size in sizes)
         count = max(budget, len(sizes))
-        best_N = masks.top(flat_N[None], torch.tensor([count]), [count])[0]
+        best_N = masks.top(torch.cat(flat)[None], torch.tensor([count]), [count])[0]
         return {
             name: 1 - int(chosen.sum()) / size
             for name, chosen, size in zip(free, best_N.split(sizes), sizes)
@@ -126,29 +140,6 @@ def check_scores(
             )
         if not bool(torch.isfinite(found).all()):
             raise ValueError(f"scores of {name!r} are not all finite")
-
-
-def _check_found(scores: Mapping[str, torch.Tensor]) -> None:
-    for name, found in scores.items():
-        if not bool(torch.isfinite(found).all()):
-            raise ValueError(
-                f"the gradient of {name!r} is not finite, so its connections cannot "
-                "be scored; check the batches and the loss"
-            )
-        if not bool(found.any()):
-            raise ValueError(
-                f"the loss does not depend on {name!r} as the model is now: all its "
-                "gradients, or weights, are zero. Use it in the loss, begin with other "
-                "weights (a last norm of zeros hides what is before it), or put it "
-                "into exclude="
-            )
-
-
-def _flat_with_a_best(scores: torch.Tensor) -> torch.Tensor:
-    """Returns float64 on the CPU, in which every layer's highest score is infinite."""
-    flat = scores.detach().to("cpu", torch.float64, copy=True).flatten()
-    flat[flat.argmax()] = math.inf
-    return flat
 
 
 @contextlib.contextmanager

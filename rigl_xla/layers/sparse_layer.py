@@ -12,7 +12,8 @@ from rigl_xla.topology import masks
 from rigl_xla.topology.structure import RowPattern
 from xla_replica import Replica, traits
 
-# What `SparseLayer.counts` counts, in this order.
+# What `SparseLayer.counts` counts, in this order: connections that are active, that the
+# last update grew and dropped, and that were ever active.
 COUNTS = ("num_active", "num_grown", "num_dropped", "num_explored")
 
 
@@ -29,9 +30,8 @@ class SparseLayer:
         num_active: The number of connections it is to have now.
         mask: bool of the weight's shape, True where active.
         ever: bool of the weight's shape, True where a connection was ever active.
-        counts: int32 ``(4,)`` on the same device, `COUNTS`: active connections; grown
-            and dropped by the last update; ever active. Every update replaces it and
-            writes nothing into it.
+        counts: int32 ``(4,)`` on the same device, `COUNTS`; replaced by every update,
+            never written into.
         pattern: The pattern that its mask keeps, if any.
         pending: This replica's dense gradient of the current step, summed over its
             backward passes.
@@ -60,10 +60,7 @@ class SparseLayer:
     ) -> SparseLayer:
         """Returns a layer on the weight's device, before its first or next update.
 
-        Args:
-            weight, sparsity, num_active, mask, pattern: See the attributes; the mask
-                on any device.
-            ever: On the CPU. Default: no connection has moved yet.
+        The mask is on any device, ``ever`` on the CPU; None if nothing has moved yet.
         """
         mask = like(weight.parameter, mask)
         num_ever = num_active if ever is None else int(ever.count_nonzero())
@@ -96,23 +93,17 @@ class SparseLayer:
     def add(self, dense: torch.Tensor, after_finite: bool) -> None:
         """Adds a backward pass's dense gradient to what is pending.
 
-        Args:
-            dense: The gradient; copied, since autograd may have given it to others too.
-            after_finite: Drop what is pending if it is not finite.
+        With ``after_finite``, pending numbers that are not all finite are dropped.
         """
         before = self.pending
         if before is not None and after_finite:
             zero = before.new_zeros(())
             before = torch.where(masks.is_finite(before), before, zero)
+        # Autograd may have given the gradient to others too.
         self.pending = dense.clone() if before is None else before + dense
 
     def replace_mask_(self, new: torch.Tensor, kept: torch.Tensor) -> None:
-        """Takes the mask of an update, and notes what has become of connections.
-
-        Args:
-            new: bool of the weight's shape.
-            kept: bool, where the new and the present mask are both True.
-        """
+        """Takes the mask of an update, with where it and the present one are True."""
         self.ever.logical_or_(new)
         # 32 bits: on a CPU, a sum of bools is seven times as fast, and a layer of 2**31
         # weights has no gradient that could be sorted.
@@ -127,8 +118,7 @@ class SparseLayer:
 def like(parameter: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Returns the mask on the parameter's device and in its memory format.
 
-    What a mask selects has the mask's format: a contiguous one would turn gradients of
-    channels-last weights contiguous.
+    What a mask selects has its format: gradients of channels-last weights keep theirs.
     """
     mask = mask.contiguous().to(parameter.device)
     if parameter.is_contiguous():

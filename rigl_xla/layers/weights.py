@@ -59,16 +59,14 @@ def weights_of(
 
     In order of registration, shared ones once, by the name at the first such layer;
     never biases, norms, embeddings or frozen parameters, unless ``include`` names them.
+    A selector is a pattern of a parameter's or module's name (``'blocks.*.mlp'``), a
+    type of module, or a function of a parameter's name and the parameter.
 
     Args:
         model: Any module.
         include: Further parameters of two or more dimensions.
-        exclude: What to leave out; goes before everything else.
-
-    A selector is a pattern of a parameter's or module's name (``'blocks.*.mlp'``), a
-    type of module, or a function of a parameter's name and the parameter. To exclude a
-    module is to exclude all inside it; to exclude a shared parameter, any of its names
-    will do.
+        exclude: What to leave out, whatever ``include`` says: a module with all inside
+            it, a shared parameter by any of its names.
 
     Raises:
         ValueError: A selector selects nothing, or what cannot be sparse.
@@ -99,11 +97,7 @@ def weights_of(
 
 
 def selectors(given: Selector | Iterable[Selector]) -> list[Selector]:
-    """Returns selectors as a list; a single one, such as a text, is not taken apart.
-
-    Raises:
-        TypeError: One is not a selector.
-    """
+    """Returns selectors as a list; a single one, such as a text, is not taken apart."""
     single = isinstance(given, (str, type, nn.Module)) or callable(given)
     single = single or not isinstance(given, Iterable)
     found = [given] if single else list(given)
@@ -118,11 +112,7 @@ def selectors(given: Selector | Iterable[Selector]) -> list[Selector]:
 
 
 def named(weights: list[Weight], pattern: str) -> list[str]:
-    """Returns names of the weights that a pattern matches.
-
-    Raises:
-        ValueError: It matches none.
-    """
+    """Returns names of the weights that a pattern matches, which must be some."""
     names = [w.name for w in weights if _is_named(pattern, w.name)]
     if not names:
         raise ValueError(
@@ -172,13 +162,9 @@ def _multiplies(weight: Weight) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Place(Weight):
-    """A place where a parameter is, sparse or not; a shared one has several.
+    """A place where a parameter is, sparse or not; a shared one has several."""
 
-    Attributes:
-        around: The modules from the model to the owner.
-    """
-
-    around: tuple[nn.Module, ...]
+    around: tuple[nn.Module, ...]  # from the model to the owner
 
     def fits(self, selector: Selector, inside: bool) -> bool:
         """Returns whether a selector fits, or with ``inside`` fits a module around."""

@@ -43,8 +43,8 @@ def begin_(
     """Lets go of what was collected up to ``step``.
 
     On a device that ``compiles``, zeros take its place where updates are made from
-    several steps: the first of these steps is then the same program as the others, and
-    the last update, after which nothing is collected, is the same as the others.
+    several steps: the first of these steps, and the last update, after which nothing
+    is collected, are then the same programs as the others.
     """
     adds = method.collects == "always" or (
         method.collects == "updates" and schedule.grad_accumulation_n > 1
@@ -63,14 +63,8 @@ def collect_(
     """Adds the step's dense gradients, of all replicas, to those collected.
 
     Summed here, not when they are used, so that what is saved is the same on every
-    replica and names no number of them.
-
-    Args:
-        layers: The layers; their `pending` is used up.
-        replica: Sums over replicas.
-        num_steps: How many steps the mean is of; this one adds its share.
-        momentum: For a running mean instead: how much of its past it keeps. A step
-            with a gradient that is not finite, in any layer, leaves it as it was.
+    replica and names no number of them. With ``momentum`` a running mean keeps so much
+    of its past; without, this is one of ``num_steps`` that a mean is of.
     """
     several = replica.num_replicas > 1
     if several:
@@ -85,20 +79,14 @@ def collect_(
     if several:
         replica.sync()  # zeros, like gradients, enter the sum as data
         replica.all_reduce_(pending)
-    if momentum is not None:
-        _into_mean_(layers, pending, momentum)
+    if momentum is None:
+        for layer, dense in zip(layers, pending):
+            past = layer.gradient
+            if num_steps > 1:
+                dense = dense / num_steps
+            layer.gradient = dense if past is None else past + dense
         return
-    for layer, dense in zip(layers, pending):
-        past = layer.gradient
-        if num_steps > 1:
-            dense = dense / num_steps
-        layer.gradient = dense if past is None else past + dense
-
-
-def _into_mean_(
-    layers: Sequence[SparseLayer], pending: Sequence[torch.Tensor], momentum: float
-) -> None:
-    """Adds a step to running means, which would keep a NaN for ever."""
+    # A running mean would keep a NaN for ever: such a step leaves all as they were.
     finite = torch.cat([masks.is_finite(dense) for dense in pending]).all()
     for layer, dense in zip(layers, pending):
         past = torch.zeros_like(dense) if layer.gradient is None else layer.gradient

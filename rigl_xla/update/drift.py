@@ -19,11 +19,7 @@ _COMPARED = ("masks", "weights that are not finite", "weights")
 
 @torch.no_grad()
 def check_equal(layers: Sequence[SparseLayer], replica: Replica) -> None:
-    """Gathers three numbers of every layer and compares them; see `check_replicas`.
-
-    Raises:
-        ReplicaError: They differ; it names the layers.
-    """
+    """Gathers three numbers of every layer and compares them; see `check_replicas`."""
     if replica.num_replicas == 1 or not layers:
         return
     columns_3L = [torch.stack(column) for column in zip(*map(_numbers, layers))]

@@ -37,16 +37,12 @@ def change_(
     A layer keeps its mask if it has nothing to choose by: if its scores for growth are
     all equal, or if a score that counts is not finite (for dropping, that of an active
     connection; for growth, that of one that is not kept). All layers keep theirs if
-    any weight or gradient is not finite. Shapes do not depend on the counts.
-
-    Args:
-        layers: With gradients if the method uses them, all on one device.
-        optimizer: Trains them; its state follows the masks.
-        method: How connections are scored.
-        schedule: How many connections move.
-        moment: When the update happens.
+    any weight or gradient is not finite. The optimizer's state follows the masks.
     """
-    finite, groups = _all_finite(layers), _groups(layers)
+    tensors = [layer.data for layer in layers]
+    tensors += [layer.gradient for layer in layers if layer.gradient is not None]
+    finite = torch.cat([masks.is_finite(tensor) for tensor in tensors]).all().reshape(1)
+    groups = _groups(layers)
     ordered = [layer for group in groups for layer in group]
     counts = [_next_counts(layer, method, schedule, moment.step) for layer in ordered]
     host_2L = list(zip(*counts))
@@ -63,11 +59,9 @@ def change_(
 
 
 def install_(layer: SparseLayer, new: torch.Tensor, optimizer: Optimizer) -> None:
-    """Makes ``new`` the layer's mask.
+    """Makes ``new`` the layer's mask; what was not active before grows from zero.
 
-    Weights and the optimizer's state keep their values where a connection was and is
-    active, and are zero elsewhere: a connection grows from zero. All in place, so that
-    everything that shares memory with a parameter sees it.
+    All in place, so that everything that shares memory with a parameter sees it.
     """
     parameter, kept = layer.weight.parameter, layer.mask & new
     for tensor in [layer.data, *optimizer_state_of(parameter, optimizer)]:
@@ -158,8 +152,7 @@ def _scores(score: Score, views: list[Layer]) -> torch.Tensor:
                 f"{view.name!r}; it must return a tensor of the weight's shape, "
                 f"{tuple(view.weight.shape)}"
             )
-        if not values.is_floating_point():
-            values = values.float()
+        values = values if values.is_floating_point() else values.float()
         found.append(values.detach().flatten())
     return torch.stack(found)
 
@@ -172,10 +165,3 @@ def _groups(layers: Sequence[SparseLayer]) -> list[list[SparseLayer]]:
         key = layer.name if alone else (layer.size, layer.data.dtype)
         groups.setdefault(key, []).append(layer)
     return list(groups.values())
-
-
-def _all_finite(layers: Sequence[SparseLayer]) -> torch.Tensor:
-    """Returns bool ``(1,)``: whether all weights and collected gradients are finite."""
-    tensors = [layer.data for layer in layers]
-    tensors += [layer.gradient for layer in layers if layer.gradient is not None]
-    return torch.cat([masks.is_finite(tensor) for tensor in tensors]).all().reshape(1)
