@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import xla_replica
 from rigl_xla import state
-from rigl_xla.contrib.rigl_torch_names import RigLTorchNames
+from rigl_xla.contrib.rigl_torch import RigLTorchNames
 from rigl_xla.layers.checks import check_bound, check_hold, holders
 from rigl_xla.layers.initial import INITIAL_WEIGHTS, first_layer_state
 from rigl_xla.layers.options import Options
@@ -29,7 +29,7 @@ from rigl_xla.topology.methods import Score
 from rigl_xla.topology.update_schedule import UpdateSchedule
 from rigl_xla.update.collect import begin_, collect_, collects, is_collecting
 from rigl_xla.update.drift import check_equal
-from rigl_xla.update.topology_update import Moment, change_
+from rigl_xla.update.topology_update import change_
 from xla_replica import Replica
 
 logger = logging.getLogger(__name__)
@@ -266,7 +266,7 @@ class RigLScheduler(RigLTorchNames):
         Plain types and copies on the CPU, for any number of replicas; loads with
         ``weights_only=True``. Call it between steps, not after a backward pass.
         """
-        return state.to_dict(self._state(), self.replica, self._is_collecting)
+        return state.to_dict(self._state(), self.replica)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **changes: Any) -> None:
         """Loads what `state_dict` returned, or rigl-torch 0.5.2's did.
@@ -320,7 +320,8 @@ class RigLScheduler(RigLTorchNames):
         if self._layers:
             hook = self.optimizer.register_step_post_hook(self._after_step)
             self._handles.append(hook)
-        self._expect_next(begin=not self._is_collecting)
+        collecting = is_collecting(self._method, self.schedule, self.step)
+        self._expect_next(begin=not collecting)
         self.apply_mask_to_weights()
         self.reset_momentum()
 
@@ -354,8 +355,9 @@ class RigLScheduler(RigLTorchNames):
         if due:
             self.rigl_steps += 1
         if due and self._layers:
-            moment = Moment(self.step, self.rigl_steps, self.options.seed)
-            change_(self._layers, self.optimizer, self._method, self.schedule, moment)
+            how = (self._method, self.schedule)
+            now = (self.step, self.rigl_steps, self.options.seed)
+            change_(self._layers, self.optimizer, *how, *now)
             logger.debug("step %d: topology update %d", self.step, self.rigl_steps)
         used_up = due and self._method.collects == "updates"
         over = self.step == self.schedule.last_update + 1
@@ -368,10 +370,6 @@ class RigLScheduler(RigLTorchNames):
             compiles = self.replica.is_lazy
             begin_(self._layers, self._method, self.schedule, self.step, compiles)
         self._collects = collects(self._method, self.schedule, self.step + 1)
-
-    @property
-    def _is_collecting(self) -> bool:
-        return is_collecting(self._method, self.schedule, self.step)
 
 
 def _made_of(kind: Any, arguments: Mapping[str, Any]) -> Any:

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from rigl_xla.contrib import rigl_torch_checkpoint as rigl_torch
+from rigl_xla.contrib import rigl_torch
 from rigl_xla.layers.options import ASKED, WINS, Options
 from rigl_xla.layers.sparse_layer import SparseLayer, to_host
 from rigl_xla.layers.weights import Weight, weights_of
 from rigl_xla.topology.masks import pack, unpack
 from rigl_xla.topology.update_schedule import UpdateSchedule
+from rigl_xla.update.collect import is_collecting
 from xla_replica import Replica
 from xla_replica.common.differences import check_same
 
@@ -33,9 +34,10 @@ class PrunerState(NamedTuple):
     num_updates: int = 0  # of the topology, up to then
 
 
-def to_dict(now: PrunerState, replica: Replica, is_collecting: bool) -> dict[str, Any]:
+def to_dict(now: PrunerState, replica: Replica) -> dict[str, Any]:
     """Returns `RigLScheduler.state_dict`. Reads the device, in one transfer."""
-    bits, gradients = _fetched(now.layers, replica, is_collecting)
+    collecting = is_collecting(now.options.method_in_use, now.schedule, now.step)
+    bits, gradients = _fetched(now.layers, replica, collecting)
     layers: dict[str, Any] = {}
     for layer, (mask, ever) in zip(now.layers, bits):
         layers[layer.name] = {
@@ -60,7 +62,7 @@ def to_dict(now: PrunerState, replica: Replica, is_collecting: bool) -> dict[str
 
 
 def _fetched(
-    layers: Sequence[SparseLayer], replica: Replica, is_collecting: bool
+    layers: Sequence[SparseLayer], replica: Replica, collecting: bool
 ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], dict[str, torch.Tensor]]:
     """Returns, on the CPU, flat masks with their past, and gradients by name."""
     if not layers:
@@ -68,7 +70,7 @@ def _fetched(
     collected = {
         layer.name: layer.gradient.detach()
         for layer in layers
-        if is_collecting and layer.gradient is not None
+        if collecting and layer.gradient is not None
     }
     pairs = [(layer.mask, layer.ever) for layer in layers]
     joined = torch.cat([mask.flatten() for pair in pairs for mask in pair])

@@ -54,13 +54,12 @@ def _part(
     """Returns `_numbers` of the weights from ``begin`` on: all at once need memory."""
     factors = _factors(begin, len(mask), mask.device)
     finite = torch.isfinite(data)
+    zeros = torch.zeros_like(factors)
+    first = torch.where(mask, factors, zeros).sum()
+    second = torch.where(finite, zeros, factors).sum()
     # Different factors, so that signs and places matter too, not only sizes.
     terms = torch.where(finite, data, torch.zeros_like(data)).double() * factors
-    return _hash(mask, factors), _hash(~finite, factors), terms.sum()
-
-
-def _hash(chosen: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    return torch.where(chosen, factors, torch.zeros_like(factors)).sum()
+    return first, second, terms.sum()
 
 
 def _factors(begin: int, size: int, device: torch.device) -> torch.Tensor:

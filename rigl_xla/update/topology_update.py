@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -16,21 +16,14 @@ from rigl_xla.topology.update_schedule import UpdateSchedule, gradual_sparsity
 from xla_replica import traits
 
 
-@dataclasses.dataclass(frozen=True)
-class Moment:
-    """When an update happens; see the attributes of `Layer`."""
-
-    step: int
-    update: int
-    seed: int
-
-
 def change_(
     layers: Sequence[SparseLayer],
     optimizer: Optimizer,
     method: Method,
     schedule: UpdateSchedule,
-    moment: Moment,
+    step: int,
+    update: int,
+    seed: int,
 ) -> None:
     """Drops and grows connections of all layers, by the gradients they collected.
 
@@ -44,7 +37,8 @@ def change_(
     finite = torch.cat([masks.is_finite(tensor) for tensor in tensors]).all().reshape(1)
     groups = _groups(layers)
     ordered = [layer for group in groups for layer in group]
-    counts = [_next_counts(layer, method, schedule, moment.step) for layer in ordered]
+    counts = [_next_counts(layer, method, schedule, step) for layer in ordered]
+    layer_at = functools.partial(Layer, step=step, update=update, seed=seed)
     host_2L = list(zip(*counts))
     # One upload; two dimensions, so that no number of it becomes part of a program.
     counts_2L = torch.tensor(host_2L, dtype=torch.int32).to(layers[0].mask.device)
@@ -52,7 +46,7 @@ def change_(
     for group in groups:
         part = slice(len(new), len(new) + len(group))
         host = tuple(row[part] for row in host_2L)
-        new += _group_masks(group, method, counts_2L[:, part], host, finite, moment)
+        new += _group_masks(group, method, counts_2L[:, part], host, finite, layer_at)
     for layer, mask, numbers in zip(ordered, new, counts):
         install_(layer, mask, optimizer)
         layer.num_active = sum(numbers)
@@ -101,19 +95,10 @@ def _group_masks(
     counts_2L: torch.Tensor,
     host: tuple[Sequence[int], ...],
     finite: torch.Tensor,
-    moment: Moment,
+    layer_at: Callable[..., Layer],
 ) -> Iterable[torch.Tensor]:
     """Returns next masks of layers of one size; of one layer if it has a pattern."""
-    views = [
-        Layer(
-            name=layer.name,
-            weight=layer.data,
-            mask=layer.mask,
-            gradient=layer.gradient,
-            **dataclasses.asdict(moment),
-        )
-        for layer in layers
-    ]
+    views = [layer_at(x.name, x.data, x.mask, x.gradient) for x in layers]
     mask_LN = torch.stack([layer.mask.flatten() for layer in layers])
     drop_LN = _scores(method.drop, views)
     grow_LN = None if method.grow is None else _scores(method.grow, views)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rigl_xla import weights_of
-from rigl_xla.contrib import rigl_torch_checkpoint
+from rigl_xla.contrib import rigl_torch
 
 
 class Everything(nn.Module):
@@ -153,7 +153,7 @@ def test_names_are_without_wrappers_inside():
     model = nn.Sequential(nn.Linear(4, 4), torch.compile(part, backend="eager"))
     assert names(weights_of(model)) == ["0.weight", "1.0.weight", "1.1.weight"]
     assert names(weights_of(model, exclude=["1.1"])) == ["0.weight", "1.0.weight"]
-    assert names(rigl_torch_checkpoint.weights_of(model)) == [
+    assert names(rigl_torch.weights_of(model)) == [
         "0.weight",
         "1.0.weight",
         "1.1.weight",
@@ -164,7 +164,7 @@ def test_rigl_torch_also_takes_norms_and_embeddings():
     model = nn.Sequential(
         nn.Embedding(4, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm2d(4)
     )
-    assert names(rigl_torch_checkpoint.weights_of(model)) == [
+    assert names(rigl_torch.weights_of(model)) == [
         "0.weight",
         "1.weight",
         "2.weight",

@@ -1,8 +1,10 @@
-"""Names that users of rigl-torch 0.5.2 know a scheduler by."""
+"""What is known of rigl-torch 0.5.2: its names, its states and their weights."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,7 +12,8 @@ from torch.optim import Optimizer
 
 from rigl_xla.layers.options import Options
 from rigl_xla.layers.sparse_layer import SparseLayer, zero_inactive_
-from rigl_xla.layers.weights import Weight
+from rigl_xla.layers.weights import Weight, clean
+from rigl_xla.topology.masks import pack
 from rigl_xla.topology.update_schedule import UpdateSchedule
 from rigl_xla.update.topology_update import optimizer_state_of
 
@@ -92,3 +95,68 @@ class RigLTorchNames:
             for tensor in optimizer_state_of(layer.weight.parameter, self.optimizer):
                 layer.follow(tensor.device)
                 zero_inactive_(tensor, layer.mask)
+
+
+def is_state(state: Mapping[str, Any]) -> bool:
+    """Returns whether rigl-torch has saved this state."""
+    return "backward_masks" in state and "hyperparams" in state
+
+
+def converted(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Returns a state of rigl-torch, whose masks are tensors by position, as ours.
+
+    Raises:
+        ValueError: The state is of another model.
+    """
+    hyperparams, weights = state["hyperparams"], weights_of(model)
+    sizes = [weight.parameter.numel() for weight in weights]
+    if sizes != list(state["N"]):
+        raise ValueError(
+            f"the rigl-torch state_dict is of weights of {list(state['N'])} numbers; "
+            f"this model has {sizes}"
+        )
+    layers = {}
+    for weight, sparsity, mask in zip(weights, state["S"], state["backward_masks"]):
+        if mask is not None:
+            bits = pack(mask.detach().to("cpu", torch.bool, copy=True))
+            entry = {"shape": list(mask.shape), "sparsity": float(sparsity)}
+            layers[weight.name] = {**entry, "mask": bits}
+    return {
+        "step": int(state["step"]),
+        "num_updates": int(state["rigl_steps"]),
+        "schedule": {
+            "T_end": hyperparams["T_end"],
+            "delta": hyperparams["delta_T"],
+            "alpha": hyperparams["alpha"],
+            "grad_accumulation_n": hyperparams["grad_accumulation_n"],
+        },
+        "options": {
+            "dense_allocation": state["dense_allocation"],
+            "ignore_linear_layers": bool(hyperparams["ignore_linear_layers"]),
+            "static_topo": bool(hyperparams["static_topo"]),
+            "structure": None,
+            "from_rigl_torch": True,
+        },
+        "layers": layers,
+    }
+
+
+def weights_of(model: nn.Module) -> list[Weight]:
+    """Returns what rigl-torch 0.5.2 takes for the layers of a model, in its order.
+
+    That is every module with a weight but `BatchNorm2d`, and nothing inside of one.
+    """
+    names = {id(p): clean(name) for name, p in model.named_parameters()}
+    found = []
+
+    def visit(module: nn.Module) -> None:
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter) and type(module) is not nn.BatchNorm2d:
+            is_conv, name = not isinstance(module, nn.Linear), names[id(weight)]
+            found.append(Weight(name, weight, module, "weight", is_conv))
+        else:
+            for child in module.children():
+                visit(child)
+
+    visit(model)
+    return found
