@@ -268,8 +268,8 @@ class BackwardPass:
 
     def _by_fallback(self, names: Collection[str]) -> dict[str, list[Contribution]]:
         assert self._fallback is not None
-        dense = self._fallback(self.losses, {n: self._params[n] for n in names})
-        return {name: [value] for name, value in dense.items()}
+        found = self._fallback(self.losses, {n: self._params[n] for n in names})
+        return {name: [forms.widened(forms.Dense(g))] for name, g in found.items()}
 
     def _conclude(self, key: Hashable) -> None:
         """Compares; replaces wrong answers by a fallback's; remembers the proof."""

@@ -8,14 +8,13 @@ from typing import Literal
 import torch
 
 import xla_replica
-from per_sample_grad.factors.forms import Contribution, Dense, widened
 
 Fallback = Literal["error", "loop", "batched"]
 
 
 def loop(
     losses: torch.Tensor, params: Mapping[str, torch.Tensor]
-) -> dict[str, Contribution]:
+) -> dict[str, torch.Tensor]:
     """Runs B backward passes, one per sample: exact for whatever autograd can do."""
     rows = [
         xla_replica.grad(
@@ -27,13 +26,12 @@ def loop(
         )
         for loss in losses.unbind()
     ]
-    columns = zip(params, zip(*rows))
-    return {name: widened(Dense(torch.stack(column))) for name, column in columns}
+    return {name: torch.stack(column) for name, column in zip(params, zip(*rows))}
 
 
 def batched(
     losses: torch.Tensor, params: Mapping[str, torch.Tensor]
-) -> dict[str, Contribution]:
+) -> dict[str, torch.Tensor]:
     """Runs one backward pass that torch vectorises over the samples' gradients.
 
     Not every operation's backward can be vectorised; torch then raises.
@@ -46,15 +44,13 @@ def batched(
         allow_unused=True,
         is_grads_batched=True,
     )
-    dense: dict[str, Contribution] = {}
-    for (name, param), grad in zip(params.items(), grads):
-        if grad is None:
-            grad = param.new_zeros(len(losses), *param.shape)
-        dense[name] = widened(Dense(grad))
-    return dense
+    return {
+        name: param.new_zeros(len(losses), *param.shape) if grad is None else grad
+        for (name, param), grad in zip(params.items(), grads)
+    }
 
 
-FALLBACKS: dict[str, Callable[..., dict[str, Contribution]] | None] = {
+FALLBACKS: dict[str, Callable[..., dict[str, torch.Tensor]] | None] = {
     "error": None,
     "loop": loop,
     "batched": batched,

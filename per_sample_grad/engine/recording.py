@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -87,17 +88,17 @@ class Recorder:
         self._handles.clear()
 
     def _place_hooks(self, name: str, module: nn.Module) -> None:
-        hooks = []
+        hooks: list[Callable[..., Any]] = []
         rule = rule_of(module)
         # A module with a rule is one layer, whatever modules are in it.
         own = module.named_parameters(recurse=rule is not None, remove_duplicate=False)
         params = {n: self._names[id(p)] for n, p in own if id(p) in self._names}
         if params:
-            note = self._note(params.values())
+            note = functools.partial(self._note, params.values())
             self._handles.append(module.register_forward_pre_hook(note))
             if rule is not None:
                 owner = RecordedModule(name, type(module).__name__, rule, params)
-                hooks.append(self._record(owner))
+                hooks.append(functools.partial(self._record, owner))
         if batch_norm.needs_arithmetic(module):
             hooks.append(batch_norm.output_by_arithmetic)
         for hook in hooks:
@@ -107,46 +108,37 @@ class Recorder:
                 module.register_forward_hook(hook, prepend=True, with_kwargs=True)
             )
 
-    def _record(self, owner: RecordedModule) -> Callable[..., None]:
-        batch_dim = self._batch_dims.get(owner.name, self._batch_dims[""])
+    def _note(self, names: Collection[str], module: nn.Module, args: object) -> None:
+        self.called = True
+        if not torch.is_grad_enabled():
+            self.unrecorded.update(names)
 
-        def record(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-        ) -> None:
-            output = out[0] if isinstance(out, tuple | list) else out
-            if not isinstance(output, torch.Tensor) or not output.requires_grad:
-                return
-            tensors = tensors_in((args, kwargs))
-            for tensor in (*tensors, output):
-                kind = type(tensor)
-                if kind not in (torch.Tensor, nn.Parameter):
-                    raise CoverageError(
-                        f"module {owner.name!r} was called with or returned a "
-                        f"{kind.__name__}: hooks cannot record what is being traced "
-                        "(scan_layers, torch.func, torch.jit). Capture the model "
-                        "without it"
-                    )
-            detached = map_tensors((args, kwargs), torch.Tensor.detach)
-            self.calls.append(
-                RecordedCall(
-                    owner,
-                    Call(module, *detached, batch_dim),
-                    graph.region_of(tensors, output),
-                    output.shape,
-                    tuple(tensor._version for tensor in tensors),
+    def _record(
+        self,
+        owner: RecordedModule,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+    ) -> None:
+        output = out[0] if isinstance(out, tuple | list) else out
+        if not isinstance(output, torch.Tensor) or not output.requires_grad:
+            return
+        tensors = tensors_in((args, kwargs))
+        for tensor in (*tensors, output):
+            kind = type(tensor)
+            if kind not in (torch.Tensor, nn.Parameter):
+                raise CoverageError(
+                    f"module {owner.name!r} was called with or returned a "
+                    f"{kind.__name__}: hooks cannot record what is being traced "
+                    "(scan_layers, torch.func, torch.jit). Capture the model without it"
                 )
-            )
-
-        return record
-
-    def _note(self, names: Collection[str]) -> Callable[..., None]:
-        def note(module: nn.Module, args: tuple[Any, ...]) -> None:
-            del module, args
-            self.called = True
-            if not torch.is_grad_enabled():
-                self.unrecorded.update(names)
-
-        return note
+        detached = map_tensors((args, kwargs), torch.Tensor.detach)
+        batch_dim = self._batch_dims.get(owner.name, self._batch_dims[""])
+        call = Call(module, *detached, batch_dim)
+        region = graph.region_of(tensors, output)
+        versions = tuple(tensor._version for tensor in tensors)
+        self.calls.append(RecordedCall(owner, call, region, output.shape, versions))
 
 
 def check_versions(calls: Sequence[RecordedCall]) -> None:
