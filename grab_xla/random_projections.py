@@ -55,12 +55,10 @@ class Draw(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """One way to project, without a state.
+    """One way to project: ``apply`` maps rows ``(B, D)`` and tables to ``(B, K)``.
 
-    Attributes:
-        build: Makes the random tables. None if the kind projects nothing.
-        apply: Maps rows ``(B, D)`` and the tables to ``(B, K)``.
-        round_up: Maps the requested K and ``order`` to the K that the kind can have.
+    ``build`` makes the tables, None if nothing is projected; ``round_up`` maps the K
+    that is asked for and ``order`` to the K that the kind can have.
     """
 
     build: Callable[[Draw], Tables] | None
@@ -180,11 +178,8 @@ PROJECTIONS: dict[str, Kind] = {
 class Projection:
     """A fixed linear map of gradients, ``(B, num_inputs)`` to ``(B, num_outputs)``.
 
-    Attributes:
-        kind: A key of `PROJECTIONS`.
-        num_inputs: D, the numbers in a gradient.
-        num_outputs: K, the numbers in its projection.
-        tables: The random numbers, on the device; empty if nothing is projected.
+    ``kind`` is a key of `PROJECTIONS`; ``tables`` hold random numbers, on the device,
+    and are empty if nothing is projected.
     """
 
     kind: str

@@ -79,9 +79,7 @@ class RunningHerding:
     `record` them. Once per epoch is enough, with the norms of all batches concatenated:
     2 numbers per row.
 
-    Attributes:
-        dtype: The dtype of the state; rows are converted to it.
-        device: The device of the state.
+    ``dtype`` and ``device`` are those of the state; rows are converted to the dtype.
     """
 
     dtype: torch.dtype = torch.float32
@@ -176,15 +174,11 @@ def herding(
     (tensor([2.]), tensor([1.5000]))
 
     Args:
-        vectors: ``(n, D)``, n and D >= 1, any float dtype and device; float32 or wider
-            is what sums are in.
-        order: ``(m,)`` integers in [0, n), m >= 1, a tensor or a list: the sequence of
-            the vectors. Default: 0, 1, ..., n - 1.
+        vectors: ``(n, D)``, n and D >= 1, any float dtype and device; sums are in
+            float32 or wider.
+        order: ``(m,)`` integers in [0, n), m >= 1. Default: 0, 1, ..., n - 1.
         mean: ``(D,)``, what to subtract. Default: the mean of all n vectors, even if
             the order does not contain all of them.
-
-    Returns:
-        The infinity norm and the 2-norm, ``(1,)`` each, on the vectors' device.
 
     Raises:
         TypeError: The vectors are not floats, or the order does not hold integers.

@@ -43,7 +43,20 @@ class Orders:
         seed: int,
         record: bool,
     ) -> None:
-        self.ordering, self.generator = ordering, _own_generator(generator, seed)
+        seed = check_integer("seed", seed)
+        self.ordering, self.generator = ordering, torch.Generator()
+        if generator is None:
+            self.generator.manual_seed(seed)
+        elif not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
+        elif not traits(generator.device).is_host:
+            raise ValueError(
+                f"generator must be on the CPU, where orders are drawn, got one on "
+                f"{generator.device}: pass torch.Generator()"
+            )
+        else:
+            # A copy: replicas that are threads may have been given the same object.
+            self.generator.set_state(generator.get_state())
         self.order = self._checked(
             ordering.first_order(num_samples, shuffled, self.generator), num_samples
         )
@@ -108,20 +121,3 @@ class Orders:
         self.generator.set_state(state["generator"].cpu())
         given = state["given"]
         self.given = None if given is None else given.cpu().numpy().copy()
-
-
-def _own_generator(generator: torch.Generator | None, seed: int) -> torch.Generator:
-    seed = check_integer("seed", seed)
-    if generator is None:
-        return torch.Generator().manual_seed(seed)
-    if not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
-    if not traits(generator.device).is_host:
-        raise ValueError(
-            f"generator must be on the CPU, where orders are drawn, got one on "
-            f"{generator.device}: pass torch.Generator()"
-        )
-    # A copy: replicas that are threads may have been given the same object.
-    own = torch.Generator()
-    own.set_state(generator.get_state())
-    return own
