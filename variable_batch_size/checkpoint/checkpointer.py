@@ -5,25 +5,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import operator
 import random
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
 import xla_replica
-from variable_batch_size.checkpoint import files
-from variable_batch_size.checkpoint.files import CheckpointError
-from variable_batch_size.checkpoint.save_and_stop import (
-    SaveTimes,
-    agreed_request,
-    poll_for_stop,
-)
+from variable_batch_size.checkpoint import files, save_and_stop
 from variable_batch_size.data.schedule import Cursor, TraceExhausted
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.step.attached import Update
@@ -35,14 +30,6 @@ from xla_replica.common.trees import leaves
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-
-
-class Stateful(Protocol):
-    """Anything with a state: a model, a scheduler, a `GraBSampler`, a pruner."""
-
-    def state_dict(self) -> Mapping[str, Any]: ...
-
-    def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
 class Restored(NamedTuple):
@@ -65,43 +52,40 @@ class Checkpointer:
         for epoch in range(sampler.epoch, num_epochs):
             ...
 
-    A checkpoint is one file, written by replica 0, that does not depend on the number
-    of replicas: any number of them resumes the run with the same samples at every step.
-    It holds the state after an update; minibatches accumulated since are run again.
+    A checkpoint is one file, written by replica 0: any number of replicas resumes the
+    run with the same samples at every step. It holds the state after an update;
+    minibatches accumulated since are run again.
 
     On SIGTERM and SIGINT replicas agree on an update, save after it, and raise
     `xla_replica.Stopped` out of `step` or `set_epoch`; a script that does not catch it
     exits with status 143 (130 for SIGINT). Started again, it resumes from there.
 
     Args:
-        folder: The folder of the checkpoints; on several hosts, storage that all of
-            them share.
+        folder: The folder of the checkpoints; several hosts must share it.
         optimizer: The wrapper, whose state includes the sampler's.
-        every_updates: Save after every so many updates, counted from the beginning of
-            training.
+        every_updates: Save after every so many updates since training began.
         every_minutes: Save after about so many minutes; 10 if neither is given.
         keep: How many checkpoints to keep, the newest; the best one is kept too.
         best: Which metric passed to `save` is best, 'max' or 'min'.
         stop_on: Signals that ask an attached checkpointer to stop; empty for none, for
             instance where a script only loads.
-        stop_poll: A function that is called every ``poll_seconds`` in a thread; a text
+        stop_poll, poll_seconds: A function that is called every ``poll_seconds`` in a
+            thread, where it may take its time; if it raises, it is called again. A text
             that it returns is a reason to stop (a maintenance event of the machine).
-        poll_seconds: See ``stop_poll``.
         look_every: On an accelerator, after how many updates every replica looks
-            whether another replica was asked to stop, which costs a host round trip.
-            Where all have been asked, as by a signal to the whole job, they stop after
-            the next update.
+            whether another one was asked to stop, which costs a host round trip. Where
+            all were asked, as by a signal to the job, they stop after the next update.
         settings: What else a run must have in common with this one to resume it.
-        **parts: What else has a state, by name: ``model=model, grab=sampler``. The
-            floating-point buffers of modules are averaged over replicas first.
+        **parts: What else has ``state_dict`` and ``load_state_dict``, by name, such as
+            ``model=model, grab=sampler``. The floating-point buffers of modules are
+            averaged over replicas first.
 
     Attributes:
         num_updates: Updates that the run has made.
         best_metric: The best metric passed to `save` so far, or None.
 
     Raises:
-        ValueError: An argument is out of range.
-        TypeError: An argument is of the wrong type.
+        ValueError, TypeError: An argument is out of range, or of the wrong type.
     """
 
     # Read by `ElasticOptimizer.attach`: what is attached later would be saved too old.
@@ -121,7 +105,7 @@ class Checkpointer:
         poll_seconds: float = 5.0,
         look_every: int = 100,
         settings: Mapping[str, Any] | None = None,
-        **parts: Stateful,
+        **parts: Any,
     ) -> None:
         if every_updates is None and every_minutes is None:
             every_minutes = 10.0
@@ -146,13 +130,12 @@ class Checkpointer:
         self.replica: Replica = optimizer.replica
         self.num_updates = 0
         self.best_metric: float | None = None
-        self._optimizer = optimizer
-        self._parts = parts
-        self._keep = keep
-        self._best = best
-        self._look_every = look_every
-        self._times = SaveTimes(self.replica, every_updates, every_minutes)
-        self._is_proven = False  # whether what it writes can be loaded
+        self._optimizer, self._parts = optimizer, parts
+        self._keep, self._best, self._look_every = keep, best, look_every
+        self._times = save_and_stop.SaveTimes(
+            self.replica, every_updates, every_minutes
+        )
+        self._is_proven = False  # True after what it writes was loaded once
         # Where the run began, until this has been called after an update.
         self._begun: Cursor | None = optimizer.sampler.cursor
         if stop_on:
@@ -161,14 +144,13 @@ class Checkpointer:
             except RuntimeError as error:  # for instance in a thread of another library
                 logger.warning(f"signals will not ask this run to stop: {error}")
         if stop_poll is not None:
-            poll_for_stop(stop_poll, poll_seconds, weakref.ref(self))
+            save_and_stop.poll_for_stop(stop_poll, poll_seconds, weakref.ref(self))
 
     def __call__(self, update: Update) -> None:
         """Saves and stops when it is time to: once per update, on every replica.
 
-        Raises:
-            xla_replica.Stopped: All replicas were asked to stop, and have saved.
-            OSError: Writing failed.
+        Raises OSError if writing failed, and `xla_replica.Stopped` if all have saved
+        because they were asked to stop.
         """
         del update
         self.num_updates += 1
@@ -178,7 +160,7 @@ class Checkpointer:
         if self._optimizer.asked_to_stop(look):
             self._save()
             self.replica.barrier()  # no replica leaves while replica 0 writes
-            request = agreed_request(self.replica)
+            request = save_and_stop.agreed_request(self.replica)
             raise xla_replica.Stopped(request.reason, request.exit_status)
         if due:
             self._save()
@@ -186,17 +168,16 @@ class Checkpointer:
     def save(self, metric: float | None = None) -> Path | None:
         """Writes a checkpoint now, such as last in the loop over epochs. Collective.
 
-        At the end of an epoch, the run will resume with the next one. (A run that was
-        saved automatically after the last update of an epoch resumes with what your
-        loop does at the end of that epoch.) Do not call this within a step, between two
-        minibatches that have both changed BatchNorm's statistics.
+        Returns its file on replica 0, None on the others.
+
+        Saved here at the end of an epoch, the run resumes with the next one; saved
+        automatically after the last update of an epoch, with what your loop does at the
+        end of that epoch. Do not call this within a step, between two minibatches that
+        have both changed BatchNorm's statistics.
 
         Args:
             metric: What was measured of the present weights; if it is the best so far,
                 the checkpoint is kept as ``best-*.pt``.
-
-        Returns:
-            The file, on replica 0; None on the others.
 
         Raises:
             OSError: Writing failed.
@@ -205,21 +186,52 @@ class Checkpointer:
             TypeError: The state of a part could not be loaded again.
             CheckpointError: The folder has checkpoints of a run with more updates.
         """
-        return self._save(metric, between_epochs=True)
+        now = self._optimizer.sampler.cursor  # step 0 may be that of a chosen epoch
+        if self._begun is not None and now.step > 0 and now != self._begun:
+            raise ValueError(
+                "save: the optimizer has made updates that this Checkpointer was not "
+                "told of: call optimizer.attach(checkpointer) before training. Without "
+                "it, nothing is saved within an epoch and no signal stops the run"
+            )
+        is_best, before = False, self.best_metric
+        if metric is not None:
+            if self._best is None:
+                raise ValueError(
+                    f"save(metric={metric!r}): Checkpointer needs best='max' or 'min' "
+                    "to know what is better"
+                )
+            if not abs(metric) < float("inf"):
+                logger.warning("save: metric %r is not finite and never best", metric)
+            else:
+                is_better = operator.gt if self._best == "max" else operator.lt
+                is_best = before is None or is_better(metric, before)
+            if is_best:
+                self.best_metric = float(metric)
+        return self._save(is_best, between_epochs=True)
 
-    def _save(
-        self, metric: float | None = None, between_epochs: bool = False
-    ) -> Path | None:
+    def _save(self, is_best: bool = False, between_epochs: bool = False) -> Path | None:
         since = time.perf_counter()
-        self._check_attached()
-        is_best = self._is_best(metric)
-        if is_best:
-            self.best_metric = float(metric)  # type: ignore[arg-type]
         self.replica.sync()
         random_numbers = self.replica.rng_state()
-        state = self._state(random_numbers)
+        # All modules at once: averaging resets the count of minibatches that weighs.
+        modules = [p for p in self._parts.values() if isinstance(p, nn.Module)]
+        self._optimizer.average_buffers(nn.ModuleList(modules))
+        state = {
+            "version": VERSION,
+            "num_updates": self.num_updates,
+            "best": self.best_metric,
+            "settings": self._settings,
+            "optimizer": self._optimizer.state_dict(),
+            "parts": {n: p.state_dict() for n, p in self._parts.items()},
+            "random": _random_state(self.replica, random_numbers),
+        }
         if between_epochs:
-            _begin_next_epoch(state, self._optimizer)
+            cursor = state["optimizer"]["elastic"]["sampler"]
+            schedule = self._optimizer.sampler.schedule
+            if cursor["step"] >= len(schedule.steps(cursor["epoch"])):
+                with contextlib.suppress(TraceExhausted):  # there is no next epoch
+                    schedule.steps(cursor["epoch"] + 1)
+                    cursor |= {"epoch": cursor["epoch"] + 1, "step": 0}
         self.replica.sync()  # the sums in the state, on every replica alike
         self._times.saved(self.num_updates)
         path = None
@@ -232,13 +244,23 @@ class Checkpointer:
     def _write(self, state: dict[str, Any], is_best: bool, since: float) -> Path:
         newer = files.saved_files(self.folder)[:1]
         if newer and newer[0].num_updates > self.num_updates:
-            raise CheckpointError(
+            raise files.CheckpointError(
                 f"{newer[0].path} has {newer[0].num_updates} updates, and this run "
                 f"has {self.num_updates}: call load() before training, or give the run "
                 "another folder"
             )
         path = files.write(self.folder, self.num_updates, state)
-        self._prove(path)
+        if not self._is_proven:
+            try:
+                files.parse(path.read_bytes())
+            except Exception as error:  # unpickling raises many kinds
+                path.unlink()
+                raise TypeError(
+                    "the state of a part has values that torch.load(weights_only=True) "
+                    "refuses; states may hold tensors, numbers, texts, lists and "
+                    f"dicts: {error}"
+                ) from error
+            self._is_proven = True
         if is_best:
             files.copy_as_best(path)
         files.tidy(self.folder, self._keep)
@@ -251,16 +273,12 @@ class Checkpointer:
     ) -> Restored | None:
         """Resumes the newest checkpoint that is not damaged. Collective.
 
-        Damaged files are renamed, with a warning, and the one before them is used.
+        Returns None if there is none. Damaged ones are renamed, with a warning.
 
         Args:
             allow_changes: Also resume a run with other settings, trace, dataset length,
                 minibatch size or seed; see `CustomSampler.load_state_dict`.
-            best: Load the best checkpoint instead of the newest: to evaluate it, not to
-                resume training.
-
-        Returns:
-            Where the run resumes; None if there is no checkpoint.
+            best: Load the best checkpoint instead, to evaluate it, not to train on.
 
         Raises:
             CheckpointError: All are damaged, or a host does not see the one that
@@ -280,9 +298,7 @@ class Checkpointer:
         if not allow_changes:
             remedy = "Give the run another folder, or call load(allow_changes=True)"
             check_same(state["settings"], self._settings, other_run, remedy)
-        saved, own = (
-            {"parts": sorted(names)} for names in (state["parts"], self._parts)
-        )
+        saved, own = {"parts": sorted(state["parts"])}, {"parts": sorted(self._parts)}
         check_same(saved, own, other_run, "Pass the same parts to Checkpointer")
         # First what may refuse the state, before anything is changed.
         self._optimizer.load_state_dict(state["optimizer"], allow_changes=allow_changes)
@@ -297,77 +313,22 @@ class Checkpointer:
             logger.info(f"resuming {path}: {self.num_updates} updates, epoch {epoch}")
         return Restored(path, self.num_updates, epoch, self.best_metric)
 
-    def _check_attached(self) -> None:
-        """Raises ValueError if there were updates after which this was not called."""
-        now = self._optimizer.sampler.cursor  # step 0 may be that of a chosen epoch
-        if self._begun is not None and now.step > 0 and now != self._begun:
-            raise ValueError(
-                "save: the optimizer has made updates that this Checkpointer was not "
-                "told of: call optimizer.attach(checkpointer) before training. Without "
-                "it, nothing is saved within an epoch and no signal stops the run"
-            )
-
-    def _state(self, random_numbers: torch.Tensor) -> dict[str, Any]:
-        # All modules at once: averaging resets the count of minibatches that weighs.
-        modules = [p for p in self._parts.values() if isinstance(p, nn.Module)]
-        self._optimizer.average_buffers(nn.ModuleList(modules))
-        return {
-            "version": VERSION,
-            "num_updates": self.num_updates,
-            "best": self.best_metric,
-            "settings": self._settings,
-            "optimizer": self._optimizer.state_dict(),
-            "parts": {n: p.state_dict() for n, p in self._parts.items()},
-            "random": _random_state(self.replica, random_numbers),
-        }
-
-    def _is_best(self, metric: float | None) -> bool:
-        if metric is None:
-            return False
-        if self._best is None:
-            raise ValueError(
-                f"save(metric={metric!r}): Checkpointer needs best='max' or 'min' to "
-                "know what is better"
-            )
-        if not abs(metric) < float("inf"):
-            logger.warning("save: metric %r is not finite and never best", metric)
-            return False
-        before = self.best_metric
-        return before is None or (
-            metric > before if self._best == "max" else metric < before
-        )
-
-    def _prove(self, path: Path) -> None:
-        """Raises TypeError if the first file of a run can be saved and not loaded."""
-        if self._is_proven:
-            return
-        try:
-            files.parse(path.read_bytes())
-        except Exception as error:  # unpickling raises many kinds
-            path.unlink()
-            raise TypeError(
-                "the state of a part has values that torch.load(weights_only=True) "
-                "refuses; states may hold tensors, numbers, texts, lists and dicts: "
-                f"{error}"
-            ) from error
-        self._is_proven = True
-
     def _choose(self, kind: str) -> tuple[Path, Any] | None:
         """Returns the same checkpoint and its state on every replica, if any."""
         found, problem = None, None
         if self.replica.is_primary:
             try:
                 found = files.newest_whole(self.folder, kind)
-            except CheckpointError as all_damaged:
+            except files.CheckpointError as all_damaged:
                 problem = str(all_damaged)
         own = (found[0].digest if found else None, problem)
         digest, problem = self.replica.all_gather_object(own)[0]
         if problem is not None:
-            raise CheckpointError(problem)
+            raise files.CheckpointError(problem)
         own_files = files.saved_files(self.folder, kind)
         if digest is None:
             if any(self.replica.all_gather_object(bool(own_files))):
-                raise CheckpointError(
+                raise files.CheckpointError(
                     f"other replicas see checkpoints in {self.folder}, and replica 0 "
                     "sees none: all hosts must share the folder"
                 )
@@ -378,36 +339,22 @@ class Checkpointer:
                     found = file, content
         num_missing = self.replica.all_gather_object(found is None).count(True)
         if found is None or num_missing:
-            raise CheckpointError(
+            raise files.CheckpointError(
                 f"{num_missing} replicas do not see the checkpoint that replica 0 has "
                 f"chosen in {self.folder}: all hosts must share the folder"
             )
         return found[0].path, files.parse(found[1])
 
 
-def _begin_next_epoch(state: dict[str, Any], optimizer: ElasticOptimizer) -> None:
-    """Moves a saved cursor from the end of an epoch to the beginning of the next."""
-    sampler = state["optimizer"]["elastic"]["sampler"]
-    schedule = optimizer.sampler.schedule
-    if sampler["step"] < len(schedule.steps(sampler["epoch"])):
-        return
-    with contextlib.suppress(TraceExhausted):  # there is no next epoch
-        schedule.steps(sampler["epoch"] + 1)
-        sampler |= {"epoch": sampler["epoch"] + 1, "step": 0}
-
-
 def _random_state(replica: Replica, own: torch.Tensor) -> dict[str, Any]:
-    """Returns the states of replica 0's generators and of every device. Collective.
-
-    ``own`` is what this replica's ``rng_state()`` returned; ``"devices"`` is
-    ``(num_replicas, length)`` uint8.
-    """
+    """Returns what the generators of replica 0 and of all devices hold. Collective."""
     _, keys, *rest = np.random.get_state()
     version, internal, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
         "numpy": [torch.from_numpy(keys.astype(np.int64)), *rest],
         "python": [version, list(internal), gauss],
+        # (num_replicas, length) uint8
         "devices": torch.stack(replica.all_gather_object(own)),
     }
 
@@ -415,9 +362,8 @@ def _random_state(replica: Replica, own: torch.Tensor) -> dict[str, Any]:
 def _restore_random_state(state: dict[str, Any], replica: Replica) -> None:
     """Restores what `_random_state` returned.
 
-    A replica that did not exist when the state was saved, or whose device is of another
-    kind, is seeded from the saved state: its dropout then differs from that of the
-    uninterrupted run and from that of other replicas, as it should.
+    A replica that is new, or on a device of another kind, is seeded from the saved
+    state: its dropout differs from that of the other replicas, as it should.
     """
     if replica.is_primary:  # other processes may have been seeded by rank
         keys, *rest = state["numpy"]

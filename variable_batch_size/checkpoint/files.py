@@ -1,9 +1,8 @@
 """Checkpoints as files: each is whole or not there, and damage is noticed.
 
-In the folder of a `Checkpointer`, the name of a file holds the number of updates and
-the beginning of the SHA-256 of its content. A file with such a name has therefore been
-written completely, a file that has changed since does not fit its name, and there is no
-index beside the files that could be lost or contradict them.
+In the folder of a `Checkpointer`, a file's name holds the number of updates and the
+beginning of the SHA-256 of its content. A file with such a name is therefore complete,
+one that has changed does not fit its name, and no index can be lost or contradict them.
 """
 
 from __future__ import annotations
@@ -42,16 +41,13 @@ def write_checkpoint(path: str | Path, state: Mapping[str, Any]) -> None:
     """Writes a state in place of the earlier one; call it on replica 0 only.
 
     For a loop without an `ElasticOptimizer`; with one, see `Checkpointer`. A crash at
-    any moment leaves the earlier file.
+    any moment leaves the earlier file. Raises OSError if the file cannot be written.
 
     Args:
         path: The file; its folder is made if it is missing.
         state: Tensors on the CPU (see `xla_replica.Replica.to_host`) and plain values.
             Under ``"settings"``, by name, what a run must have in common with this one
             to resume it.
-
-    Raises:
-        OSError: The file cannot be written.
     """
     path = Path(path)
 
@@ -69,14 +65,12 @@ def read_checkpoint(
 
     Args:
         path: The file.
-        settings: The settings of this run, all of them, to be compared with the saved
-            ``"settings"``. Default: nothing is compared, and the state of any run is
-            returned.
+        settings: All settings of this run, to be compared with the saved
+            ``"settings"``. Default: the state of any run is returned.
 
     Raises:
         ValueError: The settings differ; all differences are listed.
-        CheckpointError: The file is damaged, or holds more than tensors and plain
-            values.
+        CheckpointError: It is damaged, or holds more than tensors and plain values.
         OSError: The file cannot be read.
     """
     try:
@@ -99,15 +93,12 @@ class SavedFile(NamedTuple):
     digest: str
 
     def content(self) -> bytes | None:
-        """Returns the file's bytes; None if they have changed or the file is gone.
-
-        Raises OSError if the file cannot be read now, which does not mean damage.
-        """
-        try:
+        """Returns the file's bytes; None if they have changed or the file is gone."""
+        with contextlib.suppress(FileNotFoundError):  # other errors are not damage
             content = self.path.read_bytes()
-        except FileNotFoundError:
-            return None
-        return content if _short(hashlib.sha256(content)) == self.digest else None
+            if _short(hashlib.sha256(content)) == self.digest:
+                return content
+        return None
 
 
 def saved_files(folder: Path, kind: str = "update") -> list[SavedFile]:
@@ -166,14 +157,10 @@ def tidy(folder: Path, keep: int) -> None:
 
 
 def newest_whole(folder: Path, kind: str = "update") -> tuple[SavedFile, bytes] | None:
-    """Returns the newest checkpoint that is not damaged, and its content.
+    """Returns the newest checkpoint that is not damaged, if any, and its content.
 
-    Damaged ones are renamed, with a warning, so that they no longer count. Returns None
-    if the folder has no checkpoint.
-
-    Raises:
-        CheckpointError: All checkpoints are damaged, those of earlier calls included.
-        OSError: A checkpoint cannot be read now.
+    Damaged ones are renamed, so that they no longer count. Raises CheckpointError if
+    all are damaged, those of earlier calls included.
     """
     for file in saved_files(folder, kind):
         content = file.content()
@@ -183,10 +170,8 @@ def newest_whole(folder: Path, kind: str = "update") -> tuple[SavedFile, bytes] 
         with contextlib.suppress(FileNotFoundError):
             rename(file.path, aside)
         logger.warning(
-            "checkpoint %s is damaged: its content is not what was written; it is now "
-            "%s, and the one before it is used",
-            file.path,
-            aside.name,
+            f"checkpoint {file.path} is damaged: its content is not what was written; "
+            f"it is now {aside.name}, and the one before it is used"
         )
     num_damaged = len(list(folder.glob(f"{_DAMAGED}{kind}-*")))
     if num_damaged:

@@ -15,11 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 class SaveTimes:
-    """Says after which updates to save.
+    """Says after which updates to save; see `Checkpointer` for the arguments.
 
-    Minutes are those of replica 0's clock. It tells the others only after a few
-    updates, planned ahead from how long updates have taken; between these nothing is
-    sent or read. See `Checkpointer` for the arguments; ``clock`` returns seconds.
+    Minutes are those of replica 0's clock, and it tells the others only after a few
+    updates, planned ahead: between these nothing is sent or read.
     """
 
     def __init__(
@@ -45,47 +44,30 @@ class SaveTimes:
         self._next_look = num_updates + 1
 
     def due(self, num_updates: int) -> bool:
-        """Returns whether to save after update ``num_updates``, counted from 1.
+        """Returns whether to save after an update; collective where the clock is read.
 
-        Collective after the updates at which the clock is read.
+        The next look comes after half of the updates that fit into the remaining time,
+        and at most twice as many as there have been since the last save: updates may
+        become slower, and the first ones compile.
         """
         every = self._every_updates
         by_updates = every is not None and num_updates % every == 0
         if self._seconds is None or num_updates < self._next_look:
             return by_updates
-        since_then = num_updates - self._updates_then
-        elapsed = self._clock() - self._since
-        own_wait = updates_to_wait(elapsed, self._seconds, since_then)
-        wait = self._replica.all_gather_object(own_wait)[0]
+        wait, elapsed = 0, self._clock() - self._since
+        if elapsed < self._seconds:
+            made = num_updates - self._updates_then
+            to_come = (self._seconds - elapsed) / max(elapsed, 1e-9) * made
+            wait = max(1, int(min(to_come / 2, 2 * made)))
+        wait = self._replica.all_gather_object(wait)[0]
         self._next_look = num_updates + max(wait, 1)
         return wait == 0 or by_updates
-
-
-def updates_to_wait(elapsed: float, seconds: float, num_updates: int) -> int:
-    """Returns after how many updates to read the clock again; 0 if it is time to save.
-
-    Half of the updates that fit into the remaining time, and at most twice as many as
-    there have been: updates may become slower, and the first ones compile. ``elapsed``
-    and ``num_updates`` are counted from the last save, ``seconds`` between two saves.
-
-    >>> updates_to_wait(elapsed=60.0, seconds=600.0, num_updates=100)
-    200
-    >>> updates_to_wait(elapsed=500.0, seconds=600.0, num_updates=1000)
-    100
-    >>> updates_to_wait(elapsed=600.0, seconds=600.0, num_updates=1100)
-    0
-    """
-    if elapsed >= seconds:
-        return 0
-    to_come = (seconds - elapsed) / max(elapsed, 1e-9) * num_updates
-    return max(1, int(min(to_come / 2, 2 * num_updates)))
 
 
 def agreed_request(replica: Replica) -> StopRequest:
     """Returns the stop request of the first replica that has one. Collective.
 
-    Call it where at least one has been asked. The others need its reason and exit
-    status too: which replica ends the process is a matter of chance.
+    All need its exit status: which replica ends the process is a matter of chance.
     """
     requests = replica.all_gather_object(xla_replica.stop_requested())
     return next(request for request in requests if request is not None)
@@ -94,11 +76,9 @@ def agreed_request(replica: Replica) -> StopRequest:
 def poll_for_stop(
     poll: Callable[[], str | None], seconds: float, run: Callable[[], object | None]
 ) -> None:
-    """Calls ``poll`` every ``seconds`` until it returns a reason to stop.
+    """Calls ``poll`` in a daemon thread until it returns a reason to stop.
 
-    It runs in a daemon thread, so it may take as long as an HTTP request to a metadata
-    server does. An exception in it is logged, and it is called again. Polling ends when
-    ``run``, a weak reference to what it is for, is gone.
+    Polling ends too when ``run``, a weak reference to what it is for, is gone.
     """
     if not callable(poll):
         raise TypeError(f"stop_poll must be a function, got {poll!r}")
