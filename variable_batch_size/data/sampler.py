@@ -32,17 +32,15 @@ class CustomSampler(Sampler[list[int]]):
     minibatches in a step, and none where the step has fewer than there are replicas;
     the optimizer wrapper reads the same plan and keeps them together.
 
-    Which samples a step uses depends on trace, seed and epoch alone, never on the
-    number of replicas. A state is therefore an epoch and a step of it, and can be
-    restored on any number of replicas. It is the state after the last update of the
-    optimizer wrapper, whatever a prefetching loader has handed out since.
+    Which samples a step uses depends on trace, seed and epoch alone. A state is
+    therefore an epoch and a step of it, for any number of replicas. It is the state
+    after the optimizer wrapper's last update, whatever a loader has prefetched since.
 
     Args:
         dataset: Anything with a length; or pass ``dataset_size``.
         trace: The global batch size of every step; see `Trace`.
         seed: Epoch e is shuffled by ``torch.randperm`` seeded with ``seed + e``.
-        num_replicas: Default: that of the replica that the caller runs in.
-        rank: Default: that of the replica that the caller runs in.
+        num_replicas, rank: Default: those of the replica that the caller runs in.
         minibatch_size: Samples in a minibatch, the batch size that the model sees.
         verbose: Log a summary of each epoch at level INFO on rank 0.
         dataset_size: Number of samples, in place of ``dataset``.
@@ -57,8 +55,7 @@ class CustomSampler(Sampler[list[int]]):
 
     Raises:
         TraceError: The trace is bad or does not fit the dataset and minibatch size.
-        ValueError: Another argument is out of range.
-        TypeError: An argument has the wrong type.
+        ValueError, TypeError: Another argument is out of range, or of the wrong type.
     """
 
     def __init__(
@@ -90,9 +87,20 @@ class CustomSampler(Sampler[list[int]]):
         self.seed = check_integer("seed", seed)
         self.num_replicas = check_integer("num_replicas", num_replicas, least=1)
         self.rank = check_integer("rank", rank, 0, self.num_replicas - 1)
-        self.schedule = Schedule(
-            Trace(trace), _num_samples(dataset, dataset_size), minibatch_size, on_end
-        )
+        trace = Trace(trace)
+        if (dataset is None) == (dataset_size is None):
+            raise TypeError("CustomSampler needs either dataset= or dataset_size=")
+        if dataset_size is not None:
+            num_samples = check_integer("dataset_size", dataset_size, least=1)
+        else:
+            try:
+                num_samples = len(dataset)
+            except TypeError as error:
+                raise TypeError(
+                    f"dataset={dataset!r} has no length; pass a dataset with __len__, "
+                    "or dataset_size= for the number of samples"
+                ) from error
+        self.schedule = Schedule(trace, num_samples, minibatch_size, on_end)
         self._order = order
         self._verbose = verbose
         self._committed: Cursor | None = None
@@ -123,9 +131,8 @@ class CustomSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch that the next iteration yields, or what is left of it.
 
-        Raises:
-            TraceExhausted: The trace has ended and ``on_end='error'``.
-            ValueError: A restored run is in a later epoch.
+        Raises TraceExhausted if the trace has ended and ``on_end='error'``, and
+        ValueError if a restored run is in a later epoch.
         """
         self.plan: EpochPlan = self.plan_of(epoch)
         plan, trace = self.plan, self.schedule.trace
@@ -141,11 +148,7 @@ class CustomSampler(Sampler[list[int]]):
             )
 
     def plan_of(self, epoch: int) -> EpochPlan:
-        """Returns the plan of an epoch, which starts where a restored run resumes it.
-
-        Raises:
-            TraceExhausted, ValueError: See `set_epoch`.
-        """
+        """Returns the plan of an epoch from where it resumes; raises as `set_epoch`."""
         plan = self.schedule.plan(epoch, self.num_replicas)
         restored = self._restored
         if restored is None or plan.epoch > restored.epoch:
@@ -158,10 +161,7 @@ class CustomSampler(Sampler[list[int]]):
         return dataclasses.replace(plan, start_step=restored.step)
 
     def commit(self, epoch: int, step: int) -> None:
-        """Notes that the first ``step`` steps of ``epoch`` are done.
-
-        The optimizer wrapper calls this after every update.
-        """
+        """Notes, after every update, that ``step`` steps of ``epoch`` are done."""
         self._committed = Cursor(epoch, step)
         if self._restored is None:
             return
@@ -169,18 +169,15 @@ class CustomSampler(Sampler[list[int]]):
             self._restored = None  # another pass over that epoch is a whole one
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state: integers and strings, which name no number of replicas.
+        """Returns the cursor after the last update, for any number of replicas.
 
-        ``epoch`` and ``step``: the cursor after the last committed update; ``order``: a
-        digest of that epoch's order, if this replica has begun to run it;
+        ``order``: a digest of that epoch's order, if this replica has begun to run it;
         ``fingerprint``: what a run must have in common with this one to resume it.
         """
-        epoch, step = self.cursor
         return {
             "version": VERSION,
-            "epoch": epoch,
-            "step": step,
-            "order": self._order_digests.get(epoch),
+            **self.cursor._asdict(),
+            "order": self._order_digests.get(self.cursor.epoch),
             "fingerprint": self._fingerprint(),
         }
 
@@ -192,11 +189,8 @@ class CustomSampler(Sampler[list[int]]):
         Args:
             state: What `state_dict` returned.
             allow_changes: Accept the state although trace, dataset length, minibatch
-                size or seed have changed. The steps that are done still count as
-                done, whatever samples they used.
-
-        Raises:
-            ValueError: They have changed, or there is no such step.
+                size or seed have changed; the steps that are done still count as done.
+                Default: ValueError, as always where there is no such step.
         """
         cursor = self.check_state(state, allow_changes)
         self._restored = self._committed = cursor
@@ -247,12 +241,6 @@ class CustomSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         plan = self.plan
         order, size = self._epoch_order(plan.epoch), plan.minibatch_size
-        self._check_order(plan, order)
-        for minibatch in plan.minibatches(self.rank):
-            yield order[minibatch * size : (minibatch + 1) * size].tolist()
-
-    def _check_order(self, plan: EpochPlan, order: np.ndarray) -> None:
-        """Raises ValueError if the order of a resumed epoch is not the saved one."""
         digest = hashlib.sha256(np.ascontiguousarray(order, "<i8")).hexdigest()[:16]
         expected = self._order_digests.get(plan.epoch, digest)
         if plan.start_step and digest != expected:
@@ -263,43 +251,25 @@ class CustomSampler(Sampler[list[int]]):
                 "without order=, this version of torch shuffles differently"
             )
         self._order_digests = {plan.epoch: digest}
+        for minibatch in plan.minibatches(self.rank):
+            yield order[minibatch * size : (minibatch + 1) * size].tolist()
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
-        """Returns ``(num_samples,)`` integers: the permutation of this epoch."""
+        """Returns the epoch's permutation: ``(num_samples,)`` integers."""
         num_samples = self.schedule.num_samples
         if self._order is None:
             generator = torch.Generator()
             generator.manual_seed(self.seed + epoch)
             return torch.randperm(num_samples, generator=generator).numpy()
-        provided = self._order(epoch) if callable(self._order) else self._order
-        order = np.asarray(
-            provided
-            if isinstance(provided, (np.ndarray, torch.Tensor))
-            else [*provided]
-        )
-        is_permutation = (
-            order.shape == (num_samples,)
-            and order.dtype.kind in "iu"
-            and bool((np.sort(order) == np.arange(num_samples)).all())
-        )
-        if not is_permutation:
+        order = self._order(epoch) if callable(self._order) else self._order
+        if not isinstance(order, (np.ndarray, torch.Tensor)):
+            order = [*order]
+        order = np.asarray(order)
+        fits = order.shape == (num_samples,) and order.dtype.kind in "iu"
+        if not fits or (np.sort(order) != np.arange(num_samples)).any():
             raise ValueError(
                 f"order= returned an array of shape {order.shape} and dtype "
                 f"{order.dtype} for epoch {epoch}; it must be a permutation of "
                 f"range({num_samples})"
             )
         return order
-
-
-def _num_samples(dataset: Any, dataset_size: int | None) -> int:
-    if (dataset is None) == (dataset_size is None):
-        raise TypeError("CustomSampler needs either dataset= or dataset_size=")
-    if dataset_size is not None:
-        return check_integer("dataset_size", dataset_size, least=1)
-    try:
-        return len(dataset)
-    except TypeError as error:
-        raise TypeError(
-            f"dataset={dataset!r} has no length; pass a dataset with __len__, or "
-            "dataset_size= for the number of samples"
-        ) from error

@@ -2,9 +2,7 @@
 
 Everything elastic is read from one table, the `EpochPlan`: the sampler's indices, the
 divisor of the summed gradients, the batch ratio, and which replicas are idle. This
-module does not use torch.
-
-The rules are those of the earlier implementation:
+module does not use torch. The rules are those of the earlier implementation:
 
 - An epoch holds ``num_samples // minibatch_size`` whole minibatches and takes steps
   from the trace, in order, as long as they fit. The step that does not fit begins the
@@ -25,20 +23,12 @@ import numpy as np
 from variable_batch_size.traces.batch_trace import Trace, TraceError
 from xla_replica.common.arguments import check_choice, check_integer
 
-ON_END = ("stop", "error", "hold", "cycle")
-
 
 class Cursor(NamedTuple):
-    """Where a run is, for the sampler, the optimizer wrapper and `Checkpointer`.
+    """Where a run is, for the sampler, the optimizer wrapper and `Checkpointer`."""
 
-    Attributes:
-        epoch: Number of the epoch, from 0.
-        step: Steps of the epoch that are done, also by the run that this one resumes. A
-            step that was interrupted is run again.
-    """
-
-    epoch: int
-    step: int
+    epoch: int  # from 0
+    step: int  # how many are done; one that was interrupted is run again
 
 
 class TraceExhausted(TraceError):
@@ -47,26 +37,15 @@ class TraceExhausted(TraceError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EpochPlan:
-    """The steps of one epoch, and which replica runs which of their minibatches.
+    """The steps of one epoch, and which replica runs which of their minibatches."""
 
-    Attributes:
-        epoch: Number of the epoch, from 0.
-        first_step: Number of its first step since the beginning of training.
-        num_samples: Length of the epoch order.
-        minibatch_size: Samples in a minibatch.
-        num_replicas: Replicas that share the steps.
-        num_minibatches: ``(num_steps,)`` int64, minibatches of every step.
-        start_step: Steps of the epoch that are done already, because the run was
-            resumed within it.
-    """
-
-    epoch: int
-    first_step: int
-    num_samples: int
-    minibatch_size: int
-    num_replicas: int
-    num_minibatches: np.ndarray
-    start_step: int = 0
+    epoch: int  # from 0
+    first_step: int  # its number since the beginning of training
+    num_samples: int  # the length of the epoch's order
+    minibatch_size: int  # in samples
+    num_replicas: int  # how many share the steps
+    num_minibatches: np.ndarray  # (num_steps,) int64: of every step
+    start_step: int = 0  # how many steps are done, where a run was resumed within it
 
     @functools.cached_property
     def starts(self) -> np.ndarray:
@@ -100,8 +79,8 @@ class EpochPlan:
     def minibatches(self, rank: int) -> np.ndarray:
         """Returns the minibatches that replica ``rank`` runs from `start_step` on.
 
-        ``(num_minibatches,)`` int64: numbers of minibatches in the order; minibatch n
-        is the samples from ``n * minibatch_size`` on.
+        ``(num_minibatches,)`` int64: number n begins at ``n * minibatch_size`` in the
+        order of samples.
 
         >>> plan = EpochPlan(0, 0, 256, 32, 2, np.array([2, 3]))
         >>> plan.minibatches(0).tolist(), plan.minibatches(1).tolist()
@@ -116,9 +95,7 @@ class EpochPlan:
 
 
 class Schedule:
-    """Cuts a trace into epochs over a dataset.
-
-    The trace costs one prefix sum, and each epoch a binary search.
+    """Cuts a trace into epochs over a dataset, each found by a binary search.
 
     Args:
         trace: Global batch size of every step.
@@ -133,10 +110,8 @@ class Schedule:
         capacity: Minibatches in an epoch.
 
     Raises:
-        TraceError: A batch size is not a multiple of ``minibatch_size``, or exceeds
-            the epoch.
-        ValueError: Another argument is out of range.
-        TypeError: ``minibatch_size`` is not an integer.
+        TraceError: A batch size does not divide by ``minibatch_size``, or is too large.
+        ValueError, TypeError: Another argument is out of range, or not an integer.
     """
 
     def __init__(
@@ -148,33 +123,30 @@ class Schedule:
                 f"the dataset has {num_samples} samples, fewer than one minibatch of "
                 f"minibatch_size={minibatch_size}"
             )
-        check_choice("on_end", on_end, ON_END)
+        check_choice("on_end", on_end, ("stop", "error", "hold", "cycle"))
         self.trace = trace
         self.num_samples = int(num_samples)
         self.capacity = self.num_samples // self.minibatch_size
         self.on_end = "hold" if trace.endless else on_end
-        self._check_batch_sizes()
-        self._num_minibatches = trace.batch_sizes // self.minibatch_size
-        self._prefix = np.concatenate([[0], np.cumsum(self._num_minibatches)])
-        self._first_steps = [0]  # of epochs found so far, and of the next one
-
-    def _check_batch_sizes(self) -> None:
-        sizes, unit = self.trace.batch_sizes, self.minibatch_size
+        sizes, unit = trace.batch_sizes, self.minibatch_size
         if (sizes % unit).any():
             row = int(np.argmax(sizes % unit != 0))
             below = int(sizes[row]) // unit * unit
             nearest = f"{below} or {below + unit}" if below else f"{unit}"
             raise TraceError(
-                f"{self.trace.place(row)}: batch size {sizes[row]} is not a multiple "
-                f"of minibatch_size={unit}; nearest is {nearest}"
+                f"{trace.place(row)}: batch size {sizes[row]} is not a multiple of "
+                f"minibatch_size={unit}; nearest is {nearest}"
             )
         if sizes.max() > self.capacity * unit:
             row = int(np.argmax(sizes > self.capacity * unit))
             raise TraceError(
-                f"{self.trace.place(row)}: batch size {sizes[row]} exceeds epoch "
-                f"capacity: {self.num_samples} samples hold {self.capacity} "
-                f"minibatches of {unit}, {self.capacity * unit} samples"
+                f"{trace.place(row)}: batch size {sizes[row]} exceeds epoch capacity: "
+                f"{num_samples} samples hold {self.capacity} minibatches of {unit}, "
+                f"{self.capacity * unit} samples"
             )
+        self._num_minibatches = sizes // unit
+        self._prefix = np.concatenate([[0], np.cumsum(self._num_minibatches)])
+        self._first_steps = [0]  # of epochs found so far, and of the next one
 
     @property
     def num_epochs(self) -> float:
@@ -188,9 +160,8 @@ class Schedule:
     def plan(self, epoch: int, num_replicas: int) -> EpochPlan:
         """Returns the plan of one epoch, which may be empty; see ``on_end``.
 
-        Raises:
-            TraceExhausted: The trace has ended before, under ``on_end='error'``.
-            ValueError, TypeError: ``epoch`` is negative, or not an integer.
+        Raises TraceExhausted if the trace has ended before and ``on_end='error'``, and
+        ValueError or TypeError if ``epoch`` is negative or not an integer.
         """
         steps = self.steps(epoch)
         rows = np.arange(steps.start, steps.stop)
@@ -208,39 +179,31 @@ class Schedule:
 
     def steps(self, epoch: int) -> range:
         """Returns the steps of an epoch, numbered since training began; see `plan`."""
-        epoch = check_integer("epoch", epoch, least=0)
-        endless = self.on_end in ("hold", "cycle")
-        while len(self._first_steps) <= epoch + 1:
-            if not endless and self._first_steps[-1] >= len(self.trace):
-                break
+        epoch, found = check_integer("epoch", epoch, least=0), self._first_steps
+        end = math.inf if self.on_end in ("hold", "cycle") else len(self.trace)
+        while len(found) <= epoch + 1 and found[-1] < end:
             self._find_next_epoch()
-        if epoch + 1 < len(self._first_steps):
-            return range(self._first_steps[epoch], self._first_steps[epoch + 1])
+        if epoch + 1 < len(found):
+            return range(found[epoch], found[epoch + 1])
         if self.on_end == "error":
             raise TraceExhausted(
                 f"epoch {epoch} begins after the last of the {len(self.trace)} steps "
                 f"of {self.trace.name}, which fill {self.num_epochs} epochs; lengthen "
                 "the trace, train fewer epochs, or choose on_end='hold' or 'cycle'"
             )
-        return range(self._first_steps[-1], self._first_steps[-1])
+        return range(found[-1], found[-1])
 
     def _find_next_epoch(self) -> None:
         """Appends the first step that does not fit into the epoch under way."""
         first, length = self._first_steps[-1], len(self.trace)
-        total = int(self._prefix[-1])
+        total, last = int(self._prefix[-1]), int(self._num_minibatches[-1])
+        rounds, row = divmod(first, length) if self.on_end == "cycle" else (0, first)
+        held = max(row - length, 0)  # steps after the trace, of its last batch size
+        goal = int(self._prefix[row - held]) + held * last + self.capacity
         if self.on_end == "cycle":
-            rounds, row = divmod(first, length)
-            goal = rounds * total + int(self._prefix[row]) + self.capacity
-            rounds, rest = divmod(goal, total)
-            self._first_steps.append(rounds * length + self._last_row_within(rest))
-            return
-        last = int(self._num_minibatches[-1])
-        done = int(self._prefix[min(first, length)]) + max(first - length, 0) * last
-        goal = done + self.capacity
+            rounds, goal = divmod(rounds * total + goal, total)
         if self.on_end == "hold" and goal >= total:
             self._first_steps.append(length + (goal - total) // last)
         else:
-            self._first_steps.append(self._last_row_within(goal))
-
-    def _last_row_within(self, goal: int) -> int:
-        return int(np.searchsorted(self._prefix, goal, side="right")) - 1
+            row = int(np.searchsorted(self._prefix, goal, side="right")) - 1
+            self._first_steps.append(rounds * length + row)

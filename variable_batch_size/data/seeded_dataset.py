@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import operator
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,17 +20,16 @@ class SeededDataset(Dataset):
     """A dataset whose random numbers are seeded from (seed, epoch, sample).
 
     What ``dataset[i]`` draws from torch's CPU generator, Python's ``random`` and
-    NumPy's global generator is then the same in every replica and loader worker. The
-    states of these generators are restored afterwards. Generators that the dataset
-    owns are not seeded. Emulated replicas that load in their own threads take turns.
+    NumPy's global generator is then the same in every replica and loader worker. Their
+    states are restored afterwards. Generators that the dataset owns are not seeded.
+    Emulated replicas that load in their own threads take turns.
 
     Args:
-        dataset: A map-style dataset; its attributes are reached through ``.dataset``.
+        dataset: A map-style dataset with a length; ``.dataset`` has its attributes.
         seed: Any integer, equal on every replica.
 
     Raises:
-        TypeError: ``dataset`` is iterable-style or has no length, or ``seed`` is not an
-            integer.
+        TypeError: ``dataset`` is not map-style, or ``seed`` is not an integer.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -62,8 +60,19 @@ class SeededDataset(Dataset):
         sample = operator.index(index)
         if sample < 0:  # another index of the same sample
             sample += len(self)
-        with _drawn_from(self.seed, self.epoch, sample):
-            return self.dataset[index]
+        # A hash, not a sum: seed + 1 must not be the next sample or epoch.
+        name = f"{self.seed} {self.epoch} {sample}".encode()
+        digest = hashlib.blake2b(name, digest_size=40).digest()
+        with xla_replica.seeded(int.from_bytes(digest[:8], "little")):  # also a lock
+            python_state, numpy_state = random.getstate(), np.random.get_state()
+            try:
+                random.seed(digest[8:24])
+                words = np.frombuffer(digest[24:], dtype="<u4").astype(np.uint32)
+                np.random.seed(words)
+                return self.dataset[index]
+            finally:
+                random.setstate(python_state)
+                np.random.set_state(numpy_state)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Returns the samples one by one: a batch has no seed."""
@@ -73,20 +82,3 @@ class SeededDataset(Dataset):
         self.__dict__.update(state)
         if not self._epoch.is_shared():  # it was not sent by torch.multiprocessing
             self._epoch.share_memory_()
-
-
-@contextlib.contextmanager
-def _drawn_from(seed: int, epoch: int, sample: int) -> Iterator[None]:
-    """Seeds the three global generators for one sample, then restores their states."""
-    # A hash, not a sum: seed + 1 must not be the next sample or epoch.
-    name = f"{seed} {epoch} {sample}".encode()
-    digest = hashlib.blake2b(name, digest_size=40).digest()
-    with xla_replica.seeded(int.from_bytes(digest[:8], "little")):  # also a lock
-        python_state, numpy_state = random.getstate(), np.random.get_state()
-        try:
-            random.seed(digest[8:24])
-            np.random.seed(np.frombuffer(digest[24:], dtype="<u4").astype(np.uint32))
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
