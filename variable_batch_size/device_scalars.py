@@ -1,8 +1,4 @@
-"""Numbers that change from step to step, as tensors on the device.
-
-`DeviceScalars` uploads them, `TensorScalars` lets torch's optimizers compute with them,
-`as_floats` reads them back.
-"""
+"""Numbers that change from step to step, as tensors on the device."""
 
 from __future__ import annotations
 
@@ -42,24 +38,21 @@ class DeviceScalars:
             if len(self._kept) >= self._capacity:
                 del self._kept[next(iter(self._kept))]
             if isinstance(value, tuple):
-                tensor = self._replica.send(torch.tensor(value, dtype=dtype))
+                self._kept[key] = self._replica.send(torch.tensor(value, dtype=dtype))
             else:
-                tensor = self._replica.scalar(value, dtype)
-            self._kept[key] = tensor
+                self._kept[key] = self._replica.scalar(value, dtype)
         return self._kept[key]
 
 
 def dtype_for(parameters: Iterable[Tensor]) -> torch.dtype:
     """Returns what dtype numbers need: float64 if a parameter has it, else float32."""
-    wide = any(parameter.dtype == torch.float64 for parameter in parameters)
-    return torch.float64 if wide else torch.float32
+    dtypes = {parameter.dtype for parameter in parameters}
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def operand_for(tensor: Tensor, number: Tensor) -> Tensor:
-    """Returns ``number``, of shape ``(1,)``, as an operand that fits ``tensor``.
-
-    It keeps its dimension where it can, and so its precision beside a narrower dtype.
-    """
+    """Returns ``number``, of shape ``(1,)``, as an operand that fits ``tensor``."""
+    # With a dimension it keeps its precision beside a narrower dtype.
     return number if tensor.dim() else number.reshape(())
 
 
@@ -87,12 +80,9 @@ class TensorScalars(TorchFunctionMode):
     """A mode in which any torch optimizer takes its learning rate as a tensor.
 
     Calls with a tensor as ``alpha=`` or ``value=`` become the equal ones with a tensor
-    operand. So does a division by a number: Adam's bias corrections change at every
-    step and become exactly one in the end, which would be another program.
-
-    Args:
-        upload: From a number and a dtype to a tensor of shape ``(1,)`` on the device;
-            divisors go through it. Default: they stay numbers.
+    operand. With ``upload``, from a number and a dtype to a ``(1,)`` tensor, so does a
+    division by a number: Adam's bias corrections change at every step and become
+    exactly one in the end, which would be another program.
 
     >>> with TensorScalars():
     ...     torch.ones(2).add_(torch.ones(2), alpha=torch.tensor(0.5))
@@ -133,8 +123,7 @@ class TensorScalars(TorchFunctionMode):
 
     def _divisor(self, tensor: Tensor, number: float) -> Tensor:
         dtype = dtype_for([tensor])
-        # By use, too: two uses that are equal now and then must not share a tensor.
-        key = (number, dtype, tensor.dim() == 0)
+        key = (number, dtype, tensor.dim() == 0)  # by use, too: see `DeviceScalars`
         if key not in self._divisors:
             self._divisors[key] = self._upload(number, dtype)
         return operand_for(tensor, self._divisors[key])

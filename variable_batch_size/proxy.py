@@ -23,12 +23,8 @@ def _of_inner(name: str) -> property:
 class OptimizerProxy(Optimizer):
     """Shares groups, state and hooks with ``inner``, so torch's schedulers take it.
 
-    They are properties, not copies, because loading a state replaces the inner
-    optimizer's groups. Step hooks run around the inner optimizer's step, so once an
-    update.
-
-    Args:
-        inner: The optimizer to wrap.
+    They are properties, not copies, because loading a state replaces the groups. Step
+    hooks run around the inner optimizer's step, so once an update.
     """
 
     param_groups = _of_inner("param_groups")

@@ -88,15 +88,12 @@ class AdaScaleOptimizer(ElasticOptimizer):
 
     The gain says how many steps at ``ref_batchsize`` a step is worth, between 1 and
     B / ref_batchsize. It is measured from the gradients that the step sees anyway, and
-    stays on the device. Measure training length and schedules in `progress`, the sum of
-    the gains, instead of steps.
-
-    `gain`, `current_lr`, `progress`, `noise_scale` and `efficiency` read the device.
+    stays on the device; the methods read it. Measure training length and schedules in
+    `progress`, the sum of the gains, instead of steps.
 
     Args:
         optimizer: A ``torch.optim.SGD``; Adam and its kin get a warning.
-        log_steps: Third here, not fourth as elsewhere: as users of the earlier
-            implementation write it.
+        log_steps: Third here, not fourth, as in the earlier implementation.
         time_constant, single_minibatch, per_group, causal, compat: See `NoiseOptions`.
         sampler, ref_batchsize, options: See `ElasticOptimizer`.
     """
@@ -117,17 +114,15 @@ class AdaScaleOptimizer(ElasticOptimizer):
         compat: str | None = None,
         **options: Any,
     ) -> None:
-        noise = NoiseOptions(time_constant, single_minibatch, per_group, causal, compat)
-        options["noise"] = noise
+        options["noise"] = NoiseOptions(
+            time_constant, single_minibatch, per_group, causal, compat
+        )
         super().__init__(
             optimizer, sampler, "adascale", ref_batchsize, log_steps, **options
         )
 
     def current_lr(self) -> tuple[float, ...]:  # type: ignore[override]
-        """Returns the learning rate of each group in the step under way.
-
-        At the end of an epoch: that of its last update.
-        """
+        """Returns each group's learning rate in this step, or an epoch's last one."""
         return self._current_lrs()
 
     def gain(self, batch_size: float | None = None) -> float:

@@ -7,8 +7,7 @@ A trace file is CSV with a column ``batchsize`` and, usually, ``step``::
     1,2048
 
 Spaces, a byte order mark, CRLF, blank lines, extra columns and their order do not
-matter. A batch size that is not a positive integer raises a `TraceError` that names
-file, line, column and value.
+matter. A `TraceError` names file, line, column and value.
 """
 
 from __future__ import annotations
@@ -23,14 +22,8 @@ from typing import Any, TextIO, TypeAlias
 import numpy as np
 import pandas as pd
 
-from variable_batch_size.traces.trace_csv import (
-    COLUMN,
-    STEP_COLUMN,
-    TraceError,
-    integer_in,
-    named_columns,
-    read_cells,
-)
+from variable_batch_size.traces import trace_csv
+from variable_batch_size.traces.trace_csv import COLUMN, STEP_COLUMN, TraceError
 from xla_replica.common.arguments import is_integer
 
 
@@ -59,9 +52,9 @@ class Trace:
         name: What errors call the source.
 
     Raises:
-        TraceError: A batch size is not a positive integer, there are none, or there is
-            no ``batchsize`` column.
-        TypeError: ``source`` is of another type; a bool is not an integer here.
+        TraceError: A batch size is not a positive integer, or there are none, or there
+            is no ``batchsize`` column.
+        TypeError: ``source`` is of another type, such as a bool.
         FileNotFoundError: The file does not exist.
 
     >>> Trace([64, 96, 96]).batch_sizes.tolist()
@@ -71,8 +64,8 @@ class Trace:
     def __init__(self, source: TraceSource, *, strict_steps: bool = False) -> None:
         if isinstance(source, Trace):
             vars(self).update(vars(source))
-            if strict_steps:
-                self._report_steps(strict_steps)
+            if strict_steps and self._step_problem is not None:
+                raise TraceError(self._step_problem)
             return
         self.endless = is_integer(source)
         self._lines: np.ndarray | None = None
@@ -81,10 +74,10 @@ class Trace:
         if is_path or hasattr(source, "read"):
             name = os.fspath(source) if is_path else getattr(source, "name", "trace")
             self.name = str(name)
-            table, self._lines = read_cells(source, self.name)
+            table, self._lines = trace_csv.read_cells(source, self.name)
         elif isinstance(source, pd.DataFrame):
             self.name = "the DataFrame"
-            table = named_columns(source, source.columns, self.name)
+            table = trace_csv.named_columns(source, source.columns, self.name)
         elif self.endless:
             self.name, source = "the constant trace", [source]
         elif isinstance(source, (Sequence, np.ndarray, pd.Series)) and not isinstance(
@@ -101,8 +94,9 @@ class Trace:
         if len(self.batch_sizes) == 0:
             raise TraceError(f"{self.name}: no steps; a trace needs at least one row")
         self.batch_sizes.setflags(write=False)
-        self._step_problem = self._problem_of(table)
-        self._report_steps(strict_steps)
+        self._step_problem: str | None = None
+        if table is not None and STEP_COLUMN in table:
+            self._check_steps(table[STEP_COLUMN], strict_steps)
 
     def __len__(self) -> int:
         return len(self.batch_sizes)
@@ -129,9 +123,7 @@ class Trace:
 
     def _checked(self, values: Any) -> np.ndarray:
         """Returns ``values`` as int64; raises TraceError for the first bad one."""
-        if isinstance(values, range):
-            array = np.arange(values.start, values.stop, values.step)
-        elif isinstance(values, (np.ndarray, pd.Series)):
+        if isinstance(values, (np.ndarray, pd.Series, range)):
             array = np.asarray(values)
         else:
             array = np.asarray(values, dtype=object)  # keeps a bool what it is
@@ -156,7 +148,7 @@ class Trace:
         try:
             if isinstance(value, str) and self._lines is None:  # not from a file
                 raise ValueError(f"{value!r} is not an integer")
-            size = integer_in(value)
+            size = trace_csv.integer_in(value)
         except ValueError as error:
             raise TraceError(
                 f"{where}: {error}; allowed are integers > 0, the number of samples in "
@@ -170,29 +162,21 @@ class Trace:
             raise TraceError(f"{where}: {value!r} is too large")
         return size
 
-    def _problem_of(self, table: pd.DataFrame | None) -> str | None:
-        """Returns what is wrong with the ``step`` column, if anything is."""
-        if table is None or STEP_COLUMN not in table:
-            return None
-        column = pd.to_numeric(table[STEP_COLUMN], errors="coerce")
-        steps = column.to_numpy(dtype=np.float64, na_value=np.nan)
+    def _check_steps(self, column: pd.Series, strict: bool) -> None:
+        """Warns or raises TraceError where the steps do not count up by one."""
+        numbers = pd.to_numeric(column, errors="coerce")
+        steps = numbers.to_numpy(dtype=np.float64, na_value=np.nan)
         bad = np.diff(steps) != 1  # NaN, a cell that is not a number, is bad too
-        if not bad.any():
-            return None
-        row = int(np.argmax(bad)) + 1
-        return (
-            f"{self.place(row)}, {STEP_COLUMN}: {_short(steps[row])} follows "
-            f"{_short(steps[row - 1])}; steps should count up by one. Rows are used in "
-            "the order of the file"
-        )
-
-    def _report_steps(self, strict: bool) -> None:
-        if self._step_problem is None:
-            return
-        if strict:
-            raise TraceError(self._step_problem)
-        warnings.warn(self._step_problem, TraceWarning, stacklevel=3)
-
-
-def _short(step: float) -> str:
-    return str(int(step)) if np.isfinite(step) else "a cell that is not a number"
+        if bad.any():
+            row = int(np.argmax(bad)) + 1
+            before, after = (
+                str(int(step)) if np.isfinite(step) else "a cell that is not a number"
+                for step in steps[row - 1 : row + 1]
+            )
+            self._step_problem = (
+                f"{self.place(row)}, {STEP_COLUMN}: {after} follows {before}; steps "
+                "should count up by one. Rows are used in the order of the file"
+            )
+            if strict:
+                raise TraceError(self._step_problem)
+            warnings.warn(self._step_problem, TraceWarning, stacklevel=3)

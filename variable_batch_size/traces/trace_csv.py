@@ -32,13 +32,15 @@ def read_cells(
 
     The columns are ``batchsize``, as integers if all of its cells are, else as texts;
     and ``step``, as texts, if there is one. Lines are physical ones and count from 1.
-    ``name`` is what errors call the file.
-
-    Raises:
-        TraceError: The text is empty, is not UTF-8, has no ``batchsize`` column, or
-            has a row with more cells than the header.
     """
-    text = _text_of(source, name)
+    is_path = isinstance(source, (str, os.PathLike))
+    try:
+        text = Path(source).read_bytes() if is_path else source.read()
+        if isinstance(text, bytes):
+            text = text.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{name}: not UTF-8 text ({error})") from error
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     body = text.lstrip()
     first_line = 1 + text[: len(text) - len(body)].count("\n")
     if not body:
@@ -46,7 +48,7 @@ def read_cells(
     try:
         rows = _rows(body)
     except pd.errors.ParserError as error:
-        raise TraceError(f"{name}{_explained(error, body, first_line)}") from error
+        raise TraceError(name + _explained(error, body, first_line)) from error
     cells = named_columns(rows, rows.iloc[0], name)
     lines = first_line + np.arange(len(rows))
     if '"' in body:  # a quoted cell may hold several lines
@@ -64,10 +66,7 @@ def read_cells(
 def named_columns(
     table: pd.DataFrame, header: Iterable[Any], name: str
 ) -> pd.DataFrame:
-    """Returns the columns ``batchsize`` and, if there is one, ``step`` of a table.
-
-    Raises TraceError unless there is exactly one column ``batchsize``.
-    """
+    """Returns the column ``batchsize`` and, if there is one, ``step`` of a table."""
     columns = [str(cell).strip() for cell in header]
     if columns.count(COLUMN) != 1:
         hint = ""
@@ -98,21 +97,6 @@ def integer_in(value: Any) -> int:
     if isinstance(number, (float, np.floating)) and float(number).is_integer():
         return int(number)
     raise ValueError(f"{value!r} is not an integer")
-
-
-def _text_of(source: str | os.PathLike[str] | IO[Any], name: str) -> str:
-    """Returns the text of a file, with lines that end in newlines."""
-    try:
-        if isinstance(source, (str, os.PathLike)):
-            text = Path(source).read_bytes()
-        else:
-            text = source.read()
-        if isinstance(text, bytes):
-            text = text.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise TraceError(f"{name}: not UTF-8 text ({error})") from error
-    text = text.removeprefix("\ufeff")
-    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _rows(body: str, limit: int | None = None) -> pd.DataFrame:
