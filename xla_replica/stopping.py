@@ -26,7 +26,6 @@ LISTENED = (signal.SIGTERM, signal.SIGINT)
 # are copies of one.
 DUPLICATE_SECONDS = 1.0
 
-
 _Installed = dict[int, tuple[Any, Any]]  # each handler, and the one it replaced
 
 
@@ -118,8 +117,8 @@ def catch_signals(signals: Sequence[int | str] = ("SIGTERM", "SIGINT")) -> None:
     numbers = frozenset(_number(name) for name in signals)
     with _process.lock:
         unheard = numbers - _process.listened
-        if unheard and not _in_main_thread():
-            names = ", ".join(sorted(_name(number) for number in unheard))
+        if unheard and threading.current_thread() is not threading.main_thread():
+            names = ", ".join(sorted(signal.Signals(n).name for n in unheard))
             raise RuntimeError(
                 f"catch_signals: nothing in this process listens for {names}, and only "
                 "its main thread could begin to. Replicas that are threads can catch "
@@ -165,9 +164,9 @@ def listening() -> Iterator[None]:
 def listening_for_parent(folder: str) -> Iterator[None]:
     """Surrounds a run in a process that exists only for its replicas.
 
-    The handlers are never removed: a late copy of a signal must not end a process that
-    is about to exit, because that would be a failure. ``folder`` is the one of the
-    parent's `forwarding`.
+    The handlers stay: a late copy of a signal must not end a process that is about to
+    exit, because that would be a failure. ``folder`` is that of the parent's
+    `forwarding`.
     """
     _listen_for_good(folder)
     try:
@@ -234,11 +233,10 @@ def forwarding(folder: str) -> Iterator[None]:
 def leave_signals_to_parent(worker_id: int = 0) -> None:
     """Moves a loader's worker into a process group of its own: ``worker_init_fn=``.
 
-    torchrun and a terminal signal the whole process group, and torch's workers die of
-    SIGTERM, which ends the training that has just been asked to save. In a separate
-    group the worker still ends with its parent. Workers that are forked, which is
-    torch's default on Linux before Python 3.14, do so without this where signals are
-    caught.
+    torchrun and a terminal signal the whole group, and torch's workers die of SIGTERM,
+    which ends the training that has just been asked to save. The worker still ends with
+    its parent. Workers that are forked, torch's default on Linux before Python 3.14, do
+    so without this where signals are caught.
     """
     del worker_id
     with contextlib.suppress(OSError):  # it leads a group already
@@ -266,7 +264,8 @@ def _on_signal(number: int) -> bool:
         return False
     _process.received |= {number}
     if _process.request is None:
-        _process.request = StopRequest(f"received {_name(number)}", 128 + number)
+        name = signal.Signals(number).name
+        _process.request = StopRequest(f"received {name}", 128 + number)
     return True
 
 
@@ -276,11 +275,11 @@ def _install(numbers: Iterable[int], caught: Callable[[int], bool]) -> _Installe
     A handler written in C (Python sees None) could not be restored, and is left.
     """
     installed: _Installed = {}
-    if _in_main_thread():
+    if threading.current_thread() is threading.main_thread():
         for number in numbers:
             before = signal.getsignal(number)
             if before is not None:
-                handler = _handler(number, caught)
+                handler = _handler(before, caught)
                 installed[number] = handler, before
                 signal.signal(number, handler)
     return installed
@@ -292,9 +291,8 @@ def _restore(installed: _Installed) -> None:
             signal.signal(number, before)
 
 
-def _handler(number: int, caught: Callable[[int], bool]) -> Callable[[int, Any], None]:
-    """Returns a handler that acts as the present one where ``caught`` returns False."""
-    before = signal.getsignal(number)
+def _handler(before: Any, caught: Callable[[int], bool]) -> Callable[[int, Any], None]:
+    """Returns a handler that acts as ``before`` did where ``caught`` returns False."""
 
     def handler(number: int, frame: Any) -> None:
         if caught(number):
@@ -311,10 +309,10 @@ def _handler(number: int, caught: Callable[[int], bool]) -> Callable[[int, Any],
 
 def _number(name: int | str) -> int:
     try:
-        if not isinstance(name, str):
-            number = signal.Signals(check_integer("a signal's number", name))
-        else:
+        if isinstance(name, str):
             number = signal.Signals[name]
+        else:
+            number = signal.Signals(check_integer("a signal's number", name))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"catch_signals: {name!r} is not a signal here; allowed are names such as "
@@ -325,13 +323,5 @@ def _number(name: int | str) -> int:
     return int(number)
 
 
-def _name(number: int) -> str:
-    return signal.Signals(number).name
-
-
 def _armed_file(folder: str, number: int) -> Path:
     return Path(folder, f"{os.getpid()}.{number}.armed")
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()

@@ -101,22 +101,14 @@ class Emulator:
         rank = self._xr.global_ordinal()
         self._rendezvous.enter(rank)
         self._alive.append(torch.zeros(1).to(self._torch_xla.device()))  # cure 5
-        with _FetchGuard(self, rank):
+        # Not the raw step marker: only sync resets the chain of all-reduce tokens,
+        # without which every call would be a new graph.
+        with _FetchGuard(lambda: bool(self._pending[rank]), self._torch_xla.sync):
             yield rank
             self._torch_xla.sync()
         self._report(rank, "returned")
         self._rendezvous.leave(rank)
         self._rendezvous.wait_for_all_to_leave()
-
-    def has_pending(self, rank: int) -> bool:
-        """Returns whether replica ``rank`` has traced a collective that has not run."""
-        return bool(self._pending[rank])
-
-    def run_pending(self) -> None:
-        """Runs what the calling replica has pending."""
-        # Not the raw step marker: only sync resets the chain of all-reduce tokens,
-        # without which every call would be a new graph.
-        self._torch_xla.sync()
 
     def _announced(self, name: str, traced: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a collective of xla_model that also notes itself as pending."""
@@ -212,18 +204,17 @@ class _FetchGuard(TorchFunctionMode):
     threads of autograd call: a hook that sums must not fetch.
     """
 
-    def __init__(self, emulator: Emulator, rank: int) -> None:
+    def __init__(self, is_pending: Callable[[], bool], sync: Callable[[], Any]) -> None:
         super().__init__()
-        self._emulator = emulator
-        self._rank = rank
+        self._is_pending, self._sync = is_pending, sync
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         del types
         kwargs = kwargs or {}
         if (func in _FETCHES or func in _MAY_FETCH) and (
-            self._emulator.has_pending(self._rank) and _fetches(func, args, kwargs)
+            self._is_pending() and _fetches(func, args, kwargs)
         ):
-            self._emulator.run_pending()
+            self._sync()
         return func(*args, **kwargs)
 
 

@@ -9,6 +9,7 @@ run, none is let through until all have come, and every way of failing becomes a
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 import threading
 import traceback
@@ -66,11 +67,7 @@ class Rendezvous:
             self._changed.notify_all()
 
     def wait_for_all_to_leave(self) -> None:
-        """Blocks until every replica has returned.
-
-        Raises:
-            ReplicaError: For ``timeout`` seconds no further replica has returned.
-        """
+        """Blocks until all have returned; raises if none does for ``timeout``."""
         with self._changed:
             while (num_returned := len(self._returned)) < self.num_replicas:
                 if not self._changed.wait_for(
@@ -80,12 +77,7 @@ class Rendezvous:
                     raise self._late(self._returned, "the end of its run")
 
     def meet(self, rank: int, collectives: Sequence[Collective]) -> Round:
-        """Blocks until every replica has come with the same collectives.
-
-        Raises:
-            ReplicaError: A replica brought other collectives, has returned, or did
-                not come within ``timeout`` seconds.
-        """
+        """Blocks until every replica has come, and raises unless they agree."""
         with self._changed:
             here = self._round
             here.arrived[rank] = tuple(collectives)
@@ -132,34 +124,28 @@ class Rendezvous:
         )
 
 
-def _disagreement(
-    arrived: dict[int, tuple[Collective, ...]],
-) -> ReplicaError | None:
+def _disagreement(arrived: dict[int, tuple[Collective, ...]]) -> ReplicaError | None:
     """Returns the error if the replicas are about to run different collectives."""
-    longest = max(len(collectives) for collectives in arrived.values())
-    for index in range(longest):
+    by_rank = [arrived[rank] for rank in range(len(arrived))]
+    for number, brought in enumerate(itertools.zip_longest(*by_rank), start=1):
         ranks_by_call: dict[str, list[int]] = {}
-        for rank, collectives in sorted(arrived.items()):
-            call = collectives[index].call if index < len(collectives) else "nothing"
+        for rank, collective in enumerate(brought):
+            call = collective.call if collective else "nothing"
             ranks_by_call.setdefault(call, []).append(rank)
         if len(ranks_by_call) == 1:
             continue
         # The smallest group comes first: it is most likely the one at fault.
         groups = sorted(ranks_by_call.values(), key=len)
         parties = "; ".join(
-            f"{_name(ranks)}: {_at(arrived[ranks[0]], index)}" for ranks in groups
+            f"{_name(ranks)}: {brought[ranks[0]] or 'nothing'}" for ranks in groups
         )
         return ReplicaError(
-            f"replicas disagree about collective {index + 1} of the graph they are "
+            f"replicas disagree about collective {number} of the graph they are "
             f"about to run: {parties}. Every replica must run the same collectives on "
             "tensors of the same shapes and dtypes in the same order",
             groups[0][0],
         )
     return None
-
-
-def _at(collectives: tuple[Collective, ...], index: int) -> str:
-    return str(collectives[index]) if index < len(collectives) else "nothing"
 
 
 def _first(here: Round) -> str:

@@ -79,9 +79,7 @@ def _run_child(
     surroundings: _Surroundings, main: Callable[..., None], folder: str, *own: Any
 ) -> None:
     surroundings.enter()
-    threading.Thread(
-        target=_end_with_parent, name="end-with-parent", daemon=True
-    ).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     main(folder, *own)
 
 

@@ -22,15 +22,7 @@ from xla_replica.backends.distributed import DistributedReplica, process_group
 from xla_replica.backends.registry import Job, bound, register_backend
 from xla_replica.backends.replica import LocalReplica
 from xla_replica.errors import ReplicaError
-from xla_replica.starting.child_process import cause_of_death, run_in_children
-from xla_replica.starting.exit_results import (
-    dump,
-    dump_task,
-    run_to_end,
-    values,
-    write_failure,
-    write_result,
-)
+from xla_replica.starting import child_process, exit_results
 from xla_replica.stopping import listening, listening_for_parent
 
 GROUPS = {"cuda": "nccl", "cpu": "gloo"}
@@ -49,12 +41,12 @@ def _launch(device: str, job: Job) -> list[Any]:
     if num_replicas == 1:
         with listening(), bound(LocalReplica(device, reason="launched alone")):
             return [job.fn(0, *job.args)]
-    task = dump_task(job.fn, job.args)
+    task = exit_results.dump_task(job.fn, job.args)
     arguments = {
         f"replica-{rank}": (rank, task, num_replicas, device, job.timeout)
         for rank in range(num_replicas)
     }
-    return run_in_children(_child_main, arguments, _watch, num_replicas)
+    return child_process.run_in_children(_child_main, arguments, _watch, num_replicas)
 
 
 def _watch(processes: Sequence[BaseProcess], folder: str) -> ReplicaError | None:
@@ -67,7 +59,7 @@ def _watch(processes: Sequence[BaseProcess], folder: str) -> ReplicaError | None
             process.join()
             if process.exitcode != 0:
                 rank = processes.index(process)
-                cause = cause_of_death(process.exitcode)
+                cause = child_process.cause_of_death(process.exitcode)
                 return ReplicaError(f"replica {rank} died ({cause})", rank)
     return None
 
@@ -90,10 +82,10 @@ def _child_main(
         )
         with listening_for_parent(folder):
             result = _run_in_group(fn, args, device, "a process")
-            write_result(folder, rank, dump(result))
+            exit_results.write_result(folder, rank, exit_results.dump(result))
             _wait_for_peers(rank, timeout)
     except BaseException as error:  # a replica that exits has failed its peers too
-        write_failure(folder, rank, error)
+        exit_results.write_failure(folder, rank, error)
         sys.exit(1)
     torch.distributed.destroy_process_group()
 
@@ -146,8 +138,7 @@ def _run_here(job: Job, device: str) -> Any:
             result = _run_in_group(job.fn, job.args, device, "a process of this job")
             if joins:
                 _wait_for_peers(torch.distributed.get_rank(), job.timeout)
-        [value] = values([result])
-        return value
+        return exit_results.values([result])[0]
     finally:
         if joins:
             torch.distributed.destroy_process_group()
@@ -159,7 +150,7 @@ def _run_in_group(
     index = torch.cuda.current_device() if device == "cuda" else None
     replica = DistributedReplica(reason, torch.device(device, index))
     with bound(replica):
-        return run_to_end(fn, replica.rank, args)
+        return exit_results.run_to_end(fn, replica.rank, args)
 
 
 # --- the rows -----------------------------------------------------------------------

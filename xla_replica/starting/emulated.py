@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import multiprocessing.connection
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -27,15 +27,7 @@ from xla_replica.backends.registry import bound
 from xla_replica.backends.xla import XlaReplica
 from xla_replica.emulated.emulator import Emulator, environment
 from xla_replica.errors import ReplicaError
-from xla_replica.starting.child_process import cause_of_death, run_in_children
-from xla_replica.starting.exit_results import (
-    dump,
-    dump_task,
-    have_all_ended,
-    run_to_end,
-    write_failure,
-    write_result,
-)
+from xla_replica.starting import child_process, exit_results
 from xla_replica.stopping import listening_for_parent
 
 # A process whose Python threads have not run for this long holds the interpreter lock
@@ -49,23 +41,56 @@ _STATUS_BYTES = 400
 class _Shared:
     """Memory shared with the child: what each replica was last doing, and a clock."""
 
-    def __init__(self, num_replicas: int) -> None:
+    def __init__(self, num_replicas: int, timeout: float) -> None:
+        self._num_replicas = num_replicas
+        self._frozen_after = max(timeout, FROZEN_AFTER_SECONDS)
         # When the child last ran Python code, by time.monotonic.
-        self.heartbeat = RawValue(ctypes.c_double, float("inf"))
+        self._heartbeat = RawValue(ctypes.c_double, float("inf"))
         self._rows = [
             RawArray(ctypes.c_char, _STATUS_BYTES) for _ in range(num_replicas)
         ]
 
     def report(self, rank: int, text: str) -> None:
-        """Notes what replica ``rank`` is doing."""
         self._rows[rank].value = text.encode()[: _STATUS_BYTES - 1]
 
-    def last_seen(self) -> str:
-        """Returns what every replica was last doing, for people."""
+    def beat(self) -> None:
+        while True:
+            self._heartbeat.value = time.monotonic()
+            time.sleep(0.5)
+
+    def _last_seen(self) -> str:
         texts = [row.value.decode(errors="replace") for row in self._rows]
-        return "; ".join(
+        return "Last seen: " + "; ".join(
             f"replica {rank}: {text or 'not started'}"
             for rank, text in enumerate(texts)
+        )
+
+    def watch(
+        self, processes: Sequence[BaseProcess], folder: str
+    ) -> ReplicaError | None:
+        """Waits until all results are there, or returns how the child has failed."""
+        [process] = processes
+        while multiprocessing.connection.wait([process.sentinel], timeout=1.0) == []:
+            if exit_results.have_all_ended(folder, self._num_replicas):
+                process.join(EXIT_SECONDS)
+                return None
+            if time.monotonic() - self._heartbeat.value > self._frozen_after:
+                return ReplicaError(
+                    "the process of the emulated replicas has not run any Python code "
+                    f"for {self._frozen_after:g} s: native code holds the interpreter "
+                    f"lock. {self._last_seen()}"
+                )
+        process.join()
+        if exit_results.have_all_ended(folder, self._num_replicas):
+            return None
+        cause = child_process.cause_of_death(process.exitcode)
+        if process.exitcode == -signal.SIGABRT:
+            cause += (
+                ": XLA aborts when replicas that run different programs have waited "
+                "15 s for each other in a collective"
+            )
+        return ReplicaError(
+            f"the process of the emulated replicas died ({cause}). {self._last_seen()}"
         )
 
 
@@ -73,49 +98,14 @@ def run_emulated(
     fn: Callable[..., Any], args: tuple[Any, ...], num_replicas: int, timeout: float
 ) -> list[Any]:
     """Runs ``fn(rank, *args)`` on emulated replicas; returns or raises as `launch`."""
-    shared = _Shared(num_replicas)
-    return run_in_children(
+    shared = _Shared(num_replicas, timeout)
+    own = exit_results.dump_task(fn, args), num_replicas, timeout, shared
+    return child_process.run_in_children(
         _child_main,
-        {"emulated-replicas": (dump_task(fn, args), num_replicas, timeout, shared)},
-        functools.partial(
-            _watch, num_replicas, shared, max(timeout, FROZEN_AFTER_SECONDS)
-        ),
+        {"emulated-replicas": own},
+        shared.watch,
         num_replicas,
         environment(num_replicas),
-    )
-
-
-def _watch(
-    num_replicas: int,
-    shared: _Shared,
-    frozen_after: float,
-    processes: Sequence[BaseProcess],
-    folder: str,
-) -> ReplicaError | None:
-    """Waits until all results are there, or returns how the child has failed."""
-    [process] = processes
-    while multiprocessing.connection.wait([process.sentinel], timeout=1.0) == []:
-        if have_all_ended(folder, num_replicas):
-            process.join(EXIT_SECONDS)
-            return None
-        if time.monotonic() - shared.heartbeat.value > frozen_after:
-            return ReplicaError(
-                "the process of the emulated replicas has not run any Python code for "
-                f"{frozen_after:g} s: native code holds the interpreter lock. Last "
-                f"seen: {shared.last_seen()}"
-            )
-    process.join()
-    if have_all_ended(folder, num_replicas):
-        return None
-    hint = (
-        ": XLA aborts when replicas that run different programs have waited 15 s for "
-        "each other in a collective"
-        if process.exitcode == -6
-        else ""
-    )
-    return ReplicaError(
-        "the process of the emulated replicas died "
-        f"({cause_of_death(process.exitcode)}{hint}). Last seen: {shared.last_seen()}"
     )
 
 
@@ -125,7 +115,7 @@ def _watch(
 def _child_main(
     folder: str, task: bytes, num_replicas: int, timeout: float, shared: _Shared
 ) -> None:
-    threading.Thread(target=_beat, args=(shared,), daemon=True).start()
+    threading.Thread(target=shared.beat, daemon=True).start()
     torch.set_num_threads(1)
     failed = threading.Lock()
 
@@ -136,7 +126,7 @@ def _child_main(
             with contextlib.suppress(OSError):  # nobody reads any more
                 sys.stdout.flush()
                 sys.stderr.flush()
-            write_failure(folder, rank, error)
+            exit_results.write_failure(folder, rank, error)
         finally:
             # Not sys.exit: threads may be stuck in native code for ever.
             os._exit(1)
@@ -159,9 +149,9 @@ def _child_main(
                 shared.report(rank, "computing")
                 replica = XlaReplica(f"emulated on the CPU, {num_replicas} threads")
                 with bound(replica):
-                    result = run_to_end(fn, rank, args)
+                    result = exit_results.run_to_end(fn, rank, args)
                 replica.sync()
-                results[rank] = dump(result)
+                results[rank] = exit_results.dump(result)
         except BaseException as error:
             fail(rank, error)
 
@@ -169,10 +159,4 @@ def _child_main(
     with listening_for_parent(folder):
         pjrt._run_thread_per_device(0, 1, run_replica, pjrt.initialize_multiprocess)
     for rank, result in results.items():
-        write_result(folder, rank, result)
-
-
-def _beat(shared: _Shared) -> None:
-    while True:
-        shared.heartbeat.value = time.monotonic()
-        time.sleep(0.5)
+        exit_results.write_result(folder, rank, result)

@@ -93,12 +93,7 @@ def write_failure(folder: str, rank: int | None, error: BaseException) -> None:
 def collect_results(
     folder: str, num_replicas: int, death: ReplicaError | None
 ) -> list[Any]:
-    """Returns what the replicas returned, by rank, once their processes have ended.
-
-    Raises:
-        ReplicaError: A replica failed: what the first of them wrote, or else ``death``.
-        Stopped: At least one replica raised it, and the others ended well.
-    """
+    """Returns all results, or raises the first failure, ``death`` or a `Stopped`."""
     failures = sorted(
         Path(folder).glob("*.failure"), key=lambda path: path.stat().st_mtime_ns
     )

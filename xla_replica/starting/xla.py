@@ -16,14 +16,7 @@ from unittest import mock
 from xla_replica.backends.distributed import process_group
 from xla_replica.backends.registry import Job, bound, register_backend
 from xla_replica.backends.xla import XlaReplica
-from xla_replica.starting.emulated import run_emulated
-from xla_replica.starting.exit_results import (
-    dump,
-    read_results,
-    run_to_end,
-    values,
-    write_result,
-)
+from xla_replica.starting import emulated, exit_results
 from xla_replica.stopping import Listener, forwarding, listening
 
 
@@ -58,7 +51,7 @@ def run_on_tpu(
         here = "TORCHELASTIC_RUN_ID" in os.environ
         with listening() if here else forwarding(folder):
             torch_xla.launch(_run_replica, args=task)
-        return values(read_results(folder))
+        return exit_results.values(exit_results.read_results(folder))
 
 
 def _run_replica(
@@ -78,9 +71,9 @@ def _run_replica(
     # Under torchrun the rank that torch_xla passes is one within the host.
     del rank, signals
     with bound(replica):
-        result = run_to_end(fn, replica.rank, args)
+        result = exit_results.run_to_end(fn, replica.rank, args)
     replica.wait()
-    write_result(folder, replica.rank, dump(result))
+    exit_results.write_result(folder, replica.rank, exit_results.dump(result))
 
 
 # --- the row ------------------------------------------------------------------------
@@ -110,7 +103,8 @@ def _launch(job: Job) -> list[Any]:
             "CPU live in one process. Start the script with python, or use "
             "device='cpu'"
         )
-    return run_emulated(job.fn, job.args, job.num_replicas or 1, job.timeout)
+    num_replicas = job.num_replicas or 1
+    return emulated.run_emulated(job.fn, job.args, num_replicas, job.timeout)
 
 
 def _preference(job: Job) -> int:
