@@ -11,12 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from xla_replica.backends.replica import (
-    Replica,
-    check_parts,
-    check_source,
-    default_device,
-)
+from xla_replica.backends.replica import Replica, default_device
 from xla_replica.errors import ReplicaError
 
 # Gradients are summed in flat buckets: one call per bucket is fast, and the second
@@ -60,7 +55,7 @@ class DistributedReplica(Replica):
         return torch.stack(gathered)
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
-        check_parts(tensor, self.num_replicas)
+        self._check_parts(tensor)
         value = tensor.detach().contiguous()
         received = torch.empty_like(value)
         with self._named("all_to_all", [value]):
@@ -68,7 +63,7 @@ class DistributedReplica(Replica):
         return received
 
     def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
-        check_source(source, self.num_replicas)
+        self._check_source(source)
         with torch.no_grad():
             for tensor in tensors:
                 value = tensor.detach().contiguous()

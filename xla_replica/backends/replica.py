@@ -50,10 +50,8 @@ class Replica(abc.ABC):
         self.reason = reason
 
     def __str__(self) -> str:
-        return (
-            f"replica {self.rank} of {self.num_replicas} on {self.device} "
-            f"({self.reason})"
-        )
+        place = f"{self.rank} of {self.num_replicas} on {self.device}"
+        return f"replica {place} ({self.reason})"
 
     @property
     def is_primary(self) -> bool:
@@ -98,15 +96,26 @@ class Replica(abc.ABC):
         Returns:
             The same shape; ``[r]`` is what replica r sent to this one.
         """
-        check_parts(tensor, self.num_replicas)
+        self._check_parts(tensor)
         return self.all_gather(tensor)[:, self.rank]
 
     def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Replaces each tensor by that of replica ``source``, in place."""
-        check_source(source, self.num_replicas)
+        self._check_source(source)
         with torch.no_grad():
             for tensor in tensors:
                 tensor.copy_(self.all_gather(tensor)[source])
+
+    def _check_parts(self, tensor: torch.Tensor) -> None:
+        n = self.num_replicas
+        if tensor.dim() == 0 or len(tensor) != n:
+            raise ValueError(
+                f"all_to_all: a tensor of shape {tuple(tensor.shape)} has no part for "
+                f"each of {n} replicas; its first dimension must be {n}"
+            )
+
+    def _check_source(self, source: int) -> None:
+        check_integer("broadcast_: source", source, 0, self.num_replicas - 1)
 
     def barrier(self) -> None:
         """Returns once every replica has called it and its device is idle."""
@@ -159,9 +168,7 @@ class Replica(abc.ABC):
             lengths, texts = self._all_gather_bytes(own, width)
         return [pickle.loads(text[:length]) for length, text in zip(lengths, texts)]
 
-    def _all_gather_bytes(
-        self, own: bytes, width: int
-    ) -> tuple[list[int], list[bytes]]:
+    def _all_gather_bytes(self, own: bytes, width: int) -> tuple[list, list[bytes]]:
         """Returns the replicas' lengths, and their first ``width`` bytes, padded."""
         words = np.empty(1 + width // 4, np.int32)
         words[0] = len(own)
@@ -195,17 +202,13 @@ class Replica(abc.ABC):
     def to_host(self, state: Any) -> Any:
         """Returns ``state`` with every tensor in it on the CPU, by one `fetch`.
 
-        For a `state_dict`, for instance: tensors may be in tuples, lists and dicts,
-        which keep their types; everything else is returned as it is.
+        Tensors may be in tuples, lists and dicts, which keep their types.
         """
         on_cpu = iter(self.fetch(tensors_in(state)))
         return map_tensors(state, lambda _: next(on_cpu))
 
     def send(self, batch: Any) -> Any:
-        """Returns ``batch`` with every tensor in it on this replica's device.
-
-        Tensors may be in tuples, lists and dicts; everything else is returned as it is.
-        """
+        """Returns ``batch`` with every tensor in it, as in `to_host`, on `device`."""
         return map_tensors(batch, lambda t: t.to(self.device, non_blocking=True))
 
     def loader(self, batches: Iterable[Any], prefetch: int = 2) -> Iterable[Any]:
@@ -219,10 +222,7 @@ class Replica(abc.ABC):
         return DeviceLoader(batches, self.send, prefetch)
 
     def seed(self, seed: int) -> None:
-        """Seeds random numbers drawn on the device, differently on every replica.
-
-        Dropout masks then differ between replicas, as the samples do.
-        """
+        """Seeds what the device draws, such as dropout, by ``seed`` and the rank."""
         torch.manual_seed(seed + self.rank)
 
     def rng_state(self) -> torch.Tensor:
@@ -241,8 +241,7 @@ class Replica(abc.ABC):
         if self.is_host:
             torch.set_rng_state(state)
         else:
-            module = torch.get_device_module(self.device)
-            module.set_rng_state(state, self.device)
+            torch.get_device_module(self.device).set_rng_state(state, self.device)
 
     def seeded(self, seed: int) -> AbstractContextManager[None]:
         """Returns a context in which draws on the CPU are the same on every replica.
@@ -275,7 +274,7 @@ class LocalReplica(Replica):
 
     def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         del tensors
-        check_source(source, self.num_replicas)
+        self._check_source(source)
 
     def barrier(self) -> None:
         self.wait()
@@ -289,17 +288,3 @@ def default_device() -> torch.device:
         if accelerator is not None:
             return accelerator
     return torch.device("cpu")
-
-
-def check_source(source: int, num_replicas: int) -> None:
-    """Raises ValueError unless ``source`` is the rank of a replica."""
-    check_integer("broadcast_: source", source, 0, num_replicas - 1)
-
-
-def check_parts(tensor: torch.Tensor, num_replicas: int) -> None:
-    """Raises ValueError unless there is one part for every replica."""
-    if tensor.dim() == 0 or len(tensor) != num_replicas:
-        raise ValueError(
-            f"all_to_all: a tensor of shape {tuple(tensor.shape)} has no part for each "
-            f"of {num_replicas} replicas; its first dimension must be {num_replicas}"
-        )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from xla_replica.backends.replica import Replica, check_parts, check_source
+from xla_replica.backends.replica import Replica
 from xla_replica.common.trees import map_tensors
 from xla_replica.device.device_traits import traits
 
@@ -52,7 +52,7 @@ class XlaReplica(Replica):
         return self._xm.all_gather(value, dim=0, pin_layout=False)
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
-        check_parts(tensor, self.num_replicas)
+        self._check_parts(tensor)
         if self.num_replicas == 1:
             return tensor.detach().clone()
         if tensor.dtype == torch.bfloat16 and self._on_cpu:
@@ -60,13 +60,18 @@ class XlaReplica(Replica):
         return self._xm.all_to_all(tensor.detach(), 0, 0, self.num_replicas)
 
     def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
-        check_source(source, self.num_replicas)
+        self._check_source(source)
         if not tensors or self.num_replicas == 1:
             return
         # Selected, not multiplied: a NaN on other replicas must not survive.
         is_source = self.scalar(self.rank == source, torch.bool).reshape(())
         with torch.no_grad():
-            chosen = [_select(is_source, tensor) for tensor in tensors]
+            chosen = []
+            for tensor in tensors:
+                value = tensor.detach()
+                if value.dtype == torch.bool:  # which cannot be summed
+                    value = value.to(torch.uint8)
+                chosen.append(torch.where(is_source, value, torch.zeros_like(value)))
             self.all_reduce_(chosen)
             for tensor, value in zip(tensors, chosen):
                 tensor.copy_(value)
@@ -120,11 +125,3 @@ class XlaReplica(Replica):
         self.sync()
         number = int.from_bytes(bytes(state.tolist()), "little")
         self._xm.set_rng_state(number, str(self.device))
-
-
-def _select(is_source: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the source's tensor, elsewhere zeros, in a dtype that can be summed."""
-    value = tensor.detach()
-    if value.dtype == torch.bool:
-        value = value.to(torch.uint8)
-    return torch.where(is_source, value, torch.zeros_like(value))

@@ -25,18 +25,9 @@ def is_number(value: object) -> bool:
 def check_integer(
     name: str, value: object, least: int | None = None, most: int | None = None
 ) -> int:
-    """Returns ``value`` as an int.
+    """Returns ``value`` as an int; raises TypeError or ValueError where it is not one.
 
-    Args:
-        name: What people call the argument.
-        value: What was received.
-        least, most: The allowed range, both included.
-
-    Raises:
-        TypeError: ``value`` is not an integer.
-        ValueError: ``value`` is out of range.
-
-    >>> check_integer("seed", 3)
+    >>> check_integer("seed", 3, least=0, most=3)
     3
     """
     allowed = f"an integer{_range(least, most)}"
@@ -57,17 +48,9 @@ def check_number(
     above: float | None = None,
     below: float | None = None,
 ) -> float:
-    """Returns ``value``, a finite real number, unchanged.
+    """Returns ``value``, unchanged, if it is a finite real number in the range.
 
-    Args:
-        name: What people call the argument.
-        value: What was received.
-        least, most: The allowed range, both included.
-        above, below: The same, both excluded.
-
-    Raises:
-        TypeError: ``value`` is not a real number.
-        ValueError: ``value`` is not finite or out of range.
+    ``least`` and ``most`` are in the range, ``above`` and ``below`` are not.
     """
     allowed = f"a finite number{_range(least, most, above, below)}"
     if not is_number(value):
@@ -85,11 +68,7 @@ def check_number(
 
 
 def check_flag(name: str, value: object) -> bool:
-    """Returns ``value``, which must be True or False.
-
-    Raises:
-        TypeError: ``value`` is anything else, such as the text ``'no'``, which is true.
-    """
+    """Returns ``value``, which must be True or False: the text ``'no'`` is true."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
     return value
@@ -98,16 +77,9 @@ def check_flag(name: str, value: object) -> bool:
 def check_choice(
     name: str, value: Any, allowed: Iterable[Any], otherwise: str = ""
 ) -> Any:
-    """Returns ``value``, which must be one of ``allowed``.
+    """Returns ``value``, which must be one of ``allowed``, or raises ValueError.
 
-    Args:
-        name: What people call the argument.
-        value: What was received.
-        allowed: All values that are allowed.
-        otherwise: What else the caller accepts, such as "a function of a Layer".
-
-    Raises:
-        ValueError: ``value`` is not; the message lists what is allowed.
+    ``otherwise`` says what else the caller accepts, such as "a function of a Layer".
     """
     allowed = list(allowed)
     if value not in allowed:

@@ -13,13 +13,8 @@ def differences(
 ) -> list[str]:
     """Returns the saved and the present value of every setting that has changed.
 
-    A setting that is missing on one side counts as None.
-
-    Args:
-        saved: Settings by name, as they were saved.
-        own: The settings of the run that continues.
-        called: The names of the settings to compare, in this order, each with what
-            people call it. Default: all settings, by name.
+    A setting that is missing on one side counts as None. ``called`` has the names of
+    those to compare, in this order, each with what people call it; default: all.
 
     >>> differences({"lr": 0.1, "seed": 1}, {"lr": 0.2, "seed": 1, "width": 3})
     ['lr was 0.1 and is 0.2', 'width was None and is 3']
@@ -40,13 +35,10 @@ def check_same(
     remedy: str = "",
     called: Mapping[str, str] | None = None,
 ) -> None:
-    """Raises ValueError, which lists all differences, unless the settings agree.
+    """Raises ValueError unless the settings agree.
 
-    Args:
-        saved, own, called: As for `differences`.
-        what: The beginning of the message, such as "load_state_dict: the state of
-            another sampler".
-        remedy: The end of the message: what to do.
+    The message is ``what``, such as "load_state_dict: the state of another sampler",
+    all `differences`, and ``remedy``.
     """
     found = differences(saved, own, called)
     if found:

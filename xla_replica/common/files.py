@@ -12,18 +12,10 @@ from typing import BinaryIO
 def write_whole(unfinished: Path, write: Callable[[BinaryIO], Path]) -> Path:
     """Writes a file that gets its name once it is complete and on the disk.
 
-    A crash at any moment leaves the earlier file of that name.
-
-    Args:
-        unfinished: The file's name until then, in the same folder, which is created if
-            it is missing.
-        write: Writes the content and returns the final name, which may depend on it.
-
-    Returns:
-        The final name.
-
-    Raises:
-        OSError: The file cannot be written; nothing of it is left.
+    Until then it is called ``unfinished``, in the same folder, which is created if it
+    is missing. A crash at any moment leaves the earlier file of that name; if writing
+    fails, nothing is left. ``write`` returns the final name, which may depend on the
+    content, and so does this.
     """
     unfinished.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -55,9 +55,6 @@ def tree_add(first: Any, second: Any) -> Any:
     Tensors are added where they correspond: by position in tuples and lists, by key in
     dicts. A key that only one dict has keeps its value.
 
-    Raises:
-        TypeError: The values differ in form, or hold something other than tensors.
-
     >>> tree_add({"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.zeros(1)})
     {'a': tensor([2., 2.]), 'b': tensor([0.])}
     """

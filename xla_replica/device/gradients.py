@@ -32,7 +32,10 @@ def grad(
     """
     gradients = torch.autograd.grad(outputs, inputs, *args, **options)
     if traits(outputs).is_lazy:
-        _empty_pass(outputs)
+        with torch.enable_grad():
+            end = outputs.detach().requires_grad_()
+            start = _Nothing.apply(end)
+        torch.autograd.grad(start, end, outputs.detach(), allow_unused=True)
     return gradients
 
 
@@ -46,11 +49,3 @@ class _Nothing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> None:
         return None
-
-
-def _empty_pass(tensor: torch.Tensor) -> None:
-    value = tensor.detach()
-    with torch.enable_grad():
-        end = value.requires_grad_()
-        start = _Nothing.apply(end)
-    torch.autograd.grad(start, end, value.detach(), allow_unused=True)
