@@ -40,12 +40,7 @@ _LOADER_OPTIONS = (
 
 
 class BlockSource:
-    """The blocks of a dataset, or of a DataLoader's with its collation and workers.
-
-    Attributes:
-        dataset: The dataset, which has a length.
-        block_size: The number of samples in a block.
-    """
+    """The blocks of a dataset, or of a DataLoader's with its collation and workers."""
 
     def __init__(
         self,
@@ -77,9 +72,8 @@ class BlockSource:
                 "score_pool: a DataLoader with batch_size=None does not collate; give "
                 "the dataset itself, or a DataLoader with a batch size"
             )
-        if batch_size is None:
-            batch_size = block_size
-        self._batch_size = self.whole(check_integer("batch_size", batch_size, least=1))
+        size = block_size if batch_size is None else batch_size
+        self._batch_size = self.whole(check_integer("batch_size", size, least=1))
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -94,21 +88,17 @@ class BlockSource:
         Each interval begins with a new block, and its last block repeats the last
         sample. One DataLoader serves all, so that its workers start once.
         """
+        indices = (
+            list(range(first, min(first + self._batch_size, stop)))
+            for start, stop in intervals
+            for first in range(start, stop, self._batch_size)
+        )
+        collate = functools.partial(_collate_blocks, self._collate, self.block_size)
         loader = DataLoader(
-            self.dataset,
-            batch_sampler=self._indices(intervals),
-            collate_fn=functools.partial(
-                _collate_blocks, self._collate, self.block_size
-            ),
-            **self._options,
+            self.dataset, batch_sampler=indices, collate_fn=collate, **self._options
         )
         for batch in loader:
             yield [_split_checked(self._split, block) for block in batch]
-
-    def _indices(self, intervals: Sequence[Interval]) -> Iterator[list[int]]:
-        for start, stop in intervals:
-            for first in range(start, stop, self._batch_size):
-                yield list(range(first, min(first + self._batch_size, stop)))
 
 
 def _collate_blocks(

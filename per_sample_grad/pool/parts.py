@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,7 +21,6 @@ from torch import nn
 
 from xla_replica.common.differences import check_same
 from xla_replica.common.files import write_whole
-from xla_replica.common.trees import leaves
 
 DESCRIPTION = "pool.json"
 _UNFINISHED = ".tmp"
@@ -29,13 +28,7 @@ _UNFINISHED = ".tmp"
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Intervals of ``size`` indices of a pool of ``count`` samples.
-
-    Attributes:
-        count: The number of samples in the pool.
-        size: The number of samples in a part; the last part may have fewer.
-        folder: Where parts are kept; None keeps none.
-    """
+    """Intervals of ``size`` of a pool's ``count`` indices; no folder keeps none."""
 
     count: int
     size: int
@@ -55,11 +48,7 @@ class Parts:
         return np.array([self._path(n).exists() for n in range(len(self))], dtype=bool)
 
     def load(self, number: int) -> np.ndarray:
-        """Returns the scores of a part in the folder, float32.
-
-        Raises:
-            ValueError: The file holds something else.
-        """
+        """Returns a part's float32 scores; a file of anything else is a ValueError."""
         path, (start, stop) = self._path(number), self.interval(number)
         try:
             scores = np.load(path, allow_pickle=False)
@@ -85,11 +74,7 @@ class Parts:
                 path.unlink(missing_ok=True)
 
     def describe(self, description: dict[str, object]) -> None:
-        """Writes what is being scored, or checks that the folder is for the same.
-
-        Raises:
-            ValueError: The folder holds the parts of something else.
-        """
+        """Writes what is being scored, or checks that the folder is for the same."""
         if self.folder is None:
             return
         path = self.folder / DESCRIPTION
@@ -115,11 +100,7 @@ def deal(kept: np.ndarray, rank: int) -> tuple[list[int], list[int]]:
 
     A part is read by the first replica that sees it, and scored if none does. The
     missing ones are dealt in turn, so that replicas have equally many, give or take
-    one.
-
-    Args:
-        kept: ``(num_replicas, number of parts)`` bool: which replica sees which part.
-        rank: This replica's rank.
+    one. ``kept[r, n]`` says whether replica r sees part n.
 
     >>> kept = np.array([[False, True, False, False], [False, True, False, True]])
     >>> deal(kept, 0), deal(kept, 1)
@@ -163,9 +144,13 @@ def pool_digest(dataset: Any) -> str | None:
 
 
 def digest(value: Any) -> str:
-    """Returns a hash of everything in nested tuples, lists and values of dicts."""
+    """Returns a hash of everything in nested tuples, lists and dicts, with their keys.
+
+    >>> digest({"image": 1, "label": 2}) == digest({"image": 1, "target": 2})
+    False
+    """
     found = hashlib.sha256()
-    for leaf in leaves(value):
+    for leaf in _keys_and_leaves(value):
         found.update(type(leaf).__qualname__.encode())
         if isinstance(leaf, torch.Tensor):
             host = leaf.detach().cpu().contiguous()
@@ -179,3 +164,13 @@ def digest(value: Any) -> str:
             found.update(str(getattr(leaf, "shape", None)).encode())
             found.update(leaf.tobytes())
     return found.hexdigest()
+
+
+def _keys_and_leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _keys_and_leaves(part)
+    else:
+        yield value

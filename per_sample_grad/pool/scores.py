@@ -26,18 +26,10 @@ Forward = Callable[[nn.Module, Any], torch.Tensor]
 
 @dataclasses.dataclass
 class Scorer:
-    """A model, and what scores need to know about it.
+    """A model in evaluation mode, and what scores need; B is ``block_size``.
 
-    Attributes:
-        model: The model, in evaluation mode.
-        forward: Maps the model and inputs to logits, ``(B, *)``.
-        loss: Maps logits and targets to losses, ``(B,)``.
-        block_size: B.
-        last_layer: The name of the module whose parameters a last-layer norm is of;
-            None until `find_last_layer` has been called.
-        autocast: The dtype of forward passes; None: as they are.
-        replica: The replica that computes.
-        options: Options for `capture`.
+    ``last_layer`` is None until `find_last_layer` has been called, and ``options`` are
+    those for `capture`.
     """
 
     model: nn.Module
@@ -52,12 +44,19 @@ class Scorer:
     def logits(self, inputs: Any) -> torch.Tensor:
         """Returns the logits, ``(B, *)``."""
         with self._autocast():
-            return self._logits(inputs)
+            logits = self.forward(self.model, inputs)
+        if not isinstance(logits, torch.Tensor):
+            raise TypeError(
+                f"the model gave a {type(logits).__name__} without .logits, not a "
+                "tensor of logits; pass forward=, a function from model and inputs to "
+                "logits"
+            )
+        return logits
 
     def losses(self, inputs: Any, targets: Any) -> torch.Tensor:
         """Returns the losses, ``(B,)``; another shape is a ValueError."""
         with self._autocast():
-            losses = self.loss(self._logits(inputs), targets)
+            losses = self.loss(self.logits(inputs), targets)
         if losses.shape != (self.block_size,):
             raise ValueError(
                 f"loss= gave shape {tuple(losses.shape)} for a block of "
@@ -67,10 +66,7 @@ class Scorer:
         return losses
 
     def classes(self, inputs: Any, what: str) -> torch.Tensor:
-        """Returns the logits of classes, ``(B, C)``, without a graph.
-
-        Raises ValueError, which says ``what`` needs them, if they have another shape.
-        """
+        """Returns logits that ``what`` needs to be ``(B, C)``, without a graph."""
         with torch.no_grad():
             logits = self.logits(inputs)
         if logits.dim() != 2 or len(logits) != self.block_size:
@@ -83,10 +79,7 @@ class Scorer:
     def grad_norms(
         self, inputs: Any, targets: Any, options: Mapping[str, Any]
     ) -> torch.Tensor:
-        """Returns ``‖∂loss_i / ∂parameters‖``, ``(B,)``, with options for `capture`.
-
-        On a lazy device this is a separate program.
-        """
+        """Returns ``‖∂loss_i / ∂parameters‖``, ``(B,)``, with options for `capture`."""
         self.replica.sync()
         with torch.enable_grad(), capture(self.model, **options) as recorded:
             losses = self.losses(inputs, targets)
@@ -116,16 +109,6 @@ class Scorer:
             self.last_layer = found.modules[-1].name
             self.replica.sync()
         return self.last_layer
-
-    def _logits(self, inputs: Any) -> torch.Tensor:
-        logits = self.forward(self.model, inputs)
-        if not isinstance(logits, torch.Tensor):
-            raise TypeError(
-                f"the model gave a {type(logits).__name__} without .logits, not a "
-                "tensor of logits; pass forward=, a function from model and inputs to "
-                "logits"
-            )
-        return logits
 
     def _autocast(self) -> torch.autocast:
         # One context per forward pass: what it caches would tie programs together.
@@ -189,11 +172,7 @@ def loss(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
 
 
 def el2n(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
-    """Returns ``‖softmax(logits) - onehot(target)‖``, ``(B,)``.
-
-    Raises:
-        ValueError: Logits are not ``(B, C)``, or targets are not ``(B,)`` integers.
-    """
+    """Returns ``‖softmax(logits) - onehot(target)‖``, ``(B,)``."""
     logits = scorer.classes(inputs, "el2n")
     if (
         not isinstance(targets, torch.Tensor)

@@ -19,24 +19,10 @@ from tqdm import tqdm
 
 import xla_replica
 from per_sample_grad.engine.capturing import selected
+from per_sample_grad.pool import parts as part_files
+from per_sample_grad.pool import scores as kinds
 from per_sample_grad.pool.blocks import BlockSource, Interval, Split, split_batch
-from per_sample_grad.pool.parts import (
-    Parts,
-    deal,
-    digest,
-    model_digest,
-    name_of,
-    pool_digest,
-)
-from per_sample_grad.pool.scores import (
-    LABELS,
-    SCORES,
-    Forward,
-    Loss,
-    Scorer,
-    call_model,
-    cross_entropy,
-)
+from per_sample_grad.pool.scores import LABELS, SCORES, Scorer
 from xla_replica.common.arguments import check_choice, check_flag, check_integer
 
 PART_SIZE = 4096
@@ -59,9 +45,7 @@ class PoolScores:
         return len(self.scores)
 
     def top(self, k: int) -> np.ndarray:
-        """Returns the indices of the k highest scores, highest first.
-
-        Ties are in the order of their indices.
+        """Returns the indices of the k highest scores, highest first, ties by index.
 
         Raises:
             ValueError: There are not k samples, or a score is NaN.
@@ -105,9 +89,9 @@ def score_pool(
     *,
     score: str = "grad_norm",
     labels: str = "given",
-    loss: Loss = cross_entropy,
+    loss: kinds.Loss = kinds.cross_entropy,
     split: Split = split_batch,
-    forward: Forward = call_model,
+    forward: kinds.Forward = kinds.call_model,
     last_layer: str | None = None,
     batch_size: int | None = None,
     block_size: int = BLOCK_SIZE,
@@ -120,13 +104,11 @@ def score_pool(
     """Scores every sample of a dataset; call it on every replica.
 
     The pool is computed in blocks of ``block_size`` consecutive samples; copies of the
-    last sample fill the last block. A sample is always in the same row of the same
-    block, so that its score is the same, bit for bit, for any batch size, part size
-    and number of replicas: on one kind of device with one version of torch and one
-    number of threads, and where the model's operations are deterministic. Memory does
-    not grow with the pool, except for one number per sample. Models are on the
-    replica's device; they are put into evaluation mode, and back into their modes
-    afterwards.
+    last sample fill the last block. A sample's score is the same, bit for bit, for any
+    batch size, part size and number of replicas: on one kind of device with one version
+    of torch and one number of threads, and where the model's operations are
+    deterministic. Memory grows by one number per sample. Models are on the replica's
+    device; they are in evaluation mode during the call, and in their own after it.
 
     Args:
         model: Maps inputs to logits; or several models, whose scores are averaged
@@ -164,8 +146,7 @@ def score_pool(
         All scores, on every replica.
 
     Raises:
-        ValueError: An option is not one of those allowed, or ``folder`` holds scores
-            of something else.
+        ValueError: An option is not allowed, or ``folder`` holds other scores.
         TypeError: The dataset has no length, a batch is of an unknown kind, or an
             option has the wrong type.
     """
@@ -181,7 +162,7 @@ def score_pool(
         )
     source = BlockSource(loader, batch_size, block_size, split)
     path = Path(folder) if folder is not None else None
-    parts = Parts(len(source), source.whole(part_size), path)
+    parts = part_files.Parts(len(source), source.whole(part_size), path)
     models = [model] if isinstance(model, nn.Module) else list(model)
     if folder is not None:
         description = {
@@ -189,12 +170,12 @@ def score_pool(
             "labels": labels,
             "autocast": None if autocast is None else str(autocast),
             "last_layer": last_layer,
-            "loss": name_of(loss),
-            "split": name_of(split),
-            "forward": name_of(forward),
+            "loss": part_files.name_of(loss),
+            "split": part_files.name_of(split),
+            "forward": part_files.name_of(forward),
             "block_size": block_size,
-            "model": [model_digest(one) for one in models],
-            "pool": pool_digest(source.dataset),
+            "model": [part_files.model_digest(one) for one in models],
+            "pool": part_files.pool_digest(source.dataset),
             # `check` changes no score, and selected parameters are described by shape.
             "options": {
                 name: repr(value)
@@ -205,7 +186,7 @@ def score_pool(
         if row.of_parameters:
             chosen = [selected(one, options.get("params")) for one in models]
             shapes = [[(n, list(p.shape)) for n, p in c.items()] for c in chosen]
-            description["params"] = digest(shapes)
+            description["params"] = part_files.digest(shapes)
         parts.describe(description)
     replica = xla_replica.current()
     scorers = [
@@ -223,7 +204,7 @@ class _Run:
 
     replica: xla_replica.Replica
     source: BlockSource
-    parts: Parts
+    parts: part_files.Parts
     score: str
     labels: str
     scorers: list[Scorer]
@@ -237,7 +218,7 @@ class _Run:
             return scores
         parts.clear_unfinished()
         kept = np.stack(replica.all_gather_object(parts.kept()))
-        to_read, to_score = deal(kept, replica.rank)
+        to_read, to_score = part_files.deal(kept, replica.rank)
         for number in to_read:
             scores[slice(*parts.interval(number))] = parts.load(number)
         found = np.flatnonzero(kept.any(axis=0))
@@ -255,25 +236,16 @@ class _Run:
                 parts.save(number, values)
                 scores[start:stop] = values
             bar.update(parts.count - bar.n)
-        return self._together(scores)
-
-    def _together(self, scores: np.ndarray) -> np.ndarray:
-        """Returns the sum over replicas, each of which has zeros for the others'.
-
-        The bits are summed as integers, so that -0.0 and NaN stay what they are.
-        """
-        replica = self.replica
         if replica.num_replicas == 1:
             return scores
+        # Every replica has zeros for the others' scores. The bits are summed as
+        # integers, so that -0.0 and NaN stay what they are.
         total = torch.from_numpy(scores.view(np.int32)).to(replica.device)
         replica.all_reduce_([total])
         return replica.fetch([total])[0].numpy().view(np.float32)
 
     def _blocks(self, intervals: list[Interval]) -> Generator[Any, None, None]:
-        """Yields blocks on the device, loaded ahead, of one interval after the other.
-
-        A generator, so that closing it stops the loading.
-        """
+        """Yields blocks on the device, loaded ahead; closing it stops the loading."""
         for batch in self.replica.loader(self.source.batches(intervals)):
             yield from batch
 
