@@ -83,14 +83,10 @@ def _parts(
     contribution: Contribution, budget: int
 ) -> Iterator[tuple[int, int, Outer | Lookup | Dense]]:
     """Yields start, stop and samples whose unfolded factors fit ``budget`` bytes."""
-    samples = max(1, forms.num_rows(contribution))
-    each = (
-        forms.unfolded_elements(contribution)
-        * forms.float_factor(contribution).dtype.itemsize
-    )
-    if each:
-        samples = max(1, min(samples, budget // each))
-    for start, stop in forms.chunks(forms.num_rows(contribution), samples):
+    rows = forms.num_rows(contribution)
+    itemsize = forms.float_factor(contribution).dtype.itemsize
+    each = forms.unfolded_elements(contribution) * itemsize
+    for start, stop in forms.chunks(rows, max(1, budget // each if each else rows)):
         yield start, stop, forms.part(contribution, start, stop)
 
 
@@ -101,21 +97,15 @@ def has_product(a: Contribution, b: Contribution) -> bool:
             return True
         case (Outer() | Windows(), Outer() | Windows()):
             return a.groups == b.groups
-        case (Outer() | Windows() as outer, Lookup()) | (
-            Lookup(),
-            Outer() | Windows() as outer,
-        ):
-            return outer.groups == 1
+        case (Outer() | Windows(), Lookup()):
+            return a.groups == 1
+        case (Lookup(), Outer() | Windows()):
+            return b.groups == 1
     return False
 
 
 def squared_norms(contributions: Sequence[Contribution], samples: int) -> torch.Tensor:
-    """Returns ``‖g_n‖²`` for every n, ``(N,)``; rounding may make it negative.
-
-    Args:
-        contributions: Merged uses of a parameter; every pair has a product.
-        samples: How many samples are computed at a time.
-    """
+    """Returns ``‖g_n‖²``, ``(N,)``, of uses that have products; may round below 0."""
 
     def of_some(start: int, stop: int) -> torch.Tensor:
         parts = [forms.part(each, start, stop) for each in contributions]
@@ -159,7 +149,7 @@ def materialized_squared_norms(
 
     def of_some(start: int, stop: int) -> torch.Tensor:
         return forms.summed(
-            _squares(_block(contributions, shape, (start, stop), first, last))
+            _squares(_columns(contributions, shape, (start, stop), first, last))
             for first, last in forms.chunks(forms.matrix_shape(shape)[1], width)
         )
 
@@ -175,12 +165,7 @@ def materialized_gram(
 ) -> torch.Tensor:
     """Returns `gram` from gradients: ``width`` columns of all samples at a time.
 
-    Args:
-        left: Merged uses in a batch.
-        right: Those in the same or another batch.
-        shape: The parameter's shape.
-        samples: How many samples are unfolded at a time.
-        width: How many columns.
+    ``samples`` is how many samples are unfolded at a time.
     """
 
     def of_columns(first: int, last: int) -> torch.Tensor:
@@ -208,10 +193,10 @@ def gradients(
     """
     total = forms.num_rows(contributions[0])
     if samples >= total:
-        return _block(contributions, shape, (0, total), first, last)
+        return _columns(contributions, shape, (0, total), first, last)
     found: torch.Tensor | None = None
     for start, stop in forms.chunks(total, samples):
-        block = _block(contributions, shape, (start, stop), first, last)
+        block = _columns(contributions, shape, (start, stop), first, last)
         if found is None:
             found = block.new_empty(total, *block.shape[1:])
         # Written into place: pieces that are joined later take the memory twice.
@@ -220,52 +205,41 @@ def gradients(
     return found
 
 
-def _block(
+def _columns(
     contributions: Sequence[Contribution],
     shape: Sequence[int],
     samples: tuple[int, int],
     first: int,
     last: int,
 ) -> torch.Tensor:
-    return forms.summed(
-        _columns(each, shape, first, last, samples) for each in contributions
-    )
+    """Returns columns ``[first, last)`` of the gradients of an interval of samples.
 
-
-def _columns(
-    contribution: Contribution,
-    shape: Sequence[int],
-    start: int,
-    stop: int,
-    samples: tuple[int, int],
-) -> torch.Tensor:
-    """Returns columns ``[start, stop)`` of these samples' gradients.
-
-    Costs ``2 n G T p (stop - start)`` flops for n samples: chunks together cost what
-    the whole does. For `Windows`, ``start`` and ``stop`` are multiples of K.
+    Chunks together cost the flops of the whole. For `Windows`, the columns are
+    multiples of K.
     """
     rows, all_columns = forms.matrix_shape(shape)
     low, high = samples
-    match contribution:
-        case Outer(left, right):
-            block = left[low:high].transpose(2, 3) @ right[low:high, ..., start:stop]
-            return block.flatten(1, 2)
-        case Windows():
-            return contribution.gradients(low, high, start, stop)
-        case Lookup(index, values):
-            index, values = index[low:high], values[low:high]
-            num, width = len(index), stop - start
-            first_row = torch.arange(num, device=index.device).unsqueeze(1) * rows
-            table = values.new_zeros(num * rows, width)
-            table.index_add_(
-                0,
-                (index.long() + first_row).flatten(),
-                values[..., start:stop].reshape(-1, width),
-            )
-            return table.unflatten(0, (num, rows))
-        case Dense(values):
-            matrix = values[low:high].reshape(high - low, rows, all_columns)
-            return matrix[..., start:stop]
+
+    def of_use(contribution: Contribution) -> torch.Tensor:
+        match contribution:
+            case Outer(left, right):
+                columns = right[low:high, ..., first:last]
+                return (left[low:high].transpose(2, 3) @ columns).flatten(1, 2)
+            case Windows():
+                return contribution.gradients(low, high, first, last)
+            case Lookup(index, values):
+                index, added = index[low:high], values[low:high, ..., first:last]
+                num, width = len(index), last - first
+                first_row = torch.arange(num, device=index.device).unsqueeze(1) * rows
+                places = (index.long() + first_row).flatten()
+                table = values.new_zeros(num * rows, width)
+                table.index_add_(0, places, added.reshape(-1, width))
+                return table.unflatten(0, (num, rows))
+            case Dense(values):
+                matrix = values[low:high].reshape(high - low, rows, all_columns)
+                return matrix[..., first:last]
+
+    return forms.summed(map(of_use, contributions))
 
 
 def _squares(block: torch.Tensor) -> torch.Tensor:

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from per_sample_grad.factors import algebra, forms
+from per_sample_grad.factors import plan as planning
 from per_sample_grad.factors.forms import Contribution
-from per_sample_grad.factors.plan import (
-    QUANTITIES,
-    Choice,
-    Method,
-    Plan,
-    Quantity,
-    choose,
-    samples_of_gradients,
-)
+from per_sample_grad.factors.plan import Choice, Method, Plan, Quantity
 from per_sample_grad.factors.tensor_sketch import sketch
 from xla_replica import full_matmul_precision
 from xla_replica.common.arguments import check_choice, check_integer
@@ -69,8 +61,9 @@ class Factors:
         self._budget = budget
         # A parameter that the losses do not depend on has an empty list.
         self._merged = {name: list(merged[name]) for name in self.shapes}
+        self._uses = [use for uses in self._merged.values() for use in uses]
         # Not the dtype of the losses: float64 targets make it wider than the model's.
-        dtypes = [forms.float_factor(use).dtype for use in self._all_uses()]
+        dtypes = [forms.float_factor(use).dtype for use in self._uses]
         self._dtype = forms.accumulation_dtype(*(dtypes or [losses.dtype]))
 
     def __len__(self) -> int:
@@ -89,11 +82,11 @@ class Factors:
     def smaller_than_gradients(self) -> bool:
         """Whether keeping the factors takes less memory than `materialize`."""
         gradients = len(self) * sum(map(math.prod, self.shapes.values()))
-        return sum(map(forms.held_elements, self._all_uses())) < gradients
+        return sum(map(forms.held_elements, self._uses)) < gradients
 
     def plan(self, quantity: Quantity, other: Factors | None = None) -> Plan:
         """Returns how ``"norms"`` or ``"gram"`` will be computed, for printing."""
-        check_choice("plan: quantity", quantity, QUANTITIES)
+        check_choice("plan: quantity", quantity, planning.QUANTITIES)
         other = self if other is None else other
         choices = {name: self._choice(quantity, name, other) for name in self.shapes}
         return Plan(quantity, choices)
@@ -109,9 +102,7 @@ class Factors:
     def norms_by_parameter(self, *, squared: bool = False) -> dict[str, torch.Tensor]:
         """Returns ``‖g_i‖`` of each parameter, ``(B,)``, by name."""
         found = {name: self._squared_norms(name).clamp(min=0) for name in self.shapes}
-        if squared:
-            return found
-        return {name: squares.sqrt() for name, squares in found.items()}
+        return found if squared else {name: x.sqrt() for name, x in found.items()}
 
     @_in_full_precision
     def gram(self) -> torch.Tensor:
@@ -171,8 +162,7 @@ class Factors:
 
         The map is linear in the gradient, and the same for every batch and device with
         the same names, shapes and seed. Inner products of sketches are those of the
-        gradients in expectation over seeds; see
-        `per_sample_grad.factors.tensor_sketch`.
+        gradients in expectation over seeds; see `tensor_sketch`.
         """
         check_integer("sketch: size", size, least=1)
         merged = [(n, shape, self._merged[n]) for n, shape in self.shapes.items()]
@@ -182,18 +172,15 @@ class Factors:
     @_in_full_precision
     def materialize(self) -> dict[str, torch.Tensor]:
         """Returns every gradient, ``(B, *shape)`` by name: B times the model's size."""
-        return {name: self._gradients(name) for name in self.shapes}
-
-    def _gradients(self, name: str) -> torch.Tensor:
-        shape, uses = self.shapes[name], self._merged[name]
-        size, width = (len(self), *shape), forms.matrix_shape(shape)[1]
-        if not uses:
-            return self._sum([], size)
-        samples = samples_of_gradients(uses, width, len(self), self._budget)
-        return algebra.gradients(uses, shape, samples, 0, width).reshape(size)
-
-    def _all_uses(self) -> Iterable[Contribution]:
-        return itertools.chain.from_iterable(self._merged.values())
+        found, n = {}, len(self)
+        for name, uses in self._merged.items():
+            shape = self.shapes[name]
+            terms, width = [], forms.matrix_shape(shape)[1]
+            if uses:
+                each = planning.samples_of_gradients(uses, width, n, self._budget)
+                terms = [algebra.gradients(uses, shape, each, 0, width)]
+            found[name] = self._sum(terms, (n, *shape)).reshape(n, *shape)
+        return found
 
     def _sum(self, terms: list[torch.Tensor], size: Sequence[int]) -> torch.Tensor:
         """Returns the sum of the terms; zeros of this size where there are none."""
@@ -232,7 +219,7 @@ class Factors:
             return algebra.gram(left, right, choice.samples)
 
     def _choice(self, quantity: Quantity, name: str, other: Factors) -> Choice:
-        return choose(
+        return planning.choose(
             quantity,
             self._merged[name],
             other._merged[name],
@@ -247,11 +234,7 @@ class Factors:
 def check_vectors(
     vectors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> bool:
-    """Returns whether there are K vectors for every parameter, and not one.
-
-    Raises:
-        ValueError: Names or shapes are not those of the parameters.
-    """
+    """Returns whether there are K vectors for every parameter, and not one."""
     differing = sorted(set(vectors) ^ set(shapes))
     if differing:
         raise ValueError(

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -29,12 +30,10 @@ class _Grouped:
 
     @property
     def groups(self) -> int:
-        """G."""
         return self.left.shape[1]
 
     @property
     def positions(self) -> int:
-        """T."""
         return self.left.shape[2]
 
 
@@ -73,7 +72,6 @@ class Lookup:
 
     @property
     def positions(self) -> int:
-        """T."""
         return self.index.shape[1]
 
     @property
@@ -143,10 +141,7 @@ class Windows(_Grouped):
         return Outer(self.left[start:stop], _joined(right, stop - start))
 
     def gradients(self, start: int, stop: int, first: int, last: int) -> torch.Tensor:
-        """Returns these columns of these samples' gradients, ``(n, r, last - first)``.
-
-        Both columns are multiples of `unit`.
-        """
+        """Returns gradients, ``(n, r, last - first)`` in whole `unit`s."""
         if self.direct is not None:
             source = self._source(start, stop, first, last)
             return self.direct(self.left[start:stop], source)
@@ -186,11 +181,10 @@ def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Returns a context without a graph and without the caller's autocast."""
-    if not torch.is_autocast_enabled(device.type):
-        return torch.no_grad()
     stack = contextlib.ExitStack()
     stack.enter_context(torch.no_grad())
-    stack.enter_context(torch.autocast(device.type, enabled=False))
+    if torch.is_autocast_enabled(device.type):
+        stack.enter_context(torch.autocast(device.type, enabled=False))
     return stack
 
 
@@ -211,12 +205,8 @@ def widened(contribution: Contribution) -> Contribution:
 
 
 def _tensors(contribution: Contribution) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a contribution by the names of their attributes."""
-    return {
-        name: value
-        for name, value in vars(contribution).items()
-        if isinstance(value, torch.Tensor)
-    }
+    found = vars(contribution).items()
+    return {name: value for name, value in found if isinstance(value, torch.Tensor)}
 
 
 def regroup(contribution: Contribution, num_samples: int) -> Contribution:
@@ -269,11 +259,12 @@ def merge(contributions: Sequence[Contribution]) -> list[Contribution]:
                 key = (3, 0)
         alike.setdefault(key, []).append(contribution)
     forms = sorted(alike.items(), key=lambda item: item[0][0])
-    return [uses[0] if len(uses) == 1 else _merged(uses) for _, uses in forms]
+    return [_merged(uses) for _, uses in forms]
 
 
 def _merged(uses: list[Any]) -> Contribution:
-    """Returns two or more uses of one form as one."""
+    if len(uses) == 1:
+        return uses[0]
     match uses[0]:
         case Outer():
             left = torch.cat([use.left for use in uses], 2)
@@ -287,15 +278,10 @@ def _merged(uses: list[Any]) -> Contribution:
 
 def summed(terms: Iterable[torch.Tensor]) -> torch.Tensor:
     """Returns the sum of one or more tensors, added one after the other."""
-    total = None
-    for term in terms:
-        total = term if total is None else total + term
-    assert total is not None
-    return total
+    return functools.reduce(operator.add, terms)
 
 
 def num_rows(contribution: Contribution) -> int:
-    """Returns N."""
     return float_factor(contribution).shape[0]
 
 

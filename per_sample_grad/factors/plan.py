@@ -104,9 +104,8 @@ def choose(
 ) -> Choice:
     """Returns the cheaper form of one parameter's share, in chunks within the budget.
 
-    ``contributions`` are the parameter's merged uses, and ``other`` those in the batch
-    that a Gram matrix is with: the same list if it is the same batch. The budget is the
-    bytes of all temporaries, which a single sample or column may exceed.
+    A Gram matrix is with ``other``, the same list if it is the same batch. The budget
+    is the bytes of temporaries, which a single sample or column may exceed.
     """
     partners = 1 if quantity == "norms" else num_other
     rows, columns = forms.matrix_shape(shape)
@@ -189,9 +188,8 @@ def _materialized(
     columns = halved_columns()
     samples = halved_samples(8)
     times = -(-all_columns // max(columns, 1)) * -(-num_samples // samples)
-    choice = Choice(
-        "materialized", samples, columns, times, flops, size_of(samples, columns)
-    )
+    peak = size_of(samples, columns)
+    choice = Choice("materialized", samples, columns, times, flops, peak)
     return choice, flops + 2 * FLOPS_PER_ELEMENT * num_samples * size
 
 
@@ -242,5 +240,4 @@ def _halved(number: int, too_large: Callable[[int], bool], unit: int = 1) -> int
 
 
 def _itemsize(contributions: Sequence[Contribution]) -> int:
-    """Returns the bytes of one number of the gradients."""
     return forms.float_factor(contributions[0]).dtype.itemsize

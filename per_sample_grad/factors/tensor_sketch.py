@@ -35,11 +35,8 @@ def sketch(
 ) -> torch.Tensor | None:
     """Returns the sum of all parameters' sketches, ``(B, k)``; None without any use.
 
-    Args:
-        merged: Name, shape and merged uses of each parameter.
-        size: k.
-        seed: Draws the hashes, which are the same on every device.
-        budget: Bytes of temporaries, tables included.
+    ``merged`` has name, shape and uses of each parameter, the budget includes tables,
+    and the seed draws the hashes, which are the same on every device.
     """
     cosines, sines = [], []
     for name, shape, uses in merged:
@@ -69,10 +66,7 @@ def sketch(
 def _table(
     count: int, size: int, seed: str, frequencies: torch.Tensor, dtype: torch.dtype
 ) -> _Waves:
-    """Returns the signed transforms of where each index is hashed to.
-
-    Two of ``(count, f)``, for f of the ``F = k // 2 + 1`` frequencies.
-    """
+    """Returns the signed transforms of where indices are hashed to, ``(count, f)``."""
     index = torch.arange(count, device=frequencies.device)
     bucket = _hash(index, f"{seed} bucket").remainder(size)
     sign = 1 - 2 * _hash(index, f"{seed} sign").remainder(2)
@@ -108,9 +102,8 @@ def _transform(
             elements = use.positions * frequencies
         case Dense():
             elements = columns * frequencies
-    each = (6 * elements + forms.unfolded_elements(use)) * forms.float_factor(
-        use
-    ).dtype.itemsize
+    itemsize = forms.float_factor(use).dtype.itemsize
+    each = (6 * elements + forms.unfolded_elements(use)) * itemsize
     real, imaginary = [], []
     for start, stop in forms.chunks(forms.num_rows(use), max(1, budget // each)):
         match forms.part(use, start, stop):

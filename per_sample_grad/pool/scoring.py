@@ -101,7 +101,7 @@ def score_pool(
     progress: bool = True,
     **options: Any,
 ) -> PoolScores:
-    """Scores every sample of a dataset; call it on every replica.
+    """Returns the scores of all samples of a dataset; call it on every replica.
 
     The pool is computed in blocks of ``block_size`` consecutive samples; copies of the
     last sample fill the last block. A sample's score is the same, bit for bit, for any
@@ -141,9 +141,6 @@ def score_pool(
         progress: Whether one replica shows a progress bar.
         **options: Options for `capture`; ``params`` is not allowed with
             ``"last_layer_grad_norm"``.
-
-    Returns:
-        All scores, on every replica.
 
     Raises:
         ValueError: An option is not allowed, or ``folder`` holds other scores.
@@ -194,8 +191,14 @@ def score_pool(
         for one in models
     ]
     run = _Run(replica, source, parts, score, labels, scorers, progress)
-    with _evaluating(models):
+    modes = [(m, m.training) for one in models for m in one.modules()]
+    try:
+        for one in models:
+            one.eval()
         return PoolScores(run.all_scores(), score)
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,16 +275,3 @@ class _Run:
         mean = sum(each[1:], each[0]) / len(each)
         self.replica.sync()
         return mean
-
-
-@contextlib.contextmanager
-def _evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Puts models into evaluation mode inside, and back into their modes after."""
-    modes = [(m, m.training) for model in models for m in model.modules()]
-    try:
-        for model in models:
-            model.eval()
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
