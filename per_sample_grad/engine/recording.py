@@ -66,8 +66,7 @@ class Recorder:
         if unknown:
             raise ValueError(
                 f"batch_dim names {', '.join(unknown)}, which are not modules of the "
-                "model; give names as model.named_modules() does, "
-                '"" for all others'
+                'model; give names as model.named_modules() does, "" for all others'
             )
         self._handles: list[RemovableHandle] = []
 

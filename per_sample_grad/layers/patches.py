@@ -111,16 +111,13 @@ def windows(
     """
     # (N, G, P, p), positions before features
     left = factor.flatten(2).unflatten(1, (unfolding.groups, -1)).transpose(2, 3)
-    kernel = math.prod(unfolding.kernel)
+    plain = Windows(left, source, unfolding, math.prod(unfolding.kernel))
     if not unfolding.prefers_gradients(left, source):
-        return Windows(left, source, unfolding, kernel)
+        return plain
     # Both factors twice: as they are given to the convolution, and as it lays them out.
     sizes = (n + sum(pair) for n, pair in zip(source.shape[2:], unfolding.widths))
-    return Windows(
-        left,
-        source,
-        unfolding,
-        kernel,
+    return dataclasses.replace(
+        plain,
         direct=unfolding.gradients,
         direct_channels=FAST_CHANNELS,
         direct_elements=(2 * math.prod(sizes), 2 * left[0].numel()),
