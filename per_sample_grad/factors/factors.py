@@ -162,7 +162,7 @@ class Factors:
 
         The map is linear in the gradient, and the same for every batch and device with
         the same names, shapes and seed. Inner products of sketches are those of the
-        gradients in expectation over seeds; see `tensor_sketch`.
+        gradients in expectation over seeds; see `factors.tensor_sketch`.
         """
         check_integer("sketch: size", size, least=1)
         merged = [(n, shape, self._merged[n]) for n, shape in self.shapes.items()]
