@@ -21,7 +21,7 @@ FAMILIES = {
     "A replica backend",
     "A score of a pool",
 }
-MOST_LINES = 30
+MOST_LINES = 30  # of code; blank lines are free
 
 
 def test_every_family_has_a_section():
@@ -31,7 +31,7 @@ def test_every_family_has_a_section():
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_member_is_added_from_outside_in_a_few_lines(family, tmp_path):
     [code] = re.findall(r"```python\n(.*?)```", SECTIONS[family], re.DOTALL)
-    assert len(code.splitlines()) <= MOST_LINES
+    assert sum(bool(line.strip()) for line in code.splitlines()) <= MOST_LINES
     script = tmp_path / "extension.py"
     script.write_text(code)
     run = subprocess.run(
