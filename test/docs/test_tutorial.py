@@ -115,6 +115,7 @@ def test_the_elastic_script_learns_the_same_on_several_replicas(
     assert train(tmp_path, "elastic", *GLOO) == pytest.approx(alone, abs=1)
 
 
+@pytest.mark.slow
 def test_adascale_learns(tmp_path):
     assert max(train_here(tmp_path, "adascale").values()) > 75
 
@@ -139,6 +140,7 @@ def test_the_ordered_script_learns_and_continues_on_several_replicas(
     assert first | second == pytest.approx(alone, abs=1)
 
 
+@pytest.mark.slow
 def test_the_ordered_script_refuses_the_checkpoints_of_the_stage_before(tmp_path):
     train_here(tmp_path, "resumable", epochs=1)
     with pytest.raises(ValueError, match="Pass the same parts"):
