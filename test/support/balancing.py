@@ -16,12 +16,6 @@ def below_zero(product: float, sample: int, draw: int) -> bool:
     return product < 0
 
 
-def up_to_zero(product: float, sample: int, draw: int) -> bool:
-    """Returns whether the sign is +1 by the papers' code: a tie is positive."""
-    del sample, draw
-    return product <= 0
-
-
 def mean(order, rows, centre, decide: Decide = below_zero):
     """Returns the next order of mean balance around ``centre``."""
     left, right, total = [], [], np.zeros(rows.shape[1])
@@ -107,13 +101,3 @@ def batch(order, rows, centre, steps, centred_update: bool = True):
             else:
                 right.insert(0, order[i])
     return left + right
-
-
-def exponential_means(rows, steps, beta, average, power):
-    """Returns bias-corrected averages of the batch means, and the EMA's state."""
-    centres = []
-    for start, end in steps:
-        average = beta * average + (1 - beta) * rows[start:end].mean(0)
-        power = power * beta
-        centres.append(average / (1 - power))
-    return centres, average, power
