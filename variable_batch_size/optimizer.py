@@ -512,8 +512,8 @@ class ElasticOptimizer(OptimizerProxy):
         if reference is None:
             name = "ref_weight" if weighted else "ref_batchsize"
             raise TypeError(
-                f"noise and AdaScale with reduction={self.reduction!r} need {name}=, "
-                "which gains compare with"
+                f"noise= needs {name}=, which gains compare with, where "
+                f"reduction={self.reduction!r}"
             )
         return NoiseMeter(
             self.param_groups,

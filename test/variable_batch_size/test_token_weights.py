@@ -375,7 +375,7 @@ def step_with(weight, **options):
             TypeError,
             "give one of them",
         ),
-        (1, {"reduction": "sum", "noise": True}, TypeError, "need ref_weight="),
+        (1, {"reduction": "sum", "noise": True}, TypeError, "needs ref_weight="),
         (
             1,
             {
