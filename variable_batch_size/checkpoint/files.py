@@ -182,8 +182,8 @@ def newest_whole(folder: Path, kind: str = "update") -> tuple[SavedFile, Any] | 
         with contextlib.suppress(FileNotFoundError):
             rename(file.path, aside)
         logger.warning(
-            f"checkpoint {file.path} is damaged: {how}; it is now {aside.name}, and the "
-            "one before it is used"
+            f"checkpoint {file.path} is damaged: {how}; it is now {aside.name}, and "
+            "the one before it is used"
         )
     num_damaged = len(list(folder.glob(f"{_DAMAGED}{kind}-*")))
     if num_damaged:
