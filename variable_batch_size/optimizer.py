@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from typing import Any
 
@@ -53,7 +54,8 @@ class ElasticOptimizer(OptimizerProxy):
     Gradients are allocated at construction and zeroed in place; `zero_grad` does
     nothing. A parameter that took no part in the loss has a gradient of zero, not None.
 
-    Construction is collective: parameters are made equal to those of replica 0.
+    Construction is collective: settings are compared, and parameters are made equal to
+    those of replica 0.
 
     Args:
         optimizer: The optimizer to wrap, built after the model was moved to its device.
@@ -83,6 +85,7 @@ class ElasticOptimizer(OptimizerProxy):
 
     Raises:
         ValueError, TypeError: An argument is out of range or of the wrong type.
+        ReplicaError: Replicas have other samplers, rules or models.
     """
 
     # For code that would skip a step: `step` must be called after every backward pass.
@@ -135,6 +138,12 @@ class ElasticOptimizer(OptimizerProxy):
         self._agreement = Agreement(self.replica, self._scalars)
         self.noise = self._make_meter(noise)
         self._attached = Attached(self.noise)
+        self.replica.check_agreement(
+            "the settings of the run",
+            self._settings(),
+            "Each would train another model: build sampler, model and optimizer alike "
+            "on every replica, without the rank in seeds, files or conditions.",
+        )
         self._gradients = StepGradients(optimizer, self.replica, self.noise)
         self._counter = StepCounter(sampler.plan, self.replica.rank, announced=False)
         self._num_minibatches_seen = 0  # since buffers were averaged
@@ -491,6 +500,27 @@ class ElasticOptimizer(OptimizerProxy):
             self._weight.discard()
 
     # --- how ------------------------------------------------------------------------
+
+    def _settings(self) -> dict[str, Any]:
+        """Returns what replicas must have in common to train one model."""
+        groups = self.inner.param_groups
+        parameters = [p for group in groups for p in group["params"]]
+        kinds = repr([(*p.shape, p.dtype, p.requires_grad) for p in parameters])
+        return {
+            **self.sampler.fingerprint(),
+            "rule": self.rule.name,
+            "momentum_correction": self.rule.momentum_correction,
+            "decay_per_sample": self.rule.decay_per_sample,
+            "ref_batchsize": self.ref_batchsize,
+            "reduction": self.reduction,
+            "ref_weight": self.ref_weight,
+            "max_grad_norm": self.max_grad_norm,
+            "noise": self.noise.options if self.noise else None,
+            "hyperparameters": hyperparameters(groups),
+            "parameters": f"{len(parameters)} tensors of "
+            f"{sum(p.numel() for p in parameters)} numbers, sha256 "
+            f"{hashlib.sha256(kinds.encode()).hexdigest()[:16]}",
+        }
 
     def _check_groups(self, groups: list[dict[str, Any]]) -> None:
         checks.check_groups(groups, self.replica)
