@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import xla_replica
-from per_sample_grad.engine import comparison, graph, recording
+from per_sample_grad.engine import comparison, graph, recording, wrong_operations
 from per_sample_grad.engine.comparison import Comparer
 from per_sample_grad.engine.fallback import FALLBACKS
 from per_sample_grad.engine.recording import RecordedCall, RecordedModule
@@ -71,6 +71,11 @@ class BackwardPass:
         self._missing: Counter[str] = Counter()
         self._parts: dict[str, list[Contribution]] = {}
         self._handed_on: set[str] = set()
+        # Parameters whose positions cancel, as far as that is known.
+        self._cancelling: set[str] = set()
+        self._may_read = xla_replica.traits(self.losses).is_host
+        # What is given on after the comparison; None: at once.
+        self._waiting: list[Factors] | None = None
 
     def run(self, calls: list[RecordedCall], reached: graph.Reached) -> None:
         """Runs the pass; empties ``calls``, so that each can be freed once reached."""
@@ -86,10 +91,22 @@ class BackwardPass:
         if outside and not has_fallback and not self.reported:
             self._raise_uncovered(outside)
         proof = comparison.PROVEN.get(model, {}).get(key)
+        is_lazy = xla_replica.traits(self.losses).is_lazy
+        if is_lazy and proof is None:
+            names = graph.inventory(self.losses).names
+            wrong_operations.refuse_wrong_operations(names)
         # Without a fallback a report says what is missing, and not what is wrong.
         lenient = self.reported and not has_fallback
         if not lenient:
             self._comparer = self._start_comparing(proof, reached.reordered)
+        if proof is not None:
+            self._cancelling |= proof.cancelling
+        if self._comparer is not None:
+            # A comparison reads the device anyway; a lazy one must not be read before.
+            if is_lazy:
+                self._waiting = []
+            else:
+                self._may_read = True
         if proof is not None and has_fallback and not self.reported:
             wrong = "its rule is wrong for this structure"
             self.problems = {name: [wrong] for name in proof.wrong}
@@ -113,6 +130,8 @@ class BackwardPass:
         if rest:
             self._hand_on({name: [] for name in self._params if name in rest})
         self._conclude(key)
+        for factors in self._waiting or []:
+            self.receive(factors)
 
     def _start_comparing(
         self, proof: comparison.Proof | None, reordered: bool
@@ -124,15 +143,21 @@ class BackwardPass:
         # Where the order of samples is data, a proof says nothing about another order.
         if check == "always" or reordered:
             proof = None
-        if proof is None or (proof.wrong and self._fallback is None):
-            comparer = Comparer(self.losses, self._params, 0.0, scale)
-            # With autograd's gradient known, each factor can be freed at once.
-            comparer.expect(retain_graph=True)
-            return comparer
+        known = proof is not None and (not proof.wrong or self._fallback is not None)
         # A parameter whose gradient was zero is compared again as soon as it has a
         # gradient, which is known after the pass.
-        silent = {n: p for n, p in self._params.items() if n in proof.silent}
-        return Comparer(self.losses, silent, proof.whole, scale) if silent else None
+        params, whole = self._params, 0.0
+        if known:
+            params = {n: p for n, p in params.items() if n in proof.silent}
+            whole = proof.whole
+        if not params:
+            return None
+        dtypes = graph.inventory(self.losses).dtypes
+        comparer = Comparer(self.losses, params, whole, scale, dtypes)
+        if not known:
+            # With autograd's gradient known, each factor can be freed at once.
+            comparer.expect(retain_graph=True)
+        return comparer
 
     def _reach_all(self, retain_graph: bool) -> None:
         """Runs one backward pass that forms no gradient of a parameter.
@@ -252,7 +277,10 @@ class BackwardPass:
         if self._comparer is not None:
             self._comparer.add(factors)
         self._handed_on.update(merged)
-        self.receive(factors)
+        if self._waiting is None:
+            self.receive(factors)
+        else:
+            self._waiting.append(factors)
 
     def factors_of(
         self, merged: Mapping[str, Sequence[Contribution]], more: int = 0
@@ -264,6 +292,8 @@ class BackwardPass:
             self.losses.detach(),
             method=self.capture.method,
             budget=self._budget + more,
+            cancelling=self._cancelling,
+            may_read=self._may_read,
         )
 
     def _by_fallback(self, names: Collection[str]) -> dict[str, list[Contribution]]:
@@ -281,6 +311,7 @@ class BackwardPass:
                 return
             comparer.expect(self.retain_graph or self._fallback is not None)
         self.compared = comparer.result()
+        self._cancelling |= self.compared.cancelling
         if self.reported:
             return
         wrong = self.compared.wrong if self._fallback is not None else {}

@@ -61,6 +61,8 @@ class Comparison:
     # The largest share, in one call, of the nonzero float16 gradients of activations
     # that are too small to have all their digits.
     underflow: float
+    # Parameters whose positions cancel, where that cannot be read at any other time.
+    cancelling: frozenset[str]
 
     @property
     def wrong(self) -> dict[str, float]:
@@ -75,7 +77,8 @@ class Comparer:
     of the whole gradient's or to what rounding explains.
 
     ``whole`` is a lower bound of the whole gradient's size, other parameters included;
-    losses are multiplied by ``scale`` in every backward pass.
+    losses are multiplied by ``scale`` in every backward pass; ``dtypes`` are those of
+    all gradients in the graph, of which the least precise one decides what is rounding.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Comparer:
         params: Mapping[str, nn.Parameter],
         whole: float,
         scale: float,
+        dtypes: Collection[torch.dtype],
     ) -> None:
         self.params = params
         self._scale = scale
@@ -96,9 +100,17 @@ class Comparer:
         self._distances: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._noise: dict[str, torch.Tensor] = {}
         self._underflow: list[torch.Tensor] = []
+        self._cancelling: dict[str, torch.Tensor] = {}
         self._used: set[str] = set()
-        self._dtypes = {losses.dtype, *(p.dtype for p in params.values())}
+        precisions = [torch.finfo(dtype).eps for dtype in dtypes]
+        self._tolerance = max(
+            _TOLERANCES.get(dtype, _HALF_TOLERANCE) for dtype in dtypes
+        )
+        # Float64 gradients may come from a part that computes in float32.
+        single = torch.finfo(torch.float32).eps
+        self._least_eps = min(single, max(precisions))
         self._on_host = xla_replica.traits(losses).is_host
+        self._is_lazy = xla_replica.traits(losses).is_lazy
 
     @property
     def knows_truth(self) -> bool:
@@ -128,6 +140,9 @@ class Comparer:
             if factors.contributions(name):
                 self._used.add(name)
             self._actual[name] = actual
+            cancels = factors.cancellation(name) if self._is_lazy else None
+            if cancels is not None:
+                self._cancelling[name] = cancels
         if self._expected is not None:
             self._measure()
 
@@ -149,13 +164,13 @@ class Comparer:
         the norm of the terms that are summed, times the dtype's precision. Keeps that
         norm, the product, and the product times the largest inputs.
         """
-        self._dtypes.add(gradient.dtype)
         wanted = [name for name in dict.fromkeys(names) if name in self.params]
         if not wanted:
             return
         dtype = accumulation_dtype(gradient.dtype)
         size = torch.linalg.vector_norm(gradient, dtype=dtype)
-        plain = size * (_ROUNDINGS * torch.finfo(gradient.dtype).eps)
+        eps = max(torch.finfo(gradient.dtype).eps, self._least_eps)
+        plain = size * (_ROUNDINGS * eps)
         scaled = plain
         forward = inspect.signature(type(call.module).forward)
         given = forward.bind(call.module, *call.args, **call.kwargs).arguments
@@ -194,16 +209,18 @@ class Comparer:
         columns = []
         for name in self.params:
             noise = self._noise.get(name, zeros)
-            parts = (torch.stack(self._distances[name]), noise, most.view(1))
+            cancels = self._cancelling.get(name, zeros[0])
+            ends = torch.stack([most, cancels.to(most.dtype)])
+            parts = (torch.stack(self._distances[name]), noise, ends)
             columns.append(torch.cat([part.to(zeros.dtype) for part in parts]))
         # One transfer for all of them.
         fetched = torch.stack(columns, 1).cpu().double()
-        distance, size, terms, *noisy, underflow = fetched.unbind()
+        distance, size, terms, *noisy, underflow, cancels = fetched.unbind()
         # The gradients that are finite are judged whatever the others are.
         finite = torch.isfinite(size)
         whole = max(float(size[finite].norm()), self._whole)
         floor = max(1e-3 * whole, 1e-30)
-        tolerance = max(_TOLERANCES.get(each, _HALF_TOLERANCE) for each in self._dtypes)
+        tolerance = self._tolerance
         if 1e-4 < tolerance < _ACCELERATOR_TOLERANCE and not self._on_host:
             tolerance = _ACCELERATOR_TOLERANCE
         plain, scaled = (
@@ -219,8 +236,14 @@ class Comparer:
         unseen = (torch.maximum(size, terms) <= tolerance * floor).tolist()
         quiet = {name for name, nothing in zip(self.params, unseen) if nothing}
         relative = dict(zip(self.params, errors.tolist()))
-        silent = frozenset(quiet & self._used)
-        return Comparison(relative, silent, tolerance, whole, float(underflow[0]))
+        return Comparison(
+            errors=relative,
+            silent=frozenset(quiet & self._used),
+            tolerance=tolerance,
+            whole=whole,
+            underflow=float(underflow[0]),
+            cancelling=frozenset(n for n, c in zip(self.params, cancels) if c),
+        )
 
 
 def judge(found: Comparison) -> None:
@@ -271,6 +294,7 @@ class Proof:
     silent: frozenset[str]  # parameters about which nothing was learnt yet
     wrong: frozenset[str] = frozenset()  # those that a fallback had to replace
     whole: float = 0.0  # the size of the whole gradient
+    cancelling: frozenset[str] = frozenset()  # those whose positions cancel
 
 
 PROVEN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Proof]]
@@ -308,4 +332,5 @@ def remember(
             found.silent & before.silent,
             before.wrong | frozenset(wrong),
             max(found.whole, before.whole),
+            before.cancelling | found.cancelling,
         )

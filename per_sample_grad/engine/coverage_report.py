@@ -81,6 +81,7 @@ def coverage(
 
     Raises:
         CouplingError: The model has a BatchNorm that uses the batch's statistics.
+        PerSampleError: The device's autograd is wrong for an operation.
         ValueError: ``loss_fn`` does not give one loss per sample.
     """
     with capture(model, fallback="loop", check="always", **options) as recorded:

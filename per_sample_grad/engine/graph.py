@@ -134,6 +134,33 @@ def walk(
     return Reached(frozenset(reached), outside, structure, custom, reordered)
 
 
+@dataclasses.dataclass(frozen=True)
+class Inventory:
+    """What occurs in a graph, within recorded calls too."""
+
+    names: frozenset[str]  # of operations
+    dtypes: frozenset[torch.dtype]  # of gradients
+
+
+def inventory(losses: torch.Tensor) -> Inventory:
+    """Returns everything that a backward pass from ``losses`` comes by."""
+    stack: list[Node | None] = [losses.grad_fn]
+    seen: set[Node] = set()
+    names: set[str] = set()
+    dtypes: set[torch.dtype] = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        names.add(node.name())
+        dtypes.update(
+            each.dtype for each in node._input_metadata if each.dtype.is_floating_point
+        )
+        stack.extend(below for below, _ in node.next_functions)
+    return Inventory(frozenset(names), frozenset(dtypes))
+
+
 def lowest(root: Node | None, nodes: Collection[Node]) -> tuple[set[Node], set[Node]]:
     """Returns the nodes from which none of the others can be reached, and the rest.
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from per_sample_grad.engine import graph
+from per_sample_grad.engine import graph, wrong_operations
 from per_sample_grad.errors import CoverageError, PerSampleError
 from per_sample_grad.layers import batch_norm
 from per_sample_grad.layers.registry import Call, Rule, rule_of, why_no_rule
@@ -100,6 +100,8 @@ class Recorder:
                 hooks.append(functools.partial(self._record, owner))
         if batch_norm.needs_arithmetic(module):
             hooks.append(batch_norm.output_by_arithmetic)
+        if wrong_operations.is_wrong_on_lazy_devices(module):
+            hooks.append(wrong_operations.right_output)
         for hook in hooks:
             # Each is put first: the output is replaced before the call is recorded,
             # and other hooks change it after that.

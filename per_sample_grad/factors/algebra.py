@@ -109,13 +109,34 @@ def squared_norms(contributions: Sequence[Contribution], samples: int) -> torch.
 
     def of_some(start: int, stop: int) -> torch.Tensor:
         parts = [forms.part(each, start, stop) for each in contributions]
-        return forms.summed(
-            _diagonal(a, b) if a is b else 2 * _diagonal(a, b)
-            for i, a in enumerate(parts)
-            for b in parts[i:]
-        )
+        return _squared_norms(parts)
 
     return _side_by_side(of_some, forms.num_rows(contributions[0]), samples)
+
+
+def squared_norms_and_terms(
+    contributions: Sequence[Contribution], samples: int
+) -> torch.Tensor:
+    """Returns `squared_norms` and the squares of what is added, ``(2, N)``.
+
+    The latter are ``Σ_t ‖u_t‖² ‖z_t‖²``. The former have an error of some units in
+    their last place, which is much where positions cancel.
+    """
+
+    def of_some(start: int, stop: int) -> torch.Tensor:
+        parts = [forms.part(each, start, stop) for each in contributions]
+        terms = forms.summed(map(_squares_of_terms, parts))
+        return torch.stack([_squared_norms(parts), terms])
+
+    return _side_by_side(of_some, forms.num_rows(contributions[0]), samples, dim=1)
+
+
+def _squared_norms(parts: Sequence[Outer | Lookup | Dense]) -> torch.Tensor:
+    return forms.summed(
+        _diagonal(a, b) if a is b else 2 * _diagonal(a, b)
+        for i, a in enumerate(parts)
+        for b in parts[i:]
+    )
 
 
 def gram(
@@ -248,6 +269,21 @@ def _squares(block: torch.Tensor) -> torch.Tensor:
     if traits(flat).is_lazy:
         return (flat * flat).sum(1)  # a compiler makes one loop of it
     return torch.linalg.vector_norm(flat, dim=1).square()
+
+
+def _squares_of_terms(part: Outer | Lookup | Dense) -> torch.Tensor:
+    """Returns the sum of the squared norms of what every position adds, ``(N,)``."""
+    match part:
+        case Outer(left, right):
+            return (_row_squares(left) * _row_squares(right)).flatten(1).sum(1)
+        case Lookup(_, values) | Dense(values):
+            return _squares(values)
+
+
+def _row_squares(factor: torch.Tensor) -> torch.Tensor:
+    if traits(factor).is_lazy:
+        return (factor * factor).sum(-1)
+    return torch.linalg.vector_norm(factor, dim=-1).square()
 
 
 def _diagonal(a: Outer | Lookup | Dense, b: Outer | Lookup | Dense) -> torch.Tensor:

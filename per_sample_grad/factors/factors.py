@@ -54,11 +54,18 @@ class Factors:
         *,
         method: Method,
         budget: int,
+        cancelling: set[str],
+        may_read: bool,
     ) -> None:
         self.shapes = dict(shapes)
         self.losses = losses
         self._method: Method = method
         self._budget = budget
+        # Parameters whose positions cancel: known from earlier, and where values may
+        # be read from the device, found when products are asked for.
+        self._cancelling = cancelling
+        self._may_read = may_read
+        self._squares_and_terms: dict[str, torch.Tensor] = {}
         # A parameter that the losses do not depend on has an empty list.
         self._merged = {name: list(merged[name]) for name in self.shapes}
         self._uses = [use for uses in self._merged.values() for use in uses]
@@ -195,6 +202,36 @@ class Factors:
         terms = [algebra.weighted_sum(u, shape, weights, self._budget) for u in uses]
         return self._sum(terms, shape)
 
+    def cancellation(self, name: str) -> torch.Tensor | None:
+        """Returns whether a parameter's positions cancel: a tensor of one bool.
+
+        That is, whether norms from factors would have fewer digits than promised. None
+        where nothing is planned to be computed from factors of several positions.
+        """
+        uses = self._merged[name]
+        if self._method != "auto" or sum(map(forms.num_positions, uses)) < 2:
+            return None
+        plans = (self._planned(q, name, self, "auto") for q in planning.QUANTITIES)
+        if all(choice.form != "factored" for choice in plans):
+            return None
+        if name not in self._squares_and_terms:
+            samples = self._planned("norms", name, self, "factored").samples
+            with forms.full_precision(self.losses.device):
+                found = algebra.squared_norms_and_terms(uses, samples)
+            self._squares_and_terms[name] = found
+        squares, terms = self._squares_and_terms[name].unbind()
+        # A norm's relative error is half of its square's.
+        rounding = planning.ROUNDINGS * torch.finfo(terms.dtype).eps
+        return (terms * rounding > squares * (2 * planning.NORM_TOLERANCE)).any()
+
+    def _cancels(self, name: str) -> bool:
+        known = name in self._cancelling or name in self._squares_and_terms
+        if self._may_read and not known:
+            found = self.cancellation(name)
+            if found is not None and bool(found):
+                self._cancelling.add(name)
+        return name in self._cancelling
+
     def _squared_norms(self, name: str) -> torch.Tensor:
         uses = self._merged[name]
         if not uses:
@@ -204,6 +241,8 @@ class Factors:
             return algebra.materialized_squared_norms(
                 uses, self.shapes[name], choice.samples, choice.columns
             )
+        if name in self._squares_and_terms:
+            return self._squares_and_terms[name][0]
         return algebra.squared_norms(uses, choice.samples)
 
     def _gram(self, name: str, other: Factors) -> torch.Tensor:
@@ -219,6 +258,16 @@ class Factors:
             return algebra.gram(left, right, choice.samples)
 
     def _choice(self, quantity: Quantity, name: str, other: Factors) -> Choice:
+        choice = self._planned(quantity, name, other, self._method)
+        if self._method != "auto" or choice.form != "factored":
+            return choice
+        if self._cancels(name) or other._cancels(name):
+            return self._planned(quantity, name, other, "materialized")
+        return choice
+
+    def _planned(
+        self, quantity: Quantity, name: str, other: Factors, method: Method
+    ) -> Choice:
         return planning.choose(
             quantity,
             self._merged[name],
@@ -226,7 +275,7 @@ class Factors:
             self.shapes[name],
             num_samples=len(self),
             num_other=len(other),
-            method=self._method,
+            method=method,
             budget=self._budget,
         )
 

@@ -285,6 +285,11 @@ def num_rows(contribution: Contribution) -> int:
     return float_factor(contribution).shape[0]
 
 
+def num_positions(contribution: Contribution) -> int:
+    """Returns T; 1 for gradients themselves."""
+    return 1 if isinstance(contribution, Dense) else contribution.positions
+
+
 def float_factor(contribution: Contribution) -> torch.Tensor:
     """Returns the factor whose dtype and device are those of the gradients."""
     match contribution:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -63,6 +64,25 @@ def test_the_plan_follows_the_shapes():
     assert "Mflop" in str(many.plan("gram"))
     with pytest.raises(ValueError, match="one of 'norms', 'gram', got"):
         short.plan("sum")
+
+
+@pytest.mark.parametrize("entries", [11, 1000])
+@pytest.mark.parametrize("quantity", ["norms", "gram"])
+def test_the_plan_takes_and_shows_the_lowest_cost(entries, quantity):
+    """More operations may take less time, where fewer numbers are written."""
+    model, ids = nn.Embedding(entries, 8), torch.randint(0, entries, (32, 5))
+    found = {
+        method: psg.per_sample_factors(model, fold, (ids,), method=method).plan(
+            quantity
+        )
+        for method in ("auto", "factored", "materialized")
+    }
+    chosen = {method: plan.choices["weight"] for method, plan in found.items()}
+    forms = chosen["factored"], chosen["materialized"]
+    assert chosen["auto"] == min(forms, key=lambda choice: choice.cost)
+    for choice in forms:
+        assert choice.cost > choice.flops
+    assert f"like {chosen['auto'].cost / 1e6:.3f}" in str(found["auto"])
 
 
 @pytest.mark.parametrize("method", ["factored", "materialized"])
@@ -145,18 +165,44 @@ def test_vectors_and_weights_are_checked():
         factors.weighted_sum(torch.zeros(5))
 
 
-def test_cancelling_positions_stay_finite_and_can_be_exact():
+def deviations(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Returns losses whose gradients, at the output's positions, sum to zero."""
+    out = m(x)
+    return (100 * (out - out.mean(1, keepdim=True))).square().sum((1, 2))
+
+
+def test_cancelling_positions_stay_finite_where_factors_are_asked_for():
     """Inputs are nearly constant, and the outputs' gradients sum to zero."""
     model = nn.Linear(8, 8)
     x = 1 + 1e-3 * torch.randn(4, 32, 8)
-
-    def losses(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        out = m(x)
-        return (100 * (out - out.mean(1, keepdim=True))).square().sum((1, 2))
-
     for method in ("factored", "materialized"):
-        norms = psg.per_sample_grad_norms(model, losses, (x,), method=method)
+        norms = psg.per_sample_grad_norms(model, deviations, (x,), method=method)
         assert all(math.isfinite(norm) and norm >= 0 for norm in norms.tolist())
+
+
+@pytest.mark.parametrize(("width", "positions"), [(1024, 256), (512, 16)])
+def test_norms_are_right_where_positions_cancel(width, positions):
+    """From factors they would be off by about 1 per cent."""
+    torch.manual_seed(0)
+    model, samples = nn.Linear(width, width), 2
+    x = 1 + 1e-3 * torch.randn(samples, positions, width)
+    options = {"check": "never", "params": ["weight"]}
+
+    def off(m: nn.Module, x: torch.Tensor, **more: object) -> list[torch.Tensor]:
+        factors = psg.per_sample_factors(m, deviations, (x,), **options, **more)
+        norms = psg.per_sample_grad_norms(m, deviations, (x,), **options, **more)
+        return [factors.norms(), factors.gram(), factors.cross_gram(factors), norms]
+
+    exact = off(copy.deepcopy(model).double(), x.double(), method="materialized")
+    wrong = off(model, x, method="factored")
+    for found, rough, truth in zip(off(model, x), wrong, exact):
+        # The gradients of activations have lost digits themselves.
+        assert error(found, truth) <= 1e-4
+        assert error(rough, truth) > 3e-3
+    factors = psg.per_sample_factors(model, deviations, (x,), **options)
+    assert factors.plan("norms").choices["weight"].form == "materialized"
+    plain = psg.per_sample_factors(model, fold, (torch.randn_like(x),), **options)
+    assert plain.plan("norms").choices["weight"].form == "factored"
 
 
 def test_the_functional_style_gives_the_same():

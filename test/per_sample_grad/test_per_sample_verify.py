@@ -356,3 +356,53 @@ def test_backward_once_and_after_a_forward_pass():
         recorded.backward(losses)
     with pytest.raises(RuntimeError, match="used already"), recorded:
         pass
+
+
+class SingleRMSNorm(nn.Module):
+    """A norm that computes in float32 whatever the model's dtype, as Gemma 2's does."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        return (normed * (1 + self.weight.float())).type_as(x)
+
+
+def single_rms_norm(call: psg.Call, grad: torch.Tensor) -> dict[str, psg.Dense]:
+    x = call.input
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+    return {"weight": psg.Dense((normed * grad).sum(1))}
+
+
+@pytest.mark.parametrize("way", ["rule", "loop"])
+@rules_kept()
+def test_float64_models_that_compute_in_float32_are_compared_as_such(way):
+    """Also where that is within the call of a module that has a rule."""
+    if way == "rule":
+        psg.register_rule(SingleRMSNorm)(single_rms_norm)
+    model = nn.Sequential(nn.Linear(8, 8), SingleRMSNorm(8), nn.Linear(8, 3)).double()
+    with psg.capture(model, fallback="error" if way == "rule" else way) as recorded:
+        losses = squares(model(torch.randn(4, 6, 8).double()))
+    assert recorded.backward(losses).norms().dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hidden", "told"),
+    [(torch.float32, 2e-4, 1e-2), (torch.float64, 1e-10, 1e-6)],
+    ids=str,
+)
+def test_couplings_are_told_from_rounding_down_to_the_documented_size(
+    dtype, hidden, told
+):
+    model, x = nn.Linear(4, 2).to(dtype), torch.randn(6, 4).to(dtype)
+    for size in (hidden, told):
+        with psg.capture(model, check="always") as recorded:
+            losses = squares(model(x))
+            losses = losses + size * losses.mean()
+        if size == hidden:
+            recorded.backward(losses)
+    with pytest.raises(psg.CouplingError):
+        recorded.backward(losses)

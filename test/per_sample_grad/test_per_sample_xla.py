@@ -337,3 +337,43 @@ def other_things(rank: int) -> list[str]:
 
 def test_reports_refusals_half_precision_and_sketches():
     assert BACKEND.run(other_things, timeout=LONG) == [[]]
+
+
+def deviations(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Returns losses whose gradients, at the output's positions, sum to zero."""
+    out = m(x)
+    return (100 * (out - out.mean(1, keepdim=True))).square().sum((1, 2))
+
+
+def cancelling(rank: int) -> list[tuple[float, float, int]]:
+    """Returns errors of norms and Gram matrices, and compilations, step by step."""
+    replica = xla_replica.current()
+    with replica.seeded(0):
+        model = nn.Linear(64, 64)
+        draws = [1 + 1e-3 * torch.randn(3, 16, 64) for _ in range(4)]
+    wide = copy.deepcopy(model).double()
+    model.to(replica.device)
+    found = []
+
+    def answer(f: psg.Factors) -> tuple[torch.Tensor, torch.Tensor]:
+        return f.norms(squared=True), f.gram()
+
+    for x in draws:
+        truth = flat(oracle(Case("", None, (), loss=deviations), wide, (x,)))
+        with xla_replica.count() as counts:
+            with psg.capture(model) as recorded:
+                losses = deviations(model, replica.send((x,))[0])
+            answers = replica.fetch(recorded.stream(losses, answer))
+        off = [
+            error(answers[0], truth.square().sum(1)),
+            error(answers[1], truth @ truth.T),
+        ]
+        found.append((*off, counts.compilations))
+    return found
+
+
+def test_positions_that_cancel_are_noticed_by_the_first_comparison():
+    """The first step's answer is right, and the second compiles what is the same."""
+    (found,) = BACKEND.run(cancelling, timeout=LONG)
+    assert all(max(norms, gram) < 1e-3 for norms, gram, _ in found), found
+    assert [compilations for *_, compilations in found[1:]] == [0, 0, 0], found

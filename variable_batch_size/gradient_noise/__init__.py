@@ -13,7 +13,6 @@ from variable_batch_size.gradient_noise.estimators import (
     overall,
     unbiased,
     weight_of,
-    weighted_coefficients,
 )
 
 __all__ = [
@@ -29,5 +28,4 @@ __all__ = [
     "overall",
     "unbiased",
     "weight_of",
-    "weighted_coefficients",
 ]
