@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 
 import xla_replica
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.device_scalars import DeviceScalars, as_floats
+from variable_batch_size.device_scalars import DeviceScalars, as_floats, dtype_for
 from variable_batch_size.gradient_noise.meter import NoiseMeter, NoiseOptions
 from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.rules.rule import Rule, with_options
@@ -22,6 +23,7 @@ from variable_batch_size.step.attached import Attached, Update
 from variable_batch_size.step.buffers import average_buffers
 from variable_batch_size.step.gradients import StepGradients
 from variable_batch_size.step.step_counter import StepCounter
+from variable_batch_size.step.weights import StepWeight
 from xla_replica import Replica, ReplicaError
 
 logger = logging.getLogger(__name__)
@@ -33,7 +35,8 @@ class ElasticOptimizer(OptimizerProxy):
     Call `step` after every ``loss.backward()``. It accumulates until this replica has
     run its minibatches of the step, then sums gradients over replicas, divides by the
     step's number of minibatches, scales the learning rate and updates. The loss must
-    be the mean over the minibatch.
+    be the mean over the minibatch; or, with ``reduction='sum'``, the sum over its
+    tokens, whose number `step` takes.
 
     ``param_groups`` holds the reference learning rate, and the scaled one only while
     the inner optimizer runs. torch's LR schedulers and step hooks work on the wrapper
@@ -51,7 +54,8 @@ class ElasticOptimizer(OptimizerProxy):
     Gradients are allocated at construction and zeroed in place; `zero_grad` does
     nothing. A parameter that took no part in the loss has a gradient of zero, not None.
 
-    Construction is collective: parameters are made equal to those of replica 0.
+    Construction is collective: settings are compared, and parameters are made equal to
+    those of replica 0.
 
     Args:
         optimizer: The optimizer to wrap, built after the model was moved to its device.
@@ -60,7 +64,17 @@ class ElasticOptimizer(OptimizerProxy):
             ``'power:ALPHA'``, or a `Rule`.
         ref_batchsize: Batch size at which the reference learning rate was tuned.
         log_steps: Log step, batch size and learning rate every so many updates.
-        max_grad_norm: Clip the summed and averaged gradient to this global norm.
+        reduction: What the loss is of its minibatch. ``'mean'``: the mean, and every
+            minibatch counts the same. ``'sum'``: the sum over tokens, or whatever else
+            minibatches have different numbers of. Call ``step(weight=num_tokens)``; the
+            step's gradient is the sum of the minibatches' over the sum of their
+            weights, over replicas and substeps.
+        ref_weight: In place of ``ref_batchsize``, with ``reduction='sum'``: the weight
+            (tokens) of a step at which the learning rate was tuned. The rule then
+            follows each step's weight instead of its number of samples.
+        max_grad_norm: Clip the summed and averaged gradient to this global norm. It
+            takes the place of ``clip_grad_norm_`` in the loop, which would clip the
+            gradient of a part of the step.
         momentum_correction: For SGD: apply the rule's factor to the gradient, inside
             the momentum buffer; see `Rule`.
         decay_per_sample: Scale weight decay so that weights decay by the same amount
@@ -71,6 +85,7 @@ class ElasticOptimizer(OptimizerProxy):
 
     Raises:
         ValueError, TypeError: An argument is out of range or of the wrong type.
+        ReplicaError: Replicas have other samplers, rules or models.
     """
 
     # For code that would skip a step: `step` must be called after every backward pass.
@@ -84,6 +99,8 @@ class ElasticOptimizer(OptimizerProxy):
         ref_batchsize: int | None = None,
         log_steps: int | None = None,
         *,
+        reduction: str = "mean",
+        ref_weight: float | None = None,
         max_grad_norm: float | None = None,
         momentum_correction: bool = False,
         decay_per_sample: bool = False,
@@ -94,20 +111,39 @@ class ElasticOptimizer(OptimizerProxy):
         self.replica = xla_replica.current() if replica is None else replica
         self.rule = with_options(rule, momentum_correction, decay_per_sample)
         self.ref_batchsize = ref_batchsize
+        self.reduction = reduction
+        self.ref_weight = ref_weight
         self.log_steps = log_steps
         self.max_grad_norm = max_grad_norm
         checks.check_optimizer(optimizer, self.rule)
         checks.check_sampler(sampler, self.replica)
+        checks.check_reduction(reduction, ref_weight, ref_batchsize, self.rule)
         checks.check_numbers(
-            self.rule, ref_batchsize, log_steps=log_steps, max_grad_norm=max_grad_norm
+            self.rule,
+            ref_batchsize if ref_weight is None else ref_weight,
+            log_steps=log_steps,
+            max_grad_norm=max_grad_norm,
         )
         self._check_groups(optimizer.param_groups)
         super().__init__(optimizer)
         self._scalars = DeviceScalars(self.replica)
-        self._scaling = Scaling(self.rule, self.replica, self._scalars)
+        self._scaling = Scaling(
+            self.rule, self.replica, self._scalars, late_ratio=ref_weight is not None
+        )
+        self._weight = None
+        if reduction == "sum":
+            groups = optimizer.param_groups
+            dtype = dtype_for(p for group in groups for p in group["params"])
+            self._weight = StepWeight(self.replica, dtype)
         self._agreement = Agreement(self.replica, self._scalars)
         self.noise = self._make_meter(noise)
         self._attached = Attached(self.noise)
+        self.replica.check_agreement(
+            "the settings of the run",
+            self._settings(),
+            "Each would train another model: build sampler, model and optimizer alike "
+            "on every replica, without the rank in seeds, files or conditions.",
+        )
         self._gradients = StepGradients(optimizer, self.replica, self.noise)
         self._counter = StepCounter(sampler.plan, self.replica.rank, announced=False)
         self._num_minibatches_seen = 0  # since buffers were averaged
@@ -115,8 +151,16 @@ class ElasticOptimizer(OptimizerProxy):
 
     # --- the training loop's calls --------------------------------------------------
 
-    def step(self, closure: None = None) -> int:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: None = None, *, weight: Any = None
+    ) -> int:
         """Accumulates one minibatch's gradient, and updates if it was the step's last.
+
+        Args:
+            closure: Not supported.
+            weight: With ``reduction='sum'``: how many tokens the minibatch's loss sums,
+                at least 0; a number, or a tensor with one element, which is not read.
+                A minibatch of weight zero adds nothing if its loss is zero.
 
         Returns:
             The number of updates made: 0 while accumulating; 1 for an update; more if
@@ -137,7 +181,7 @@ class ElasticOptimizer(OptimizerProxy):
                 "accumulated, on each replica separately. Train in bfloat16, which "
                 "needs no scaling"
             )
-        if not self._end_minibatch():
+        if not self._end_minibatch(self._checked_weight(weight)):
             return 0
         self._update()
         return 1 + self._join_idle_steps()
@@ -177,7 +221,7 @@ class ElasticOptimizer(OptimizerProxy):
                     self.replica.rank,
                 )
             logger.warning(left)
-            self._gradients.discard()
+            self._discard()
         self._counter = StepCounter(plan, self.replica.rank, announced=True)
         self._gradients.refresh()
         self._agreement.remember(self.param_groups)
@@ -254,7 +298,8 @@ class ElasticOptimizer(OptimizerProxy):
     def current_lr(self) -> float:
         """Returns the first group's effective learning rate in the step under way.
 
-        At the end of an epoch: that of its last update.
+        At the end of an epoch, and with ``ref_weight``, where it depends on weights
+        yet to come: that of the last update.
         """
         return self._current_lrs()[0]
 
@@ -316,7 +361,7 @@ class ElasticOptimizer(OptimizerProxy):
         rank = self.replica.rank
         self._counter = StepCounter(self.sampler.plan, rank, announced=False)
         self._num_minibatches_seen = 0
-        self._gradients.discard()  # of minibatches without an update
+        self._discard()  # of minibatches without an update
         self._agreement.allow_change()
 
     def _check_state(self, elastic: dict[str, Any], allow_changes: bool) -> None:
@@ -341,13 +386,31 @@ class ElasticOptimizer(OptimizerProxy):
 
     # --- one minibatch, one update --------------------------------------------------
 
-    def _end_minibatch(self) -> bool:
+    def _checked_weight(self, weight: Any) -> torch.Tensor | None:
+        """Returns the minibatch's weight on the device; None if all count the same."""
+        if self._weight is None:
+            if weight is not None:
+                raise TypeError(
+                    "step(weight=...) needs reduction='sum': build the optimizer with "
+                    "it, and let the loss be the sum over tokens, not their mean"
+                )
+            return None
+        if weight is None:
+            raise TypeError(
+                "step() with reduction='sum' needs weight=, the number of tokens whose "
+                "losses the minibatch's loss sums: optimizer.step(weight=num_tokens)"
+            )
+        return self._weight.on_device(weight)
+
+    def _end_minibatch(self, weight: torch.Tensor | None) -> bool:
         """Takes in a minibatch; returns whether an update is due after it."""
         counter = self._counter.follow(self.sampler.plan)
         if counter is not self._counter:
             self._agreement.allow_change()  # hyperparameters may change between epochs
         self._counter = counter
-        self._gradients.accept(counter.substep)
+        self._gradients.accept(counter.substep, weight)
+        if self._weight is not None:
+            self._weight.add(weight)
         self._agreement.check_unchanged(self.inner.param_groups, counter)
         self._num_minibatches_seen += 1
         is_last = counter.count_minibatch()
@@ -374,10 +437,12 @@ class ElasticOptimizer(OptimizerProxy):
         counter, plan = self._counter, self._counter.plan
         batch_size, step, idle = counter.batch_size, counter.cursor.step, counter.idle
         try:
-            self._last_lr = self._update_weights(counter.num_minibatches, batch_size)
+            self._last_lr, weight = self._update_weights(
+                counter.num_minibatches, batch_size
+            )
         finally:
             counter.next_step()  # whatever became of this update
-            self._gradients.discard()
+            self._discard()
             self.replica.sync()
         self._opt_called = True  # what torch's schedulers look at before their step
         self.sampler.commit(plan.epoch, step + 1)
@@ -389,6 +454,7 @@ class ElasticOptimizer(OptimizerProxy):
             lr=self._last_lr,
             idle=idle,
             ends_epoch=step + 1 == plan.num_steps,
+            weight=weight,
         )
         self._attached.run(update)
         self._gradients.refresh()  # callbacks may have frozen or unfrozen parameters
@@ -396,47 +462,93 @@ class ElasticOptimizer(OptimizerProxy):
         if self.log_steps and update.step % self.log_steps == 0:
             self._log(update)
 
-    def _update_weights(self, num_minibatches: int, batch_size: int) -> tuple[Any, ...]:
+    def _update_weights(
+        self, num_minibatches: int, batch_size: int
+    ) -> tuple[tuple[Any, ...], Any]:
         """Sums over replicas, divides, measures, clips, scales and steps.
 
         It is one program on every replica, for every batch size. Returns the effective
-        learning rate of each parameter group.
+        learning rate of each parameter group, and the step's weight.
         """
         # Changing numbers go to the device before the collective is traced.
         groups = self.inner.param_groups
         used = (*hyperparameters(groups), *self._scaling.state_dict())
         ballots = self._agreement.ballots(used)
-        divisor = self._scalars.get("divisor", num_minibatches)
         squares = []
         if self.noise:
             squares = self.noise.begin_update(num_minibatches, batch_size)
-        batch_ratio = batch_size / (self.ref_batchsize or 1)
+        weights = [] if self._weight is None else [self._weight.to_sum()]
+        divisor = self._scalars.get("divisor", num_minibatches)
+        ratio = None if self.ref_weight else batch_size / (self.ref_batchsize or 1)
         with torch.no_grad():
-            step = self._scaling.prepare(self.inner, batch_ratio)
-            self._gradients.average_(divisor, *ballots, *squares)
+            step = self._scaling.prepare(self.inner, ratio)
+            self._gradients.sum_(*ballots, *squares, *weights)
             self._agreement.count(*ballots)
-            factors = self.noise.update() if self.noise else None
+            total = None
+            if self._weight is not None:
+                total, divisor, ratio = self._weight.count(self.ref_weight)
+            self._gradients.divide_(divisor)
+            factors = self.noise.update(total) if self.noise else None
             if self.max_grad_norm is not None:
                 self._gradients.clip_(self.max_grad_norm)
-            return step(factors if self.rule.measured else None)
+            return step(factors if self.rule.measured else None, ratio), total
+
+    def _discard(self) -> None:
+        """Forgets what the step under way has accumulated."""
+        self._gradients.discard()
+        if self._weight is not None:
+            self._weight.discard()
 
     # --- how ------------------------------------------------------------------------
 
+    def _settings(self) -> dict[str, Any]:
+        """Returns what replicas must have in common to train one model."""
+        groups = self.inner.param_groups
+        parameters = [p for group in groups for p in group["params"]]
+        kinds = repr([(*p.shape, p.dtype, p.requires_grad) for p in parameters])
+        return {
+            **self.sampler.fingerprint(),
+            "rule": self.rule.name,
+            "momentum_correction": self.rule.momentum_correction,
+            "decay_per_sample": self.rule.decay_per_sample,
+            "ref_batchsize": self.ref_batchsize,
+            "reduction": self.reduction,
+            "ref_weight": self.ref_weight,
+            "max_grad_norm": self.max_grad_norm,
+            "noise": self.noise.options if self.noise else None,
+            "hyperparameters": hyperparameters(groups),
+            "parameters": f"{len(parameters)} tensors of "
+            f"{sum(p.numel() for p in parameters)} numbers, sha256 "
+            f"{hashlib.sha256(kinds.encode()).hexdigest()[:16]}",
+        }
+
     def _check_groups(self, groups: list[dict[str, Any]]) -> None:
         checks.check_groups(groups, self.replica)
-        checks.check_rule(groups, self.rule, self.sampler.schedule, self.ref_batchsize)
+        checks.check_rule(
+            groups,
+            self.rule,
+            self.sampler.schedule,
+            self.ref_batchsize,
+            late_ratio=self.ref_weight is not None,
+        )
 
     def _make_meter(self, noise: NoiseOptions | bool) -> NoiseMeter | None:
         if not isinstance(noise, (bool, NoiseOptions)):
             raise TypeError(f"noise must be a bool or NoiseOptions, got {noise!r}")
         if noise is False and not self.rule.measured:
             return None
-        if self.ref_batchsize is None:
-            raise TypeError("noise= needs ref_batchsize=, which gains compare with")
+        weighted = self.reduction == "sum"
+        reference = self.ref_weight if weighted else self.ref_batchsize
+        if reference is None:
+            name = "ref_weight" if weighted else "ref_batchsize"
+            raise TypeError(
+                f"noise= needs {name}=, which gains compare with, where "
+                f"reduction={self.reduction!r}"
+            )
         return NoiseMeter(
             self.param_groups,
-            self.sampler.minibatch_size,
-            self.ref_batchsize,
+            None if weighted else self.sampler.minibatch_size,
+            reference,
             self.replica,
             self._scalars,
             noise if isinstance(noise, NoiseOptions) else NoiseOptions(),
@@ -444,7 +556,7 @@ class ElasticOptimizer(OptimizerProxy):
 
     def _current_lrs(self) -> tuple[float, ...]:
         """Returns the learning rates of the step under way, or of the last update."""
-        if self._counter.ended:
+        if self._counter.ended or (self.ref_weight and not self.rule.measured):
             return as_floats(self._last_lr, self.replica)
         lrs, batch_size = self.get_lr(), self._counter.batch_size
         if self.rule.measured:
@@ -457,9 +569,11 @@ class ElasticOptimizer(OptimizerProxy):
         """Logs one line on replica 0; every replica reads its device."""
         self._agreement.check()
         lrs = ", ".join(f"{lr:.6g}" for lr in as_floats(self._last_lr, self.replica))
-        line = (
-            f"step {update.step}: batch size {update.batch_size}, learning rate {lrs}"
-        )
+        line = f"step {update.step}: batch size {update.batch_size}, "
+        if update.weight is not None:
+            [weight] = as_floats((update.weight,), self.replica)
+            line += f"weight {weight:g}, "
+        line += f"learning rate {lrs}"
         measured = self.noise.measure()._asdict() if self.noise else {}
         for name, value in measured.items():
             line += f", {name.replace('_', ' ')} {value:.6g}"

@@ -95,7 +95,8 @@ class AdaScaleOptimizer(ElasticOptimizer):
         optimizer: A ``torch.optim.SGD``; Adam and its kin get a warning.
         log_steps: Third here, not fourth, as in the earlier implementation.
         time_constant, single_minibatch, per_group, causal, compat: See `NoiseOptions`.
-        sampler, ref_batchsize, options: See `ElasticOptimizer`.
+        ref_batchsize: Default: 32, unless ``ref_weight`` takes its place.
+        sampler, options: See `ElasticOptimizer`.
     """
 
     noise: NoiseMeter
@@ -105,7 +106,7 @@ class AdaScaleOptimizer(ElasticOptimizer):
         optimizer: Optimizer,
         sampler: CustomSampler,
         log_steps: int | None = None,
-        ref_batchsize: int = 32,
+        ref_batchsize: int | None = None,
         *,
         time_constant: float = 1000.0,
         single_minibatch: str = "skip",
@@ -114,6 +115,8 @@ class AdaScaleOptimizer(ElasticOptimizer):
         compat: str | None = None,
         **options: Any,
     ) -> None:
+        if ref_batchsize is None and options.get("ref_weight") is None:
+            ref_batchsize = 32
         options["noise"] = NoiseOptions(
             time_constant, single_minibatch, per_group, causal, compat
         )

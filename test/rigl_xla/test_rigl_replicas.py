@@ -93,12 +93,15 @@ def check_run(backend: Backend, kind: str, ddp: bool = False, parts: int = 1) ->
 
 
 # The default tests of XLA replicas are those of the elastic wrapper and of counts.
-@pytest.mark.parametrize("backend", [*FEW_BACKENDS[:-1], row("xla", 8, slow=True)])
+SLOW_XLA_BACKENDS = [row("xla", n, slow=True) for n in (1, 2, 8)]
+
+
+@pytest.mark.parametrize("backend", [row("cpu", 1), row("cpu", 3), *SLOW_XLA_BACKENDS])
 def test_replicas_choose_as_one_process_on_all_their_data(backend):
     check_run(backend, "rigl")
 
 
-@pytest.mark.parametrize("backend", [FEW_BACKENDS[1], FEW_BACKENDS[4]])
+@pytest.mark.parametrize("backend", [row("cpu", 3), row("xla", 2, slow=True)])
 @pytest.mark.parametrize("kind", sorted(set(OPTIONS) - {"rigl"}))
 def test_so_do_the_other_methods(backend, kind):
     check_run(backend, kind)

@@ -52,7 +52,7 @@ BACKENDS = [
     row("xla", 1),
     row("xla", 2),
     row("xla", 3),
-    row("xla", 5),
+    row("xla", 5, slow=True),
     row("xla", 8),
 ]
 # One row of each backend, the rest for slow runs: for families whose programs take long
@@ -63,9 +63,10 @@ FEW_BACKENDS = [
     row("cpu", 8, slow=True),
     row("xla", 1, slow=True),
     row("xla", 2, slow=True),
+    row("xla", 3),
     row("xla", 5, slow=True),
-    row("xla", 8),
+    row("xla", 8, slow=True),
 ]
-XLA_BACKENDS = [row("xla", 1), row("xla", 8)]
+XLA_BACKENDS = [row("xla", 1), row("xla", 3), row("xla", 8, slow=True)]
 ONE_XLA_BACKEND = [row("xla", 1), row("xla", 8, slow=True)]
 SEVERAL_REPLICAS = [row("cpu", 3), row("xla", 3)]

@@ -1,4 +1,4 @@
-"""Replicas stop after the same update, though they were asked at different moments."""
+"""Replicas agree on when to stop, at whatever moments asked, and on their settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import types
 
 import pytest
 import torch
+from support.replicas import SEVERAL_REPLICAS
 
+import variable_batch_size as vbs
 import xla_replica
 from variable_batch_size.checkpoint.save_and_stop import agreed_request
 from variable_batch_size.step.agreement import Agreement
@@ -102,3 +104,81 @@ def test_a_reason_is_any_text(monkeypatch, reason):
     request = xla_replica.StopRequest(reason, 0)
     monkeypatch.setattr(xla_replica, "stop_requested", lambda: request)
     assert agreed_request(xla_replica.LocalReplica("cpu")) == (reason, 0)
+
+
+# --- settings, compared at construction ---------------------------------------------
+
+SAME = {
+    "trace": [8, 16, 8],
+    "seed": 1,
+    "minibatch_size": 4,
+    "dataset_size": 64,
+    "on_end": "stop",
+    "order": None,
+    "rule": "linear",
+    "ref_batchsize": 8,
+    "max_grad_norm": None,
+    "reduction": "mean",
+    "noise": False,
+    "momentum_correction": False,
+    "lr": 0.1,
+    "width": 3,
+    "frozen": False,
+}
+# What the last replica has in its place, and what the message says of it.
+OTHER = {
+    "trace": ([8, 8, 16], "'trace': '3 steps, sha256 "),
+    "seed": (2, "{'seed': 1}, replica 2 has {'seed': 2}, and 1 of 3 differ"),
+    "minibatch_size": (2, "{'minibatch_size': 4}, replica 2 has {'minibatch_size': 2}"),
+    "dataset_size": (60, "{'num_samples': 64}, replica 2 has {'num_samples': 60}"),
+    "on_end": ("cycle", "{'on_end': 'stop'}, replica 2 has {'on_end': 'cycle'}"),
+    "order": (range(64), "'order': 'given'"),
+    "rule": ("root", "{'rule': 'linear'}, replica 2 has {'rule': 'root'}"),
+    "ref_batchsize": (16, "{'ref_batchsize': 8}, replica 2 has {'ref_batchsize': 16}"),
+    "max_grad_norm": (1.0, "{'max_grad_norm': None}, replica 2 has {'max_grad_norm'"),
+    "reduction": ("sum", "{'reduction': 'mean'}, replica 2 has {'reduction': 'sum'}"),
+    "noise": (True, "{'noise': None}, replica 2 has {'noise': NoiseOptions("),
+    "momentum_correction": (True, "'momentum_correction': True"),
+    "lr": (0.2, "('lr', 0.2)"),
+    "width": (4, "{'parameters': '2 tensors of 4 numbers, "),
+    "frozen": (True, "'parameters': '2 tensors of 4 numbers, sha256 "),
+}
+
+
+def construct(settings: dict) -> None:
+    """Builds sampler and wrapper from values of `SAME` and `OTHER`."""
+    given = dict(settings)
+    for_sampler = ("trace", "seed", "minibatch_size", "dataset_size", "on_end", "order")
+    sampler = vbs.CustomSampler(
+        verbose=False, **{name: given.pop(name) for name in for_sampler}
+    )
+    replica = xla_replica.current()
+    model = torch.nn.Linear(given.pop("width"), 1).to(replica.device)
+    model.bias.requires_grad_(not given.pop("frozen"))
+    inner = torch.optim.SGD(model.parameters(), given.pop("lr"), momentum=0.5)
+    vbs.ElasticOptimizer(inner, sampler, **given)
+
+
+def disagreements(rank: int) -> dict[str, tuple[str, int]]:
+    """Returns what construction says where the last replica has another setting."""
+    construct(SAME)
+    is_last = rank == xla_replica.current().num_replicas - 1
+    found = {}
+    for name, (value, _) in OTHER.items():
+        try:
+            construct(SAME | ({name: value} if is_last else {}))
+        except xla_replica.ReplicaError as error:
+            found[name] = str(error), error.rank
+    construct(SAME)  # all have raised, so they can go on together
+    return found
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_settings_that_differ_are_named_at_construction(backend):
+    for found in backend.run(disagreements):
+        assert set(found) == set(OTHER)
+        for name, (_, expected) in OTHER.items():
+            message, rank = found[name]
+            assert expected in message
+            assert "build sampler, model and optimizer alike" in message
+            assert rank == 2

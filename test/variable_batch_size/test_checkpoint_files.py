@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import logging
 import os
 import random
+import re
+import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +29,7 @@ def test_a_file_can_be_read_with_and_without_us(tmp_path):
     found = files.newest_whole(path.parent)
     assert found is not None
     assert (found[0].path, found[0].num_updates) == (path, 7)
-    for loaded in (files.parse(found[1]), torch.load(path)):
+    for loaded in (found[1], torch.load(path)):
         assert loaded["number"] == 7
         assert torch.equal(loaded["weights"], state(7)["weights"])
 
@@ -95,7 +100,7 @@ def test_every_damage_is_found_and_the_one_before_is_used(tmp_path, caplog):
             found = files.newest_whole(tmp_path)
         assert found is not None, what
         assert found[0].path == before, what
-        assert files.parse(found[1])["number"] == 1
+        assert found[1]["number"] == 1
         aside = tmp_path / f"damaged-{newest.name}"
         assert aside.read_bytes() == bad
         assert f"{newest} is damaged" in caplog.text
@@ -120,6 +125,87 @@ def test_if_all_are_damaged_it_is_an_error(tmp_path):
     assert len(list(tmp_path.glob("damaged-*"))) == 2
     with pytest.raises(vbs.CheckpointError, match="all 2 checkpoints"):
         files.newest_whole(tmp_path)  # a second attempt must not begin anew
+
+
+class Hostile:
+    """What runs a command where torch's protection is switched off."""
+
+    def __init__(self, proof: Path) -> None:
+        self._proof = proof
+
+    def __reduce__(self):
+        return os.system, (f"touch {self._proof}",)
+
+
+def put_folder(path: Path, proof: Path) -> None:
+    path.mkdir()
+    (path / "kept").write_text("a file of somebody else")
+
+
+def put_pipe(path: Path, proof: Path) -> None:
+    os.mkfifo(path)
+
+
+def put_hostile_pickle(path: Path, proof: Path) -> None:
+    """Its name fits its content, as an attacker would see to."""
+    content = io.BytesIO()
+    torch.save({"version": 1, "model": Hostile(proof)}, content)
+    digest = hashlib.sha256(content.getvalue()).hexdigest()[:32]
+    path.with_name(f"{path.name[:-35]}{digest}.pt").write_bytes(content.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("put", "how"),
+    [
+        (put_folder, "a folder, a pipe or a device, not a regular file"),
+        (put_pipe, "a folder, a pipe or a device, not a regular file"),
+        (put_hostile_pickle, r"nothing is run, but it holds (posix|nt)\.system"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["update", "best"])
+def test_what_is_not_a_checkpoint_is_set_aside(tmp_path, caplog, put, how, kind):
+    """Opening the pipe would wait for a writer for ever."""
+    before = files.write(tmp_path, 1, state(1))
+    before = files.copy_as_best(before) if kind == "best" else before
+    proof = tmp_path / "proof"
+    put(tmp_path / f"{kind}-00000002-{'0' * 32}.pt", proof)
+    with caplog.at_level(logging.WARNING):
+        found = files.newest_whole(tmp_path, kind)
+    assert found is not None
+    assert found[0].path == before
+    [aside] = tmp_path.glob(f"damaged-{kind}-*")
+    [record] = caplog.records
+    assert re.search(rf"{kind}-00000002-\w+.pt is damaged: .*{how}", record.message)
+    assert aside.name in record.message
+    assert "weights_only" not in record.message
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize("put", [put_folder, put_pipe])
+def test_training_goes_on_beside_what_is_not_a_checkpoint(tmp_path, put):
+    for kind in ("update", "best"):
+        put(tmp_path / f"{kind}-00000002-{'0' * 32}.pt", tmp_path)
+    paths = [files.write(tmp_path, number, state(number)) for number in (3, 4)]
+    best = files.copy_as_best(paths[1])
+    files.tidy(tmp_path, keep=1)
+    assert not paths[0].exists()
+    assert files.newest_whole(tmp_path)[0].path == paths[1]
+    assert files.newest_whole(tmp_path, "best")[0].path == best
+
+
+@pytest.mark.parametrize("put", [put_folder, put_pipe])
+def test_a_single_checkpoint_that_is_not_a_file_is_not_opened(tmp_path, put):
+    put(tmp_path / "run.pt", tmp_path)
+    with pytest.raises(vbs.CheckpointError, match=r"run\.pt .* not a regular file"):
+        vbs.read_checkpoint(tmp_path / "run.pt")
+
+
+def test_a_hostile_single_checkpoint_is_refused_without_advice(tmp_path):
+    torch.save({"model": Hostile(tmp_path / "proof")}, tmp_path / "run.pt")
+    with pytest.raises(vbs.CheckpointError, match=r"it holds posix\.system") as error:
+        vbs.read_checkpoint(tmp_path / "run.pt")
+    assert "weights_only" not in "".join(traceback.format_exception(error.value))
+    assert not (tmp_path / "proof").exists()
 
 
 def test_a_file_that_cannot_be_read_now_is_not_damaged(tmp_path, monkeypatch):

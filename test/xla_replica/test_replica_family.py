@@ -140,7 +140,8 @@ def test_values_that_differ_are_an_error_on_every_replica(outcomes):
             assert rank == 1
             assert text == (
                 "replicas disagree about the width: replica 0 has 0, replica 1 has 1, "
-                f"and {n - 1} of {n} differ from replica 0. Build alike."
+                f"and {n - 1} of {n} differ from replica 0 (rank "
+                f"{', '.join(map(str, range(1, n)))}). Build alike."
             )
 
 

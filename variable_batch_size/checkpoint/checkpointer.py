@@ -252,8 +252,8 @@ class Checkpointer:
         path = files.write(self.folder, self.num_updates, state)
         if not self._is_proven:
             try:
-                files.parse(path.read_bytes())
-            except Exception as error:  # unpickling raises many kinds
+                files.parse(path)
+            except files.CheckpointError as error:
                 path.unlink()
                 raise TypeError(
                     "the state of a part has values that torch.load(weights_only=True) "
@@ -335,15 +335,16 @@ class Checkpointer:
             return None
         if found is None:  # not replica 0
             for file in own_files:
-                if file.digest == digest and (content := file.content()) is not None:
-                    found = file, content
+                if file.digest == digest:
+                    with contextlib.suppress(files.CheckpointError, FileNotFoundError):
+                        found = file, file.read()
         num_missing = self.replica.all_gather_object(found is None).count(True)
         if found is None or num_missing:
             raise files.CheckpointError(
                 f"{num_missing} replicas do not see the checkpoint that replica 0 has "
                 f"chosen in {self.folder}: all hosts must share the folder"
             )
-        return found[0].path, files.parse(found[1])
+        return found[0].path, found[1]
 
 
 def _random_state(replica: Replica, own: torch.Tensor) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import os
 import pickle
 import re
 import socket
+import stat
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -73,10 +74,12 @@ def read_checkpoint(
         CheckpointError: It is damaged, or holds more than tensors and plain values.
         OSError: The file cannot be read.
     """
+    path = Path(path)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} cannot be loaded: {error}") from error
+        _check_regular(path)
+        state = parse(path)
+    except CheckpointError as damage:
+        raise CheckpointError(f"{path} cannot be loaded: {damage}") from damage
     if settings is not None:
         check_same(state.get("settings", {}), settings, f"{path} is of another run")
     return state
@@ -92,13 +95,17 @@ class SavedFile(NamedTuple):
     num_updates: int
     digest: str
 
-    def content(self) -> bytes | None:
-        """Returns the file's bytes; None if they have changed or the file is gone."""
-        with contextlib.suppress(FileNotFoundError):  # other errors are not damage
-            content = self.path.read_bytes()
-            if _short(hashlib.sha256(content)) == self.digest:
-                return content
-        return None
+    def read(self) -> Any:
+        """Returns the state in the file, on the CPU.
+
+        Raises CheckpointError, which says how, if the file is damaged. Other errors,
+        such as that of a server that does not answer, are not damage.
+        """
+        _check_regular(self.path)
+        content = self.path.read_bytes()
+        if _short(hashlib.sha256(content)) != self.digest:
+            raise CheckpointError("its content is not what was written")
+        return parse(content)
 
 
 def saved_files(folder: Path, kind: str = "update") -> list[SavedFile]:
@@ -142,7 +149,7 @@ def copy_as_best(path: Path) -> Path:
     else:
         rename(unfinished, best)
     for other in saved_files(path.parent, "best"):
-        if other.path != best:
+        if other.path != best and other.path.is_file():
             other.path.unlink(missing_ok=True)
     return best
 
@@ -150,28 +157,33 @@ def copy_as_best(path: Path) -> Path:
 def tidy(folder: Path, keep: int) -> None:
     """Deletes abandoned unfinished files, and all but the newest ``keep`` others."""
     for unfinished in folder.glob(f"*{_UNFINISHED}"):
-        if time.time() - _modified(unfinished) / 1e9 > _ABANDONED_SECONDS:
+        age = time.time() - _modified(unfinished) / 1e9
+        if age > _ABANDONED_SECONDS and unfinished.is_file():
             unfinished.unlink(missing_ok=True)
-    for old in saved_files(folder)[keep:]:
+    regular = [file for file in saved_files(folder) if file.path.is_file()]
+    for old in regular[keep:]:
         old.path.unlink(missing_ok=True)
 
 
-def newest_whole(folder: Path, kind: str = "update") -> tuple[SavedFile, bytes] | None:
-    """Returns the newest checkpoint that is not damaged, if any, and its content.
+def newest_whole(folder: Path, kind: str = "update") -> tuple[SavedFile, Any] | None:
+    """Returns the newest checkpoint that is not damaged, if any, and its state.
 
     Damaged ones are renamed, so that they no longer count. Raises CheckpointError if
     all are damaged, those of earlier calls included.
     """
     for file in saved_files(folder, kind):
-        content = file.content()
-        if content is not None:
-            return file, content
+        try:
+            return file, file.read()
+        except FileNotFoundError:  # deleted meanwhile
+            continue
+        except CheckpointError as damage:
+            how = str(damage)
         aside = file.path.with_name(f"{_DAMAGED}{file.path.name}")
         with contextlib.suppress(FileNotFoundError):
             rename(file.path, aside)
         logger.warning(
-            f"checkpoint {file.path} is damaged: its content is not what was written; "
-            f"it is now {aside.name}, and the one before it is used"
+            f"checkpoint {file.path} is damaged: {how}; it is now {aside.name}, and "
+            "the one before it is used"
         )
     num_damaged = len(list(folder.glob(f"{_DAMAGED}{kind}-*")))
     if num_damaged:
@@ -182,9 +194,34 @@ def newest_whole(folder: Path, kind: str = "update") -> tuple[SavedFile, bytes] 
     return None
 
 
-def parse(content: bytes) -> Any:
-    """Returns the state in a checkpoint, on the CPU: tensors and plain values only."""
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+def parse(source: Path | bytes) -> Any:
+    """Returns the state in a checkpoint, on the CPU: tensors and plain values only.
+
+    Raises CheckpointError, which says why, if it cannot be loaded. It does not repeat
+    torch's advice to load the file without this protection.
+    """
+    file = io.BytesIO(source) if isinstance(source, bytes) else source
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = named[1] if named else "something else"
+        raise CheckpointError(
+            "only tensors and plain values are loaded, and nothing is run, but it "
+            f"holds {what}"
+        ) from None
+    except Exception as error:  # unpickling raises many kinds
+        if "allocate" in str(error):  # too little memory is not damage
+            raise
+        raise CheckpointError(f"{type(error).__name__}: {error}") from error
+
+
+def _check_regular(path: Path) -> None:
+    """Raises CheckpointError unless a path is a file that can be read to its end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise CheckpointError("it is a folder, a pipe or a device, not a regular file")
 
 
 class _Hashed:

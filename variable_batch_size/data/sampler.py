@@ -178,7 +178,7 @@ class CustomSampler(Sampler[list[int]]):
             "version": VERSION,
             **self.cursor._asdict(),
             "order": self._order_digests.get(self.cursor.epoch),
-            "fingerprint": self._fingerprint(),
+            "fingerprint": self.fingerprint(),
         }
 
     def load_state_dict(
@@ -209,7 +209,7 @@ class CustomSampler(Sampler[list[int]]):
         if not allow_changes:
             check_same(
                 state["fingerprint"],
-                self._fingerprint(),
+                self.fingerprint(),
                 "the sampler's state is of another run",
                 "Restore it with the arguments it had, or pass allow_changes=True to "
                 "resume at the same step with these",
@@ -218,8 +218,11 @@ class CustomSampler(Sampler[list[int]]):
         num_steps = len(self.schedule.steps(epoch))
         return Cursor(epoch, check_integer(name, state["step"], 0, num_steps))
 
-    def _fingerprint(self) -> dict[str, Any]:
-        """Returns what decides which samples every step uses, at a constant cost."""
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns what decides which samples every step uses, at a constant cost.
+
+        A resumed run must have the same one, and so must every replica.
+        """
         schedule, trace = self.schedule, self.schedule.trace
         shuffled = self._order is None
         return {

@@ -13,6 +13,7 @@ from variable_batch_size.gradient_noise.estimators import (
     overall,
     unbiased,
     weight_of,
+    weighted_coefficients,
 )
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "overall",
     "unbiased",
     "weight_of",
+    "weighted_coefficients",
 ]

@@ -64,6 +64,37 @@ def coefficients(num_minibatches: int, minibatch_size: int) -> Matrix:
     )
 
 
+def weighted_coefficients(num_minibatches: Tensor, total: Tensor) -> Tensor:
+    """Returns `coefficients` where minibatches have weights: ``(3, 3, 1)``.
+
+    Let minibatch i sum the gradients of w_i units (tokens) to S_i, and W be the sum of
+    the w_i. Then A = sum_i ||S_i||^2 / w_i has the expectation W |G|^2 + n tr Sigma of
+    one unit, and Q = ||sum_i S_i / W||^2 has |G|^2 + tr Sigma / W, so that
+
+        tr Sigma = (A - W Q) / (n - 1)      |G|^2 = Q - tr Sigma / W
+
+    are unbiased, as `coefficients` are, whose numbers they are if all w_i are b and A
+    is b times theirs.
+
+    Args:
+        num_minibatches: ``(1,)``: n, those of a weight above zero.
+        total: ``(1,)``: W.
+
+    Returns:
+        What multiplies (A, Q, 1) to make (tr Sigma, |G|^2, 1); zeros below n = 2.
+    """
+    several = num_minibatches > 1
+    one, zero = torch.ones_like(total), torch.zeros_like(total)
+    rest = torch.where(several, num_minibatches - 1, one)
+    total = torch.where(several, total, one)
+    rows = [
+        torch.stack([1 / rest, -total / rest, zero]),
+        torch.stack([-1 / (total * rest), one + 1 / rest, zero]),
+        torch.stack([zero, zero, one]),
+    ]
+    return torch.where(several, torch.stack(rows), zero)
+
+
 def estimate(minibatch_squares: Tensor, mean_square: Tensor, matrix: Tensor) -> Tensor:
     """Returns the statistics of one step, of weight 1: ``(3, G)``.
 

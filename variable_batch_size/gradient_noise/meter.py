@@ -92,7 +92,8 @@ class NoiseMeter:
 
     Args:
         groups: The optimizer's parameter groups.
-        minibatch_size: b, in samples.
+        minibatch_size: b, in samples; None if minibatches have weights. A unit of
+            weight, such as a token, then takes the place of a sample.
         ref_batchsize: The batch size that gains compare with; under
             ``compat='reference'`` they compare with one minibatch instead.
         replica: The replica whose gradients these are.
@@ -104,13 +105,17 @@ class NoiseMeter:
             float32.
         progress_bounds: The least and the most that `progress` can be, as far as the
             host knows: each update adds between 1 and its batch ratio.
+        weighted: Whether minibatches have weights. `progress_bounds` then have no most.
         last_read_progress: What `progress` was when the device was last read.
+
+    Raises:
+        TypeError: An option needs minibatches that all count the same.
     """
 
     def __init__(
         self,
         groups: Groups,
-        minibatch_size: int,
+        minibatch_size: int | None,
         ref_batchsize: float,
         replica: Replica,
         scalars: DeviceScalars,
@@ -122,6 +127,12 @@ class NoiseMeter:
         self._replica = replica
         self._scalars = scalars
         # The batch size whose gain is one.
+        self.weighted = minibatch_size is None
+        if self.weighted and (options.compat or options.single_minibatch != "skip"):
+            raise TypeError(
+                "single_minibatch='difference' and compat='reference' need minibatches "
+                "that all count the same; with reduction='sum' leave them out"
+            )
         self._base = minibatch_size if options.compat else ref_batchsize
         self._lr_factor = self._base / ref_batchsize  # between gain and LR factor
         self._compares = options.single_minibatch == "difference"
@@ -130,7 +141,8 @@ class NoiseMeter:
         self._gradients = GradientSquares(self.dtype, replica.device)
         self._averages = estimators.no_statistics(0, self.dtype, replica.device)
         self._squares = self._averages[0]  # of the step under way: (G,)
-        self._differences = GradientDifferences(self._gradients, minibatch_size)
+        self._count = torch.zeros(1, dtype=self.dtype, device=replica.device)
+        self._differences = GradientDifferences(self._gradients, minibatch_size or 1)
         # The sum of the gains: one float would lose fractions as it grows.
         self._whole = torch.zeros(1, dtype=torch.int64, device=replica.device)
         self._fraction = torch.zeros(1, dtype=self.dtype, device=replica.device)
@@ -159,43 +171,64 @@ class NoiseMeter:
         """Forgets gradients that `model.zero_grad` has thrown away meanwhile."""
         self._gradients.drop_discarded()
 
-    def end_minibatch(self) -> None:
-        """Adds the minibatch's squares to the step's, in the minibatch's graph."""
+    def end_minibatch(self, weight: torch.Tensor | None = None) -> None:
+        """Adds the minibatch's squares to the step's, in the minibatch's graph.
+
+        Args:
+            weight: ``(1,)``, if minibatches have weights. One of weight zero tells
+                nothing of the noise.
+        """
         squares = self._gradients.take()
-        if squares is not None:
-            self._squares = self._squares + squares
+        if squares is None:
+            return
+        if weight is not None:
+            counts = weight > 0
+            squares = torch.where(counts, squares / weight, torch.zeros_like(squares))
+            self._count = self._count + counts
+        self._squares = self._squares + squares
 
     def begin_update(self, num_minibatches: int, batch_size: int) -> list[torch.Tensor]:
         """Uploads what changes from update to update, ahead of the collective.
 
         Both numbers are the step's, over all replicas. Returns what is to be summed
-        together with the gradients: ``(G,)``.
+        together with the gradients: ``(G,)``, and the number of minibatches that have
+        a weight, ``(1,)``, if they have one.
         """
-        self._batch_size = batch_size
         time_constant = self.options.time_constant
-        compared = self._differences.weight(num_minibatches, time_constant)
-        values = {
-            "coefficients": estimators.coefficients(
-                num_minibatches, self.minibatch_size
-            ),
-            "base": self._base,
-            "ratio": batch_size / self._base,
-            "weight": estimators.weight_of(num_minibatches, time_constant),
-            "weight of the difference": compared,
-        }
+        values: dict[str, Any] = {"base": self._base}
+        if self.weighted:
+            values["time constant"] = time_constant
+        else:
+            self._batch_size = batch_size
+            values |= {
+                "coefficients": estimators.coefficients(
+                    num_minibatches, self.minibatch_size
+                ),
+                "ratio": batch_size / self._base,
+                "weight": estimators.weight_of(num_minibatches, time_constant),
+                "weight of the difference": self._differences.weight(
+                    num_minibatches, time_constant
+                ),
+            }
         self._uploaded = {
             name: self._scalars.get((name, "of the noise meter"), value, self.dtype)
             for name, value in values.items()
         }
-        return [self._squares]
+        return [self._squares, self._count] if self.weighted else [self._squares]
 
-    def update(self) -> torch.Tensor:
+    def update(self, total: Any = None) -> torch.Tensor:
         """Takes in the step whose averaged gradients are in ``.grad``.
+
+        Args:
+            total: The step's weight, if minibatches have weights: a number, or ``(1,)``
+                on the device.
 
         Returns:
             ``(G,)``: what multiplies the learning rate of each parameter group.
         """
         before = self._statistics()
+        if self.weighted:
+            self._weigh(total)
         mean_square = self._gradients.of_gradients()
         new = estimators.estimate(
             self._squares, mean_square, self._uploaded["coefficients"]
@@ -210,7 +243,7 @@ class NoiseMeter:
         statistics = before if self.options.causal else self._statistics()
         ratio, base = self._uploaded["ratio"], self._uploaded["base"]
         gain = estimators.gain(estimators.overall(statistics), ratio, base)
-        self._add_to_progress(gain, self._batch_size / self._base)
+        self._add_to_progress(gain)
         if self.options.per_group and len(self._squares) > 1:
             gains = estimators.gain(statistics, ratio, base)
         else:
@@ -222,6 +255,7 @@ class NoiseMeter:
         self._gradients.discard()
         with torch.no_grad():
             self._squares.zero_()
+            self._count.zero_()
 
     # --- what can be asked ----------------------------------------------------------
 
@@ -271,8 +305,13 @@ class NoiseMeter:
         """Returns averages and progress, on the CPU: a few numbers per group."""
         tensors = [self._averages, self._differences.averages]
         tensors += [self._whole, self._fraction]
+        if isinstance(self._batch_size, torch.Tensor):
+            tensors.append(self._batch_size)
+        fetched = self._replica.fetch(tensors)
+        if isinstance(self._batch_size, torch.Tensor):
+            self._batch_size = fetched.pop().item()
         sizes = torch.tensor([self._batch_size, self._base], dtype=torch.float64)
-        state = dict(zip(_STATE, [*self._replica.fetch(tensors), *sizes.split(1)]))
+        state = dict(zip(_STATE, [*fetched, *sizes.split(1)]))
         # A run that loads the state knows its progress, and so must this one, so that
         # both read the device at the same updates.
         self._note_progress(state["whole"], state["fraction"])
@@ -313,12 +352,27 @@ class NoiseMeter:
 
     # --- how ------------------------------------------------------------------------
 
-    def _add_to_progress(self, gain: torch.Tensor, batch_ratio: float) -> None:
+    def _weigh(self, total: Any) -> None:
+        """Makes of a step's weight and count what `begin_update` else uploads."""
+        self._batch_size = total
+        numbers = self._uploaded
+        if not isinstance(total, torch.Tensor):
+            total = torch.full_like(self._count, total)
+        numbers["coefficients"] = estimators.weighted_coefficients(self._count, total)
+        numbers["ratio"] = total / numbers["base"]
+        weight = -torch.expm1(-self._count / numbers["time constant"])
+        numbers["weight"] = torch.where(self._count > 1, weight, weight * 0)
+
+    def _add_to_progress(self, gain: torch.Tensor) -> None:
         total = self._fraction + gain
         whole = total.floor()
         self._whole = self._whole + whole.to(torch.int64)
         self._fraction = total - whole
         low, high = self.progress_bounds
+        if self.weighted:
+            self.progress_bounds = (low, math.inf)
+            return
+        batch_ratio = self._batch_size / self._base
         low, high = low + min(1.0, batch_ratio), high + max(1.0, batch_ratio)
         self.progress_bounds = (low, high)
 

@@ -24,32 +24,52 @@ from variable_batch_size.rules.rule import (
 from xla_replica import Replica
 
 Group = dict[str, Any]
-# From the gain, if the rule is measured, to a group's numbers and its next state.
-Finish = Callable[[Any], tuple[ScaledHyperparameters, AdamState | None]]
-Step = Callable[[torch.Tensor | None], tuple[Any, ...]]
+# From the gain, if the rule is measured, and the batch ratio to a group's numbers and
+# its next state.
+Finish = Callable[[Any, Any], tuple[ScaledHyperparameters, AdamState | None]]
+Step = Callable[[torch.Tensor | None, Any], tuple[Any, ...]]
 _RESTORED = (*HYPERPARAMETERS, "foreach")
 
 
 class Scaling:
-    """A rule, and its state for each parameter group."""
+    """A rule, and its state for each parameter group.
 
-    def __init__(self, rule: Rule, replica: Replica, scalars: DeviceScalars) -> None:
+    Args:
+        rule: The rule.
+        replica: The replica whose hyperparameters it scales.
+        scalars: Uploads numbers.
+        late_ratio: The batch ratio is known only after the collective.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        replica: Replica,
+        scalars: DeviceScalars,
+        late_ratio: bool = False,
+    ) -> None:
         self._rule = rule
         self._replica = replica
         self._scalars = scalars
         self._states: list[AdamState | None] = []
         self._trained: list[list[int]] = []  # ids of parameters, by group
-        # A measured rule stays on the device where reading is not free.
-        self._on_device = replica.is_lazy or (rule.measured and not replica.is_host)
+        # What is known only then stays on the device where reading is not free.
+        self._is_late = rule.measured or late_ratio
+        self._on_device = replica.is_lazy or (self._is_late and not replica.is_host)
 
-    def prepare(self, optimizer: Optimizer, batch_ratio: float) -> Step:
+    def prepare(self, optimizer: Optimizer, batch_ratio: float | None) -> Step:
         """Returns the function that steps the optimizer.
 
         Uploads the numbers, so call it before a collective is traced.
 
+        Args:
+            optimizer: The inner optimizer.
+            batch_ratio: kappa; None if it is late.
+
         Returns:
             To be called when gradients are averaged, with the ``(G,)`` learning rate
-            factors if the rule is measured. It scales hyperparameters and gradients,
+            factors if the rule is measured, and the batch ratio: a number, or ``(1,)``
+            on the device. It scales hyperparameters and gradients,
             steps the optimizer, restores the hyperparameters and returns the effective
             learning rate of each group: a float, or a tensor of shape ``(1,)``. It
             raises ValueError if a step hook changed a learning rate.
@@ -68,12 +88,12 @@ class Scaling:
             for index, group in enumerate(groups)
         ]
 
-        def step(factors: torch.Tensor | None) -> tuple[Any, ...]:
+        def step(factors: torch.Tensor | None, ratio: Any) -> tuple[Any, ...]:
             gains: list[Any] = [None] * len(groups)
             if factors is not None:
                 on_host = not self._on_device
                 gains = factors.tolist() if on_host else list(factors.split(1))
-            outcomes = [finish(gain) for finish, gain in zip(ready, gains)]
+            outcomes = [finish(gain, ratio) for finish, gain in zip(ready, gains)]
             before = [{k: g[k] for k in _RESTORED if k in g} for g in groups]
             mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
             if self._on_device:
@@ -139,23 +159,28 @@ class Scaling:
                 )
         self._trained = trained
 
-    def _prepare_group(self, index: int, group: Group, batch_ratio: float) -> Finish:
-        """Returns what is left to do when the gain is known; uploads what it needs."""
+    def _prepare_group(
+        self, index: int, group: Group, batch_ratio: float | None
+    ) -> Finish:
+        """Returns what is left to do when gain and batch ratio are known."""
         dtype = dtype_for(group["params"])
 
         def upload(name: str, value: float) -> torch.Tensor:
             return self._scalars.get((name, index), value, dtype)
 
         decay = group.get("weight_decay", 0.0)
-        if self._rule.measured:
+        if self._is_late:
             inputs = {**group}
-            ratio: Any = batch_ratio
+            known: Any = batch_ratio
             if self._on_device:
                 inputs["lr"] = upload("lr", group["lr"])
                 if self._rule.decay_per_sample and decay:
                     inputs["weight_decay"] = upload("weight decay", decay)
-                    ratio = upload("batch ratio", batch_ratio)
-            return lambda gain: self._rule.update(ratio, inputs, None, gain)
+                    if known is not None:
+                        known = upload("batch ratio", known)
+            return lambda gain, late: self._rule.update(
+                late if known is None else known, inputs, None, gain
+            )
         scaled, state = self._rule.update(batch_ratio, group, self._states[index])
         if self._on_device:
             scaled = scaled._replace(lr=upload("lr", scaled.lr))
@@ -165,7 +190,7 @@ class Scaling:
             if decay and (self._rule.decay_per_sample or self._rule.beta):
                 decay = upload("weight decay", scaled.weight_decay)
                 scaled = scaled._replace(weight_decay=decay)
-        return lambda gain: (scaled, state)
+        return lambda gain, late: (scaled, state)
 
     def _hand_over(self, group: Group, scaled: ScaledHyperparameters) -> None:
         """Writes the numbers into the group; does what torch cannot do with them."""

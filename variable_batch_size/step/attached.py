@@ -27,6 +27,9 @@ class Update:
             ``float(lr[0])`` reads the device: do so on logging steps.
         idle: Whether this replica had no minibatch in the step.
         ends_epoch: Whether it is the last update of its epoch.
+        weight: The sum of the weights (tokens) of the step's minibatches, with
+            ``reduction='sum'``, else None. On an accelerator a tensor of shape
+            ``(1,)``, as ``lr``.
     """
 
     epoch: int
@@ -36,6 +39,7 @@ class Update:
     lr: tuple[Any, ...]
     idle: bool
     ends_epoch: bool
+    weight: Any = None
 
 
 # How much of each unit one update is; the noise meter counts the last one.
@@ -138,6 +142,12 @@ class AttachedScheduler:
             raise TypeError(
                 "attach: unit='iterations' counts measured gains: use "
                 "AdaScaleOptimizer, or another rule with noise=True"
+            )
+        if self._amount is None and noise.weighted:
+            raise TypeError(
+                "attach: unit='iterations' would read the device after every update "
+                "with reduction='sum', where the host does not know the batch ratio: "
+                "count 'updates' or 'samples', and look at noise.progress when you log"
             )
         self._scheduler = scheduler
         self._unit = unit

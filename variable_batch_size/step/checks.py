@@ -13,7 +13,7 @@ from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import Schedule
 from variable_batch_size.rules.rule import Rule
 from xla_replica import Replica
-from xla_replica.common.arguments import check_number, is_number
+from xla_replica.common.arguments import check_choice, check_number, is_number
 
 # Their steps are normalised, so they do not grow with the learning rate's batch factor
 # the way SGD's do.
@@ -59,8 +59,12 @@ def check_rule(
     rule: Rule,
     schedule: Schedule,
     ref_batchsize: float | None,
+    late_ratio: bool,
 ) -> None:
-    """Raises unless the rule works with the groups and the trace's extreme sizes."""
+    """Raises unless the rule works with the groups and the trace's extreme sizes.
+
+    If the ratio is late, it is known to be positive, and to the device alone.
+    """
     if rule.beta and any(group.get("capturable") for group in groups):
         raise TypeError(
             f"rule {rule.name!r} does not work with capturable=True, which computes "
@@ -68,22 +72,24 @@ def check_rule(
             "learning rate to the device itself"
         )
     sizes = schedule.trace.batch_sizes
-    for batch_size in (sizes.min(), sizes.max()):
-        ratio = float(batch_size) / (ref_batchsize or 1)
+    ratios = {float(size) / (ref_batchsize or 1) for size in (sizes.min(), sizes.max())}
+    for ratio in {1.0} if late_ratio else ratios:
         factor = rule.lr_factor(ratio)
         if not (is_number(factor) and 0 <= factor < math.inf):
             raise ValueError(
                 f"rule {rule.name!r} makes the factor {factor!r} of batch ratio "
                 f"{ratio:g}; it must be a finite number >= 0"
             )
-        if rule.measured:
+        if rule.measured or late_ratio:
             try:
                 rule.lr_factor(torch.full((1,), ratio, device="meta"))
             except (RuntimeError, TypeError) as error:
+                what = "gain" if rule.measured else "batch ratio"
+                name = what.split()[-1]
                 raise TypeError(
-                    f"rule {rule.name!r} is measured, so its lr_factor gets the gain "
-                    "as a tensor and may not read it: write tensor arithmetic, such as "
-                    "gain ** 0.5, in place of math.sqrt(gain)"
+                    f"rule {rule.name!r} follows what is measured, so its lr_factor "
+                    f"gets the {what} as a tensor and may not read it: write tensor "
+                    f"arithmetic, such as {name} ** 0.5, in place of math.sqrt({name})"
                 ) from error
         if rule.decay_per_sample and not factor > 0:
             raise ValueError(
@@ -102,6 +108,34 @@ def check_sampler(sampler: CustomSampler, replica: Replica) -> None:
         raise ValueError(
             f"the sampler deals to replica {sampler.rank} of {sampler.num_replicas}, "
             f"but this is {replica}"
+        )
+
+
+def check_reduction(
+    reduction: str,
+    ref_weight: float | None,
+    ref_batchsize: float | None,
+    rule: Rule,
+) -> None:
+    """Raises unless reduction and references of an optimizer wrapper fit together."""
+    check_choice("reduction", reduction, ("mean", "sum"))
+    if ref_weight is None:
+        return
+    check_number("ref_weight", ref_weight, above=0)
+    if reduction == "mean":
+        raise TypeError(
+            "ref_weight= needs reduction='sum', where step(weight=...) tells weights"
+        )
+    if ref_batchsize is not None:
+        raise TypeError(
+            "ref_batchsize= and ref_weight= say the same thing in samples and in "
+            f"tokens: give one of them, got {ref_batchsize!r} and {ref_weight!r}"
+        )
+    if rule.beta:
+        raise TypeError(
+            f"rule {rule.name!r} makes betas of the batch ratio, which must be known "
+            "before the replicas' weights are summed: give ref_batchsize= in place of "
+            "ref_weight="
         )
 
 

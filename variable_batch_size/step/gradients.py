@@ -87,11 +87,12 @@ class StepGradients:
 
     # --- a minibatch ----------------------------------------------------------------
 
-    def accept(self, num_accumulated: int) -> None:
+    def accept(self, num_accumulated: int, weight: torch.Tensor | None = None) -> None:
         """Takes in and measures what a backward pass has left in ``.grad``.
 
         Args:
             num_accumulated: Minibatches that the step has accumulated before.
+            weight: The minibatch's weight, ``(1,)``, if minibatches have weights.
         """
         if num_accumulated == 0:
             self.refresh(after_backward=True)
@@ -105,7 +106,7 @@ class StepGradients:
             self._noise.drop_discarded()
         self._take_back_detached(num_accumulated)
         if self._noise:
-            self._noise.end_minibatch()
+            self._noise.end_minibatch(weight)
 
     def _take_back_detached(self, num_accumulated: int) -> None:
         """Puts the kept gradients back where ``model.zero_grad()`` took them away."""
@@ -134,16 +135,20 @@ class StepGradients:
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient  # the user may have put something else there
 
-    def average_(self, num_minibatches: torch.Tensor, *others: torch.Tensor) -> None:
-        """Replaces gradients by their sum over replicas over the number of minibatches.
+    def sum_(self, *others: torch.Tensor) -> None:
+        """Replaces gradients, and the others, by their sums over replicas.
 
-        Divides, because a multiplication by the reciprocal would round twice. The
-        others are summed in the same collective, and not divided.
+        One collective sums them all.
         """
-        gradients = list(self._gradients.values())
-        self._replica.all_reduce_([*gradients, *others])
-        for gradient in gradients:
-            gradient.div_(operand_for(gradient, num_minibatches))
+        self._replica.all_reduce_([*self._gradients.values(), *others])
+
+    def divide_(self, divisor: torch.Tensor) -> None:
+        """Divides gradients by ``divisor``, ``(1,)``.
+
+        A multiplication by the reciprocal would round twice.
+        """
+        for gradient in self._gradients.values():
+            gradient.div_(operand_for(gradient, divisor))
 
     def clip_(self, max_norm: float) -> None:
         """Scales all gradients so that their global norm is at most ``max_norm``."""

@@ -181,7 +181,8 @@ class Replica(abc.ABC):
 
         Args:
             what: Names the value in the message, such as "the order of epoch 3".
-            value: Anything that can be pickled and compared.
+            value: Anything that can be pickled and compared. Of dicts the message has
+                the items that differ.
             remedy: Ends the message: the usual cause and what to do.
 
         Raises:
@@ -192,10 +193,15 @@ class Replica(abc.ABC):
         values = self.all_gather_object(value)
         others = [rank for rank, other in enumerate(values) if other != values[0]]
         if others:
+            mine, theirs = values[0], values[others[0]]
+            if isinstance(mine, dict) and isinstance(theirs, dict):
+                names = [n for n in mine | theirs if mine.get(n) != theirs.get(n)]
+                mine, theirs = ({n: v.get(n) for n in names} for v in (mine, theirs))
+            ranks = ", ".join(map(str, others[:8])) + ", ..." * (len(others) > 8)
             raise ReplicaError(
-                f"replicas disagree about {what}: replica 0 has {values[0]!r}, replica "
-                f"{others[0]} has {values[others[0]]!r}, and {len(others)} of "
-                f"{self.num_replicas} differ from replica 0. {remedy}",
+                f"replicas disagree about {what}: replica 0 has {mine!r}, replica "
+                f"{others[0]} has {theirs!r}, and {len(others)} of "
+                f"{self.num_replicas} differ from replica 0 (rank {ranks}). {remedy}",
                 others[0],
             )
 
