@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from torch.optim import Optimizer
 import xla_replica
 from rigl_xla import state
 from rigl_xla.contrib.rigl_torch import RigLTorchNames
-from rigl_xla.layers.checks import check_bound, check_hold, holders
+from rigl_xla.layers.checks import Hold, check_bound, check_hold, take
 from rigl_xla.layers.initial import INITIAL_WEIGHTS, first_layer_state
 from rigl_xla.layers.options import Options
-from rigl_xla.layers.sparse_layer import SparseLayer
+from rigl_xla.layers.sparse_layer import SparseLayer, zero_inactive_
 from rigl_xla.layers.weights import Selector
 from rigl_xla.report.costs import LayerCost
 from rigl_xla.report.report import Report, describe
@@ -30,7 +31,7 @@ from rigl_xla.topology.update_schedule import UpdateSchedule
 from rigl_xla.update.collect import begin_, collect_, collects, is_collecting
 from rigl_xla.update.drift import check_equal
 from rigl_xla.update.topology_update import change_
-from xla_replica import Replica
+from xla_replica import AccumulationHook, Replica
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +55,17 @@ class RigLScheduler(RigLTorchNames):
 
     Hooks keep gradients of inactive connections zero from the backward pass on, so
     clipping and reductions see sparse ones, and inactive weights after every step.
+    Gradients that are assigned to ``.grad`` by hand are collected and masked when the
+    pruner is called; see `apply_mask_to_gradients`.
 
     **Replicas.** Masks are the same on all: random ones depend on the seed and the
     parameter's name alone, and gradients are summed over replicas before they are
     compared. That is one collective in the steps that an update collects, in which
     every replica must call the pruner. See `check_replicas`.
+
+    **Copies.** A deep copy, or what was pickled and unpickled, comes with copies of the
+    model and the optimizer and keeps those sparse: copy ``(model, optimizer, pruner)``
+    together. A copy of the model alone is not kept sparse.
 
     **Devices.** Build it after the model was moved and the optimizer was built. A
     model that is moved later in place takes its masks along; one whose parameters are
@@ -156,6 +163,7 @@ class RigLScheduler(RigLTorchNames):
         self.model, self.optimizer = model, optimizer
         self.replica = xla_replica.current() if replica is None else replica
         self._layers: list[SparseLayer] = []
+        self._holds: list[Hold] = []
         self._handles: list[Any] = []
         self._closed = True  # until it takes hold of the model
         if state_dict is not None:
@@ -186,25 +194,51 @@ class RigLScheduler(RigLTorchNames):
 
         Raises:
             ValueError: The model's parameters were replaced.
+            RuntimeError: An update is due, but there was no gradient to make it from.
         """
         if self._closed:
             return True
-        if not self.options.skip_step:
-            check_bound(layer.weight for layer in self._layers)
-            return True
-        return not self._end_step()
+        check_bound(layer.weight for layer in self._layers)
+        if self._collects:
+            for layer in self._layers:
+                layer.drop_discarded()
+        self._take_assigned()
+        return not (self.options.skip_step and self._end_step())
 
     def close(self) -> None:
         """Lets go of model and optimizer, which stay as they are; may be repeated."""
         if self._closed:
             return
         self._closed = True
+        for hold in self._holds:
+            hold.release()
         for handle in self._handles:
             handle.remove()
-        self._handles = []
         for layer in self._layers:
             layer.pending = layer.gradient = None
-            holders.pop(layer.weight.parameter, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy has in common: no hooks, and no bond to this process."""
+        bound = ("replica", "_holds", "_handles")
+        return {name: value for name, value in vars(self).items() if name not in bound}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Places the hooks on the model that was copied, or unpickled, with it."""
+        vars(self).update(state)
+        if "replica" not in state:
+            self.replica = xla_replica.current()
+        self._holds, self._handles = [], []
+        if not self._closed:
+            sparse = [layer.weight for layer in self._layers]
+            check_hold(sparse, self.optimizer, self.options.skip_step, self)
+            self._place_hooks()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RigLScheduler:
+        """Returns a pruner of copies of the model and the optimizer."""
+        copied = memo[id(self)] = object.__new__(type(self))
+        state = copy.deepcopy(self.__getstate__(), memo)
+        copied.__setstate__({**state, "replica": self.replica})
+        return copied
 
     def __enter__(self) -> RigLScheduler:
         return self
@@ -313,45 +347,90 @@ class RigLScheduler(RigLTorchNames):
         self._weights, self._layers, self.options, self.schedule = found[:4]
         self.step, self.rigl_steps = found.step, found.num_updates
         self._method = self.options.method_in_use
-        for layer in self._layers:
-            holders[layer.weight.parameter] = weakref.ref(self)
-            hook = functools.partial(self._mask_gradient, layer)
-            self._handles.append(layer.weight.parameter.register_hook(hook))
-        if self._layers:
-            hook = self.optimizer.register_step_post_hook(self._after_step)
-            self._handles.append(hook)
+        self._place_hooks()
+        self._has_gradients = False
         collecting = is_collecting(self._method, self.schedule, self.step)
         self._expect_next(begin=not collecting)
         self.apply_mask_to_weights()
         self.reset_momentum()
 
-    def _mask_gradient(self, layer: SparseLayer, grad: torch.Tensor) -> torch.Tensor:
-        """Runs in the backward pass, before gradients accumulate or are reduced."""
-        layer.follow(grad.device)
-        if self._collects:
-            # A step may have been left out, as GradScaler does with what overflowed;
-            # with `skip_step` the pruner's call has used up what was pending.
-            layer.add(grad.detach(), after_finite=not self.options.skip_step)
-        return torch.where(layer.mask, grad, grad.new_zeros(()))
+    def _place_hooks(self) -> None:
+        """Places those on weights, which keep no pruner alive, and the optimizer's."""
+        owner = weakref.ref(self)
+        self._holds, self._handles = [], []
+        for layer in self._layers:
+            parameter = layer.weight.parameter
+            mask = AccumulationHook(functools.partial(_mask_gradient, owner, layer))
+            note = functools.partial(_note_accumulation, layer)
+            handles = [
+                parameter.register_hook(mask),
+                parameter.register_post_accumulate_grad_hook(note),
+            ]
+            self._holds.append(take(parameter, Hold(self, handles)))
+        # A pruner that counts the optimizer's steps lives as long as that.
+        hook = functools.partial(_mask_weights, self._layers, self._holds)
+        if not self.options.skip_step:
+            hook = self._after_step
+        if self._layers:
+            self._handles.append(self.optimizer.register_step_post_hook(hook))
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del optimizer, args, kwargs
         self.apply_mask_to_weights()
-        if not self.options.skip_step:
-            self._end_step()
+        check_bound(layer.weight for layer in self._layers)
+        if self._collects:
+            if self.replica.num_replicas > 1:
+                # A replica without a minibatch looks for what was assigned, too: in a
+                # program of its own, not in the one with the optimizer's collective.
+                self.replica.sync()
+            self._take_assigned()
+        self._end_step()
+
+    @torch.no_grad()
+    def _take_assigned(self) -> None:
+        """Masks gradients that no hook has seen, and collects them where needed."""
+        can_read = self.replica.is_host and self.replica.num_replicas == 1
+        for layer in self._layers:
+            grad = layer.weight.parameter.grad
+            if grad is None or layer.hooked:
+                continue
+            layer.follow(grad.device)
+            if self._collects:
+                is_dense = layer.add_assigned()
+                if not can_read or bool(is_dense):
+                    self._has_gradients = True
+            zero_inactive_(grad.detach(), layer.mask)
+
+    def _check_has_gradients(self) -> None:
+        """Raises RuntimeError if nothing has come since the last update."""
+        needs = self._layers and self._method.collects != "never"
+        if self._has_gradients or not needs:
+            return
+        call = "pruner()" if self.options.skip_step else "optimizer.step()"
+        raise RuntimeError(
+            f"the topology update of step {self.step + 1} is due, but since the last "
+            "one no backward pass has reached a sparse weight, and .grad of none is "
+            "dense. Gradients that are computed in another way (torch.func, per-sample "
+            f"means) must be in .grad, not masked, when {call} is called, or pruner."
+            "apply_mask_to_gradients() before; method='set' needs none"
+        )
 
     @torch.no_grad()
     def _end_step(self) -> bool:
         """Counts a step and returns whether it was one that changes the topology."""
-        check_bound(layer.weight for layer in self._layers)
+        due = self._method.updates and self.schedule.is_update(self.step + 1)
+        if due:
+            self._check_has_gradients()
+            self._has_gradients = False
         self.step += 1
         if self._collects and self._layers:
             running = self._method.collects == "always"
             momentum = self.options.momentum if running else None
             num_steps = self.schedule.grad_accumulation_n
             collect_(self._layers, self.replica, num_steps, momentum)
-        due = self._method.updates and self.schedule.is_update(self.step)
+        for layer in self._layers:
+            layer.hooked = False
         if due:
             self.rigl_steps += 1
         if due and self._layers:
@@ -370,6 +449,36 @@ class RigLScheduler(RigLTorchNames):
             compiles = self.replica.is_lazy
             begin_(self._layers, self._method, self.schedule, self.step, compiles)
         self._collects = collects(self._method, self.schedule, self.step + 1)
+
+
+def _mask_gradient(
+    owner: weakref.ref[RigLScheduler], layer: SparseLayer, grad: torch.Tensor
+) -> torch.Tensor:
+    """Runs in the backward pass, before gradients accumulate or are reduced."""
+    layer.follow(grad.device)
+    pruner = owner()
+    if pruner is not None:
+        pruner._has_gradients = True
+        if pruner._collects:
+            layer.add(grad.detach())
+    return torch.where(layer.mask, grad, grad.new_zeros(()))
+
+
+def _note_accumulation(layer: SparseLayer, parameter: torch.Tensor) -> None:
+    del parameter
+    layer.hooked = True
+
+
+@torch.no_grad()
+def _mask_weights(
+    layers: Sequence[SparseLayer], holds: Sequence[Hold], *args: object
+) -> None:
+    """Runs after the optimizer's step, whether or not anybody has the pruner."""
+    del args
+    for layer, hold in zip(layers, holds):
+        if not hold.released:
+            layer.follow(layer.data.device)
+            zero_inactive_(layer.data, layer.mask)
 
 
 def _made_of(kind: Any, arguments: Mapping[str, Any]) -> Any:

@@ -15,6 +15,7 @@ from per_sample_grad.engine import graph, wrong_operations
 from per_sample_grad.errors import CoverageError, PerSampleError
 from per_sample_grad.layers import batch_norm
 from per_sample_grad.layers.registry import Call, Rule, rule_of, why_no_rule
+from xla_replica import AccumulationHook
 from xla_replica.common.arguments import check_integer
 from xla_replica.common.trees import map_tensors, tensors_in
 
@@ -187,10 +188,11 @@ def why_outside(model: nn.Module, param: nn.Parameter) -> str:
 def refuse_hooked(params: Mapping[str, nn.Parameter]) -> None:
     """Raises PerSampleError for parameters whose gradient a hook may change.
 
-    Hooks that run after a gradient was accumulated see ``.grad``, which does not change
-    in a capture. They never run here, so they are safe.
+    Hooks that change what is added to ``.grad``, which does not change in a capture,
+    never run here (`xla_replica.AccumulationHook`, or after the addition), so they are
+    safe.
     """
-    hooked = [name for name, param in params.items() if param._backward_hooks]
+    hooked = [n for n, param in params.items() if not AccumulationHook.all_on(param)]
     if hooked:
         raise PerSampleError(
             f"{', '.join(hooked)} have gradient hooks (register_hook), which may "

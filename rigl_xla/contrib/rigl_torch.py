@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class RigLTorchNames:
     rigl_steps: int
     _weights: list[Weight]
     _layers: list[SparseLayer]
+    _take_assigned: Callable[[], None]
 
     # `RigLScheduler` says what they mean.
     T_end = _of("schedule", "T_end")
@@ -81,11 +82,15 @@ class RigLTorchNames:
 
     @torch.no_grad()
     def apply_mask_to_gradients(self) -> None:
-        """Zeroes gradients of inactive weights; done in the backward pass anyway."""
+        """Zeroes gradients of inactive weights, as the backward pass does anyway.
+
+        For gradients that are assigned by hand, before somebody clips them: what an
+        update needs of them is collected first.
+        """
+        self._take_assigned()
         for layer in self._layers:
             gradient = layer.weight.parameter.grad
-            if gradient is not None:
-                layer.follow(gradient.device)
+            if gradient is not None and layer.hooked:
                 zero_inactive_(gradient.detach(), layer.mask)
 
     @torch.no_grad()

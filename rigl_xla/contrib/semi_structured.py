@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rigl_xla.layers.checks import holders
+from rigl_xla.layers.checks import pruner_of
 from rigl_xla.layers.weights import clean
 from rigl_xla.report.positions import evaluating
 from xla_replica import traits
@@ -205,7 +205,7 @@ def to_semi_structured(
             "on the batch, so give what the model will be called with"
         )
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    held = [n for n, m in linears.items() if m.weight in holders]
+    held = [n for n, m in linears.items() if pruner_of(m.weight) is not None]
     if held:
         raise ValueError(
             f"{held[0]!r} is kept sparse by a RigLScheduler, whose masks would no "

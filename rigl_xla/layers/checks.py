@@ -1,7 +1,8 @@
-"""Checks whether a pruner may take hold of weights, before it touches anything."""
+"""Who keeps which weight sparse, and whether a pruner may, before it touches any."""
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
@@ -12,9 +13,48 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from rigl_xla.layers.weights import Weight
 
-# Parameter to the pruner that keeps it sparse: not an attribute, which torch.save would
-# pickle.
-holders: MutableMapping[nn.Parameter, weakref.ref[Any]] = WeakIdKeyDictionary()
+
+class Hold:
+    """The hooks of one pruner on one parameter; keeps neither of the two alive.
+
+    They work until they are released, also when nobody has the pruner any more: the
+    parameter then stays sparse, by its last mask, until another pruner takes it.
+    """
+
+    def __init__(self, pruner: object, handles: Iterable[Any]) -> None:
+        self._pruner = weakref.ref(pruner)
+        self._handles = handles
+        self.released = False
+
+    @property
+    def pruner(self) -> object | None:
+        """The pruner, if anybody still has it."""
+        return self._pruner()
+
+    def release(self) -> None:
+        """Removes the hooks."""
+        self.released = True
+        for handle in self._handles:
+            handle.remove()
+
+
+# By parameter; not an attribute of it, which torch.save would pickle.
+_holds: MutableMapping[nn.Parameter, Hold] = WeakIdKeyDictionary()
+
+
+def take(parameter: nn.Parameter, hold: Hold) -> Hold:
+    """Makes ``hold`` the only one on a parameter, and returns it."""
+    before = _holds.get(parameter)
+    if before is not None:
+        before.release()
+    _holds[parameter] = hold
+    return hold
+
+
+def pruner_of(parameter: nn.Parameter) -> object | None:
+    """Returns the pruner that keeps a parameter sparse, if anybody has it."""
+    hold = _holds.get(parameter)
+    return None if hold is None or hold.released else hold.pruner
 
 
 def check_hold(
@@ -45,13 +85,13 @@ def check_hold(
             "it from this model's parameters, after the model was moved to its "
             "device, or put these into exclude="
         )
-    for weight in weights:
-        holder = holders.get(weight.parameter)
-        if holder is not None and holder() not in (None, pruner):
-            raise ValueError(
-                f"{weight.name!r} is already kept sparse by another RigLScheduler: "
-                "close() that one first"
-            )
+    if _held(weights, pruner):
+        gc.collect()  # one that nobody has any more, but that refers to itself
+    for name in _held(weights, pruner):
+        raise ValueError(
+            f"{name!r} is already kept sparse by another RigLScheduler: close() that "
+            "one first (with skip_step=False its optimizer keeps it too)"
+        )
     names: dict[str, list[str]] = {}
     for weight in weights:
         names.setdefault(str(weight.parameter.device), []).append(weight.name)
@@ -65,6 +105,11 @@ def check_hold(
             f"weights to be sparse are on several devices, {names}; an update chooses "
             "for all of them at once, on one. Put those of the others into exclude="
         )
+
+
+def _held(weights: Sequence[Weight], pruner: object) -> list[str]:
+    """Returns names of the weights that another pruner keeps sparse."""
+    return [w.name for w in weights if pruner_of(w.parameter) not in (None, pruner)]
 
 
 def check_bound(weights: Iterable[Weight]) -> None:

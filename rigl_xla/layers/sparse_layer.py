@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 
 from rigl_xla.layers.weights import Weight
-from rigl_xla.topology import masks
 from rigl_xla.topology.structure import RowPattern
 from xla_replica import Replica, traits
 
@@ -35,6 +34,8 @@ class SparseLayer:
         pattern: The pattern that its mask keeps, if any.
         pending: This replica's dense gradient of the current step, summed over its
             backward passes.
+        hooked: Whether ``.grad`` holds what backward passes of the current step have
+            added, masked.
         gradient: The dense gradient of earlier steps, over all replicas.
     """
 
@@ -46,6 +47,7 @@ class SparseLayer:
     counts: torch.Tensor
     pattern: RowPattern | None = None
     pending: torch.Tensor | None = None
+    hooked: bool = False
     gradient: torch.Tensor | None = None
 
     @classmethod
@@ -90,17 +92,39 @@ class SparseLayer:
             self.mask, self.ever = self.mask.to(device), self.ever.to(device)
             self.counts = self.counts.to(device)
 
-    def add(self, dense: torch.Tensor, after_finite: bool) -> None:
-        """Adds a backward pass's dense gradient to what is pending.
-
-        With ``after_finite``, pending numbers that are not all finite are dropped.
-        """
+    def add(self, dense: torch.Tensor) -> None:
+        """Adds a backward pass's dense gradient to what is pending."""
+        self.drop_discarded()
         before = self.pending
-        if before is not None and after_finite:
-            zero = before.new_zeros(())
-            before = torch.where(masks.is_finite(before), before, zero)
         # Autograd may have given the gradient to others too.
         self.pending = dense.clone() if before is None else before + dense
+
+    def drop_discarded(self) -> None:
+        """Forgets what is pending if `zero_grad` has thrown it away since."""
+        if not self.hooked:
+            return
+        grad = self.weight.parameter.grad
+        if grad is None:
+            self.pending, self.hooked = None, False
+        elif self.pending is not None:  # it may have been zeroed in place
+            zero = self.pending.new_zeros(())
+            self.pending = torch.where((grad != 0).any(), self.pending, zero)
+
+    def add_assigned(self) -> torch.Tensor:
+        """Adds what ``.grad`` has that no hook has seen, if it is a dense gradient.
+
+        It is dense if it has a number outside of the mask: one that was masked tells
+        nothing about growth. Those inside may have been there, masked, before.
+
+        Returns:
+            Bool, 0-d, on the device: whether it is.
+        """
+        grad = self.weight.parameter.grad.detach()
+        is_dense = ((grad != 0) & ~self.mask).any()
+        before = torch.zeros_like(grad) if self.pending is None else self.pending
+        total = torch.where(self.mask, grad, before + grad)
+        self.pending = torch.where(is_dense, total, before)
+        return is_dense
 
     def replace_mask_(self, new: torch.Tensor, kept: torch.Tensor) -> None:
         """Takes the mask of an update, with where it and the present one are True."""

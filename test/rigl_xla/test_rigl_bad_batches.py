@@ -106,6 +106,40 @@ def test_gradient_scaling():
     assert inactive_are_zero(pruner)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("called", [True, False])
+@pytest.mark.parametrize("skip_step", [True, False])
+@pytest.mark.parametrize("factor", [100.0, float("nan")])
+def test_a_batch_that_zero_grad_discards_does_not_take_part(
+    set_to_none, called, skip_step, factor
+):
+    """Whether or not the pruner is called for it: then its update keeps all masks."""
+    runs = []
+    for discards in (False, True):
+        model = convnet()
+        optimizer = sgd(model)
+        pruner = pruned(model, optimizer, skip_step=skip_step)
+        train(model, optimizer, pruner, range(2))
+        if discards:
+            images, labels = batch(99)
+            optimizer.zero_grad()
+            (F.cross_entropy(model(images), labels) * factor).backward()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            if called:
+                masks = copy.deepcopy(pruner.masks)
+                assert pruner() == (not skip_step)
+                assert equal(pruner.masks, masks)
+        if not (skip_step and called):
+            train(model, optimizer, pruner, range(2, 3))
+        elif not discards:
+            pruner._end_step()  # what the update without a batch amounts to
+        train(model, optimizer, pruner, range(3, 7))
+        assert pruner.rigl_steps == 2
+        runs.append((pruner.masks, model.state_dict()))
+    assert equal(runs[0][0], runs[1][0])
+    assert equal(runs[0][1], runs[1][1])
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_step_that_gradient_scaling_leaves_out_is_left_out_of_the_update(n):
     model = convnet()

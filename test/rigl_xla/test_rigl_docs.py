@@ -19,6 +19,8 @@ def test_the_examples_run(capsys, monkeypatch, tmp_path):
     examples = blocks(PAGE, "python")
     exec(examples[0], names)
     assert "num_rigl_steps=14" in capsys.readouterr().out
+    exec(block(PAGE, "python", "for step in range(20):\n    with psg"), names)
+    assert names["pruner"].step == 420
     of_reports = [text for text in examples if "costs" in text]
     assert len(of_reports) == 2
     for text in of_reports:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.sparse import batch, convnet, equal, pruned, sgd, train
+from support.sparse import (
+    batch,
+    convnet,
+    equal,
+    inactive_are_zero,
+    pruned,
+    sgd,
+    train,
+)
 from torch import nn
 
 from rigl_xla import RigLScheduler
@@ -80,7 +89,13 @@ def test_a_closed_pruner_does_nothing_until_it_loads_a_state(options):
     pruner = pruned(model, sgd(model), **options)
     pruner.close()
     pruner.load_state_dict(state)
-    assert [pruner() for _ in range(3)] == [True, False, True]
+    optimizer = pruner.optimizer
+    found = []
+    for step in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
+        found.append(pruner())
+    assert found == [True, False, True]
 
 
 def test_a_sparse_model_is_pickled_and_copied_without_its_pruner():
@@ -95,6 +110,76 @@ def test_a_sparse_model_is_pickled_and_copied_without_its_pruner():
         pruned(other, sgd(other)).close()
     train(model, optimizer, pruner, range(4))
     assert pruner.rigl_steps == 1
+
+
+def copied(parts):
+    return copy.deepcopy(parts)
+
+
+def unpickled(parts):
+    return pickle.loads(pickle.dumps(parts))
+
+
+@pytest.mark.parametrize("skip_step", [True, False])
+@pytest.mark.parametrize("how", [copied, unpickled])
+def test_a_copy_trains_as_the_original_would(how, skip_step):
+    model = convnet()
+    optimizer = sgd(model)
+    pruner = pruned(model, optimizer, skip_step=skip_step, grad_accumulation_n=2)
+    train(model, optimizer, pruner, range(2))  # within a window of collected gradients
+    together = how((model, optimizer, pruner))
+    alone = how(pruner)
+    before = copy.deepcopy(model.state_dict())
+    runs = [together, (alone.model, alone.optimizer, alone)]
+    for one in runs:
+        train(*one, range(2, 13))
+    assert equal(before, model.state_dict())
+    train(model, optimizer, pruner, range(2, 13))
+    for model_, _, pruner_ in runs:
+        assert pruner_.rigl_steps == 4
+        assert inactive_are_zero(pruner_)
+        assert equal(pruner_.masks, pruner.masks)
+        assert equal(model_.state_dict(), model.state_dict())
+    with pytest.raises(ValueError, match="another RigLScheduler: close"):
+        copy.copy(pruner)
+    pruner.close()
+    assert how(pruner)()
+
+
+def test_a_copy_of_the_model_alone_has_no_hooks_that_reach_the_original():
+    model = convnet()
+    pruner = pruned(model, sgd(model), delta=1)
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    for other in (averaged.module, copy.deepcopy(model), unpickled(model)):
+        F.cross_entropy(other(batch(0)[0]), batch(0)[1]).backward()
+        for name, mask in pruner.masks.items():
+            assert other.get_parameter(name).grad[~mask].any(), name
+    for layer in pruner._layers:
+        assert (layer.pending, layer.weight.parameter.grad) == (None, None)
+        assert not layer.hooked
+    with pytest.raises(RuntimeError, match="no backward pass has reached"):
+        pruner()
+
+
+@pytest.mark.parametrize("skip_step", [True, False])
+def test_a_model_whose_pruner_went_out_of_scope_can_be_pruned_again(skip_step):
+    model = convnet()
+    optimizer = sgd(model)
+    pruned(model, optimizer, skip_step=skip_step)  # nobody keeps it
+    for step in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
+        optimizer.step()
+    assert int((model[5].weight != 0).sum()) == 820  # it stays sparse
+    if not skip_step:
+        with pytest.raises(ValueError, match="its optimizer keeps it too"):
+            pruned(model, optimizer)
+        optimizer = sgd(model)
+    pruner = pruned(model, optimizer, dense_allocation=0.5)
+    mask = pruner.masks["5.weight"].clone()
+    train(model, optimizer, pruner, range(2))
+    assert torch.equal(model[5].weight != 0, mask)
+    assert int(mask.sum()) == 2048
 
 
 def test_memory_is_shared_throughout():

@@ -210,7 +210,7 @@ def test_lr_schedulers_made_before_or_after(before):
 
 def test_the_drop_fraction_by_its_name_in_rigl_torch():
     model = convnet()
-    pruner = pruned(model, sgd(model), alpha=0.4, T_end=8, delta=4)
+    pruner = pruned(model, sgd(model), alpha=0.4, T_end=8, delta=4, method="set")
     found = []
     for _ in range(9):
         found.append(pruner.cosine_annealing())

@@ -38,6 +38,18 @@ def test_it_returns_what_autograd_does(backend):
     assert all(backend.run(same_gradients))
 
 
+def test_an_accumulation_hook_changes_what_is_added_and_nothing_else():
+    weight = torch.ones(2, requires_grad=True)
+    weight.register_hook(xla_replica.AccumulationHook(lambda gradient: 2 * gradient))
+    assert xla_replica.AccumulationHook.all_on(weight)
+    (found,) = xla_replica.grad((3 * weight).sum(), weight)
+    assert found.tolist() == [3, 3]
+    (3 * weight).sum().backward()
+    assert weight.grad.tolist() == [6, 6]
+    weight.register_hook(lambda gradient: gradient)
+    assert not xla_replica.AccumulationHook.all_on(weight)
+
+
 def live_tensors() -> int:
     import torch_xla.debug.metrics as metrics
 

@@ -2,13 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
 
 from xla_replica.device.device_traits import traits
+
+
+class AccumulationHook:
+    """A hook that changes what is added to a parameter's ``.grad``, but not `grad`.
+
+    For ``parameter.register_hook``: what `grad` returns is the derivative of its
+    outputs, whatever is done to the gradients that the optimizer uses.
+
+    Args:
+        function: From a gradient to the one that is added; as for ``register_hook``.
+    """
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        self._function = function
+        self._paused = False
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        return None if self._paused else self._function(gradient)
+
+    @staticmethod
+    def all_on(tensor: torch.Tensor) -> bool:
+        """Returns whether every gradient hook of a tensor is such a hook."""
+        hooks = tensor._backward_hooks or {}
+        return all(isinstance(hook, AccumulationHook) for hook in hooks.values())
+
+    @staticmethod
+    @contextlib.contextmanager
+    def paused(
+        tensors: torch.Tensor | Sequence[torch.Tensor | GradientEdge],
+    ) -> Iterator[None]:
+        """Returns a context in which such hooks of these tensors do nothing."""
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        found = [
+            hook
+            for tensor in tensors
+            if isinstance(tensor, torch.Tensor)
+            for hook in (tensor._backward_hooks or {}).values()
+            if isinstance(hook, AccumulationHook)
+        ]
+        # Set on the hook and not in this thread: another one may run it.
+        for hook in found:
+            hook._paused = True
+        try:
+            yield
+        finally:
+            for hook in found:
+                hook._paused = False
 
 
 def grad(
@@ -18,6 +66,8 @@ def grad(
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
     """Returns what ``torch.autograd.grad`` does, once its engine has released it.
+
+    An `AccumulationHook` does not run.
 
     For a device that is not the CPU the engine has a thread, which keeps references to
     the gradients until it is scheduled again. A lazy device computes whatever is alive
@@ -30,7 +80,8 @@ def grad(
         outputs: What is differentiated, on the device of the gradients.
         inputs: As for ``torch.autograd.grad``, like all further arguments.
     """
-    gradients = torch.autograd.grad(outputs, inputs, *args, **options)
+    with AccumulationHook.paused(inputs):
+        gradients = torch.autograd.grad(outputs, inputs, *args, **options)
     if traits(outputs).is_lazy:
         with torch.enable_grad():
             end = outputs.detach().requires_grad_()
