@@ -1,5 +1,6 @@
 # make mnist   sets up, then trains handwritten digits on eight replicas of this CPU
 # make test    sets up, then runs the tests
+# make outside sets up, then runs other people's tests and models (docs/outside.md)
 #
 # ENV=xla (default) is torch 2.9 with torch_xla; ENV=torch is a current torch without it.
 
@@ -13,8 +14,11 @@ PYTEST_ARGS ?= -n auto --dist loadfile
 
 REQUIREMENTS_xla = -e '.[xla,examples,test]'
 REQUIREMENTS_torch = '$(TORCH)' -e '.[test]'
+REQUIREMENTS_outside = '$(TORCH)' -e '.[test,outside]'
+# Packages whose dependencies are old or large, and not needed for what we run of them.
+ALONE_outside = adaptdl==0.2.11 fairscale==0.4.13
 
-.PHONY: mnist test test-all lint format bench clean help
+.PHONY: mnist test test-all outside lint format bench clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -23,6 +27,7 @@ $(VENV)/ready: setup.py pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(VENV)/bin/python -m pip install --quiet $(REQUIREMENTS_$(ENV))
+	$(if $(ALONE_$(ENV)),$(VENV)/bin/python -m pip install --quiet --no-deps $(ALONE_$(ENV)))
 	touch $@
 
 mnist: $(VENV)/ready
@@ -34,6 +39,9 @@ test: $(VENV)/ready
 # The slow tests too.
 test-all: PYTEST_ARGS += -m ''
 test-all: test
+
+outside:
+	OUTSIDE=1 $(MAKE) ENV=outside PYTEST_ARGS='-n auto --dist worksteal -m outside test/outside' test
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .

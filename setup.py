@@ -52,6 +52,14 @@ setup(
             "matplotlib",
             "numba",
             "pyarrow",
+            "expecttest",  # torch's own tests, whose optimizers we run, import it
+        ],
+        # Other people's tests and models (docs/outside.md), on torch 2.13.
+        "outside": [
+            "opacus==1.6.0",
+            "timm==1.0.31",
+            "torchvision==0.28.0",
+            "transformers==5.23.0",
         ],
     },
     classifiers=[

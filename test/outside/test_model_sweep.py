@@ -1,0 +1,74 @@
+"""Models of other libraries: norms that are never wrong, and coverage that only grows.
+
+docs/outside.md shows what was found last. A model that gets worse fails here, and so
+does one that gets better, until the table tells it.
+"""
+
+from __future__ import annotations
+
+import pytest
+from support.outside import package
+
+from tools.outside import models, sweep_models
+from tools.outside.sweep_models import Found
+
+pytestmark = [pytest.mark.outside, pytest.mark.filterwarnings("ignore")]
+
+RECORDED = sweep_models.recorded()
+FOUND = {
+    (library, name): Found(**found)
+    for library, swept in RECORDED.items()
+    for name, found in swept["models"].items()
+}
+REGENERATE = "run `python tools/outside/sweep_models.py` and commit what it writes"
+
+
+def cases(library: str) -> dict[str, models.Case]:
+    """Returns a library's models, or skips where it is not installed."""
+    models.import_torchvision()
+    package(library)
+    return models.LIBRARIES[library]()
+
+
+@pytest.mark.parametrize(("library", "name"), FOUND)
+def test_norms_are_right_and_the_outcome_is_in_the_table(library, name):
+    found = sweep_models.examine(cases(library)[name])
+    if sweep_models.versions(library) != RECORDED[library]["versions"]:
+        return  # the table is of other versions; that norms are right is seen here too
+    before = FOUND[library, name]
+    assert found.rank() >= before.rank(), f"worse: {found}, and before {before}"
+    assert found.rank() == before.rank(), f"better: {found}; {REGENERATE}"
+
+
+@pytest.mark.parametrize("library", models.LIBRARIES)
+def test_every_model_is_in_the_table(library):
+    assert cases(library).keys() == RECORDED[library]["models"].keys()
+
+
+def test_the_page_shows_what_was_recorded():
+    shown = sweep_models.table(RECORDED)
+    assert sweep_models.PAGE.read_text("utf-8") == sweep_models.page_with(shown)
+
+
+def test_an_outcome_that_changes_is_better_or_worse():
+    covered = Found("covered", 9, 0, "")
+    few, many = (Found("fallback", 9, n, "") for n in (2, 5))
+    refused = Found("refused", 9, 9, "")
+    assert covered.rank() > few.rank() > many.rank() > refused.rank()
+
+
+def test_wrong_norms_end_a_sweep(monkeypatch):
+    from torch import nn
+
+    case = models.Case(lambda: nn.Linear(3, 5), lambda: models.tokens(), _of_sums)
+    assert sweep_models.examine(case).outcome == "covered"
+    wrong = sweep_models.psg.per_sample_grad_norms
+    monkeypatch.setattr(
+        sweep_models.psg, "per_sample_grad_norms", lambda *a, **o: 1.01 * wrong(*a, **o)
+    )
+    with pytest.raises(sweep_models.WrongNorms, match="differ"):
+        sweep_models.examine(case)
+
+
+def _of_sums(model, ids, classes):
+    return model(ids[:, :3].float()).square().sum(1)

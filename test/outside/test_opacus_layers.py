@@ -1,0 +1,133 @@
+"""Opacus's own tests of its layers, on our gradients in place of Opacus's.
+
+The tests come with Opacus; nothing of them is here but their names. Each compares every
+sample's gradient with a loop over the samples. What is replaced is the one method that
+asks Opacus for the gradients.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from support.outside import package
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+import per_sample_grad as psg
+
+pytestmark = [pytest.mark.outside, pytest.mark.filterwarnings("ignore")]
+package("opacus")
+theirs = package("opacus.utils.per_sample_gradients_utils")
+
+PACKAGE = "opacus.tests.grad_samples"
+# Tests of layers with parameters that no rule accounts for, and why. They pass with
+# fallback="loop", and must fail without it: what begins to pass is taken out of here.
+NEED_FALLBACK = {
+    "Embedding_bag_test": "EmbeddingBag has no rule",
+    "MultiHeadAttention_test": "add_bias_kv",
+    "RNN_test": "it uses weights of layers that it does not call",
+    "SequenceBias_test": "SequenceBias, a layer of Opacus, has no rule",
+}
+
+
+@pytest.fixture(autouse=True)
+def our_gradients(request, monkeypatch):
+    """Answers where Opacus's tests ask Opacus for the gradient of each sample."""
+    fallback = request.cls.fallback
+
+    def gradients(
+        x: Any,
+        module: nn.Module,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        **others: Any,
+    ) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = theirs.clone_module(module)
+        inputs = x if type(x) is tuple else (x,)
+        if not isinstance(x, PackedSequence) and theirs.is_batch_empty(x):
+            return {}  # Opacus wants no error, and we refuse a batch of no samples
+        return per_sample(model, inputs, batch_first, loss_reduction, fallback)
+
+    for module in (theirs, importlib.import_module(f"{PACKAGE}.common")):
+        monkeypatch.setattr(module, "compute_opacus_grad_sample", gradients)
+
+
+def per_sample(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    batch_first: bool,
+    loss_reduction: str,
+    fallback: str,
+) -> dict[str, torch.Tensor]:
+    """Returns our gradients of the losses that Opacus's tests differentiate."""
+    batch_dim = 0 if batch_first else 1
+    with psg.capture(model, batch_dim=batch_dim, fallback=fallback) as recorded:
+        outputs = model(*inputs)
+        if isinstance(outputs, PackedSequence):
+            samples = theirs.unpack_packedsequences(outputs)
+        else:
+            samples = outputs.movedim(batch_dim, 0).unbind()
+        reduce = torch.mean if loss_reduction == "mean" else torch.sum
+        losses = torch.stack([reduce(sample.abs()) for sample in samples])
+    return recorded.backward(losses).materialize()
+
+
+def adapted(tests: type) -> dict[str, type]:
+    """Returns classes of Opacus's tests by name: with and without a fallback."""
+    name = tests.__name__
+    if name not in NEED_FALLBACK:
+        return {name: type(name, (tests,), {"fallback": "error"})}
+    refused = {
+        test: _expected_refusal(getattr(tests, test), NEED_FALLBACK[name])
+        for test in dir(tests)
+        if test.startswith("test")
+    }
+    without = f"{name}_without_fallback"
+    return {
+        name: type(name, (tests,), {"fallback": "loop"}),
+        without: type(without, (tests,), {"fallback": "error", **refused}),
+    }
+
+
+def _expected_refusal(test: Any, reason: str) -> Any:
+    @pytest.mark.xfail(strict=True, raises=psg.PerSampleError, reason=reason)
+    def run(self: Any) -> None:
+        test(self)
+
+    return run
+
+
+def collect() -> dict[str, type]:
+    """Returns all of Opacus's tests of layers, adapted, by name."""
+    # Their data are drawn by hypothesis: fewer examples, and always the same.
+    settings.register_profile(
+        "outside",
+        max_examples=20,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+        suppress_health_check=[HealthCheck.differing_executors],
+    )
+    before = settings.get_current_profile_name()
+    settings.load_profile("outside")
+    try:
+        tests = importlib.import_module(PACKAGE)
+        base = importlib.import_module(f"{PACKAGE}.common").GradSampleHooks_test
+        for found in pkgutil.iter_modules(tests.__path__):
+            if found.name.endswith("_test"):
+                importlib.import_module(f"{PACKAGE}.{found.name}")
+    finally:
+        settings.load_profile(before)
+    theirs_by_class = base.__subclasses__()
+    return {n: each for t in theirs_by_class for n, each in adapted(t).items()}
+
+
+globals().update(collect())

@@ -1,0 +1,22 @@
+"""Packages of others, which only `make outside` installs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from typing import Any
+
+import pytest
+
+
+def package(name: str) -> Any:
+    """Returns a module, or skips where it is not installed.
+
+    `make outside` sets OUTSIDE, and a module that is missing is then an error.
+    """
+    if not os.environ.get("OUTSIDE"):
+        return pytest.importorskip(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(name)
