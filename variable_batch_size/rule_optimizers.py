@@ -117,6 +117,11 @@ class AdaScaleOptimizer(ElasticOptimizer):
     ) -> None:
         if ref_batchsize is None and options.get("ref_weight") is None:
             ref_batchsize = 32
+        if options.get("noise", True) is not True:
+            raise TypeError(
+                f"AdaScaleOptimizer takes the fields of NoiseOptions as arguments of "
+                f"its own, such as time_constant=, not noise=, got {options['noise']!r}"
+            )
         options["noise"] = NoiseOptions(
             time_constant, single_minibatch, per_group, causal, compat
         )

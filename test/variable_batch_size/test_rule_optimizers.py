@@ -47,6 +47,15 @@ def test_linear_momentum_takes_a_weight_decay_for_all_groups():
         make(cls=vbs.LinearRuleMomentumOptimizer, weight_decay=-1)
 
 
+def test_adascale_does_not_drop_noise_options():
+    """They are arguments of its own; noise= would be replaced by the defaults."""
+    noise = vbs.NoiseOptions(time_constant=7)
+    with pytest.raises(TypeError, match="time_constant=, not noise=, got NoiseOptions"):
+        make(cls=vbs.AdaScaleOptimizer, noise=noise)
+    _, _, wrapper = make(cls=vbs.AdaScaleOptimizer, noise=True, time_constant=7)
+    assert wrapper.noise.options == noise
+
+
 def test_constant_needs_no_reference():
     model, sampler, _ = make(trace=[64])
     inner = SGD(model.parameters(), 0.1)
