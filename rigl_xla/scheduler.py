@@ -274,7 +274,7 @@ class RigLScheduler(RigLTorchNames):
             found = self.report().layers
             for layer in self._layers:
                 layer.num_active = found[layer.name].num_active
-        return describe(self._state())
+        return describe(self._state(), self.model)
 
     def check_replicas(self) -> None:
         """Compares masks and sparse weights of all replicas; reads the device.

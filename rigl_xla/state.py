@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rigl_xla.contrib import rigl_torch
+from rigl_xla.layers.checks import check_kind
 from rigl_xla.layers.options import ASKED, WINS, Options
 from rigl_xla.layers.sparse_layer import SparseLayer, to_host
 from rigl_xla.layers.weights import Weight, weights_of
@@ -158,18 +159,21 @@ def _fit(
     saved: Mapping[str, Any], weights: Sequence[Weight], options: Options
 ) -> list[SparseLayer]:
     """Returns the layers of a saved state, in the order of the model's weights."""
-    by_name = {weight.name: weight for weight in weights}
-    missing = [name for name in saved if name not in by_name]
+    # Older releases called a shared weight by another of its names.
+    named = {name: w.name for w in weights for name in (*w.names, w.name)}
+    missing = [name for name in saved if name not in named]
     if missing:
         raise ValueError(
             f"state_dict has masks of {missing}, which are not weights of this model "
-            f"that can be sparse; there are {list(by_name)}. It must be the same "
-            "model, with the same include= and exclude="
+            f"that can be sparse; there are {list(dict.fromkeys(named.values()))}. It "
+            "must be the same model, with the same include= and exclude="
         )
+    saved = {named[name]: entry for name, entry in saved.items()}
     layers = []
     for weight in weights:
         if weight.name not in saved:
             continue
+        check_kind(weight)
         entry = saved[weight.name]
         shape, sparsity = tuple(entry["shape"]), entry["sparsity"]
         if tuple(weight.parameter.shape) != shape:

@@ -112,6 +112,26 @@ def _held(weights: Sequence[Weight], pruner: object) -> list[str]:
     return [w.name for w in weights if pruner_of(w.parameter) not in (None, pruner)]
 
 
+def check_kind(weight: Weight) -> None:
+    """Raises TypeError if a parameter, or its gradient, is of a kind not served."""
+    module, parameter = weight.module, weight.parameter
+    reason = ""
+    if hasattr(parameter, "device_mesh"):
+        reason = (
+            "is a DTensor, sharded as by FSDP2; replicas must hold whole weights, as "
+            "under DDP"
+        )
+    elif parameter.is_complex():
+        reason = f"is {parameter.dtype}; only real weights can be sparse"
+    elif getattr(module, "sparse", False):
+        reason = (
+            f"has sparse gradients, because its {type(module).__name__} has "
+            "sparse=True, and growth needs dense ones; build that with sparse=False"
+        )
+    if reason:
+        raise TypeError(f"{weight.name!r} {reason}, or put it into exclude=")
+
+
 def check_bound(weights: Iterable[Weight]) -> None:
     """Raises ValueError if the modules have other parameters now than the pruner."""
     replaced = [weight.name for weight in weights if weight.is_replaced]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rigl_xla.layers.checks import check_kind
 from rigl_xla.layers.sparse_layer import SparseLayer
 from rigl_xla.layers.weights import Weight
 from rigl_xla.topology import masks
@@ -27,8 +28,10 @@ INITIAL_MASKS: dict[str, Callable[[torch.Tensor], torch.Tensor] | None] = {
 def first_layer_state(weight: Weight, sparsity: float, options: Options) -> SparseLayer:
     """Returns a layer with its first mask; the weight itself is not touched.
 
-    Raises ValueError if a pattern or a score does not fit it.
+    Raises ValueError if a pattern or a score does not fit it, TypeError if it is of a
+    kind that cannot be masked.
     """
+    check_kind(weight)
     parameter = weight.parameter.detach()
     pattern, size = options.pattern(weight, sparsity), parameter.numel()
     if not isinstance(options.initial_masks, str):

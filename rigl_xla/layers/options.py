@@ -13,7 +13,12 @@ from torch import nn
 from rigl_xla.layers.initial import INITIAL_MASKS, INITIAL_WEIGHTS
 from rigl_xla.layers.snip import check_scores
 from rigl_xla.layers.weights import Selector, Weight, named, selectors, weights_of
-from rigl_xla.topology.distribution import Distribution, allocate, distribution_named
+from rigl_xla.topology.distribution import (
+    Distribution,
+    allocate,
+    as_float,
+    distribution_named,
+)
 from rigl_xla.topology.methods import STATIC, Method, Score, method_named
 from rigl_xla.topology.structure import RowPattern, n_of_m, row_pattern
 from rigl_xla.topology.update_schedule import UpdateSchedule
@@ -64,8 +69,11 @@ class Options:
             check_flag(name, getattr(self, name))
         if self.dense_first is not None:
             check_flag("dense_first", self.dense_first)
-        check_number("dense_allocation", self.dense_allocation, above=0, most=1)
-        check_number("momentum", self.momentum, 0, below=1)
+        limits = {"dense_allocation": {"above": 0, "most": 1}}
+        limits["momentum"] = {"least": 0, "below": 1}
+        for name, limit in limits.items():
+            number = as_float(check_number(name, getattr(self, name), **limit))
+            object.__setattr__(self, name, number)
         object.__setattr__(self, "seed", check_integer("seed", self.seed))
         distribution_named(self.sparsity_distribution)
         check_choice("initial_weights", self.initial_weights, [None, *INITIAL_WEIGHTS])

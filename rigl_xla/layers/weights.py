@@ -6,8 +6,10 @@ import dataclasses
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator
 
+import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.parametrize import ParametrizationList
 
 # How a user selects layers: by a pattern, a type of module, or a function.
 Selector = str | type | Callable[[str, nn.Parameter], bool]
@@ -23,12 +25,14 @@ class Weight:
     """A parameter that can be sparse.
 
     Attributes:
-        name: As `model.named_parameters` has it, without the prefixes of wrappers.
+        name: As `model.named_parameters` has it, without the prefixes of wrappers: of
+            a shared parameter the first one.
         parameter: Shape ``(out, in)`` or ``(out, in, *kernel)``, both of a group;
             ``(in, out, *kernel)`` of a transposed convolution.
         module: The module that owns it.
         attribute: Its name there.
         is_conv: Whether it is the kernel of a convolution.
+        names: All its names, if it is shared.
     """
 
     name: str
@@ -36,6 +40,7 @@ class Weight:
     module: nn.Module
     attribute: str
     is_conv: bool
+    names: tuple[str, ...] = ()
 
     @property
     def transposed(self) -> int | None:
@@ -57,14 +62,15 @@ def weights_of(
 ) -> list[Weight]:
     """Returns weights of convolutions, linear, attention, recurrent, bilinear layers.
 
-    In order of registration, shared ones once, by the name at the first such layer;
-    never biases, norms, embeddings or frozen parameters, unless ``include`` names them.
-    A selector is a pattern of a parameter's or module's name (``'blocks.*.mlp'``), a
-    type of module, or a function of a parameter's name and the parameter.
+    In order of registration, shared ones once, by their first name; never biases,
+    norms, embeddings or frozen parameters, unless ``include`` names them. A selector is
+    a pattern of a parameter's or module's name (``'blocks.*.mlp'``), a type of module,
+    or a function of a parameter's name and the parameter.
 
     Args:
         model: Any module.
-        include: Further parameters of two or more dimensions.
+        include: Further parameters of two or more dimensions. A type, or the name of
+            modules, includes those that they have.
         exclude: What to leave out, whatever ``include`` says: a module with all inside
             it, a shared parameter by any of its names.
 
@@ -73,27 +79,62 @@ def weights_of(
         TypeError: A selector is none of the three.
     """
     places = list(_places(model))
-    included = {id(place) for place in _selected(selectors(include), places)}
+    included = {id(place) for place in _included(selectors(include), places)}
     excluded = _selected(selectors(exclude), places, inside=True)
     dropped = {id(place.parameter) for place in excluded}
     found: dict[int, Weight] = {}
     for place in places:
         parameter, selected = place.parameter, id(place) in included
-        allowed = parameter.requires_grad and parameter.dim() >= 2
-        if selected and not allowed:
-            raise ValueError(
-                f"include selects {place.name!r}, of shape {tuple(parameter.shape)} "
-                f"and requires_grad={parameter.requires_grad}; only trained parameters "
-                "of two or more dimensions can be sparse"
-            )
-        if id(parameter) in dropped or not allowed:
+        if id(parameter) in dropped or not place.is_allowed:
             continue
         other = found.get(id(parameter))
         # A shared one is known by the module that multiplies by it, included or not.
         known = other and _multiplies(other)
         if (_multiplies(place) and not known) or (selected and not other):
             found[id(parameter)] = place
-    return list(found.values())
+    names: dict[int, list[str]] = {}
+    for place in places:
+        names.setdefault(id(place.parameter), []).append(place.name)
+    return [_named(place, names[key]) for key, place in found.items()]
+
+
+def _named(place: Weight, names: list[str]) -> Weight:
+    what = (place.parameter, place.module, place.attribute, place.is_conv)
+    return Weight(names[0], *what, tuple(names) if len(names) > 1 else ())
+
+
+def reasons_for_dense(
+    model: nn.Module, weights: list[Weight], exclude: Iterable[Selector] = ()
+) -> dict[str, str]:
+    """Returns why parameters of two or more dimensions are not among ``weights``."""
+    places = list(_places(model))
+    given = {id(weight.parameter) for weight in weights}
+    excluded = {
+        id(place.parameter)
+        for place in places
+        if any(place.fits(selector, inside=True) for selector in exclude)
+    }
+    found: dict[int, tuple[str, str]] = {}
+    for place in places:
+        key, kind = id(place.parameter), type(place.module).__name__
+        other = getattr(place.module, place.attribute.rpartition("_")[0], None)
+        is_computed = isinstance(other, torch.Tensor) and not isinstance(
+            other, nn.Parameter
+        )
+        if place.parameter.dim() < 2 or key in given or key in found:
+            continue
+        if key in excluded:
+            reason = "exclude= names it"
+        elif not place.parameter.requires_grad:
+            reason = "it is frozen"
+        elif isinstance(place.module, (nn.Embedding, nn.EmbeddingBag)):
+            reason = "an embedding; include= makes it sparse"
+        elif is_computed or isinstance(place.module, ParametrizationList):
+            reason = "a weight is computed from it, as by weight_norm"
+        else:
+            reason = f"{kind} is not known to multiply by it; include= makes it sparse"
+        found[key] = (place.name, reason)
+    return dict(found.values())
 
 
 def selectors(given: Selector | Iterable[Selector]) -> list[Selector]:
@@ -113,7 +154,11 @@ def selectors(given: Selector | Iterable[Selector]) -> list[Selector]:
 
 def named(weights: list[Weight], pattern: str) -> list[str]:
     """Returns names of the weights that a pattern matches, which must be some."""
-    names = [w.name for w in weights if _is_named(pattern, w.name)]
+    names = [
+        weight.name
+        for weight in weights
+        if any(_is_named(pattern, name) for name in (weight.name, *weight.names))
+    ]
     if not names:
         raise ValueError(
             f"{pattern!r} does not match the name of any weight that can be sparse; "
@@ -164,7 +209,18 @@ def _multiplies(weight: Weight) -> bool:
 class _Place(Weight):
     """A place where a parameter is, sparse or not; a shared one has several."""
 
-    around: tuple[nn.Module, ...]  # from the model to the owner
+    around: tuple[nn.Module, ...] = ()  # from the model to the owner
+
+    @property
+    def is_allowed(self) -> bool:
+        """Whether it may be sparse."""
+        return self.parameter.requires_grad and self.parameter.dim() >= 2
+
+    def names_module(self, selector: Selector) -> bool:
+        """Returns whether a selector that fits means the module, not the parameter."""
+        owner = self.name.rpartition(".")[0]
+        by_name = isinstance(selector, str) and fnmatch.fnmatchcase(owner, selector)
+        return by_name or isinstance(selector, type)
 
     def fits(self, selector: Selector, inside: bool) -> bool:
         """Returns whether a selector fits, or with ``inside`` fits a module around."""
@@ -193,10 +249,32 @@ def _places(
     for attribute, parameter in module._parameters.items():
         if parameter is not None:
             name, is_conv = clean(path + attribute), isinstance(module, _ConvNd)
-            yield _Place(name, parameter, module, attribute, is_conv, around)
+            yield _Place(name, parameter, module, attribute, is_conv, (), around)
     for name, child in module._modules.items():
         if child is not None:
             yield from _places(child, f"{path}{name}.", around)
+
+
+def _included(given: list[Selector], places: list[_Place]) -> list[_Place]:
+    """Returns the places that ``include`` selects; raises ValueError if they cannot be.
+
+    A module may have biases too, but not alone.
+    """
+    found = []
+    for selector in given:
+        hits = _selected([selector], places)
+        usable = [place for place in hits if place.is_allowed]
+        for place in hits:
+            if place.is_allowed or (usable and place.names_module(selector)):
+                continue
+            parameter = place.parameter
+            raise ValueError(
+                f"include selects {place.name!r}, of shape {tuple(parameter.shape)} "
+                f"and requires_grad={parameter.requires_grad}; only trained parameters "
+                "of two or more dimensions can be sparse"
+            )
+        found += usable
+    return found
 
 
 def _selected(

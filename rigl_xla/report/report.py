@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from rigl_xla.layers.sparse_layer import COUNTS
-from rigl_xla.layers.weights import weights_of
+from rigl_xla.layers.weights import reasons_for_dense, weights_of
 from rigl_xla.report.costs import CostReport, LayerCost, cost_report, size_in_bytes
 from rigl_xla.report.positions import cost_of
 from rigl_xla.topology.methods import cost_name
@@ -74,6 +74,8 @@ class Report:
         step: Number of the step at that moment.
         num_updates: Topology updates up to then.
         drop_fraction: The largest share of connections that an update then drops.
+        num_parameters: Numbers in all parameters of the model, whatever they are.
+        dense: Parameters of two or more dimensions that are dense, and why.
     """
 
     def __init__(
@@ -100,6 +102,12 @@ class Report:
         # What is sparse only because it was included costs nothing, as norms do.
         own = {weight.name: cost_of(weight) for weight in now.weights}
         self._costs = {**watched, **own, **(costs or {})}
+        self.num_parameters = sum(p.numel() for p in model.parameters())
+        asked = "dense_first, ignore_linear_layers, sparsities= or the distribution"
+        self.dense = {
+            **{name: f"by {asked}" for name in own if name not in self._counts},
+            **reasons_for_dense(model, now.weights, now.options.exclude),
+        }
         self._cost_report = functools.partial(
             cost_report,
             self._costs,
@@ -138,6 +146,12 @@ class Report:
     num_dropped = _of_all("num_dropped")
     churn = _of_all("churn")
     exploration_rate = _of_all("exploration_rate")
+
+    @property
+    def model_sparsity(self) -> float:
+        """Share of inactive weights among all parameters of the model."""
+        inactive = self._total.size - self._total.num_active
+        return inactive / max(1, self.num_parameters)
 
     @functools.cached_property
     def cost(self) -> CostReport:
@@ -183,6 +197,11 @@ class Report:
                 f"{layer.sparsity:>8.2%} {layer.churn:>7.2%} "
                 f"{layer.exploration_rate:>8.2%}"
             )
+        lines.append(
+            f"of all {self.num_parameters} parameters {self.model_sparsity:.2%} are "
+            "inactive"
+        )
+        lines += left_out(self.dense)
         lines.append(f"{self.size_in_bytes / 1e6:.3f} MB stored")
         if self._has_costs:
             cost = self.cost
@@ -199,8 +218,23 @@ class Report:
         return {name: layer.sparsity for name, layer in self.layers.items()}
 
 
-def describe(now: PrunerState) -> str:
-    """Returns lines as rigl-torch prints them, from counts known on the host."""
+def left_out(dense: Mapping[str, str]) -> list[str]:
+    """Returns a line for every reason why parameters are dense."""
+    names: dict[str, list[str]] = {}
+    for name, reason in dense.items():
+        names.setdefault(reason, []).append(name)
+    lines = []
+    for reason, found in names.items():
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        lines.append(f"dense: {', '.join(found[:3])}{more} ({reason})")
+    return lines
+
+
+def describe(now: PrunerState, model: nn.Module) -> str:
+    """Returns lines as rigl-torch prints them, from counts known on the host.
+
+    What was left out comes after them.
+    """
     active = {layer.name: layer.num_active for layer in now.layers}
     rows = []
     for weight in now.weights:
@@ -220,7 +254,8 @@ def describe(now: PrunerState) -> str:
         "sparsity_distribution": now.options.sparsity_distribution,
     }
     values = [f"{name}={value}," for name, value in lines.items()]
-    return "\n".join(["RigLScheduler(", *values, ")"])
+    dense = reasons_for_dense(model, now.weights, now.options.exclude)
+    return "\n".join(["RigLScheduler(", *values, ")", *left_out(dense)])
 
 
 def _share(rows: Sequence[tuple[int, int, bool]]) -> str:

@@ -17,6 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+import numpy as np
+
 from xla_replica.common.arguments import check_choice, check_number
 
 Shape = tuple[int, ...]
@@ -114,7 +116,7 @@ def allocate(
         ValueError, TypeError: A number, name or distribution is not allowed.
     """
     rule = distribution_named(distribution)
-    check_number("sparsity", sparsity, 0, below=1)
+    sparsity = as_float(check_number("sparsity", sparsity, 0, below=1))
     given = dict(fixed or {})
     for name, value in given.items():
         if name not in shapes:
@@ -122,7 +124,8 @@ def allocate(
                 f"a sparsity is given for {name!r}, which is not a layer; layers are "
                 f"{list(shapes)}"
             )
-        check_number(f"the sparsity of {name!r}", value, 0, below=1)
+        what = f"the sparsity of {name!r}"
+        given[name] = as_float(check_number(what, value, 0, below=1))
     if dense_first is None:
         dense_first = rule in (uniform, adjusted_uniform)
     if dense_first and len(shapes) > 1:
@@ -133,8 +136,17 @@ def allocate(
     result = {name: given.get(name, found.get(name, 0.0)) for name in shapes}
     for name, value in result.items():
         what = f"the sparsity that {distribution!r} gives {name!r}"
-        check_number(what, value, 0, below=1)
+        result[name] = as_float(check_number(what, value, 0, below=1))
     return result
+
+
+def as_float(number: float) -> float:
+    """Returns a plain float, which a state can hold, of the decimal that was meant.
+
+    >>> float(np.float32(0.1)), as_float(np.float32(0.1))
+    (0.10000000149011612, 0.1)
+    """
+    return float(str(number)) if isinstance(number, np.floating) else float(number)
 
 
 def num_inactive(sparsity: float, num_weights: int) -> int:

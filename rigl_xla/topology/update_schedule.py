@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+from rigl_xla.topology.distribution import as_float
 from xla_replica.common.arguments import check_choice, check_integer, check_number
 
 # (step, T_end) -> what alpha is multiplied with; rounded as rigl-torch rounds it
@@ -58,7 +59,8 @@ class UpdateSchedule:
                 f"between topology updates delta={self.delta} steps apart; it must be "
                 "from 1 to delta"
             )
-        check_number("alpha", self.alpha, 0, 1)
+        alpha = as_float(check_number("alpha", self.alpha, 0, 1))
+        object.__setattr__(self, "alpha", alpha)
         check_choice("annealing", self.annealing, ANNEALINGS)
 
     @property

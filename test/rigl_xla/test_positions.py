@@ -58,7 +58,7 @@ def test_a_shared_weight_costs_what_all_its_places_do():
     costs = costs_of(Tied(), torch.zeros(3, 7, dtype=torch.long))
     assert costs == {
         "one.weight": LayerCost((8, 8), 14),
-        "head.weight": LayerCost((12, 8), 7),  # looking words up is free
+        "words.weight": LayerCost((12, 8), 7),  # looking words up is free
     }
     model = Tied()
     costs = costs_of(model, words=torch.zeros(3, 7, dtype=torch.long), deep=False)

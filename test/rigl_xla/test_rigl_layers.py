@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
+from support.sparse import pruned, sgd
 from torch import nn
 
 from rigl_xla import weights_of
@@ -64,7 +67,12 @@ def test_shared_weights_are_found_once():
     assert names(weights_of(model)) == ["0.weight"]
     model = Everything()
     model.head.weight = model.embedding.weight
-    assert names(weights_of(model)) == [*KINDS[:-1], "head.weight"]
+    [*others, tied] = weights_of(model)
+    assert names(others) == KINDS[:-1]
+    assert tied.name == "embedding.weight"  # as named_parameters has it
+    assert tied.names == ("embedding.weight", "head.weight")
+    assert tied.module is model.head
+    assert tied.name in dict(model.named_parameters())
 
 
 @pytest.mark.parametrize(
@@ -119,6 +127,73 @@ def test_any_name_of_a_shared_weight_excludes_it(exclude):
 def test_inclusion():
     found = names(weights_of(Everything(), include=["positions", nn.Embedding]))
     assert set(found) == {*KINDS, "positions", "embedding.weight"}
+
+
+@pytest.mark.parametrize("include", [nn.Linear, "*", "head", ["1", nn.Linear]])
+def test_a_module_with_a_bias_is_included(include):
+    model = nn.Sequential(OrderedDict(head=nn.Linear(4, 4)))
+    model.add_module("1", nn.Embedding(4, 4))
+    found = names(weights_of(model, include=include))
+    assert "head.weight" in found
+    assert ("1.weight" in found) == (include in ("*", ["1", nn.Linear]))
+    for alone in ("head.bias", lambda name, p: "head" in name):
+        with pytest.raises(ValueError, match=r"include selects 'head.bias'"):
+            weights_of(model, include=alone)
+
+
+class Conv1D(nn.Module):
+    """A linear layer with a transposed weight, as transformers' GPT-2 has it."""
+
+    def __init__(self, outputs, inputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+def test_a_report_says_what_is_left_out_and_counts_it():
+    model = nn.Sequential(
+        nn.Embedding(10, 20),
+        Conv1D(20, 20),
+        nn.utils.parametrizations.weight_norm(nn.Linear(20, 20)),
+        nn.Linear(20, 20),
+        nn.Linear(20, 20, bias=False),
+        nn.Linear(20, 20).requires_grad_(False),
+        nn.Linear(20, 100),
+        nn.LayerNorm(100),
+    )
+    with pytest.warns(FutureWarning):
+        model.append(nn.utils.weight_norm(nn.Linear(100, 10)))
+    pruner = pruned(model, sgd(model), dense_allocation=0.1, exclude="4")
+    report = pruner.report()
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert (report.sparsity, report.num_parameters) == (0.9, total)
+    assert report.model_sparsity == 1800 / total
+    computed = "a weight is computed from it, as by weight_norm"
+    reasons = {
+        "0.weight": "an embedding; include= makes it sparse",
+        "1.weight": "Conv1D is not known to multiply by it; include= makes it sparse",
+        "2.parametrizations.weight.original0": computed,
+        "2.parametrizations.weight.original1": computed,
+        "3.weight": "by dense_first, ignore_linear_layers, sparsities= or the "
+        "distribution",
+        "4.weight": "exclude= names it",
+        "5.weight": "it is frozen",
+        "8.weight_g": computed,
+        "8.weight_v": computed,
+    }
+    assert report.dense == reasons
+    text = str(report).splitlines()
+    assert f"of all {total} parameters {1800 / total:.2%} are inactive" in text
+    for lines in (text, str(pruner).splitlines()):
+        assert f"dense: 1.weight ({reasons['1.weight']})" in lines
+        [line] = [line for line in lines if computed in line]
+        assert line.endswith(f"8.weight_g and 1 more ({computed})")
+    pruner.close()
+    pruner = pruned(model, sgd(model), include=Conv1D, dense_first=False)
+    assert "1.weight" in pruner.masks
 
 
 @pytest.mark.parametrize(

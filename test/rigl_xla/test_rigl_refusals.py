@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from support.replicas import Backend
 from support.sparse import batch, convnet, equal, pruned, sgd
 from torch import nn
 
@@ -110,6 +111,36 @@ def test_an_optimizer_that_steps_by_itself_needs_to_be_told():
     with pytest.raises(ValueError, match="build the pruner with skip_step=False"):
         pruned(model, optimizer)
     pruned(model, optimizer, skip_step=False)
+
+
+def test_sparse_gradients_and_complex_weights_are_refused():
+    model = nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(
+        TypeError, match=r"'0.weight' has sparse gradients, because its"
+    ):
+        pruned(model, optimizer, include="0", dense_first=False)
+    pruned(model, optimizer, dense_first=False)
+    model = nn.Linear(8, 8, dtype=torch.complex64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(TypeError, match=r"'weight' is torch.complex64; only real"):
+        pruned(model, optimizer)
+
+
+def sharded(rank: int) -> str:
+    model = convnet()
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+    try:
+        pruned(model, sgd(model))
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def test_sharded_weights_are_refused():
+    for says in Backend("cpu", 2).run(sharded):
+        assert says.startswith("'2.weight' is a DTensor, sharded as by FSDP2")
 
 
 def test_an_optimizer_of_other_weights_is_refused():

@@ -147,14 +147,14 @@ def test_weights_are_counted_with_costs_or_without():
 
 @pytest.mark.parametrize("include", [(), "0", nn.Embedding, "2.weight"])
 def test_a_weight_that_an_embedding_shares_is_counted_once(include):
-    """By whatever name it was included, it has that of the layer that multiplies."""
+    """By whatever name it was included, it has that of `named_parameters`."""
     model = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 8), nn.Linear(8, 12))
     model[2].weight = model[0].weight
     costs = costs_of(model, torch.zeros(1, 3, dtype=torch.long))
     options = {"include": include, "dense_allocation": 0.5, "dense_first": False}
     pruner = pruned(model, OPTIMIZERS["sgd"](model.parameters()), **options)
     report = pruner.report(costs)
-    assert sorted(report.layers) == sorted(costs) == ["1.weight", "2.weight"]
+    assert sorted(report.layers) == sorted(costs) == ["0.weight", "1.weight"]
     assert report.cost.dense_macs == 3 * (64 + 96)
     assert report.cost.macs == report.cost.dense_macs / 2
     assert report.size_in_bytes == 4 * (80 + 20) + (64 + 96) / 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 
+import numpy as np
 import pytest
 import torch
 from support import sparse
@@ -293,6 +294,54 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing():
         with pytest.raises(ValueError, match=says):
             pruner.load_state_dict(wrong)
         assert equal(pruner.masks, masks)
+
+
+def test_a_state_with_another_name_of_a_shared_weight_fits():
+    model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.Linear(8, 10))
+    model[2].weight = model[0].weight
+    optimizer, sparsities = OPTIMIZERS["sgd"](model.parameters()), {"2": 0.5}
+    pruner = pruned(model, optimizer, dense_first=False, sparsities=sparsities)
+    assert list(pruner.masks) == ["1.weight", "0.weight"]
+    state, mask = pruner.state_dict(), pruner.masks["0.weight"].clone()
+    assert int(mask.sum()) == 40
+    state["layers"]["2.weight"] = state["layers"].pop("0.weight")
+    pruner.load_state_dict(state)
+    assert torch.equal(pruner.masks["0.weight"], mask)
+
+
+NUMPY = {
+    "T_end": np.int64(100),
+    "delta": np.int32(10),
+    "seed": np.uint8(1),
+    "dense_allocation": np.float32(0.1),
+    "alpha": np.float32(0.3),
+    "momentum": np.float16(0.9),
+    "sparsities": {"5": np.float32(0.5)},
+}
+
+
+@pytest.mark.parametrize("distribution", ["uniform", "erk"])
+def test_numbers_of_numpy_are_plain_ones(distribution):
+    states = []
+    for plain in (True, False):
+        model = convnet()
+        options = {
+            name: getattr(value, "item", lambda: {"5": 0.5})() if plain else value
+            for name, value in NUMPY.items()
+        }
+        if plain:
+            options |= {"dense_allocation": 0.1, "alpha": 0.3, "momentum": 0.9}
+        options["sparsity_distribution"] = distribution
+        pruner = pruned(model, OPTIMIZERS["sgd"](model.parameters()), **options)
+        states.append(through_a_file(pruner.state_dict()))
+    plain, other = (
+        [state["schedule"], state["options"], *state["layers"].values()]
+        for state in states
+    )
+    for one, two in zip(plain, other, strict=True):
+        assert {k: v for k, v in one.items() if not torch.is_tensor(v)} == {
+            k: v for k, v in two.items() if not torch.is_tensor(v)
+        }
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 100])
