@@ -55,6 +55,9 @@ def test_an_outcome_that_changes_is_better_or_worse():
     few, many = (Found("fallback", 9, n, "") for n in (2, 5))
     refused = Found("refused", 9, 9, "")
     assert covered.rank() > few.rank() > many.rank() > refused.rank()
+    before = {"a": vars(few), "b": vars(few), "c": vars(few), "d": vars(few)}
+    after = {"a": vars(many), "b": vars(covered), "c": vars(few)}
+    assert sweep_models.worse(before, after) == ["a", "d"]
 
 
 def test_wrong_norms_end_a_sweep(monkeypatch):

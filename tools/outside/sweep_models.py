@@ -157,6 +157,15 @@ def recorded() -> dict[str, Any]:
     return json.loads(RESULT.read_text(encoding="utf-8"))
 
 
+def worse(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Returns the models of a library that a new sweep finds worse, or not at all."""
+    return [
+        name
+        for name, each in before.items()
+        if name not in after or Found(**after[name]).rank() < Found(**each).rank()
+    ]
+
+
 def table(result: dict[str, Any]) -> str:
     """Returns the Markdown of a sweep's result."""
     lines = []
@@ -191,11 +200,17 @@ def main() -> None:
     )
     parser.add_argument("--library", choices=LIBRARIES, help="only this one")
     parser.add_argument("--output", type=Path, help="write there, and not the page")
+    parser.add_argument(
+        "--allow-worse", action="store_true", help="as after a change of versions"
+    )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     result = recorded() if RESULT.exists() else {}
     for library in [arguments.library] if arguments.library else LIBRARIES:
-        result[library] = sweep(library)
+        before, result[library] = result.get(library, {}), sweep(library)
+        lost = worse(before.get("models", {}), result[library]["models"])
+        if lost and not arguments.allow_worse:
+            parser.error(f"{library}: worse than recorded: {', '.join(lost)}")
     text = json.dumps(result, indent=2) + "\n"
     (arguments.output or RESULT).write_text(text, encoding="utf-8")
     if not arguments.output:
