@@ -20,7 +20,11 @@ import xla_replica
 from per_sample_grad.engine import comparison, graph, recording, wrong_operations
 from per_sample_grad.engine.comparison import Comparer
 from per_sample_grad.engine.fallback import FALLBACKS
-from per_sample_grad.engine.recording import RecordedCall, RecordedModule
+from per_sample_grad.engine.recording import (
+    EnclosingCall,
+    RecordedCall,
+    RecordedModule,
+)
 from per_sample_grad.errors import CoverageError, PerSampleError, Refusal
 from per_sample_grad.factors import forms
 from per_sample_grad.factors.factors import Factors
@@ -43,6 +47,7 @@ class BackwardPass:
         frees: Memory that the pass has used is free afterwards, so that temporaries
             may take half of it.
         called: Whether any module with a selected parameter was called.
+        enclosing: Calls that a fallback may run again.
         modules: The modules of all calls that the losses depend on.
         problems: Why parameters have no contributions, by name.
         compared: The comparison with autograd; None: none was due.
@@ -55,6 +60,7 @@ class BackwardPass:
     reported: bool
     frees: bool
     called: bool
+    enclosing: Sequence[EnclosingCall]
 
     def __post_init__(self) -> None:
         self.modules: list[RecordedModule] = []
@@ -125,7 +131,10 @@ class BackwardPass:
         if self.problems and not lenient:
             if not has_fallback:
                 self._raise_uncovered(self.problems)
-            self._hand_on(self._by_fallback(self.problems))
+            wrong = proof.wrong if proof is not None else frozenset()
+            found = self._by_fallback(self.problems.keys() - wrong, self.enclosing)
+            found |= self._by_fallback(self.problems.keys() & wrong, [])
+            self._hand_on(found)
         rest = self._params.keys() - self._handed_on - self.problems.keys()
         if rest:
             self._hand_on({name: [] for name in self._params if name in rest})
@@ -296,9 +305,14 @@ class BackwardPass:
             may_read=self._may_read,
         )
 
-    def _by_fallback(self, names: Collection[str]) -> dict[str, list[Contribution]]:
+    def _by_fallback(
+        self, names: Collection[str], calls: Sequence[EnclosingCall]
+    ) -> dict[str, list[Contribution]]:
         assert self._fallback is not None
-        found = self._fallback(self.losses, {n: self._params[n] for n in names})
+        params = {n: self._params[n] for n in self._params if n in names}
+        if not params:
+            return {}
+        found = self._fallback.gradients(self.losses, params, calls)
         return {name: [forms.widened(forms.Dense(g))] for name, g in found.items()}
 
     def _conclude(self, key: Hashable) -> None:
@@ -317,7 +331,7 @@ class BackwardPass:
         wrong = self.compared.wrong if self._fallback is not None else {}
         if wrong:
             comparer.expect(retain_graph=True)
-            self._hand_on(self._by_fallback(wrong))
+            self._hand_on(self._by_fallback(wrong, []))
             self.compared = comparer.result()
         comparison.judge(self.compared)
         comparison.remember(self.capture.model, key, self.compared, wrong)
@@ -330,10 +344,15 @@ class BackwardPass:
             "No module with any of them was called inside the capture: was the forward "
             "pass run before it? "
         )
+        fallback = (
+            'fallback="batched" (the modules that use them run once more, vectorised) '
+            'or, where that fails, fallback="loop" (B backward passes of the batch)'
+        )
+        if xla_replica.traits(self.losses).is_lazy:
+            fallback = 'fallback="batched" (B backward passes of the batch at once)'
         raise CoverageError(
             "these parameters have uses that no layer rule accounts for:"
             f"{lines}\n{'' if self.called else remark}Register a rule for the module "
-            "(register_rule), leave the parameters out (params=), or pass "
-            'fallback="loop" (B backward passes for them, exact) or '
-            'fallback="batched" (one vectorised one)'
+            "(register_rule, the cheapest), leave the parameters out (params=), or "
+            f"pass {fallback}"
         )

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+import xla_replica
 from per_sample_grad.engine import graph, recording
 from per_sample_grad.engine.backward_pass import BackwardPass
 from per_sample_grad.engine.comparison import CHECKS, Check
@@ -38,8 +39,10 @@ class Capture:
             or a dict of it by module name, with ``""`` for all others. A dimension of
             k times B numbers counts as k consecutive rows of each sample.
         fallback: What to do about parameters that no rule accounts for: ``"error"``,
-            ``"loop"`` (B backward passes, exact) or ``"batched"`` (one, vectorised by
-            torch). A fallback also replaces rules that turn out wrong when checked.
+            ``"batched"`` (the modules that use them run once more, vectorised by
+            torch; where that cannot be, B backward passes of the batch) or ``"loop"``
+            (B backward passes of the batch, for whatever autograd can do). A fallback
+            also replaces rules that turn out wrong when checked.
         check: When to compare with autograd, for one more backward pass and, on a
             lazy device, one read-back: the ``"first"`` time for each structure
             (modules called, shapes), ``"always"`` or ``"never"``. Where losses or
@@ -97,7 +100,14 @@ class Capture:
         self.scale = check_number("scale", scale, above=0)
         self.compared = False
         self._names = {id(value): name for name, value in self.params.items()}
-        self._recorder = recording.Recorder(model, self._names, batch_dim)
+        way = FALLBACKS[self.fallback]
+        # Functional transforms lose gradients on lazy devices, and what is run again is
+        # only believed when it is compared.
+        reruns = way is not None and way.takes_calls and self.check != "never"
+        lazy = any(xla_replica.traits(each).is_lazy for each in self.params.values())
+        self._recorder = recording.Recorder(
+            model, self._names, batch_dim, enclosing=reruns and not lazy
+        )
         self._entered = self._answered = False
 
     def __enter__(self) -> Capture:
@@ -111,6 +121,7 @@ class Capture:
         self._recorder.stop()
         if kind is not None:
             self._recorder.calls.clear()
+            self._recorder.enclosing.clear()
             self._entered = False
 
     def backward(self, losses: torch.Tensor, *, retain_graph: bool = False) -> Factors:
@@ -233,8 +244,16 @@ class Capture:
         recording.refuse_hidden(self._recorder.unrecorded, calls, reached)
         recorded.clear()
         backward_pass = BackwardPass(
-            self, losses, receive, retain_graph, reported, frees, self._recorder.called
+            self,
+            losses,
+            receive,
+            retain_graph,
+            reported,
+            frees,
+            self._recorder.called,
+            self._recorder.enclosing,
         )
+        self._recorder.enclosing = []
         self._answered = True
         backward_pass.run(calls, reached)
         self.compared = backward_pass.compared is not None

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Literal
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 
 import xla_replica
+from per_sample_grad.engine.recording import EnclosingCall
+from per_sample_grad.engine.rerunning import by_running_again
 
 Fallback = Literal["error", "loop", "batched"]
+Params = Mapping[str, torch.nn.Parameter]
 
 
 def loop(
-    losses: torch.Tensor, params: Mapping[str, torch.Tensor]
+    losses: torch.Tensor, params: Params, calls: Sequence[EnclosingCall]
 ) -> dict[str, torch.Tensor]:
-    """Runs B backward passes, one per sample: exact for whatever autograd can do."""
+    """Runs B backward passes of the batch: exact for whatever autograd can do."""
     rows = [
         xla_replica.grad(
             loss,
@@ -30,28 +34,58 @@ def loop(
 
 
 def batched(
-    losses: torch.Tensor, params: Mapping[str, torch.Tensor]
+    losses: torch.Tensor, params: Params, calls: Sequence[EnclosingCall]
 ) -> dict[str, torch.Tensor]:
-    """Runs one backward pass that torch vectorises over the samples' gradients.
+    """Runs modules once more, vectorised by torch, at a cost in proportion to B.
 
-    Not every operation's backward can be vectorised; torch then raises.
+    The modules are the smallest ones whose calls hold all uses of a parameter.
+    Gradients that cannot be computed in this way, and all where no calls are given,
+    take B backward passes of the batch, which torch vectorises.
     """
-    grads = xla_replica.grad(
+    found, reasons = by_running_again(losses, params, calls)
+    rest = {name: param for name, param in params.items() if name not in found}
+    if not rest:
+        return found
+    if reasons:
+        lines = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
+        warnings.warn(
+            f'fallback="batched" runs {len(losses)} backward passes of the batch, so '
+            "that its cost grows with the square of the batch size, because no module "
+            f"could be run once more for these parameters:{lines}\nRegister a rule "
+            "(register_rule), or take smaller batches",
+            stacklevel=2,
+        )
+    gradients = xla_replica.grad(
         losses,
-        list(params.values()),
+        list(rest.values()),
         torch.eye(len(losses), dtype=losses.dtype, device=losses.device),
         retain_graph=True,
         allow_unused=True,
         is_grads_batched=True,
     )
-    return {
-        name: param.new_zeros(len(losses), *param.shape) if grad is None else grad
-        for (name, param), grad in zip(params.items(), grads)
-    }
+    for (name, param), grad in zip(rest.items(), gradients):
+        zeros = param.new_zeros(len(losses), *param.shape)
+        found[name] = zeros if grad is None else grad
+    return found
 
 
-FALLBACKS: dict[str, Callable[..., dict[str, torch.Tensor]] | None] = {
+class FallbackWay(NamedTuple):
+    """A row of `FALLBACKS`.
+
+    Attributes:
+        gradients: From losses, parameters and calls that may be run again to the
+            gradients ``(B, *shape)`` by name.
+        takes_calls: Whether the calls are of use to it.
+    """
+
+    gradients: Callable[
+        [torch.Tensor, Params, Sequence[EnclosingCall]], dict[str, torch.Tensor]
+    ]
+    takes_calls: bool
+
+
+FALLBACKS: dict[str, FallbackWay | None] = {
     "error": None,
-    "loop": loop,
-    "batched": batched,
+    "loop": FallbackWay(loop, takes_calls=False),
+    "batched": FallbackWay(batched, takes_calls=True),
 }

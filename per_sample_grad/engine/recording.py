@@ -44,15 +44,34 @@ class RecordedCall:
     versions: tuple[int, ...]  # how often each tensor was changed in place before
 
 
+@dataclasses.dataclass(frozen=True)
+class EnclosingCall:
+    """One call of a module that holds parameters, with all it needs to run again."""
+
+    name: str  # of the module in the model
+    call: Call
+    # One for each tensor that it returned and that has a graph, and which that is.
+    regions: tuple[graph.Region, ...]
+    positions: tuple[int, ...]
+    autocast: Mapping[str, Any]  # the state of autocast then, arguments of it
+
+
 class Recorder:
-    """Hooks on every module that has a parameter in ``names``, which are by its id."""
+    """Hooks on every module that has a parameter in ``names``, which are by its id.
+
+    With ``enclosing`` the calls of all modules are recorded that hold such parameters,
+    and not only of those that have a rule.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         names: Mapping[int, str],
         batch_dim: int | Mapping[str, int],
+        enclosing: bool = False,
     ) -> None:
+        self.enclosing: list[EnclosingCall] = []
+        self._records_enclosing = enclosing
         self.calls: list[RecordedCall] = []  # of modules that have a rule, in order
         self.called = False  # whether any of the modules was called
         # Selected parameters of modules called while gradients were off.
@@ -93,6 +112,9 @@ class Recorder:
         # A module with a rule is one layer, whatever modules are in it.
         own = module.named_parameters(recurse=rule is not None, remove_duplicate=False)
         params = {n: self._names[id(p)] for n, p in own if id(p) in self._names}
+        holds = any(id(param) in self._names for param in module.parameters())
+        if self._records_enclosing and holds:
+            hooks.append(functools.partial(self._enclose, name))
         if params:
             note = functools.partial(self._note, params.values())
             self._handles.append(module.register_forward_pre_hook(note))
@@ -141,6 +163,34 @@ class Recorder:
         region = graph.region_of(tensors, output)
         versions = tuple(tensor._version for tensor in tensors)
         self.calls.append(RecordedCall(owner, call, region, output.shape, versions))
+
+    def _enclose(
+        self,
+        name: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+    ) -> None:
+        inputs = tensors_in((args, kwargs))
+        outputs = dict(enumerate(tensors_in(out)))
+        outputs = {i: tensor for i, tensor in outputs.items() if tensor.requires_grad}
+        if not outputs or not torch.is_grad_enabled():
+            return
+        batch_dim = self._batch_dims.get(name, self._batch_dims[""])
+        call = Call(
+            module, *map_tensors((args, kwargs), torch.Tensor.detach), batch_dim
+        )
+        regions = tuple(graph.region_of(inputs, each) for each in outputs.values())
+        kind = next(iter(outputs.values())).device.type
+        autocast = {
+            "device_type": kind,
+            "dtype": torch.get_autocast_dtype(kind),
+            "enabled": torch.is_autocast_enabled(kind),
+        }
+        self.enclosing.append(
+            EnclosingCall(name, call, regions, tuple(outputs), autocast)
+        )
 
 
 def check_versions(calls: Sequence[RecordedCall]) -> None:

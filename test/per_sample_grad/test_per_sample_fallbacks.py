@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from support.gradient_oracle import Case, error, flat, fold, oracle, rules_kept
-from support.refused_models import NO_GRU, UNSEEN, Doubling, Positions
+from support.layer_cases import Apply
+from support.refused_models import NO_GRU, UNSEEN, Doubling, Positions, Raw
 from test_per_sample_family import agree
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import per_sample_grad as psg
 from per_sample_grad.engine import comparison
@@ -137,3 +139,123 @@ def test_a_parameter_without_dimensions(way):
     truth = oracle(case, model, inputs)
     options = {} if way == "rule" else {"fallback": way}
     agree(case, psg.per_sample_factors(model, fold, inputs, **options), truth, 1e-10)
+
+
+class VisionTransformer(nn.Module):
+    """A class token and places are parameters that no rule accounts for."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(2, 8, 2, 2)
+        self.token = nn.Parameter(torch.randn(1, 1, 8))
+        self.places = nn.Parameter(torch.randn(1, 5, 8))
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.places
+        return self.head(self.block(x)[:, 0])
+
+
+VISION = Case("vision-transformer", VisionTransformer, (2, 4, 4))
+
+
+def flops_of(run, *args, **kwargs) -> int:
+    with FlopCounterMode(display=False) as counter:
+        run(*args, **kwargs)
+    return counter.get_total_flops()
+
+
+def test_a_batched_fallback_costs_in_proportion_to_the_batch():
+    counts = []
+    for batch in (4, 16):
+        model, inputs = VISION.make(torch.float32, batch)
+        call = (psg.per_sample_grad_norms, model, fold, inputs)
+        psg.per_sample_grad_norms(model, fold, inputs, fallback="batched")
+        training = flops_of(lambda m, x: fold(m, x).sum().backward(), model, *inputs)
+        counts.append(flops_of(*call, fallback="batched"))
+        assert counts[-1] < 3 * training
+    assert counts[1] <= 4.01 * counts[0]
+
+
+def test_modules_that_run_once_more_are_as_small_as_they_can_be():
+    """Only the small one runs again, and not the model around it."""
+    model = nn.Sequential(nn.Linear(3, 64), nn.Linear(64, 3), Raw(), nn.Linear(4, 64))
+    x, runs = torch.randn(5, 3), []
+    for module in model:
+        module.register_forward_hook(lambda module, *_: runs.append(type(module)))
+    for repeated in (False, True):
+        runs.clear()
+        psg.per_sample_grad_norms(model, fold, (x,), fallback="batched")
+        assert runs == [nn.Linear, nn.Linear, Raw, nn.Linear, Raw], repeated
+
+
+def twice(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return m.b(m.a(m.a(x[:, :3])[:, :3])) * m.c.token
+
+
+ENCLOSED = [
+    VISION,
+    Case("called-twice", lambda: Apply(twice, a=Raw(), b=nn.Linear(4, 4), c=Raw()),
+         (3,)),
+    Case("time-first", lambda: Apply(
+        lambda m, x: m.a(x.transpose(0, 1)).transpose(0, 1), a=Raw()), (5, 3),
+        {"batch_dim": 1}),
+    Case("folded", lambda: Apply(
+        lambda m, x: m.a(x.flatten(0, 1)).unflatten(0, (len(x), -1)), a=Raw()), (4, 3)),
+    Case("mask-beside", lambda: Apply(
+        lambda m, x: m.a(x, torch.ones(6, 6).triu().to(x)),
+        a=Apply(lambda m, x, mask: m.b(mask @ x), b=Raw())), (6, 3)),
+    Case("several-outputs", lambda: Apply(
+        lambda m, x: sum(m.a(x).values()),
+        a=Apply(lambda m, x: {"y": m.b(x), "z": m.b(2 * x)}, b=Raw())), (3,)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [1, 3, 6])
+@pytest.mark.parametrize("case", ENCLOSED, ids=lambda case: case.name)
+def test_modules_are_run_once_more_whatever_they_take_and_return(case, batch):
+    model, inputs = case.make(torch.float64, batch)
+    truth = oracle(case, model, inputs)
+    options = {"fallback": "batched", **case.options}
+    for _ in range(2):
+        agree(
+            case, psg.per_sample_factors(model, fold, inputs, **options), truth, 1e-10
+        )
+
+
+def test_modules_are_run_once_more_under_the_autocast_of_their_calls():
+    model, inputs = VISION.make(torch.float32)
+    truth = flat(oracle(VISION, model, inputs))
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+    with psg.capture(model, fallback="batched") as recorded, autocast:
+        losses = fold(model, *inputs)
+    assert error(recorded.backward(losses).norms(), truth.norm(dim=1)) <= 2e-2
+
+
+def test_what_cannot_be_run_once_more_is_told_and_still_exact():
+    """Another dropout mask would be another model."""
+    torch.manual_seed(0)
+    model, x = VisionTransformer(dropout=0.5), torch.randn(4, 2, 4, 4)
+    found = {}
+    for fallback in ("loop", "batched"):
+        torch.manual_seed(1)
+        with psg.capture(model, ["token", "places"], fallback=fallback) as recorded:
+            losses = fold(model, x)
+        if fallback == "batched":
+            with pytest.warns(UserWarning, match="grows with the square of the batch"):
+                found[fallback] = recorded.backward(losses).norms()
+        else:
+            found[fallback] = recorded.backward(losses).norms()
+    torch.testing.assert_close(found["batched"], found["loop"])
+
+
+def test_errors_recommend_what_is_cheapest_first():
+    case = BY_NAME["raw-parameter"]
+    model, inputs = case.make(torch.float32)
+    with pytest.raises(psg.CoverageError) as caught:
+        psg.per_sample_grad_norms(model, fold, inputs)
+    text = str(caught.value)
+    order = ["register_rule", 'fallback="batched"', 'fallback="loop"']
+    assert [text.index(way) for way in order] == sorted(map(text.index, order))

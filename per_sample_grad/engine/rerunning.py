@@ -1,0 +1,173 @@
+"""Gradients from running modules once more, vectorised over the samples.
+
+A parameter that no rule accounts for is used within the calls of some module. The
+gradient at the module's output is there for all samples after one backward pass, and
+each sample's part of it is that sample's own. So the module's vector-Jacobian product
+with respect to that parameter, for one sample at a time and vectorised by `torch.vmap`,
+gives every sample's gradient at the cost of one more pass through that module.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import xla_replica
+from per_sample_grad.engine import graph
+from per_sample_grad.engine.recording import EnclosingCall
+from per_sample_grad.errors import Refusal
+from per_sample_grad.factors import forms
+from xla_replica.common.trees import map_tensors, tensors_in
+
+Calls = dict[str, list[EnclosingCall]]  # by the module's name
+
+
+def by_running_again(
+    losses: torch.Tensor,
+    params: Mapping[str, torch.nn.Parameter],
+    calls: Sequence[EnclosingCall],
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Returns gradients ``(B, *shape)`` by name, and why others could not be had.
+
+    For each parameter the smallest module is tried first, then what encloses it.
+    """
+    by_module: Calls = defaultdict(list)
+    for call in calls:
+        by_module[call.name].append(call)
+    held = {
+        module: {id(param) for param in of_module[0].call.module.parameters()}
+        for module, of_module in by_module.items()
+    }
+    # Of modules with the same parameters the innermost comes first.
+    ordered = sorted(held, key=lambda module: (len(held[module]), -_depth(module)))
+    untried = {
+        name: [module for module in ordered if id(param) in held[module]]
+        for name, param in params.items()
+    }
+    found: dict[str, torch.Tensor] = {}
+    reasons: dict[str, str] = {}
+    while untried := {name: modules for name, modules in untried.items() if modules}:
+        chosen: dict[str, list[str]] = defaultdict(list)
+        for name, modules in untried.items():
+            chosen[modules.pop(0)].append(name)
+        outside = _used_outside(losses, params, by_module, chosen)
+        reasons |= dict.fromkeys(outside, "it is used outside of its modules' calls")
+        chosen = {
+            m: [n for n in names if n not in outside] for m, names in chosen.items()
+        }
+        gradients = _gradients(losses, [c for m in chosen for c in by_module[m]])
+        for module, names in chosen.items():
+            wanted = {name: params[name] for name in names}
+            try:
+                # At least one has gradients: the losses depend on these parameters.
+                terms = [
+                    _of_call(call, wanted, gradients[id(call)], len(losses))
+                    for call in by_module[module]
+                    if gradients[id(call)]
+                ]
+            except Exception as error:  # whatever the module's own code raises
+                text = f"{module or 'the model'} cannot be vectorised, {error!r}"
+                reasons |= dict.fromkeys(names, text)
+                continue
+            for name in names:
+                untried[name] = []
+                found[name] = forms.summed(term[name] for term in terms)
+    return found, {name: why for name, why in reasons.items() if name not in found}
+
+
+def _depth(module: str) -> int:
+    return module.count(".") + 1 if module else 0
+
+
+def _used_outside(
+    losses: torch.Tensor,
+    params: Mapping[str, torch.nn.Parameter],
+    by_module: Calls,
+    chosen: Mapping[str, Sequence[str]],
+) -> set[str]:
+    """Returns the parameters that the losses reach other than through chosen calls."""
+    outside: set[str] = set()
+    # A walk steps over calls, so those of one walk must not enclose each other.
+    for depth in {_depth(module) for module in chosen}:
+        level = [module for module in chosen if _depth(module) == depth]
+        regions = [r for m in level for call in by_module[m] for r in call.regions]
+        names = {id(params[name]): name for m in level for name in chosen[m]}
+        outside |= graph.walk(losses, regions, names, {0}).outside.keys()
+    return outside
+
+
+def _gradients(
+    losses: torch.Tensor, calls: Sequence[EnclosingCall]
+) -> dict[int, dict[int, torch.Tensor]]:
+    """Returns gradients of what calls returned, by the call's id and by position."""
+    edges = [region.output for call in calls for region in call.regions]
+    given = iter(
+        xla_replica.grad(losses.sum(), edges, retain_graph=True, allow_unused=True)
+    )
+    found = {}
+    for call in calls:
+        by_position = zip(call.positions, given)
+        found[id(call)] = {i: g for i, g in by_position if g is not None}
+    return found
+
+
+def _of_call(
+    enclosing: EnclosingCall,
+    wanted: Mapping[str, torch.nn.Parameter],
+    gradients: Mapping[int, torch.Tensor],
+    num_samples: int,
+) -> dict[str, torch.Tensor]:
+    """Returns what one call adds to the gradients of parameters, ``(B, *shape)``."""
+    call = enclosing.call
+    module, dim = call.module, call.batch_dim
+    state = {
+        name: tensor.detach()
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    }
+    inner = {id(param): name for name, param in module.named_parameters()}
+    given = {name: state.pop(inner[id(param)]) for name, param in wanted.items()}
+    counts = {call.batch_first(g).shape[0] for g in gradients.values()}
+    rows = counts.pop()
+    if counts or not rows or rows % num_samples:
+        raise Refusal(
+            f"dimension {dim} of what it returned counts {rows}, not a multiple of the "
+            f"{num_samples} samples"
+        )
+
+    def by_sample(tensor: torch.Tensor) -> torch.Tensor:
+        return call.batch_first(tensor).unflatten(0, (num_samples, -1))
+
+    inputs = tensors_in((call.args, call.kwargs))
+    batched = [
+        -each.dim() <= dim < each.dim() and each.shape[dim] == rows for each in inputs
+    ]
+
+    def product(
+        given: dict[str, torch.Tensor],
+        samples: list[torch.Tensor],
+        gradients: dict[int, torch.Tensor],
+    ) -> torch.Tensor:
+        own = iter(samples)
+        replaced = iter(
+            next(own).movedim(0, dim) if is_batched else tensor
+            for is_batched, tensor in zip(batched, inputs)
+        )
+        args, kwargs = map_tensors((call.args, call.kwargs), lambda _: next(replaced))
+        named = {inner[id(param)]: given[name] for name, param in wanted.items()}
+        output = tensors_in(functional_call(module, {**state, **named}, args, kwargs))
+        return forms.summed(
+            (output[i].movedim(dim, 0) * gradient).sum()
+            for i, gradient in gradients.items()
+        )
+
+    # The other kernels of attention are not vectorised on a CPU, but looped over.
+    with torch.autocast(**enclosing.autocast), sdpa_kernel(SDPBackend.MATH):
+        return vmap(grad(product), (None, 0, 0))(
+            given,
+            [by_sample(tensor) for tensor, yes in zip(inputs, batched) if yes],
+            {i: by_sample(gradient) for i, gradient in gradients.items()},
+        )
