@@ -8,6 +8,7 @@ if pruner():
     optimizer.step()
 """
 
+from rigl_xla.contrib.compact_file import load_compact, save_compact
 from rigl_xla.contrib.google_costs import google_costs_of
 from rigl_xla.contrib.semi_structured import (
     Conversion,
@@ -61,6 +62,8 @@ __all__ = [
     "inference_flops",
     "inference_macs",
     "inference_ratio",
+    "load_compact",
+    "save_compact",
     "size_in_bytes",
     "snip_scores",
     "to_semi_structured",

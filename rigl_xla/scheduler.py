@@ -100,7 +100,7 @@ class RigLScheduler(RigLTorchNames):
         sparsities: Sparsities of single weights, by pattern of their names; 0 is
             dense. They are outside of the budget that the others share.
         include, exclude: Further weights that may be sparse, and weights to leave dense
-            and out of all counts; see `weights_of`.
+            and out of the budget; see `weights_of`.
         dense_first: Keep the first weight dense; the first of the model, so none if
             that one is excluded. Default: for uniform distributions.
         annealing: How the drop fraction shrinks: a key of `ANNEALINGS`.

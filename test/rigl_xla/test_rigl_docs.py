@@ -27,6 +27,8 @@ def test_the_examples_run(capsys, monkeypatch, tmp_path):
         exec(text, names)
     assert "training: dense 1.0000" in capsys.readouterr().out
     assert abs(names["report"].sparsity - 0.9) < 1e-3
+    exec(block(PAGE, "python", "save_compact("), names)
+    assert (tmp_path / "model.pt").stat().st_size < names["report"].size_in_bytes + 3000
     (events,) = tmp_path.glob("runs/events.out.tfevents.*")
     names["log"]._writer.close()
     assert b"rigl/inference_flops_ratio" in events.read_bytes()

@@ -1,0 +1,228 @@
+"""A sparse model in a file: the values of kept weights, and one bit per weight.
+
+In the zip file of `torch.save` are one flat tensor for each dtype, one of all bits, and
+a table of names, dtypes and shapes. So its size is what `size_in_bytes` says of weights
+and biases, plus the other parameters and buffers, plus the table (about 100 bytes for a
+tensor, and 2 kB).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import xla_replica
+from rigl_xla.layers.checks import pruner_of
+from rigl_xla.layers.sparse_layer import to_host
+from rigl_xla.layers.weights import clean
+from rigl_xla.topology.masks import pack, unpack
+from xla_replica.common.differences import check_same
+from xla_replica.common.files import write_whole
+
+FORMAT = "rigl_xla compact 1"
+
+
+class _Entry(NamedTuple):
+    """A tensor of a file: its dtype, its shape, and its mask's count if it has one."""
+
+    dtype: str
+    shape: list[int]
+    num_active: int | None
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_values(self) -> int:
+        return self.size if self.num_active is None else self.num_active
+
+
+def save_compact(
+    path: str | Path, model: nn.Module, masks: Mapping[str, torch.Tensor]
+) -> Path:
+    """Writes parameters and buffers of a sparse model, without its inactive weights.
+
+    `load_compact` reads it. The file is whole or not there. Reads the device, in one
+    transfer; where there are several replicas, call it on one.
+
+    Args:
+        path: The file, which is replaced if it exists.
+        model: The model, with or without wrappers such as DDP, which are not stored.
+        masks: `RigLScheduler.masks`; bool by parameter name, True where active.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: A mask fits no parameter, or a weight outside of its mask is not
+            zero, as in an average over several topologies.
+        TypeError: The model's state has something that is not a tensor.
+    """
+    path = Path(path)
+    tensors, shared = _tensors(model)
+    _check_masks(masks, tensors)
+    replica = xla_replica.current()
+    host = iter(to_host([*tensors.values(), *masks.values()], replica))
+    values, bits = dict(zip(tensors, host)), dict(zip(masks, host))
+    table: dict[str, list[Any]] = {}
+    parts: dict[str, list[torch.Tensor]] = {}
+    for name, value in values.items():
+        num_active = None
+        if name in bits:
+            mask = bits[name]
+            num_outside = int(value[~mask].count_nonzero())
+            if num_outside:
+                raise ValueError(
+                    f"{num_outside} weights of {name!r} that its mask has as inactive "
+                    "are not zero and would be lost. An average of weights over "
+                    "several topologies is not sparse: average after T_end only, or "
+                    "multiply the average by the masks first"
+                )
+            value, num_active = value[mask], int(mask.sum())
+        entry = _Entry(_dtype_of(value), list(values[name].shape), num_active)
+        table[name] = list(entry)
+        parts.setdefault(entry.dtype, []).append(value.flatten())
+    joined = [bits[name].flatten() for name in table if name in bits]
+    content = {
+        "format": FORMAT,
+        "tensors": table,
+        "shared": shared,
+        "values": {dtype: torch.cat(found) for dtype, found in parts.items()},
+        "masks": pack(torch.cat(joined)) if joined else torch.empty(0).byte(),
+    }
+    content["checksum"] = _checksum(content)
+
+    def write(file: Any) -> Path:
+        torch.save(content, file)
+        return path
+
+    return write_whole(path.with_name(f"{path.name}.unfinished"), write)
+
+
+def load_compact(path: str | Path, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Fills a model with what `save_compact` wrote of one that was built like it.
+
+    The file is read with torch's safe defaults. Whatever does not fit is an error, and
+    nothing has changed then.
+
+    Args:
+        path: The file.
+        model: Takes the values; on any device.
+
+    Returns:
+        The masks by parameter name, on the CPU.
+
+    Raises:
+        ValueError: It is not such a file, is damaged, is of another model, or a
+            `RigLScheduler` keeps the model sparse by its own masks.
+    """
+    content = _read(Path(path))
+    tensors, shared = _tensors(model)
+    table = {name: _Entry(*entry) for name, entry in content["tensors"].items()}
+    what = f"{path}: the model of this file and the given one differ"
+    saved = {name: entry[:2] for name, entry in table.items()}
+    own = {n: (_dtype_of(value), list(value.shape)) for n, value in tensors.items()}
+    remedy = "Build the model as it was, with the same dtypes; convert it afterwards"
+    check_same({**saved, **content["shared"]}, {**own, **shared}, what, remedy)
+    held = [n for n in table if pruner_of(tensors[n]) is not None]
+    if held:
+        raise ValueError(
+            f"{held[0]!r} is kept sparse by a RigLScheduler, whose masks are others "
+            "than the file's: close() that first. To continue a run, load the states "
+            "of model, optimizer and pruner"
+        )
+    masked = [entry for entry in table.values() if entry.num_active is not None]
+    bits = unpack(content["masks"], [sum(entry.size for entry in masked)])
+    of_masks = iter(bits.split([entry.size for entry in masked]))
+    of_values = {}
+    for dtype, flat in content["values"].items():
+        sizes = [entry.num_values for entry in table.values() if entry.dtype == dtype]
+        of_values[dtype] = iter(flat.split(sizes))
+    masks = {}
+    with torch.no_grad():
+        for name, entry in table.items():
+            value = next(of_values[entry.dtype])
+            if entry.num_active is not None:
+                mask = masks[name] = next(of_masks).reshape(entry.shape)
+                dense = value.new_zeros(entry.shape)
+                dense[mask] = value
+                value = dense
+            tensors[name].copy_(value.reshape(entry.shape))
+    return masks
+
+
+def _tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Returns a model's state by first name, and those by further names of shared ones.
+
+    Names are without what wrappers put into them.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    shared: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        name = clean(key)
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"the model's state has {name!r}, a {type(value).__name__}; a compact "
+                "file holds tensors only. Save torch's state_dict() instead"
+            )
+        if first.setdefault(id(value), name) == name:
+            tensors[name] = value
+        else:
+            shared[name] = first[id(value)]
+    return tensors, shared
+
+
+def _check_masks(
+    masks: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    for name, mask in masks.items():
+        if name not in tensors:
+            raise ValueError(f"masks has {name!r}, which is not in the model's state")
+        shape = tuple(tensors[name].shape)
+        if mask.dtype != torch.bool or tuple(mask.shape) != shape:
+            raise ValueError(
+                f"the mask of {name!r} must be bool of shape {shape}, got {mask.dtype} "
+                f"of shape {tuple(mask.shape)}"
+            )
+
+
+def _dtype_of(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Returns the content of a file whose checksum is right."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # of any type, as the bytes of another file have it
+        raise ValueError(f"{path} is damaged, or not a compact file") from error
+    kind = content.get("format") if isinstance(content, dict) else type(content)
+    if kind != FORMAT:
+        raise ValueError(
+            f"{path} has format {kind!r}; this release reads {FORMAT!r}, as "
+            "rigl_xla.save_compact writes it"
+        )
+    if content.pop("checksum", None) != _checksum(content):
+        raise ValueError(f"{path} is damaged: its checksum is not that of its content")
+    return content
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    """Returns a hash of all that a file has, in its order."""
+    found = hashlib.blake2b(digest_size=16)
+    words: Sequence[Any] = [content[name] for name in ("format", "tensors", "shared")]
+    found.update(repr(words).encode())
+    for dtype, flat in [*content["values"].items(), ("masks", content["masks"])]:
+        found.update(f"{dtype} {len(flat)}".encode())
+        found.update(flat.view(torch.uint8).numpy())
+    return found.hexdigest()
