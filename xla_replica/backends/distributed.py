@@ -21,9 +21,66 @@ BUCKET_BYTES = 32 * 2**20
 
 def process_group() -> str | None:
     """Returns the backend of the default process group, None where there is none."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_backend()
-    return None
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    name = torch.distributed.get_backend()
+    # What init_process_group() without a backend chose is in the configuration alone.
+    return torch.distributed.get_backend_config() if name == "undefined" else name
+
+
+def kinds_served() -> set[str]:
+    """Returns the kinds of devices whose tensors the default process group sums."""
+    pairs = torch.distributed.get_backend_config().split(",")
+    return {pair.split(":")[0] for pair in pairs}
+
+
+def check_served(device: torch.device) -> None:
+    """Raises ReplicaError unless the default process group sums tensors on ``device``.
+
+    Such a group may return them unsummed, so that each replica trains alone.
+    """
+    served = kinds_served()
+    if device.type not in served:
+        raise ReplicaError(
+            f"the process group {process_group()} sums tensors on "
+            f"{' and '.join(sorted(served))}, but this process computes on "
+            f"{device.type}: call torch.distributed.init_process_group() without a "
+            "backend, which takes the one for the accelerator, or leave joining to "
+            "xla_replica.launch. To leave an accelerator unused, join 'cpu:gloo'"
+        )
+
+
+class _Chosen:
+    """The device that `launch` has chosen for this process, while it runs."""
+
+    device: torch.device | None = None
+
+
+@contextlib.contextmanager
+def computing_on(device: torch.device) -> Iterator[None]:
+    """Makes ``device`` that of this process in the default group, in all threads."""
+    before, _Chosen.device = _Chosen.device, device
+    try:
+        yield
+    finally:
+        _Chosen.device = before
+
+
+def device_in_group() -> torch.device:
+    """Returns where this process of the default group computes.
+
+    That is the accelerator where there is one, and its index is left to the script,
+    which has joined the group. A group for the CPU alone, 'cpu:gloo', leaves it unused.
+
+    Raises:
+        ReplicaError: The group cannot sum tensors there.
+    """
+    if _Chosen.device is not None:
+        return _Chosen.device
+    only_cpu = kinds_served() == {"cpu"}
+    device = torch.device("cpu") if only_cpu else default_device()
+    check_served(device)
+    return device
 
 
 class DistributedReplica(Replica):
@@ -33,7 +90,7 @@ class DistributedReplica(Replica):
         super().__init__(
             torch.distributed.get_rank(),
             torch.distributed.get_world_size(),
-            default_device() if device is None else device,
+            device_in_group() if device is None else device,
             reason,
         )
 
