@@ -152,13 +152,15 @@ def check_numbers(rule: Rule, ref_batchsize: float | None, **given: Any) -> None
 
 
 def check_groups(groups: list[dict[str, Any]], replica: Replica) -> None:
-    """Raises unless learning rates are numbers and parameters on the device."""
+    """Raises unless learning rates are numbers and parameters the replica's to sum."""
     if any(isinstance(group["lr"], torch.Tensor) for group in groups):
         raise TypeError(
             "the reference learning rate must be a number, not a tensor, which every "
             "step would read back; the wrapper brings it to the device itself"
         )
-    for parameter in (parameter for group in groups for parameter in group["params"]):
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    replica.check_parameters(parameters)
+    for parameter in parameters:
         if parameter.device.type != replica.device.type:
             raise ValueError(
                 f"a parameter is on {parameter.device}, but this is {replica}: move "

@@ -7,6 +7,7 @@ every backend has (TorchTPU's group lacks the coalesced ones).
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -135,6 +136,19 @@ class DistributedReplica(Replica):
             torch.distributed.all_reduce(flag)
             flag.cpu()
 
+    def check_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
+        if _are_wrapped(parameters):
+            gc.collect()  # a wrapper that nothing refers to is not in the way
+            if not _are_wrapped(parameters):
+                return
+            raise TypeError(
+                "these are the parameters of a DistributedDataParallel model, which "
+                "sums their gradients in every backward pass. Replicas run different "
+                "numbers of those, so they would wait for each other or abort. Train "
+                "the bare module, model.module in place of model: gradients are summed "
+                "once per step without the wrapper"
+            )
+
     @contextlib.contextmanager
     def _named(self, verb: str, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """Raises a ReplicaError with the replica, the collective and usual causes."""
@@ -157,6 +171,28 @@ class DistributedReplica(Replica):
                 f"{group} group says: {error}",
                 self.rank,
             ) from error
+
+
+def _are_wrapped(parameters: Sequence[torch.Tensor]) -> bool:
+    """Returns whether a DistributedDataParallel wrapper has any of these parameters.
+
+    Neither they nor their modules know of it, so it looks at all objects that Python
+    tracks: a tenth of a second for a million.
+    """
+    own = {id(parameter) for parameter in parameters}
+    objects = gc.get_objects()
+    kinds = {id(kind): kind for kind in map(type, objects)}.values()
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    # The common case: the process has none.
+    if not any(issubclass(kind, wrapper) for kind in kinds):
+        return False
+    return any(
+        id(parameter) in own
+        for each in objects
+        # Not isinstance, which asks proxies for the class of what they stand for.
+        if issubclass(type(each), wrapper)
+        for parameter in each.parameters()
+    )
 
 
 def buckets(
