@@ -43,7 +43,12 @@ def nested(rank):
     return other, *xla_replica.launch(train)
 
 def joined(backend):
-    torch.distributed.init_process_group(backend)
+    torch.distributed.init_process_group(
+        backend,
+        init_method=f"file://{{os.path.abspath(__file__)}}.{{backend}}",
+        rank=int(os.environ["RANK"]),
+        world_size=2,
+    )
     found = tried(lambda: str(xla_replica.current().device))
     launched = tried(lambda: xla_replica.launch(train))
     torch.distributed.destroy_process_group()
@@ -83,7 +88,8 @@ def run(folder: Path, install: str, calls: dict[str, str], torchrun: bool) -> An
         env={**os.environ, **own},
     )
     assert done.returncode == 0, done.stderr
-    return eval(done.stdout.split("RESULTS", 1)[1])
+    printed, results = done.stdout.split("RESULTS", 1)
+    return {"stdout": printed, **eval(results)}
 
 
 # --- whichever accelerator torch names ----------------------------------------------
@@ -174,6 +180,7 @@ def test_launch_starts_a_process_for_each_device(tmp_path):
     }
     results = run(tmp_path, 'install("metal")', calls, torchrun=False)
     assert results == {
+        "stdout": "",
         "launch": [(3.0, PLACES)] * 2,
         "another": "ValueError: device='cuda', but the accelerator torch finds is one "
         "of kind 'metal'",
@@ -192,6 +199,7 @@ def test_torch_tpus_processes_have_its_environment_and_are_not_forked(tmp_path):
     calls = {
         "launch": f"xla_replica.launch(train, {names}, 2, 'tpu')",
         "forked": "multiprocessing.forkserver._forkserver._forkserver_pid is not None",
+        "printed": "xla_replica.launch(print, num_replicas=2)",
         "left": f"[os.environ.get(name) for name in {VARIABLES}]",
         "another": "xla_replica.launch(train, num_replicas=4)",
         "wrong": "xla_replica.launch(train, num_replicas=3)",
@@ -202,6 +210,7 @@ def test_torch_tpus_processes_have_its_environment_and_are_not_forked(tmp_path):
         (3.0, [["tpu", "tpu_dist", n, n, "2", addresses, "2,1,1"] for n in "01"])
     ]
     assert not results["forked"]
+    assert sorted(results["stdout"].split()) == ["0", "1"]  # what replicas print
     assert results["left"] == [None, None]
     assert results["wrong"] == (
         "ValueError: num_replicas=3 on 'tpu': No TPU topology found for count: 3"

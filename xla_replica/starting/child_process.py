@@ -130,6 +130,7 @@ class _Surroundings:
         os.environ.update(self._variables)
         for number, file in zip(_FILES, self._files):
             received = file.detach()
-            os.dup2(received, number)
-            os.close(received)
+            if received != number:  # a spawned process has it already
+                os.dup2(received, number)
+                os.close(received)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_REPLICAS)
