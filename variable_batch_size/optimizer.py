@@ -23,7 +23,7 @@ from variable_batch_size.step.attached import Attached, Update
 from variable_batch_size.step.buffers import average_buffers
 from variable_batch_size.step.gradients import StepGradients
 from variable_batch_size.step.step_counter import StepCounter
-from variable_batch_size.step.weights import StepWeight
+from variable_batch_size.step.weights import StepWeight, is_zero
 from xla_replica import Replica, ReplicaError
 
 logger = logging.getLogger(__name__)
@@ -181,7 +181,8 @@ class ElasticOptimizer(OptimizerProxy):
                 "accumulated, on each replica separately. Train in bfloat16, which "
                 "needs no scaling"
             )
-        if not self._end_minibatch(self._checked_weight(weight)):
+        on_device = self._checked_weight(weight)
+        if not self._end_minibatch(on_device, needs_backward=not is_zero(weight)):
             return 0
         self._update()
         return 1 + self._join_idle_steps()
@@ -402,13 +403,13 @@ class ElasticOptimizer(OptimizerProxy):
             )
         return self._weight.on_device(weight)
 
-    def _end_minibatch(self, weight: torch.Tensor | None) -> bool:
+    def _end_minibatch(self, weight: torch.Tensor | None, needs_backward: bool) -> bool:
         """Takes in a minibatch; returns whether an update is due after it."""
         counter = self._counter.follow(self.sampler.plan)
         if counter is not self._counter:
             self._agreement.allow_change()  # hyperparameters may change between epochs
         self._counter = counter
-        self._gradients.accept(counter.substep, weight)
+        self._gradients.accept(counter.substep, weight, needs_backward)
         if self._weight is not None:
             self._weight.add(weight)
         self._agreement.check_unchanged(self.inner.param_groups, counter)
