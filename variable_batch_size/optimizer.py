@@ -147,6 +147,7 @@ class ElasticOptimizer(OptimizerProxy):
         self._gradients = StepGradients(optimizer, self.replica, self.noise)
         self._counter = StepCounter(sampler.plan, self.replica.rank, announced=False)
         self._num_minibatches_seen = 0  # since buffers were averaged
+        self._num_minibatches = 0  # of all epochs
         self._last_lr: tuple[Any, ...] = self.get_lr()
 
     # --- the training loop's calls --------------------------------------------------
@@ -245,7 +246,10 @@ class ElasticOptimizer(OptimizerProxy):
             TypeError: ``target`` is neither, or a scheduler whose step needs a metric,
                 or a function with a unit; or iterations are not measured.
             ValueError: ``unit`` or ``every`` is not allowed.
+            ReplicaError: This replica has joined updates of the epoch, and other
+                replicas have not made them yet: attach before `set_epoch`.
         """
+        self._counter.check_attach()
         self._attached.add(target, unit, every)
 
     def average_buffers(self, model: nn.Module) -> None:
@@ -409,11 +413,13 @@ class ElasticOptimizer(OptimizerProxy):
         if counter is not self._counter:
             self._agreement.allow_change()  # hyperparameters may change between epochs
         self._counter = counter
+        checks.check_yielded(self.sampler, self._num_minibatches + 1)
         self._gradients.accept(counter.substep, weight, needs_backward)
         if self._weight is not None:
             self._weight.add(weight)
         self._agreement.check_unchanged(self.inner.param_groups, counter)
         self._num_minibatches_seen += 1
+        self._num_minibatches += 1
         is_last = counter.count_minibatch()
         self.replica.sync()  # the minibatch graph ends here, on every replica alike
         if not is_last:
@@ -492,7 +498,9 @@ class ElasticOptimizer(OptimizerProxy):
             factors = self.noise.update(total) if self.noise else None
             if self.max_grad_norm is not None:
                 self._gradients.clip_(self.max_grad_norm)
-            return step(factors if self.rule.measured else None, ratio), total
+            with self.stepping():
+                lrs = step(factors if self.rule.measured else None, ratio)
+            return lrs, total
 
     def _discard(self) -> None:
         """Forgets what the step under way has accumulated."""

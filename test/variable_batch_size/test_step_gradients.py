@@ -8,11 +8,13 @@ import pickle
 import pytest
 import torch
 import torch.utils.checkpoint
+from support.replicas import SEVERAL_REPLICAS
 from support.wrapping import CPU, backward, idle_replica, make, run_epoch
 from torch import nn
 from torch.optim import SGD
 
 import variable_batch_size as vbs
+import xla_replica
 
 
 def test_gradients_keep_their_memory():
@@ -258,3 +260,37 @@ def test_a_hook_does_not_travel_with_a_copy_of_the_model():
     clipped_between(copied)
     with pytest.raises(ValueError, match="without backward"):
         wrapper.step()
+
+
+def changed_in_the_loop(rank: int) -> list[str]:
+    """Returns what the wrapper says to a loop that clips, zeroes or forgets."""
+    found = []
+    for name in ("clip", "zero", "forget", "nothing"):
+        model = nn.Linear(2, 1).to(xla_replica.current().device)
+        sampler = vbs.CustomSampler(range(48), 48, minibatch_size=8, verbose=False)
+        wrapper = vbs.ConstantOptimizer(SGD(model.parameters(), 0.1), sampler)
+        try:
+            for minibatch in sampler:
+                if name == "zero":
+                    model.zero_grad(set_to_none=False)
+                if name != "forget":
+                    x = torch.full((8, 2), float(minibatch[0])).to(
+                        wrapper.replica.device
+                    )
+                    model(x).sum().backward()
+                if name == "clip":
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                wrapper.step()
+            found.append("no error")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_changes_in_the_loop_are_noticed_on_every_backend(backend):
+    for clip, zero, forget, nothing in backend.run(changed_in_the_loop):
+        assert "max_grad_norm=" in clip
+        assert "remove model.zero_grad()" in zero
+        assert "Call loss.backward()" in forget
+        assert nothing == "no error"

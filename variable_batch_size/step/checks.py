@@ -167,3 +167,17 @@ def check_groups(groups: list[dict[str, Any]], replica: Replica) -> None:
                 "the model with model.to(replica.device) before you build the "
                 "optimizer, or pass replica=xla_replica.LocalReplica('cpu')"
             )
+
+
+def check_yielded(sampler: CustomSampler, num_minibatches: int) -> None:
+    """Raises ValueError unless the sampler has yielded so many minibatches or more.
+
+    It has yielded more where a loader reads ahead.
+    """
+    if sampler.num_yielded < num_minibatches:
+        raise ValueError(
+            f"step() was called for minibatch number {num_minibatches}, and the "
+            f"sampler has yielded {sampler.num_yielded}: the data come from somewhere "
+            "else, so batches would not be those of the trace. Build the loader with "
+            "DataLoader(dataset, batch_sampler=sampler), or iterate the sampler"
+        )
