@@ -8,6 +8,8 @@ loaded and moved together is a number of whole blocks.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -39,6 +41,35 @@ _LOADER_OPTIONS = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What the pool has for a block, and where the block is; it stays on the host.
+
+    Attributes:
+        first: The index of the block's first sample.
+        last: That of its last one, without copies.
+        targets: The targets of its samples, or None.
+    """
+
+    first: int
+    last: int
+    targets: Any
+
+    def __str__(self) -> str:
+        return f"samples {self.first} to {self.last}"
+
+
+@contextlib.contextmanager
+def noted(what: str) -> Iterator[None]:
+    """Adds a note to an exception of the block; Python before 3.11 has none."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "add_note"):
+            error.add_note(what)
+        raise
+
+
 class BlockSource:
     """The blocks of a dataset, or of a DataLoader's with its collation and workers."""
 
@@ -52,11 +83,11 @@ class BlockSource:
         """Checks the arguments, which are those of `score_pool`."""
         self.block_size = check_integer("block_size", block_size, least=1)
         self.dataset: Any = loader
-        self._collate: Callable[[list[Any]], Any] = default_collate
+        self.collate: Callable[[list[Any]], Any] = default_collate
         self._options: dict[str, Any] = {}
         self._split = split
         if isinstance(loader, DataLoader):
-            self.dataset, self._collate = loader.dataset, loader.collate_fn
+            self.dataset, self.collate = loader.dataset, loader.collate_fn
             self._options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
             batch_size = loader.batch_size if batch_size is None else batch_size
         if isinstance(self.dataset, IterableDataset) or not hasattr(
@@ -83,22 +114,33 @@ class BlockSource:
         return -(-samples // self.block_size) * self.block_size
 
     def batches(self, intervals: Sequence[Interval]) -> Iterator[list[Any]]:
-        """Yields lists of blocks ``(inputs, targets)`` over intervals of indices.
+        """Yields lists of blocks ``(inputs, targets, Given)`` over intervals.
 
         Each interval begins with a new block, and its last block repeats the last
         sample. One DataLoader serves all, so that its workers start once.
         """
-        indices = (
-            list(range(first, min(first + self._batch_size, stop)))
-            for start, stop in intervals
-            for first in range(start, stop, self._batch_size)
-        )
-        collate = functools.partial(_collate_blocks, self._collate, self.block_size)
+        collate = functools.partial(_collate_blocks, self.collate, self.block_size)
         loader = DataLoader(
-            self.dataset, batch_sampler=indices, collate_fn=collate, **self._options
+            self.dataset,
+            batch_sampler=self._indices(intervals),  # type: ignore[arg-type]
+            collate_fn=collate,
+            **self._options,
         )
-        for batch in loader:
-            yield [_split_checked(self._split, block) for block in batch]
+        batches = iter(loader)
+        for indices in self._indices(intervals):
+            where = f"samples {indices[0]} to {indices[-1]}"
+            with noted(f"while {where} of the pool were loaded"):
+                blocks = []
+                for first, block in zip(indices[:: self.block_size], next(batches)):
+                    inputs, targets = _split_checked(self._split, block)
+                    last = min(first + self.block_size - 1, indices[-1])
+                    blocks.append((inputs, targets, Given(first, last, targets)))
+            yield blocks
+
+    def _indices(self, intervals: Sequence[Interval]) -> Iterator[list[int]]:
+        for start, stop in intervals:
+            for first in range(start, stop, self._batch_size):
+                yield list(range(first, min(first + self._batch_size, stop)))
 
 
 def _collate_blocks(

@@ -3,36 +3,50 @@
 A part is an interval of indices, whatever the batch size and the number of replicas, in
 a separate file that appears in one piece. Beside them lies a description of what was
 scored: the parts of another model or score are an error.
+
+A file of a part is that of ``np.save``, and after it a SHA-256 of the description and
+the scores. It finds any damage, also a part of another pool, and the time it takes is
+not noticed: a part has some kilobytes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import io
 import json
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+import warnings
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import torch
-from torch import nn
 
-from xla_replica.common.differences import check_same
-from xla_replica.common.files import write_whole
+from xla_replica.common.differences import differences
+from xla_replica.common.files import rename, write_whole
 
 DESCRIPTION = "pool.json"
+# Counts changes after which earlier folders cannot be continued.
+FORMAT = 2
 _UNFINISHED = ".tmp"
+_DAMAGED = ".damaged"
+# How many differences from what the folder holds a message has.
+_FEW = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Intervals of ``size`` of a pool's ``count`` indices; no folder keeps none."""
+    """Intervals of ``size`` of a pool's ``count`` indices; no folder keeps none.
+
+    Attributes:
+        description: What is scored, besides that: names and values for JSON.
+    """
 
     count: int
     size: int
     folder: Path | None
+    description: dict[str, Any]
 
     def __len__(self) -> int:
         return -(-self.count // self.size)
@@ -47,25 +61,32 @@ class Parts:
             return np.zeros(len(self), dtype=bool)
         return np.array([self._path(n).exists() for n in range(len(self))], dtype=bool)
 
-    def load(self, number: int) -> np.ndarray:
-        """Returns a part's float32 scores; a file of anything else is a ValueError."""
-        path, (start, stop) = self._path(number), self.interval(number)
-        try:
-            scores = np.load(path, allow_pickle=False)
-            found = f"{scores.shape} scores of {scores.dtype}"
-        except (ValueError, EOFError) as error:
-            scores, found = None, f"no scores ({error})"
-        if scores is None or scores.shape != (stop - start,) or scores.dtype != "f4":
-            raise ValueError(
-                f"{path} holds {found} instead of {stop - start} of float32; delete it "
-                "to score them again"
-            )
-        return scores
+    def load(self, number: int) -> np.ndarray | None:
+        """Returns a part's float32 scores; None if the file is damaged.
+
+        A damaged file is renamed, with a warning, so that the part can be scored again.
+        """
+        path = self._path(number)
+        content = path.read_bytes()
+        size = hashlib.sha256().digest_size
+        saved, checksum = content[:-size], content[-size:]
+        if self._checksum(number, saved) == checksum:
+            return np.load(io.BytesIO(saved), allow_pickle=False)
+        aside = rename(path, path.with_suffix(_DAMAGED))
+        warnings.warn(
+            f"{path} is damaged: its content is not what was written; it is now "
+            f"{aside.name}, and its samples are scored again",
+            stacklevel=4,
+        )
+        return None
 
     def save(self, number: int, scores: np.ndarray) -> None:
         """Keeps the scores of a part, all or nothing, also when the power fails."""
         if self.folder is not None:
-            _write(self._path(number), lambda file: np.save(file, scores))
+            content = io.BytesIO()
+            np.save(content, scores)
+            saved = content.getvalue()
+            _write(self._path(number), saved + self._checksum(number, saved))
 
     def clear_unfinished(self) -> None:
         """Deletes what a killed run was writing; call it before any replica writes."""
@@ -73,22 +94,41 @@ class Parts:
             for path in self.folder.glob(f"part-*{_UNFINISHED}"):
                 path.unlink(missing_ok=True)
 
-    def describe(self, description: dict[str, object]) -> None:
+    def describe(self) -> None:
         """Writes what is being scored, or checks that the folder is for the same."""
         if self.folder is None:
             return
         path = self.folder / DESCRIPTION
-        wanted = {**description, "count": self.count, "part_size": self.size}
         if not path.exists():
-            text = json.dumps(wanted, indent=1).encode()
-            _write(path, lambda file: file.write(text))
+            _write(path, self._text)
         # Read it also if it has just been written: maybe by another replica or job.
-        check_same(
-            json.loads(path.read_text(encoding="utf-8")),
-            wanted,
-            f"{self.folder} holds scores of something else",
-            "Give another folder, or delete this one.",
-        )
+        remedy = "Give another folder, or delete this one."
+        try:
+            saved = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged ({error}). {remedy}") from error
+        if saved.get("format") != FORMAT:
+            raise ValueError(
+                f"{self.folder} was written by an earlier version, which kept no "
+                "checksums and compared functions by name, so whether its scores are "
+                f"those of this call cannot be known. {remedy}"
+            )
+        own = json.loads(self._text)
+        found = differences(saved, own, {name: name for name in {**own, **saved}})
+        if found:
+            more = f"; and {len(found) - _FEW} more" if len(found) > _FEW else ""
+            raise ValueError(
+                f"{self.folder} holds scores of something else: "
+                f"{'; '.join(found[:_FEW])}{more}. {remedy}"
+            )
+
+    @functools.cached_property
+    def _text(self) -> bytes:
+        own = {"format": FORMAT, "count": self.count, "part_size": self.size}
+        return json.dumps({**own, **self.description}, indent=1).encode()
+
+    def _checksum(self, number: int, saved: bytes) -> bytes:
+        return hashlib.sha256(self._text + b"%d" % number + saved).digest()
 
     def _path(self, number: int) -> Path:
         assert self.folder is not None
@@ -112,65 +152,19 @@ def deal(kept: np.ndarray, rank: int) -> tuple[list[int], list[int]]:
     return read.tolist(), missing[rank :: len(kept)].tolist()
 
 
-def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
+def _write(path: Path, content: bytes) -> None:
     def write_content(file: BinaryIO) -> Path:
-        write(file)
+        file.write(content)
         return path
 
     # A unique name: replicas may be threads, or machines with the same process ids.
-    write_whole(path.with_suffix(f".{uuid.uuid4().hex}{_UNFINISHED}"), write_content)
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """Returns module and name of a function, or of a callable object's type."""
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}.{named.__qualname__}"
-
-
-def model_digest(model: nn.Module) -> str:
-    """Returns a hash of a model's kinds of modules and of all its values."""
-    kinds = [
-        (name, type(module).__qualname__) for name, module in model.named_modules()
-    ]
-    return digest([kinds, list(model.state_dict().items())])
-
-
-def pool_digest(dataset: Any) -> str | None:
-    """Returns a hash of the first, middle and last item; None if items are random."""
-    indices = sorted({0, len(dataset) // 2, len(dataset) - 1}) if len(dataset) else []
-    with torch.random.fork_rng(devices=[]):  # so that scoring draws the same numbers
-        first, second = (digest([dataset[i] for i in indices]) for _ in range(2))
-    return first if first == second else None
-
-
-def digest(value: Any) -> str:
-    """Returns a hash of everything in nested tuples, lists and dicts, with their keys.
-
-    >>> digest({"image": 1, "label": 2}) == digest({"image": 1, "target": 2})
-    False
-    """
-    found = hashlib.sha256()
-    for leaf in _keys_and_leaves(value):
-        found.update(type(leaf).__qualname__.encode())
-        if isinstance(leaf, torch.Tensor):
-            host = leaf.detach().cpu().contiguous()
-            found.update(str((host.dtype, tuple(host.shape))).encode())
-            found.update(host.reshape(-1).view(torch.uint8).numpy().tobytes())
-        elif isinstance(leaf, str | int | float | complex):
-            found.update(repr(leaf).encode())
-        elif isinstance(leaf, bytes):
-            found.update(leaf)
-        elif hasattr(leaf, "tobytes"):  # arrays, images
-            found.update(str(getattr(leaf, "shape", None)).encode())
-            found.update(leaf.tobytes())
-    return found.hexdigest()
-
-
-def _keys_and_leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        value = list(value.items())
-    if isinstance(value, list | tuple):
-        for part in value:
-            yield from _keys_and_leaves(part)
-    else:
-        yield value
+    unfinished = path.with_suffix(f".{uuid.uuid4().hex}{_UNFINISHED}")
+    try:
+        write_whole(unfinished, write_content)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{error.strerror}. The parts that are finished are kept: call score_pool "
+            "again with the same folder as soon as it can be written",
+            str(path),
+        ) from error

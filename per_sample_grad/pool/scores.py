@@ -10,6 +10,7 @@ the program it is part of, so norms are separate programs, between two cuts.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from per_sample_grad.engine.capturing import capture
+from per_sample_grad.engine.capturing import Capture, capture
+from per_sample_grad.factors.factors import Factors
+from per_sample_grad.pool.blocks import Given
 from xla_replica import Replica
 
 Loss = Callable[[torch.Tensor, Any], torch.Tensor]
@@ -29,7 +32,8 @@ class Scorer:
     """A model in evaluation mode, and what scores need; B is ``block_size``.
 
     ``last_layer`` is None until `find_last_layer` has been called, and ``options`` are
-    those for `capture`.
+    those for `capture`. ``given`` is what the pool has for the block under way, if its
+    labels are those to use.
     """
 
     model: nn.Module
@@ -40,6 +44,7 @@ class Scorer:
     autocast: torch.dtype | None
     replica: Replica
     options: dict[str, Any]
+    given: Given | None = None
 
     def logits(self, inputs: Any) -> torch.Tensor:
         """Returns the logits, ``(B, *)``."""
@@ -56,7 +61,11 @@ class Scorer:
     def losses(self, inputs: Any, targets: Any) -> torch.Tensor:
         """Returns the losses, ``(B,)``; another shape is a ValueError."""
         with self._autocast():
-            losses = self.loss(self.logits(inputs), targets)
+            logits = self.logits(inputs)
+            ignored = _ignored_class(self.loss)
+            if ignored is not None:
+                self.check_classes(logits, ignored)
+            losses = self.loss(logits, targets)
         if losses.shape != (self.block_size,):
             raise ValueError(
                 f"loss= gave shape {tuple(losses.shape)} for a block of "
@@ -76,21 +85,63 @@ class Scorer:
             )
         return logits
 
+    def check_classes(self, logits: torch.Tensor, ignored: int | None = None) -> None:
+        """Raises ValueError, with the sample, if a given label is not a class.
+
+        Labels are looked at on the host: an accelerator would compute something. A
+        floating dtype is for probabilities, ``(B, C)``, and ``ignored`` is a label too.
+        """
+        if self.given is None or logits.dim() != 2:
+            return
+        labels = self.given.targets
+        kind, shape = getattr(labels, "dtype", None), getattr(labels, "shape", None)
+        if kind is not None and kind.is_floating_point and shape == logits.shape:
+            return
+        if kind is None or kind.is_floating_point or shape != (self.block_size,):
+            found = "" if kind is None else f" of {kind} and shape {tuple(shape)}"
+            raise ValueError(
+                f"labels must be classes, integers of shape ({self.block_size},) for a "
+                f"block; {self.given} have a {type(labels).__name__}{found}"
+            )
+        classes = logits.shape[1]
+        wrong = (labels < 0) | (labels >= classes)
+        if ignored is not None:
+            wrong &= labels != ignored
+        if wrong.any():
+            place = int(wrong.nonzero()[0])
+            others = "" if ignored is None else f", or {ignored} for none"
+            raise ValueError(
+                f"the label of sample {self.given.first + place} is "
+                f"{labels[place].item()}, but the model has {classes} classes: 0 to "
+                f"{classes - 1} are allowed{others}"
+            )
+
     def grad_norms(
         self, inputs: Any, targets: Any, options: Mapping[str, Any]
     ) -> torch.Tensor:
         """Returns ``‖∂loss_i / ∂parameters‖``, ``(B,)``, with options for `capture`."""
+        return self.answers(inputs, targets, options, _norms)
+
+    def answers(
+        self,
+        inputs: Any,
+        targets: Any,
+        options: Mapping[str, Any],
+        answer: Callable[[Capture, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Returns what ``answer`` makes of a capture and its losses, ``(B,)``."""
         self.replica.sync()
         with torch.enable_grad(), capture(self.model, **options) as recorded:
             losses = self.losses(inputs, targets)
-        norms = recorded.stream(losses, lambda found: found.norms(squared=True)).sqrt()
+        found = answer(recorded, losses)
         if recorded.compared:
             # The comparison is part of the program, on a lazy device in its very
             # midst: which block has one must not show.
-            del recorded, losses, norms
-            return self.grad_norms(inputs, targets, {**options, "check": "never"})
+            del recorded, losses, found
+            options = {**options, "check": "never"}
+            return self.answers(inputs, targets, options, answer)
         self.replica.sync()
-        return norms
+        return found
 
     def find_last_layer(self, inputs: Any) -> str:
         """Returns `last_layer`, by default the last module the logits depend on."""
@@ -117,9 +168,26 @@ class Scorer:
         return torch.autocast(kind, dtype=self.autocast, enabled=enabled)
 
 
+def _norms(recorded: Capture, losses: torch.Tensor) -> torch.Tensor:
+    return recorded.stream(losses, lambda found: found.norms(squared=True)).sqrt()
+
+
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Returns the default loss, of logits ``(B, C)`` and targets ``(B,)``."""
+    if not targets.is_floating_point():
+        targets = targets.long()
     return F.cross_entropy(logits, targets, reduction="none")
+
+
+def _ignored_class(loss: Loss) -> int | None:
+    """Returns which label a cross entropy of classes ignores; None: another loss."""
+    if loss is cross_entropy:
+        return -100
+    if isinstance(loss, nn.CrossEntropyLoss):
+        return loss.ignore_index
+    if isinstance(loss, functools.partial) and loss.func is F.cross_entropy:
+        return loss.keywords.get("ignore_index", -100)
+    return None
 
 
 def call_model(model: nn.Module, inputs: Any) -> torch.Tensor:
@@ -180,10 +248,12 @@ def el2n(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
         or targets.shape != logits.shape[:1]
     ):
         found = getattr(targets, "dtype", ""), tuple(getattr(targets, "shape", ()))
+        place = "" if scorer.given is None else f" for {scorer.given}"
         raise ValueError(
             f"el2n needs targets of shape ({len(logits)},), classes as integers; "
-            f"received a {type(targets).__name__} of {found[0]} {found[1]}"
+            f"received a {type(targets).__name__} of {found[0]} {found[1]}{place}"
         )
+    scorer.check_classes(logits)
     with torch.no_grad():
         error = logits.float().softmax(1)
         classes = torch.arange(error.shape[1], device=error.device)
@@ -201,6 +271,32 @@ def last_layer_grad_norm(scorer: Scorer, inputs: Any, targets: Any) -> torch.Ten
     own = {id(param) for param in layer.parameters()}
     options = {**scorer.options, "params": lambda _, param: id(param) in own}
     return scorer.grad_norms(inputs, targets, options)
+
+
+def of_factors(function: Callable[[Factors], torch.Tensor]) -> Score:
+    """Returns the score that a function of every sample's gradient makes.
+
+    ``function`` maps the `Factors` of a block to numbers, ``(B,)``, on their device.
+    """
+
+    def answer(recorded: Capture, losses: torch.Tensor) -> torch.Tensor:
+        factors = recorded.backward(losses)
+        with torch.no_grad():
+            found = function(factors)
+        shape = getattr(found, "shape", None)
+        if not isinstance(found, torch.Tensor) or shape != losses.shape:
+            raise ValueError(
+                f"score= returned a {type(found).__name__}"
+                f"{'' if shape is None else f' of shape {tuple(shape)}'} for factors "
+                f"of {len(losses)} samples; return a tensor of one number per sample, "
+                "(B,), such as factors.norms()"
+            )
+        return found
+
+    def values(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
+        return scorer.answers(inputs, targets, scorer.options, answer)
+
+    return Score(values, of_parameters=True)
 
 
 SCORES: dict[str, Score] = {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,27 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 import xla_replica
-from per_sample_grad.engine.capturing import selected
+from per_sample_grad.engine.capturing import capture, selected
+from per_sample_grad.factors.factors import Factors
 from per_sample_grad.pool import parts as part_files
 from per_sample_grad.pool import scores as kinds
-from per_sample_grad.pool.blocks import BlockSource, Interval, Split, split_batch
-from per_sample_grad.pool.scores import LABELS, SCORES, Scorer
+from per_sample_grad.pool.blocks import (
+    BlockSource,
+    Given,
+    Interval,
+    Split,
+    noted,
+    split_batch,
+)
+from per_sample_grad.pool.fingerprint import digest, fingerprint
+from per_sample_grad.pool.scores import LABELS, SCORES, Score, Scorer
 from xla_replica.common.arguments import check_choice, check_flag, check_integer
 
 PART_SIZE = 4096
 BLOCK_SIZE = 64
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class PoolScores:
     """One score per sample of a pool.
 
@@ -44,20 +54,37 @@ class PoolScores:
     def __len__(self) -> int:
         return len(self.scores)
 
-    def top(self, k: int) -> np.ndarray:
+    def __repr__(self) -> str:
+        known = self.scores[~np.isnan(self.scores)]
+        values = f", {known.min():.4g} to {known.max():.4g}" if len(known) else ""
+        missing = len(self) - len(known)
+        return (
+            f"PoolScores({self.name!r} of {len(self)} samples{values}"
+            f"{f', {missing} NaN' if missing else ''})"
+        )
+
+    def top(self, k: int, *, skip_nan: bool = False) -> np.ndarray:
         """Returns the indices of the k highest scores, highest first, ties by index.
+
+        Args:
+            k: How many.
+            skip_nan: Whether to leave out samples whose score is NaN.
 
         Raises:
             ValueError: There are not k samples, or a score is NaN.
         """
-        check_integer("top: k", k, least=0, most=len(self))
-        bad = np.flatnonzero(np.isnan(self.scores))
-        if len(bad):
+        check_flag("top: skip_nan", skip_nan)
+        missing = np.flatnonzero(np.isnan(self.scores))
+        if len(missing) and not skip_nan:
+            first = ", ".join(map(str, missing[:5]))
             raise ValueError(
-                f"{len(bad)} scores are NaN, the first that of sample {bad[0]}: the "
-                "model's output or loss is not finite there; leave these samples out "
-                "of the pool"
+                f"top: {len(missing)} of {len(self)} scores are NaN, which has no rank "
+                f"(samples {first}{', ...' if len(missing) > 5 else ''}): the model's "
+                "output or loss is not finite there. Repair that, or leave these "
+                "samples out with top(k, skip_nan=True)"
             )
+        check_integer("top: k", k, least=0, most=len(self) - len(missing))
+        # NaN is sorted to the end.
         return np.argsort(-self.scores, kind="stable")[:k]
 
     def to_frame(self) -> pd.DataFrame:
@@ -87,7 +114,7 @@ def score_pool(
     model: nn.Module | Sequence[nn.Module],
     loader: DataLoader[Any] | Dataset[Any],
     *,
-    score: str = "grad_norm",
+    score: str | Callable[[Factors], torch.Tensor] = "grad_norm",
     labels: str = "given",
     loss: kinds.Loss = kinds.cross_entropy,
     split: Split = split_batch,
@@ -98,6 +125,7 @@ def score_pool(
     autocast: torch.dtype | None = None,
     folder: str | os.PathLike[str] | None = None,
     part_size: int = PART_SIZE,
+    tag: str | None = None,
     progress: bool = True,
     **options: Any,
 ) -> PoolScores:
@@ -117,7 +145,10 @@ def score_pool(
             collation and workers are used; its order and sampler are not. Blocks are
             collated, not batches.
         score: ``"grad_norm"`` (``"grand"`` is another name); ``"egl"``, the same with
-            expected labels; ``"last_layer_grad_norm"``; ``"el2n"``; ``"loss"``.
+            expected labels; ``"last_layer_grad_norm"``; ``"el2n"``; ``"loss"``. Or a
+            function that maps the `Factors` of a block of B = ``block_size`` samples to
+            a tensor ``(B,)``, such as ``lambda factors: factors.dot(direction)``; it
+            gives the samples of its block alone, in their order.
         labels: ``"given"`` in the pool; ``"pseudo"``: the model's most probable;
             ``"expected"``: averaged over all classes by the model's probabilities,
             one pass per class.
@@ -135,70 +166,171 @@ def score_pool(
             it, and scores up to rounding.
         autocast: The dtype of forward passes; None: as they are.
         folder: Where to keep what is scored. Another call continues from there, with
-            any batch size and number of replicas if all of them see it.
+            any batch size and number of replicas if all of them see it. What computes
+            scores must be the same: code, closures, attributes and weights are
+            compared.
         part_size: How many samples are kept together, rounded up to whole blocks: what
             a replica loses when it is killed.
+        tag: With ``folder``, a text of your own for what cannot be compared, such as
+            an open file that ``forward`` reads or a function written in C. Change the
+            text whenever that changes.
         progress: Whether one replica shows a progress bar.
         **options: Options for `capture`; ``params`` is not allowed with
             ``"last_layer_grad_norm"``.
 
     Raises:
-        ValueError: An option is not allowed, or ``folder`` holds other scores.
-        TypeError: The dataset has no length, a batch is of an unknown kind, or an
-            option has the wrong type.
+        ValueError: An option or a label is not allowed, or ``folder`` holds other
+            scores.
+        TypeError: The dataset has no length, a batch is of an unknown kind, an option
+            is unknown or has the wrong type, or ``tag`` is missing.
+        OSError: A part cannot be written; those before it are kept.
+        ReplicaError: Replicas have different weights.
     """
-    row = SCORES[check_choice("score", score, SCORES)]
+    _check_names(options)
+    row, name = _row(score, options)
     labels = row.labels or check_choice("labels", labels, LABELS)
     check_integer("part_size", part_size, least=1)
     check_flag("progress", progress)
+    if tag is not None and not isinstance(tag, str):
+        raise TypeError(f"tag must be a text or None, got {tag!r}")
+    models = _models(model)
+    source = BlockSource(loader, batch_size, block_size, split)
+    replica = xla_replica.current()
+    description: dict[str, Any] = {}
+    if folder is not None or replica.num_replicas > 1:
+        replica.sync()  # one program for all weights that are not computed yet
+    if folder is not None:
+        description = {
+            "score": name,
+            "labels": labels,
+            "autocast": None if autocast is None else str(autocast),
+            "last_layer": last_layer,
+            "block_size": block_size,
+            "device": replica.device.type,
+            "tag": tag,
+            "pool": _pool_digest(source.dataset),
+        }
+        computing = {
+            **models,
+            "score function": score if callable(score) else row.values,
+            "labels function": LABELS[labels],
+            "loss": loss,
+            "split": split,
+            "forward": forward,
+            "collate": source.collate,
+            # `check` changes no score, and selected parameters are described by shape.
+            "options": {
+                option: value
+                for option, value in sorted(options.items())
+                if option not in ("params", "check")
+            },
+        }
+        if row.of_parameters:
+            params = options.get("params")
+            chosen = [selected(one, params) for one in models.values()]
+            shapes = ({n: tuple(p.shape) for n, p in c.items()} for c in chosen)
+            computing["params"] = [str(each) for each in shapes]
+        description |= fingerprint(computing, tag)
+    if replica.num_replicas > 1:
+        _check_weights(replica, models, description)
+    path = None if folder is None else Path(folder)
+    parts = part_files.Parts(len(source), source.whole(part_size), path, description)
+    parts.describe()
+    scorers = [
+        Scorer(one, forward, loss, block_size, last_layer, autocast, replica, options)
+        for one in models.values()
+    ]
+    run = _Run(replica, source, parts, row.values, labels, scorers, progress)
+    modes = [(m, m.training) for one in models.values() for m in one.modules()]
+    try:
+        for one in models.values():
+            one.eval()
+        return PoolScores(run.all_scores(), name)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _check_names(options: dict[str, Any]) -> None:
+    """Raises TypeError for an option that neither `score_pool` nor `capture` has."""
+    own = inspect.signature(score_pool).parameters
+    allowed = {**own, **inspect.signature(capture).parameters}
+    unknown = ", ".join(sorted(options.keys() - allowed.keys()))
+    if unknown:
+        known = ", ".join(sorted(allowed.keys() - {"model", "loader", "options"}))
+        raise TypeError(f"score_pool: unknown option {unknown}; allowed are {known}")
+
+
+def _row(
+    score: str | Callable[[Factors], torch.Tensor], options: dict[str, Any]
+) -> tuple[Score, str]:
+    """Returns a score and its name."""
+    if callable(score):
+        return kinds.of_factors(score), getattr(score, "__name__", type(score).__name__)
+    row = SCORES[check_choice("score", score, SCORES, "a function of Factors")]
     if not row.takes_params and options.get("params") is not None:
         raise ValueError(
             f"params= is not allowed with score={score!r}, which selects the "
             "parameters itself; name the layer with last_layer=, or use "
             'score="grad_norm"'
         )
-    source = BlockSource(loader, batch_size, block_size, split)
-    path = Path(folder) if folder is not None else None
-    parts = part_files.Parts(len(source), source.whole(part_size), path)
-    models = [model] if isinstance(model, nn.Module) else list(model)
-    if folder is not None:
-        description = {
-            "score": score,
-            "labels": labels,
-            "autocast": None if autocast is None else str(autocast),
-            "last_layer": last_layer,
-            "loss": part_files.name_of(loss),
-            "split": part_files.name_of(split),
-            "forward": part_files.name_of(forward),
-            "block_size": block_size,
-            "model": [part_files.model_digest(one) for one in models],
-            "pool": part_files.pool_digest(source.dataset),
-            # `check` changes no score, and selected parameters are described by shape.
-            "options": {
-                name: repr(value)
-                for name, value in sorted(options.items())
-                if name not in ("params", "check")
-            },
-        }
-        if row.of_parameters:
-            chosen = [selected(one, options.get("params")) for one in models]
-            shapes = [[(n, list(p.shape)) for n, p in c.items()] for c in chosen]
-            description["params"] = part_files.digest(shapes)
-        parts.describe(description)
-    replica = xla_replica.current()
-    scorers = [
-        Scorer(one, forward, loss, block_size, last_layer, autocast, replica, options)
-        for one in models
-    ]
-    run = _Run(replica, source, parts, score, labels, scorers, progress)
-    modes = [(m, m.training) for one in models for m in one.modules()]
-    try:
-        for one in models:
-            one.eval()
-        return PoolScores(run.all_scores(), score)
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    return row, score
+
+
+def _models(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """Returns models by the names that messages have for them."""
+    if isinstance(model, nn.Module):
+        return {"model": model}
+    models = list(model) if isinstance(model, Iterable) else [model]
+    wrong = [one for one in models if not isinstance(one, nn.Module)]
+    if wrong or not models:
+        raise TypeError(
+            "model must be a torch.nn.Module or a sequence of them, got a "
+            f"{type(wrong[0] if wrong else model).__name__}"
+        )
+    return {f"model[{number}]": one for number, one in enumerate(models)}
+
+
+def _check_weights(
+    replica: xla_replica.Replica,
+    models: dict[str, nn.Module],
+    description: dict[str, Any],
+) -> None:
+    """Raises ReplicaError unless all replicas have the same weights. Collective."""
+    tensors = {
+        f"{model}.{name}": tensor
+        for model, one in models.items()
+        for name, tensor in (*one.named_parameters(), *one.named_buffers())
+    }
+    own = {n: description[n] for n in tensors if n in description}
+    own = own or fingerprint(tensors)
+    if len(set(replica.all_gather_object(digest(repr(own))))) == 1:
+        return
+    others = replica.all_gather_object(own)
+    names = {name for other in others for name in other}
+    differing = sorted(n for n in names if len({o.get(n) for o in others}) > 1)
+    replica.check_agreement(
+        f"the weights to score with ({len(differing)} of {len(names)} parameters and "
+        "buffers differ)",
+        {name: own.get(name) for name in differing[:3]},
+        "Their scores would be mixed. Build the model once, before launch, load the "
+        "same checkpoint on every replica, or call replica.broadcast_("
+        "[*model.parameters(), *model.buffers()]). Emulated replicas are threads that "
+        "draw from one generator: torch.manual_seed(0) does not give them the same "
+        "model, `with replica.seeded(0):` does.",
+    )
+
+
+def _pool_digest(dataset: Any) -> str | None:
+    """Returns a hash of the first, middle and last item; None if items are random."""
+    indices = sorted({0, len(dataset) // 2, len(dataset) - 1}) if len(dataset) else []
+    with torch.random.fork_rng(devices=[]):  # so that scoring draws the same numbers
+        first, second = (
+            # What cannot be described in an item is not compared.
+            digest(repr(fingerprint({"item": [dataset[i] for i in indices]}, tag="")))
+            for _ in range(2)
+        )
+    return first if first == second else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +340,7 @@ class _Run:
     replica: xla_replica.Replica
     source: BlockSource
     parts: part_files.Parts
-    score: str
+    score: kinds.Values
     labels: str
     scorers: list[Scorer]
     progress: bool
@@ -223,7 +355,11 @@ class _Run:
         kept = np.stack(replica.all_gather_object(parts.kept()))
         to_read, to_score = part_files.deal(kept, replica.rank)
         for number in to_read:
-            scores[slice(*parts.interval(number))] = parts.load(number)
+            values = parts.load(number)
+            if values is None:
+                to_score.append(number)
+            else:
+                scores[slice(*parts.interval(number))] = values
         found = np.flatnonzero(kept.any(axis=0))
         num_found = sum(stop - start for start, stop in map(parts.interval, found))
         hidden = not (self.progress and replica.is_primary)
@@ -256,8 +392,8 @@ class _Run:
         """Returns the scores of the next ``count`` samples, in one transfer."""
         block_size = self.source.block_size
         found = []
-        for inputs, targets in itertools.islice(blocks, -(-count // block_size)):
-            found.append(self._values(inputs, targets))
+        for block in itertools.islice(blocks, -(-count // block_size)):
+            found.append(self._values(*block))
             # An estimate for all the replicas; exact at the end.
             done = block_size * self.replica.num_replicas
             bar.update(min(done, self.parts.count - bar.n))
@@ -265,12 +401,14 @@ class _Run:
             found = [torch.cat(found)]
         return torch.cat(self.replica.fetch(found))[:count].numpy()
 
-    def _values(self, inputs: Any, targets: Any) -> torch.Tensor:
+    def _values(self, inputs: Any, targets: Any, given: Given) -> torch.Tensor:
         """Returns the mean over the models, ``(block_size,)`` float32."""
-        score, label = SCORES[self.score].values, LABELS[self.labels]
+        label = LABELS[self.labels]
         each = []
         for scorer in self.scorers:
-            each.append(label(score, scorer, inputs, targets).float())
+            scorer.given = given if self.labels == "given" else None
+            with noted(f"while {given} of the pool were scored"):
+                each.append(label(self.score, scorer, inputs, targets).float())
             self.replica.sync()
         mean = sum(each[1:], each[0]) / len(each)
         self.replica.sync()

@@ -47,6 +47,17 @@ def test_scoring_a_pool(tmp_path, monkeypatch):
     assert len((tmp_path / "scores.csv").read_text().splitlines()) == COUNT + 1
 
 
+def test_scoring_a_pool_by_a_function_of_factors():
+    x, y = torch.utils.data.default_collate([Vectors(COUNT)[i] for i in range(5)])
+    names = {"psg": psg, "torch": torch, "x": x, "y": y, "dataset": Vectors(5)}
+    names["model"] = dense_model()
+    names["loss_fn"] = lambda m, x, y: F.cross_entropy(m(x), y, reduction="none")
+    exec(block(PAGE, "python", "factors.dot(toward)"), names)
+    gram = psg.per_sample_gram(names["model"], names["loss_fn"], (x, y))
+    found = torch.from_numpy(names["scores"].scores)
+    torch.testing.assert_close(found, gram.sum(1))
+
+
 def test_the_lines_of_the_readme(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"model": dense_model(), "pool": Vectors(COUNT)}
@@ -118,4 +129,4 @@ def test_a_pool_with_split_and_forward():
 
 
 def test_no_other_example_is_shown():
-    assert len(blocks(PAGE, "python")) == 5
+    assert len(blocks(PAGE, "python")) == 6

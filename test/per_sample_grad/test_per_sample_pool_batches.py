@@ -213,7 +213,8 @@ def test_another_split_is_another_job(tmp_path):
 
     scores(dense_model(), Vectors(COUNT), folder=tmp_path)
     with pytest.raises(
-        ValueError, match=r"split was 'per_sample_grad\.pool\.blocks\.split"
+        ValueError,
+        match=r"split was 'per_sample_grad\.pool\.blocks\.split_batch' and is",
     ):
         scores(dense_model(), Vectors(COUNT), folder=tmp_path, split=other)
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import re
+from typing import BinaryIO
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +17,7 @@ from torch import nn
 
 import per_sample_grad as psg
 import xla_replica
+from per_sample_grad.pool import parts as part_files
 
 
 def test_a_run_that_failed_continues_where_it_was(tmp_path):
@@ -34,8 +40,10 @@ def test_a_run_that_failed_continues_where_it_was(tmp_path):
 def test_another_models_parts_are_an_error(tmp_path):
     options = {"batch_size": 4, "folder": tmp_path, "progress": False}
     psg.score_pool(make_model(), Pool(), **options)
-    with pytest.raises(ValueError, match="model was"):
+    with pytest.raises(ValueError, match=r"else: model\.0\.weight was"):
         psg.score_pool(make_model(1), Pool(), **options)
+    with pytest.raises(ValueError, match=r"; and \d+ more\. Give another folder"):
+        psg.score_pool(nn.Sequential(make_model()), Pool(), **options)
     with pytest.raises(ValueError, match="score was 'grad_norm' and is 'loss'"):
         psg.score_pool(make_model(), Pool(), score="loss", **options)
     with pytest.raises(ValueError, match="count was 23 and is 9"):
@@ -59,13 +67,13 @@ def other_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("changed", "key"),
     [
-        ({"params": ["5.weight"]}, "params"),
+        ({"params": ["5.weight"]}, "params[0]"),
         ({"loss": other_loss}, "loss"),
         ({"fallback": "loop"}, "options"),
         ({"loader": Shifted()}, "pool"),
         (
             {"model": make_model().requires_grad_(False).append(nn.Linear(4, 4))},
-            "model",
+            "model.6",
         ),
     ],
     ids=["params", "loss", "options", "pool", "model"],
@@ -74,7 +82,7 @@ def test_another_jobs_parts_are_an_error(tmp_path, changed, key):
     job = {"model": make_model(), "loader": Pool(), "batch_size": 4}
     job |= {"folder": tmp_path, "progress": False}
     psg.score_pool(**job)
-    with pytest.raises(ValueError, match=f"{key} was"):
+    with pytest.raises(ValueError, match=rf" {re.escape(key)} was"):
         psg.score_pool(**{**job, **changed})
 
 
@@ -83,8 +91,55 @@ def test_frozen_parameters_are_another_job(tmp_path):
     options = {"batch_size": 4, "folder": tmp_path, "progress": False}
     psg.score_pool(model, Pool(), **options)
     model[0].requires_grad_(False)
-    with pytest.raises(ValueError, match="params was"):
+    with pytest.raises(ValueError, match=r"params\[0\] was"):
         psg.score_pool(model, Pool(), **options)
+
+
+def test_the_parts_of_an_earlier_version_are_an_error(tmp_path):
+    options = {"folder": tmp_path, "progress": False}
+    (tmp_path / "pool.json").write_text(json.dumps({"score": "grad_norm", "count": 23}))
+    with pytest.raises(ValueError, match="by an earlier version, which kept no"):
+        psg.score_pool(make_model(), Pool(), **options)
+    (tmp_path / "pool.json").write_text('{"format": 2,')
+    with pytest.raises(ValueError, match=r"pool\.json is damaged .*Give another"):
+        psg.score_pool(make_model(), Pool(), **options)
+
+
+class FullDisk:
+    """A file on a disk that has room for some bytes only."""
+
+    def __init__(self, file: BinaryIO, room: int) -> None:
+        self.file, self.room = file, room
+
+    def write(self, data: bytes) -> int:
+        if len(data) > self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.room -= len(data)
+        return self.file.write(data)
+
+
+def test_a_full_disk_names_the_path_and_what_is_kept(tmp_path, monkeypatch):
+    write_whole, written = part_files.write_whole, []
+
+    def write_until_full(unfinished, write):
+        written.append(unfinished)
+        room = 10 if len(written) == 3 else 1 << 20  # the second part's
+        return write_whole(unfinished, lambda file: write(FullDisk(file, room)))
+
+    options = {"block_size": 4, "part_size": 8, "folder": tmp_path, "progress": False}
+    with monkeypatch.context() as patched:
+        patched.setattr(part_files, "write_whole", write_until_full)
+        with pytest.raises(
+            OSError, match="The parts that are finished are kept"
+        ) as full:
+            psg.score_pool(make_model(), Pool(), **options)
+    assert full.value.errno == errno.ENOSPC
+    assert full.value.filename == str(tmp_path / "part-00000001.npy")
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"pool.json", "part-00000000.npy"}
+    pool = Pool()
+    psg.score_pool(make_model(), pool, **options)
+    assert set(pool.asked) == set(range(8, COUNT)) | {0}
 
 
 class Drawn(Pool):

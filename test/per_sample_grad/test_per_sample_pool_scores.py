@@ -26,9 +26,34 @@ def test_the_highest_come_first_and_ties_by_index():
     for wrong in (5, -1):
         with pytest.raises(ValueError, match=f">= 0 and <= 4, got {wrong}"):
             scores.top(wrong)
-    bad = psg.PoolScores(np.array([1, np.nan], dtype=np.float32), "loss")
-    with pytest.raises(ValueError, match="that of sample 1"):
-        bad.top(1)
+
+
+def test_nan_has_no_rank():
+    values = np.array([1, np.nan, -np.nan, 3, np.inf, np.nan], dtype=np.float32)
+    bad = psg.PoolScores(values, "loss")
+    for k in (0, 1, 6):
+        with pytest.raises(
+            ValueError,
+            match=r"3 of 6 scores are NaN, .* \(samples 1, 2, 5\): .*skip_nan",
+        ):
+            bad.top(k)
+    assert bad.top(3, skip_nan=True).tolist() == [4, 3, 0]
+    with pytest.raises(ValueError, match=r"<= 3, got 4"):
+        bad.top(4, skip_nan=True)
+    with pytest.raises(TypeError, match="skip_nan must be True or False, got 'yes'"):
+        bad.top(1, skip_nan="yes")
+    many = psg.PoolScores(np.full(10, np.nan, dtype=np.float32), "loss")
+    with pytest.raises(ValueError, match=r"\(samples 0, 1, 2, 3, 4, \.\.\.\)"):
+        many.top(1)
+    assert many.top(0, skip_nan=True).tolist() == []
+
+
+def test_the_repr_is_one_short_line():
+    values = np.arange(100_000, dtype=np.float32)
+    values[7] = np.nan
+    text = "PoolScores('loss' of 100000 samples, 0 to 1e+05, 1 NaN)"
+    assert repr(psg.PoolScores(values, "loss")) == text
+    assert repr(psg.PoolScores(values[:0], "loss")) == "PoolScores('loss' of 0 samples)"
 
 
 def test_the_highest_are_those_of_a_sort():
