@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,7 +55,9 @@ class Draw(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """One way to project: ``apply`` maps rows ``(B, D)`` and tables to ``(B, K)``.
+    """One way to project: ``apply`` maps rows and tables to ``(B, K)``.
+
+    The rows are ``(B, D)``, as a list of their columns in one or more parts.
 
     ``build`` makes the tables, None if nothing is projected; ``round_up`` maps the K
     that is asked for and ``order`` to the K that the kind can have.
@@ -99,13 +101,21 @@ def _build_sparse(draw: Draw) -> Tables:
     return columns_KS, signs_KS
 
 
-def _apply_sparse(rows_BD: Tensor, columns_KS: Tensor, signs_KS: Tensor) -> Tensor:
-    rows_DB = rows_BD.to(signs_KS.dtype).T.contiguous()
+def _joined(parts: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    parts = [part.to(dtype) for part in parts] if dtype else parts
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
+
+
+def _apply_sparse(
+    parts: Sequence[Tensor], columns_KS: Tensor, signs_KS: Tensor
+) -> Tensor:
+    rows_BD = _joined(parts, signs_KS.dtype)
+    rows_DB = rows_BD.T.contiguous()
     # A bag is ten times as fast on a CPU, but XLA unrolls it entry by entry.
-    sum_rows = _gather_and_sum if traits(rows_BD).is_lazy else _sum_bags
+    sum_rows = _gather_and_sum if traits(rows_DB).is_lazy else _sum_bags
     sums_KB = sum_rows(rows_DB, columns_KS, signs_KS)
     # 1 / sqrt(K density) comes last, so that the table only holds -1, 0 and 1.
-    return sums_KB.T * math.sqrt(math.sqrt(rows_BD.shape[1]) / len(columns_KS))
+    return sums_KB.T * math.sqrt(math.sqrt(len(rows_DB)) / len(columns_KS))
 
 
 def _sum_bags(rows_DB: Tensor, columns_KS: Tensor, signs_KS: Tensor) -> Tensor:
@@ -140,16 +150,19 @@ def _build_kron(draw: Draw) -> Tables:
     return tuple(draw.gaussian(*shape) for _ in range(draw.order))
 
 
-def _apply_kron(rows_BD: Tensor, *factors: Tensor) -> Tensor:
+def _apply_kron(parts: Sequence[Tensor], *factors: Tensor) -> Tensor:
     """Returns kron(P_last, ..., P_0) x for every row x, padded with zeros.
 
     x has one axis per factor, the last for P_0. Each factor contracts the last axis and
     puts its outputs before all others, so the next axis is last.
     """
-    batch_size, num_inputs = rows_BD.shape
-    padding = factors[0].shape[1] ** len(factors) - num_inputs
-    rows = torch.nn.functional.pad(rows_BD.to(factors[0].dtype), (0, padding))
-    left = rows.shape[1]  # Explicit: reshape cannot infer it for zero samples.
+    batch_size, dtype = len(parts[0]), factors[0].dtype
+    left = factors[0].shape[1] ** len(factors)
+    padding = left - sum(part.shape[1] for part in parts)
+    if padding:
+        parts = [*parts, parts[0].new_zeros(batch_size, padding)]
+    rows = _joined(parts, dtype)
+    # Numbers are explicit, because reshape cannot infer them for zero samples.
     for factor in factors:
         outputs, inputs = factor.shape
         left //= inputs
@@ -159,11 +172,11 @@ def _apply_kron(rows_BD: Tensor, *factors: Tensor) -> Tensor:
 
 
 PROJECTIONS: dict[str, Kind] = {
-    "none": Kind(None, lambda rows_BD: rows_BD),
+    "none": Kind(None, _joined),
     # Gaussian: Dasgupta & Gupta 2003.
     "jl": Kind(
         lambda draw: (draw.gaussian(draw.num_outputs, draw.num_inputs),),
-        lambda rows_BD, matrix_KD: rows_BD.to(matrix_KD.dtype) @ matrix_KD.T,
+        lambda parts, matrix_KD: _joined(parts, matrix_KD.dtype) @ matrix_KD.T,
     ),
     # Entries +-1 / sqrt(K density) with density 1 / sqrt(D): Li, Hastie & Church 2006,
     # "Very Sparse Random Projections".
@@ -187,20 +200,25 @@ class Projection:
     num_outputs: int
     tables: Tables = ()
 
-    def __call__(self, rows: Tensor) -> Tensor:
+    def __call__(self, *parts: Tensor) -> Tensor:
         """Returns ``(B, K)`` in the tables' dtype for ``(B, D)`` of any floating dtype.
 
-        ``kind="none"`` returns ``rows`` unchanged.
+        The rows may be given as several parts of their columns, in order.
+        ``kind="none"`` returns ``(B, D)``, a single part as it is.
 
         Raises:
-            ValueError: ``rows`` has another shape.
+            ValueError: ``parts`` have other shapes.
         """
-        if rows.ndim != 2 or rows.shape[1] != self.num_inputs:
+        shapes = [tuple(part.shape) for part in parts]
+        if (
+            any(part.ndim != 2 for part in parts)
+            or sum(part.shape[1] for part in parts) != self.num_inputs
+        ):
             raise ValueError(
                 f"random_projection={self.kind!r}: rows must have the shape (B, "
-                f"{self.num_inputs}), got {tuple(rows.shape)}"
+                f"{self.num_inputs}), got {', '.join(map(str, shapes))}"
             )
-        return PROJECTIONS[self.kind].apply(rows, *self.tables)
+        return PROJECTIONS[self.kind].apply(parts, *self.tables)
 
 
 def johnson_lindenstrauss_min_dim(num_samples: int, eps: float) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
@@ -18,6 +19,7 @@ from grab_xla.epoch.epoch_metrics import EpochMetrics
 from grab_xla.epoch.gradient_matrix import GradientMatrix, normalized
 from grab_xla.epoch.online_balancer import OnlineBalancer
 from grab_xla.epoch.orders import Orders
+from grab_xla.epoch.passes import Passes
 from grab_xla.epoch.pending_minibatches import PendingMinibatches
 from grab_xla.epoch.round_robin_sharding import RoundRobinSharding
 from grab_xla.random_projections import projection
@@ -165,6 +167,7 @@ class GraBSampler(Sampler[int]):
         self._resumed = False
         self._start = 0  # The position at which the pass over the order began.
         self._own = self._sharding.own(self.order, 0)  # This replica's samples.
+        self._passes = Passes()
         self._given_for: int | None = None  # The epoch of an elastic sampler.
         self._num_updated = 0  # Samples of this epoch that updates have used.
 
@@ -177,7 +180,7 @@ class GraBSampler(Sampler[int]):
         self._given_for = None
         self._advance()
         self._own = self._sharding.own(self.order, self._start)
-        return iter(self._own.tolist())
+        return self._passes.over(self._own.tolist())
 
     def __call__(self, epoch: int) -> np.ndarray:
         """Returns the whole order of an epoch of an elastic sampler.
@@ -244,27 +247,44 @@ class GraBSampler(Sampler[int]):
 
         Raises:
             ValueError, TypeError: Names, shapes or the number of gradients are wrong,
-                or ``indices`` are not the next samples of the order.
+                ``indices`` are not the next samples of the order, or, without them, the
+                gradients may be of another pass over the order than the newest one.
         """
         num_rows = self._gradients.count(per_sample_grads, batch)
         self._check_samples(num_rows, indices)
         if num_rows == 0:
             return
         if not self._uses_gradients:
-            self.count(num_rows)
+            self._pass_over(num_rows)
             return
         with self._timer("sorter_step"), torch.no_grad():
-            rows = self._project(self._gradients(per_sample_grads, batch))
-            if self._normalize:
-                rows = normalized(rows)
-            if self._given_for is not None and self._replica.num_replicas > 1:
-                # A copy: gradients may be zeroed before the update.
-                self._pending.minibatches.append(rows.clone())
-                return
-            everyone = self._columns.of_all_replicas(rows)
-            left = self._sharding.end(self._start) - self.num_seen
-            # In the sequence of the order, without repeated samples.
-            self._balancer.balance(everyone.transpose(0, 1).flatten(0, 1)[:left])
+            self._balance(per_sample_grads, batch)
+
+    def _balance(self, grads: Mapping[str, Tensor], batch: bool) -> None:
+        """Balances a step, or keeps it until the update."""
+        multiple = self._balancer.piece_size
+        if multiple is not None and not self._project.tables:
+            pieces = functools.partial(self._gradients.pieces, grads, batch, multiple)
+            self._balancer.balance(lambda: map(self._vectors, pieces()))
+            return
+        # A projection is small, but what is formed on the way to it is not.
+        size = (1, 4) if self._project.tables else (None, 1)
+        parts = list(map(self._vectors, self._gradients.pieces(grads, batch, *size)))
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self._given_for is not None and self._replica.num_replicas > 1:
+            # A copy: gradients may be zeroed before the update.
+            self._pending.minibatches.append(rows.clone())
+            return
+        everyone = self._columns.of_all_replicas(rows)
+        left = self._sharding.end(self._start) - self.num_seen
+        # In the sequence of the order, without repeated samples.
+        ordered = everyone.transpose(0, 1).flatten(0, 1)[:left]
+        self._balancer.balance(lambda: [ordered])
+
+    def _vectors(self, columns: list[Tensor]) -> Tensor:
+        """Returns what is balanced of some gradients, given their columns in parts."""
+        rows = self._project(*columns)
+        return normalized(rows) if self._normalize else rows
 
     def count(self, num_samples: int) -> None:
         """Takes the place of `step` for an order that needs no gradients.
@@ -282,6 +302,9 @@ class GraBSampler(Sampler[int]):
                 "gradients: call step()"
             )
         self._check_samples(num_samples, None)
+        self._pass_over(num_samples)
+
+    def _pass_over(self, num_samples: int) -> None:
         if self._given_for is None or self._replica.num_replicas == 1:
             left = self._sharding.end(self._start) - self.num_seen
             num_used = num_samples * self._replica.num_replicas
@@ -377,6 +400,8 @@ class GraBSampler(Sampler[int]):
         needs_gradients = self._orders.ordering.needs_gradients
         if self._orders.begun and needs_gradients and self.num_seen == 0:
             return
+        if self.num_seen:
+            self._passes.leave_epoch()
         placements = self._balancer.placements()
         with self._timer("reset_epoch"):
             self._orders.advance(placements)
@@ -410,6 +435,8 @@ class GraBSampler(Sampler[int]):
                 "DataLoader) first"
             )
         if self._given_for is None:
+            if indices is None:  # Otherwise they tell passes apart.
+                self._passes.check_step(num_rows)
             done = -(-(self.num_seen - self._start) // self._replica.num_replicas)
             expected = self._own[done : done + num_rows]
         else:
@@ -422,15 +449,16 @@ class GraBSampler(Sampler[int]):
                 f"step() with {num_rows} samples, but only {len(expected)} are left of "
                 f"epoch {self.epoch} on this replica: iter(sampler) begins the next one"
             )
-        if indices is None:
-            return
-        received = torch.as_tensor(indices).cpu().numpy().reshape(-1)
-        if not np.array_equal(received, expected):
-            raise ValueError(
-                f"step(): indices are {received[:8].tolist()}..., but the next "
-                f"{num_rows} samples of the order are {expected[:8].tolist()}...: call "
-                "step() once per batch, in the order in which the loader gives them"
-            )
+        if indices is not None:
+            received = torch.as_tensor(indices).cpu().numpy().reshape(-1)
+            if not np.array_equal(received, expected):
+                raise ValueError(
+                    f"step(): indices are {received[:8].tolist()}..., but the next "
+                    f"{num_rows} samples of the order are {expected[:8].tolist()}...: "
+                    "call step() once per batch, in the order in which the loader "
+                    "gives them; a second pass over the loader begins the next epoch"
+                )
+        self._passes.count_step(num_rows)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that the next orders depend on, without a number of replicas.
@@ -470,6 +498,7 @@ class GraBSampler(Sampler[int]):
         self._balancer.load_state_dict(state["engine"])
         self._orders.load_state_dict(state)
         self._pending.minibatches = []
+        self._passes.leave_epoch()
         self._num_updated = self.num_seen
         # After a finished epoch the next iter() begins another.
         self._resumed = 0 < self.num_seen < self._sharding.end(0)

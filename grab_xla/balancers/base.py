@@ -1,4 +1,4 @@
-"""What a balance type is: a handful of pure functions and their options.
+"""What a balance type is: a handful of functions of a state, and their options.
 
 Adding a balance type takes one subclass and one row in `BALANCE_TYPES`. Its options are
 the fields of a frozen dataclass. Whatever changes lives in a state, a dict of tensors
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -36,6 +36,9 @@ class Ordering:
             `GraBSampler.step` has nothing to do unless metrics are recorded.
         is_permutation: Whether every sample comes once an epoch.
         placement_dtype: The dtype of placements, which stay on the device for an epoch.
+        piece_size: A step may be balanced in pieces of any multiple of this many
+            samples, one after the other, which gives the same placements. None means
+            that it may not; may be a property.
         num_draws: The uniform random numbers that a sample needs in probabilistic
             balancing; may be a property.
         fills: What tensors of the state, by name, hold in columns that fill up a
@@ -45,8 +48,18 @@ class Ordering:
     needs_gradients: ClassVar[bool] = False
     is_permutation: ClassVar[bool] = True
     placement_dtype: ClassVar[torch.dtype] = torch.int8
+    piece_size: ClassVar[int | None] = None
     num_draws: ClassVar[int] = 1
     fills: ClassVar[Mapping[str, float]] = {}
+
+    @property
+    def num_vectors(self) -> int:
+        """How many vectors the state holds between steps, at most.
+
+        A vector has a number for every (projected) parameter.
+        """
+        state = self.init(0, torch.float32, torch.device("cpu"))
+        return sum(len(value) for value in state.values() if value.dim() == 2)
 
     def num_pending(self, state: State) -> int:
         """Returns the number of samples that wait for a partner."""
@@ -78,11 +91,22 @@ class Ordering:
         """Returns the state at the beginning of every epoch, the first one included."""
         return {name: torch.zeros_like(value) for name, value in state.items()}
 
+    def begin_step(
+        self, state: State, pieces: Iterable[Tensor], decide: Decisions
+    ) -> State:
+        """Returns the state for a step, given all of its rows before any is balanced.
+
+        ``pieces`` are the ``(R, columns)`` that `balance` will be called with. They are
+        formed when they are iterated over, so keep none of them.
+        """
+        return state
+
     def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
         """Balances the next R samples of the order, with gradients ``(R, columns)``.
 
         Returns the new state, and ``(P,)`` placements: those of samples that waited for
-        a partner, then those of these samples, except the ones that wait now.
+        a partner, then those of these samples, except the ones that wait now. It may
+        change tensors of the state in place.
         """
         return state, torch.zeros(0, dtype=self.placement_dtype, device=rows_RD.device)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grab_xla.balancers.base import Balanced, State
 from grab_xla.balancers.mean import MeanBalance
-from grab_xla.balancing.decisions import Decisions, without_nan
+from grab_xla.balancing.decisions import Decisions, squared_norms, without_nan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,30 +24,43 @@ class BatchBalance(MeanBalance):
         batch_size: Accepted for code that passes it; nothing reads it.
     """
 
+    piece_size: ClassVar[int | None] = None
     # Whether the accumulator sums centred gradients or raw ones.
     centres_update: ClassVar[bool] = True
 
     batch_size: int | None = None
 
     def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
-        rows, centre = self.centred(state, without_nan(rows_RD))
-        vectors = rows - centre
-        squares = (vectors * vectors).sum(1)
-        products = decide.whole(torch.stack([vectors @ state["sums"][0], squares]))
+        # Vectors are formed twice, a tile at a time, rather than kept.
+        parts = [self._products(state, tile) for tile, _ in decide.tiles(rows_RD)]
+        products = decide.whole(torch.cat(parts, dim=1))
         finite = torch.isfinite(products[1])
         # The mean of what was balanced so far, as in grab-sampler; it only matters
         # where signs are drawn.
         inner = products[0] / state["count"].clamp(min=1)
         thresholds = decide.thresholds_RN
         below = decide.below(inner, None if thresholds is None else thresholds[:, 0])
-        seen = finite.to(vectors.dtype)
+        sums = state["sums"]
+        seen = finite.to(sums.dtype)
         signs = torch.where(below, seen, -seen)
-        sums = torch.addmm(state["sums"], torch.stack([signs, seen]), vectors)
+        weights_R2 = torch.stack([signs, seen], dim=1)
+        for tile, weights in decide.tiles(rows_RD, weights_R2):
+            sums.addmm_(weights.T, self._vectors(state, tile))
         if not self.centres_update:
             raw = signs.sum() * state["mean"]
             sums = torch.cat([sums[:1] + raw, sums[1:]])
         new_state = {**state, "sums": sums, "count": state["count"] + seen.sum()}
         return new_state, signs.to(self.placement_dtype)
+
+    def _products(self, state: State, rows_RD: Tensor) -> Tensor:
+        """Returns products with the accumulator, and squared norms, ``(2, R)``."""
+        vectors = self._vectors(state, rows_RD)
+        inner = vectors @ state["sums"][0]
+        return torch.stack([inner, squared_norms(vectors)])
+
+    def _vectors(self, state: State, rows_RD: Tensor) -> Tensor:
+        rows, centre = self.centred(state, without_nan(rows_RD))
+        return rows - centre
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

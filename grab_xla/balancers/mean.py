@@ -7,7 +7,7 @@ centred and in the estimate of the mean.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import torch
@@ -16,7 +16,12 @@ from torch import Tensor
 from grab_xla.balancers.base import Balanced, Balancer, State
 from grab_xla.balancing import decisions
 from grab_xla.balancing.compiled_loop import balance_in_sequence
-from grab_xla.balancing.decisions import Decisions, mark_nonfinite, without_nan
+from grab_xla.balancing.decisions import (
+    Decisions,
+    mark_nonfinite,
+    squared_norms,
+    without_nan,
+)
 from xla_replica.common.arguments import check_number
 
 
@@ -28,6 +33,7 @@ class Centred(Balancer):
     terms; ``mean`` (1, columns), the estimate; and what the subclass adds.
     """
 
+    piece_size: ClassVar[int | None] = 1
     depth: ClassVar[int] = 0
 
     def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
@@ -36,32 +42,33 @@ class Centred(Balancer):
         return {"sums": sums, "mean": mean, "count": mean.new_zeros(1)}
 
     def begin_epoch(self, state: State) -> State:
-        zeros = {name: torch.zeros_like(state[name]) for name in ("sums", "count")}
-        return {**state, **zeros}
+        for name in ("sums", "count"):
+            state[name].zero_()
+        return state
 
     def centred(self, state: State, rows_RD: Tensor) -> tuple[Tensor, Tensor]:
         """Returns rows and ``(1, columns)``, a centre; the difference is balanced."""
         return rows_RD, state["mean"]
 
     def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
-        rows, centre = self.centred(state, rows_RD)
-        if decide.loops:
-            how = (decide.thresholds_RN, self.depth, decide.tie)
-            sums, placements = balance_in_sequence(rows, centre, state["sums"], *how)
-            count = state["count"] + torch.count_nonzero(placements)
-            new_state = {**state, "sums": sums, "count": count}
-            return new_state, placements.to(self.placement_dtype)
-        rows = without_nan(rows)
         sums, count, parts = state["sums"], state["count"], []
-        for tile, thresholds in decide.tiles(rows, decide.thresholds_RN):
-            gram, products = decide.centred_gram(tile, centre, sums[:-1])
-            finite = decisions.finite_rows(gram)
-            signs, placements = self.walk(gram, products, finite, thresholds, decide)
-            seen = finite.to(sums.dtype)
-            weights = torch.cat([signs, seen.unsqueeze(1)], dim=1).T
-            off_centre = weights.sum(1, keepdim=True) * centre
-            sums = torch.addmm(sums, weights, tile) - off_centre
-            count = count + seen.sum()
+        for tile, thresholds in decide.tiles(rows_RD, decide.thresholds_RN):
+            rows, centre = self.centred(state, tile)
+            if decide.loops:
+                how = (thresholds, self.depth, decide.tie)
+                placements = balance_in_sequence(rows, centre, sums, *how)
+                count = count + torch.count_nonzero(placements)
+            else:
+                rows = without_nan(rows)
+                gram, products = decide.centred_gram(rows, centre, sums[:-1])
+                finite = decisions.finite_rows(gram)
+                walk = (gram, products, finite, thresholds, decide)
+                signs, placements = self.walk(*walk)
+                seen = finite.to(sums.dtype)
+                weights = torch.cat([signs, seen.unsqueeze(1)], dim=1).T
+                sums.addmm_(weights, rows)
+                sums.addcmul_(weights.sum(1, keepdim=True), centre, value=-1)
+                count = count + seen.sum()
             parts.append(placements.to(self.placement_dtype))
         return {**state, "sums": sums, "count": count}, torch.cat(parts)
 
@@ -161,13 +168,14 @@ class EMABalance(Centred):
         average = torch.zeros_like(state["mean"])
         return {**state, "average": average, "missing": average.new_ones(1)}
 
-    def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
-        mean, any_finite = _batch_mean(rows_RD, decide)
+    def begin_step(
+        self, state: State, pieces: Iterable[Tensor], decide: Decisions
+    ) -> State:
+        mean, any_finite = _batch_mean(pieces, decide)
         average, missing, centre = _moving_average(
             state["average"], state["missing"], 1 - self.ema_decay, mean, any_finite
         )
-        averages = {"average": average, "missing": missing, "mean": centre}
-        return super().balance({**state, **averages}, rows_RD, decide)
+        return {**state, "average": average, "missing": missing, "mean": centre}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,8 +206,10 @@ class AdaEMABalance(Centred):
     def centred(self, state: State, rows_RD: Tensor) -> tuple[Tensor, Tensor]:
         return _standardised(state, rows_RD)
 
-    def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
-        mean, any_finite = _batch_mean(rows_RD, decide)
+    def begin_step(
+        self, state: State, pieces: Iterable[Tensor], decide: Decisions
+    ) -> State:
+        mean, any_finite = _batch_mean(pieces, decide)
         old = zip(state["averages"].split(1), state["missing"].split(1), self.betas)
         averages, missing, (first, second) = zip(
             *(
@@ -208,24 +218,28 @@ class AdaEMABalance(Centred):
             )
         )
         new = {"averages": torch.cat(averages), "missing": torch.cat(missing)}
-        new |= {"mean": first, "scale": second.sqrt() + self.eps}
-        return super().balance({**state, **new}, rows_RD, decide)
+        return {**state, **new, "mean": first, "scale": second.sqrt() + self.eps}
 
 
 def _standardised(state: State, rows_RD: Tensor) -> tuple[Tensor, Tensor]:
     """Returns rows that are centred and scaled, and a centre of zero."""
-    vectors = mark_nonfinite((rows_RD - state["mean"]) / state["scale"], rows_RD)
+    scaled = (rows_RD - state["mean"]).div_(state["scale"])
+    vectors = mark_nonfinite(scaled, rows_RD)
     return vectors, torch.zeros_like(state["mean"])
 
 
-def _batch_mean(rows_RD: Tensor, decide: Decisions) -> tuple[Tensor, Tensor]:
+def _batch_mean(pieces: Iterable[Tensor], decide: Decisions) -> tuple[Tensor, Tensor]:
     """Returns the mean of the finite rows, ``(1, columns)``, and whether it exists."""
-    rows_RD = without_nan(rows_RD)
-    squares = decide.whole((rows_RD * rows_RD).sum(1))
-    finite = torch.isfinite(squares)
-    weights = finite.to(rows_RD.dtype).unsqueeze(0)
-    count = weights.sum(1)
-    return weights @ rows_RD / count.clamp(min=1), count > 0
+    sums: tuple[Tensor, Tensor] | None = None
+    for rows in pieces:
+        rows = without_nan(rows)
+        finite = torch.isfinite(decide.whole(squared_norms(rows)))
+        weights = finite.to(rows.dtype).unsqueeze(0)
+        own = weights @ rows, weights.sum(1)
+        sums = own if sums is None else (sums[0] + own[0], sums[1] + own[1])
+    assert sums is not None
+    total, count = sums
+    return total / count.clamp(min=1), count > 0
 
 
 def _moving_average(

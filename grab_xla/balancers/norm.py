@@ -23,6 +23,7 @@ class NormOrder(Ordering):
     """
 
     needs_gradients: ClassVar[bool] = True
+    piece_size: ClassVar[int | None] = 1
     placement_dtype: ClassVar[torch.dtype] = torch.float32
 
     descending_norm: bool = True

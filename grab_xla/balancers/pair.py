@@ -44,6 +44,14 @@ class PairBalance(Balancer):
         sums = torch.zeros(1, num_columns, dtype=dtype, device=device)
         return {"sums": sums, "pending": sums.new_zeros(0, num_columns)}
 
+    @property
+    def piece_size(self) -> int | None:
+        return 2 * self.num_workers
+
+    @property
+    def num_vectors(self) -> int:
+        return 2 * self.num_workers  # the accumulator, and those that may wait
+
     def num_pending(self, state: State) -> int:
         return len(state["pending"])
 
@@ -68,10 +76,10 @@ class PairBalance(Balancer):
         if thresholds is not None:
             # That of the partner, which came last.
             thresholds = self._partners(thresholds[:end])[1]
-        sums, signs = self._signs(state["sums"], first, second, thresholds, decide)
+        signs = self._signs(state["sums"], first, second, thresholds, decide)
         signs = signs.unflatten(0, (-1, 1, self.num_workers))
         placements = torch.cat([signs, -signs], dim=1).flatten()
-        new_state = {"sums": sums, "pending": pending}
+        new_state = {**state, "pending": pending}
         return new_state, placements.to(self.placement_dtype)
 
     def _partners(self, rows_RN: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,8 +96,8 @@ class PairBalance(Balancer):
         second_PD: Tensor,
         thresholds_PN: Tensor | None,
         decide: Decisions,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the new accumulator and the signs of the pairs, ``(P,)``."""
+    ) -> Tensor:
+        """Returns the signs of the pairs, ``(P,)``, and adds the pairs to ``sums``."""
         if decide.loops:
             return balance_in_sequence(
                 first_PD, second_PD, sums, thresholds_PN, tie=decide.tie
@@ -101,9 +109,9 @@ class PairBalance(Balancer):
             finite = finite_rows(gram)
             limits = None if limits is None else limits[:, 0]
             signs = decide.signs(products[:, 0], gram, finite, limits)
-            sums = torch.addmm(sums, signs.unsqueeze(0), vectors)
+            sums.addmm_(signs.unsqueeze(0), vectors)
             parts.append(signs)
-        return sums, torch.cat(parts)
+        return torch.cat(parts)
 
     def next_order(
         self, order: np.ndarray, placements: np.ndarray, generator: torch.Generator

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grab_xla.balancers.base import Balanced, Balancer, State
-from grab_xla.balancing.decisions import Decisions, without_nan
+from grab_xla.balancing.decisions import Decisions, squared_norms, without_nan
 from xla_replica.common.arguments import check_integer
 
 
@@ -44,6 +44,10 @@ class RecursivePairBalance(Balancer):
             )
 
     @property
+    def piece_size(self) -> int | None:
+        return self.batch_size
+
+    @property
     def num_leaves(self) -> int:
         return self.batch_size
 
@@ -60,7 +64,7 @@ class RecursivePairBalance(Balancer):
         blocks = dataclasses.replace(decide, tile_size=self.batch_size)
         rows_RD = without_nan(rows_RD)
         for rows, thresholds in blocks.tiles(rows_RD, decide.thresholds_RN):
-            squares = (rows * rows).sum(1, keepdim=True)
+            squares = squared_norms(rows).unsqueeze(1)
             products = decide.whole(torch.cat([rows @ sums.T, squares], dim=1))
             # A sample that is not finite has products of 0 and is not added.
             finite = torch.isfinite(products[:, -1:])
@@ -70,7 +74,7 @@ class RecursivePairBalance(Balancer):
                 torch.where(finite, each[: len(rows)], torch.zeros_like(each[:1]))
                 for each in sorted_
             )
-            sums = torch.addmm(sums, weights.T, rows)
+            sums.addmm_(weights.T, rows)
             placements.append(placed.squeeze(1).to(self.placement_dtype))
         return {"sums": sums}, torch.cat(placements)
 

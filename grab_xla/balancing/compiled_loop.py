@@ -34,8 +34,10 @@ def balance_in_sequence(
     thresholds: Tensor | None,
     depth: int = 0,
     tie: str = "negative",
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Balances ``minuend - subtrahend``, row after row, down a tree of accumulators.
+
+    The accumulators change in place, because a tree has more of them than rows.
 
     Args:
         minuends: ``(R, D)`` of `DTYPES` on the CPU; rows may be strided.
@@ -47,10 +49,9 @@ def balance_in_sequence(
             inner product equals its threshold; see `Decisions`.
 
     Returns:
-        The new sums, and ``(R,)`` int32 placements; see `reorder`.
+        ``(R,)`` int32 placements; see `reorder`.
     """
     num_rows = len(minuends)
-    sums = sums.clone(memory_format=torch.contiguous_format)
     placements = np.zeros(num_rows, dtype=np.int32)
     if thresholds is None:
         thresholds = torch.zeros(1, 1, dtype=sums.dtype).expand(num_rows, depth + 1)
@@ -59,7 +60,7 @@ def balance_in_sequence(
         limits = np.ascontiguousarray(thresholds.numpy())
         x, y = _rows(minuends), _rows(subtrahends)
         loop(x, y, sums.numpy(), limits, depth, tie == "positive", placements)
-    return sums, torch.from_numpy(placements)
+    return torch.from_numpy(placements)
 
 
 def _rows(tensor: Tensor) -> Rows:

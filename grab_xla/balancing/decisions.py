@@ -46,7 +46,8 @@ class Decisions:
             +1 with probability 1/2 - p / 2c, which is p < c (1 - 2 uniform).
         sum_: Adds partial inner products over the shards of the columns, in place.
         tile_size: How many rows' inner products are formed at once; None means all.
-        loops: Whether to balance in a compiled loop instead; see `compiled_loop`.
+        loops: Whether a compiled loop visits the rows of a tile one by one instead;
+            see `compiled_loop`.
     """
 
     tie: str = "negative"
@@ -58,7 +59,7 @@ class Decisions:
     def tiles(
         self, rows_RD: Tensor, thresholds_RN: Tensor | None = None
     ) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yields tiles of rows with their thresholds, in order."""
+        """Yields tiles of rows with their thresholds, or their weights, in order."""
         size = self.tile_size or max(len(rows_RD), 1)
         for start in range(0, len(rows_RD), size):
             own = slice(start, start + size)
@@ -83,8 +84,12 @@ class Decisions:
         self, rows_RD: Tensor, centre_1D: Tensor, vectors_VD: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Returns `gram` of ``rows - centre`` without forming the differences."""
-        others = torch.cat([vectors_VD, centre_1D])
-        products = [rows_RD @ rows_RD.T, rows_RD @ others.T, centre_1D @ others.T]
+        # Products are joined rather than vectors, of which a tree has many.
+        with_others, of_centre = (
+            torch.cat([each @ vectors_VD.T, each @ centre_1D.T], dim=1)
+            for each in (rows_RD, centre_1D)
+        )
+        products = [rows_RD @ rows_RD.T, with_others, of_centre]
         self.sum_(products)
         gram, with_others, of_centre = products
         with_centre = with_others[:, -1:]
@@ -132,6 +137,11 @@ def finite_rows(gram_RR: Tensor) -> Tensor:
     return torch.isfinite(torch.diagonal(gram_RR))
 
 
+def squared_norms(rows_RD: Tensor) -> Tensor:
+    """Returns the rows' squared norms, ``(R,)``, without a copy of the rows."""
+    return torch.linalg.vector_norm(rows_RD, dim=1).square()
+
+
 def nonfinite_marker(dtype: torch.dtype) -> float:
     """Returns the number that replaces an entry that is not finite."""
     return torch.finfo(dtype).max / 4
@@ -143,7 +153,7 @@ def without_nan(rows_RD: Tensor) -> Tensor:
     Its square overflows, so the norm of the row shows it; but its product with a weight
     of 0 is 0, so leaving the row out takes no other pass through all rows.
     """
-    if traits(rows_RD).is_host and math.isfinite(float(rows_RD.sum())):
+    if _is_known_finite(rows_RD):
         return rows_RD
     huge = nonfinite_marker(rows_RD.dtype)
     return torch.nan_to_num(rows_RD, nan=huge, posinf=huge, neginf=huge)
@@ -153,5 +163,12 @@ def mark_nonfinite(values_RD: Tensor, *sources_RD: Tensor) -> Tensor:
     """Returns ``values``, made huge where a source they come from is not finite."""
     huge = nonfinite_marker(values_RD.dtype)
     for source in sources_RD:
+        if _is_known_finite(source):
+            continue
         values_RD = torch.where(source.abs() < huge, values_RD, huge)
     return values_RD
+
+
+def _is_known_finite(rows_RD: Tensor) -> bool:
+    """Returns True where a look at the rows costs little and says that they are."""
+    return traits(rows_RD).is_host and math.isfinite(float(rows_RD.sum()))

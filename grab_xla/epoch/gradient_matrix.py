@@ -1,17 +1,24 @@
-"""Per-sample gradients as rows of one matrix."""
+"""Per-sample gradients as rows of one matrix, which is formed in pieces."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
+
+from xla_replica import traits
+
+# How many numbers are formed at once: 16 and 64 MiB in float32. Smaller pieces would
+# take notable time in calls.
+PIECE_ON_HOST, PIECE_ON_DEVICE = 2**22, 2**24
 
 
 class GradientMatrix:
     """Turns a dict of per-sample gradients into ``(B, d)``, parameter after parameter.
 
-    Of the parameters it keeps only the shapes; ``num_columns`` is d.
+    A whole copy of the gradients is made only where the balance needs it. Of the
+    parameters it keeps only the shapes; ``num_columns`` is d.
     """
 
     def __init__(
@@ -30,20 +37,39 @@ class GradientMatrix:
         self._dtype, self._device = dtype, device
         self.num_columns = sum(p.numel() for p in parameters.values())
 
-    def __call__(
-        self, per_sample_grads: Mapping[str, Tensor], batched: bool = True
-    ) -> Tensor:
-        """Returns ``(B, d)`` detached rows of gradients that `count` accepts.
+    def pieces(
+        self,
+        per_sample_grads: Mapping[str, Tensor],
+        batched: bool = True,
+        multiple: int | None = 1,
+        copies: int = 1,
+    ) -> Iterator[list[Tensor]]:
+        """Yields some rows after the others, each time as a list of their columns.
 
-        These are ``(B, *shape)``, or ``shape`` for one sample if not ``batched``.
+        The columns of R rows are detached parts of shape ``(R, numel)``, one for every
+        parameter. All rows come at once on a lazy backend, where every piece would be a
+        part of the program.
+
+        Args:
+            per_sample_grads: Gradients that `count` accepts: ``(B, *shape)``, or
+                ``shape`` for one sample if not ``batched``.
+            multiple: R is a multiple of it, but for the last rows. None means all rows.
+            copies: How many numbers the caller forms for each one of a piece.
         """
-        parts = []
-        for name in self._shapes:
-            grad = per_sample_grads[name].detach()
-            grad = grad if batched else grad.unsqueeze(0)
-            rows = grad.flatten(1) if grad.dim() > 1 else grad.unsqueeze(1)
-            parts.append(rows.to(device=self._device, dtype=self._dtype))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        grads = [per_sample_grads[name].detach() for name in self._shapes]
+        grads = grads if batched else [grad.unsqueeze(0) for grad in grads]
+        kind = traits(self._device)
+        if multiple is None or kind.is_lazy:
+            yield [self._columns(grad) for grad in grads]
+            return
+        numbers = PIECE_ON_HOST if kind.is_host else PIECE_ON_DEVICE
+        size = max(1, numbers // (copies * multiple * self.num_columns)) * multiple
+        for first in range(0, len(grads[0]), size):
+            yield [self._columns(grad[first : first + size]) for grad in grads]
+
+    def _columns(self, grad: Tensor) -> Tensor:
+        rows = grad.flatten(1) if grad.dim() > 1 else grad.unsqueeze(1)
+        return rows.to(device=self._device, dtype=self._dtype)
 
     def count(self, grads: Mapping[str, Tensor], batched: bool = True) -> int:
         """Returns how many samples these are the gradients of, after checking them."""

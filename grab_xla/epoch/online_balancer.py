@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from torch import Tensor
 from grab_xla.balancers import Ordering, State
 from grab_xla.balancing import compiled_loop
 from grab_xla.balancing.decisions import TIES, Decisions
+from grab_xla.epoch import gradient_matrix
 from grab_xla.epoch.columns import Columns
 from grab_xla.epoch.epoch_metrics import EpochMetrics
 from xla_replica import traits
@@ -27,7 +30,9 @@ class OnlineBalancer:
 
     Only `placements` reads the device, once an epoch. A ``tile_size`` of None is chosen
     by backend; without a ``walk_constant``, c of the self-balancing walk, signs are not
-    drawn. ``num_seen`` counts samples of this epoch that were balanced or skipped.
+    drawn. ``num_seen`` counts samples of this epoch that were balanced or skipped. A
+    step may be balanced in pieces of a multiple of ``piece_size`` rows, one after the
+    other; None means that it may not.
     """
 
     def __init__(
@@ -50,8 +55,16 @@ class OnlineBalancer:
             check_number("prob_balance_c", walk_constant, above=0)
         on_host = traits(columns.device).is_host and not columns.shards
         loops = on_host and tile_size is None and compiled_loop.available()
-        if on_host and tile_size is None:
+        # Replicas exchange a step at once, and a program would hold every piece.
+        whole = self._replica.num_replicas > 1 or self._replica.is_lazy
+        self.piece_size = None if whole else ordering.piece_size
+        if loops:
+            tile_size = max(1, gradient_matrix.PIECE_ON_HOST // columns.num_own)
+        elif on_host and tile_size is None:
             tile_size = CPU_TILE_SIZE
+        if self.piece_size is not None and tile_size is not None and not loops:
+            # Whole tiles, of vectors that come from up to two rows each.
+            self.piece_size = math.lcm(self.piece_size, 2 * tile_size)
         self._decisions = Decisions(tie, None, columns.all_reduce_, tile_size, loops)
         shape = (columns.num_own, columns.dtype, columns.device)
         self.state: State = ordering.init(*shape)
@@ -79,8 +92,17 @@ class OnlineBalancer:
             self._uniforms = torch.rand(size, **like)
 
     @torch.no_grad()
-    def balance(self, rows_RD: Tensor) -> None:
-        """Balances this replica's columns of the next R samples, with all replicas."""
+    def balance(self, pieces: Callable[[], Iterable[Tensor]]) -> None:
+        """Balances this replica's columns of a step's samples, with all replicas.
+
+        ``pieces`` returns them, ``(R, columns)`` at a time; see ``piece_size``.
+        """
+        self.state = self._ordering.begin_step(self.state, pieces(), self._decisions)
+        for rows in pieces():
+            self._balance(rows)
+            del rows  # before the next ones are formed
+
+    def _balance(self, rows_RD: Tensor) -> None:
         self._metrics.observe(rows_RD)
         decide = self._decisions
         if self._uniforms is not None and self._walk_constant is not None:

@@ -61,7 +61,7 @@ class PendingMinibatches:
             minibatches = [rows.clone() for rows in received.unbind(0)]
             self._replica.sync()
             for rows in minibatches[: num_minibatches - first]:
-                balancer.balance(rows)
+                balancer.balance(lambda rows=rows: [rows])
                 self._replica.sync()
         self.minibatches = []
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 from pathlib import Path
 
 import pytest
+import torch
 from support.documents import ROOT, anchors, block, blocks, links, pages, read
+from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
+from grab_xla import BALANCE_TYPES
 
 PAGES = pytest.mark.parametrize(
     "page", pages(), ids=lambda page: str(page.relative_to(ROOT))
@@ -64,6 +68,49 @@ def test_a_rule_works_without_a_wrapper():
     names: dict[str, object] = {"vbs": vbs}
     exec(block("docs/variable_batch_size.md", "python", "rule.update"), names)
     assert names["scaled"].lr == pytest.approx(2e-3)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/grab_xla.md"])
+def test_the_loops_that_order_samples_run(page):
+    torch.manual_seed(0)
+    x = torch.randn(40, 3)
+    names: dict[str, object] = {
+        "dataset": TensorDataset(x, (x.sum(1) > 0).long()),
+        "model": (model := torch.nn.Linear(3, 2)),
+        "epochs": 2,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "DataLoader": DataLoader,
+        "F": torch.nn.functional,
+    }
+    exec(block(page, "python", "sampler.step("), names)
+    assert names["sampler"].num_seen == 40
+    assert (model(x).argmax(1) == names["dataset"].tensors[1]).float().mean() > 0.6
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/grab_xla.md"])
+def test_a_gain_is_told_with_its_cost(page):
+    """Orders are compared after equally many epochs, which do not cost the same."""
+    text = " ".join(read(page).split())
+    assert "same cost" not in text
+    assert re.search(r"8 to 76 times.*?(an epoch|ordered step)", text, re.IGNORECASE)
+    assert "#what-an-epoch-costs" in text
+
+
+def test_balance_types_hold_the_vectors_that_their_table_says():
+    rows = re.findall(r"^\| (`.+?) \|.*?\| `([^`]+)`[^`|]*\|[^|]*\|$",
+                      read("docs/grab_xla.md"), re.MULTILINE)  # fmt: skip
+    told = {name: held for names, held in rows for name in re.findall("`(.*?)`", names)}
+    assert told.keys() == BALANCE_TYPES.keys()
+    for name, held in told.items():
+        fields = dataclasses.fields(BALANCE_TYPES[name])
+        options = {
+            field.name: 32 if field.name == "batch_size" else None
+            for field in fields
+            if field.default is dataclasses.MISSING
+        }
+        balance_type = BALANCE_TYPES[name](**options)
+        values = {field.name: getattr(balance_type, field.name) for field in fields}
+        assert eval(held, values) == balance_type.num_vectors, name
 
 
 def test_headings_become_anchors_as_on_github(tmp_path):

@@ -7,6 +7,8 @@ import torch
 from support.reference import not_compared
 
 from grab_xla import GraBSampler
+from grab_xla.epoch import gradient_matrix
+from tools.benchmarks.bench_per_sample import peak_memory
 from tools.references import grab_sampler
 
 D = 40
@@ -112,6 +114,45 @@ def test_projected_orders_are_equal(package, balance_type, kind):
     assert theirs.sorter.PI.dd == mine._project.num_outputs
     theirs.sorter.PI.project = mine._project
     assert_same_orders(theirs, mine, 90, 7)
+
+
+MEMORY = [
+    ("mean", {}),
+    ("mean", {"normalize_grads": True}),
+    ("mean", {"random_projection": "kron"}),
+    ("pair", {}),
+    ("recursive", {}),
+    ("recursive-pair", {"batch_size": 32}),
+    ("sign", {}),
+    ("batch", {"batch_size": 32}),
+    ("ema", {}),
+    ("adaema", {}),
+    ("adamean", {}),
+    ("norm", {}),
+]
+
+
+@pytest.mark.parametrize("tile_size", [None, 4])
+@pytest.mark.parametrize(("balance_type", "options"), MEMORY)
+def test_a_step_takes_no_more_memory(
+    package, balance_type, options, tile_size, monkeypatch
+):
+    """A tile size makes a CPU do what it does without Numba."""
+    # A small model, so pieces are as small beside it as usual.
+    monkeypatch.setattr(gradient_matrix, "PIECE_ON_HOST", 2**18)
+    shapes = {"a": (100, 100), "b": (100,), "c": (9000,)}
+    parameters = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    grads = {name: torch.randn(32, *shape) for name, shape in shapes.items()}
+    theirs = package.GraBSampler(range(64), parameters, balance_type, "cpu", **options)
+    mine = GraBSampler(
+        range(64), parameters, balance_type, tile_size=tile_size, **options
+    )
+    peaks = []
+    for sampler in (theirs, mine):
+        list(sampler)
+        sampler.step(grads)
+        peaks.append(peak_memory(lambda s=sampler: s.step(grads)))
+    assert peaks[1] <= peaks[0]
 
 
 def test_uncentred_batches_are_equal(package):

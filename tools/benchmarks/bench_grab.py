@@ -10,6 +10,21 @@ into a temporary folder.
     python tools/benchmarks/bench_grab.py                # on this CPU
     python tools/benchmarks/bench_grab.py --device xla   # XLA:CPU, or a TPU
     python tools/benchmarks/bench_grab.py --device cuda --output grab-cuda.json
+
+With ``--memory`` it measures instead the most memory that a step takes on this CPU
+beyond what was held before, the gradients included, as torch's profiler counts it. The
+gradients are those of 32 samples and a multilayer perceptron with 1.3 million
+parameters; ``grab_xla`` balances them with Numba and, in tiles of four, as without it.
+
+    python tools/benchmarks/bench_grab.py --memory
+
+With ``--training`` it measures what an ordered epoch costs beside a plain one: the
+processor time of a step with every sample's gradient (forward and backward pass, the
+sampler's step, the mean, the update) over that of an ordinary step, on one thread.
+They take turns; the result is the median of the ratios within a round. The models are
+those of bench_per_sample.py and a softmax regression with 650 parameters.
+
+    python tools/benchmarks/bench_grab.py --training
 """
 
 from __future__ import annotations
@@ -19,20 +34,47 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 import grab_xla
+import per_sample_grad as psg
 import xla_replica
+from tools.benchmarks.bench_per_sample import MODELS, losses_of, peak_memory
 from tools.record import save
 from tools.references import grab_sampler
 
 STEPS = 2  # per epoch: with more, grab-sampler on XLA takes hours
+# What memory is measured of: widths of the layers, samples in a step, and samplers.
+WIDTHS, BATCH = (784, 1024, 512, 10), 32
+SAMPLERS: list[tuple[str, dict[str, Any]]] = [
+    ("mean", {}),
+    ("mean", {"normalize_grads": True}),
+    ("mean", {"random_projection": "kron"}),
+    ("pair", {}),
+    ("recursive", {"depth": 5}),
+    ("recursive-pair", {"batch_size": BATCH}),
+    ("sign", {}),
+    ("batch", {"batch_size": BATCH}),
+    ("ema", {}),
+    ("adaema", {}),
+    ("adamean", {}),
+    ("norm", {}),
+]
+# What an epoch's cost is measured of.
+TRAINED: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "pair": {},
+    "recursive": {"depth": 5},
+    "recursive-pair": {"batch_size": BATCH},
+}
 
 
 def main() -> None:
@@ -41,8 +83,14 @@ def main() -> None:
         error = grab_sampler.install(Path(folder))
         if error is not None:
             sys.exit(f"grab-sampler {grab_sampler.VERSION} is not available: {error}")
-        (cells,) = xla_replica.launch(measure, (args, folder), 1, args.device)
-    print_table(cells)
+        if args.memory:
+            cells, unit = measure_memory(Path(folder)), "MiB"
+        elif args.training:
+            cells, unit = measure_training(args.epochs), "times an ordinary step"
+        else:
+            (cells,) = xla_replica.launch(measure, (args, folder), 1, args.device)
+            unit = "microseconds per sample"
+            print_table(cells)
     if args.output is not None:
         save(
             args.output,
@@ -50,10 +98,98 @@ def main() -> None:
                 "device": args.device,
                 "threads": torch.get_num_threads(),
                 "grab-sampler": grab_sampler.VERSION,
-                "unit": "microseconds per sample",
+                "unit": unit,
                 "cells": cells,
             },
         )
+
+
+def measure_memory(folder: Path) -> list[dict[str, Any]]:
+    """Returns, and prints, the peak of a step of every sampler in MiB."""
+    shapes = {f"{i}.bias": (width,) for i, width in enumerate(WIDTHS[1:])}
+    shapes |= {f"{i}.weight": pair for i, pair in enumerate(zip(WIDTHS[1:], WIDTHS))}
+    parameters = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    grads = {name: torch.randn(BATCH, *shape) for name, shape in shapes.items()}
+    given = sum(value.nbytes for value in grads.values()) / 2**20
+    print(f"gradients: {given:.0f} MiB")
+    ways = {"grab_xla": {}, "grab_xla without Numba": {"tile_size": 4}}
+    cells = []
+    with grab_sampler.imported(folder) as package:
+        for balance_type, options in SAMPLERS:
+            given_to = (range(2 * BATCH), parameters, balance_type, "cpu")
+            samplers = {"grab-sampler": package.GraBSampler(*given_to, **options)}
+            for way, extra in ways.items():
+                sampler = grab_xla.GraBSampler(*given_to, **options, **extra)
+                samplers[way] = sampler
+            peaks = {way: peak_of_step(each, grads) for way, each in samplers.items()}
+            cells.append({"type": balance_type, "options": options, **peaks})
+            print(balance_type, options, {way: f"{x:.0f}" for way, x in peaks.items()})
+    return cells
+
+
+def measure_training(rounds: int) -> list[dict[str, Any]]:
+    """Returns, and prints, how many times a plain step each model's steps take."""
+    torch.set_num_threads(1)
+    small = (lambda: nn.Linear(64, 10), lambda batch: torch.randn(batch, 64))
+    cells = []
+    for name, (build, draw) in {"softmax regression": small, **MODELS}.items():
+        x, y = draw(BATCH), torch.randint(0, 10, (BATCH,))
+        steps = {"plain": plain_step(build(), x, y)}
+        for balance_type, options in TRAINED.items():
+            model = build()
+            parameters = dict(model.named_parameters())
+            samples = range(BATCH * 2 * (rounds + 3))
+            sampler = grab_xla.GraBSampler(samples, parameters, balance_type, **options)
+            list(sampler)
+            steps[balance_type] = ordered_step(model, x, y, sampler)
+        ratios: dict[str, list[float]] = {way: [] for way in TRAINED}
+        for turn in tqdm(range(rounds + 2), name, disable=None):
+            times = {}
+            for way, step in steps.items():
+                began = time.process_time()
+                step()
+                step()
+                times[way] = time.process_time() - began
+            for way in ratios if turn >= 2 else ():
+                ratios[way].append(times[way] / times["plain"])
+        found = {way: statistics.median(each) for way, each in ratios.items()}
+        cells.append({"model": name, **found})
+        print(name, {way: round(ratio, 2) for way, ratio in found.items()})
+    return cells
+
+
+def plain_step(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        losses_of(model, x, y).mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def ordered_step(
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor, sampler: grab_xla.GraBSampler
+) -> Callable[[], Any]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step() -> None:
+        with psg.capture(model) as recorded:
+            losses = losses_of(model, x, y)
+        gradients = recorded.backward(losses).materialize()
+        sampler.step(gradients)
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name].mean(0)
+        optimizer.step()
+
+    return step
+
+
+def peak_of_step(sampler: Any, grads: dict[str, torch.Tensor]) -> float:
+    list(sampler)
+    sampler.step(grads)  # compiles the loop
+    return peak_memory(lambda: sampler.step(grads)) / 2**20
 
 
 def measure(rank: int, args: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
@@ -130,6 +266,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", type=int, default=[10**4, 10**5, 10**6])
     parser.add_argument("--batches", nargs="+", type=int, default=[16, 64])
     parser.add_argument("--epochs", type=int, default=5, help="epochs that count")
+    parser.add_argument(
+        "--memory", action="store_true", help="measure memory instead of time"
+    )
+    parser.add_argument(
+        "--training", action="store_true", help="measure what an ordered step costs"
+    )
     parser.add_argument("--output", type=Path, help="JSON to write")
     return parser.parse_args()
 

@@ -43,7 +43,6 @@ def run_in_children(
     watch: Callable[[Sequence[BaseProcess], str], ReplicaError | None],
     num_replicas: int,
     variables: Mapping[str, str] | None = None,
-    may_fork: bool = True,
 ) -> list[Any]:
     """Runs replicas in child processes and returns or raises as `collect_results` does.
 
@@ -51,10 +50,9 @@ def run_in_children(
     process, and the folder is shared for `exit_results` and `forwarding`.
     ``watch(processes, folder)`` returns when the replicas have ended, with the error if
     they ended badly; a process that still runs is then killed. ``variables`` are set in
-    the environment of the children alone. Without ``may_fork`` they are spawned, as for
-    a runtime that does not survive a fork and that importing torch loads.
+    the environment of the children alone.
     """
-    context = _context(may_fork)
+    context = _context()
     with tempfile.TemporaryDirectory(prefix="xla_replica") as folder:
         processes = [
             context.Process(
@@ -98,10 +96,9 @@ def cause_of_death(exit_code: int) -> str:
     return f"signal {-exit_code}" if exit_code < 0 else f"exit status {exit_code}"
 
 
-def _context(may_fork: bool) -> ForkServerContext | SpawnContext:
+def _context() -> ForkServerContext | SpawnContext:
     """Returns what starts processes that must begin with `_Surroundings.enter`."""
-    # Other systems: forking after an import is not always safe there.
-    if not may_fork or sys.platform != "linux":
+    if sys.platform != "linux":  # where forking after an import is not always safe
         return mp.get_context("spawn")
     resource_tracker.ensure_running()  # which would unblock signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_REPLICAS)
@@ -130,7 +127,6 @@ class _Surroundings:
         os.environ.update(self._variables)
         for number, file in zip(_FILES, self._files):
             received = file.detach()
-            if received != number:  # a spawned process has it already
-                os.dup2(received, number)
-                os.close(received)
+            os.dup2(received, number)
+            os.close(received)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_REPLICAS)
