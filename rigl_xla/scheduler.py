@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef
 
 import xla_replica
 from rigl_xla import state
@@ -31,7 +32,7 @@ from rigl_xla.topology.update_schedule import UpdateSchedule
 from rigl_xla.update.collect import begin_, collect_, collects, is_collecting
 from rigl_xla.update.drift import check_equal
 from rigl_xla.update.topology_update import change_
-from xla_replica import AccumulationHook, Replica
+from xla_replica import AccumulationHook, Replica, traits
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +202,7 @@ class RigLScheduler(RigLTorchNames):
         check_bound(layer.weight for layer in self._layers)
         if self._collects:
             for layer in self._layers:
-                layer.drop_discarded()
+                layer.end_backward()
         self._take_assigned()
         return not (self.options.skip_step and self._end_step())
 
@@ -215,7 +216,7 @@ class RigLScheduler(RigLTorchNames):
         for handle in self._handles:
             handle.remove()
         for layer in self._layers:
-            layer.pending = layer.gradient = None
+            layer.pending = layer.gradient = layer.discarded = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy has in common: no hooks, and no bond to this process."""
@@ -361,7 +362,7 @@ class RigLScheduler(RigLTorchNames):
         for layer in self._layers:
             parameter = layer.weight.parameter
             mask = AccumulationHook(functools.partial(_mask_gradient, owner, layer))
-            note = functools.partial(_note_accumulation, layer)
+            note = functools.partial(_note_accumulation, owner, layer)
             handles = [
                 parameter.register_hook(mask),
                 parameter.register_post_accumulate_grad_hook(note),
@@ -390,7 +391,7 @@ class RigLScheduler(RigLTorchNames):
     @torch.no_grad()
     def _take_assigned(self) -> None:
         """Masks gradients that no hook has seen, and collects them where needed."""
-        can_read = self.replica.is_host and self.replica.num_replicas == 1
+        alone = self.replica.num_replicas == 1
         for layer in self._layers:
             grad = layer.weight.parameter.grad
             if grad is None or layer.hooked:
@@ -398,6 +399,7 @@ class RigLScheduler(RigLTorchNames):
             layer.follow(grad.device)
             if self._collects:
                 is_dense = layer.add_assigned()
+                can_read = alone and traits(grad).is_host
                 if not can_read or bool(is_dense):
                     self._has_gradients = True
             zero_inactive_(grad.detach(), layer.mask)
@@ -431,6 +433,7 @@ class RigLScheduler(RigLTorchNames):
             collect_(self._layers, self.replica, num_steps, momentum)
         for layer in self._layers:
             layer.hooked = False
+            layer.discarded = layer.accumulated = None
         if due:
             self.rigl_steps += 1
         if due and self._layers:
@@ -464,9 +467,13 @@ def _mask_gradient(
     return torch.where(layer.mask, grad, grad.new_zeros(()))
 
 
-def _note_accumulation(layer: SparseLayer, parameter: torch.Tensor) -> None:
-    del parameter
+def _note_accumulation(
+    owner: weakref.ref[RigLScheduler], layer: SparseLayer, parameter: torch.Tensor
+) -> None:
     layer.hooked = True
+    pruner = owner()
+    if pruner is not None and pruner._collects:
+        layer.accumulated = TensorWeakRef(parameter.grad)
 
 
 @torch.no_grad()

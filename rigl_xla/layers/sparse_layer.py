@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from rigl_xla.layers.weights import Weight
 from rigl_xla.topology.structure import RowPattern
@@ -36,6 +38,8 @@ class SparseLayer:
             backward passes.
         hooked: Whether ``.grad`` holds what backward passes of the current step have
             added, masked.
+        accumulated: The ``.grad`` that they have added to.
+        discarded: The pending ones whose ``.grad`` was taken away in this step.
         gradient: The dense gradient of earlier steps, over all replicas.
     """
 
@@ -48,6 +52,8 @@ class SparseLayer:
     pattern: RowPattern | None = None
     pending: torch.Tensor | None = None
     hooked: bool = False
+    accumulated: TensorWeakRef | None = None
+    discarded: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
 
     @classmethod
@@ -70,6 +76,10 @@ class SparseLayer:
         counts = torch.tensor([num_active, 0, 0, num_ever], dtype=torch.int32)
         counts = counts.to(mask.device)
         return cls(weight, sparsity, num_active, mask, ever, counts, pattern)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy has in common: copied parameters have no ``.grad``."""
+        return {**vars(self), "accumulated": None}
 
     @property
     def name(self) -> str:
@@ -105,10 +115,27 @@ class SparseLayer:
             return
         grad = self.weight.parameter.grad
         if grad is None:
+            before, self.discarded = self.discarded, self.pending
+            if before is not None and self.pending is not None:
+                self.discarded = before + self.pending
             self.pending, self.hooked = None, False
         elif self.pending is not None:  # it may have been zeroed in place
             zero = self.pending.new_zeros(())
             self.pending = torch.where((grad != 0).any(), self.pending, zero)
+
+    def end_backward(self) -> None:
+        """Makes up for what only seemed to be discarded.
+
+        Where ``.grad`` was taken away after several backward passes, and something made
+        of all that assigned in the end (a mean of samples, a sum of tasks), none of the
+        passes is discarded.
+        """
+        self.drop_discarded()
+        grad, before = self.weight.parameter.grad, self.discarded
+        accumulated = self.accumulated and self.accumulated()
+        if before is not None and grad is not None and grad is not accumulated:
+            self.pending = before if self.pending is None else before + self.pending
+        self.discarded = self.accumulated = None
 
     def add_assigned(self) -> torch.Tensor:
         """Adds what ``.grad`` has that no hook has seen, if it is a dense gradient.

@@ -52,6 +52,17 @@ def by_autograd(model, images, labels):
     assign(model, dict(zip(dict(model.named_parameters()), found)))
 
 
+def by_passes(model, images, labels):
+    """Takes the gradient of each sample away and assigns the mean."""
+    rows: dict[str, list[torch.Tensor]] = {}
+    for image, label in zip(images, labels):
+        model.zero_grad()
+        F.cross_entropy(model(image[None]), label[None]).backward()
+        for name, parameter in model.named_parameters():
+            rows.setdefault(name, []).append(parameter.grad)
+    assign(model, {name: torch.stack(found).mean(0) for name, found in rows.items()})
+
+
 def run_of(gradients, device="cpu", **options):
     """Returns masks after every step, and the pruner."""
     model = convnet().double().to(device)
@@ -73,7 +84,9 @@ def run_of(gradients, device="cpu", **options):
     [{}, {"skip_step": False}, {"grad_accumulation_n": 3}, {"method": "snfs"}],
     ids=["rigl", "single-call", "window", "snfs"],
 )
-@pytest.mark.parametrize("gradients", [by_functions, by_capture, by_autograd])
+@pytest.mark.parametrize(
+    "gradients", [by_functions, by_capture, by_autograd, by_passes]
+)
 def test_topology_and_weights_are_those_of_backward_passes(gradients, options):
     expected, other = run_of(by_backward, **options)
     found, pruner = run_of(gradients, **options)

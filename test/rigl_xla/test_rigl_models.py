@@ -129,12 +129,14 @@ def test_a_copy_trains_as_the_original_would(how, skip_step):
     train(model, optimizer, pruner, range(2))  # within a window of collected gradients
     together = how((model, optimizer, pruner))
     alone = how(pruner)
+    F.cross_entropy(model(batch(2)[0]), batch(2)[1]).backward()
+    runs = [how((model, optimizer, pruner))]  # without the gradients, as a model's
     before = copy.deepcopy(model.state_dict())
-    runs = [together, (alone.model, alone.optimizer, alone)]
+    runs += [together, (alone.model, alone.optimizer, alone)]
     for one in runs:
         train(*one, range(2, 13))
     assert equal(before, model.state_dict())
-    train(model, optimizer, pruner, range(2, 13))
+    train(model, optimizer, pruner, range(2, 13))  # from another zero_grad() on
     for model_, _, pruner_ in runs:
         assert pruner_.rigl_steps == 4
         assert inactive_are_zero(pruner_)
