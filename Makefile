@@ -12,7 +12,7 @@ TORCH ?= torch==2.13.0
 # A process per core; a file's tests stay together, they share what is slow to set up.
 PYTEST_ARGS ?= -n auto --dist loadfile
 
-REQUIREMENTS_xla = -e '.[xla,examples,test]'
+REQUIREMENTS_xla = -e '.[xla-cpu,examples,test]'
 REQUIREMENTS_torch = '$(TORCH)' -e '.[test]'
 REQUIREMENTS_outside = '$(TORCH)' -e '.[test,outside]'
 # Packages whose dependencies are old or large, and not needed for what we run of them.

@@ -18,6 +18,8 @@ PACKAGES = sorted(
     for path in (ROOT / name).rglob("__init__.py")
 )
 
+TORCH_XLA, TORCH_OF_XLA = "torch_xla==2.9.0", "torch>=2.9,<2.10"
+
 setup(
     name="elastic-xla",
     version="0.1.0",
@@ -32,12 +34,18 @@ setup(
     python_requires=">=3.10",
     packages=PACKAGES,
     package_data={package: ["py.typed"] for package in NAMES},
-    # torch is pinned in the xla extra only: torch_xla needs exactly 2.9, its successor
-    # torch_tpu needs 2.11 or newer, and everybody else wants their own.
+    # torch is pinned in these extras only: torch_xla needs exactly 2.9, its successor
+    # torch_tpu 2.11 or newer (and Python 3.11), so that no environment has both, and
+    # everybody else wants their own.
     install_requires=["torch", "numpy", "pandas", "tensorboardX", "tqdm"],
     extras_require={
-        "xla": ["torch_xla==2.9.0", "torch>=2.9,<2.10"],
-        "tpu": ["torch_tpu", "torch>=2.11"],
+        # XLA replicas emulated on a CPU.
+        "xla-cpu": [TORCH_XLA, TORCH_OF_XLA],
+        "xla": [TORCH_XLA, TORCH_OF_XLA],  # its earlier name
+        # A TPU VM: torch_xla's own extra brings libtpu.
+        "xla-tpu": [TORCH_XLA.replace("==", "[tpu]=="), TORCH_OF_XLA],
+        # A TPU VM with TorchTPU, which brings libtpu itself.
+        "torchtpu": ["torch_tpu>=0.2", "torch>=2.11"],
         # Balancing on a CPU: without it, a few times slower.
         "grab": ["numba"],
         # PoolScores.to_parquet.

@@ -23,7 +23,7 @@ from variable_batch_size.step.attached import Attached, Update
 from variable_batch_size.step.buffers import average_buffers
 from variable_batch_size.step.gradients import StepGradients
 from variable_batch_size.step.step_counter import StepCounter
-from variable_batch_size.step.weights import StepWeight
+from variable_batch_size.step.weights import StepWeight, is_zero
 from xla_replica import Replica, ReplicaError
 
 logger = logging.getLogger(__name__)
@@ -147,6 +147,7 @@ class ElasticOptimizer(OptimizerProxy):
         self._gradients = StepGradients(optimizer, self.replica, self.noise)
         self._counter = StepCounter(sampler.plan, self.replica.rank, announced=False)
         self._num_minibatches_seen = 0  # since buffers were averaged
+        self._num_minibatches = 0  # of all epochs
         self._last_lr: tuple[Any, ...] = self.get_lr()
 
     # --- the training loop's calls --------------------------------------------------
@@ -181,7 +182,8 @@ class ElasticOptimizer(OptimizerProxy):
                 "accumulated, on each replica separately. Train in bfloat16, which "
                 "needs no scaling"
             )
-        if not self._end_minibatch(self._checked_weight(weight)):
+        on_device = self._checked_weight(weight)
+        if not self._end_minibatch(on_device, needs_backward=not is_zero(weight)):
             return 0
         self._update()
         return 1 + self._join_idle_steps()
@@ -244,7 +246,10 @@ class ElasticOptimizer(OptimizerProxy):
             TypeError: ``target`` is neither, or a scheduler whose step needs a metric,
                 or a function with a unit; or iterations are not measured.
             ValueError: ``unit`` or ``every`` is not allowed.
+            ReplicaError: This replica has joined updates of the epoch, and other
+                replicas have not made them yet: attach before `set_epoch`.
         """
+        self._counter.check_attach()
         self._attached.add(target, unit, every)
 
     def average_buffers(self, model: nn.Module) -> None:
@@ -402,17 +407,19 @@ class ElasticOptimizer(OptimizerProxy):
             )
         return self._weight.on_device(weight)
 
-    def _end_minibatch(self, weight: torch.Tensor | None) -> bool:
+    def _end_minibatch(self, weight: torch.Tensor | None, needs_backward: bool) -> bool:
         """Takes in a minibatch; returns whether an update is due after it."""
         counter = self._counter.follow(self.sampler.plan)
         if counter is not self._counter:
             self._agreement.allow_change()  # hyperparameters may change between epochs
         self._counter = counter
-        self._gradients.accept(counter.substep, weight)
+        checks.check_yielded(self.sampler, self._num_minibatches + 1)
+        self._gradients.accept(counter.substep, weight, needs_backward)
         if self._weight is not None:
             self._weight.add(weight)
         self._agreement.check_unchanged(self.inner.param_groups, counter)
         self._num_minibatches_seen += 1
+        self._num_minibatches += 1
         is_last = counter.count_minibatch()
         self.replica.sync()  # the minibatch graph ends here, on every replica alike
         if not is_last:
@@ -491,7 +498,9 @@ class ElasticOptimizer(OptimizerProxy):
             factors = self.noise.update(total) if self.noise else None
             if self.max_grad_norm is not None:
                 self._gradients.clip_(self.max_grad_norm)
-            return step(factors if self.rule.measured else None, ratio), total
+            with self.stepping():
+                lrs = step(factors if self.rule.measured else None, ratio)
+            return lrs, total
 
     def _discard(self) -> None:
         """Forgets what the step under way has accumulated."""

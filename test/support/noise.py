@@ -21,6 +21,7 @@ def make(
         range(64), trace, num_replicas=1, rank=0, minibatch_size=1, verbose=False,
         on_end="cycle",
     )  # fmt: skip
+    sampler.num_yielded = 10_000  # tests call step() without iterating it
     options = {"ref_batchsize": 1, "replica": CPU} | options
     return parameters, cls(inner(parameters, 0.01), sampler, **options)
 

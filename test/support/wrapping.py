@@ -35,6 +35,7 @@ def make(
     sampler = vbs.CustomSampler(
         range(256), trace, num_replicas=replicas, rank=rank, verbose=False
     )
+    sampler.num_yielded = 1000  # tests may call step() without iterating it
     replica = FakeReplica(rank, replicas)
     options = {"ref_batchsize": 32, "replica": replica} | options
     wrapper = cls(inner(model.parameters(), lr), sampler, **options)

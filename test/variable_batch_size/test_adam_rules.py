@@ -104,6 +104,7 @@ def test_a_ratio_of_one_is_torchs_own_bit_for_bit(rule, inner, dtype, run):
     sampler = vbs.CustomSampler(
         range(200), [4] * 50, num_replicas=1, rank=0, minibatch_size=2, verbose=False
     )
+    sampler.num_yielded = 1000  # is not iterated
     wrapper = vbs.ElasticOptimizer(
         INNER[inner]([ours], LR, BETAS, EPS, weight_decay=DECAY), sampler, rule, 4
     )
@@ -142,6 +143,7 @@ def unfreezing(own_group: bool) -> tuple[list[float], list[float]]:
         dataset_size=10_000, trace=(4, 8, 8, 16, 4, 8, 12), num_replicas=1, rank=0,
         minibatch_size=4, verbose=False, on_end="cycle",
     )  # fmt: skip
+    sampler.num_yielded = 1000  # is not iterated
     wrapper = vbs.AdamRootRuleOptimizer(
         torch.optim.Adam([{"params": g} for g in groups], LR, (0.9, 0.99), 0.0),
         sampler,
@@ -177,6 +179,7 @@ def test_a_frozen_group_survives_a_checkpoint():
         sampler = vbs.CustomSampler(
             range(64), 8, num_replicas=1, rank=0, minibatch_size=4, verbose=False
         )
+        sampler.num_yielded = 1000  # is not iterated
         inner = torch.optim.Adam([{"params": [w]} for w in weights], LR)
         return weights, vbs.AdamRootRuleOptimizer(inner, sampler, ref_batchsize=4)
 

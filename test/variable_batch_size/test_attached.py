@@ -103,6 +103,7 @@ def make(unit: str = "updates", every: float = 1, noise: bool = True, **options)
     sampler = vbs.CustomSampler(
         range(64), 8, num_replicas=1, rank=0, minibatch_size=2, verbose=False
     )
+    sampler.num_yielded = 10_000  # `run` does not iterate it
     optimizer = vbs.ElasticOptimizer(
         SGD([weight], 1.0), sampler, "constant", 2, noise=noise,
         replica=LocalReplica("cpu"),
@@ -337,3 +338,43 @@ def test_attach_takes_schedulers_and_functions_only():
         wrapper.attach(ReduceLROnPlateau(wrapper))
     with pytest.raises(TypeError, match="neither an LR scheduler nor a function"):
         wrapper.attach(3)
+
+
+def test_attaching_after_updates_were_joined_is_an_error():
+    """Replica 1 has made step 0 in set_epoch, and replica 0 has not."""
+    for rank in (0, 1):
+        _, _, wrapper = wrapping.make(
+            trace=[32, 64, 32, 32, 64, 32], rank=rank, replicas=2
+        )
+        wrapper.attach(print)
+        wrapper.set_epoch(0)
+        if rank == 0:
+            wrapper.attach(print)
+            continue
+        with pytest.raises(ReplicaError, match=r"is 1 updates into epoch 0 already"):
+            wrapper.attach(print)
+
+
+def test_attaching_between_epochs_is_allowed():
+    model, sampler, wrapper = wrapping.idle_replica()
+    wrapper.set_epoch(0)
+    wrapping.run_epoch(model, sampler, wrapper)
+    wrapper.attach(print)
+
+
+def test_attaching_where_a_replica_was_idle_all_epoch_warns(caplog):
+    """It may be before or after the loop over the epoch, which runs nothing here."""
+    _, _, wrapper = wrapping.make(trace=[32, 32], rank=1, replicas=2)
+    wrapper.set_epoch(0)
+    wrapper.attach(print)
+    assert "Call attach before optimizer.set_epoch" in caplog.text
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_attaching_within_an_epoch_without_idle_replicas_is_allowed(replicas):
+    model, _, wrapper = wrapping.make(trace=64, replicas=replicas)
+    wrapper.set_epoch(0)
+    for _ in range(2 // replicas):
+        wrapping.backward(model)
+        wrapper.step()
+    wrapper.attach(print)

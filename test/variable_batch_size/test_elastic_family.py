@@ -99,7 +99,7 @@ def test_the_exact_cases_leave_bits_to_spare():
 
 
 def branches(rank: int) -> list[float]:
-    """Each replica's loss uses another parameter; the last replica's uses none."""
+    """Each replica's loss uses another parameter; the last one's depends on none."""
     replica = xla_replica.current()
     parameters = [
         torch.nn.Parameter(torch.zeros(2, device=replica.device)) for _ in range(3)
@@ -110,10 +110,9 @@ def branches(rank: int) -> list[float]:
     )
     optimizer.set_epoch(0)
     for _ in sampler:
-        used = parameters[rank] if rank < replica.num_replicas - 1 else 0
-        loss = (used * replica.scalar(1.0)).sum()
-        if loss.requires_grad:
-            loss.backward()
+        is_last = rank == replica.num_replicas - 1
+        used = parameters[0] * 0 if is_last else parameters[rank]
+        (used * replica.scalar(1.0)).sum().backward()
         optimizer.step()
     return [p[0].item() for p in replica.fetch([p.detach() for p in parameters])]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from support.wrapping import CPU, backward, idle_replica, make, run_epoch
 from torch import nn
 from torch.optim import SGD, AdamW
+from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
 from xla_replica import LocalReplica, ReplicaError
@@ -135,12 +137,13 @@ def test_after_an_exception_training_can_go_on():
 def test_an_exception_before_an_idle_step_ends_training():
     """The step was not joined, so training cannot continue: an error, not a hang."""
     model, _sampler, wrapper = idle_replica()
-    wrapper.set_epoch(0)
 
     def fail(update):
-        raise ArithmeticError("in a callback")
+        if not update.idle:
+            raise ArithmeticError("in a callback")
 
     wrapper.attach(fail)
+    wrapper.set_epoch(0)
     backward(model)
     with pytest.raises(ArithmeticError):
         wrapper.step()
@@ -236,3 +239,61 @@ def test_a_scaler_of_gradients_is_refused():
         prepare()
         with pytest.raises(TypeError, match="GradScaler is not supported"):
             scaler.step(wrapper)
+
+
+# --- going round the wrapper --------------------------------------------------------
+
+
+def test_a_step_of_the_inner_optimizer_is_an_error():
+    model, _, wrapper = make()
+    backward(model)
+    with pytest.raises(RuntimeError, match=r"SGD that a LinearRuleOptimizer wraps was"):
+        wrapper.inner.step()
+    assert torch.equal(model.weight, torch.zeros(1, 2))
+    assert wrapper.step() == 0
+    backward(model)
+    assert wrapper.step() == 1  # which steps the inner one
+    with pytest.raises(RuntimeError, match=r"Call step\(\) of the wrapper instead"):
+        wrapper.inner.step()
+
+
+def test_an_inner_optimizer_may_be_wrapped_again_or_used_alone_later():
+    model, sampler, wrapper = make(trace=32)
+    inner = wrapper.inner
+    again = vbs.ConstantOptimizer(inner, sampler, replica=CPU)
+    backward(model)
+    assert again.step() == 1
+    with pytest.raises(RuntimeError, match="that a ConstantOptimizer wraps"):
+        inner.step()
+    del wrapper, again
+    gc.collect()
+    inner.step()
+
+
+def test_a_loader_without_the_sampler_is_an_error():
+    """Its batches are as many as the trace needs, so that nothing else would notice."""
+    dataset = TensorDataset(torch.ones(256, 2))
+    model, _, _ = make()
+    sampler = vbs.CustomSampler(dataset, 32, num_replicas=1, rank=0, verbose=False)
+    wrapper = vbs.ConstantOptimizer(SGD(model.parameters(), 0.1), sampler, replica=CPU)
+    for (x,) in DataLoader(dataset, batch_size=32):
+        model(x).mean().backward()
+        with pytest.raises(
+            ValueError, match=r"batch_sampler=sampler\), or iterate the"
+        ):
+            wrapper.step()
+        break
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loaders_may_read_ahead_and_be_abandoned(num_workers):
+    dataset = TensorDataset(torch.ones(256, 2))
+    model, _, _ = make()
+    sampler = vbs.CustomSampler(dataset, 32, num_replicas=1, rank=0, verbose=False)
+    wrapper = vbs.ConstantOptimizer(SGD(model.parameters(), 0.1), sampler, replica=CPU)
+    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers)
+    next(iter(loader))  # a look at the data
+    for (x,) in loader:
+        model(x).mean().backward()
+        assert wrapper.step() == 1
+    assert 8 < sampler.num_yielded <= 16

@@ -21,6 +21,7 @@ def test_linear_momentum_keeps_the_factor_in_the_buffer(maximize, nesterov):
     sampler = vbs.CustomSampler(
         range(256), [64, 32, 96, 64], num_replicas=1, rank=0, verbose=False
     )
+    sampler.num_yielded = 1000  # is not iterated
     inner = SGD(
         [weight], 0.1, momentum=0.9, weight_decay=0.01, nesterov=nesterov,
         maximize=maximize,

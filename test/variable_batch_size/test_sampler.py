@@ -182,3 +182,29 @@ def test_an_empty_epoch_warns(caplog):
     one.set_epoch(1)
     assert "epoch 1 is empty" in caplog.text
     assert one.num_epochs == 1
+
+
+@pytest.mark.filterwarnings("ignore")  # torchdata's own, of a newer torch
+def test_a_stateful_loader_is_refused():
+    """It would replay the epoch that it resumes."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    dataset = TensorDataset(torch.arange(256))
+    for num_workers in (0, 2):
+        loader = stateful.StatefulDataLoader(
+            dataset, batch_sampler=sampler(), num_workers=num_workers
+        )
+        with pytest.raises(
+            TypeError, match=r"would replay an epoch.*vbs\.Checkpointer"
+        ):
+            next(iter(loader))
+
+
+def test_what_iterates_like_a_stateful_loader_is_refused():
+    class Iterator:
+        def __init__(self, batch_sampler) -> None:
+            self.batches = iter(batch_sampler)
+
+    Iterator(sampler())
+    Iterator.__module__ = "torchdata.stateful_dataloader.stateful_dataloader"
+    with pytest.raises(TypeError, match="StatefulDataLoader does not work with Custom"):
+        Iterator(sampler())

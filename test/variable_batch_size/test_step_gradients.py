@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
+import torch.utils.checkpoint
+from support.replicas import SEVERAL_REPLICAS
 from support.wrapping import CPU, backward, idle_replica, make, run_epoch
 from torch import nn
 from torch.optim import SGD
 
 import variable_batch_size as vbs
+import xla_replica
 
 
 def test_gradients_keep_their_memory():
@@ -117,3 +123,174 @@ def test_parameters_without_dimensions(rule):
         (scale * 2).backward()
         wrapper.step()
     assert scale.item() == 0.5
+
+
+# --- gradients that are changed inside the loop -------------------------------------
+
+
+def clipped_between(model) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def clamped_between(model) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 0.5)
+
+
+def scaled_between(model) -> None:
+    model.weight.grad *= 0.5
+
+
+def replaced_between(model) -> None:
+    model.weight.grad = model.weight.grad * 0.5
+
+
+@pytest.mark.parametrize(
+    "change", [clipped_between, clamped_between, scaled_between, replaced_between]
+)
+@pytest.mark.parametrize("substep", [0, 1])
+def test_a_gradient_changed_before_step_is_an_error(change, substep):
+    model, _, wrapper = make(trace=64)
+    for _ in range(substep):
+        backward(model)
+        wrapper.step()
+    backward(model)
+    change(model)
+    with pytest.raises(ValueError, match=r"max_grad_norm=, .*register_step_pre_hook"):
+        wrapper.step()
+
+
+def test_zeroing_gradients_in_place_within_a_step_is_an_error():
+    model, _, wrapper = make(trace=96)
+    model.zero_grad(set_to_none=False)  # before the first minibatch it is harmless
+    backward(model)
+    wrapper.step()
+    model.zero_grad(set_to_none=False)
+    backward(model)
+    with pytest.raises(ValueError, match=r"first 1 minibatches would be lost: remove"):
+        wrapper.step()
+
+
+def test_zeroing_gradients_in_place_between_steps_is_harmless():
+    model, sampler, wrapper = make(trace=32)
+    expected, other, plain = make(trace=32)
+    for _, _ in zip(sampler, other):
+        model.zero_grad(set_to_none=False)
+        backward(model)
+        wrapper.step()
+        backward(expected)
+        plain.step()
+    assert torch.equal(model.weight, expected.weight)
+
+
+@pytest.mark.parametrize("how", ["add", "copy", "assign", "autograd.grad"])
+def test_gradients_made_by_hand_are_allowed(how):
+    """GraB, per-sample methods and torch.func make them so."""
+    model, sampler, wrapper = make(trace=[64, 32])
+    for _ in sampler:
+        for parameter in model.parameters():
+            one = torch.ones_like(parameter)
+            if how == "autograd.grad":
+                [one] = torch.autograd.grad((parameter * one).sum(), parameter)
+            with torch.no_grad():
+                if how == "copy":
+                    parameter.grad.copy_(parameter.grad + one)
+                elif how == "assign" and not wrapper._counter.substep:
+                    parameter.grad = one
+                else:
+                    parameter.grad.add_(one)
+        wrapper.step()
+    assert torch.allclose(model.weight, torch.full((1, 2), -0.2 - 0.1))
+
+
+def test_losses_may_be_passed_back_one_by_one():
+    model, sampler, wrapper = make(trace=64)
+    for _ in sampler:
+        for _ in range(2):
+            (model(torch.ones(1, 2)).sum() / 2).backward()
+        wrapper.step()
+    assert torch.allclose(model.weight, torch.full((1, 2), -0.2 * 4))
+
+
+def test_a_checkpointed_model_accumulates_several_times():
+    """Reentrant checkpointing runs backward passes inside the backward pass."""
+    model, sampler, wrapper = make(trace=64)
+    run = torch.utils.checkpoint.checkpoint
+    for _ in sampler:
+        x = torch.ones(1, 2, requires_grad=True)
+        (
+            run(model, x, use_reentrant=True) + run(model, x, use_reentrant=True)
+        ).backward()
+        wrapper.step()
+    assert torch.allclose(model.weight, torch.full((1, 2), -0.2 * 2 * 4))
+
+
+@pytest.mark.parametrize("substep", [0, 1])
+def test_a_step_without_a_backward_pass_is_an_error(substep):
+    model, _, wrapper = make(trace=64)
+    for _ in range(substep):
+        backward(model)
+        wrapper.step()
+    with pytest.raises(ValueError, match=r"Call loss.backward\(\) before every step"):
+        wrapper.step()
+    (0 * sum(p.sum() for p in model.parameters())).backward()  # as the message says
+    assert wrapper.step() == substep
+
+
+def test_a_minibatch_of_weight_zero_needs_no_backward_pass():
+    model, _, wrapper = make(trace=64, reduction="sum", cls=vbs.ConstantOptimizer)
+    assert wrapper.step(weight=0) == 0
+    with pytest.raises(ValueError, match="without backward"):
+        wrapper.step(weight=2)
+    backward(model)
+    assert wrapper.step(weight=2) == 1
+    assert wrapper.step(weight=torch.tensor(0.0)) == 0
+
+
+def test_a_model_that_is_wholly_frozen_needs_no_backward_pass():
+    model, _, wrapper = make(trace=32)
+    model.requires_grad_(False)
+    assert wrapper.step() == 1
+
+
+def test_a_hook_does_not_travel_with_a_copy_of_the_model():
+    model, _, wrapper = make(trace=32)
+    copied = copy.deepcopy(model)
+    assert pickle.loads(pickle.dumps(model)).weight.equal(copied.weight)
+    backward(copied)
+    clipped_between(copied)
+    with pytest.raises(ValueError, match="without backward"):
+        wrapper.step()
+
+
+def changed_in_the_loop(rank: int) -> list[str]:
+    """Returns what the wrapper says to a loop that clips, zeroes or forgets."""
+    found = []
+    for name in ("clip", "zero", "forget", "nothing"):
+        model = nn.Linear(2, 1).to(xla_replica.current().device)
+        sampler = vbs.CustomSampler(range(48), 48, minibatch_size=8, verbose=False)
+        wrapper = vbs.ConstantOptimizer(SGD(model.parameters(), 0.1), sampler)
+        try:
+            for minibatch in sampler:
+                if name == "zero":
+                    model.zero_grad(set_to_none=False)
+                if name != "forget":
+                    x = torch.full((8, 2), float(minibatch[0])).to(
+                        wrapper.replica.device
+                    )
+                    model(x).sum().backward()
+                if name == "clip":
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                wrapper.step()
+            found.append("no error")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_changes_in_the_loop_are_noticed_on_every_backend(backend):
+    for clip, zero, forget, nothing in backend.run(changed_in_the_loop):
+        assert "max_grad_norm=" in clip
+        assert "remove model.zero_grad()" in zero
+        assert "Call loss.backward()" in forget
+        assert nothing == "no error"

@@ -215,7 +215,7 @@ def test_a_minibatch_of_weight_zero_adds_nothing():
             reduction="sum",
             replica=replica,
         )
-        for weight in weights:
+        for weight, _ in zip(weights, sampler):
             (parameter.sum() * weight).backward()
             optimizer.step(weight=weight)
         found.append(parameter.detach())
@@ -237,7 +237,7 @@ def test_a_step_of_weight_zero_has_a_gradient_of_zero(reference):
         noise="ref_weight" in reference,
         **reference,
     )
-    for weight in (0, 2):
+    for weight, _ in zip((0, 2), sampler):
         before = parameter.detach().clone()
         (parameter.sum() * weight).backward()
         optimizer.step(weight=weight)

@@ -263,16 +263,32 @@ def test_a_replica_that_raises_ends_the_run_with_its_exception(backend):
     assert 'raise KeyError("no such thing")' in str(caught.value)
 
 
-def exits(rank: int) -> None:
-    if rank == 1:
-        sys.exit(3)
+def exits(rank: int, status: object, culprit: int) -> None:
+    if rank == culprit:
+        sys.exit(status)
     raises(rank, -1)
 
 
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
-def test_a_replica_that_exits_is_an_error(backend):
-    with pytest.raises(ReplicaError, match="replica 1 raised SystemExit: 3"):
-        backend.run(exits)
+def test_the_status_with_which_a_replica_exits_is_the_jobs(backend, caplog):
+    """A script that does not catch it ends with this status and no traceback."""
+    with pytest.raises(SystemExit) as caught:
+        backend.run(exits, 21, 1)
+    assert caught.value.code == 21
+    assert "replica 1 ended the job by sys.exit(21)" in caplog.text
+
+
+def test_a_replica_in_this_process_exits_as_it_would_without_launch():
+    for status in (21, 0):
+        with pytest.raises(SystemExit) as caught:
+            Backend("cpu", 1).run(exits, status, 0)
+        assert caught.value.code == status
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_a_replica_that_exits_well_has_left_its_peers(backend):
+    with pytest.raises(ReplicaError, match="replica 1 raised SystemExit: 0"):
+        backend.run(exits, 0, 1)
 
 
 def all_exit(rank: int) -> None:
@@ -387,7 +403,7 @@ def test_launch_rejects(arguments, error):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_launch_rejects_gpus_that_are_not_there():
-    with pytest.raises(ValueError, match="there are 0 GPUs"):
+    with pytest.raises(ValueError, match="'cuda', but the accelerator torch finds is"):
         xla_replica.launch(every_verb, device="cuda")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.gradient_oracle import fold
@@ -32,6 +34,20 @@ def test_a_gpu_keeps_all_digits_inside_and_its_setting_after(chosen):
             assert matmul.fp32_precision == chosen
     finally:
         matmul.fp32_precision = before
+
+
+def test_torch_tpu_computes_in_torchs_highest_precision_inside():
+    """TorchTPU reads torch's setting, which it sets to "medium" when it is loaded."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with xla_replica.full_matmul_precision(torch.device("privateuseone")):
+            assert torch.get_float32_matmul_precision() == "medium"
+        with xla_replica.full_matmul_precision(SimpleNamespace(type="tpu")):
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_gram_matrices_ask_for_it(monkeypatch):

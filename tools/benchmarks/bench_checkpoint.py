@@ -53,7 +53,7 @@ class Job:
     def epoch(self, epoch: int) -> None:
         self.setup.sampler.set_epoch(epoch)
         self.optimizer.set_epoch(epoch)
-        for _ in range(len(self.setup.sampler)):
+        for _ in self.setup.sampler:
             self.setup.backward()
             self.optimizer.step()
 

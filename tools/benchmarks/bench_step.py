@@ -93,7 +93,7 @@ def elastic_epoch(
     def run(epoch: int) -> None:
         setup.sampler.set_epoch(epoch)
         optimizer.set_epoch(epoch)
-        for _ in range(len(setup.sampler)):
+        for _ in setup.sampler:
             setup.backward()
             optimizer.step()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -52,6 +53,7 @@ class CustomSampler(Sampler[list[int]]):
     Attributes:
         plan: The plan of the epoch that iterating yields now.
         schedule: The trace, cut into epochs.
+        num_yielded: Minibatches that all iterations have yielded so far.
 
     Raises:
         TraceError: The trace is bad or does not fit the dataset and minibatch size.
@@ -106,6 +108,7 @@ class CustomSampler(Sampler[list[int]]):
         self._committed: Cursor | None = None
         self._restored: Cursor | None = None
         self._order_digests: dict[int, str] = {}  # of the epoch under way
+        self.num_yielded = 0
         self.set_epoch(0)
 
     @property
@@ -242,6 +245,10 @@ class CustomSampler(Sampler[list[int]]):
         return True  # a sampler without minibatches is still a sampler
 
     def __iter__(self) -> Iterator[list[int]]:
+        _refuse_stateful_loader(sys._getframe(1).f_locals.get("self"))
+        return self._minibatches()
+
+    def _minibatches(self) -> Iterator[list[int]]:
         plan = self.plan
         order, size = self._epoch_order(plan.epoch), plan.minibatch_size
         digest = hashlib.sha256(np.ascontiguousarray(order, "<i8")).hexdigest()[:16]
@@ -255,6 +262,7 @@ class CustomSampler(Sampler[list[int]]):
             )
         self._order_digests = {plan.epoch: digest}
         for minibatch in plan.minibatches(self.rank):
+            self.num_yielded += 1
             yield order[minibatch * size : (minibatch + 1) * size].tolist()
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
@@ -276,3 +284,20 @@ class CustomSampler(Sampler[list[int]]):
                 f"range({num_samples})"
             )
         return order
+
+
+def _refuse_stateful_loader(caller: Any) -> None:
+    """Raises TypeError if the iteration is that of a loader of torchdata.
+
+    Both would restore the place in the epoch: such a loader hands the sampler's state
+    back to it, which is that of the last update, beside a count of its own.
+    """
+    if type(caller).__module__.split(".")[0] == "torchdata":
+        raise TypeError(
+            "torchdata's StatefulDataLoader does not work with CustomSampler: "
+            "restored, it would replay an epoch, because its state counts minibatches "
+            "that were loaded and the sampler's the updates that were made. Use "
+            "torch.utils.data.DataLoader(dataset, batch_sampler=sampler) and save the "
+            "run with vbs.Checkpointer, or with optimizer.state_dict(), which resumes "
+            "within an epoch on any number of replicas"
+        )

@@ -152,16 +152,32 @@ def check_numbers(rule: Rule, ref_batchsize: float | None, **given: Any) -> None
 
 
 def check_groups(groups: list[dict[str, Any]], replica: Replica) -> None:
-    """Raises unless learning rates are numbers and parameters on the device."""
+    """Raises unless learning rates are numbers and parameters the replica's to sum."""
     if any(isinstance(group["lr"], torch.Tensor) for group in groups):
         raise TypeError(
             "the reference learning rate must be a number, not a tensor, which every "
             "step would read back; the wrapper brings it to the device itself"
         )
-    for parameter in (parameter for group in groups for parameter in group["params"]):
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    replica.check_parameters(parameters)
+    for parameter in parameters:
         if parameter.device.type != replica.device.type:
             raise ValueError(
                 f"a parameter is on {parameter.device}, but this is {replica}: move "
                 "the model with model.to(replica.device) before you build the "
                 "optimizer, or pass replica=xla_replica.LocalReplica('cpu')"
             )
+
+
+def check_yielded(sampler: CustomSampler, num_minibatches: int) -> None:
+    """Raises ValueError unless the sampler has yielded so many minibatches or more.
+
+    It has yielded more where a loader reads ahead.
+    """
+    if sampler.num_yielded < num_minibatches:
+        raise ValueError(
+            f"step() was called for minibatch number {num_minibatches}, and the "
+            f"sampler has yielded {sampler.num_yielded}: the data come from somewhere "
+            "else, so batches would not be those of the trace. Build the loader with "
+            "DataLoader(dataset, batch_sampler=sampler), or iterate the sampler"
+        )

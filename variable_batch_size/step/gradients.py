@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from variable_batch_size.device_scalars import operand_for
 from variable_batch_size.gradient_noise.meter import NoiseMeter
+from variable_batch_size.step.witness import GradientWitness, lost
 from xla_replica import Replica
 
 
@@ -31,6 +32,7 @@ class StepGradients:
         self._noise = noise
         self._known: set[nn.Parameter] = set()
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}
+        self._witness = GradientWitness()
         self.add(self._parameters())
 
     # --- which parameters are trained -----------------------------------------------
@@ -75,9 +77,11 @@ class StepGradients:
                 if parameter.grad is None or not after_backward:
                     parameter.grad = torch.zeros_like(parameter)
                 self._gradients[parameter] = parameter.grad
+                self._witness.watch(parameter, after_backward)
             else:
                 parameter.grad = None
                 del self._gradients[parameter]
+                self._witness.forget(parameter)
         if changed:
             self._replica.sync()  # zeros on the device, not in the first graph
         return changed
@@ -87,12 +91,18 @@ class StepGradients:
 
     # --- a minibatch ----------------------------------------------------------------
 
-    def accept(self, num_accumulated: int, weight: torch.Tensor | None = None) -> None:
+    def accept(
+        self,
+        num_accumulated: int,
+        weight: torch.Tensor | None = None,
+        needs_backward: bool = True,
+    ) -> None:
         """Takes in and measures what a backward pass has left in ``.grad``.
 
         Args:
             num_accumulated: Minibatches that the step has accumulated before.
             weight: The minibatch's weight, ``(1,)``, if minibatches have weights.
+            needs_backward: Whether a minibatch without any gradient is an error.
         """
         if num_accumulated == 0:
             self.refresh(after_backward=True)
@@ -102,9 +112,11 @@ class StepGradients:
                 "step: freeze and unfreeze between steps, in a function that you "
                 "attach, or between epochs"
             )
+        self._witness.check(num_accumulated, needs_backward)
         if self._noise:
             self._noise.drop_discarded()
         self._take_back_detached(num_accumulated)
+        self._witness.begin()
         if self._noise:
             self._noise.end_minibatch(weight)
 
@@ -114,12 +126,7 @@ class StepGradients:
             if parameter.grad is gradient:
                 continue
             if num_accumulated:
-                raise ValueError(
-                    "gradients were replaced while this step accumulates them, so its "
-                    f"first {num_accumulated} minibatches would be lost: remove "
-                    "model.zero_grad() from the training loop; the optimizer zeroes "
-                    "gradients itself"
-                )
+                raise ValueError(lost(num_accumulated))
             with torch.no_grad():
                 if parameter.grad is not None:
                     gradient.copy_(parameter.grad)
@@ -159,5 +166,6 @@ class StepGradients:
         with torch.no_grad():
             for gradient in self._gradients.values():
                 gradient.zero_()
+        self._witness.begin()
         if self._noise:
             self._noise.end_step()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
 from variable_batch_size.data.schedule import Cursor, EpochPlan
 from xla_replica import ReplicaError
+
+logger = logging.getLogger(__name__)
 
 
 class StepCounter:
@@ -50,6 +54,27 @@ class StepCounter:
     def batch_size(self) -> int:
         """Global batch size of the step under way, in samples; 0 at the end."""
         return self.num_minibatches * self.plan.minibatch_size
+
+    def check_attach(self) -> None:
+        """Raises ReplicaError if what is attached now would miss updates here alone.
+
+        An epoch in which this replica is always idle may be over or have just begun,
+        so it gets a warning.
+        """
+        num_made = self.cursor.step - self.plan.start_step
+        if not (self.announced and num_made and self.plan.has_idle_replicas):
+            return
+        if self.begun and self.ended:
+            return
+        text = (
+            f"attach: this replica is {num_made} updates into epoch {self.plan.epoch} "
+            "already, those that set_epoch has joined included, and other replicas "
+            "may not be: what is attached would run different numbers of times. Call "
+            "attach before optimizer.set_epoch"
+        )
+        if not self.ended:
+            raise ReplicaError(text, self._rank)
+        logger.warning(text)
 
     def count_minibatch(self) -> bool:
         """Counts one; returns whether it was this replica's last of the step."""

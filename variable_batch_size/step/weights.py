@@ -77,3 +77,10 @@ class StepWeight:
         """Forgets the minibatches of the step."""
         with torch.no_grad():
             self._sum.zero_()
+
+
+def is_zero(weight: Any) -> bool:
+    """Returns whether a minibatch's weight is known to be zero, without a transfer."""
+    if weight is None or (isinstance(weight, torch.Tensor) and not weight.is_cpu):
+        return False
+    return not weight

@@ -7,6 +7,7 @@ every backend has (TorchTPU's group lacks the coalesced ones).
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -21,9 +22,66 @@ BUCKET_BYTES = 32 * 2**20
 
 def process_group() -> str | None:
     """Returns the backend of the default process group, None where there is none."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_backend()
-    return None
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    name = torch.distributed.get_backend()
+    # What init_process_group() without a backend chose is in the configuration alone.
+    return torch.distributed.get_backend_config() if name == "undefined" else name
+
+
+def kinds_served() -> set[str]:
+    """Returns the kinds of devices whose tensors the default process group sums."""
+    pairs = torch.distributed.get_backend_config().split(",")
+    return {pair.split(":")[0] for pair in pairs}
+
+
+def check_served(device: torch.device) -> None:
+    """Raises ReplicaError unless the default process group sums tensors on ``device``.
+
+    Such a group may return them unsummed, so that each replica trains alone.
+    """
+    served = kinds_served()
+    if device.type not in served:
+        raise ReplicaError(
+            f"the process group {process_group()} sums tensors on "
+            f"{' and '.join(sorted(served))}, but this process computes on "
+            f"{device.type}: call torch.distributed.init_process_group() without a "
+            "backend, which takes the one for the accelerator, or leave joining to "
+            "xla_replica.launch. To leave an accelerator unused, join 'cpu:gloo'"
+        )
+
+
+class _Chosen:
+    """The device that `launch` has chosen for this process, while it runs."""
+
+    device: torch.device | None = None
+
+
+@contextlib.contextmanager
+def computing_on(device: torch.device) -> Iterator[None]:
+    """Makes ``device`` that of this process in the default group, in all threads."""
+    before, _Chosen.device = _Chosen.device, device
+    try:
+        yield
+    finally:
+        _Chosen.device = before
+
+
+def device_in_group() -> torch.device:
+    """Returns where this process of the default group computes.
+
+    That is the accelerator where there is one, and its index is left to the script,
+    which has joined the group. A group for the CPU alone, 'cpu:gloo', leaves it unused.
+
+    Raises:
+        ReplicaError: The group cannot sum tensors there.
+    """
+    if _Chosen.device is not None:
+        return _Chosen.device
+    only_cpu = kinds_served() == {"cpu"}
+    device = torch.device("cpu") if only_cpu else default_device()
+    check_served(device)
+    return device
 
 
 class DistributedReplica(Replica):
@@ -33,7 +91,7 @@ class DistributedReplica(Replica):
         super().__init__(
             torch.distributed.get_rank(),
             torch.distributed.get_world_size(),
-            default_device() if device is None else device,
+            device_in_group() if device is None else device,
             reason,
         )
 
@@ -78,6 +136,19 @@ class DistributedReplica(Replica):
             torch.distributed.all_reduce(flag)
             flag.cpu()
 
+    def check_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
+        if _are_wrapped(parameters):
+            gc.collect()  # a wrapper that nothing refers to is not in the way
+            if not _are_wrapped(parameters):
+                return
+            raise TypeError(
+                "these are the parameters of a DistributedDataParallel model, which "
+                "sums their gradients in every backward pass. Replicas run different "
+                "numbers of those, so they would wait for each other or abort. Train "
+                "the bare module, model.module in place of model: gradients are summed "
+                "once per step without the wrapper"
+            )
+
     @contextlib.contextmanager
     def _named(self, verb: str, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """Raises a ReplicaError with the replica, the collective and usual causes."""
@@ -100,6 +171,28 @@ class DistributedReplica(Replica):
                 f"{group} group says: {error}",
                 self.rank,
             ) from error
+
+
+def _are_wrapped(parameters: Sequence[torch.Tensor]) -> bool:
+    """Returns whether a DistributedDataParallel wrapper has any of these parameters.
+
+    Neither they nor their modules know of it, so it looks at all objects that Python
+    tracks: a tenth of a second for a million.
+    """
+    own = {id(parameter) for parameter in parameters}
+    objects = gc.get_objects()
+    kinds = {id(kind): kind for kind in map(type, objects)}.values()
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    # The common case: the process has none.
+    if not any(issubclass(kind, wrapper) for kind in kinds):
+        return False
+    return any(
+        id(parameter) in own
+        for each in objects
+        # Not isinstance, which asks proxies for the class of what they stand for.
+        if issubclass(type(each), wrapper)
+        for parameter in each.parameters()
+    )
 
 
 def buckets(

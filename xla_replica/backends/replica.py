@@ -205,6 +205,12 @@ class Replica(abc.ABC):
                 others[0],
             )
 
+    def check_parameters(self, parameters: Sequence[torch.Tensor]) -> None:  # noqa: B027
+        """Raises TypeError if something else sums these parameters' gradients already.
+
+        Call it once, before training: it may look at every object of the process.
+        """
+
     def to_host(self, state: Any) -> Any:
         """Returns ``state`` with every tensor in it on the CPU, by one `fetch`.
 

@@ -51,11 +51,22 @@ def _highest_from_now_on() -> Iterator[None]:
     yield
 
 
+@contextlib.contextmanager
+def _highest_in_torch() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 _TRAITS = {
     "cpu": DeviceTraits(is_host=True),
     "cuda": DeviceTraits(full_precision=_without_tf32),
     "xla": DeviceTraits(is_lazy=True, full_precision=_highest_from_now_on),
-    "tpu": DeviceTraits(is_lazy=True),
+    # TorchTPU makes torch's setting its own: "medium", which is bfloat16, by default.
+    "tpu": DeviceTraits(is_lazy=True, full_precision=_highest_in_torch),
 }
 
 
@@ -76,7 +87,8 @@ def register_device(kind: str, traits: DeviceTraits) -> None:
 def full_matmul_precision(device: torch.device) -> AbstractContextManager[None]:
     """Returns a context in which float32 matrix products are not rounded to fewer bits.
 
-    On a GPU there is no TF32 inside, and afterwards the setting is what it was before.
+    On a GPU there is no TF32 inside, under TorchTPU torch's float32 matmul precision is
+    "highest", and afterwards the setting is what it was before.
     On XLA a program is compiled when it runs, with the precision that the process has
     then, and a TPU's default is that of bfloat16. There the first use therefore sets
     the process to ``"highest"`` permanently, unless the program has chosen a precision

@@ -159,9 +159,11 @@ class Emulator:
         if compiled and here.num_dispatched:
             raise ReplicaError(
                 f"replica {rank} compiled another program than its peers for the graph "
-                f"with {collectives[0]}, and on a TPU would hang. A Python number, a "
-                "shape or a pending tensor differs between replicas: bring numbers "
-                "that differ to the device with Replica.scalar, and call "
+                f"with {collectives[0]}, and XLA:CPU lets only copies of one program "
+                "meet. (TPUs have run some of this kind, such as torch_xla's "
+                "test_mp_distributed_mm; nothing promises that they do.) A Python "
+                "number, a shape or a pending tensor differs between replicas: bring "
+                "numbers that differ to the device with Replica.scalar, and call "
                 "Replica.sync() before the collective",
                 rank,
             )

@@ -43,6 +43,7 @@ def run_in_children(
     watch: Callable[[Sequence[BaseProcess], str], ReplicaError | None],
     num_replicas: int,
     variables: Mapping[str, str] | None = None,
+    may_fork: bool = True,
 ) -> list[Any]:
     """Runs replicas in child processes and returns or raises as `collect_results` does.
 
@@ -50,9 +51,10 @@ def run_in_children(
     process, and the folder is shared for `exit_results` and `forwarding`.
     ``watch(processes, folder)`` returns when the replicas have ended, with the error if
     they ended badly; a process that still runs is then killed. ``variables`` are set in
-    the environment of the children alone.
+    the environment of the children alone. Without ``may_fork`` they are spawned, as for
+    a runtime that does not survive a fork and that importing torch loads.
     """
-    context = _context()
+    context = _context(may_fork)
     with tempfile.TemporaryDirectory(prefix="xla_replica") as folder:
         processes = [
             context.Process(
@@ -96,9 +98,10 @@ def cause_of_death(exit_code: int) -> str:
     return f"signal {-exit_code}" if exit_code < 0 else f"exit status {exit_code}"
 
 
-def _context() -> ForkServerContext | SpawnContext:
+def _context(may_fork: bool) -> ForkServerContext | SpawnContext:
     """Returns what starts processes that must begin with `_Surroundings.enter`."""
-    if sys.platform != "linux":  # where forking after an import is not always safe
+    # Other systems: forking after an import is not always safe there.
+    if not may_fork or sys.platform != "linux":
         return mp.get_context("spawn")
     resource_tracker.ensure_running()  # which would unblock signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_REPLICAS)
@@ -127,6 +130,7 @@ class _Surroundings:
         os.environ.update(self._variables)
         for number, file in zip(_FILES, self._files):
             received = file.detach()
-            os.dup2(received, number)
-            os.close(received)
+            if received != number:  # a spawned process has it already
+                os.dup2(received, number)
+                os.close(received)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_REPLICAS)

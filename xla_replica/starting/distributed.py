@@ -1,16 +1,20 @@
-"""The backends 'cpu' and 'cuda': processes joined by torch.distributed.
+"""Processes on this CPU or on accelerators, joined by torch.distributed.
 
-`launch` starts them, or torchrun or another launcher has.
+`launch` starts them, or torchrun or another launcher has. The accelerator is the one
+that torch names, and the group is torch's for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import multiprocessing.connection
 import os
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -18,26 +22,41 @@ from typing import Any
 
 import torch
 
-from xla_replica.backends.distributed import DistributedReplica, process_group
+from xla_replica.backends.distributed import (
+    DistributedReplica,
+    check_served,
+    computing_on,
+    device_in_group,
+    kinds_served,
+    process_group,
+)
 from xla_replica.backends.registry import Job, bound, register_backend
-from xla_replica.backends.replica import LocalReplica
+from xla_replica.backends.replica import LocalReplica, Replica, default_device
+from xla_replica.device.device_traits import traits
 from xla_replica.errors import ReplicaError
 from xla_replica.starting import child_process, exit_results
+from xla_replica.starting.bound_runtimes import (
+    BOUND_RUNTIMES,
+    check_variables,
+    starting_on,
+    variables_of_process,
+)
 from xla_replica.stopping import listening, listening_for_parent
 
-GROUPS = {"cuda": "nccl", "cpu": "gloo"}
 
-
-def _launch(device: str, job: Job) -> list[Any]:
-    num_gpus = torch.cuda.device_count()
-    num_replicas = job.num_replicas or (num_gpus if device == "cuda" else 1)
-    if device == "cuda" and not 1 <= num_replicas <= num_gpus:
-        raise ValueError(
-            f"num_replicas={job.num_replicas} on device='cuda', but there are "
-            f"{num_gpus} GPUs"
-        )
+def _launch(name: str, job: Job) -> list[Any]:
+    device = _kind_of_device(name)
     if job.is_started:
         return [_run_here(job, device)]
+    num_replicas = job.num_replicas or 1
+    if not traits(device).is_host:
+        count = torch.accelerator.device_count()
+        num_replicas = job.num_replicas or count
+        if num_replicas > count:
+            raise ValueError(
+                f"num_replicas={num_replicas} on device={name!r}, but there are "
+                f"{count} devices of kind {device.type!r}"
+            )
     if num_replicas == 1:
         with listening(), bound(LocalReplica(device, reason="launched alone")):
             return [job.fn(0, *job.args)]
@@ -46,7 +65,46 @@ def _launch(device: str, job: Job) -> list[Any]:
         f"replica-{rank}": (rank, task, num_replicas, device, job.timeout)
         for rank in range(num_replicas)
     }
-    return child_process.run_in_children(_child_main, arguments, _watch, num_replicas)
+    with starting_on(device, num_replicas):
+        return child_process.run_in_children(
+            _child_main,
+            arguments,
+            _watch,
+            num_replicas,
+            may_fork=device.type not in BOUND_RUNTIMES,
+        )
+
+
+def _kind_of_device(name: str) -> torch.device:
+    """Returns the device that a row's name means, without an index."""
+    if name == "cpu":
+        return torch.device("cpu")
+    device = default_device()
+    if traits(device).is_host or name not in ("accelerator", device.type):
+        there = "none" if traits(device).is_host else f"one of kind {device.type!r}"
+        raise ValueError(f"device={name!r}, but the accelerator torch finds is {there}")
+    return device
+
+
+def _take_device(kind: torch.device, local_rank: int | None) -> torch.device:
+    """Returns this process's device, which new tensors of its kind are then on.
+
+    Args:
+        kind: A device without an index.
+        local_rank: The process's number on this host; None where nobody knows it, and
+            the device is the one that the script has chosen.
+    """
+    if local_rank is None or traits(kind).is_host or kind.type in BOUND_RUNTIMES:
+        return kind
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
+        raise ReplicaError(
+            f"this process is number {local_rank} on its host, which has {count} "
+            f"devices of kind {kind.type!r}: start at most as many (torchrun "
+            "--nproc_per_node)"
+        )
+    torch.get_device_module(kind).set_device(local_rank)
+    return torch.device(kind.type, local_rank)
 
 
 def _watch(processes: Sequence[BaseProcess], folder: str) -> ReplicaError | None:
@@ -65,23 +123,30 @@ def _watch(processes: Sequence[BaseProcess], folder: str) -> ReplicaError | None
 
 
 def _child_main(
-    folder: str, rank: int, task: bytes, num_replicas: int, device: str, timeout: float
+    folder: str,
+    rank: int,
+    task: bytes,
+    num_replicas: int,
+    kind: torch.device,
+    timeout: float,
 ) -> None:
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_replicas))
     try:
+        os.environ.update(variables_of_process(kind, rank, num_replicas))
+        device = _take_device(kind, rank)
+        if traits(device).is_host:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_replicas))
         fn, args = pickle.loads(task)
-        _join_group(
-            device,
-            timeout,
-            init_method=Path(folder, "rendezvous").as_uri(),
-            rank=rank,
-            world_size=num_replicas,
-        )
+        with _without_lines_of_gloo():
+            _join_group(
+                device,
+                timeout,
+                init_method=Path(folder, "rendezvous").as_uri(),
+                rank=rank,
+                world_size=num_replicas,
+            )
+        replica = DistributedReplica("a process", device)
         with listening_for_parent(folder):
-            result = _run_in_group(fn, args, device, "a process")
+            result = _run_as(replica, fn, args)
             exit_results.write_result(folder, rank, exit_results.dump(result))
             _wait_for_peers(rank, timeout)
     except BaseException as error:  # a replica that exits has failed its peers too
@@ -90,7 +155,29 @@ def _child_main(
     torch.distributed.destroy_process_group()
 
 
-def _join_group(device: str, timeout: float, **where: Any) -> None:
+@contextlib.contextmanager
+def _without_lines_of_gloo() -> Iterator[None]:
+    """Drops the line about its connections that torch 2.9's gloo prints.
+
+    Newer versions print it if GLOO_LOG_LEVEL asks for it. Errors are not on standard
+    output, and other lines are printed afterwards.
+    """
+    sys.stdout.flush()
+    before = os.dup(1)
+    with tempfile.TemporaryFile() as printed:
+        os.dup2(printed.fileno(), 1)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            os.dup2(before, 1)
+            os.close(before)
+            printed.seek(0)
+            kept = [line for line in printed if not line.startswith(b"[Gloo] Rank ")]
+            os.write(1, b"".join(kept))
+
+
+def _join_group(device: torch.device, timeout: float, **where: Any) -> None:
     """Initialises the default group such that destroying it ends its threads.
 
     torch.distributed.nn has the default group as default arguments. If it is first
@@ -101,13 +188,38 @@ def _join_group(device: str, timeout: float, **where: Any) -> None:
     import torch.distributed.nn  # before there is a group to hold on to
 
     torch.distributed.init_process_group(
-        GROUPS[device], timeout=timedelta(seconds=timeout), **where
+        torch.distributed.get_default_backend_for_device(device),
+        timeout=timedelta(seconds=timeout),
+        **where,
     )
+
+
+_launches = itertools.count()
+
+
+def _meeting_place(timeout: float) -> dict[str, Any]:
+    """Returns where the processes of a job meet, as `init_process_group` takes it.
+
+    Every launch, and every restart by torchrun, has its own keys in the launcher's
+    store. With torch's own, which are always the same, a process may read the address
+    that a peer had before, and fail or hang.
+    """
+    restart = "0"
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":  # else hosts count their own restarts
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", restart)
+    patience = timedelta(seconds=timeout)
+    store, rank, world_size = next(
+        torch.distributed.rendezvous("env://", timeout=patience)
+    )
+    keys = f"restart-{restart}/launch-{next(_launches)}"
+    store = torch.distributed.PrefixStore(keys, store)
+    return {"store": store, "rank": rank, "world_size": world_size}
 
 
 def _wait_for_peers(rank: int, timeout: float) -> None:
     """Returns when all replicas have ended: until then a peer may still sum."""
     try:
+        # Not a sum, as in Replica.barrier, which could be taken for a peer's.
         torch.distributed.barrier()
     except RuntimeError as error:
         raise ReplicaError(
@@ -117,7 +229,7 @@ def _wait_for_peers(rank: int, timeout: float) -> None:
         ) from error
 
 
-def _run_here(job: Job, device: str) -> Any:
+def _run_here(job: Job, kind: torch.device) -> Any:
     """Runs the job's function in this process, which joins its group if it has not."""
     joins = process_group() is None
     world_size = (
@@ -129,56 +241,62 @@ def _run_here(job: Job, device: str) -> Any:
             "processes: leave num_replicas out or start as many (torchrun "
             "--nproc_per_node)"
         )
-    if device == "cuda" and "LOCAL_RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    check_variables(kind, world_size)
+    local_rank = os.environ.get("LOCAL_RANK")
+    device = _take_device(kind, None if local_rank is None else int(local_rank))
     if joins:
-        _join_group(device, job.timeout)
+        _join_group(device, job.timeout, **_meeting_place(job.timeout))
     try:
+        check_served(device)
+        replica = DistributedReplica("a process of this job", device)
         with listening():
-            result = _run_in_group(job.fn, job.args, device, "a process of this job")
+            result = _run_as(replica, job.fn, job.args)
             if joins:
-                _wait_for_peers(torch.distributed.get_rank(), job.timeout)
+                _wait_for_peers(replica.rank, job.timeout)
         return exit_results.values([result])[0]
     finally:
         if joins:
             torch.distributed.destroy_process_group()
 
 
-def _run_in_group(
-    fn: Callable[..., Any], args: tuple[Any, ...], device: str, reason: str
-) -> Any:
-    index = torch.cuda.current_device() if device == "cuda" else None
-    replica = DistributedReplica(reason, torch.device(device, index))
-    with bound(replica):
+def _run_as(replica: Replica, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    with bound(replica), computing_on(replica.device):
         return exit_results.run_to_end(fn, replica.rank, args)
 
 
 # --- the rows -----------------------------------------------------------------------
 
 
-def _find(is_own: Callable[[str], bool]) -> str | None:
+def _find() -> str | None:
+    """Finds a group of any backend but torch_xla's, which has its own row."""
     group = process_group()
-    if group is None or not is_own(group):
+    if group is None or "xla" in kinds_served():
         return None
     return f"torch.distributed is initialised with {group}"
 
 
-def _gpu_preference(job: Job) -> int:
-    group = process_group()
-    return 3 if (torch.cuda.is_available() if group is None else group == "nccl") else 0
+def _accelerator_preference(job: Job) -> int:
+    if process_group() is None:
+        device = default_device()
+    elif _find() is None:
+        return 0
+    else:
+        device = device_in_group()
+    return 0 if traits(device).is_host else 3
 
 
+for _name in ("cuda", "tpu", "accelerator"):  # the last is whichever torch names
+    register_backend(
+        _name,
+        lambda: None,  # the row below finds every group
+        DistributedReplica,
+        functools.partial(_launch, _name),
+        preference=_accelerator_preference if _name == "accelerator" else lambda job: 0,
+        has_any_number=lambda: False,
+    )
 register_backend(
-    "cuda",
-    functools.partial(_find, lambda group: group == "nccl"),
-    DistributedReplica,
-    functools.partial(_launch, "cuda"),
-    preference=_gpu_preference,
-    has_any_number=lambda: False,
-)
-register_backend(
-    "cpu",  # and every other group, such as TorchTPU's
-    functools.partial(_find, lambda group: group not in ("nccl", "xla")),
+    "cpu",
+    _find,
     DistributedReplica,
     functools.partial(_launch, "cpu"),
     preference=lambda job: 1,

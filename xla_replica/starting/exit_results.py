@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import pickle
 import traceback
 from collections.abc import Callable
@@ -14,6 +15,8 @@ import torch
 
 from xla_replica.device.device_traits import traits
 from xla_replica.errors import ReplicaError, Stopped
+
+logger = logging.getLogger(__name__)
 
 
 def run_to_end(fn: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> Any:
@@ -93,13 +96,20 @@ def write_failure(folder: str, rank: int | None, error: BaseException) -> None:
 def collect_results(
     folder: str, num_replicas: int, death: ReplicaError | None
 ) -> list[Any]:
-    """Returns all results, or raises the first failure, ``death`` or a `Stopped`."""
+    """Returns all results, or raises the first failure, ``death`` or a `Stopped`.
+
+    A status other than 0 that a replica has passed to ``sys.exit`` is the job's too. 0
+    is not: the replica has left its peers, and the job has not ended well.
+    """
     failures = sorted(
         Path(folder).glob("*.failure"), key=lambda path: path.stat().st_mtime_ns
     )
     if failures:
         rank, text, error = pickle.loads(failures[0].read_bytes())
         if isinstance(error, ReplicaError):
+            raise error
+        if isinstance(error, SystemExit) and error.code not in (None, 0):
+            logger.warning("replica %s ended the job by sys.exit(%r)", rank, error.code)
             raise error
         raise ReplicaError(text, rank) from error
     results = read_results(folder)

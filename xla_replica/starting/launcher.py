@@ -26,16 +26,19 @@ def launch(
 
     Inside ``fn``, `current` is the replica. Where it runs:
 
-    ======== ==================================================================
-    device   replicas
-    ======== ==================================================================
-    'xla'    every chip of the TPU through torch_xla; without a TPU,
-             ``num_replicas`` XLA replicas with real collectives on this CPU
-    'cuda'   a process per GPU, joined by nccl
-    'cpu'    processes on this CPU, joined by gloo
-    None     TPU, else GPUs, else one replica in this process; or, if more are
-             asked for, 'xla' where torch_xla is installed, else 'cpu'
-    ======== ==================================================================
+    ============= =============================================================
+    device        replicas
+    ============= =============================================================
+    'xla'         every chip of the TPU through torch_xla; without a TPU,
+                  ``num_replicas`` XLA replicas with real collectives on this CPU
+    'accelerator' a process per device of the kind that torch names (GPUs, or TPUs
+                  through TorchTPU), joined by torch's process group for them;
+                  'cuda' and 'tpu' demand that it is this kind
+    'cpu'         processes on this CPU, joined by gloo
+    None          a TPU through torch_xla, else the accelerator, else one replica in
+                  this process; or, if more are asked for, 'xla' where torch_xla is
+                  installed, else 'cpu'
+    ============= =============================================================
 
     `register_backend` adds others. Under torchrun, wherever else ``WORLD_SIZE`` is
     above 1, and after ``init_process_group`` this process is one replica already: its
@@ -45,7 +48,7 @@ def launch(
     Args:
         fn: A function defined at the top level of a module.
         args: Arguments after the rank; picklable, as is the result.
-        num_replicas: Default: every chip or GPU there is, one on a CPU.
+        num_replicas: Default: every device there is, one on a CPU.
         device: One of the table.
         timeout: Seconds that a replica may be late, at a collective or after the last
             of its peers has returned, before the run is ended with an error. On
@@ -53,10 +56,12 @@ def launch(
 
     Raises:
         Stopped: At least one replica raised it; raised when all have ended.
-        ReplicaError: A replica on this CPU or these GPUs raised (its exception is
+        SystemExit: A replica called ``sys.exit`` with a status other than 0.
+        ReplicaError: A replica in another process raised (its exception is
             ``__cause__``), hung, left early or differed from its peers. An exception of
-            a replica in this process is raised unchanged, and those on a TPU are
-            reported as torch_xla does.
+            a replica in this process is raised unchanged, and torch_xla reports those
+            on a TPU in its own way. Or the process group that the script has joined
+            cannot sum tensors where this process computes.
         ValueError: ``num_replicas`` or ``device`` does not exist here.
         TypeError: ``num_replicas`` is not an integer, ``timeout`` is not a number, or
             ``fn`` or ``args`` cannot be sent to another process.

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from xla_replica.backends.distributed import process_group
+from xla_replica.backends.distributed import kinds_served, process_group
 from xla_replica.backends.registry import Job, bound, register_backend
 from xla_replica.backends.xla import XlaReplica
 from xla_replica.starting import emulated, exit_results
@@ -76,15 +76,33 @@ def _run_replica(
     exit_results.write_result(folder, replica.rank, exit_results.dump(result))
 
 
+def _run_here(job: Job) -> Any:
+    """Runs the job's function as the replica that this process or thread is already."""
+    replica = XlaReplica("a process of this job")
+    if job.num_replicas not in (None, replica.num_replicas):
+        raise ValueError(
+            f"num_replicas={job.num_replicas}, but the process group that this process "
+            f"has joined has {replica.num_replicas}: leave num_replicas out"
+        )
+    with listening(), bound(replica):
+        result = exit_results.run_to_end(job.fn, replica.rank, job.args)
+        replica.wait()
+    return exit_results.values([result])[0]
+
+
 # --- the row ------------------------------------------------------------------------
 
 
+def _is_joined() -> bool:
+    """Returns whether the script has joined torch_xla's process group."""
+    return process_group() is not None and "xla" in kinds_served()
+
+
 def _find() -> str | None:
-    group = process_group()
-    if group == "xla":
-        return "torch.distributed is initialised with xla"
+    if _is_joined():
+        return f"torch.distributed is initialised with {process_group()}"
     chosen = os.environ.get("PJRT_DEVICE")
-    if group is None and "torch_xla" in sys.modules and chosen:
+    if process_group() is None and "torch_xla" in sys.modules and chosen:
         return f"PJRT_DEVICE={chosen}"
     return None
 
@@ -92,9 +110,11 @@ def _find() -> str | None:
 def _launch(job: Job) -> list[Any]:
     if not is_installed():
         raise ValueError(
-            "device='xla' needs torch_xla: pip install 'elastic-xla[xla]', or launch "
-            "with device='cpu'"
+            "device='xla' needs torch_xla: pip install 'elastic-xla[xla-tpu]' on a TPU "
+            "VM, 'elastic-xla[xla-cpu]' elsewhere, or launch with device='cpu'"
         )
+    if _is_joined():
+        return [_run_here(job)]
     if has_tpu() and process_group() is None:
         return run_on_tpu(job.fn, job.args, job.num_replicas)
     if job.is_started:
@@ -108,7 +128,7 @@ def _launch(job: Job) -> list[Any]:
 
 
 def _preference(job: Job) -> int:
-    if has_tpu() and process_group() is None:
+    if _is_joined() or (has_tpu() and process_group() is None):
         return 4
     several_here = job.num_replicas not in (None, 1) and not job.is_started
     return 2 if several_here and is_installed() else 0

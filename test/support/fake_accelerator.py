@@ -1,0 +1,99 @@
+"""An accelerator that is not there, for scripts: torch names it, its group is gloo.
+
+Its tensors are on the CPU, because torch cannot allocate on a device that exists in
+Python alone. Everything else is torch's own: `torch.accelerator`, devices such as
+``metal:1``, the process group's backend and which kinds of devices it serves.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.overrides import TorchFunctionMode
+
+
+class _OnCPU(TorchFunctionMode):
+    """Replaces the accelerator by the CPU in the arguments of torch's functions."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def _real(self, value: Any) -> Any:
+        if isinstance(value, torch.device) and value.type == self.kind:
+            return torch.device("cpu")
+        return value
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        del types
+        args = [self._real(value) for value in args]
+        kwargs = {name: self._real(value) for name, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+def _barrier() -> None:
+    # torch's allocates on the accelerator.
+    group = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+    group.barrier().wait()
+
+
+def _create_group(store, rank, size, timeout):
+    return torch.distributed.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def install(kind: str, count: int = 2) -> types.ModuleType:
+    """Makes ``kind`` the accelerator of this process; returns its module in torch.
+
+    Its process group is ``f"{kind}_dist"``, and the module's ``chosen`` lists what was
+    given to ``set_device``.
+    """
+    torch.utils.rename_privateuse1_backend(kind)
+    module = types.ModuleType(f"torch.{kind}")
+    module.chosen = []
+    module.is_available = lambda: True
+    module.device_count = lambda: count
+    module.set_device = module.chosen.append
+    module.current_device = lambda: module.chosen[-1] if module.chosen else 0
+    module.synchronize = lambda device=None: None
+    module._is_in_bad_fork = lambda: False
+    module.manual_seed_all = lambda seed: None
+    torch._register_device_module(kind, module)
+    torch.distributed.Backend.register_backend(
+        f"{kind}_dist", _create_group, devices=[kind, "cpu"]
+    )
+    torch.distributed.barrier = _barrier
+    _OnCPU(kind).__enter__()
+    return module
+
+
+def install_torch_tpu(count: int = 2) -> None:
+    """Installs an accelerator with the properties of TorchTPU's.
+
+    A process must not choose its device, and needs variables from its launcher.
+    """
+    module = install("tpu", count)
+
+    def set_device(index: int) -> None:
+        raise ValueError(f"Cannot set TPU device to index {index}")
+
+    resolved: dict[str, str] = {}  # the first values count as long as the process runs
+
+    def set_tpu_launch_env(*, nproc_per_node: int) -> None:
+        if nproc_per_node not in (1, 2, 4, 8):
+            raise RuntimeError(f"No TPU topology found for count: {nproc_per_node}")
+        ports = [f"localhost:{8471 + n}" for n in range(nproc_per_node)]
+        resolved.setdefault("TORCH_TPU_SLICEBUILDER_ADDRESSES", ",".join(ports))
+        resolved.setdefault("TORCH_TPU_TOPOLOGY", f"{nproc_per_node},1,1")
+        for name, value in resolved.items():
+            os.environ.setdefault(name, value)
+
+    module.set_device = set_device
+    module.distributed = types.ModuleType("torch.tpu.distributed")
+    module.distributed.set_tpu_launch_env = set_tpu_launch_env
+    sys.modules["torch.tpu"] = module
+    sys.modules["torch.tpu.distributed"] = module.distributed

@@ -1,0 +1,81 @@
+"""What pip installs for each place is what the README says."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import runpy
+import sys
+from types import SimpleNamespace
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from support.documents import ROOT, read
+from support.replicas import needs_xla
+
+README = read("README.md")
+
+
+@pytest.fixture(scope="module")
+def extras() -> dict[str, dict[str, Requirement]]:
+    """Requirements by extra and by the name of what is required."""
+    given = {}
+    before = sys.modules.get("setuptools")
+    # A stand-in: setuptools need not be installed, and nothing is to be set up.
+    sys.modules["setuptools"] = SimpleNamespace(setup=given.update)
+    try:
+        runpy.run_path(str(ROOT / "setup.py"))
+    finally:
+        sys.modules.pop("setuptools")
+        if before is not None:
+            sys.modules["setuptools"] = before
+    return {
+        extra: {r.name: r for r in map(Requirement, requirements)}
+        for extra, requirements in given["extras_require"].items()
+    }
+
+
+def test_the_readme_names_an_extra_for_every_place_and_no_others(extras):
+    places = README.split("## Where it runs")[1].split("\n\n")[1]
+    named = re.findall(r"\.\[([\w,-]+)\]'` \((.*?)\)", places)
+    assert [extra for extra, _ in named] == ["xla-cpu", "xla-tpu", "torchtpu"]
+    for extra, what in named:
+        version = re.match(r"torch (\d\.\d+)", what)[1]
+        assert extras[extra]["torch"].specifier.contains(f"{version}.0")
+    everywhere = README + (ROOT / "Makefile").read_text() + read("docs/tutorial.md")
+    for group in re.findall(r"\.\[([\w,-]+)\]", everywhere):
+        assert set(group.split(",")) <= extras.keys()
+
+
+def test_every_requirement_holds_on_every_python(extras):
+    """pip leaves a requirement with an unmet marker out, without a word."""
+    assert all(r.marker is None for named in extras.values() for r in named.values())
+
+
+def test_only_a_tpus_extra_brings_libtpu(extras):
+    assert extras["xla-tpu"]["torch_xla"].extras == {"tpu"}
+    assert not extras["xla-cpu"]["torch_xla"].extras
+    assert extras["xla-cpu"] == extras["xla"]  # its earlier name
+    versions = {str(extras[extra]["torch_xla"].specifier) for extra in ("xla-cpu",
+                "xla-tpu")}  # fmt: skip
+    assert versions == {"==2.9.0"}
+
+
+def test_torch_xla_and_torch_tpu_cannot_be_in_one_environment(extras):
+    of_xla, of_tpu = extras["xla-tpu"]["torch"], extras["torchtpu"]["torch"]
+    both: SpecifierSet = of_xla.specifier & of_tpu.specifier
+    assert not list(both.filter(f"2.{minor}.{patch}" for minor in range(30)
+                                for patch in range(3)))  # fmt: skip
+
+
+@needs_xla
+@pytest.mark.xla
+def test_torch_xlas_extra_for_tpus_is_there_and_brings_libtpu():
+    metadata = importlib.metadata.metadata("torch_xla")
+    assert "tpu" in metadata.get_all("Provides-Extra")
+    required = map(Requirement, importlib.metadata.requires("torch_xla"))
+    brought = {
+        r.name for r in required if r.marker and r.marker.evaluate({"extra": "tpu"})
+    }
+    assert {"libtpu", "tpu-info"} <= brought

@@ -1,0 +1,237 @@
+"""Processes take the accelerator that torch names, and its process group.
+
+The accelerator is simulated (see support/fake_accelerator.py), so every script has a
+process, or two under torchrun, of its own, and does several things.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.torchrun import LAUNCHER
+
+import xla_replica
+from xla_replica import LocalReplica
+
+TESTS = Path(__file__).resolve().parents[1]
+
+# Replica r brings r + 1, so that the sum over two replicas is 3.
+SCRIPT = """
+import multiprocessing.forkserver, os, torch, torch.distributed.nn, xla_replica
+from concurrent.futures import ThreadPoolExecutor
+from support import fake_accelerator
+
+accelerator = fake_accelerator.{install}
+
+def train(rank, *names):
+    replica = xla_replica.current()
+    total = replica.scalar(rank + 1)
+    replica.all_reduce_([total])
+    group = torch.distributed.get_backend()
+    own = [str(replica.device), group, *(os.environ.get(name) for name in names)]
+    return total.item(), replica.all_gather_object(own)
+
+def nested(rank):
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: str(xla_replica.current().device)).result()
+    return other, *xla_replica.launch(train)
+
+def joined(backend):
+    torch.distributed.init_process_group(
+        backend,
+        init_method=f"file://{{os.path.abspath(__file__)}}.{{backend}}",
+        rank=int(os.environ["RANK"]),
+        world_size=2,
+    )
+    found = tried(lambda: str(xla_replica.current().device))
+    launched = tried(lambda: xla_replica.launch(train))
+    torch.distributed.destroy_process_group()
+    return found, launched
+
+def tried(call):
+    try:
+        return call()
+    except (xla_replica.ReplicaError, ValueError) as error:
+        return f"{{type(error).__name__}}: {{error}}"
+
+if __name__ == "__main__":
+    results = {{}}
+    for name, call in {{{calls}}}.items():
+        results[name] = tried(call)
+    if os.environ.get("RANK", "0") == "0":
+        print("RESULTS", repr(results), flush=True)
+"""
+
+
+def run(folder: Path, install: str, calls: dict[str, str], torchrun: bool) -> Any:
+    """Returns what each call returned, or its error, as replica 0 has it."""
+    script = folder / "script.py"
+    lines = ", ".join(f"{name!r}: lambda: {call}" for name, call in calls.items())
+    script.write_text(SCRIPT.format(install=install, calls=lines))
+    # A machine may have a real accelerator, whose backend would be loaded with torch.
+    own = {
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [*(LAUNCHER if torchrun else [sys.executable]), script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **own},
+    )
+    assert done.returncode == 0, done.stderr
+    printed, results = done.stdout.split("RESULTS", 1)
+    return {"stdout": printed, **eval(results)}
+
+
+# --- whichever accelerator torch names ----------------------------------------------
+
+PLACES = [["metal:0", "metal_dist"], ["metal:1", "metal_dist"]]
+
+
+@pytest.fixture(scope="module")
+def under_torchrun(tmp_path_factory):
+    calls = {
+        "launch": "(*xla_replica.launch(train), accelerator.chosen.copy())",
+        "cpu": "xla_replica.launch(nested, device='cpu')",
+        "its own": "joined('metal_dist')",
+        "both": "joined('cpu:gloo,metal:metal_dist')",
+        "only cpu": "joined('cpu:gloo')",
+        "gloo": "joined('gloo')",
+        "too few": "(setattr(accelerator, 'device_count', lambda: 0), "
+        "xla_replica.launch(train))",
+    }
+    folder = tmp_path_factory.mktemp("torchrun")
+    return run(folder, 'install("metal")', calls, torchrun=True)
+
+
+def test_launch_under_torchrun_takes_the_device_of_its_rank_and_its_group(
+    under_torchrun,
+):
+    (total, places), chosen = under_torchrun["launch"]
+    assert total == 3.0
+    assert places == PLACES
+    assert chosen == [0]
+
+
+@pytest.mark.parametrize("backend", ["its own", "both"])
+def test_a_group_that_serves_the_accelerator_is_used_as_it_is(under_torchrun, backend):
+    found, [(total, places)] = under_torchrun[backend]
+    assert found == "metal"
+    assert total == 3.0
+    assert [device for device, _ in places] == ["metal:0", "metal:1"]
+
+
+def test_a_group_that_was_joined_without_a_backend_is_found(tmp_path):
+    """torch's own choice, and in the environment of the tests that is the CPU's."""
+    torch.distributed.init_process_group(
+        init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1
+    )
+    try:
+        replica = xla_replica.current()
+        assert replica.device == LocalReplica().device
+        assert replica.reason.startswith("torch.distributed is initialised with cpu:")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_group_for_the_cpu_alone_leaves_the_accelerator_unused(under_torchrun):
+    found, [(total, places)] = under_torchrun["only cpu"]
+    assert (found, total) == ("cpu", 3.0)
+    assert [device for device, _ in places] == ["cpu", "cpu"]
+
+
+def test_a_group_that_does_not_serve_the_accelerator_is_an_error(under_torchrun):
+    for error in under_torchrun["gloo"]:
+        assert error.startswith("ReplicaError: the process group gloo sums tensors on ")
+        assert (
+            " but this process computes on metal: call torch.distributed.init" in error
+        )
+        assert error.endswith("To leave an accelerator unused, join 'cpu:gloo'")
+
+
+def test_a_cpu_that_was_asked_for_is_used_by_everything_inside(under_torchrun):
+    """By another launch, and by threads that this one did not start."""
+    [(of_thread, (total, places))] = under_torchrun["cpu"]
+    assert (of_thread, total) == ("cpu", 3.0)
+    assert places == [["cpu", "gloo"]] * 2
+
+
+def test_more_processes_than_devices_are_an_error(under_torchrun):
+    assert under_torchrun["too few"].startswith(
+        "ReplicaError: this process is number 0 on its host, which has 0 devices of "
+        "kind 'metal': start at most as many"
+    )
+
+
+def test_launch_starts_a_process_for_each_device(tmp_path):
+    calls = {
+        "launch": "xla_replica.launch(train)",
+        "another": "xla_replica.launch(train, device='cuda')",
+        "too many": "xla_replica.launch(train, num_replicas=5)",
+    }
+    results = run(tmp_path, 'install("metal")', calls, torchrun=False)
+    assert results == {
+        "stdout": "",
+        "launch": [(3.0, PLACES)] * 2,
+        "another": "ValueError: device='cuda', but the accelerator torch finds is one "
+        "of kind 'metal'",
+        "too many": "ValueError: num_replicas=5 on device='accelerator', but there are "
+        "2 devices of kind 'metal'",
+    }
+
+
+# --- TorchTPU -----------------------------------------------------------------------
+
+VARIABLES = ("TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY")
+
+
+def test_torch_tpus_processes_have_its_environment_and_are_not_forked(tmp_path):
+    names = "RANK", "LOCAL_RANK", "WORLD_SIZE", *VARIABLES
+    calls = {
+        "launch": f"xla_replica.launch(train, {names}, 2, 'tpu')",
+        "forked": "multiprocessing.forkserver._forkserver._forkserver_pid is not None",
+        "printed": "xla_replica.launch(print, num_replicas=2)",
+        "left": f"[os.environ.get(name) for name in {VARIABLES}]",
+        "another": "xla_replica.launch(train, num_replicas=4)",
+        "wrong": "xla_replica.launch(train, num_replicas=3)",
+    }
+    results = run(tmp_path, "install_torch_tpu(4)", calls, torchrun=False)
+    addresses = "localhost:8471,localhost:8472"
+    assert results["launch"] == 2 * [
+        (3.0, [["tpu", "tpu_dist", n, n, "2", addresses, "2,1,1"] for n in "01"])
+    ]
+    assert not results["forked"]
+    assert sorted(results["stdout"].split()) == ["0", "1"]  # what replicas print
+    assert results["left"] == [None, None]
+    assert results["wrong"] == (
+        "ValueError: num_replicas=3 on 'tpu': No TPU topology found for count: 3"
+    )
+    assert results["another"].startswith(
+        "ValueError: num_replicas=4 on 'tpu': this environment is for 2 processes"
+    )
+
+
+def test_torch_tpu_under_torchrun_needs_its_environment(tmp_path):
+    """Its runtime, and not the local rank, has chosen the device."""
+    exported = dict.fromkeys(VARIABLES, "set")
+    calls = {
+        "without": "xla_replica.launch(train)",
+        "export": f"os.environ.update({exported})",
+        "with": "xla_replica.launch(train)",
+    }
+    results = run(tmp_path, "install_torch_tpu()", calls, torchrun=True)
+    assert results["without"].startswith(
+        "ReplicaError: this process is one of 2 on 'tpu', but "
+        "TORCH_TPU_SLICEBUILDER_ADDRESSES and TORCH_TPU_TOPOLOGY must be set before "
+        "the first of them starts; before torchrun, in its shell: eval $(python -m"
+    )
+    assert results["with"] == [(3.0, [["tpu", "tpu_dist"]] * 2)]

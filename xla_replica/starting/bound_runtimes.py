@@ -1,0 +1,109 @@
+"""Accelerators whose runtime binds every process to one device, one row per kind.
+
+Of other kinds, such as GPUs, a process sees every device and chooses one. TorchTPU 0.2
+chooses itself, from the variables that a launcher gives every process and from
+addresses and a topology that the launcher's parent must compute, once for all of them.
+A process then sees its device as the only one. It cannot be forked from a process that
+has loaded the runtime, which importing torch does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+
+from xla_replica.errors import ReplicaError
+
+
+class BoundRuntime(NamedTuple):
+    """What such a runtime needs.
+
+    Attributes:
+        set_variables: Called in the parent, before any process starts, with the number
+            of processes; sets variables in ``os.environ``.
+        required: Variables that it sets, without which a process of several fails.
+        remedy: How to set them where something else starts the processes.
+    """
+
+    set_variables: Callable[[int], None]
+    required: tuple[str, ...]
+    remedy: str
+
+
+def _set_torch_tpu_variables(num_processes: int) -> None:
+    from torch.tpu import distributed  # torch_tpu's
+
+    distributed.set_tpu_launch_env(nproc_per_node=num_processes)
+    # It keeps what the environment, or an earlier call in this process, has chosen.
+    addresses = os.environ["TORCH_TPU_SLICEBUILDER_ADDRESSES"].split(",")
+    if len(addresses) != num_processes:
+        raise ValueError(
+            f"this environment is for {len(addresses)} processes "
+            f"(TORCH_TPU_SLICEBUILDER_ADDRESSES={','.join(addresses)}): leave "
+            "TORCH_TPU_* unset, use a new process for another number, and torchrun "
+            "for several hosts"
+        )
+
+
+BOUND_RUNTIMES = {
+    "tpu": BoundRuntime(
+        _set_torch_tpu_variables,
+        ("TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY"),
+        "before torchrun, in its shell: eval $(python -m torch.tpu.distributed | sed "
+        "'s/^/export /')",
+    ),
+}
+
+
+@contextlib.contextmanager
+def starting_on(device: torch.device, num_processes: int) -> Iterator[None]:
+    """Surrounds the start of processes: the environment is then what they need.
+
+    Raises:
+        ValueError: The runtime cannot have so many processes.
+    """
+    runtime = BOUND_RUNTIMES.get(device.type)
+    with mock.patch.dict(os.environ):
+        if runtime is not None:
+            try:
+                runtime.set_variables(num_processes)
+            except (RuntimeError, ValueError) as error:
+                raise ValueError(
+                    f"num_replicas={num_processes} on {device.type!r}: {error}"
+                ) from error
+        yield
+
+
+def variables_of_process(
+    device: torch.device, rank: int, num_processes: int
+) -> Mapping[str, str]:
+    """Returns what a launcher such as torchrun sets, where the runtime reads it."""
+    if device.type not in BOUND_RUNTIMES:
+        return {}
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",  # asked for, but not used: the group meets in a file
+    }
+
+
+def check_variables(device: torch.device, num_processes: int) -> None:
+    """Raises ReplicaError if what started this process has not set all variables."""
+    runtime = BOUND_RUNTIMES.get(device.type)
+    if runtime is None or num_processes == 1:
+        return
+    missing = [name for name in runtime.required if name not in os.environ]
+    if missing:
+        raise ReplicaError(
+            f"this process is one of {num_processes} on {device.type!r}, but "
+            f"{' and '.join(missing)} must be set before the first of them starts; "
+            f"{runtime.remedy}"
+        )
