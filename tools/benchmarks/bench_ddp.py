@@ -1,0 +1,180 @@
+"""Measures an elastic step beside that of DistributedDataParallel (DDP).
+
+Both train the same model with SGD and momentum on processes of one thread each. DDP
+sums gradients while the backward pass still computes others, in buckets of which
+gradients are views, and skips the sum in all minibatches of a step but the last. Rounds
+of both alternate in one run; the result is the median ratio of neighbours.
+
+    python tools/benchmarks/bench_ddp.py --output docs/benchmarks/bench_ddp.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from tqdm.auto import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
+
+import variable_batch_size as vbs
+import xla_replica
+from tools.record import save
+
+LR, MOMENTUM, CLASSES = 0.01, 0.9, 10
+
+
+def mlp(num_layers: int, width: int) -> nn.Module:
+    """Returns a network of square layers, and its classifier."""
+    layers: list[nn.Module] = []
+    for _ in range(num_layers):
+        layers += [nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(width, CLASSES))
+
+
+def cnn(width: int) -> nn.Module:
+    """Returns three convolutions on images of 16 x 16 pixels, and a classifier."""
+    layers: list[nn.Module] = [nn.Unflatten(1, (1, 16, 16))]
+    channels = 1
+    for new in (width, 2 * width, 4 * width):
+        layers += [nn.Conv2d(channels, new, 3, 2, 1), nn.BatchNorm2d(new), nn.ReLU()]
+        channels = new
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * 4, CLASSES))
+
+
+# From the name to the model, its number of inputs and the size of a minibatch.
+MODELS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
+    "mlp 4 x 512": (lambda: mlp(4, 512), 512, 32),
+    "mlp 8 x 1024": (lambda: mlp(8, 1024), 1024, 32),
+    "cnn": (lambda: cnn(64), 256, 32),
+}
+
+
+class Loop:
+    """One replica's model, data and optimizer, equal for both."""
+
+    def __init__(self, name: str) -> None:
+        make, num_inputs, size = MODELS[name]
+        self.replica = xla_replica.current()
+        with self.replica.seeded(0):
+            self.model = make()
+            inputs = torch.randn(size, num_inputs)
+        self.model.to(self.replica.device)
+        self.batch = self.replica.send((inputs, torch.arange(size) % CLASSES))
+        self.inner = torch.optim.SGD(self.model.parameters(), LR, momentum=MOMENTUM)
+
+    def backward(self, model: nn.Module) -> None:
+        inputs, labels = self.batch
+        F.cross_entropy(model(inputs), labels).backward()
+
+
+def elastic(name: str, substeps: int, num_steps: int) -> Callable[[int], None]:
+    """Returns a function that trains so many steps with the elastic wrapper."""
+    loop = Loop(name)
+    size = substeps * loop.replica.num_replicas
+    sampler = vbs.CustomSampler(
+        dataset_size=size * num_steps,
+        trace=[size] * num_steps,
+        minibatch_size=1,
+        on_end="cycle",
+        verbose=False,
+    )
+    optimizer = vbs.ConstantOptimizer(loop.inner, sampler)
+
+    def run(epoch: int) -> None:
+        sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        for _ in sampler:
+            loop.backward(loop.model)
+            optimizer.step()
+
+    return run
+
+
+def ddp(name: str, substeps: int, num_steps: int) -> Callable[[int], None]:
+    """Returns a function that trains so many steps with DDP."""
+    loop = Loop(name)
+    model = DistributedDataParallel(loop.model, gradient_as_bucket_view=True)
+
+    def run(epoch: int) -> None:
+        del epoch
+        for _ in range(num_steps):
+            for substep in range(substeps):
+                last = substep == substeps - 1
+                with contextlib.nullcontext() if last else model.no_sync():
+                    loop.backward(model)
+            loop.inner.step()
+            loop.inner.zero_grad()
+
+    return run
+
+
+def seconds_per_step(
+    rank: int, name: str, substeps: int, num_steps: int, rounds: int, threads: int
+) -> dict[str, list[float]]:
+    """Returns seconds per step of both, in alternating rounds."""
+    torch.set_num_threads(threads)
+    replica = xla_replica.current()
+    loops = {
+        "elastic": elastic(name, substeps, num_steps),
+        "DDP": ddp(name, substeps, num_steps),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in loops}
+    for epoch in range(rounds + 2):
+        # Each goes first every other round: the second one finds warmer caches.
+        for which, run in list(loops.items())[:: 1 if epoch % 2 else -1]:
+            replica.barrier()
+            start = time.perf_counter()
+            run(epoch)
+            replica.barrier()
+            if epoch >= 2:
+                seconds[which].append((time.perf_counter() - start) / num_steps)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--replicas", type=int, default=2, help="default: 2")
+    parser.add_argument(
+        "--models", nargs="+", default=list(MODELS), choices=MODELS, help="default: all"
+    )
+    parser.add_argument("--substeps", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--rounds", type=int, default=10, help="rounds of each")
+    parser.add_argument("--steps", type=int, default=20, help="steps in a round")
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument("--output", type=Path, help="JSON with results and versions")
+    args = parser.parse_args()
+    result: dict[str, Any] = {"replicas": args.replicas, "steps": {}}
+    rows = [(name, substeps) for name in args.models for substeps in args.substeps]
+    for name, substeps in tqdm(rows, desc="models", disable=None):
+        numbers = (substeps, args.steps, args.rounds, args.threads)
+        seconds = xla_replica.launch(
+            seconds_per_step, (name, *numbers), args.replicas, "cpu", timeout=1200.0
+        )[0]
+        ratio = statistics.median(
+            mine / other for mine, other in zip(seconds["elastic"], seconds["DDP"])
+        )
+        row = {which: 1e3 * statistics.median(each) for which, each in seconds.items()}
+        result["steps"][f"{name}, {substeps} substeps"] = {"ratio": ratio, **row}
+        tqdm.write(
+            f"{name}, {substeps} substeps: {ratio:.3f} times DDP "
+            f"({row['elastic']:.2f} against {row['DDP']:.2f} ms)"
+        )
+    if args.output:
+        save(args.output, result)
+
+
+if __name__ == "__main__":
+    main()
