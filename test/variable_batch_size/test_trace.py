@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -115,6 +116,8 @@ def test_a_step_that_is_not_a_number_warns(tmp_path):
         np.array([64, 96], dtype=np.uint16),
         np.array([64.0, 96.0]),
         [np.int64(64), 96.0],
+        torch.tensor([64, 96]),
+        torch.tensor([64, 96], dtype=torch.bfloat16, requires_grad=True),
         pd.Series([64, 96]),
         pd.DataFrame({"step": [0, 1], " batchsize ": [64, 96], "x": ["a", "b"]}),
         pd.DataFrame({"batchsize": [64.0, 96.0]}),
@@ -155,6 +158,10 @@ def test_a_number_is_an_endless_trace(source):
         ((64, 0.5), TraceError, "the tuple, element 1, batchsize: 0.5 is not an int"),
         (np.array([64.5]), TraceError, "element 0, batchsize: 64.5 is not an integer"),
         (np.array([np.nan]), TraceError, "element 0, batchsize: nan is not an integer"),
+        (torch.tensor([64, 0]), TraceError, "the Tensor, element 1, batchsize: 0 must"),
+        (torch.tensor([True]), TraceError, "element 0, batchsize: True is not an int"),
+        (torch.ones(2, 2), TraceError, "needs one dimension, has shape (2, 2)"),
+        (torch.tensor(64), TraceError, "needs one dimension, has shape ()"),
         (np.ones((2, 2), int), TraceError, "needs one dimension, has shape (2, 2)"),
         (pd.DataFrame({"size": [64]}), TraceError, "columns are ['size']"),
         (pd.DataFrame({"batchsize": [64, None]}), TraceError, "element 1, batchsize"),

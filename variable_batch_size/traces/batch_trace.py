@@ -41,8 +41,9 @@ class Trace:
     """The global batch size of every step, in samples.
 
     Args:
-        source: A CSV path or open file, a sequence, range or array of integers, a
-            DataFrame, another trace, or one integer for a constant batch size.
+        source: A CSV path or open file, a sequence, range, array or torch tensor of
+            integers, a DataFrame, another trace, or one integer for a constant batch
+            size.
         strict_steps: Raise TraceError, instead of a warning, where the ``step`` column
             does not count up by one.
 
@@ -84,10 +85,12 @@ class Trace:
             source, (bytes, bytearray)
         ):
             self.name = f"the {type(source).__name__}"
+        elif hasattr(source, "tolist"):  # a torch tensor, on any device
+            self.name, source = f"the {type(source).__name__}", source.tolist()
         else:
             raise TypeError(
                 f"trace={source!r} of type {type(source).__name__}: allowed are a CSV "
-                "path or text file, a sequence, range or array of integers, a "
+                "path or text file, a sequence, range, array or tensor of integers, a "
                 "DataFrame with a 'batchsize' column, or one integer"
             )
         self.batch_sizes = self._checked(source if table is None else table[COLUMN])
