@@ -480,7 +480,8 @@ class ElasticOptimizer(OptimizerProxy):
         # Changing numbers go to the device before the collective is traced.
         groups = self.inner.param_groups
         used = (*hyperparameters(groups), *self._scaling.state_dict())
-        ballots = self._agreement.ballots(used)
+        order = self.sampler.order_digest(self._counter.plan.epoch)
+        ballots = self._agreement.ballots(used, order)
         squares = []
         if self.noise:
             squares = self.noise.begin_update(num_minibatches, batch_size)

@@ -182,3 +182,38 @@ def test_settings_that_differ_are_named_at_construction(backend):
             assert expected in message
             assert "build sampler, model and optimizer alike" in message
             assert rank == 2
+
+
+def train_in_order(rank: int, seeds: list[int]) -> int:
+    """Trains two epochs in random orders of its own seed; returns its minibatches."""
+    replica = xla_replica.current()
+    generator = torch.Generator().manual_seed(seeds[rank])
+    order = torch.utils.data.RandomSampler(range(64), generator=generator)
+    # The last replica joins the first step before it knows the epoch's order.
+    sampler = vbs.CustomSampler(
+        range(64), [4, 24, 36], minibatch_size=4, order=order, on_end="cycle",
+        verbose=False,
+    )  # fmt: skip
+    model = torch.nn.Linear(1, 1).to(replica.device)
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = vbs.ConstantOptimizer(inner, sampler)
+    num_minibatches = 0
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        batches = [torch.tensor(m).float().reshape(4, 1) / 64 for m in sampler]
+        for x in replica.loader(batches):
+            model(x).mean().backward()
+            optimizer.step()
+            num_minibatches += 1
+        optimizer.average_buffers(model)
+    return num_minibatches
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_orders_that_differ_are_found(backend):
+    assert sum(backend.run(train_in_order, [7, 7, 7])) == 32
+    with pytest.raises(
+        xla_replica.ReplicaError, match="what order= returns must be the"
+    ):
+        backend.run(train_in_order, [7, 7, 8])

@@ -47,7 +47,8 @@ class CustomSampler(Sampler[list[int]]):
         dataset_size: Number of samples, in place of ``dataset``.
         order: In place of the shuffle: a function from the epoch to a permutation of
             ``range(num_samples)``, or an iterable (such as a torch Sampler) that is
-            iterated once an epoch. It must be the same on every replica.
+            iterated once an epoch. It must be the same on every replica: a digest
+            of it travels with the gradients.
         on_end: What follows the trace's last step; see `Schedule`.
 
     Attributes:
@@ -180,7 +181,7 @@ class CustomSampler(Sampler[list[int]]):
         return {
             "version": VERSION,
             **self.cursor._asdict(),
-            "order": self._order_digests.get(self.cursor.epoch),
+            "order": self.order_digest(self.cursor.epoch),
             "fingerprint": self.fingerprint(),
         }
 
@@ -220,6 +221,10 @@ class CustomSampler(Sampler[list[int]]):
         epoch, name = state["epoch"], f"the state's step of epoch {state['epoch']}"
         num_steps = len(self.schedule.steps(epoch))
         return Cursor(epoch, check_integer(name, state["step"], 0, num_steps))
+
+    def order_digest(self, epoch: int) -> str | None:
+        """Returns a digest of an epoch's order; None unless its iteration has begun."""
+        return self._order_digests.get(epoch)
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns what decides which samples every step uses, at a constant cost.

@@ -1,11 +1,12 @@
-"""Whether replicas agree: on their hyperparameters, and on when to stop.
+"""Whether replicas agree: on hyperparameters, on orders, and on when to stop.
 
 A replica's loop body does not run once per update (see `ElasticOptimizer`), so a
 learning rate that it changes may drift from its peers' without anything to notice
 here; and a signal reaches one process, or all of them at different moments, while a
-replica that stops alone leaves its peers waiting. So every replica adds two ballots to
-the sum of the gradients: a hash of its hyperparameters, and whether it was asked to
-stop. That costs no collective, and no transfer until somebody has to know.
+replica that stops alone leaves its peers waiting. So every replica adds ballots to the
+sum of the gradients: a hash of its hyperparameters, one of the epoch's order, and
+whether it was asked to stop. That costs no collective, and no transfer until somebody
+has to know.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Agreement:
         self._remembered: tuple[Any, ...] | None = None
         self._modulus = _EXACT // replica.num_replicas
         self._difference = torch.zeros(1, device=replica.device)
+        self._order_difference = torch.zeros(1, device=replica.device)
         self._expected = 0
         self._asked = False
         self._votes: torch.Tensor | None = None
@@ -80,29 +82,62 @@ class Agreement:
             self._replica.rank,
         )
 
-    def ballots(self, used: tuple[Any, ...]) -> list[torch.Tensor]:
-        """Returns what is to be summed with the gradients: two of ``(1,)`` float32."""
+    def ballots(
+        self, used: tuple[Any, ...], order: str | None = None
+    ) -> list[torch.Tensor]:
+        """Returns what is to be summed with the gradients: four of ``(1,)`` float32.
+
+        Args:
+            used: Names and values of the hyperparameters.
+            order: A digest of the epoch's order; None where this replica has not begun
+                to run it, since idle replicas join steps before that.
+        """
         own = zlib.crc32(repr(used).encode()) % self._modulus
         self._expected = own * self._replica.num_replicas
+        known = order is not None
+        self._order = zlib.crc32(order.encode()) % self._modulus if known else 0
+        self._knows_order = float(known)
         self._asked = xla_replica.stop_requested() is not None
         return [
             self._scalars.get("ballot", own).clone(),
             self._scalars.get("stop", float(self._asked)).clone(),
+            self._scalars.get("order", self._order).clone(),
+            self._scalars.get("knows the order", self._knows_order).clone(),
         ]
 
     # --- after it -------------------------------------------------------------------
 
-    def count(self, hashes: torch.Tensor, votes: torch.Tensor) -> None:
+    def count(
+        self,
+        hashes: torch.Tensor,
+        votes: torch.Tensor,
+        orders: torch.Tensor,
+        num_knowing: torch.Tensor,
+    ) -> None:
         """Takes in the sums of `ballots`; where reading is free it checks at once."""
         expected = self._scalars.get("expected ballots", self._expected)
         self._difference.add_((hashes - expected).abs())
+        own = self._scalars.get("order", self._order)
+        known = self._scalars.get("knows the order", self._knows_order)
+        self._order_difference.add_(known * (orders - own * num_knowing).abs())
         self._votes = votes
         if self._replica.is_host:
             self.check()
 
     def check(self) -> None:
-        """Raises ReplicaError if hyperparameters ever differed; reads the device."""
-        if self._replica.fetch([self._difference])[0].item() == 0:
+        """Raises ReplicaError if replicas ever differed; reads the device."""
+        difference, order = self._replica.fetch(
+            [self._difference, self._order_difference]
+        )
+        if order.item() != 0:
+            raise ReplicaError(
+                "replicas have run an epoch in different orders, so that some samples "
+                "were run twice and others never: what order= returns must be the same "
+                "on every replica. Seed it (a torch Sampler with "
+                "generator=torch.Generator().manual_seed(0), say) without the rank",
+                self._replica.rank,
+            )
+        if difference.item() == 0:
             return
         raise ReplicaError(
             "replicas have updated their weights with different learning rates or "
