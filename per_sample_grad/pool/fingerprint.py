@@ -58,8 +58,11 @@ _MODULE_HOOKS = (
     "_backward_hooks",
 )
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
-# What transformers keeps of an object in a process is another one in the next.
-_NOT_VALUES = frozenset({"_original_object_hash"})
+# What transformers notes in objects: a hash that another process does not share, and
+# which warnings were shown.
+_NOT_VALUES = frozenset(
+    {"_original_object_hash", "deprecation_warnings", "warnings_issued"}
+)
 _IN_CLASSES = {
     staticmethod: "__func__",
     classmethod: "__func__",
@@ -141,7 +144,7 @@ class _Walk:
         if version:
             package = "Python" if version == _PYTHON else name.partition(".")[0]
             self.versions[f"version of {package}"] = version
-        return name, {}
+        return name, _replaced(value) if isinstance(value, type) else {}
 
 
 def _indescribable(path: str, value: Any, error: Exception) -> str:
@@ -198,6 +201,19 @@ def _version(module_name: str) -> str | None:
         except importlib.metadata.PackageNotFoundError:
             return None
     return str(version)
+
+
+def _replaced(kind: type) -> dict[str, types.FunctionType]:
+    """Returns how an installed class computes, where others have replaced that."""
+    found = {}
+    for name in ("forward", "__call__"):
+        base = next((base for base in kind.__mro__ if name in vars(base)), kind)
+        part = vars(base).get(name)
+        if isinstance(part, types.FunctionType):
+            packages = {str(x.__module__).partition(".")[0] for x in (part, base)}
+            if len(packages) == 2 and _version(str(part.__module__)) != _PYTHON:
+                found[f".{name}"] = part
+    return found
 
 
 def _reader(value: Any) -> Callable[[Any], _Read]:
@@ -355,7 +371,7 @@ def _read_module(value: nn.Module) -> _Read:
             state = value.__getstate__()
     state = state if isinstance(state, dict) else own
     parts: dict[str, Any] = {".__class__": type(value)}
-    for name in sorted(state.keys() - _MODULE_INTERNALS):
+    for name in sorted(state.keys() - _MODULE_INTERNALS - _NOT_VALUES):
         parts[f".{name}"] = state[name]
     for name in _MODULE_HOOKS:
         if own[name]:

@@ -272,6 +272,22 @@ def test_attributes_that_do_not_compute_are_not_compared():
     assert fingerprint({"model": model}) == fingerprint({"model": other})
 
 
+def test_a_replaced_method_of_an_installed_class_is_found(tmp_path, monkeypatch):
+    job = {"model": with_activation(nn.LeakyReLU()), "folder": tmp_path}
+    scores(**job)
+    monkeypatch.setattr(nn.LeakyReLU, "forward", lambda self, x: 2 * x)
+    with pytest.raises(ValueError, match=r"model\.2\.__class__\.forward was None and"):
+        scores(**job)
+
+
+def test_what_transformers_notes_in_an_object_is_not_its_value():
+    value = Weighted(1.0)
+    found = fingerprint({"loss": value})
+    value.deprecation_warnings = {"Asking-to-pad-a-fast-tokenizer": True}
+    value._original_object_hash = hash("a text")
+    assert fingerprint({"loss": value}) == found
+
+
 def test_circles_and_shared_modules_end():
     def again(x):
         return again(x - 1) if x else model(x)
