@@ -233,8 +233,10 @@ class Comparer:
         errors[~finite] = torch.nan
         # Where the terms are not small, but their sum is, they cancel (a bias before a
         # normalisation), and that was seen.
-        unseen = (torch.maximum(size, terms) <= tolerance * floor).tolist()
-        quiet = {name for name, nothing in zip(self.params, unseen) if nothing}
+        unseen = torch.maximum(size, terms) <= tolerance * floor
+        # A gradient that is right to its own size was seen, too, however small it is.
+        unseen &= (size == 0) | (distance > tolerance * size)
+        quiet = {name for name, nothing in zip(self.params, unseen.tolist()) if nothing}
         relative = dict(zip(self.params, errors.tolist()))
         return Comparison(
             errors=relative,

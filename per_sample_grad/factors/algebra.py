@@ -106,12 +106,7 @@ def has_product(a: Contribution, b: Contribution) -> bool:
 
 def squared_norms(contributions: Sequence[Contribution], samples: int) -> torch.Tensor:
     """Returns ``‖g_n‖²``, ``(N,)``, of uses that have products; may round below 0."""
-
-    def of_some(start: int, stop: int) -> torch.Tensor:
-        parts = [forms.part(each, start, stop) for each in contributions]
-        return _squared_norms(parts)
-
-    return _side_by_side(of_some, forms.num_rows(contributions[0]), samples)
+    return squared_norms_and_terms(contributions, samples)[0]
 
 
 def squared_norms_and_terms(
@@ -125,18 +120,13 @@ def squared_norms_and_terms(
 
     def of_some(start: int, stop: int) -> torch.Tensor:
         parts = [forms.part(each, start, stop) for each in contributions]
-        terms = forms.summed(map(_squares_of_terms, parts))
-        return torch.stack([_squared_norms(parts), terms])
+        both = forms.summed(map(_square_and_terms, parts))
+        for i, a in enumerate(parts):
+            for b in parts[i + 1 :]:
+                both[0] += 2 * _kernel(a, b).flatten(1).sum(1)
+        return both
 
     return _side_by_side(of_some, forms.num_rows(contributions[0]), samples, dim=1)
-
-
-def _squared_norms(parts: Sequence[Outer | Lookup | Dense]) -> torch.Tensor:
-    return forms.summed(
-        _diagonal(a, b) if a is b else 2 * _diagonal(a, b)
-        for i, a in enumerate(parts)
-        for b in parts[i:]
-    )
 
 
 def gram(
@@ -271,51 +261,43 @@ def _squares(block: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(flat, dim=1).square()
 
 
-def _squares_of_terms(part: Outer | Lookup | Dense) -> torch.Tensor:
-    """Returns the sum of the squared norms of what every position adds, ``(N,)``."""
+def _square_and_terms(part: Outer | Lookup | Dense) -> torch.Tensor:
+    """Returns ``‖g_n‖²`` of one use and the squares of its terms, ``(2, N)``."""
     match part:
-        case Outer(left, right):
-            return (_row_squares(left) * _row_squares(right)).flatten(1).sum(1)
-        case Lookup(_, values) | Dense(values):
-            return _squares(values)
+        case Dense(values):
+            return _squares(values).expand(2, -1).clone()
+        case Outer(left, right) if part.positions == part.groups == 1:
+            return (_squares(left) * _squares(right)).expand(2, -1).clone()
+    kernel = _kernel(part, part)
+    terms = kernel.diagonal(dim1=-2, dim2=-1)
+    return torch.stack([kernel.flatten(1).sum(1), terms.flatten(1).sum(1)])
 
 
-def _row_squares(factor: torch.Tensor) -> torch.Tensor:
-    if traits(factor).is_lazy:
-        return (factor * factor).sum(-1)
-    return torch.linalg.vector_norm(factor, dim=-1).square()
-
-
-def _diagonal(a: Outer | Lookup | Dense, b: Outer | Lookup | Dense) -> torch.Tensor:
-    """Returns ``⟨a_n, b_n⟩``, ``(N,)``."""
+def _kernel(a: Outer | Lookup | Dense, b: Outer | Lookup | Dense) -> torch.Tensor:
+    """Returns ``⟨a_n, b_n⟩`` by pairs of positions, ``(N, ..., T, S)``, to be added."""
     match a, b:
         case Dense(), Dense():
-            if a is b:
-                return _squares(a.values)
-            return (a.values.flatten(1) * b.values.flatten(1)).sum(1)
-        case Outer(), Outer() if a.positions == b.positions == 1:
-            if a is b and a.groups == 1:
-                return _squares(a.left) * _squares(a.right)
-            return ((a.left * b.left).sum(-1) * (a.right * b.right).sum(-1)).sum((1, 2))
+            return (a.values * b.values).flatten(1)[:, None, None]
         case Lookup(), Outer():
-            return _diagonal(b, a)
+            return _kernel(b, a)
+        case Outer(), Outer() if a.positions == b.positions == 1:
+            kernel = (a.left * b.left).sum(-1) * (a.right * b.right).sum(-1)
+            return kernel.unsqueeze(-1)
         case Outer(), Outer():
             kernel = a.left @ b.left.transpose(2, 3)
-            kernel = kernel * (a.right @ b.right.transpose(2, 3))
+            return kernel * (a.right @ b.right.transpose(2, 3))
         case Lookup(), Lookup():
             same = a.index.unsqueeze(2) == b.index.unsqueeze(1)
             kernel = a.values @ b.values.transpose(1, 2)
-            kernel = torch.where(same, kernel, torch.zeros_like(kernel))
+            return torch.where(same, kernel, torch.zeros_like(kernel))
         case Outer(), Lookup():
             left = a.left.squeeze(1)  # (n, S, V)
             index = b.index.long().unsqueeze(1)
             index = index.expand(-1, left.shape[1], -1)
             kernel = left.gather(2, index)
             right = a.right.squeeze(1)
-            kernel = kernel * (right @ b.values.transpose(1, 2))
-        case _:
-            raise AssertionError("no factored product; see has_product")
-    return kernel.flatten(1).sum(1)
+            return kernel * (right @ b.values.transpose(1, 2))
+    raise AssertionError("no factored product; see has_product")
 
 
 def _pairs(a: Outer | Lookup | Dense, b: Outer | Lookup | Dense) -> torch.Tensor:

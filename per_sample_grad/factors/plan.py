@@ -203,7 +203,8 @@ def _materialized(
     peak = size_of(samples, columns)
     is_table = any(isinstance(c, Lookup) for c in contributions)
     passes = PASSES_OF_TABLES if is_table and partners == 1 else PASSES
-    cost = flops + passes * FLOPS_PER_ELEMENT * num_samples * size
+    elements = passes * size + on_the_way(1, all_columns)
+    cost = flops + FLOPS_PER_ELEMENT * num_samples * elements
     return Choice("materialized", samples, columns, times, flops, cost, peak)
 
 
@@ -242,6 +243,7 @@ def _factored(
 
     samples = _halved(max(num_samples, partners), lambda some: size_of(some) > budget)
     times = -(-num_samples // samples) * -(-partners // samples)
+    elements += num_samples * unfolded
     cost = flops + FLOPS_PER_ELEMENT * elements
     return Choice("factored", samples, columns, times, flops, cost, size_of(samples))
 

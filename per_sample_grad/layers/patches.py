@@ -68,14 +68,19 @@ class Unfolding:
     def prefers_gradients(self, left: torch.Tensor, source: torch.Tensor) -> bool:
         """Returns whether `gradients` is faster than unfolding and multiplying.
 
-        That is measured: on a CPU it is for many positions and for channels that fill
-        its registers.
+        That is measured: on a CPU it is for depthwise convolutions, and for many
+        positions and channels that fill its registers.
         """
         channels = source.shape[1] // self.groups
-        return (
+        fast = (
             xla_replica.traits(left).is_host
             and left.dtype == source.dtype == torch.float32
             and math.prod(self.kernel) > 1
+        )
+        if channels == left.shape[3] == 1:
+            return fast
+        return (
+            fast
             and math.prod(self.positions) >= 64
             and channels % FAST_CHANNELS == 0
             and channels * left.shape[3] <= 64 * math.prod(self.positions)
@@ -86,6 +91,8 @@ class Unfolding:
         # The gradient of a convolution with a group for each group of each sample.
         n, groups, _, width = left.shape
         channels = source.shape[1] // groups
+        if channels == width == 1:
+            return self._correlations(left, source)
         outer = padded(source, self.widths, self.mode)
         for dim, (size, stride) in enumerate(zip(self.kernel, self.stride)):
             reach = self.dilation[dim] * (size - 1) + 1
@@ -99,6 +106,32 @@ class Unfolding:
             False, [0] * len(self.kernel), n * groups, [False, True, False],
         )  # fmt: skip
         return found.reshape(n, groups * width, -1)
+
+    def _correlations(self, left: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """Returns `gradients` of groups with one channel on either side.
+
+        They are the convolution of each channel with what it is multiplied by, in which
+        stride and dilation change roles. torch's own way to the gradient of a depthwise
+        convolution took up to 16 times as long.
+        """
+        n, groups, *_ = left.shape
+        padding = [before for before, _ in self.widths]
+        if self.mode != "zeros" or any(
+            before != after for before, after in self.widths
+        ):
+            source, padding = (
+                padded(source, self.widths, self.mode),
+                [0 for _ in padding],
+            )
+        found = torch.convolution(
+            source.reshape(1, n * groups, *source.shape[2:]),
+            left.reshape(n * groups, 1, *self.positions),
+            None, self.dilation, padding, self.stride, False, [0 for _ in padding],
+            n * groups,
+        )  # fmt: skip
+        for dim, size in enumerate(self.kernel, start=2):
+            found = found.narrow(dim, 0, size)
+        return found.reshape(n, groups, -1)
 
 
 def windows(
@@ -119,7 +152,7 @@ def windows(
     return dataclasses.replace(
         plain,
         direct=unfolding.gradients,
-        direct_channels=FAST_CHANNELS,
+        direct_channels=min(FAST_CHANNELS, source.shape[1] // unfolding.groups),
         direct_elements=(2 * math.prod(sizes), 2 * left[0].numel()),
     )
 
