@@ -80,10 +80,10 @@ def test_replicas_that_share_a_generator_are_told():
 def repaired(rank: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns scores after the remedy, and those of replica 0's model by itself."""
     replica = xla_replica.current()
-    model = dense_model(rank).to(replica.device)
+    with replica.seeded(0):  # one thread at a time
+        model, truth = dense_model(rank), dense_model(0)
+    model, truth = model.to(replica.device), truth.to(replica.device)
     replica.broadcast_([*model.parameters(), *model.buffers()])
-    with replica.seeded(0):
-        truth = dense_model(0).to(replica.device)
     found = [psg.score_pool(m, Vectors(41), **OPTIONS).scores for m in (model, truth)]
     return found[0], found[1]
 
