@@ -208,3 +208,13 @@ def test_what_iterates_like_a_stateful_loader_is_refused():
     Iterator.__module__ = "torchdata.stateful_dataloader.stateful_dataloader"
     with pytest.raises(TypeError, match="StatefulDataLoader does not work with Custom"):
         Iterator(sampler())
+
+
+def test_a_state_between_two_epochs_tells_no_order_of_the_coming_one():
+    """A checkpoint at the end of an epoch has the digest of that epoch's order."""
+    sampler = vbs.CustomSampler(range(16), [4], minibatch_size=4, on_end="cycle")
+    list(sampler)
+    state = sampler.state_dict() | {"epoch": 1, "step": 0}
+    sampler.load_state_dict(state)
+    assert sampler.order_digest(1) is None
+    assert state["order"] is not None

@@ -198,8 +198,9 @@ class CustomSampler(Sampler[list[int]]):
         """
         cursor = self.check_state(state, allow_changes)
         self._restored = self._committed = cursor
-        digest = None if allow_changes else state.get("order")
-        self._order_digests = {cursor.epoch: digest} if digest else {}
+        # A state between two epochs has the digest of the one before.
+        is_of_epoch = cursor.step > 0 and not allow_changes and bool(state.get("order"))
+        self._order_digests = {cursor.epoch: state["order"]} if is_of_epoch else {}
         self.set_epoch(cursor.epoch)
 
     def check_state(self, state: Mapping[str, Any], allow_changes: bool) -> Cursor:
