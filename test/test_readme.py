@@ -41,7 +41,7 @@ def test_the_script_after_the_diff_trains_under_torchrun(tmp_path):
     assert accuracies[0] > 0.9
 
 
-@pytest.mark.parametrize("num_replicas", [1, 3])
+@pytest.mark.parametrize("num_replicas", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_script_with_adascale_trains_on_every_replica_alike(tmp_path, num_replicas):
     script = on_replicas(num_replicas, scripts()[2])
     accuracies = run_script_of_reader(script, tmp_path)

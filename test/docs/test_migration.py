@@ -35,6 +35,7 @@ def test_the_data_parallel_script_trains(tmp_path):
     check_trained(run_script_of_reader(before, tmp_path, *LAUNCHER[1:]), 2)
 
 
+@pytest.mark.slow
 def test_the_script_after_data_parallel_trains(tmp_path):
     _, after = sides_of("distributed_data_parallel.md")
     check_trained(run_script_of_reader(after, tmp_path, *LAUNCHER[1:]), 2)

@@ -116,7 +116,8 @@ def test_orders_and_seeds_on_one_replica(tmp_path, tasks, name, capsys):
 @pytest.mark.parametrize(
     ("name", "device"),
     [
-        ("images", DEVICE),
+        ("images", "cpu"),
+        pytest.param("images", "xla", marks=[pytest.mark.slow, needs_xla]),
         ("text", "cpu"),
         # Its programs take half a minute to compile.
         pytest.param("text", "xla", marks=[pytest.mark.slow, needs_xla]),

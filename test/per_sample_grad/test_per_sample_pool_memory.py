@@ -37,7 +37,10 @@ class Counting(Pool):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("score", ["grad_norm", "egl", "el2n"])
+@pytest.mark.parametrize(
+    "score",
+    ["el2n", *(pytest.param(s, marks=pytest.mark.slow) for s in ("grad_norm", "egl"))],
+)
 def test_no_tensor_outlives_its_part(score, tmp_path):
     options = {"score": score, "block_size": 8, "part_size": 32, "progress": False}
     pool = Counting(10 * 32, 32)

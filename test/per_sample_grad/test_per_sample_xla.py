@@ -259,7 +259,9 @@ def counted(rank: int, name: str) -> list[list[tuple[int, int, dict[str, int]]]]
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["mlp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("cnn", "text"))]
+)
 def test_new_data_compile_one_program_and_answers_take_one_transfer(name):
     """The same holds in a stream, and a short last batch adds none."""
     (found,) = BACKEND.run(counted, name, timeout=LONG)

@@ -49,8 +49,8 @@ BACKENDS = [
     row("cpu", 3),
     row("cpu", 5, slow=True),
     row("cpu", 8, slow=True),
-    row("xla", 1),
-    row("xla", 2),
+    row("xla", 1, slow=True),
+    row("xla", 2, slow=True),
     row("xla", 3),
     row("xla", 5, slow=True),
     row("xla", 8),
@@ -67,6 +67,7 @@ FEW_BACKENDS = [
     row("xla", 5, slow=True),
     row("xla", 8, slow=True),
 ]
-XLA_BACKENDS = [row("xla", 1), row("xla", 3), row("xla", 8, slow=True)]
+XLA_BACKENDS = [row("xla", 1, slow=True), row("xla", 3), row("xla", 8, slow=True)]
 ONE_XLA_BACKEND = [row("xla", 1), row("xla", 8, slow=True)]
+SLOW_XLA_BACKENDS = [row("xla", 1, slow=True), row("xla", 8, slow=True)]
 SEVERAL_REPLICAS = [row("cpu", 3), row("xla", 3)]

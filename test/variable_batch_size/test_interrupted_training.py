@@ -176,6 +176,7 @@ def test_a_signal_to_the_whole_group_spares_the_loader_s_workers(tmp_path):
 
 @needs_xla
 @pytest.mark.xla
+@pytest.mark.slow
 def test_asked_to_stop_eight_replicas_save_and_resume_to_their_target(tmp_path):
     folder = tmp_path / "run"
     digits = ("--dataset", "digits", "--epochs", 12, "--device", "xla")

@@ -7,7 +7,7 @@ import io
 import numpy as np
 import pytest
 import torch
-from support.replicas import FEW_BACKENDS, ONE_XLA_BACKEND, Backend
+from support.replicas import FEW_BACKENDS, SLOW_XLA_BACKENDS, Backend
 from support.rules import (
     BETAS,
     DECAY,
@@ -104,7 +104,7 @@ def test_identity_at_the_reference_batch(at_the_reference, name):
         assert torch.equal(weight, reference)
 
 
-@pytest.mark.parametrize("backend", ONE_XLA_BACKEND)
+@pytest.mark.parametrize("backend", SLOW_XLA_BACKENDS)
 def test_identity_at_the_reference_batch_on_xla(backend):
     """Rules that measure or change betas then do what the constant rule does."""
     outcome = backend.run(constant_batches, timeout=120)[0]
@@ -174,7 +174,7 @@ def stopped_and_resumed(rank: int) -> dict[str, tuple[object, object]]:
     [
         pytest.param(Backend("cpu", 1), id="cpu-1"),
         pytest.param(Backend("cpu", 3), id="gloo-3"),
-        *ONE_XLA_BACKEND[1:],
+        *SLOW_XLA_BACKENDS[1:],
     ],
 )
 def test_a_saved_state_goes_on_as_if_nothing_had_happened(backend):
@@ -200,7 +200,7 @@ def counted(rank: int) -> dict[str, list[tuple[int, int, int]]]:
     return found
 
 
-@pytest.mark.parametrize("backend", ONE_XLA_BACKEND)
+@pytest.mark.parametrize("backend", SLOW_XLA_BACKENDS)
 def test_after_warm_up_nothing_is_compiled_or_read_back(backend):
     for found in backend.run(counted, timeout=120):
         for name, epochs in found.items():

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.replicas import HAS_XLA
 from support.torchrun import LAUNCHER
 
 import xla_replica
@@ -192,8 +193,12 @@ def test_launch_starts_a_process_for_each_device(tmp_path):
 # --- TorchTPU -----------------------------------------------------------------------
 
 VARIABLES = ("TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY")
+WITHOUT_TORCH_XLA = pytest.mark.skipif(
+    HAS_XLA, reason="no environment has both torch_tpu and torch_xla"
+)
 
 
+@WITHOUT_TORCH_XLA
 def test_torch_tpus_processes_have_its_environment_and_are_not_forked(tmp_path):
     names = "RANK", "LOCAL_RANK", "WORLD_SIZE", *VARIABLES
     calls = {
@@ -220,6 +225,7 @@ def test_torch_tpus_processes_have_its_environment_and_are_not_forked(tmp_path):
     )
 
 
+@WITHOUT_TORCH_XLA
 def test_torch_tpu_under_torchrun_needs_its_environment(tmp_path):
     """Its runtime, and not the local rank, has chosen the device."""
     exported = dict.fromkeys(VARIABLES, "set")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.replicas import SEVERAL_REPLICAS
+from support.replicas import SEVERAL_REPLICAS, row
 
 VARIABLE = "A_TEST_HAS_SET_THIS"
 
@@ -56,7 +56,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+@pytest.mark.parametrize("backend", [row("cpu", 3), row("xla", 3, slow=True)])
 def test_a_run_writes_where_its_parent_writes_now(backend, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(PRINTS)
