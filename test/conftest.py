@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+
+# Beside a process per core, threads of torch's only wait for each other: a default run
+# would take half as long again. It must be set before torch is loaded.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
