@@ -23,7 +23,7 @@ def test_the_script_before_the_diff_trains(tmp_path):
     assert run_script_of_reader(scripts()[0], tmp_path)[0] > 0.9
 
 
-@pytest.mark.parametrize("num_replicas", [1, 3])
+@pytest.mark.parametrize("num_replicas", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_script_after_the_diff_trains_on_every_replica_alike(
     tmp_path, num_replicas
 ):

@@ -128,6 +128,7 @@ def test_the_resumable_script_continues(tmp_path, uninterrupted):
     assert first | second == uninterrupted["elastic"]
 
 
+@pytest.mark.slow
 def test_the_ordered_script_learns_and_continues_on_several_replicas(
     tmp_path, uninterrupted
 ):

@@ -118,7 +118,7 @@ def test_orders_and_seeds_on_one_replica(tmp_path, tasks, name, capsys):
     [
         ("images", "cpu"),
         pytest.param("images", "xla", marks=[pytest.mark.slow, needs_xla]),
-        ("text", "cpu"),
+        pytest.param("text", "cpu", marks=pytest.mark.slow),
         # Its programs take half a minute to compile.
         pytest.param("text", "xla", marks=[pytest.mark.slow, needs_xla]),
     ],

@@ -20,6 +20,12 @@ FOUND = {
     for library, swept in RECORDED.items()
     for name, found in swept["models"].items()
 }
+# `make outside` runs all of them, and the default tests these.
+QUICK = ("mobilenet_v2", "shufflenet_v2_x0_5", "squeezenet1_1")
+ROWS = [
+    pytest.param(*key, marks=[] if key[1] in QUICK else [pytest.mark.slow])
+    for key in FOUND
+]
 REGENERATE = "run `python tools/outside/sweep_models.py` and commit what it writes"
 
 
@@ -30,7 +36,7 @@ def cases(library: str) -> dict[str, models.Case]:
     return models.LIBRARIES[library]()
 
 
-@pytest.mark.parametrize(("library", "name"), FOUND)
+@pytest.mark.parametrize(("library", "name"), ROWS)
 def test_norms_are_right_and_the_outcome_is_in_the_table(library, name):
     found = sweep_models.examine(cases(library)[name])
     if sweep_models.versions(library) != RECORDED[library]["versions"]:

@@ -129,8 +129,8 @@ def test_gradients_are_made_when_the_activations_have_gone():
 @pytest.mark.parametrize("name", ["conv", "conv-fast", "linear", "embedding", "twice"])
 def test_a_plan_says_what_temporaries_take(name, method):
     build, shape = {
-        "conv": (lambda: nn.Conv2d(3, 8, 5, padding=2), (32, 3, 8, 8)),
-        "conv-fast": (lambda: nn.Conv2d(16, 8, 3, padding=1), (32, 16, 8, 8)),
+        "conv": (lambda: nn.Conv2d(3, 8, 5, padding=2), (16, 3, 8, 8)),
+        "conv-fast": (lambda: nn.Conv2d(16, 8, 3, padding=1), (16, 16, 8, 8)),
         "linear": (lambda: nn.Linear(64, 96), (16, 48, 64)),
         "embedding": (lambda: nn.Embedding(50, 64), (32, 48)),
         "twice": (
@@ -156,7 +156,7 @@ def test_a_plan_says_what_temporaries_take(name, method):
         assert peak_memory(answer) <= 1.5 * budget + 2**14
 
 
-@pytest.mark.parametrize("size", [64, 4096])
+@pytest.mark.parametrize("size", [64, 1024])
 def test_tables_of_a_sketch_are_temporaries_too(size):
     model, x = nn.Linear(512, 512), torch.randn(4, 512)
     factors = psg.per_sample_factors(model, squares, (x,), budget=2**18)

@@ -183,7 +183,7 @@ def dataset():
 def composed_run(rank: int, hand: bool):
     """Returns masks by update, minibatches by update, and counts by epoch.
 
-    With ``hand`` there is no backward pass but the capture's.
+    With ``hand`` the only backward pass is that of the capture.
     """
     replica = xla_replica.current()
     model = network().to(replica.device)

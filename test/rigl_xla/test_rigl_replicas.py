@@ -269,7 +269,7 @@ def counted_runs(rank: int, kinds: list[str]):
 @pytest.mark.parametrize(
     ("num_replicas", "kinds"),
     [
-        (1, ["rigl"]),
+        pytest.param(1, ["rigl"], marks=pytest.mark.slow),
         (2, ["rigl"]),
         pytest.param(1, [*COUNTED][1:], marks=pytest.mark.slow, id="others-1"),
         pytest.param(2, ["window", "snfs"], marks=pytest.mark.slow, id="others-2"),

@@ -51,7 +51,7 @@ BACKENDS = [
     row("cpu", 8, slow=True),
     row("xla", 1, slow=True),
     row("xla", 2, slow=True),
-    row("xla", 3),
+    row("xla", 3, slow=True),
     row("xla", 5, slow=True),
     row("xla", 8),
 ]
@@ -62,12 +62,12 @@ FEW_BACKENDS = [
     row("cpu", 3),
     row("cpu", 8, slow=True),
     row("xla", 1, slow=True),
-    row("xla", 2, slow=True),
-    row("xla", 3),
+    row("xla", 2),
+    row("xla", 3, slow=True),
     row("xla", 5, slow=True),
     row("xla", 8, slow=True),
 ]
-XLA_BACKENDS = [row("xla", 1, slow=True), row("xla", 3), row("xla", 8, slow=True)]
+XLA_BACKENDS = [row("xla", 1, slow=True), row("xla", 2), row("xla", 8, slow=True)]
 ONE_XLA_BACKEND = [row("xla", 1), row("xla", 8, slow=True)]
 SLOW_XLA_BACKENDS = [row("xla", 1, slow=True), row("xla", 8, slow=True)]
 SEVERAL_REPLICAS = [row("cpu", 3), row("xla", 3)]

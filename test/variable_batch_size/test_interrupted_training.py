@@ -123,7 +123,7 @@ def undisturbed(tmp_path_factory) -> pd.DataFrame:
     return history(folder)
 
 
-@pytest.mark.parametrize("num_kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_at_any_moment_it_finishes_as_if_undisturbed(
     num_kills, undisturbed, tmp_path
 ):

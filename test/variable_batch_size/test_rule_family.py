@@ -173,7 +173,7 @@ def stopped_and_resumed(rank: int) -> dict[str, tuple[object, object]]:
     "backend",
     [
         pytest.param(Backend("cpu", 1), id="cpu-1"),
-        pytest.param(Backend("cpu", 3), id="gloo-3"),
+        pytest.param(Backend("cpu", 3), marks=pytest.mark.slow, id="gloo-3"),
         *SLOW_XLA_BACKENDS[1:],
     ],
 )

@@ -168,7 +168,13 @@ def one_process(run: Run) -> tuple[list[torch.Tensor], list[float]]:
 
 @pytest.fixture(
     scope="module",
-    params=[row("cpu", 1), row("cpu", 2), row("xla", 1), row("xla", 2), row("xla", 8)],
+    params=[
+        row("cpu", 1),
+        row("cpu", 2),
+        row("xla", 1, slow=True),
+        row("xla", 2, slow=True),
+        row("xla", 8),
+    ],
 )
 def outcomes(request):
     return request.param.run(elastic_runs, timeout=150)

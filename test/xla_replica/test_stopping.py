@@ -245,10 +245,14 @@ def test_a_signal_that_replicas_obey_or_have_obeyed_goes_no_further(what, tmp_pa
     assert went_on == ([] if what else ["uncaught"])
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize(
-    "starter",
-    [pytest.param(GLOO, id="gloo"), pytest.param(EMULATED, id="emulated", marks=XLA)],
+    ("starter", "name"),
+    [
+        pytest.param(GLOO, "SIGTERM", id="gloo-SIGTERM"),
+        pytest.param(GLOO, "SIGINT", id="gloo-SIGINT", marks=SLOW),
+        pytest.param(EMULATED, "SIGTERM", id="emulated-SIGTERM", marks=[*XLA, SLOW]),
+        pytest.param(EMULATED, "SIGINT", id="emulated-SIGINT", marks=XLA),
+    ],
 )
 def test_a_signal_to_all_processes_stops_all_replicas_at_one_update(
     starter, name, tmp_path
@@ -271,7 +275,7 @@ def test_a_signal_to_all_processes_stops_all_replicas_at_one_update(
         pytest.param(GLOO, "SIGTERM", id="gloo-SIGTERM"),
         pytest.param(GLOO, "SIGINT", id="gloo-SIGINT", marks=SLOW),
         pytest.param(EMULATED, "SIGTERM", id="emulated-SIGTERM", marks=[*XLA, SLOW]),
-        pytest.param(EMULATED, "SIGINT", id="emulated-SIGINT", marks=XLA),
+        pytest.param(EMULATED, "SIGINT", id="emulated-SIGINT", marks=[*XLA, SLOW]),
     ],
 )
 def test_a_signal_that_is_not_caught_ends_the_process(starter, name, tmp_path):
