@@ -31,6 +31,8 @@ class _OnCPU(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         del types
+        if func is torch.device:
+            return func(*args, **(kwargs or {}))
         args = [self._real(value) for value in args]
         kwargs = {name: self._real(value) for name, value in (kwargs or {}).items()}
         return func(*args, **kwargs)
@@ -58,11 +60,14 @@ def install(kind: str, count: int = 2) -> types.ModuleType:
     module.is_available = lambda: True
     module.device_count = lambda: count
     module.set_device = module.chosen.append
-    module.current_device = lambda: module.chosen[-1] if module.chosen else 0
+    module.default_generators = tuple(torch.Generator() for _ in range(count))
     module.synchronize = lambda device=None: None
     module._is_in_bad_fork = lambda: False
     module.manual_seed_all = lambda seed: None
     torch._register_device_module(kind, module)
+    torch.accelerator.current_device_index = lambda: (
+        module.chosen[-1] if module.chosen else 0
+    )
     torch.distributed.Backend.register_backend(
         f"{kind}_dist", _create_group, devices=[kind, "cpu"]
     )
@@ -74,9 +79,13 @@ def install(kind: str, count: int = 2) -> types.ModuleType:
 def install_torch_tpu(count: int = 2) -> None:
     """Installs an accelerator with the properties of TorchTPU's.
 
-    A process must not choose its device, and needs variables from its launcher.
+    A process must not choose its device, and needs variables from its launcher. With
+    torch 2.13, torch alone may ask the module for the state of its random numbers.
     """
     module = install("tpu", count)
+
+    def get_rng_state(device: Any = "tpu") -> torch.Tensor:
+        raise RuntimeError("get_rng_state is internal to TorchTPU")
 
     def set_device(index: int) -> None:
         raise ValueError(f"Cannot set TPU device to index {index}")
@@ -93,6 +102,7 @@ def install_torch_tpu(count: int = 2) -> None:
             os.environ.setdefault(name, value)
 
     module.set_device = set_device
+    module.get_rng_state = get_rng_state
     module.distributed = types.ModuleType("torch.tpu.distributed")
     module.distributed.set_tpu_launch_env = set_tpu_launch_env
     sys.modules["torch.tpu"] = module

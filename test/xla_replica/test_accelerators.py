@@ -7,6 +7,7 @@ process, or two under torchrun, of its own, and does several things.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,22 +39,52 @@ def train(rank, *names):
     own = [str(replica.device), group, *(os.environ.get(name) for name in names)]
     return total.item(), replica.all_gather_object(own)
 
+def draws_again(rank):
+    replica = xla_replica.current()
+    generator = torch.get_device_module(replica.device).default_generators[0]
+    before = replica.rng_state()
+    first = torch.rand(3, generator=generator)
+    replica.set_rng_state(before)
+    again = torch.rand(3, generator=generator)
+    return str(replica.device), before.dtype == torch.uint8, torch.equal(first, again)
+
+def aborts(rank):
+    os.abort()
+
 def nested(rank):
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(lambda: str(xla_replica.current().device)).result()
     return other, *xla_replica.launch(train)
 
-def joined(backend):
+def joined(backend, own=None, uses=None):
+    accelerator.chosen[:] = [0 if uses is None else uses]
     torch.distributed.init_process_group(
         backend,
         init_method=f"file://{{os.path.abspath(__file__)}}.{{backend}}",
         rank=int(os.environ["RANK"]),
         world_size=2,
+        device_id=own and torch.device("metal", own()),
     )
     found = tried(lambda: str(xla_replica.current().device))
     launched = tried(lambda: xla_replica.launch(train))
     torch.distributed.destroy_process_group()
     return found, launched
+
+def started(count=2, **variables):
+    # Nothing else says which of its host's processes this is.
+    before = dict(os.environ)
+    del os.environ["LOCAL_RANK"]
+    os.environ.update(variables)
+    accelerator.chosen[:] = [swapped()]
+    accelerator.device_count, usual = (lambda: count), accelerator.device_count
+    [(_, places)] = xla_replica.launch(train)
+    accelerator.device_count = usual
+    os.environ.clear()
+    os.environ.update(before)
+    return [device for device, _ in places]
+
+def swapped():
+    return 1 - int(os.environ["RANK"])
 
 def tried(call):
     try:
@@ -103,10 +134,15 @@ def under_torchrun(tmp_path_factory):
     calls = {
         "launch": "(*xla_replica.launch(train), accelerator.chosen.copy())",
         "cpu": "xla_replica.launch(nested, device='cpu')",
-        "its own": "joined('metal_dist')",
-        "both": "joined('cpu:gloo,metal:metal_dist')",
+        "its own": "joined('metal_dist', uses=swapped())",
+        "both": "joined('cpu:gloo,metal:metal_dist', own=swapped)",
         "only cpu": "joined('cpu:gloo')",
         "gloo": "joined('gloo')",
+        "slurm": "started(SLURM_LOCALID=os.environ['RANK'])",
+        "mpirun": "started(OMPI_COMM_WORLD_LOCAL_RANK=str(swapped()), "
+        "SLURM_LOCALID='0')",
+        "nobody": "started()",
+        "its own alone": "started(count=1, LOCAL_RANK=os.environ['RANK'])",
         "too few": "(setattr(accelerator, 'device_count', lambda: 0), "
         "xla_replica.launch(train))",
     }
@@ -125,10 +161,24 @@ def test_launch_under_torchrun_takes_the_device_of_its_rank_and_its_group(
 
 @pytest.mark.parametrize("backend", ["its own", "both"])
 def test_a_group_that_serves_the_accelerator_is_used_as_it_is(under_torchrun, backend):
+    """And so is the device that the script has chosen, in joining or before."""
     found, [(total, places)] = under_torchrun[backend]
-    assert found == "metal"
+    assert found == "metal:1"
     assert total == 3.0
-    assert [device for device, _ in places] == ["metal:0", "metal:1"]
+    assert [device for device, _ in places] == ["metal:1", "metal:0"]
+
+
+@pytest.mark.parametrize(
+    ("says", "devices"),
+    [
+        ("slurm", ["metal:0", "metal:1"]),
+        ("mpirun", ["metal:1", "metal:0"]),
+        ("nobody", ["metal:1", "metal:0"]),  # the devices that the script uses
+        ("its own alone", ["metal:0", "metal:0"]),
+    ],
+)
+def test_the_device_is_the_one_that_the_launcher_means(under_torchrun, says, devices):
+    assert under_torchrun[says] == devices
 
 
 def test_a_group_that_was_joined_without_a_backend_is_found(tmp_path):
@@ -178,8 +228,18 @@ def test_launch_starts_a_process_for_each_device(tmp_path):
         "launch": "xla_replica.launch(train)",
         "another": "xla_replica.launch(train, device='cuda')",
         "too many": "xla_replica.launch(train, num_replicas=5)",
+        "aborts": "xla_replica.launch(aborts, timeout=9)",
+        "use the other": "accelerator.set_device(1)",
+        "current": "str(xla_replica.current().device)",
+        "alone": "xla_replica.launch(lambda rank: str(xla_replica.current().device), "
+        "num_replicas=1)",
     }
     results = run(tmp_path, 'install("metal")', calls, torchrun=False)
+    assert re.fullmatch(
+        r"ReplicaError: replica \d died \(signal 6: so nccl ends a process whose peer is "
+        r"later at a collective than launch\(timeout=\) allows, .* which collective\)",
+        results.pop("aborts"),
+    )
     assert results == {
         "stdout": "",
         "launch": [(3.0, PLACES)] * 2,
@@ -187,6 +247,10 @@ def test_launch_starts_a_process_for_each_device(tmp_path):
         "of kind 'metal'",
         "too many": "ValueError: num_replicas=5 on device='accelerator', but there are "
         "2 devices of kind 'metal'",
+        # With an index: to a loader's thread "metal" would be the first one.
+        "use the other": None,
+        "current": "metal:1",
+        "alone": ["metal:1"],
     }
 
 
@@ -205,6 +269,8 @@ def test_torch_tpus_processes_have_its_environment_and_are_not_forked(tmp_path):
         "launch": f"xla_replica.launch(train, {names}, 2, 'tpu')",
         "forked": "multiprocessing.forkserver._forkserver._forkserver_pid is not None",
         "printed": "xla_replica.launch(print, num_replicas=2)",
+        "torch_xla's": "os.environ.update(PJRT_DEVICE='TPU')",
+        "alone": "xla_replica.launch(draws_again, num_replicas=1)",
         "left": f"[os.environ.get(name) for name in {VARIABLES}]",
         "another": "xla_replica.launch(train, num_replicas=4)",
         "wrong": "xla_replica.launch(train, num_replicas=3)",
@@ -215,7 +281,10 @@ def test_torch_tpus_processes_have_its_environment_and_are_not_forked(tmp_path):
         (3.0, [["tpu", "tpu_dist", n, n, "2", addresses, "2,1,1"] for n in "01"])
     ]
     assert not results["forked"]
-    assert sorted(results["stdout"].split()) == ["0", "1"]  # what replicas print
+    # With torch 2.13 the module's get_rng_state is torch's alone. And a variable that
+    # torch_xla reads means nothing where that is not installed.
+    assert results["alone"] == [("tpu:0", True, True)]
+    assert sorted("".join(results["stdout"].split())) == ["0", "1"]  # what they print
     assert results["left"] == [None, None]
     assert results["wrong"] == (
         "ValueError: num_replicas=3 on 'tpu': No TPU topology found for count: 3"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
-from support.replicas import SEVERAL_REPLICAS, row
+from support.replicas import SEVERAL_REPLICAS, Backend, row
 
 VARIABLE = "A_TEST_HAS_SET_THIS"
 
@@ -37,6 +38,17 @@ def test_a_run_has_the_environment_and_folder_that_its_parent_has_now(
     # XLA's replicas are threads of one process.
     assert len(processes) == 3 * (1 if backend.device == "xla" else 3)
     assert os.getpid() not in processes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes are spawned")
+def test_what_processes_are_forked_from_has_no_thread_and_no_driver():
+    """Neither a lock that a thread holds nor an open GPU survives a fork."""
+    Backend("cpu", 2).run(environment)
+    server = Path(f"/proc/{forkserver._forkserver._forkserver_pid}")
+    assert len(list((server / "task").iterdir())) == 1
+    mapped = (server / "maps").read_text()
+    assert "libtorch_cpu" in mapped
+    assert "libcuda.so" not in mapped
 
 
 PRINTS = """

@@ -387,6 +387,24 @@ def test_current_refuses_to_train_torchrun_processes_apart(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"]
+)
+def test_processes_of_another_launcher_do_not_each_train_alone(name, monkeypatch):
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    monkeypatch.setenv(name, "16")
+    refused = f"{name}=16 says that .* Set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PO"
+    for start in (
+        xla_replica.current,
+        lambda: xla_replica.launch(raises, (1,), device="cpu"),
+        lambda: xla_replica.launch(raises, (1,), num_replicas=2, device="cpu"),
+    ):
+        with pytest.raises(ReplicaError, match=refused):
+            start()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert xla_replica.current().num_replicas == 1
+
+
+@pytest.mark.parametrize(
     ("arguments", "error"),
     [
         ({"num_replicas": 0}, "num_replicas must be an integer >= 1, got 0"),

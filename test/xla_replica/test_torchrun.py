@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from support.torchrun import free_port
+from support.torchrun import LAUNCHER, free_port
 
 # In the first attempt both replicas exit in their second launch.
 RESTARTED = """
@@ -49,3 +49,36 @@ def test_every_launch_of_every_restart_meets_its_own_peers(tmp_path, rendezvous)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("TOTALS [3.0, 3.0, 3.0]") == 2
     assert "failed (exitcode: 21)" in done.stderr
+
+
+# nccl's group waits for its peers when it is destroyed; gloo's does not.
+RAISES = """
+import os, time, torch, torch.distributed, xla_replica
+
+torch.distributed.destroy_process_group = lambda: time.sleep(600)
+
+def train(rank):
+    replica = xla_replica.current()
+    for step in range(5):
+        if rank == 1 and step == 3:
+            raise KeyError("the cause")
+        replica.all_reduce_([torch.ones(1)])
+
+if __name__ == "__main__":
+    try:
+        xla_replica.launch(train, device="cpu")
+    finally:
+        joined = torch.distributed.is_initialized()
+        os.write(1, f"LEFT {not joined}\\n".encode())
+"""
+
+
+def test_an_exception_is_seen_although_peers_still_wait(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(RAISES)
+    done = subprocess.run(
+        [*LAUNCHER, script], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "KeyError: 'the cause'" in done.stderr
+    assert "LEFT True" in done.stdout

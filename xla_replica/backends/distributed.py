@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from xla_replica.backends.replica import Replica, default_device
+from xla_replica.backends.replica import Replica, default_device, in_use
 from xla_replica.errors import ReplicaError
 
 # Gradients are summed in flat buckets: one call per bucket is fast, and the second
@@ -70,8 +70,8 @@ def computing_on(device: torch.device) -> Iterator[None]:
 def device_in_group() -> torch.device:
     """Returns where this process of the default group computes.
 
-    That is the accelerator where there is one, and its index is left to the script,
-    which has joined the group. A group for the CPU alone, 'cpu:gloo', leaves it unused.
+    That is the accelerator where there is one. A group for the CPU alone, 'cpu:gloo',
+    leaves it unused.
 
     Raises:
         ReplicaError: The group cannot sum tensors there.
@@ -81,7 +81,16 @@ def device_in_group() -> torch.device:
     only_cpu = kinds_served() == {"cpu"}
     device = torch.device("cpu") if only_cpu else default_device()
     check_served(device)
-    return device
+    return chosen_by_script(device)
+
+
+def chosen_by_script(kind: torch.device) -> torch.device:
+    """Returns the device of this kind that the script, which has joined, has chosen.
+
+    It has by ``init_process_group(device_id=...)``, or by the device that it uses now.
+    """
+    given = torch.distributed.group.WORLD.bound_device_id
+    return given if given is not None and given.type == kind.type else in_use(kind)
 
 
 class DistributedReplica(Replica):

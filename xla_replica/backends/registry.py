@@ -82,6 +82,15 @@ def register_backend(
     DEVICES[device] = Backend(find, replica, launch, preference, has_any_number)
 
 
+# Where launchers say how many processes they have started: torchrun and whoever joins
+# them to a group, Open MPI, MPICH and Intel MPI, Slurm's srun.
+_NUMBERS_OF_PROCESSES = (
+    "WORLD_SIZE",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+)
+
 _bound = threading.local()
 
 
@@ -105,8 +114,9 @@ def current() -> Replica:
     (``PJRT_DEVICE``); otherwise the only replica of its job.
 
     Raises:
-        ReplicaError: torchrun started several processes, but nothing has joined them
-            to a group yet: each would silently train a model of its own.
+        ReplicaError: torchrun, mpirun or srun started several processes, but nothing
+            has joined them to a group yet: each would silently train a model of its
+            own.
     """
     replica = getattr(_bound, "replica", None)
     if replica is not None:
@@ -115,11 +125,25 @@ def current() -> Replica:
         reason = backend.find()
         if reason is not None:
             return backend.replica(reason)
-    num_processes = os.environ.get("WORLD_SIZE", "1")
-    if num_processes != "1":
-        raise ReplicaError(
-            f"WORLD_SIZE={num_processes} says that this process is one of several, but "
-            "torch.distributed is not initialised. Run the training function through "
-            "xla_replica.launch, or call torch.distributed.init_process_group() first"
-        )
+    check_is_alone()
     return LocalReplica()
+
+
+def check_is_alone() -> None:
+    """Raises ReplicaError if a launcher has started this process as one of several."""
+    name = next((n for n in _NUMBERS_OF_PROCESSES if n in os.environ), None)
+    if name is None or os.environ[name] == "1":
+        return
+    remedy = (
+        "Run the training function through xla_replica.launch, or call "
+        "torch.distributed.init_process_group() first"
+    )
+    if name != "WORLD_SIZE":
+        remedy = (
+            "Set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every process, or "
+            "start one torchrun per host. WORLD_SIZE=1 makes each a job of its own"
+        )
+    raise ReplicaError(
+        f"{name}={os.environ[name]} says that this process is one of several, but "
+        f"torch.distributed is not initialised. {remedy}"
+    )

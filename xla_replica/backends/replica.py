@@ -128,7 +128,7 @@ class Replica(abc.ABC):
     def wait(self) -> None:
         """Cuts the pending graph and blocks until this replica's device is idle."""
         if not self.is_host:
-            torch.accelerator.synchronize()
+            torch.accelerator.synchronize(self.device)
 
     def scalar(self, value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Returns a changing number as device data: ``(1,)`` on this replica's device.
@@ -245,15 +245,25 @@ class Replica(abc.ABC):
         """
         if self.is_host:
             return torch.get_rng_state()
-        return torch.get_device_module(self.device).get_rng_state(self.device).cpu()
+        return self._generator().get_state().cpu()
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Restores what `rng_state` returned on a device of this kind."""
-        state = state.cpu()
         if self.is_host:
-            torch.set_rng_state(state)
+            torch.set_rng_state(state.cpu())
         else:
-            torch.get_device_module(self.device).set_rng_state(state, self.device)
+            self._generator().set_state(state.cpu())
+
+    def _generator(self) -> torch.Generator:
+        """Returns the generator that draws on the device.
+
+        Not by the module's ``get_rng_state``, which TorchTPU keeps to torch itself.
+        """
+        torch.empty(0, device=self.device)  # a GPU has none before it is first used
+        index = self.device.index
+        if index is None:
+            index = torch.accelerator.current_device_index()
+        return torch.get_device_module(self.device).default_generators[index]
 
     def seeded(self, seed: int) -> AbstractContextManager[None]:
         """Returns a context in which draws on the CPU are the same on every replica.
@@ -275,7 +285,7 @@ class LocalReplica(Replica):
         device: torch.device | str | None = None,
         reason: str = "no other replica",
     ) -> None:
-        chosen = default_device() if device is None else torch.device(device)
+        chosen = in_use(default_device()) if device is None else torch.device(device)
         super().__init__(0, 1, chosen, reason)
 
     def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -293,10 +303,27 @@ class LocalReplica(Replica):
 
 
 def default_device() -> torch.device:
-    """Returns torch's accelerator (a CUDA GPU, a TPU under TorchTPU), else the CPU."""
+    """Returns torch's accelerator (a CUDA GPU, a TPU under TorchTPU), else the CPU.
+
+    It has no index; see `in_use`.
+    """
     # A CUDA build without a GPU names "cuda" as its accelerator: ask if it is there.
     if torch.accelerator.is_available():
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is not None:
             return accelerator
     return torch.device("cpu")
+
+
+def in_use(kind: torch.device) -> torch.device:
+    """Returns the device of this kind that the calling thread uses, with its index.
+
+    Every thread has its own, so without an index a loader's thread would take another
+    one, the first.
+
+    Args:
+        kind: The CPU, or torch's accelerator without an index.
+    """
+    if traits(kind).is_host:
+        return kind
+    return torch.device(kind.type, torch.accelerator.current_device_index())

@@ -12,6 +12,7 @@ import itertools
 import multiprocessing.connection
 import os
 import pickle
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +26,24 @@ import torch
 from xla_replica.backends.distributed import (
     DistributedReplica,
     check_served,
+    chosen_by_script,
     computing_on,
     device_in_group,
     kinds_served,
     process_group,
 )
-from xla_replica.backends.registry import Job, bound, register_backend
-from xla_replica.backends.replica import LocalReplica, Replica, default_device
+from xla_replica.backends.registry import (
+    Job,
+    bound,
+    check_is_alone,
+    register_backend,
+)
+from xla_replica.backends.replica import (
+    LocalReplica,
+    Replica,
+    default_device,
+    in_use,
+)
 from xla_replica.device.device_traits import traits
 from xla_replica.errors import ReplicaError
 from xla_replica.starting import child_process, exit_results
@@ -43,11 +55,21 @@ from xla_replica.starting.bound_runtimes import (
 )
 from xla_replica.stopping import listening, listening_for_parent
 
+# Where launchers say which of its host's processes this is. Slurm's comes last: mpirun
+# inherits that of the script that called it.
+_LOCAL_RANKS = (
+    "LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "SLURM_LOCALID",
+)
+
 
 def _launch(name: str, job: Job) -> list[Any]:
     device = _kind_of_device(name)
     if job.is_started:
         return [_run_here(job, device)]
+    check_is_alone()
     num_replicas = job.num_replicas or 1
     if not traits(device).is_host:
         count = torch.accelerator.device_count()
@@ -58,7 +80,8 @@ def _launch(name: str, job: Job) -> list[Any]:
                 f"{count} devices of kind {device.type!r}"
             )
     if num_replicas == 1:
-        with listening(), bound(LocalReplica(device, reason="launched alone")):
+        alone = LocalReplica(in_use(device), reason="launched alone")
+        with listening(), bound(alone):
             return [job.fn(0, *job.args)]
     task = exit_results.dump_task(job.fn, job.args)
     arguments = {
@@ -69,7 +92,7 @@ def _launch(name: str, job: Job) -> list[Any]:
         return child_process.run_in_children(
             _child_main,
             arguments,
-            _watch,
+            functools.partial(_watch, device),
             num_replicas,
             may_fork=device.type not in BOUND_RUNTIMES,
         )
@@ -92,22 +115,34 @@ def _take_device(kind: torch.device, local_rank: int | None) -> torch.device:
     Args:
         kind: A device without an index.
         local_rank: The process's number on this host; None where nobody knows it, and
-            the device is the one that the script has chosen.
+            the device is the one that the script uses.
     """
-    if local_rank is None or traits(kind).is_host or kind.type in BOUND_RUNTIMES:
+    if traits(kind).is_host or kind.type in BOUND_RUNTIMES:
         return kind
+    if local_rank is None:
+        return in_use(kind)
     count = torch.accelerator.device_count()
-    if local_rank >= count:
+    # Some launchers show every process its own device alone. Where they do not, and two
+    # processes take the only device, nccl says so.
+    index = 0 if count == 1 else local_rank
+    if index >= count:
         raise ReplicaError(
             f"this process is number {local_rank} on its host, which has {count} "
             f"devices of kind {kind.type!r}: start at most as many (torchrun "
             "--nproc_per_node)"
         )
-    torch.get_device_module(kind).set_device(local_rank)
-    return torch.device(kind.type, local_rank)
+    torch.get_device_module(kind).set_device(index)
+    return torch.device(kind.type, index)
 
 
-def _watch(processes: Sequence[BaseProcess], folder: str) -> ReplicaError | None:
+def _local_rank() -> int | None:
+    """Returns this process's number on its host, if its launcher says it."""
+    return next((int(os.environ[n]) for n in _LOCAL_RANKS if n in os.environ), None)
+
+
+def _watch(
+    device: torch.device, processes: Sequence[BaseProcess], folder: str
+) -> ReplicaError | None:
     """Waits until all processes have ended well, or returns how one has not."""
     del folder
     running = {process.sentinel: process for process in processes}
@@ -118,6 +153,12 @@ def _watch(processes: Sequence[BaseProcess], folder: str) -> ReplicaError | None
             if process.exitcode != 0:
                 rank = processes.index(process)
                 cause = child_process.cause_of_death(process.exitcode)
+                if process.exitcode == -signal.SIGABRT and not traits(device).is_host:
+                    cause += (
+                        ": so nccl ends a process whose peer is later at a collective "
+                        "than launch(timeout=) allows, or has failed; what it prints "
+                        "on standard error says which collective"
+                    )
                 return ReplicaError(f"replica {rank} died ({cause})", rank)
     return None
 
@@ -133,8 +174,7 @@ def _child_main(
     try:
         os.environ.update(variables_of_process(kind, rank, num_replicas))
         device = _take_device(kind, rank)
-        if traits(device).is_host:
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_replicas))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_replicas))
         fn, args = pickle.loads(task)
         with _without_lines_of_gloo():
             _join_group(
@@ -190,6 +230,8 @@ def _join_group(device: torch.device, timeout: float, **where: Any) -> None:
     torch.distributed.init_process_group(
         torch.distributed.get_default_backend_for_device(device),
         timeout=timedelta(seconds=timeout),
+        # nccl then connects now, on this device, and not at the first sum.
+        device_id=None if device.index is None else device,
         **where,
     )
 
@@ -242,21 +284,36 @@ def _run_here(job: Job, kind: torch.device) -> Any:
             "--nproc_per_node)"
         )
     check_variables(kind, world_size)
-    local_rank = os.environ.get("LOCAL_RANK")
-    device = _take_device(kind, None if local_rank is None else int(local_rank))
+    surroundings = contextlib.nullcontext()
     if joins:
-        _join_group(device, job.timeout, **_meeting_place(job.timeout))
-    try:
-        check_served(device)
+        device = _take_device(kind, _local_rank())
+        surroundings = _in_group_of_its_own(device, job.timeout)
+    else:
+        check_served(kind)
+        device = chosen_by_script(kind)
+    with surroundings:
         replica = DistributedReplica("a process of this job", device)
         with listening():
             result = _run_as(replica, job.fn, job.args)
             if joins:
                 _wait_for_peers(replica.rank, job.timeout)
-        return exit_results.values([result])[0]
-    finally:
-        if joins:
-            torch.distributed.destroy_process_group()
+    return exit_results.values([result])[0]
+
+
+@contextlib.contextmanager
+def _in_group_of_its_own(device: torch.device, timeout: float) -> Iterator[None]:
+    """Joins the default group of this job, and leaves it at the end.
+
+    After an exception peers do not come any more, and nccl's group would wait for them
+    when it is destroyed, while nobody sees the exception. So it is aborted.
+    """
+    _join_group(device, timeout, **_meeting_place(timeout))
+    try:
+        yield
+    except BaseException:
+        torch.distributed.distributed_c10d._abort_process_group()
+        raise
+    torch.distributed.destroy_process_group()
 
 
 def _run_as(replica: Replica, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -14,7 +14,12 @@ from typing import Any
 from unittest import mock
 
 from xla_replica.backends.distributed import kinds_served, process_group
-from xla_replica.backends.registry import Job, bound, register_backend
+from xla_replica.backends.registry import (
+    Job,
+    bound,
+    check_is_alone,
+    register_backend,
+)
 from xla_replica.backends.xla import XlaReplica
 from xla_replica.starting import emulated, exit_results
 from xla_replica.stopping import Listener, forwarding, listening
@@ -123,13 +128,14 @@ def _launch(job: Job) -> list[Any]:
             "CPU live in one process. Start the script with python, or use "
             "device='cpu'"
         )
+    check_is_alone()
     num_replicas = job.num_replicas or 1
     return emulated.run_emulated(job.fn, job.args, num_replicas, job.timeout)
 
 
 def _preference(job: Job) -> int:
     if _is_joined() or (has_tpu() and process_group() is None):
-        return 4
+        return 4 if is_installed() else 2  # PJRT_DEVICE=TPU may be torch_tpu's host's
     several_here = job.num_replicas not in (None, 1) and not job.is_started
     return 2 if several_here and is_installed() else 0
 
