@@ -37,11 +37,17 @@ class DeviceScalars:
         if key not in self._kept:
             if len(self._kept) >= self._capacity:
                 del self._kept[next(iter(self._kept))]
-            if isinstance(value, tuple):
-                self._kept[key] = self._replica.send(torch.tensor(value, dtype=dtype))
-            else:
-                self._kept[key] = self._replica.scalar(value, dtype)
+            self._kept[key] = self._made(value, dtype)
         return self._kept[key]
+
+    def _made(self, value: Any, dtype: torch.dtype) -> Tensor:
+        if not isinstance(value, tuple):
+            return self._replica.scalar(value, dtype)
+        if self._replica.is_lazy:
+            return self._replica.send(torch.tensor(value, dtype=dtype))
+        # Sending the matrix would wait for the device, as `Replica.scalar` explains.
+        numbers = [self._replica.scalar(x, dtype) for row in value for x in row]
+        return torch.cat(numbers).reshape(len(value), -1)
 
 
 def dtype_for(parameters: Iterable[Tensor]) -> torch.dtype:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 import xla_replica
 
@@ -37,12 +38,14 @@ def row(device: str, num_replicas: int, slow: bool = False):
     marks = [pytest.mark.slow] if slow else []
     if device == "xla":
         marks += [needs_xla, pytest.mark.xla]
-    name = {"cpu": "gloo", "xla": "xla"}[device] if num_replicas > 1 else device
+    name = "gloo" if device == "cpu" and num_replicas > 1 else device
     return pytest.param(
         Backend(device, num_replicas), marks=marks, id=f"{name}-{num_replicas}"
     )
 
 
+# Where there are GPUs, the families run on one and on two.
+GPUS = [row("cuda", n) for n in (1, 2) if n <= torch.cuda.device_count()]
 BACKENDS = [
     row("cpu", 1),
     row("cpu", 2),
@@ -54,6 +57,7 @@ BACKENDS = [
     row("xla", 3, slow=True),
     row("xla", 5, slow=True),
     row("xla", 8),
+    *GPUS,
 ]
 # One row of each backend, the rest for slow runs: for families whose programs take long
 # to compile.
@@ -66,6 +70,7 @@ FEW_BACKENDS = [
     row("xla", 3, slow=True),
     row("xla", 5, slow=True),
     row("xla", 8, slow=True),
+    *GPUS,
 ]
 XLA_BACKENDS = [row("xla", 1, slow=True), row("xla", 2), row("xla", 8, slow=True)]
 ONE_XLA_BACKEND = [row("xla", 1), row("xla", 8, slow=True)]

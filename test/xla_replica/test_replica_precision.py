@@ -36,6 +36,25 @@ def test_a_gpu_keeps_all_digits_inside_and_its_setting_after(chosen):
         matmul.fp32_precision = before
 
 
+@pytest.mark.parametrize("chosen", ["highest", "high", "medium"])
+def test_torchs_older_setting_can_be_read_inside_and_is_as_before(chosen):
+    """It must not differ from the newer one, which it sets."""
+    matmul = torch.backends.cuda.matmul
+    before = torch.get_float32_matmul_precision(), matmul.fp32_precision
+    try:
+        torch.set_float32_matmul_precision(chosen)
+        usual = matmul.allow_tf32, matmul.fp32_precision
+        assert usual[0] == (chosen != "highest")
+        with xla_replica.full_matmul_precision(torch.device("cuda")):
+            assert not matmul.allow_tf32
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert (matmul.allow_tf32, matmul.fp32_precision) == usual
+        assert torch.get_float32_matmul_precision() == chosen
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        matmul.fp32_precision = before[1]
+
+
 def test_torch_tpu_computes_in_torchs_highest_precision_inside():
     """TorchTPU reads torch's setting, which it sets to "medium" when it is loaded."""
     before = torch.get_float32_matmul_precision()

@@ -20,7 +20,7 @@ import torch
 from xla_replica.common.arguments import check_integer
 from xla_replica.common.trees import map_tensors, tensors_in
 from xla_replica.device.device_traits import traits
-from xla_replica.device.loader import DeviceLoader
+from xla_replica.device.loader import DeviceLoader, StreamCopies
 from xla_replica.device.seeding import seeded
 from xla_replica.errors import ReplicaError
 
@@ -136,6 +136,9 @@ class Replica(abc.ABC):
         One dimension, not zero: a lazy backend bakes a Python number or a 0-d tensor
         into the graph when it is 0, 1 or -1 or happens to equal another one.
         """
+        if not self.is_lazy:
+            # A copy from memory that is not pinned would wait for all that is queued.
+            return torch.full((1,), value, dtype=dtype, device=self.device)
         return torch.tensor([value], dtype=dtype).to(self.device)
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -231,6 +234,9 @@ class Replica(abc.ABC):
         """
         if self.is_host:
             return batches
+        if traits(self.device).has_streams:
+            copies = StreamCopies(self.device)
+            return DeviceLoader(batches, copies.send, prefetch, copies.receive)
         return DeviceLoader(batches, self.send, prefetch)
 
     def seed(self, seed: int) -> None:

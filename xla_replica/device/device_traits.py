@@ -24,20 +24,38 @@ class DeviceTraits(NamedTuple):
             a number that changes has to be a tensor, and shapes must not vary.
         full_precision: Returns a context manager inside which float32 matrix products
             keep all their digits, see `full_matmul_precision`.
+        has_streams: Work on one ``torch.Stream`` runs beside that on another, and copies
+            from pinned memory do not make the host wait.
     """
 
     is_host: bool = False
     is_lazy: bool = False
     full_precision: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    has_streams: bool = False
+
+
+@contextlib.contextmanager
+def _highest_in_torch() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @contextlib.contextmanager
 def _without_tf32() -> Iterator[None]:
+    # torch has an older and a newer setting. The older one, if it has been used, sets
+    # the newer one too, and then must not differ from it: reading it would raise.
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
-    matmul.fp32_precision = "ieee"
     try:
-        yield
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(RuntimeError):  # only the newer one has been used
+                stack.enter_context(_highest_in_torch())
+            matmul.fp32_precision = "ieee"
+            yield
     finally:
         matmul.fp32_precision = before
 
@@ -51,19 +69,9 @@ def _highest_from_now_on() -> Iterator[None]:
     yield
 
 
-@contextlib.contextmanager
-def _highest_in_torch() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 _TRAITS = {
     "cpu": DeviceTraits(is_host=True),
-    "cuda": DeviceTraits(full_precision=_without_tf32),
+    "cuda": DeviceTraits(has_streams=True, full_precision=_without_tf32),
     "xla": DeviceTraits(is_lazy=True, full_precision=_highest_from_now_on),
     # TorchTPU makes torch's setting its own: "medium", which is bfloat16, by default.
     "tpu": DeviceTraits(is_lazy=True, full_precision=_highest_in_torch),

@@ -7,7 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
+
 from xla_replica.common.arguments import check_integer
+from xla_replica.common.trees import map_tensors
+from xla_replica.device.device_traits import traits
 
 _END = object()
 
@@ -25,16 +29,23 @@ class DeviceLoader:
         send: Moves one batch to the device; called in the background thread, except
             for the first batch.
         prefetch: How many batches may wait on the device, at least 1.
+        receive: From what ``send`` has returned to the batch; called in the caller's
+            thread when the batch's turn has come.
 
     Raises:
         TypeError, ValueError: ``prefetch`` is not an integer of at least 1.
     """
 
     def __init__(
-        self, batches: Iterable[Any], send: Callable[[Any], Any], prefetch: int = 2
+        self,
+        batches: Iterable[Any],
+        send: Callable[[Any], Any],
+        prefetch: int = 2,
+        receive: Callable[[Any], Any] = lambda sent: sent,
     ) -> None:
         self.batches = batches
         self.send = send
+        self.receive = receive
         self.prefetch = check_integer("prefetch", prefetch, least=1)
 
     def __len__(self) -> int:
@@ -52,9 +63,52 @@ class DeviceLoader:
         thread = ThreadPoolExecutor(1, "device-loader")
         try:
             waiting = deque(thread.submit(load) for _ in range(self.prefetch))
-            yield self.send(first)
+            yield self.receive(self.send(first))
             while (batch := waiting.popleft().result()) is not _END:
                 waiting.append(thread.submit(load))
-                yield batch
+                yield self.receive(batch)
         finally:  # also when the training loop breaks out early
             thread.shutdown(cancel_futures=True)
+
+
+class StreamCopies:
+    """Copies batches to a GPU while it trains: `send` and `receive` of a `DeviceLoader`.
+
+    From pinned memory, because a copy from other memory makes the host wait, and on a
+    stream of its own, because on the training's a copy waits for all work before it.
+
+    Args:
+        device: Where to; `DeviceTraits.has_streams` is true of its kind.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device)
+
+    def send(self, batch: Any) -> tuple[Any, torch.Event]:
+        """Begins to copy; returns the batch, and an event for when it is there."""
+        with self._stream:
+            sent = map_tensors(batch, self._copy)
+            return sent, self._stream.record_event()
+
+    def receive(self, sent: tuple[Any, torch.Event]) -> Any:
+        """Returns the batch, for use on the stream of the calling thread."""
+        batch, copied = sent
+        stream = torch.accelerator.current_stream(self._device)
+        stream.wait_event(copied)
+
+        def take(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.layout != torch.strided:
+                return tensor.to(self._device)
+            # Else its memory could be the next batch's while it is still read.
+            tensor.record_stream(stream)
+            return tensor
+
+        return map_tensors(batch, take)
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout != torch.strided:  # sparse ones cannot all be pinned
+            return tensor
+        if traits(tensor).is_host:
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True)

@@ -1,0 +1,223 @@
+"""What makes the host wait for an accelerator, counted where there is none.
+
+The 'meta' device takes its place: every operation runs, and a copy from the host's
+memory is seen on its way. Reading a value of it is an error.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.elastic import OPTIMIZERS
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import variable_batch_size as vbs
+import xla_replica
+from xla_replica import DeviceTraits, LocalReplica, Replica
+from xla_replica.common.trees import tensors_in
+from xla_replica.device import device_traits
+
+META = torch.device("meta")
+
+
+class BlockingCopies(TorchDispatchMode):
+    """Counts operations that take a tensor of the host's memory to the device.
+
+    The memory that torch can pin needs an accelerator, so here none is.
+    """
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        devices = {tensor.device.type for tensor in tensors_in([args, results])}
+        self.number += devices == {"cpu", "meta"}
+        return results
+
+
+class OneOfTwo(Replica):
+    """A replica of two, whose peer brings the same."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2, META, "a test")
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack([tensor.detach(), tensor.detach()])
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value, value]
+
+
+def test_a_number_is_brought_to_the_device_without_a_copy():
+    with BlockingCopies() as copies:
+        torch.tensor([1.0]).to(META)
+    assert copies.number == 1
+    with BlockingCopies() as copies:
+        found = [
+            LocalReplica(META).scalar(0.1),
+            LocalReplica(META).scalar(True, torch.bool),
+            LocalReplica(META).scalar(3, torch.int64),
+        ]
+    assert copies.number == 0
+    assert [(tensor.shape, tensor.dtype) for tensor in found] == [
+        ((1,), torch.float32),
+        ((1,), torch.bool),
+        ((1,), torch.int64),
+    ]
+    for value in (0.1, 1e-40, 2**53 + 1, float("nan")):
+        for dtype in (torch.float32, torch.float64):
+            torch.testing.assert_close(
+                LocalReplica("cpu").scalar(value, dtype),
+                torch.tensor([value], dtype=dtype),
+                rtol=0,
+                atol=0,
+                equal_nan=True,
+            )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rule", "scheduled", "options"),
+    [
+        ("sgd-momentum", "linear", False, {}),
+        ("sgd-momentum", "linear", True, {"max_grad_norm": 1.0}),
+        ("sgd-momentum", "linear", True, {"reduction": "sum"}),
+        ("adamw", "adam-root", True, {}),
+        ("sgd-momentum", "adascale", True, {"decay_per_sample": True}),
+        ("sgd-momentum", "adascale", True, {"reduction": "sum"}),
+    ],
+)
+def test_an_update_never_waits_for_the_device(optimizer, rule, scheduled, options):
+    """Not for a learning rate that is new at every update either."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    model.to(META)
+    sampler = vbs.CustomSampler(
+        range(224),
+        [8 * n for n in (1, 2, 4, 3, 6, 5, 7)],
+        minibatch_size=4,
+        num_replicas=2,
+        rank=0,
+        verbose=False,
+    )
+    weighted = "reduction" in options
+    reference = {"ref_weight" if weighted else "ref_batchsize": 16}
+    wrapper = vbs.ElasticOptimizer(
+        OPTIMIZERS[optimizer](model.parameters(), 0.25),
+        sampler,
+        rule,
+        replica=OneOfTwo(),
+        **reference,
+        **options,
+    )
+    if scheduled:
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(wrapper.inner, 7)
+        wrapper.attach(cosine)
+    wrapper.set_epoch(0)
+    x, y = torch.ones(4, 6, device=META), torch.ones(4, dtype=torch.int64, device=META)
+    copies, updates = BlockingCopies(), 0
+    for _ in sampler:
+        F.cross_entropy(model(x), y).backward()
+        with copies:
+            updates += wrapper.step(**({"weight": 4 + updates} if weighted else {}))
+    assert updates == 7
+    assert copies.number == 0
+
+
+def test_count_counts_what_waits_for_a_gpu(monkeypatch):
+    """torch warns of every such operation, where it is asked to."""
+    modes = [0]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def counted(*messages: str) -> int:
+        with xla_replica.count() as counts:
+            for message in messages:
+                warnings.warn(message, stacklevel=1)
+        return counts.waits
+
+    wait = "called a synchronizing CUDA operation"
+    assert counted(wait, wait, wait) == 3
+    assert counted() == 0
+    with pytest.warns(UserWarning, match="something else"):
+        assert counted(wait, "something else") == 1
+    assert modes == [0, *(3 * ["warn", 0])]
+
+
+# --- a loader beside the training ---------------------------------------------------
+
+
+class Stream:
+    """Notes in which order streams wait for one another."""
+
+    entered = threading.local()  # a thread's current stream, in `stream`
+
+    def __init__(self, device: torch.device, log: list[Any]) -> None:
+        self.device, self.log = device, log
+
+    def __enter__(self) -> None:
+        self.entered.stream = self
+
+    def __exit__(self, *error: Any) -> None:
+        del self.entered.stream
+
+    def record_event(self) -> int:
+        self.log.append("recorded")
+        return len(self.log)
+
+    def wait_event(self, event: int) -> None:
+        assert self.log[event - 1] == "recorded"
+        self.log.append(("waits", event, threading.current_thread().name))
+
+
+def test_batches_are_copied_from_pinned_memory_on_a_stream_of_their_own(monkeypatch):
+    """The training's stream waits for a batch's copies before anybody sees it."""
+    monkeypatch.setitem(device_traits._TRAITS, "meta", DeviceTraits(has_streams=True))
+    log: list[Any] = []
+    training = Stream(META, log)
+    monkeypatch.setattr(torch, "Stream", lambda device: Stream(device, log))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: training)
+    pinned, copied, kept, to = set(), [], [], torch.Tensor.to
+
+    def pin(tensor):
+        result = tensor.clone()
+        pinned.add(id(result))
+        kept.append(result)
+        return result
+
+    def copy(tensor, device, non_blocking=False):
+        assert id(tensor) in pinned
+        assert non_blocking
+        assert Stream.entered.stream.device == META
+        log.append(("copied", int(tensor[0])))
+        copied.append(threading.current_thread().name)
+        return to(tensor, device)
+
+    def record(tensor, stream):
+        assert (tensor.device, stream) == (META, training)
+        log.append("in use")
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", copy)
+    monkeypatch.setattr(torch.Tensor, "record_stream", record)
+    batches = [
+        {"x": torch.full((n,), n), "y": [torch.full((1,), n), "text"]}
+        for n in range(1, 6)
+    ]
+    main = threading.current_thread().name
+    for n, batch in enumerate(LocalReplica(META).loader(batches), start=1):
+        assert (len(batch["x"]), batch["y"][1]) == (n, "text")
+        waits = [entry for entry in log if entry[0] == "waits"]
+        assert len(waits) == n
+        _, event, thread = waits[-1]
+        assert thread == main
+        assert log[:event].count(("copied", n)) == 2  # tensors of the batch
+        assert log.count("in use") == 2 * n
+    assert n == 5
+    assert len(copied) == 10
+    assert copied.count(main) == 2  # the first batch, see DeviceLoader
