@@ -8,7 +8,8 @@ sum_{j<i} sign_j K_ij``. This is exact, so a tile of any size gives the same sig
 The recursion is solved as a fixed point, ``p <- u + strictly_lower(K) sign(p)``: after
 k rounds at least the first k + 1 signs are right, and further rounds do not change
 them. So a compiled backend unrolls ``tile - 1`` rounds of four operations, without a
-gather, a branch or a read-back, and a CPU stops when a round changes nothing.
+gather, a branch or a read-back, and others stop when a round changes nothing: a CPU at
+once, a GPU, which has to be waited for, after up to `_ROUNDS_BETWEEN_LOOKS` more.
 
 Axes: R rows of a tile, D columns (parameters, or this replica's share of them), V
 accumulators.
@@ -26,6 +27,9 @@ from torch import Tensor
 from xla_replica import traits
 
 TIES = ("negative", "positive")
+# On a GPU. Rounds are four launches each; signs of uncorrelated rows settle in a tenth
+# of them.
+_ROUNDS_BETWEEN_LOOKS = 32
 
 
 def no_sum(tensors: list[Tensor]) -> None:
@@ -98,7 +102,7 @@ class Decisions:
 
     def below(self, products: Tensor, thresholds: Tensor | None) -> Tensor:
         """Returns where the sign is +1, bool in the shape of ``products``."""
-        limit = torch.zeros_like(products) if thresholds is None else thresholds
+        limit = 0.0 if thresholds is None else thresholds
         return products < limit if self.tie == "negative" else products <= limit
 
     def signs(
@@ -121,13 +125,15 @@ class Decisions:
         gram = torch.where(both, gram_RR, torch.zeros_like(gram_RR))
         # Row i, columns j < i: what earlier signs add to p_i.
         earlier = torch.tril(gram, diagonal=-1)
-        can_look = traits(products).is_host
+        kind = traits(products)
+        between_looks = 1 if kind.is_host else _ROUNDS_BETWEEN_LOOKS
         below = self.below(products, thresholds_R)
-        for _ in range(len(products) - 1):
+        for number in range(1, len(products)):
             signs = torch.where(below, positive, negative)
             before = below
             below = self.below(products + torch.mv(earlier, signs), thresholds_R)
-            if can_look and torch.equal(before, below):
+            looks = not kind.is_lazy and number % between_looks == 0
+            if looks and torch.equal(before, below):
                 break
         return torch.where(below, positive, negative)
 

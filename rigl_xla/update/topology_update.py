@@ -15,6 +15,10 @@ from rigl_xla.topology.methods import Layer, Method, Score
 from rigl_xla.topology.update_schedule import UpdateSchedule, gradual_sparsity
 from xla_replica import traits
 
+# Layers that are chosen for together are copied into one tensor, which is sorted: two
+# dozen bytes for each of so many weights.
+_WEIGHTS_IN_GROUP = 2**25
+
 
 def change_(
     layers: Sequence[SparseLayer],
@@ -149,4 +153,8 @@ def _groups(layers: Sequence[SparseLayer]) -> list[list[SparseLayer]]:
         alone = layer.pattern is not None or traits(layer.mask).is_host
         key = layer.name if alone else (layer.size, layer.data.dtype)
         groups.setdefault(key, []).append(layer)
-    return list(groups.values())
+    parts = []
+    for group in groups.values():
+        length = max(1, _WEIGHTS_IN_GROUP // max(1, group[0].size))
+        parts += [group[i : i + length] for i in range(0, len(group), length)]
+    return parts

@@ -7,9 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from grab_xla.balancing import compiled_loop
+from grab_xla.balancing import compiled_loop, decisions
 from grab_xla.balancing.decisions import Decisions, finite_rows
+from xla_replica import DeviceTraits
 
 
 def one_by_one(vectors, total, limits, tie_positive):
@@ -89,3 +91,38 @@ def test_strided_rows_are_read_where_they_are(views):
     )
     assert torch.equal(sums[1], x.sum(0))
     assert torch.equal(sums[0], (placements.unsqueeze(1) * x).sum(0))
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations, which are kernels on a GPU."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.3])
+def test_a_gpu_stops_soon_after_signs_have_settled(correlation, monkeypatch):
+    """It looks every 32 rounds; a compiled backend never does, and a CPU always."""
+    rows = 512
+    draw = torch.Generator().manual_seed(0)
+    z = torch.randn(rows, 600, generator=draw)
+    z += correlation * torch.randn(600, generator=draw)
+    gram, products = Decisions().gram(z, torch.zeros(1, 600))
+    found, launches = [], []
+    for kind in (DeviceTraits(is_lazy=True), DeviceTraits(), DeviceTraits(True)):
+        monkeypatch.setattr(decisions, "traits", lambda _, kind=kind: kind)
+        with Launches() as counted:
+            signs = Decisions().signs(products[:, 0], gram, finite_rows(gram))
+        found.append(signs)
+        launches.append(counted.number)
+    unrolled, gpu, cpu = launches
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    setup = unrolled - 4 * (rows - 1)
+    assert 0 < setup < 20
+    rounds = (cpu - setup) / 5  # with a look at each
+    assert gpu <= setup + 4 * (rounds + 32) + (rounds + 32) / 32
+    assert gpu < unrolled / 3

@@ -18,10 +18,14 @@ from support.sparse import (
     train,
 )
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rigl_xla import METHODS, Layer
+from rigl_xla.topology import masks
 from rigl_xla.topology.distribution import num_inactive
 from rigl_xla.topology.structure import row_pattern
+from rigl_xla.update import topology_update
+from xla_replica import DeviceTraits
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -356,3 +360,39 @@ def test_rows_are_joined_as_they_were_cut(structure, shape, groups):
     weight = torch.randn(shape)
     assert torch.equal(rows.join(rows.cut(weight)), weight)
     assert rows.num_active == int(rows.random_mask(0, "w").sum())
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the size of the largest tensor that an operation has made."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        for result in results if isinstance(results, (tuple, list)) else [results]:
+            if isinstance(result, torch.Tensor):
+                self.size = max(self.size, result.numel())
+        return results
+
+
+@pytest.mark.parametrize("method", ["rigl", "set", "gmp"])
+def test_layers_of_one_size_are_stacked_up_to_a_limit(method, monkeypatch):
+    """As on an accelerator, where an update would otherwise need a multiple of them."""
+    assert 2**24 <= topology_update._WEIGHTS_IN_GROUP <= 2**26
+    for module in (masks, topology_update):
+        monkeypatch.setattr(module, "traits", lambda tensor: DeviceTraits())
+    found, largest = [], []
+    for limit in (10**9, 3 * 64, 1):
+        monkeypatch.setattr(topology_update, "_WEIGHTS_IN_GROUP", limit)
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+        optimizer = sgd(model)
+        pruner = pruned(model, optimizer, method=method, delta=1, T_end=3)
+        model(torch.randn(4, 8)).square().sum().backward()
+        with LargestTensor() as tensors:
+            assert not pruner()
+        found.append(pruner.masks)
+        largest.append(tensors.size)
+    assert largest == [7 * 64, 3 * 64, 64]  # the first layer is dense
+    assert equal(found[0], found[1])
+    assert equal(found[0], found[2])

@@ -236,8 +236,8 @@ def test_launch_starts_a_process_for_each_device(tmp_path):
     }
     results = run(tmp_path, 'install("metal")', calls, torchrun=False)
     assert re.fullmatch(
-        r"ReplicaError: replica \d died \(signal 6: so nccl ends a process whose peer is "
-        r"later at a collective than launch\(timeout=\) allows, .* which collective\)",
+        r"ReplicaError: replica \d died \(signal 6: so nccl ends a process whose peer "
+        r"is later at a collective than launch\(timeout=\) allows, .* collective\)",
         results.pop("aborts"),
     )
     assert results == {

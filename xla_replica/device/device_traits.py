@@ -24,8 +24,8 @@ class DeviceTraits(NamedTuple):
             a number that changes has to be a tensor, and shapes must not vary.
         full_precision: Returns a context manager inside which float32 matrix products
             keep all their digits, see `full_matmul_precision`.
-        has_streams: Work on one ``torch.Stream`` runs beside that on another, and copies
-            from pinned memory do not make the host wait.
+        has_streams: Work on one ``torch.Stream`` runs beside that on another, and a
+            copy from pinned memory does not make the host wait.
     """
 
     is_host: bool = False

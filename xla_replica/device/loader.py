@@ -72,7 +72,7 @@ class DeviceLoader:
 
 
 class StreamCopies:
-    """Copies batches to a GPU while it trains: `send` and `receive` of a `DeviceLoader`.
+    """Copies batches to a GPU while it trains, as `DeviceLoader` sends and receives.
 
     From pinned memory, because a copy from other memory makes the host wait, and on a
     stream of its own, because on the training's a copy waits for all work before it.
