@@ -81,6 +81,8 @@ class ElasticOptimizer(OptimizerProxy):
             per sample whatever the rule: for SGD and AdamW; see `Rule`.
         noise: Measure gradient noise, with these options or, if True, the default ones;
             `noise` then answers. AdaScale always does.
+        overlap: Sum gradients over replicas while the step's last backward pass still
+            computes others, where replicas are processes.
         replica: Default: the one the caller runs in.
 
     Raises:
@@ -105,6 +107,7 @@ class ElasticOptimizer(OptimizerProxy):
         momentum_correction: bool = False,
         decay_per_sample: bool = False,
         noise: NoiseOptions | bool = False,
+        overlap: bool = True,
         replica: Replica | None = None,
     ) -> None:
         self.sampler = sampler
@@ -144,8 +147,9 @@ class ElasticOptimizer(OptimizerProxy):
             "Each would train another model: build sampler, model and optimizer alike "
             "on every replica, without the rank in seeds, files or conditions.",
         )
-        self._gradients = StepGradients(optimizer, self.replica, self.noise)
+        self._gradients = StepGradients(optimizer, self.replica, self.noise, overlap)
         self._counter = StepCounter(sampler.plan, self.replica.rank, announced=False)
+        self._expect()
         self._num_minibatches_seen = 0  # since buffers were averaged
         self._num_minibatches = 0  # of all epochs
         self._last_lr: tuple[Any, ...] = self.get_lr()
@@ -184,6 +188,7 @@ class ElasticOptimizer(OptimizerProxy):
             )
         on_device = self._checked_weight(weight)
         if not self._end_minibatch(on_device, needs_backward=not is_zero(weight)):
+            self._expect()
             return 0
         self._update()
         return 1 + self._join_idle_steps()
@@ -367,6 +372,7 @@ class ElasticOptimizer(OptimizerProxy):
         self._counter = StepCounter(self.sampler.plan, rank, announced=False)
         self._num_minibatches_seen = 0
         self._discard()  # of minibatches without an update
+        self._expect()
         self._agreement.allow_change()
 
     def _check_state(self, elastic: dict[str, Any], allow_changes: bool) -> None:
@@ -434,7 +440,13 @@ class ElasticOptimizer(OptimizerProxy):
             self.replica.sync()  # keeps what the user left pending out of the update
             self._update()
             joined += 1
+        self._expect()
         return joined
+
+    def _expect(self) -> None:
+        """Says what the next minibatch is to the sum of the gradients."""
+        counter = self._counter
+        self._gradients.expect(counter.substep == 0, counter.is_at_last)
 
     def _update(self) -> None:
         """Makes the update of the step under way, and runs what is attached.
@@ -486,16 +498,18 @@ class ElasticOptimizer(OptimizerProxy):
         if self.noise:
             squares = self.noise.begin_update(num_minibatches, batch_size)
         weights = [] if self._weight is None else [self._weight.to_sum()]
-        divisor = self._scalars.get("divisor", num_minibatches)
+        divisor = None
+        if self._weight is None:
+            divisor = self._scalars.get("divisor", num_minibatches)
         ratio = None if self.ref_weight else batch_size / (self.ref_batchsize or 1)
         with torch.no_grad():
             step = self._scaling.prepare(self.inner, ratio)
-            self._gradients.sum_(*ballots, *squares, *weights)
+            self._gradients.sum_(*ballots, *squares, *weights, divisor=divisor)
             self._agreement.count(*ballots)
             total = None
             if self._weight is not None:
                 total, divisor, ratio = self._weight.count(self.ref_weight)
-            self._gradients.divide_(divisor)
+                self._gradients.divide_(divisor)
             factors = self.noise.update(total) if self.noise else None
             if self.max_grad_norm is not None:
                 self._gradients.clip_(self.max_grad_norm)

@@ -7,13 +7,16 @@ gradients would bring an empty list to the collective.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from variable_batch_size.device_scalars import operand_for
 from variable_batch_size.gradient_noise.meter import NoiseMeter
 from xla_replica import Replica
+
+Gradients = Mapping[nn.Parameter, torch.Tensor]
 
 
 class StepGradients:
@@ -24,15 +27,29 @@ class StepGradients:
     """
 
     def __init__(
-        self, inner: Optimizer, replica: Replica, noise: NoiseMeter | None
+        self,
+        inner: Optimizer,
+        replica: Replica,
+        noise: NoiseMeter | None,
+        overlap: bool = True,
     ) -> None:
         self._inner = inner
         self._replica = replica
         self._noise = noise
         self._known: set[nn.Parameter] = set()
-        self._gradients: dict[nn.Parameter, torch.Tensor] = {}
         self._witness = GradientWitness()
+        self._sum = replica.gradient_sum(self._is_unchanged, overlap)
         self.add(self._parameters())
+
+    @property
+    def _gradients(self) -> dict[nn.Parameter, torch.Tensor]:
+        return self._sum.gradients
+
+    def _is_unchanged(self) -> bool:
+        """Returns whether the parameters that are trained are those known so far."""
+        return all(
+            p.requires_grad == (p in self._gradients) for p in self._parameters()
+        )
 
     # --- which parameters are trained -----------------------------------------------
 
@@ -43,7 +60,7 @@ class StepGradients:
         self._replica.sync()  # keeps what replicas have pending out of the collective
         self._replica.broadcast_([parameter.detach() for parameter in parameters])
         self._known.update(parameters)
-        self._allocate(parameters, after_backward=False)
+        self._allocate(after_backward=False)
         if self._noise:
             self._noise.watch(self._inner.param_groups)
 
@@ -62,28 +79,28 @@ class StepGradients:
                 "a parameter group was added to the inner optimizer: add it through "
                 "the wrapper's add_param_group, which makes it equal on all replicas"
             )
-        if self._allocate(parameters, after_backward) and self._noise:
+        if self._allocate(after_backward) and self._noise:
             self._noise.watch(self._inner.param_groups, after_backward)
 
-    def _allocate(self, parameters: list[nn.Parameter], after_backward: bool) -> bool:
+    def _allocate(self, after_backward: bool) -> bool:
         """Returns whether any of the parameters was frozen, unfrozen or new."""
-        changed = False
-        for parameter in parameters:
-            if parameter.requires_grad == (parameter in self._gradients):
-                continue
-            changed = True
+        if self._is_unchanged():
+            return False
+        found = {}
+        for parameter in self._parameters():
             if parameter.requires_grad:
-                if parameter.grad is None or not after_backward:
-                    parameter.grad = torch.zeros_like(parameter)
-                self._gradients[parameter] = parameter.grad
-                self._witness.watch(parameter, after_backward)
+                if parameter not in self._gradients and after_backward:
+                    found[parameter] = parameter.grad
             else:
                 parameter.grad = None
-                del self._gradients[parameter]
-                self._witness.forget(parameter)
-        if changed:
-            self._replica.sync()  # zeros on the device, not in the first graph
-        return changed
+        self._sum.hold([p for p in self._parameters() if p.requires_grad])
+        for parameter, gradient in found.items():
+            if gradient is not None:
+                with torch.no_grad():
+                    self._gradients[parameter].copy_(gradient)
+        self._witness.watch(self._gradients, found)
+        self._replica.sync()  # zeros on the device, not in the first graph
+        return True
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self._inner.param_groups for p in group["params"]]
@@ -105,7 +122,7 @@ class StepGradients:
         """
         if num_accumulated == 0:
             self.refresh(after_backward=True)
-        elif any(p.requires_grad != (p in self._gradients) for p in self._parameters()):
+        elif not self._is_unchanged():
             raise ValueError(
                 "requires_grad of a parameter changed between the minibatches of one "
                 "step: freeze and unfreeze between steps, in a function that you "
@@ -115,7 +132,7 @@ class StepGradients:
         if self._noise:
             self._noise.drop_discarded()
         self._take_back_detached(num_accumulated)
-        self._witness.begin()
+        self._witness.begin(self._gradients)
         if self._noise:
             self._noise.end_minibatch(weight)
 
@@ -124,6 +141,12 @@ class StepGradients:
         for parameter, gradient in self._gradients.items():
             if parameter.grad is gradient:
                 continue
+            if self._sum.has_begun(parameter):
+                raise ValueError(
+                    "a gradient was replaced after backward(), while it is summed over "
+                    "replicas: change the summed gradient in a step hook of the inner "
+                    "optimizer, or pass overlap=False"
+                )
             if num_accumulated:
                 raise ValueError(lost(num_accumulated))
             with torch.no_grad():
@@ -138,23 +161,19 @@ class StepGradients:
     def stand_in(self) -> None:
         """Prepares for an update to which this replica brings no minibatch."""
         self.refresh()
-        for parameter, gradient in self._gradients.items():
-            parameter.grad = gradient  # the user may have put something else there
+        self._sum.expect_none()
 
-    def sum_(self, *others: torch.Tensor) -> None:
-        """Replaces gradients, and the others, by their sums over replicas.
+    def expect(self, is_first: bool, is_last: bool) -> None:
+        """See `GradientSum.expect`."""
+        self._sum.expect(is_first, is_last)
 
-        One collective sums them all.
-        """
-        self._replica.all_reduce_([*self._gradients.values(), *others])
+    def sum_(self, *others: torch.Tensor, divisor: torch.Tensor | None = None) -> None:
+        """See `GradientSum.sum_`."""
+        self._sum.sum_(*others, divisor=divisor)
 
     def divide_(self, divisor: torch.Tensor) -> None:
-        """Divides gradients by ``divisor``, ``(1,)``.
-
-        A multiplication by the reciprocal would round twice.
-        """
-        for gradient in self._gradients.values():
-            gradient.div_(operand_for(gradient, divisor))
+        """See `GradientSum.divide_`."""
+        self._sum.divide_(divisor)
 
     def clip_(self, max_norm: float) -> None:
         """Scales all gradients so that their global norm is at most ``max_norm``."""
@@ -162,10 +181,8 @@ class StepGradients:
 
     def discard(self) -> None:
         """Zeroes the gradients, and forgets what was measured of the step."""
-        with torch.no_grad():
-            for gradient in self._gradients.values():
-                gradient.zero_()
-        self._witness.begin()
+        self._sum.forget()
+        self._witness.begin(self._gradients)
         if self._noise:
             self._noise.end_step()
 
@@ -187,32 +204,35 @@ class GradientWitness:
         self._handles: dict[nn.Parameter, torch.utils.hooks.RemovableHandle] = {}
         self._sees_all = True
 
-    def watch(self, parameter: nn.Parameter, after_backward: bool) -> None:
-        """Begins to watch what accumulates in ``parameter.grad``, a kept tensor.
+    def watch(self, gradients: Gradients, new: Collection[nn.Parameter]) -> None:
+        """Watches what accumulates in these gradients, and in no others.
 
         Args:
-            parameter: A trainable parameter.
-            after_backward: Whether the gradient holds that of a minibatch already.
+            gradients: By parameter: what ``.grad`` is to be.
+            new: Parameters whose ``.grad`` holds that of a minibatch already.
         """
-        if type(parameter.grad) is not torch.Tensor:
-            self._sees_all = False  # a sharded one, which is written part by part
-            return
-        record = _Record(parameter.grad)
-        record.accumulated = after_backward
-        self._records[parameter] = record
-        hook = record.note
-        self._handles[parameter] = parameter.register_post_accumulate_grad_hook(hook)
-
-    def forget(self, parameter: nn.Parameter) -> None:
-        """Ends watching a parameter, which is frozen now."""
-        if parameter in self._records:
+        for parameter in [p for p in self._records if p not in gradients]:
             self._handles.pop(parameter).remove()
             del self._records[parameter]
+        # A sharded one is written part by part.
+        self._sees_all = all(type(g) is torch.Tensor for g in gradients.values())
+        for parameter, gradient in gradients.items():
+            if type(gradient) is not torch.Tensor:
+                continue
+            if parameter in self._records:
+                self._records[parameter].follow(gradient)
+                continue
+            record = _Record()
+            record.begin(gradient, is_none=False)
+            record.accumulated = parameter in new
+            self._records[parameter] = record
+            hook = parameter.register_post_accumulate_grad_hook(record.note)
+            self._handles[parameter] = hook
 
-    def begin(self) -> None:
+    def begin(self, gradients: Gradients) -> None:
         """Takes gradients as they are now for what the next minibatch begins with."""
-        for record in self._records.values():
-            record.begin()
+        for parameter, record in self._records.items():
+            record.begin(gradients[parameter], parameter.grad is None)
 
     def check(self, num_accumulated: int, needs_backward: bool) -> None:
         """Raises ValueError if this minibatch's gradients are not its own.
@@ -265,27 +285,30 @@ class _Record:
         overwritten: Whether somebody else had written to it before that.
     """
 
-    __slots__ = ("_gradient", "_kept", "_version", "accumulated", "overwritten")
+    __slots__ = ("_gradient", "_version", "_was_none", "accumulated", "overwritten")
 
-    def __init__(self, kept: torch.Tensor) -> None:
-        self._kept = kept
-        self.begin()
-
-    def begin(self) -> None:
-        self._gradient, self._version = self._kept, self._kept._version
+    def begin(self, gradient: torch.Tensor, is_none: bool) -> None:
+        """Begins a minibatch with a kept gradient, which ``.grad`` may not hold yet."""
+        self._was_none = is_none
         self.accumulated = self.overwritten = False
+        self.follow(gradient)
+
+    def follow(self, gradient: torch.Tensor) -> None:
+        """Takes another tensor, or this one as it is now, for what was noted."""
+        self._gradient, self._version = gradient, gradient._version
 
     def note(self, parameter: nn.Parameter) -> None:
         """Runs after every accumulation."""
         gradient = parameter.grad
-        version = gradient._version
         # An accumulation is one write. (Another tensor is noticed where gradients are
         # taken back.)
-        if version != self._version + 1 and gradient is self._gradient:
+        if gradient is self._gradient and gradient._version != self._version + 1:
             self.overwritten = True
-        self._gradient, self._version = gradient, version
+        self.follow(gradient)
         self.accumulated = True
 
     def written(self, gradient: torch.Tensor | None) -> bool:
         """Returns whether ``gradient`` differs from what was noted last."""
+        if gradient is None and self._was_none and not self.accumulated:
+            return False
         return gradient is not self._gradient or gradient._version != self._version

@@ -76,6 +76,13 @@ class StepCounter:
             raise ReplicaError(text, self._rank)
         logger.warning(text)
 
+    @property
+    def is_at_last(self) -> bool:
+        """Whether the next minibatch is this replica's last of the step under way."""
+        return not self.ended and bool(
+            self.substep == self._num_substeps[self.cursor.step] - 1
+        )
+
     def count_minibatch(self) -> bool:
         """Counts one; returns whether it was this replica's last of the step."""
         self.begun = True

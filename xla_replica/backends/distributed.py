@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
+from xla_replica.backends.gradient_sum import GradientSum
+from xla_replica.backends.overlapped_sum import OverlappedSum
 from xla_replica.backends.replica import Replica, default_device, in_use
 from xla_replica.errors import ReplicaError
 
@@ -114,6 +117,17 @@ class DistributedReplica(Replica):
                 for tensor, part in zip(bucket, parts):
                     tensor.copy_(part.view_as(tensor))
 
+    def gradient_sum(
+        self, may_begin: Callable[[], bool], overlap: bool = True
+    ) -> GradientSum:
+        if overlap and self.num_replicas > 1:
+            return OverlappedSum(self, may_begin, self._begin_sum)
+        return super().gradient_sum(may_begin, overlap)
+
+    def _begin_sum(self, flat: torch.Tensor) -> Work:
+        with self._named("all_reduce_", [flat]):
+            return Work(self, flat, torch.distributed.all_reduce(flat, async_op=True))
+
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         value = tensor.detach().contiguous()
         gathered = [torch.empty_like(value) for _ in range(self.num_replicas)]
@@ -202,6 +216,18 @@ def _are_wrapped(parameters: Sequence[torch.Tensor]) -> bool:
         if issubclass(type(each), wrapper)
         for parameter in each.parameters()
     )
+
+
+class Work:
+    """A sum that has begun."""
+
+    def __init__(self, replica: DistributedReplica, flat: torch.Tensor, work: Any):
+        self._replica, self._flat, self._work = replica, flat, work
+
+    def wait(self) -> None:
+        """Returns when the sum can be used."""
+        with self._replica._named("all_reduce_", [self._flat]):
+            self._work.wait()
 
 
 def buckets(

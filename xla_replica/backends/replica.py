@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import abc
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
 
+from xla_replica.backends.gradient_sum import GradientSum
 from xla_replica.common.arguments import check_integer
 from xla_replica.common.trees import map_tensors, tensors_in
 from xla_replica.device.device_traits import traits
@@ -86,6 +87,19 @@ class Replica(abc.ABC):
         with torch.no_grad():
             for tensor in tensors:
                 tensor.copy_(self.all_gather(tensor).sum(0))
+
+    def gradient_sum(
+        self, may_begin: Callable[[], bool], overlap: bool = True
+    ) -> GradientSum:
+        """Returns what holds gradients and sums them over replicas.
+
+        Args:
+            may_begin: See `GradientSum`.
+            overlap: Whether sums may run during the backward pass, where the backend
+                can do that.
+        """
+        del overlap
+        return GradientSum(self.all_reduce_, may_begin)
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sends a part of the tensor to every replica and returns those received.
