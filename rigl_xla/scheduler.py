@@ -32,7 +32,7 @@ from rigl_xla.topology.update_schedule import UpdateSchedule
 from rigl_xla.update.collect import begin_, collect_, collects, is_collecting
 from rigl_xla.update.drift import check_equal
 from rigl_xla.update.topology_update import change_
-from xla_replica import AccumulationHook, Replica, traits
+from xla_replica import AccumulationHook, AccumulationNote, Replica, traits
 
 logger = logging.getLogger(__name__)
 
@@ -362,7 +362,7 @@ class RigLScheduler(RigLTorchNames):
         for layer in self._layers:
             parameter = layer.weight.parameter
             mask = AccumulationHook(functools.partial(_mask_gradient, owner, layer))
-            note = functools.partial(_note_accumulation, owner, layer)
+            note = AccumulationNote(functools.partial(_note_accumulation, owner, layer))
             handles = [
                 parameter.register_hook(mask),
                 parameter.register_post_accumulate_grad_hook(note),

@@ -435,18 +435,20 @@ class ElasticOptimizer(OptimizerProxy):
     def _join_idle_steps(self) -> int:
         """Takes part in the steps in which this replica has no minibatch."""
         joined = 0
+        self._expect()
         while self._counter.idle:
             self._gradients.stand_in()
             self.replica.sync()  # keeps what the user left pending out of the update
             self._update()
             joined += 1
-        self._expect()
+            self._expect()
         return joined
 
     def _expect(self) -> None:
         """Says what the next minibatch is to the sum of the gradients."""
         counter = self._counter
-        self._gradients.expect(counter.substep == 0, counter.is_at_last)
+        divisor = counter.num_minibatches if self._weight is None else None
+        self._gradients.expect(counter.substep == 0, counter.is_at_last, divisor)
 
     def _update(self) -> None:
         """Makes the update of the step under way, and runs what is attached.
@@ -498,8 +500,8 @@ class ElasticOptimizer(OptimizerProxy):
         if self.noise:
             squares = self.noise.begin_update(num_minibatches, batch_size)
         weights = [] if self._weight is None else [self._weight.to_sum()]
-        divisor = None
-        if self._weight is None:
+        divisor: Any = num_minibatches if self._weight is None else None
+        if divisor is not None and self.replica.is_lazy:
             divisor = self._scalars.get("divisor", num_minibatches)
         ratio = None if self.ref_weight else batch_size / (self.ref_batchsize or 1)
         with torch.no_grad():

@@ -13,7 +13,7 @@ from xla_replica.device.device_traits import (
     register_device,
     traits,
 )
-from xla_replica.device.gradients import AccumulationHook, grad
+from xla_replica.device.gradients import AccumulationHook, AccumulationNote, grad
 from xla_replica.device.loader import DeviceLoader
 from xla_replica.device.seeding import seeded
 from xla_replica.errors import ReplicaError, Stopped
@@ -30,6 +30,7 @@ from xla_replica.stopping import (
 __all__ = [
     "DEVICES",
     "AccumulationHook",
+    "AccumulationNote",
     "Counts",
     "DeviceLoader",
     "DeviceTraits",

@@ -8,7 +8,9 @@ import pickle
 import pytest
 import torch
 import torch.utils.checkpoint
+from support.kernels import Kernels
 from support.replicas import SEVERAL_REPLICAS
+from support.resnet import RESNET50_WEIGHTS
 from support.wrapping import CPU, backward, idle_replica, make, run_epoch
 from torch import nn
 from torch.optim import SGD
@@ -294,3 +296,32 @@ def test_changes_in_the_loop_are_noticed_on_every_backend(backend):
         assert "remove model.zero_grad()" in zero
         assert "Call loss.backward()" in forget
         assert nothing == "no error"
+
+
+# --- how many kernels an update takes -----------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["constant", "linear", "adascale", "adam-root"])
+def test_an_update_of_resnet_50_takes_few_kernels(rule):
+    """On the device ``meta`` nothing can be read: every read would raise."""
+    shapes = list(RESNET50_WEIGHTS.values())
+    shapes += [shape[:1] for shape in shapes for _ in range(1 + (len(shape) == 4))]
+    assert len(shapes) == 161
+    parameters = [nn.Parameter(torch.zeros(s, device="meta")) for s in shapes]
+    make = torch.optim.AdamW if rule == "adam-root" else SGD
+    inner = make(parameters, 0.1, foreach=True)
+    kernels = Kernels(inner)
+    sampler = vbs.CustomSampler(
+        range(64), [8, 16, 8, 16], minibatch_size=8, verbose=False
+    )
+    wrapper = vbs.ElasticOptimizer(
+        inner, sampler, rule, ref_batchsize=8, replica=xla_replica.LocalReplica("meta")
+    )
+    wrapper.attach(torch.optim.lr_scheduler.CosineAnnealingLR(inner, 100))
+    for index, _ in enumerate(sampler):
+        sum(parameter.sum() for parameter in parameters).backward()
+        kernels.clear()
+        with kernels:
+            updated = wrapper.step()
+        if updated and index >= 3:  # the batch size has been uploaded before
+            assert kernels.calls.total() <= 60, kernels.calls

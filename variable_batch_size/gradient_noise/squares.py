@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from variable_batch_size.gradient_noise import estimators
+from xla_replica import traits
 
 Groups = list[dict[str, Any]]
 
@@ -97,8 +98,9 @@ class GradientSquares:
 
     def of_gradients(self) -> torch.Tensor:
         """Returns ||gradient||^2 of what ``.grad`` holds now, by group: ``(G,)``."""
-        gradients = self.gradients().items()
-        return self.by_group({i: square(g, self.dtype) for i, g in gradients})
+        gradients = self.gradients()
+        found = squares(list(gradients.values()), self.dtype)
+        return self.by_group(dict(zip(gradients, found)))
 
     def by_group(self, numbers: dict[int, torch.Tensor]) -> torch.Tensor:
         """Returns the sums of 0-d tensors over each parameter group: ``(G,)``."""
@@ -166,6 +168,17 @@ class GradientDifferences:
         self._previous_square = mean_square
         for index, gradient in gradients.items():
             self._previous[index].copy_(gradient)
+
+
+def squares(gradients: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Returns `square` of each, in a few kernels where nothing is compiled."""
+    plain = all(
+        not (g.is_sparse or g.is_complex() or traits(g).is_lazy) for g in gradients
+    )
+    if not (gradients and plain):
+        return [square(gradient, dtype) for gradient in gradients]
+    norms = torch._foreach_norm(gradients, 2, dtype)
+    return list(torch._foreach_mul(norms, norms))
 
 
 def square(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from variable_batch_size.gradient_noise.meter import NoiseMeter
-from xla_replica import Replica
+from xla_replica import AccumulationNote, Replica
 
 Gradients = Mapping[nn.Parameter, torch.Tensor]
 
@@ -86,19 +86,14 @@ class StepGradients:
         """Returns whether any of the parameters was frozen, unfrozen or new."""
         if self._is_unchanged():
             return False
-        found = {}
+        trained = [p for p in self._parameters() if p.requires_grad]
+        new = {p for p in trained if after_backward and p not in self._gradients}
         for parameter in self._parameters():
-            if parameter.requires_grad:
-                if parameter not in self._gradients and after_backward:
-                    found[parameter] = parameter.grad
-            else:
+            is_held = parameter in self._gradients
+            if parameter.requires_grad != is_held and parameter not in new:
                 parameter.grad = None
-        self._sum.hold([p for p in self._parameters() if p.requires_grad])
-        for parameter, gradient in found.items():
-            if gradient is not None:
-                with torch.no_grad():
-                    self._gradients[parameter].copy_(gradient)
-        self._witness.watch(self._gradients, found)
+        self._sum.hold(trained)
+        self._witness.watch(self._gradients, new)
         self._replica.sync()  # zeros on the device, not in the first graph
         return True
 
@@ -128,7 +123,11 @@ class StepGradients:
                 "step: freeze and unfreeze between steps, in a function that you "
                 "attach, or between epochs"
             )
-        self._witness.check(num_accumulated, needs_backward)
+        try:
+            self._witness.check(num_accumulated, needs_backward)
+        except ValueError:
+            self._replica.check_parameters(self._parameters())  # wrapped since
+            raise
         if self._noise:
             self._noise.drop_discarded()
         self._take_back_detached(num_accumulated)
@@ -163,11 +162,13 @@ class StepGradients:
         self.refresh()
         self._sum.expect_none()
 
-    def expect(self, is_first: bool, is_last: bool) -> None:
+    def expect(self, is_first: bool, is_last: bool, divisor: int | None) -> None:
         """See `GradientSum.expect`."""
-        self._sum.expect(is_first, is_last)
+        self._sum.expect(is_first, is_last, divisor)
 
-    def sum_(self, *others: torch.Tensor, divisor: torch.Tensor | None = None) -> None:
+    def sum_(
+        self, *others: torch.Tensor, divisor: int | torch.Tensor | None = None
+    ) -> None:
         """See `GradientSum.sum_`."""
         self._sum.sum_(*others, divisor=divisor)
 
@@ -177,7 +178,9 @@ class StepGradients:
 
     def clip_(self, max_norm: float) -> None:
         """Scales all gradients so that their global norm is at most ``max_norm``."""
-        nn.utils.clip_grad_norm_(list(self._gradients), max_norm)
+        # In an order that no replica and no resumed run has for itself.
+        trained = [p for p in self._parameters() if p in self._gradients]
+        nn.utils.clip_grad_norm_(trained, max_norm)
 
     def discard(self) -> None:
         """Zeroes the gradients, and forgets what was measured of the step."""
@@ -226,8 +229,9 @@ class GradientWitness:
             record.begin(gradient, is_none=False)
             record.accumulated = parameter in new
             self._records[parameter] = record
-            hook = parameter.register_post_accumulate_grad_hook(record.note)
-            self._handles[parameter] = hook
+            note = AccumulationNote(record.note)
+            handle = parameter.register_post_accumulate_grad_hook(note)
+            self._handles[parameter] = handle
 
     def begin(self, gradients: Gradients) -> None:
         """Takes gradients as they are now for what the next minibatch begins with."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-AllReduce = Callable[[Sequence[torch.Tensor]], None]
+if TYPE_CHECKING:
+    from xla_replica.backends.replica import Replica
 
 
 class GradientSum:
@@ -18,7 +20,7 @@ class GradientSum:
     is called, which a lazy backend makes one program of.
 
     Args:
-        all_reduce_: `Replica.all_reduce_`.
+        replica: The replica.
         may_begin: Asked once in every last backward pass: whether `hold` has been told
             of all parameters that require gradients now, and of no others.
 
@@ -28,8 +30,8 @@ class GradientSum:
             every number, such as a division.
     """
 
-    def __init__(self, all_reduce_: AllReduce, may_begin: Callable[[], bool]) -> None:
-        self._all_reduce_ = all_reduce_
+    def __init__(self, replica: Replica, may_begin: Callable[[], bool]) -> None:
+        self._replica = replica
         self._may_begin = may_begin
         self.gradients: dict[nn.Parameter, torch.Tensor] = {}
 
@@ -40,24 +42,26 @@ class GradientSum:
     def hold(self, parameters: Sequence[nn.Parameter]) -> None:
         """Holds the gradients of these parameters, and of no others, in ``.grad``.
 
-        Those that were held before keep their values, new ones are zero. The same on
-        every replica, between two sums.
+        New ones are what ``.grad`` holds now, or zero if that is None. Call it between
+        two sums, with the same parameters on every replica.
         """
+        for parameter in parameters:
+            if parameter not in self.gradients and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         self.gradients = {
-            p: self.gradients[p] if p in self.gradients else torch.zeros_like(p)
-            for p in parameters
+            parameter: self.gradients.get(parameter, parameter.grad)
+            for parameter in parameters
         }
-        for parameter, gradient in self.gradients.items():
-            parameter.grad = gradient
 
-    def expect(self, is_first: bool, is_last: bool) -> None:
+    def expect(self, is_first: bool, is_last: bool, divisor: int | None = None) -> None:
         """Says where the next backward pass is among those before the next `sum_`.
 
         Args:
             is_first: It is the first. A ``.grad`` that is None or another tensor then
                 becomes the one in `gradients` again, with what the pass computes.
             is_last: It is the last, so sums may begin while it runs. A replica without
-                a backward pass before the next `sum_` calls `expect_none`.
+                a backward pass before the next `sum_` then calls `expect_none`.
+            divisor: The number that `sum_` will be told, if it is known.
         """
 
     def expect_none(self) -> None:
@@ -70,31 +74,42 @@ class GradientSum:
         del parameter
         return False
 
-    def sum_(self, *others: torch.Tensor, divisor: torch.Tensor | None = None) -> None:
+    def sum_(
+        self, *others: torch.Tensor, divisor: int | torch.Tensor | None = None
+    ) -> None:
         """Replaces gradients, and the other tensors, by their sums over replicas.
 
         Args:
             others: Small ones, of the same shapes and dtypes on every replica.
-            divisor: ``(1,)``: what the summed gradients are divided by, if it is known.
+            divisor: What gradients, but not the others, are divided by, if anything:
+                a number, or ``(1,)`` where the replica is lazy.
 
         Raises:
             ValueError: A gradient was accumulated after its sum had begun.
         """
-        self._all_reduce_([*self.tensors, *others])
+        self._replica.all_reduce_([*self.tensors, *others])
         if divisor is not None:
             self.divide_(divisor)
 
-    def divide_(self, divisor: torch.Tensor) -> None:
-        """Divides gradients by a number, ``(1,)``.
+    def divide_(self, divisor: int | torch.Tensor) -> None:
+        """Divides gradients by a number, or by a tensor of one, ``(1,)``.
 
         A multiplication by the reciprocal would round twice.
         """
-        for tensor in self.tensors:
+        tensors = self.tensors
+        if tensors and isinstance(divisor, int):
+            torch._foreach_div_(tensors, float(divisor))
+            return
+        for tensor in tensors:
             # With a dimension it keeps its precision beside a narrower dtype.
             tensor.div_(divisor if tensor.dim() else divisor.reshape(()))
 
     def forget(self) -> None:
         """Ends a step: gradients are zero, or None until the next backward pass."""
+        tensors = self.tensors
         with torch.no_grad():
-            for tensor in self.tensors:
+            if tensors and not self._replica.is_lazy:
+                torch._foreach_zero_(tensors)
+                return
+            for tensor in tensors:
                 tensor.zero_()

@@ -1,14 +1,13 @@
 """Sums of gradients that run while the backward pass computes other gradients.
 
-Gradients are views of flat tensors, the buckets, so nothing is copied before or after a
-sum. When the last gradient of a bucket has been accumulated, and the buckets before it
-are on their way, its sum begins. Replicas begin the same sums in the same order,
-whatever the order in which their gradients appear, and whether or not they have any.
+Gradients are views of flat tensors, the buckets, so nothing is copied after a sum. When
+the last gradient of a bucket has been accumulated, and the buckets before it are on
+their way, its sum begins. Replicas begin the same sums in the same order, whatever the
+order in which their gradients appear, and whether or not they have any.
 """
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,13 +17,15 @@ from torch import nn
 
 from xla_replica.backends.gradient_sum import GradientSum
 from xla_replica.backends.replica import Replica
-from xla_replica.errors import ReplicaError
+from xla_replica.device.gradients import AccumulationNote
 
 # A small bucket begins early; a large one has fewer collectives to wait for.
 FIRST_BUCKET_BYTES = 2**20
 BUCKET_BYTES = 25 * 2**20
 # Room for the numbers that ride with the gradients, in the bucket that goes last.
 TAIL = 64
+# Dtypes of such a range that half of a gradient is exact, if not smaller than 1e-37.
+WIDE = (torch.float32, torch.float64, torch.bfloat16)
 
 Begin = Callable[[torch.Tensor], Any]
 
@@ -33,24 +34,36 @@ class Bucket:
     """Gradients of one dtype and device, in one flat tensor.
 
     Attributes:
-        flat: ``(N + tail,)``.
-        views: What each parameter's gradient is.
-        waiting: Parameters whose gradient this backward pass has yet to compute.
-        handle: What waits for the sum, once it has begun.
+        numbers: ``(N,)``: all gradients, one after another.
+        flat: ``(N + tail,)``: the same numbers, and room for more.
+        parts: Where each parameter's gradient is in there: of its shape.
+        views: The same numbers as ``.grad``. A view has a count of writes of its own,
+            so that a write to one gradient does not look like one to its neighbours.
+        missing: Parameters whose gradient the last backward pass has yet to compute.
+        divided: Parameters whose gradient is divided already.
+        work: What waits for the sum, once it has begun.
     """
 
     def __init__(self, parameters: list[nn.Parameter], tail: int) -> None:
-        self.num_numbers = sum(parameter.numel() for parameter in parameters)
+        size = sum(parameter.numel() for parameter in parameters)
         first = parameters[0]
-        self.flat = torch.zeros(
-            self.num_numbers + tail, dtype=first.dtype, device=first.device
-        )
-        parts = self.flat[: self.num_numbers].split([p.numel() for p in parameters])
-        # .data has a version counter of its own, so that a write to one gradient does
-        # not look like a write to its neighbours.
-        self.views = {p: _like(part, p).data for p, part in zip(parameters, parts)}
-        self.waiting: set[nn.Parameter] = set()
-        self.handle: Any = None
+        self.flat = torch.zeros(size + tail, dtype=first.dtype, device=first.device)
+        self.numbers = self.flat[:size]
+        parts = self.numbers.split([parameter.numel() for parameter in parameters])
+        self.parts = {p: _like(part, p) for p, part in zip(parameters, parts)}
+        self.views = {p: part.data for p, part in self.parts.items()}
+        self.missing: set[nn.Parameter] = set()
+        self.divided: set[nn.Parameter] = set()
+        self.work: Any = None
+
+    def divide_rest_(self, divisor: int) -> None:
+        """Divides the gradients that are not divided yet by a power of two."""
+        if not self.divided:
+            self.numbers.mul_(1 / divisor)
+            return
+        for parameter, part in self.parts.items():
+            if parameter not in self.divided:
+                part.mul_(1 / divisor)
 
 
 class OverlappedSum(GradientSum):
@@ -59,8 +72,12 @@ class OverlappedSum(GradientSum):
     The first step is summed when it is complete. It shows in which order gradients
     appear, by which buckets are filled from then on; and whether every gradient is
     accumulated once in a minibatch. Otherwise no sum may begin early. If so, ``.grad``
-    is None between steps: the first backward pass then makes new gradients, and to move
-    them into their bucket takes less than to zero the bucket and to add them.
+    of those that appeared is None between steps: the first backward pass then makes new
+    gradients, and to move them into their bucket takes less than to zero the bucket and
+    to add them.
+
+    To divide by a power of two does not round, so that is done before the sum, where
+    the gradient is at hand. By other numbers the sum is divided, which rounds once.
 
     Args:
         replica: The replica.
@@ -72,37 +89,43 @@ class OverlappedSum(GradientSum):
     def __init__(
         self, replica: Replica, may_begin: Callable[[], bool], begin: Begin
     ) -> None:
-        super().__init__(replica.all_reduce_, may_begin)
-        self._replica = replica
+        super().__init__(replica, may_begin)
         self._begin = begin
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
         self._hooked: set[nn.Parameter] = set()
+        self._has_order = False
         # How often each gradient was accumulated in the last minibatch of a step.
         self._appeared: dict[nn.Parameter, int] = {}
-        self._has_order = False
         self._once: bool | None = None  # unknown
         self._is_stale = False  # buckets hold the sums of the step before
-        self._is_first = self._is_last = False
-        self._num_begun = 0
-        self._newest: nn.Parameter | None = None
-        self._is_late = False
+        self._end()
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        return [bucket.flat for bucket in self._buckets]
+    def _end(self) -> None:
+        """Ends a step: nothing is known of the next backward pass."""
+        self._is_first = False
+        self._counts = False  # how often gradients appear
+        self._overlaps: bool | None = False  # None: `may_begin` is to be asked
+        self._divisor: int | None = None
+        self._newest: nn.Parameter | None = None
+        self._num_begun = 0
+        self._is_late = False
+        for bucket in self._buckets:
+            bucket.work = None
+            bucket.divided.clear()
+
+    # --- which parameters -----------------------------------------------------------
 
     def hold(self, parameters: Sequence[nn.Parameter]) -> None:
         self._fill(list(parameters)[::-1])  # about the order in which they appear
         for parameter in parameters:
             if parameter not in self._hooked:
                 self._hooked.add(parameter)
-                parameter.register_post_accumulate_grad_hook(_noter(weakref.ref(self)))
+                AccumulationNote(_noter(weakref.ref(self))).register_first(parameter)
         self._has_order, self._once = False, None
 
     def _fill(self, parameters: list[nn.Parameter]) -> None:
-        """Makes buckets of the parameters in this order, with the values they have."""
-        before = {} if self._is_stale else self.gradients
+        """Makes buckets of the parameters in this order, with what ``.grad`` holds."""
         lists = bucketed(parameters)
         self._buckets = [
             Bucket(each, TAIL if index == len(lists) - 1 else 0)
@@ -111,115 +134,157 @@ class OverlappedSum(GradientSum):
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
         self.gradients = {p: self._bucket_of[p].views[p] for p in parameters}
         self._is_stale = False
+        self._end()
+        for parameter in parameters:
+            self._take(parameter)
+
+    def _take(self, parameter: nn.Parameter, factor: float | None = None) -> None:
+        """Makes ``.grad`` the view in the bucket, of what it holds times ``factor``."""
+        view, gradient = self.gradients[parameter], parameter.grad
+        parameter.grad = view
         with torch.no_grad():
-            for parameter, gradient in self.gradients.items():
-                if parameter in before:
-                    gradient.copy_(before[parameter])
-                parameter.grad = gradient
+            if gradient is not None and gradient.is_sparse:
+                gradient = gradient.to_dense()
+            if gradient is view:
+                if factor is not None:
+                    self._bucket_of[parameter].parts[parameter].mul_(factor)
+            elif factor is not None:
+                torch.mul(gradient, factor, out=view)
+            elif gradient is not None:
+                view.copy_(gradient)
 
     # --- the backward pass ----------------------------------------------------------
 
-    def expect(self, is_first: bool, is_last: bool) -> None:
+    def expect(self, is_first: bool, is_last: bool, divisor: int | None = None) -> None:
+        self._end()
         self._is_first = is_first
-        self._is_last = is_last and bool(self._once)
-        if self._is_last:
-            for bucket in self._buckets:
-                bucket.waiting = set(bucket.views)
-        elif is_last:
+        self._divisor = divisor
+        if is_last and self._once is None:
+            self._counts = True
             self._appeared.clear()
+        elif is_last and self._once:
+            self._overlaps = None
+            for bucket in self._buckets:
+                bucket.missing = set(bucket.views)
 
     def expect_none(self) -> None:
         if self._is_stale:
             self._zero()
+        for bucket in self._buckets:
+            bucket.divided = set(bucket.views)
         super().expect_none()
-        self._is_first = self._is_last = False
 
     def note(self, parameter: nn.Parameter) -> None:
         """Takes note that autograd has accumulated into ``parameter.grad``."""
         bucket = self._bucket_of.get(parameter)
-        if bucket is None:
+        if bucket is None:  # unfrozen since
             return
-        self._is_late = self._is_late or bucket.handle is not None
-        if self._once is None:
+        if self._counts:
             self._appeared[parameter] = self._appeared.get(parameter, 0) + 1
-        view = bucket.views[parameter]
-        if self._is_first and parameter.grad is not view:
-            with torch.no_grad():
-                view.copy_(parameter.grad)
-            parameter.grad = view
-        if not self._is_last or self._is_late:
-            return
-        # Other hooks of this parameter may run after this one; those of the gradient
-        # before it have run.
-        newest, self._newest = self._newest, parameter
+        if self._overlaps is None:
+            self._overlaps = self._may_begin()
+        if self._overlaps:
+            self._finish_newest()
+            self._newest = parameter
+            self._is_late |= parameter not in bucket.missing
+        if parameter.grad is not bucket.views[parameter] and not self._is_first:
+            return  # who holds the gradients decides what becomes of it
+        # Hooks that look at the numbers find them as they are before the division.
+        if (
+            self._overlaps
+            and not self._is_late
+            and self._divides(bucket)
+            and AccumulationNote.all_on(parameter)
+        ):
+            self._take(parameter, 1 / self._divisor)
+            bucket.divided.add(parameter)
+        else:
+            self._take(parameter)
+
+    def _finish_newest(self) -> None:
+        """Begins the sums that waited for the newest gradient.
+
+        Other hooks of its parameter may run after `note`, but before the next one's.
+        """
+        newest, self._newest = self._newest, None
         if newest is None:
-            self._is_last = self._may_begin()
             return
         bucket = self._bucket_of[newest]
-        bucket.waiting.discard(newest)
         if newest.grad is not bucket.views[newest]:
-            self._is_last = False  # who holds the gradients decides what becomes of it
+            self._overlaps = False  # replaced by one of them
             return
+        bucket.missing.discard(newest)
         # The last bucket takes others along, see `sum_`.
         while self._num_begun < len(self._buckets) - 1:
-            if self._buckets[self._num_begun].waiting:
+            if self._buckets[self._num_begun].missing:
                 return
             self._begin_next()
 
     def _begin_next(self) -> None:
         bucket = self._buckets[self._num_begun]
-        bucket.handle = self._begin(bucket.flat)
+        if self._divides(bucket):
+            bucket.divide_rest_(self._divisor)
+        bucket.work = self._begin(bucket.flat)
         self._num_begun += 1
 
+    def _divides(self, bucket: Bucket) -> bool:
+        """Returns whether to divide before the sum, the same on every replica."""
+        divisor = self._divisor or 0
+        is_power_of_two = divisor > 0 and divisor & (divisor - 1) == 0
+        return is_power_of_two and bucket.flat.dtype in WIDE
+
     def has_begun(self, parameter: nn.Parameter) -> bool:
-        return self._bucket_of[parameter].handle is not None
+        return self._bucket_of[parameter].work is not None
 
     # --- the sum --------------------------------------------------------------------
 
-    def sum_(self, *others: torch.Tensor, divisor: torch.Tensor | None = None) -> None:
+    def sum_(
+        self, *others: torch.Tensor, divisor: int | torch.Tensor | None = None
+    ) -> None:
         if self._is_late:
             raise ValueError(
-                "a gradient was accumulated after its sum over replicas had begun: "
-                "this step calls backward() more often than the first one did. Call it "
-                "once per step(), on the sum of the losses, or pass overlap=False"
+                "a gradient was accumulated twice in the last minibatch of a step, "
+                "while gradients are summed over replicas, and only once in the first "
+                "step: call backward() once per step(), on the sum of the losses, or "
+                "pass overlap=False"
             )
+        self._divisor = None if divisor is None else int(divisor)
         with torch.no_grad():
             tail = self._tail_of(others)
             while self._num_begun < len(self._buckets):
                 self._begin_next()
             if tail is None:
-                self._all_reduce_(others)
+                self._replica.all_reduce_(others)
             for bucket in self._buckets:
-                bucket.handle.wait()
-                if divisor is not None and bucket is not self._buckets[-1]:
-                    bucket.flat.div_(divisor)  # while the next sums are under way
-            self._end_sums()
+                bucket.work.wait()
+                bucket.work = None
+                if divisor is not None and not self._divides(bucket):
+                    # While the next sums are under way.
+                    torch._foreach_div_([bucket.numbers], float(divisor))
             if tail is not None:
                 parts = tail.split([other.numel() for other in others])
                 for other, part in zip(others, parts):
                     other.copy_(part.view_as(other))
-                tail.zero_()
-            if divisor is not None and self._buckets:
-                self._buckets[-1].flat.div_(divisor)
-            if not self._has_order:
-                self._learn()
-            if self._once is None and self._appeared:
-                self._once = set(self._appeared.values()) == {1}
+        if self._once is None and self._appeared:
+            self._once = set(self._appeared.values()) == {1}
+        if not self._has_order:
+            self._learn_order()
 
     def _tail_of(self, others: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Returns the others, in the last bucket; None if they do not fit in there."""
         size = sum(other.numel() for other in others)
-        if not self._buckets or not 0 < size <= TAIL:
+        if not self._buckets or size > TAIL:
             return None
         last = self._buckets[-1]
         dtype = last.flat.dtype
         if any(torch.promote_types(other.dtype, dtype) != dtype for other in others):
             return None
-        tail = last.flat[last.num_numbers : last.num_numbers + size]
-        tail.copy_(torch.cat([other.reshape(-1) for other in others]))
+        last.flat[len(last.numbers) :].zero_()
+        tail = last.flat[len(last.numbers) :][:size]
+        torch.cat([other.reshape(-1).to(dtype) for other in others], out=tail)
         return tail
 
-    def _learn(self) -> None:
+    def _learn_order(self) -> None:
         """Fills buckets in the order in which replica 0's gradients have appeared."""
         parameters = list(self.gradients)
         appeared = {parameter: place for place, parameter in enumerate(self._appeared)}
@@ -229,25 +294,22 @@ class OverlappedSum(GradientSum):
         self._fill([parameters[index] for index in order.tolist()])
         self._has_order = True
 
-    def _end_sums(self) -> None:
-        for bucket in self._buckets:
-            bucket.handle = None
-        self._num_begun = 0
-        self._is_first = self._is_last = False
-        self._newest = None
-
     def forget(self) -> None:
-        with contextlib.suppress(ReplicaError):  # of sums that nobody needs any more
-            for bucket in self._buckets[: self._num_begun]:
-                bucket.handle.wait()
-        self._end_sums()
-        self._is_late = False
+        if any(bucket.work is not None for bucket in self._buckets):
+            # Nobody waits for these sums, which write to their buckets until they end.
+            for parameter in self.gradients:
+                parameter.grad = None
+            self._fill(list(self.gradients))
+        self._end()
         if not self._once:
             self._zero()
             return
         self._is_stale = True
-        for parameter in self.gradients:
-            parameter.grad = None
+        for parameter, gradient in self.gradients.items():
+            if parameter in self._appeared:
+                parameter.grad = None
+            else:
+                gradient.zero_()
 
     def _zero(self) -> None:
         self._is_stale = False
@@ -259,7 +321,7 @@ class OverlappedSum(GradientSum):
 def bucketed(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Returns the parameters in groups of one device and dtype, in their order.
 
-    The last group is never empty of what comes last: it is the last to be complete.
+    The first group is a small one.
     """
     groups: list[list[nn.Parameter]] = []
     num_bytes = 0

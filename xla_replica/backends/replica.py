@@ -99,7 +99,7 @@ class Replica(abc.ABC):
                 can do that.
         """
         del overlap
-        return GradientSum(self.all_reduce_, may_begin)
+        return GradientSum(self, may_begin)
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sends a part of the tensor to every replica and returns those received.

@@ -59,6 +59,36 @@ class AccumulationHook:
                 hook._paused = False
 
 
+class AccumulationNote:
+    """A hook that notes that ``.grad`` has grown, and does not look at its numbers.
+
+    For ``parameter.register_post_accumulate_grad_hook``. What sums gradients over
+    replicas may have divided them already where all hooks are such ones.
+
+    Args:
+        function: Is given the parameter.
+    """
+
+    def __init__(self, function: Callable[[torch.Tensor], None]) -> None:
+        self._function = function
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self._function(parameter)
+
+    def register_first(self, parameter: torch.Tensor) -> None:
+        """Registers the hook to run before all that are registered now."""
+        parameter.register_post_accumulate_grad_hook(self)
+        hooks = parameter._post_accumulate_grad_hooks
+        for key in list(hooks)[:-1]:  # they run in the order of insertion
+            hooks[key] = hooks.pop(key)
+
+    @staticmethod
+    def all_on(parameter: torch.Tensor) -> bool:
+        """Returns whether every such hook of a parameter is a note."""
+        hooks = parameter._post_accumulate_grad_hooks or {}
+        return all(isinstance(hook, AccumulationNote) for hook in hooks.values())
+
+
 def grad(
     outputs: torch.Tensor,
     inputs: Sequence[torch.Tensor | GradientEdge],
