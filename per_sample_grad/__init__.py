@@ -11,6 +11,7 @@ from per_sample_grad.errors import CouplingError, CoverageError, PerSampleError,
 from per_sample_grad.factors.factors import Factors
 from per_sample_grad.factors.forms import Dense, Lookup, Outer, Windows
 from per_sample_grad.factors.plan import Plan
+from per_sample_grad.factors.projection import Projection
 from per_sample_grad.functional import (
     cross_gram,
     per_sample_factors,
@@ -39,6 +40,7 @@ __all__ = [
     "PerSampleError",
     "Plan",
     "PoolScores",
+    "Projection",
     "Refusal",
     "Windows",
     "capture",

@@ -13,7 +13,12 @@ from xla_replica.device.device_traits import (
     register_device,
     traits,
 )
-from xla_replica.device.gradients import AccumulationHook, AccumulationNote, grad
+from xla_replica.device.gradients import (
+    AccumulationHook,
+    AccumulationNote,
+    backward,
+    grad,
+)
 from xla_replica.device.loader import DeviceLoader
 from xla_replica.device.seeding import seeded
 from xla_replica.errors import ReplicaError, Stopped
@@ -40,6 +45,7 @@ __all__ = [
     "ReplicaError",
     "StopRequest",
     "Stopped",
+    "backward",
     "catch_signals",
     "count",
     "current",

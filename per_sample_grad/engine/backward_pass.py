@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -31,6 +31,9 @@ from per_sample_grad.factors.factors import Factors
 from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.factors.plan import default_budget
 
+# The reductions whose gradient a pass may add to ``.grad``.
+Accumulate = Literal["mean", "sum"]
+
 if TYPE_CHECKING:
     from per_sample_grad.engine.capturing import Capture
 
@@ -44,6 +47,7 @@ class BackwardPass:
             fallback come after those of a rule, and may replace them.
         reported: What is missing or wrong is for a report and not an error, and no
             fallback replaces a wrong rule; without a fallback nothing is compared.
+        accumulate: What of the losses the pass is of, if it adds to ``.grad``.
         frees: Memory that the pass has used is free afterwards, so that temporaries
             may take half of it.
         called: Whether any module with a selected parameter was called.
@@ -57,6 +61,7 @@ class BackwardPass:
     losses: torch.Tensor
     receive: Callable[[Factors], None]
     retain_graph: bool
+    accumulate: Accumulate | None
     reported: bool
     frees: bool
     called: bool
@@ -169,10 +174,11 @@ class BackwardPass:
         return comparer
 
     def _reach_all(self, retain_graph: bool) -> None:
-        """Runs one backward pass that forms no gradient of a parameter.
+        """Runs one backward pass, which forms no gradient of a parameter by default.
 
         Calls that have others below are seen when the pass comes by; only the lowest
-        are asked for, and their gradients kept until the pass ends.
+        are asked for, and their gradients kept until the pass ends. A pass that
+        accumulates goes on to the parameters, so that it comes by all of them.
         """
         if not self._calls:
             return
@@ -182,6 +188,8 @@ class BackwardPass:
         del call
         nodes = [edge.node for edge in edges]
         lowest, passed = graph.lowest(self.losses.grad_fn, nodes)
+        if self.accumulate is not None:
+            lowest, passed = set(), passed | lowest
         ends = [number for number, node in enumerate(nodes) if node in lowest]
         handles = []
 
@@ -197,11 +205,17 @@ class BackwardPass:
                     self._reach(number, None)
             edges = [edges[number] for number in ends]
             del node, nodes, lowest, passed
-            total, scale = self.losses.sum(), self.capture.scale
+            mean = self.accumulate == "mean"
+            total = self.losses.mean() if mean else self.losses.sum()
+            scale = self.capture.scale
             total = total * scale if scale != 1 else total
-            gradients = xla_replica.grad(
-                total, edges, retain_graph=retain_graph, allow_unused=True
-            )
+            gradients: Sequence[torch.Tensor | None] = ()
+            if self.accumulate is None:
+                gradients = xla_replica.grad(
+                    total, edges, retain_graph=retain_graph, allow_unused=True
+                )
+            else:
+                xla_replica.backward(total, retain_graph=retain_graph)
         finally:
             for handle in handles:
                 handle.remove()
@@ -219,7 +233,10 @@ class BackwardPass:
         assert call is not None
         if gradient is not None:
             with forms.full_precision(gradient.device):
-                self._apply(call, gradient.detach().reshape(call.shape))
+                gradient = gradient.detach().reshape(call.shape)
+                if self.accumulate == "mean":
+                    gradient = gradient * len(self.losses)
+                self._apply(call, gradient)
         names, size = dict.fromkeys(call.owner.params.values()), call.shape.numel()
         self._calls[number] = call = None  # its arguments can be freed
         complete: dict[str, list[Contribution]] = {}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import torch
 from torch import nn
 
 import xla_replica
 from per_sample_grad.engine import graph, recording
-from per_sample_grad.engine.backward_pass import BackwardPass
+from per_sample_grad.engine.backward_pass import Accumulate, BackwardPass
 from per_sample_grad.engine.comparison import CHECKS, Check
 from per_sample_grad.engine.fallback import FALLBACKS, Fallback
 from per_sample_grad.factors.factors import Factors
@@ -124,15 +124,24 @@ class Capture:
             self._recorder.enclosing.clear()
             self._entered = False
 
-    def backward(self, losses: torch.Tensor, *, retain_graph: bool = False) -> Factors:
+    def backward(
+        self,
+        losses: torch.Tensor,
+        *,
+        retain_graph: bool = False,
+        accumulate: Accumulate | None = None,
+    ) -> Factors:
         """Runs one backward pass, for activations only, and keeps all factors.
 
         Args:
             losses: ``(B,)``, any float dtype: the loss of each sample.
             retain_graph: Keep the graph for another backward pass of your own.
+            accumulate: ``"mean"`` lets the pass be ``losses.mean().backward()``, which
+                adds to ``.grad`` and runs the hooks of parameters, and ``"sum"`` that
+                of the sum; both times ``scale``. With None no ``.grad`` changes.
 
         Returns:
-            The factors of every sample's gradient. No ``.grad`` changes.
+            The factors of every sample's gradient.
 
         Raises:
             ValueError: ``losses`` is not a vector with a graph.
@@ -145,7 +154,9 @@ class Capture:
         def keep(factors: Factors) -> None:
             merged.update({n: factors.contributions(n) for n in factors.shapes})
 
-        finished = self._run(losses, keep, retain_graph=retain_graph)
+        finished = self._run(
+            losses, keep, retain_graph=retain_graph, accumulate=accumulate
+        )
         return finished.factors_of({name: merged[name] for name in self.params})
 
     def stream(
@@ -154,6 +165,7 @@ class Capture:
         answer: Callable[[Factors], _T],
         *,
         retain_graph: bool = False,
+        accumulate: Accumulate | None = None,
     ) -> _T:
         """Returns an answer that is a sum over parameters, in the memory of training.
 
@@ -169,7 +181,7 @@ class Capture:
                 `Factors.norms` must be ``squared=True``, and a vector for
                 `Factors.dot` must have the names in ``factors.shapes``. It may run in
                 another thread.
-            retain_graph: Keep the graph for another backward pass of your own.
+            retain_graph, accumulate: As for `backward`.
 
         Returns:
             The sum of the answers.
@@ -186,14 +198,22 @@ class Capture:
             tensor([25.,  4.])
         """
         if FALLBACKS[self.fallback] is not None:
-            return answer(self.backward(losses, retain_graph=retain_graph))
+            return answer(
+                self.backward(losses, retain_graph=retain_graph, accumulate=accumulate)
+            )
         answers: list[_T] = []
 
         def ask(factors: Factors) -> None:
             value = answer(factors)
             answers[:] = [tree_add(answers[0], value) if answers else value]
 
-        self._run(losses, ask, retain_graph=retain_graph, frees=not retain_graph)
+        self._run(
+            losses,
+            ask,
+            retain_graph=retain_graph,
+            accumulate=accumulate,
+            frees=not retain_graph,
+        )
         return answers[0]
 
     def _run(
@@ -202,10 +222,13 @@ class Capture:
         receive: Callable[[Factors], None],
         *,
         retain_graph: bool = False,
+        accumulate: Accumulate | None = None,
         reported: bool = False,
         frees: bool = False,
     ) -> BackwardPass:
         """Runs the backward pass; the arguments are those of `BackwardPass`."""
+        if accumulate is not None:
+            check_choice("accumulate", accumulate, get_args(Accumulate))
         self._recorder.stop()
         if losses.dim() != 1 or not losses.dtype.is_floating_point or not len(losses):
             raise ValueError(
@@ -248,6 +271,7 @@ class Capture:
             losses,
             receive,
             retain_graph,
+            accumulate,
             reported,
             frees,
             self._recorder.called,

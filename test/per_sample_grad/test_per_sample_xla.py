@@ -282,6 +282,33 @@ def reordered(model: nn.Module, x: torch.Tensor, order: torch.Tensor) -> torch.T
     return fold(model, x)[order]
 
 
+def accumulated_wrong(replica: xla_replica.Replica) -> list[str]:
+    """Returns what is wrong with gradients that a capture's own pass accumulates."""
+    with replica.seeded(0):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        inputs = (torch.randn(BATCH, 3),)
+    there, wrong = moved(copy.deepcopy(model), replica.device), []
+    fold(model, *inputs).mean().backward()
+    norms = psg.per_sample_grad_norms(model, fold, inputs)
+    counts = []
+    for _ in range(3):
+        there.zero_grad(set_to_none=False)
+        with xla_replica.count(replica) as count:
+            with psg.capture(there) as recorded:
+                losses = fold(there, *replica.send(inputs))
+            factors = recorded.backward(losses, accumulate="mean")
+            found = [factors.norms(), *(p.grad for p in there.parameters())]
+            found = replica.fetch(found)
+        counts.append((count.compilations, count.transfers))
+        truth = [norms, *(p.grad for p in model.parameters())]
+        for one, other in zip(found, truth):
+            if error(one, other.double()) > 2e-5:
+                wrong.append(f"accumulated: {error(one, other.double())}")
+    if counts[-1] != (0, 1):
+        wrong.append(f"accumulating compiles or transfers: {counts}")
+    return wrong
+
+
 def other_things(rank: int) -> list[str]:
     """Checks reports, refusals, half precision and sketches of tiny models."""
     replica = xla_replica.current()
@@ -327,6 +354,13 @@ def other_things(rank: int) -> list[str]:
     (sketch,) = replica.fetch([factors.sketch(5, seed=1)])
     if error(sketch, own.double()) > 2e-5:
         wrong.append(f"sketch: {error(sketch, own.double())}")
+    projection = psg.Projection(dict(there.named_parameters()), 5, seed=1)
+    own = psg.per_sample_factors(model, fold, inputs).project(projection)
+    projected = factors.project(projection)
+    for name, values in zip(projected, replica.fetch([*projected.values()])):
+        if error(values, own[name].double()) > 2e-5:
+            wrong.append(f"projection: {error(values, own[name].double())}")
+    wrong += accumulated_wrong(replica)
     for dtype, tolerance in HALF.items():
         model, inputs, there = made("linear-3d", dtype)
         truth = flat(oracle(cases["linear-3d"], model, inputs)).norm(dim=1)

@@ -112,12 +112,26 @@ def grad(
     """
     with AccumulationHook.paused(inputs):
         gradients = torch.autograd.grad(outputs, inputs, *args, **options)
+    _release(outputs)
+    return gradients
+
+
+def backward(output: torch.Tensor, *, retain_graph: bool = False) -> None:
+    """Does what ``output.backward()`` does, once its engine has released gradients.
+
+    `grad` says why. An `AccumulationHook` runs.
+    """
+    output.backward(retain_graph=retain_graph)
+    _release(output)
+
+
+def _release(outputs: torch.Tensor) -> None:
+    """Makes the engine's thread for a lazy device come back from an empty pass."""
     if traits(outputs).is_lazy:
         with torch.enable_grad():
             end = outputs.detach().requires_grad_()
             start = _Nothing.apply(end)
         torch.autograd.grad(start, end, outputs.detach(), allow_unused=True)
-    return gradients
 
 
 class _Nothing(torch.autograd.Function):
