@@ -26,9 +26,14 @@ def every_verb(rank: int) -> dict[str, object]:
         torch.ones(3, 2, device=replica.device).t() * number,  # not contiguous
         torch.zeros(0, device=replica.device),
         torch.ones(2, dtype=torch.bfloat16, device=replica.device),
+        torch.ones(1, 2, 2, 3, device=replica.device).to(
+            memory_format=torch.channels_last
+        ),
     ]
     replica.sync()
+    places = [(tensor.data_ptr(), tensor.stride()) for tensor in sums]
     replica.all_reduce_(sums)
+    after = [(tensor.data_ptr(), tensor.stride()) for tensor in sums]
     last = replica.num_replicas - 1
     nan = torch.full((2,), float("nan")).to(replica.device)
     sent = [
@@ -58,10 +63,11 @@ def every_verb(rank: int) -> dict[str, object]:
     fetched = replica.fetch([*sums, *sent, gathered, exchanged, narrow])
     return {
         "place": (replica.rank, replica.num_replicas, rank, replica.is_primary),
-        "sums": fetched[:6],
-        "sent": fetched[6:10],
-        "gathered": fetched[10],
-        "exchanged": fetched[11:],
+        "sums": fetched[:7],
+        "stay": after == places,
+        "sent": fetched[7:11],
+        "gathered": fetched[11],
+        "exchanged": fetched[12:],
         "seeded": seeded,
         "texts": texts,
         "disagreement": disagreement,
@@ -93,8 +99,10 @@ def test_sums_are_sums_of_every_dtype_and_shape(outcomes):
         torch.full((2, 3), total),
         torch.zeros(0),
         torch.full((2,), n, dtype=torch.bfloat16),
+        torch.full((1, 2, 2, 3), float(n)),
     ]
     for outcome in outcomes:
+        assert outcome["stay"]  # others may have views of what is summed
         for value, reference in zip(outcome["sums"], expected, strict=True):
             assert torch.equal(value, reference)
             assert value.dtype == reference.dtype
