@@ -231,7 +231,8 @@ class Checkpointer:
             if cursor["step"] >= len(schedule.steps(cursor["epoch"])):
                 with contextlib.suppress(TraceExhausted):  # there is no next epoch
                     schedule.steps(cursor["epoch"] + 1)
-                    cursor |= {"epoch": cursor["epoch"] + 1, "step": 0}
+                    # The order is that of the epoch that has ended.
+                    cursor |= {"epoch": cursor["epoch"] + 1, "step": 0, "order": None}
         self.replica.sync()  # the sums in the state, on every replica alike
         self._times.saved(self.num_updates)
         path = None

@@ -198,7 +198,8 @@ class CustomSampler(Sampler[list[int]]):
         """
         cursor = self.check_state(state, allow_changes)
         self._restored = self._committed = cursor
-        # A state between two epochs has the digest of the one before.
+        # At step 0 no order is fixed, and a state between two epochs that an earlier
+        # version saved has the digest of the one before.
         is_of_epoch = cursor.step > 0 and not allow_changes and bool(state.get("order"))
         self._order_digests = {cursor.epoch: state["order"]} if is_of_epoch else {}
         self.set_epoch(cursor.epoch)
