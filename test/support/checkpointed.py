@@ -10,11 +10,13 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import variable_batch_size as vbs
 import xla_replica
-from support.elastic import Case, make
+from support.elastic import OPTIMIZERS, Case, make
 from support.resuming import loss_of
 
 # Steps of 1 to 9 minibatches, three epochs of 8 or 9 steps.
-CASE = Case((4, 36, 8, 4, 12, 32, 20, 4), epochs=3, exact=True)
+CASE = Case(
+    (4, 36, 8, 4, 12, 32, 20, 4), epochs=3, exact=True, optimizer="sgd-heavy-ball"
+)
 
 
 class Training:
@@ -35,8 +37,10 @@ class Training:
             on_end="cycle",
             verbose=False,
         )
-        inner = torch.optim.SGD(self.model.parameters(), case.lr, momentum=0.5)
-        self.optimizer = vbs.LinearRuleOptimizer(inner, self.sampler, ref_batchsize=16)
+        inner = OPTIMIZERS[case.optimizer](self.model.parameters(), case.lr)
+        self.optimizer = vbs.ElasticOptimizer(
+            inner, self.sampler, case.rule, case.ref_batchsize
+        )
         scheduler = CosineAnnealingLR(inner, 30)
         self.optimizer.attach(scheduler)
         self.updates: list[int] = []

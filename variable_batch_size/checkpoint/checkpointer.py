@@ -19,6 +19,7 @@ from torch import nn
 
 import xla_replica
 from variable_batch_size.checkpoint import files, save_and_stop
+from variable_batch_size.checkpoint.writer import Writer, detached
 from variable_batch_size.data.schedule import Cursor, TraceExhausted
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.step.attached import Update
@@ -75,6 +76,10 @@ class Checkpointer:
         look_every: On an accelerator, after how many updates every replica looks
             whether another one was asked to stop, which costs a host round trip. Where
             all were asked, as by a signal to the job, they stop after the next update.
+        asynchronous: Write files in a thread beside the training, which waits only
+            while the state is copied to the host. That copy is held until it is
+            written; a save that comes before waits. What goes wrong is raised by the
+            next update, `save`, `load` or `wait`: call `wait` after the loop.
         settings: What else a run must have in common with this one to resume it.
         **parts: What else has ``state_dict`` and ``load_state_dict``, by name, such as
             ``model=model, grab=sampler``. The floating-point buffers of modules are
@@ -104,6 +109,7 @@ class Checkpointer:
         stop_poll: Callable[[], str | None] | None = None,
         poll_seconds: float = 5.0,
         look_every: int = 100,
+        asynchronous: bool = False,
         settings: Mapping[str, Any] | None = None,
         **parts: Any,
     ) -> None:
@@ -135,6 +141,7 @@ class Checkpointer:
         self._times = save_and_stop.SaveTimes(
             self.replica, every_updates, every_minutes
         )
+        self._writer = Writer(asynchronous)
         self._is_proven = False  # True after what it writes was loaded once
         # Where the run began, until this has been called after an update.
         self._begun: Cursor | None = optimizer.sampler.cursor
@@ -153,12 +160,14 @@ class Checkpointer:
         because they were asked to stop.
         """
         del update
+        self._writer.check()
         self.num_updates += 1
         self._begun = None
         due = self._times.due(self.num_updates)
         look = due or self.num_updates % self._look_every == 0
         if self._optimizer.asked_to_stop(look):
             self._save()
+            self._writer.wait()
             self.replica.barrier()  # no replica leaves while replica 0 writes
             request = save_and_stop.agreed_request(self.replica)
             raise xla_replica.Stopped(request.reason, request.exit_status)
@@ -168,7 +177,8 @@ class Checkpointer:
     def save(self, metric: float | None = None) -> Path | None:
         """Writes a checkpoint now, such as last in the loop over epochs. Collective.
 
-        Returns its file on replica 0, None on the others.
+        Returns its file on replica 0, None on the others. With ``asynchronous`` it is
+        not written yet, and `wait` returns it.
 
         Saved here at the end of an epoch, the run resumes with the next one; saved
         automatically after the last update of an epoch, with what your loop does at the
@@ -209,8 +219,17 @@ class Checkpointer:
                 self.best_metric = float(metric)
         return self._save(is_best, between_epochs=True)
 
+    def wait(self) -> Path | None:
+        """Returns when everything saved is on the disk; call it after the loop.
+
+        Returns the file of the last asynchronous save on replica 0, None on the
+        others. Raises what writing it has raised, as `save` does.
+        """
+        return self._writer.wait()
+
     def _save(self, is_best: bool = False, between_epochs: bool = False) -> Path | None:
         since = time.perf_counter()
+        self._writer.wait()  # before another state is copied
         self.replica.sync()
         random_numbers = self.replica.rng_state()
         # All modules at once: averaging resets the count of minibatches that weighs.
@@ -237,20 +256,24 @@ class Checkpointer:
         self._times.saved(self.num_updates)
         path = None
         if self.replica.is_primary:
-            path = self._write(self.replica.to_host(state), is_best, since)
+            state = self.replica.to_host(state)
+            if self._writer.asynchronous:
+                state = detached(state)
+            path = self._writer.start(lambda: self._write(state, is_best, since))
         # On XLA every program that runs advances them, also the one that saves.
         self.replica.set_rng_state(random_numbers)
         return path
 
     def _write(self, state: dict[str, Any], is_best: bool, since: float) -> Path:
+        num_updates = state["num_updates"]  # the run may have made more meanwhile
         newer = files.saved_files(self.folder)[:1]
-        if newer and newer[0].num_updates > self.num_updates:
+        if newer and newer[0].num_updates > num_updates:
             raise files.CheckpointError(
                 f"{newer[0].path} has {newer[0].num_updates} updates, and this run "
-                f"has {self.num_updates}: call load() before training, or give the run "
+                f"has {num_updates}: call load() before training, or give the run "
                 "another folder"
             )
-        path = files.write(self.folder, self.num_updates, state)
+        path = files.write(self.folder, num_updates, state)
         if not self._is_proven:
             try:
                 files.parse(path)
@@ -286,6 +309,7 @@ class Checkpointer:
                 replica 0 has chosen.
             ValueError: It is of another run; all differences are listed.
         """
+        self._writer.wait()
         found = self._choose("best" if best else "update")
         if found is None:
             return None

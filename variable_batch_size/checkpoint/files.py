@@ -120,7 +120,10 @@ def saved_files(folder: Path, kind: str = "update") -> list[SavedFile]:
 
 
 def write(folder: Path, num_updates: int, state: Any) -> Path:
-    """Writes a checkpoint and returns its file; a crash leaves the others intact."""
+    """Writes a checkpoint and returns its file; a crash leaves the others intact.
+
+    Raises OSError, with the path, if it cannot be written.
+    """
     writer = f"{socket.gethostname()}-{os.getpid()}"  # a run may outlive its successor
     name = f"update-{num_updates:08d}"
 
@@ -129,7 +132,16 @@ def write(folder: Path, num_updates: int, state: Any) -> Path:
         torch.save(state, hashed)
         return folder / f"{name}-{_short(hashed.sha256)}.pt"
 
-    return write_whole(folder / f"{name}-{writer}{_UNFINISHED}", content)
+    unfinished = folder / f"{name}-{writer}{_UNFINISHED}"
+    try:
+        return write_whole(unfinished, content)
+    except (OSError, RuntimeError) as error:
+        # Of a full disk torch says that a position in the file is unexpected.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError) or cause.filename is not None:
+            raise
+        reason = cause.strerror or str(cause)
+        raise OSError(cause.errno, reason, str(unfinished)) from error
 
 
 def copy_as_best(path: Path) -> Path:

@@ -93,9 +93,14 @@ class XlaReplica(Replica):
             return []
         # Syncing first keeps the pending work in the one graph that every step runs.
         self.sync()
-        return self._torch_xla._XLAC._xla_get_cpu_tensors(
+        fetched = self._torch_xla._XLAC._xla_get_cpu_tensors(
             [tensor.detach() for tensor in tensors]
         )
+        # It returns tensors that are on the host, such as Adam's steps, themselves.
+        return [
+            copy.clone() if traits(tensor).is_host else copy
+            for tensor, copy in zip(tensors, fetched)
+        ]
 
     def send(self, batch: Any) -> Any:
         # Not tensor.to(): in the loader's thread its unfinished copy would be one of
