@@ -106,6 +106,29 @@ def test_states_keep_their_kind(tmp_path):
     assert parts["milestones"]["milestones"] == {2: 2}
 
 
+class Keeper:
+    """A part that goes on to use the tensors that it has loaded."""
+
+    kept = torch.ones(1000)
+
+    def state_dict(self):
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state):
+        self.kept = state["kept"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_nothing_of_the_file_is_used_after_loading(tmp_path):
+    """Pages of a file that another host deletes are gone."""
+    keeper = Keeper()
+    training = Training(tmp_path, parts={"keeper": keeper})
+    training.train()
+    restored = Training(tmp_path, parts={"keeper": keeper}).checkpointer.load()
+    assert restored.path.name not in Path("/proc/self/maps").read_text()
+    assert keeper.kept is not Keeper.kept
+
+
 def test_the_best_one_can_be_loaded(tmp_path):
     training = Training(tmp_path, best="max")
     for number, metric in enumerate((1.0, 3.0, 2.0), start=1):

@@ -34,6 +34,34 @@ def test_a_file_can_be_read_with_and_without_us(tmp_path):
         assert torch.equal(loaded["weights"], state(7)["weights"])
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+def test_a_state_that_is_read_takes_no_memory_of_its_own(tmp_path):
+    """All processes of a host read it."""
+
+    def own_kilobytes() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1])
+
+    path = files.write(tmp_path, 1, {"weights": torch.ones(32, 2**20)})
+    content, before = path.read_bytes()[:4096], own_kilobytes()
+    state = files.newest_whole(tmp_path)[1]
+    assert state["weights"].sum() == 2**25
+    assert own_kilobytes() - before < 2**14  # of 2**17
+    state["weights"].zero_()
+    assert path.read_bytes()[:4096] == content
+
+
+def test_without_memory_mapping_a_file_is_read(tmp_path, monkeypatch):
+    files.write(tmp_path, 1, state(1))
+
+    def refuse(*args):
+        raise RuntimeError("unable to mmap 3 bytes from file <x>: No such device (19)")
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", refuse)
+    found = files.newest_whole(tmp_path)
+    assert torch.equal(found[1]["weights"], state(1)["weights"])
+
+
 def test_an_empty_folder_and_none_have_no_checkpoint(tmp_path):
     assert files.newest_whole(tmp_path) is None
     assert files.newest_whole(tmp_path / "none") is None
@@ -211,11 +239,11 @@ def test_a_hostile_single_checkpoint_is_refused_without_advice(tmp_path):
 def test_a_file_that_cannot_be_read_now_is_not_damaged(tmp_path, monkeypatch):
     path = files.write(tmp_path, 1, state(1))
 
-    def stale(self):
+    def stale(self, mode):
         raise OSError(116, "Stale file handle")
 
     with monkeypatch.context() as patched:
-        patched.setattr(type(path), "read_bytes", stale)
+        patched.setattr(type(path), "open", stale)
         with pytest.raises(OSError, match="Stale"):
             files.newest_whole(tmp_path)
     assert files.newest_whole(tmp_path)[0].path == path

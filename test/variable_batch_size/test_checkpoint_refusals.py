@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import variable_batch_size as vbs
 import xla_replica
-from variable_batch_size.checkpoint import files
+from variable_batch_size.checkpoint import checkpointer, files
 
 
 def test_a_metric_needs_to_know_what_is_best(tmp_path):
@@ -70,6 +71,7 @@ def test_a_state_that_would_not_load_is_an_error_when_it_is_saved(tmp_path):
 
 
 def apart(rank: int, folder: Path) -> None:
+    checkpointer.STALE_SECONDS = 0.0
     training = Training(folder / str(rank))
     if training.replica.is_primary:
         path = files.write(folder / "0", 3, {"version": 1})
@@ -81,6 +83,33 @@ def test_hosts_that_do_not_share_the_folder_are_told(tmp_path):
     with pytest.raises(xla_replica.ReplicaError, match="all hosts must share") as error:
         xla_replica.launch(apart, (tmp_path,), 2, "cpu")
     assert isinstance(error.value.__cause__, vbs.CheckpointError)
+
+
+def resumed_from_stale_listings(rank: int, folder: Path) -> list[int]:
+    """Returns the updates of a run on whose replica s a listing is late, for each s."""
+    checkpointer._LOOK_SECONDS = 0.01
+    listing, found = files.saved_files, []
+    for stale, num_seen in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        looks = iter(range(3))
+
+        def late(*args, num_seen=num_seen, looks=looks):
+            saved = listing(*args)
+            return saved if next(looks, None) is None else saved[-1:] * num_seen
+
+        seen = late if rank == stale else listing
+        with mock.patch.object(files, "saved_files", seen):
+            found.append(Training(folder).checkpointer.load().num_updates)
+    return found
+
+
+def test_the_listing_of_a_network_folder_may_be_late(tmp_path):
+    """One host still sees it as it was when it was empty, or had one file."""
+    training = Training(tmp_path)
+    training.train()
+    newest, *earlier = files.saved_files(tmp_path)
+    assert earlier
+    outcomes = xla_replica.launch(resumed_from_stale_listings, (tmp_path,), 2, "cpu")
+    assert outcomes == [[newest.num_updates] * 4] * 2
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,9 @@ from xla_replica.common.trees import leaves
 logger = logging.getLogger(__name__)
 
 VERSION = 1
+# How old a network file system's listing of a folder may be; NFS keeps it for a minute.
+STALE_SECONDS = 90.0
+_LOOK_SECONDS = 1.0
 
 
 class Restored(NamedTuple):
@@ -276,7 +279,7 @@ class Checkpointer:
         path = files.write(self.folder, num_updates, state)
         if not self._is_proven:
             try:
-                files.parse(path)
+                files.parse(path, mapped=True)
             except files.CheckpointError as error:
                 path.unlink()
                 raise TypeError(
@@ -305,8 +308,8 @@ class Checkpointer:
             best: Load the best checkpoint instead, to evaluate it, not to train on.
 
         Raises:
-            CheckpointError: All are damaged, or a host does not see the one that
-                replica 0 has chosen.
+            CheckpointError: All are damaged, or hosts have seen different newest ones
+                for a minute and a half: on a network a listing may be a minute old.
             ValueError: It is of another run; all differences are listed.
         """
         self._writer.wait()
@@ -325,11 +328,15 @@ class Checkpointer:
             check_same(state["settings"], self._settings, other_run, remedy)
         saved, own = {"parts": sorted(state["parts"])}, {"parts": sorted(self._parts)}
         check_same(saved, own, other_run, "Pass the same parts to Checkpointer")
-        # First what may refuse the state, before anything is changed.
-        self._optimizer.load_state_dict(state["optimizer"], allow_changes=allow_changes)
+        # First what may refuse the state, before anything is changed. One after the
+        # other is copied: this needs memory for the largest of them, not for all.
+        own = files.own_tensors
+        self._optimizer.load_state_dict(
+            own(state["optimizer"]), allow_changes=allow_changes
+        )
         for name, part in self._parts.items():
-            part.load_state_dict(state["parts"][name])
-        _restore_random_state(state["random"], self.replica)
+            part.load_state_dict(own(state["parts"][name]))
+        _restore_random_state(own(state["random"]), self.replica)
         self.num_updates, self.best_metric = state["num_updates"], state["best"]
         self._times.saved(self.num_updates)
         self._begun = self._optimizer.sampler.cursor
@@ -340,6 +347,7 @@ class Checkpointer:
 
     def _choose(self, kind: str) -> tuple[Path, Any] | None:
         """Returns the same checkpoint and its state on every replica, if any."""
+        own_files = self._see_the_same(kind)
         found, problem = None, None
         if self.replica.is_primary:
             try:
@@ -350,13 +358,7 @@ class Checkpointer:
         digest, problem = self.replica.all_gather_object(own)[0]
         if problem is not None:
             raise files.CheckpointError(problem)
-        own_files = files.saved_files(self.folder, kind)
         if digest is None:
-            if any(self.replica.all_gather_object(bool(own_files))):
-                raise files.CheckpointError(
-                    f"other replicas see checkpoints in {self.folder}, and replica 0 "
-                    "sees none: all hosts must share the folder"
-                )
             return None
         if found is None:  # not replica 0
             for file in own_files:
@@ -366,10 +368,33 @@ class Checkpointer:
         num_missing = self.replica.all_gather_object(found is None).count(True)
         if found is None or num_missing:
             raise files.CheckpointError(
-                f"{num_missing} replicas do not see the checkpoint that replica 0 has "
+                f"{num_missing} replicas cannot read the checkpoint that replica 0 has "
                 f"chosen in {self.folder}: all hosts must share the folder"
             )
         return found[0].path, found[1]
+
+    def _see_the_same(self, kind: str) -> list[files.SavedFile]:
+        """Returns the files that this host sees when all see the same newest one.
+
+        On a network a host may see a folder as it was some seconds ago, and would
+        resume an earlier checkpoint, or none.
+        """
+        give_up = time.monotonic() + STALE_SECONDS
+        while True:
+            own = files.saved_files(self.folder, kind)
+            mine = own[0].path.name if own else "no checkpoint"
+            seen = self.replica.all_gather_object((mine, time.monotonic() > give_up))
+            names, is_late = [name for name, _ in seen], seen[0][1]
+            others = [rank for rank, name in enumerate(names) if name != names[0]]
+            if not others:
+                return own
+            if is_late:
+                raise files.CheckpointError(
+                    f"for {STALE_SECONDS:g} s replica 0 has seen {names[0]} as the "
+                    f"newest in {self.folder}, and replica {others[0]} "
+                    f"{names[others[0]]}: all hosts must share the folder"
+                )
+            time.sleep(_LOOK_SECONDS)
 
 
 def _random_state(replica: Replica, own: torch.Tensor) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import logging
 import os
 import pickle
 import re
+import shutil
 import socket
 import stat
 import time
@@ -25,6 +25,7 @@ import torch
 
 from xla_replica.common.differences import check_same
 from xla_replica.common.files import rename, write_whole
+from xla_replica.common.trees import map_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ _NAME = re.compile(r"(update|best)-(\d{8,})-([0-9a-f]{32})\.pt")
 _UNFINISHED = ".unfinished"
 _ABANDONED_SECONDS = 3600.0  # after so long without a write
 _DAMAGED = "damaged-"
+_CHUNK_BYTES = 2**20
 
 
 class CheckpointError(RuntimeError):
@@ -96,16 +98,23 @@ class SavedFile(NamedTuple):
     digest: str
 
     def read(self) -> Any:
-        """Returns the state in the file, on the CPU.
+        """Returns the state in the file, on the CPU, in the file's own memory pages.
+
+        The processes of a host share these, and none needs memory of its own. Copy
+        what is to outlive the file (`own_tensors`): where another host deletes a file
+        on a network, pages that have not been read are lost, and using them is fatal.
 
         Raises CheckpointError, which says how, if the file is damaged. Other errors,
         such as that of a server that does not answer, are not damage.
         """
         _check_regular(self.path)
-        content = self.path.read_bytes()
-        if _short(hashlib.sha256(content)) != self.digest:
+        sha256 = hashlib.sha256()
+        with self.path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                sha256.update(chunk)
+        if _short(sha256) != self.digest:
             raise CheckpointError("its content is not what was written")
-        return parse(content)
+        return parse(self.path, mapped=True)
 
 
 def saved_files(folder: Path, kind: str = "update") -> list[SavedFile]:
@@ -150,7 +159,8 @@ def copy_as_best(path: Path) -> Path:
     unfinished = best.with_suffix(_UNFINISHED)
 
     def content(file: BinaryIO) -> Path:
-        file.write(path.read_bytes())
+        with path.open("rb") as source:
+            shutil.copyfileobj(source, file, _CHUNK_BYTES)
         return best
 
     unfinished.unlink(missing_ok=True)
@@ -206,15 +216,23 @@ def newest_whole(folder: Path, kind: str = "update") -> tuple[SavedFile, Any] | 
     return None
 
 
-def parse(source: Path | bytes) -> Any:
+def own_tensors(state: Any) -> Any:
+    """Returns a state of `SavedFile.read` with its tensors in memory of their own."""
+    return map_tensors(state, torch.clone)
+
+
+def parse(path: Path, mapped: bool = False) -> Any:
     """Returns the state in a checkpoint, on the CPU: tensors and plain values only.
 
     Raises CheckpointError, which says why, if it cannot be loaded. It does not repeat
     torch's advice to load the file without this protection.
+
+    Args:
+        path: The file.
+        mapped: Leave tensors in the file's pages. Their bits are then not checked.
     """
-    file = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except OSError:
         raise
     except pickle.UnpicklingError as error:
@@ -225,6 +243,8 @@ def parse(source: Path | bytes) -> Any:
             f"holds {what}"
         ) from None
     except Exception as error:  # unpickling raises many kinds
+        if mapped and "mmap" in str(error):  # this file system has no such pages
+            return parse(path)
         if "allocate" in str(error):  # too little memory is not damage
             raise
         raise CheckpointError(f"{type(error).__name__}: {error}") from error
