@@ -19,19 +19,30 @@ from variable_batch_size.step.agreement import Agreement
 class Replicas:
     """Several replicas, of which some have been asked to stop."""
 
-    def __init__(self, monkeypatch, num_replicas: int, device: str) -> None:
+    def __init__(
+        self, monkeypatch, num_replicas: int, device: str, late: tuple[int, ...] = ()
+    ) -> None:
         self.asked: set[int] = set()
         self.num_fetched = 0
         self._rank = 0
+        self._num_updates = 0
+        # By rank: how many updates the device is behind the host.
+        self._late = late or (0,) * num_replicas
         monkeypatch.setattr(xla_replica, "stop_requested", self._request)
         replica = types.SimpleNamespace(
             device="cpu",
             is_host=device == "cpu",
+            is_lazy=device == "xla",
             num_replicas=num_replicas,
             fetch=self._fetch,
+            fetch_later=self._fetch_later,
         )
         scalars = types.SimpleNamespace(get=lambda use, value: torch.tensor([value]))
         self._agreements = [Agreement(replica, scalars) for _ in range(num_replicas)]
+
+    def _fetch_later(self, tensor):
+        arrives = self._num_updates + self._late[self._rank]
+        return lambda: tensor if self._num_updates >= arrives else None
 
     def _request(self):
         asked = self._rank in self.asked
@@ -48,8 +59,10 @@ class Replicas:
             self._rank = rank
             ballots.append(agreement.ballots(("lr", 0.1)))
         sums = [sum(each) for each in zip(*ballots)]
-        for agreement in self._agreements:
+        for rank, agreement in enumerate(self._agreements):
+            self._rank = rank
             agreement.count(*(each.clone() for each in sums))
+        self._num_updates += 1
         return [agreement.stop_agreed(look) for agreement in self._agreements]
 
 
@@ -63,6 +76,22 @@ def test_on_accelerators_nobody_reads_until_asked(monkeypatch, device):
     assert replicas.num_fetched == 2
     replicas.asked = {0, 1, 2}
     assert replicas.update() == [True] * 3
+
+
+@pytest.mark.parametrize("late", [(1, 1, 1), (3, 1, 2)])
+def test_on_gpus_the_others_hear_of_one_that_was_asked_alone(monkeypatch, late):
+    """A signal in update t; all save t + 2, later where the device is behind."""
+    replicas = Replicas(monkeypatch, 3, "cuda", late)
+    for _ in range(4):
+        assert replicas.update() == [False] * 3
+    assert replicas.num_fetched == 0
+    replicas.asked = {1}
+    until = 1 + max(late)
+    for _ in range(until - 1):
+        assert replicas.update() == [False] * 3
+    assert replicas.update() == [True] * 3
+    # Only those read that were asked, or have heard.
+    assert replicas.num_fetched == until + sum(until - late[rank] for rank in (0, 2))
 
 
 def test_one_that_was_asked_alone_is_found_where_all_look(monkeypatch):

@@ -44,9 +44,14 @@ class Run:
     """Runs the script in other processes, all of which end with the ``with`` block."""
 
     def __init__(
-        self, folder: Path, *arguments: object, command=(sys.executable,), **variables
+        self,
+        folder: Path,
+        *arguments: object,
+        command=(sys.executable,),
+        script=(SCRIPT, "--no-progress", "--checkpoint"),
+        **variables,
     ) -> None:
-        words = [*command, SCRIPT, "--no-progress", "--checkpoint", folder, *arguments]
+        words = [*command, *script, folder, *arguments]
         self.folder = folder
         self._output = folder.parent / f"output-{time.monotonic_ns()}"
         kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
@@ -243,3 +248,66 @@ def test_under_torchrun_it_resumes_with_the_workers_there_are(tmp_path):
     assert_same_training(history(folder), history(whole))
     worlds = [world for node in nodes for world in node.worlds]
     assert sorted(worlds) == [2, 3, 3], everything
+
+
+# On a CPU whose tensors are read as a GPU's are: not by everybody at every update.
+ON_GPUS = """
+import dataclasses, sys, time
+from pathlib import Path
+import torch, xla_replica
+from support.checkpointed import CASE, Training
+from xla_replica import Replica
+
+Replica.is_host = property(lambda self: False)
+Replica.wait = lambda self: None
+Replica.rng_state = lambda self: torch.get_rng_state()
+Replica.fetch_later = lambda self, tensor: (lambda copy=tensor.clone(): copy)
+
+def train(rank, folder):
+    endless = dataclasses.replace(CASE, epochs=10**9)
+    training = Training(Path(folder), endless, every_updates=None, every_minutes=9)
+
+    def tell(update):
+        if xla_replica.stop_requested() is None:
+            Path(folder, f"not-asked-{rank}").write_text(str(update.step + 1))
+        time.sleep(0.5)
+
+    training.optimizer.attach(tell)
+    training.train()
+
+xla_replica.launch(train, (sys.argv[1],), device="cpu")
+"""
+
+
+@pytest.mark.slow
+def test_one_preempted_node_of_two_is_saved_within_two_updates(tmp_path):
+    """Its agent kills the worker 30 seconds after the signal: 60 updates here."""
+    folder, script, port = tmp_path / "run", tmp_path / "script.py", free_port()
+    folder.mkdir()
+    script.write_text(ON_GPUS)
+    tests = Path(__file__).resolve().parents[1]
+    with contextlib.ExitStack() as nodes:
+        agents = [
+            nodes.enter_context(
+                Run(
+                    folder,
+                    command=(
+                        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
+                        "--nproc_per_node", "1", "--node_rank", rank, "--master_addr",
+                        "localhost", "--master_port", port,
+                    ),
+                    script=(script,),
+                    PYTHONPATH=f"{tests}:{tests.parent}",
+                )
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        deadline = time.monotonic() + PATIENCE
+        while not (folder / "not-asked-1").exists():
+            assert time.monotonic() < deadline, agents[1].output
+            time.sleep(0.01)
+        os.kill(agents[1].process.pid, signal.SIGTERM)
+        for agent in agents:
+            assert agent.wait() != 0
+    last_before = int((folder / "not-asked-1").read_text())
+    assert last_before <= num_updates(folder) <= last_before + 2, agents[1].output

@@ -78,7 +78,8 @@ class Checkpointer:
             that it returns is a reason to stop (a maintenance event of the machine).
         look_every: On an accelerator, after how many updates every replica looks
             whether another one was asked to stop, which costs a host round trip. Where
-            all were asked, as by a signal to the job, they stop after the next update.
+            all were asked, as by a signal to the job, they stop after the next update;
+            on GPUs, where one was, after about two.
         asynchronous: Write files in a thread beside the training, which waits only
             while the state is copied to the host. That copy is held until it is
             written; a save that comes before waits. What goes wrong is raised by the

@@ -7,11 +7,17 @@ replica that stops alone leaves its peers waiting. So every replica adds ballots
 sum of the gradients: a hash of its hyperparameters, one of the epoch's order, and
 whether it was asked to stop. That costs no collective, and no transfer until somebody
 has to know.
+
+Where one replica alone is asked to stop, as on one preempted host, the others hear of
+it from copies of the sum that arrive on the host when the device gets to them, without
+anybody waiting. A replica that hears of it asks too, so that in the next sum all do.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,6 +48,9 @@ class Agreement:
         self._order_difference = torch.zeros(1, device=replica.device)
         self._expected = 0
         self._asked = False
+        reads_beside = not (replica.is_host or replica.is_lazy)
+        self._hears = reads_beside and replica.num_replicas > 1
+        self._arriving: deque[Callable[[], torch.Tensor | None]] = deque()
         self._votes: torch.Tensor | None = None
 
     # --- before the sum -------------------------------------------------------------
@@ -97,7 +106,7 @@ class Agreement:
         known = order is not None
         self._order = zlib.crc32(order.encode()) % self._modulus if known else 0
         self._knows_order = float(known)
-        self._asked = xla_replica.stop_requested() is not None
+        self._asked |= self._hear() or xla_replica.stop_requested() is not None
         return [
             self._scalars.get("ballot", own).clone(),
             self._scalars.get("stop", float(self._asked)).clone(),
@@ -121,6 +130,8 @@ class Agreement:
         known = self._scalars.get("knows the order", self._knows_order)
         self._order_difference.add_(known * (orders - own * num_knowing).abs())
         self._votes = votes
+        if self._hears and not self._asked:
+            self._arriving.append(self._replica.fetch_later(votes))
         if self._replica.is_host:
             self.check()
 
@@ -148,12 +159,22 @@ class Agreement:
             self._replica.rank,
         )
 
+    def _hear(self) -> bool:
+        """Returns whether a vote of any replica has arrived on the host by now."""
+        while self._arriving and (votes := self._arriving[0]()) is not None:
+            self._arriving.popleft()
+            if votes.item() > 0:
+                self._arriving.clear()
+                return True
+        return False
+
     def stop_agreed(self, look: bool) -> bool:
         """Returns whether all replicas stop after the update that was counted last.
 
         A replica reads the sum only if it was asked itself: replicas that were all
         asked find the same sum, their number, at the same update. Where only some were
-        asked, an update at which everybody looks finds them.
+        asked, the others hear of it and ask too. Lazy backends, on which nothing can be
+        read beside the training, find it at an update at which everybody looks.
 
         Args:
             look: Whether every replica looks at this update, also one that was not

@@ -159,9 +159,25 @@ class Replica(abc.ABC):
         """Returns copies of tensors on the host, in one transfer where possible.
 
         Blocks until they are computed. No other verb reads a device back, except
-        those that call this one: `to_host`, `all_gather_object`, `check_agreement`.
+        `fetch_later` and those that call this one: `to_host`, `all_gather_object`,
+        `check_agreement`.
         """
         return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+
+    def fetch_later(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+        """Begins to copy a tensor to the host; returns a function that asks for it.
+
+        That function returns None until the device has come to the copy, and the copy
+        afterwards. Neither waits, so it is not for a lazy backend, which computes
+        nothing that nobody waits for.
+        """
+        # Page-locked, as torch allocates it for a copy that does not block.
+        copy = tensor.detach().to("cpu", copy=True, non_blocking=True)
+        if self.is_host:
+            return lambda: copy
+        arrived = torch.Event(self.device)
+        arrived.record()
+        return lambda: copy if arrived.query() else None
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Returns every replica's ``value``, by rank. Collective; blocks.
