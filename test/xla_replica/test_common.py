@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import types
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -165,6 +165,36 @@ def test_a_state_comes_to_the_host_in_one_transfer():
     with torch.no_grad():  # a copy: training continues while it is written
         norm.weight.fill_(7.0)
     assert found["model"]["weight"].tolist() == [1.0] * 3
+
+
+class Event:
+    """One of a device that comes to it when it is told to."""
+
+    recorded: ClassVar[list[Event]] = []
+
+    def __init__(self, device) -> None:
+        self.has_come = False
+
+    def record(self) -> None:
+        self.recorded.append(self)
+
+    def query(self) -> bool:
+        return self.has_come
+
+
+@pytest.mark.parametrize("is_host", [True, False])
+def test_a_copy_that_nobody_waits_for_is_there_when_the_device_has_come_to_it(
+    is_host, monkeypatch
+):
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(LocalReplica, "is_host", is_host)
+    tensor = torch.ones(1)
+    copy = LocalReplica("cpu").fetch_later(tensor)
+    tensor.zero_()
+    if not is_host:
+        assert copy() is None
+        Event.recorded[-1].has_come = True
+    assert copy().tolist() == [1.0]
 
 
 def test_tensors_are_visited_in_the_order_in_which_they_are_listed():
