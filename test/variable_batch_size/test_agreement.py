@@ -32,7 +32,7 @@ class Replicas:
         replica = types.SimpleNamespace(
             device="cpu",
             is_host=device == "cpu",
-            is_lazy=device == "xla",
+            has_streams=device == "cuda",
             num_replicas=num_replicas,
             fetch=self._fetch,
             fetch_later=self._fetch_later,

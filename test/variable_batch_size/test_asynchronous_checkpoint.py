@@ -188,6 +188,10 @@ def test_errors_of_the_writer_reach_the_loop_once(later, tmp_path, monkeypatch, 
     assert [checkpointer.wait()] == [f.path for f in files.saved_files(tmp_path)]
 
 
+def train_until_asked(rank: int, folder: Path) -> None:
+    train(rank, folder, 6, (rank,), asynchronous=True)
+
+
 def test_a_request_to_stop_waits_for_the_file(tmp_path, monkeypatch):
     write = files.write
 
@@ -197,7 +201,7 @@ def test_a_request_to_stop_waits_for_the_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, "write", slowly)
     with pytest.raises(xla_replica.Stopped):
-        train(0, tmp_path, 6, (0,), asynchronous=True)
+        xla_replica.launch(train_until_asked, (tmp_path,), 1, "cpu")
     assert files.saved_files(tmp_path)[0].num_updates == 8
 
 

@@ -259,6 +259,7 @@ from support.checkpointed import CASE, Training
 from xla_replica import Replica
 
 Replica.is_host = property(lambda self: False)
+Replica.has_streams = property(lambda self: True)
 Replica.wait = lambda self: None
 Replica.rng_state = lambda self: torch.get_rng_state()
 Replica.fetch_later = lambda self, tensor: (lambda copy=tensor.clone(): copy)

@@ -48,8 +48,7 @@ class Agreement:
         self._order_difference = torch.zeros(1, device=replica.device)
         self._expected = 0
         self._asked = False
-        reads_beside = not (replica.is_host or replica.is_lazy)
-        self._hears = reads_beside and replica.num_replicas > 1
+        self._hears = replica.has_streams and replica.num_replicas > 1
         self._arriving: deque[Callable[[], torch.Tensor | None]] = deque()
         self._votes: torch.Tensor | None = None
 
@@ -173,8 +172,8 @@ class Agreement:
 
         A replica reads the sum only if it was asked itself: replicas that were all
         asked find the same sum, their number, at the same update. Where only some were
-        asked, the others hear of it and ask too. Lazy backends, on which nothing can be
-        read beside the training, find it at an update at which everybody looks.
+        asked, the others hear of it and ask too; where nothing can be read beside the
+        training, an update at which everybody looks finds them.
 
         Args:
             look: Whether every replica looks at this update, also one that was not

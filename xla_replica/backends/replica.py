@@ -73,6 +73,11 @@ class Replica(abc.ABC):
         """Whether the replica computes on this CPU, so that reading is free."""
         return traits(self.device).is_host
 
+    @property
+    def has_streams(self) -> bool:
+        """Whether copies run beside the computation, see `fetch_later`: on a GPU."""
+        return traits(self.device).has_streams
+
     @abc.abstractmethod
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns ``(num_replicas, *tensor.shape)``: every replica's tensor."""
@@ -168,8 +173,7 @@ class Replica(abc.ABC):
         """Begins to copy a tensor to the host; returns a function that asks for it.
 
         That function returns None until the device has come to the copy, and the copy
-        afterwards. Neither waits, so it is not for a lazy backend, which computes
-        nothing that nobody waits for.
+        afterwards. Neither waits, so it is for the host and where `has_streams`.
         """
         # Page-locked, as torch allocates it for a copy that does not block.
         copy = tensor.detach().to("cpu", copy=True, non_blocking=True)
@@ -264,7 +268,7 @@ class Replica(abc.ABC):
         """
         if self.is_host:
             return batches
-        if traits(self.device).has_streams:
+        if self.has_streams:
             copies = StreamCopies(self.device)
             return DeviceLoader(batches, copies.send, prefetch, copies.receive)
         return DeviceLoader(batches, self.send, prefetch)
