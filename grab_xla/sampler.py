@@ -23,6 +23,8 @@ from grab_xla.epoch.passes import Passes
 from grab_xla.epoch.pending_minibatches import PendingMinibatches
 from grab_xla.epoch.round_robin_sharding import RoundRobinSharding
 from grab_xla.random_projections import projection
+from grab_xla.recording import Fidelity, Recording
+from per_sample_grad import Capture, Projection
 from xla_replica.common.differences import check_same
 
 # The version of `GraBSampler.state_dict`.
@@ -32,8 +34,9 @@ VERSION = 1
 class GraBSampler(Sampler[int]):
     """Orders each epoch's samples so that their gradients balance (GraB).
 
-    Pass it to a DataLoader as ``sampler`` and call `step` with the per-sample gradients
-    of every batch. Each ``iter()`` begins the next epoch, whose order follows from the
+    Pass it to a DataLoader as ``sampler``, compute every batch's losses in `record` and
+    call `backward` in place of theirs; or call `step` with per-sample gradients that
+    you have. Each ``iter()`` begins the next epoch, whose order follows from the
     gradients seen since the last one; if there were none, the order stays the same.
 
     Args:
@@ -52,6 +55,10 @@ class GraBSampler(Sampler[int]):
             Default: a new one with ``seed``.
         seed: The seed of that generator and of random projections.
         random_first_epoch: Whether to begin with a shuffle rather than 0, 1, 2 ...
+        fidelity: What is balanced: ``"exact"``, gradients themselves; or
+            ``"projected"``, `per_sample_grad.Projection` of them, which costs a small
+            part of a training step and needs no memory for gradients.
+        projection_size: The most numbers of such a projection.
         random_projection, pi_eps, kron_order: Balance fewer numbers; see ``kind``,
             ``eps`` and ``order`` of `projection`.
         normalize_grads: Whether to divide every (projected) gradient by its norm.
@@ -93,6 +100,8 @@ class GraBSampler(Sampler[int]):
         generator: torch.Generator | None = None,
         seed: int = 42,
         random_first_epoch: bool = True,
+        fidelity: Fidelity = "exact",
+        projection_size: int = 4096,
         random_projection: str = "none",
         pi_eps: float = 0.1,
         kron_order: int = 2,
@@ -119,7 +128,8 @@ class GraBSampler(Sampler[int]):
         self.device = torch.device(self._replica.device if device is None else device)
         self._timer = timer or contextlib.nullcontext
         self._normalize = normalize_grads
-        self._gradients = GradientMatrix(trainable_params, dtype, self.device)
+        self._recording = Recording(trainable_params, fidelity, projection_size, seed)
+        self._gradients = GradientMatrix(self._recording.balanced, dtype, self.device)
         kind = str(getattr(random_projection, "value", random_projection))
         self._project = projection(
             kind, self._gradients.num_columns, self.num_samples, pi_eps, kron_order,
@@ -142,6 +152,8 @@ class GraBSampler(Sampler[int]):
             "num_samples": self.num_samples,
             "num_columns": num_columns,
         }
+        if self.projection is not None:
+            self._identity["settings"]["projection"] = repr(self.projection)
         self._columns = Columns(self._replica, num_columns, scheme, self.device, dtype)
         herding = "running" if stale_mean_herding else "exact"
         self._metrics = EpochMetrics(
@@ -225,6 +237,39 @@ class GraBSampler(Sampler[int]):
         """The number of samples of the current order whose gradients `step` took."""
         return self._balancer.num_seen
 
+    @property
+    def projection(self) -> Projection | None:
+        """The map of ``fidelity="projected"``, for `Factors.project`; else None."""
+        return self._recording.projection
+
+    def record(self, model: torch.nn.Module, **options: Any) -> Capture:
+        """Returns a context in which a forward pass is recorded for `backward`.
+
+        Args:
+            model: The module with the parameters that the sampler was built with.
+            **options: Those of `per_sample_grad.Capture`, such as ``fallback``.
+        """
+        return self._recording.start(model, options)
+
+    def backward(
+        self, losses: Tensor, *, indices: Sequence[int] | Tensor | None = None
+    ) -> None:
+        """Does what ``losses.mean().backward()`` does, and balances, in one pass.
+
+        Collective, as `step` is. What ``.grad`` gets is the same to the bit.
+
+        Args:
+            losses: ``(B,)``, computed from the model inside `record`.
+            indices: As for `step`.
+
+        Raises:
+            RuntimeError: Nothing was recorded.
+            PerSampleError: Some use of a parameter is not accounted for; the message
+                says what to do.
+            ValueError: As for `step`.
+        """
+        self.step(self._recording.backward(losses), indices=indices)
+
     def step(
         self,
         per_sample_grads: Mapping[str, Tensor],
@@ -239,7 +284,8 @@ class GraBSampler(Sampler[int]):
         update; see `after_update`.
 
         Args:
-            per_sample_grads: ``(B, *shape)`` for every parameter. A constant factor
+            per_sample_grads: ``(B, *shape)`` for every parameter; with
+                ``fidelity="projected"`` their projections. A constant factor
                 does not change the order; a factor that differs between batches does.
             batch: False for one sample without a batch axis.
             indices: ``(B,)``, the samples of these gradients, to be compared with the

@@ -24,15 +24,6 @@ class GradientMatrix:
     def __init__(
         self, parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
     ) -> None:
-        if not isinstance(parameters, Mapping) or not all(
-            isinstance(value, Tensor) for value in parameters.values()
-        ):
-            raise TypeError(
-                "trainable_params must map names to tensors, such as "
-                f"dict(model.named_parameters()); got {type(parameters).__name__}"
-            )
-        if not parameters:
-            raise ValueError("trainable_params is empty: there is nothing to balance")
         self._shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         self._dtype, self._device = dtype, device
         self.num_columns = sum(p.numel() for p in parameters.values())

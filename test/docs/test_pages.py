@@ -82,7 +82,7 @@ def test_the_loops_that_order_samples_run(page):
         "DataLoader": DataLoader,
         "F": torch.nn.functional,
     }
-    exec(block(page, "python", "sampler.step("), names)
+    exec(block(page, "python", "sampler.backward("), names)
     assert names["sampler"].num_seen == 40
     assert (model(x).argmax(1) == names["dataset"].tensors[1]).float().mean() > 0.6
 

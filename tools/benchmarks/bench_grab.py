@@ -19,8 +19,9 @@ parameters; ``grab_xla`` balances them with Numba and, in tiles of four, as with
     python tools/benchmarks/bench_grab.py --memory
 
 With ``--training`` it measures what an ordered epoch costs beside a plain one: the
-processor time of a step with every sample's gradient (forward and backward pass, the
-sampler's step, the mean, the update) over that of an ordinary step, on one thread.
+processor time of a step whose backward pass balances, too, over that of an ordinary
+step, on one thread, at each fidelity; "by hand" is the step that forms every sample's
+gradient first and gives them to the sampler.
 They take turns; the result is the median of the ratios within a round. The models are
 those of bench_per_sample.py and a softmax regression with 650 parameters.
 
@@ -68,12 +69,17 @@ SAMPLERS: list[tuple[str, dict[str, Any]]] = [
     ("adamean", {}),
     ("norm", {}),
 ]
-# What an epoch's cost is measured of.
+# What an epoch's cost is measured of: balance types, and how gradients come to them.
 TRAINED: dict[str, dict[str, Any]] = {
     "mean": {},
     "pair": {},
     "recursive": {"depth": 5},
     "recursive-pair": {"batch_size": BATCH},
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "by hand": {},
+    "exact": {},
+    "projected": {"fidelity": "projected"},
 }
 
 
@@ -136,13 +142,17 @@ def measure_training(rounds: int) -> list[dict[str, Any]]:
         x, y = draw(BATCH), torch.randint(0, 10, (BATCH,))
         steps = {"plain": plain_step(build(), x, y)}
         for balance_type, options in TRAINED.items():
-            model = build()
-            parameters = dict(model.named_parameters())
-            samples = range(BATCH * 2 * (rounds + 3))
-            sampler = grab_xla.GraBSampler(samples, parameters, balance_type, **options)
-            list(sampler)
-            steps[balance_type] = ordered_step(model, x, y, sampler)
-        ratios: dict[str, list[float]] = {way: [] for way in TRAINED}
+            for way, extra in WAYS.items():
+                model, options = build(), options | extra
+                parameters = dict(model.named_parameters())
+                samples = range(BATCH * 2 * (rounds + 3))
+                sampler = grab_xla.GraBSampler(
+                    samples, parameters, balance_type, **options
+                )
+                list(sampler)
+                step = step_by_hand if way == "by hand" else ordered_step
+                steps[f"{balance_type}, {way}"] = step(model, x, y, sampler)
+        ratios: dict[str, list[float]] = {way: [] for way in steps if way != "plain"}
         for turn in tqdm(range(rounds + 2), name, disable=None):
             times = {}
             for way, step in steps.items():
@@ -170,6 +180,21 @@ def plain_step(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[[
 
 
 def ordered_step(
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor, sampler: grab_xla.GraBSampler
+) -> Callable[[], Any]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with sampler.record(model):
+            losses = losses_of(model, x, y)
+        sampler.backward(losses)
+        optimizer.step()
+
+    return step
+
+
+def step_by_hand(
     model: nn.Module, x: torch.Tensor, y: torch.Tensor, sampler: grab_xla.GraBSampler
 ) -> Callable[[], Any]:
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
