@@ -128,6 +128,12 @@ class ElasticOptimizer(OptimizerProxy):
             max_grad_norm=max_grad_norm,
         )
         self._check_groups(optimizer.param_groups)
+        groups = optimizer.param_groups
+        self._sharded = self.replica.is_sharded(
+            [p for g in groups for p in g["params"]]
+        )
+        if self._sharded:
+            sampler.pad()
         super().__init__(optimizer)
         self._scalars = DeviceScalars(self.replica)
         self._scaling = Scaling(
@@ -282,6 +288,12 @@ class ElasticOptimizer(OptimizerProxy):
         param_group = {**param_group, "params": params}
         unnamed = [p[1] if isinstance(p, tuple) else p for p in params]
         self._check_groups([{**self.defaults, **param_group, "params": unnamed}])
+        if self.replica.is_sharded(unnamed) and not self._sharded:
+            raise ValueError(
+                "add_param_group: these parameters are sharded, and the wrapper was "
+                "built with whole ones alone, whose replicas run different numbers of "
+                "minibatches: build it with a sharded parameter too"
+            )
         super().add_param_group(param_group)
         self._gradients.add(self.param_groups[-1]["params"])
 
@@ -291,6 +303,16 @@ class ElasticOptimizer(OptimizerProxy):
     def epoch(self) -> int:
         """The epoch under way."""
         return self._counter.plan.epoch
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether the minibatch under way does not count, until `step` ends it.
+
+        With sharded parameters every replica must run every pass, so one that has no
+        minibatch left in a step runs one that another replica runs too. Its gradient
+        and its weight are zero. Leave it out of metrics.
+        """
+        return self._counter.is_padding
 
     def get_bs(self) -> int:
         """Returns the global batch size of the step under way; 0 after the last."""
@@ -406,6 +428,8 @@ class ElasticOptimizer(OptimizerProxy):
                     "it, and let the loss be the sum over tokens, not their mean"
                 )
             return None
+        if self.is_padding:
+            weight = 0
         if weight is None:
             raise TypeError(
                 "step() with reduction='sum' needs weight=, the number of tokens whose "
@@ -424,7 +448,7 @@ class ElasticOptimizer(OptimizerProxy):
         if self._weight is not None:
             self._weight.add(weight)
         self._agreement.check_unchanged(self.inner.param_groups, counter)
-        self._num_minibatches_seen += 1
+        self._num_minibatches_seen += not counter.is_padding
         self._num_minibatches += 1
         is_last = counter.count_minibatch()
         self.replica.sync()  # the minibatch graph ends here, on every replica alike
@@ -447,8 +471,17 @@ class ElasticOptimizer(OptimizerProxy):
     def _expect(self) -> None:
         """Says what the next minibatch is to the sum of the gradients."""
         counter = self._counter
-        divisor = counter.num_minibatches if self._weight is None else None
-        self._gradients.expect(counter.substep == 0, counter.is_at_last, divisor)
+        if counter.plan.padded != self._sharded:
+            raise ValueError(
+                "a wrapper of sharded parameters and one of whole ones share a "
+                "sampler, but need different numbers of minibatches: give each its own"
+            )
+        self._gradients.expect(
+            counter.substep == 0,
+            counter.is_at_last,
+            counter.num_minibatches if self._weight is None else None,
+            not counter.is_padding,
+        )
 
     def _update(self) -> None:
         """Makes the update of the step under way, and runs what is attached.

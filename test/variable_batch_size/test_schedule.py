@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -85,6 +86,28 @@ def test_every_minibatch_is_dealt_exactly_once(drawn, num_replicas):
         assert plan.num_substeps(rank).tolist() == substeps
     idle = any(0 in plan.num_substeps(rank) for rank in range(num_replicas))
     assert plan.has_idle_replicas == idle
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 5])
+def test_in_a_padded_plan_every_replica_runs_as_many_minibatches(num_replicas):
+    plan = Schedule(Trace([32, 128, 64]), 256, 32).plan(0, num_replicas)
+    padded = dataclasses.replace(plan, padded=True)
+    assert not padded.has_idle_replicas
+    for rank in range(num_replicas):
+        expected, counting = [], []
+        for step, n in enumerate(plan.num_minibatches):
+            first = int(plan.starts[step])
+            num_substeps = -(-n // num_replicas)
+            assert padded.num_substeps(rank)[step] == num_substeps
+            for substep in range(num_substeps):
+                number = substep * num_replicas + rank
+                expected.append(first + min(number, n - 1))
+                is_padding = padded.is_padding(rank, step, substep)
+                assert is_padding == (number >= n)
+                if not is_padding:
+                    counting.append(first + number)
+        assert padded.minibatches(rank).tolist() == expected
+        assert plan.minibatches(rank).tolist() == counting
 
 
 @given(schedules)

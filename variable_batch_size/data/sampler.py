@@ -109,6 +109,7 @@ class CustomSampler(Sampler[list[int]]):
         self._committed: Cursor | None = None
         self._restored: Cursor | None = None
         self._order_digests: dict[int, str] = {}  # of the epoch under way
+        self._padded = False
         self.num_yielded = 0
         self.set_epoch(0)
 
@@ -154,6 +155,7 @@ class CustomSampler(Sampler[list[int]]):
     def plan_of(self, epoch: int) -> EpochPlan:
         """Returns the plan of an epoch from where it resumes; raises as `set_epoch`."""
         plan = self.schedule.plan(epoch, self.num_replicas)
+        plan = dataclasses.replace(plan, padded=self._padded)
         restored = self._restored
         if restored is None or plan.epoch > restored.epoch:
             return plan
@@ -163,6 +165,15 @@ class CustomSampler(Sampler[list[int]]):
                 "begin there, with `for epoch in range(sampler.epoch, num_epochs)`"
             )
         return dataclasses.replace(plan, start_step=restored.step)
+
+    def pad(self) -> None:
+        """Yields every replica as many minibatches in each step as replica 0.
+
+        Those that it adds are padding, see `EpochPlan.is_padding`. The optimizer
+        wrapper asks for it where every replica must run every pass.
+        """
+        self._padded = True
+        self.plan = dataclasses.replace(self.plan, padded=True)
 
     def commit(self, epoch: int, step: int) -> None:
         """Notes, after every update, that ``step`` steps of ``epoch`` are done."""

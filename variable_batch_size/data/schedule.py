@@ -46,6 +46,8 @@ class EpochPlan:
     num_replicas: int  # how many share the steps
     num_minibatches: np.ndarray  # (num_steps,) int64: of every step
     start_step: int = 0  # how many steps are done, where a run was resumed within it
+    # Every replica runs as many minibatches in a step as replica 0; see `is_padding`.
+    padded: bool = False
 
     @functools.cached_property
     def starts(self) -> np.ndarray:
@@ -64,8 +66,10 @@ class EpochPlan:
 
     @property
     def has_idle_replicas(self) -> bool:
-        """Whether some step has fewer minibatches than there are replicas."""
-        return bool((self.num_minibatches < self.num_replicas).any())
+        """Whether some replica runs no minibatch in some step."""
+        return not self.padded and bool(
+            (self.num_minibatches < self.num_replicas).any()
+        )
 
     def batch_size(self, step: int) -> int:
         """Returns the global batch size of step ``step`` of this epoch, in samples."""
@@ -73,8 +77,17 @@ class EpochPlan:
 
     def num_substeps(self, rank: int) -> np.ndarray:
         """Returns ``(num_steps,)`` int64: minibatches of replica ``rank`` per step."""
-        remaining = self.num_minibatches - rank + self.num_replicas - 1
+        first = 0 if self.padded else rank
+        remaining = self.num_minibatches - first + self.num_replicas - 1
         return np.maximum(remaining, 0) // self.num_replicas
+
+    def is_padding(self, rank: int, step: int, substep: int) -> bool:
+        """Returns whether replica ``rank`` runs a minibatch there that does not count.
+
+        In a padded plan that is the step's last one, which another replica runs too.
+        """
+        number = substep * self.num_replicas + rank
+        return self.padded and number >= int(self.num_minibatches[step])
 
     def minibatches(self, rank: int) -> np.ndarray:
         """Returns the minibatches that replica ``rank`` runs from `start_step` on.
@@ -91,7 +104,8 @@ class EpochPlan:
         first = np.repeat(self.starts[:-1] + rank, substeps)
         ends = np.cumsum(substeps)
         within_step = np.arange(len(first)) - np.repeat(ends - substeps, substeps)
-        return first + within_step * self.num_replicas
+        last = np.repeat(self.starts[1:] - 1, substeps)
+        return np.minimum(first + within_step * self.num_replicas, last)
 
 
 class Schedule:

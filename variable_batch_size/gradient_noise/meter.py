@@ -138,7 +138,7 @@ class NoiseMeter:
         self._compares = options.single_minibatch == "difference"
         self._batch_size: float = ref_batchsize  # of the last update
         self.dtype = dtype_for(p for group in groups for p in group["params"])
-        self._gradients = GradientSquares(self.dtype, replica.device)
+        self._gradients = GradientSquares(self.dtype, replica)
         self._averages = estimators.no_statistics(0, self.dtype, replica.device)
         self._squares = self._averages[0]  # of the step under way: (G,)
         self._count = torch.zeros(1, dtype=self.dtype, device=replica.device)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from variable_batch_size.gradient_noise import estimators
-from xla_replica import traits
+from xla_replica import Replica, traits
 
 Groups = list[dict[str, Any]]
 
@@ -22,15 +22,15 @@ class GradientSquares:
     It keeps the squared norm of each, added up in ``dtype``, and no copy.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, replica: Replica) -> None:
         self.dtype = dtype
-        self.device = device
+        self.device = replica.device
+        self._replica = replica
         self._parameters: list[nn.Parameter] = []
         self._group_of: list[int] = []
         self._known: set[nn.Parameter] = set()
         self._num_groups = 0
-        # The nodes that accumulate gradients, kept because parameters do not keep them.
-        self._nodes: list[Any] = []
+        self._handles: list[Any] = []
         self._collected: dict[int, torch.Tensor] = {}
         self._repeated = False
 
@@ -48,11 +48,8 @@ class GradientSquares:
         return new
 
     def _hook(self, parameter: nn.Parameter) -> None:
-        # On the node, not the tensor: torch.autograd.grad does not run it, and it runs
-        # after the hooks of the tensor.
-        node = torch.autograd.graph.get_gradient_edge(parameter).node
-        node.register_prehook(_collector(weakref.ref(self), len(self._parameters)))
-        self._nodes.append(node)
+        hook = _collector(weakref.ref(self), len(self._parameters))
+        self._handles.append(self._replica.on_gradient(parameter, hook))
         self._parameters.append(parameter)
 
     def collect(self, index: int, gradient: torch.Tensor) -> None:
@@ -89,9 +86,9 @@ class GradientSquares:
         self._collected, self._repeated = {}, False
 
     def gradients(self) -> dict[int, torch.Tensor]:
-        """Returns what ``.grad`` holds now, by the parameter's index."""
+        """Returns what ``.grad`` holds here now, by the parameter's index."""
         return {
-            index: parameter.grad
+            index: self._replica.local(parameter.grad)
             for index, parameter in enumerate(self._parameters)
             if parameter.grad is not None
         }
@@ -100,7 +97,19 @@ class GradientSquares:
         """Returns ||gradient||^2 of what ``.grad`` holds now, by group: ``(G,)``."""
         gradients = self.gradients()
         found = squares(list(gradients.values()), self.dtype)
-        return self.by_group(dict(zip(gradients, found)))
+        return self.whole_by_group(dict(zip(gradients, found)))
+
+    def whole_by_group(self, numbers: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Returns `by_group` of sums over what `gradients` has returned."""
+        parameters = [self._parameters[index] for index in numbers]
+        sums = self._replica.sum_over_shards([*numbers.values()], parameters)
+        return self.by_group(dict(zip(numbers, sums)))
+
+    def new_like_gradients(
+        self, parameters: Sequence[nn.Parameter]
+    ) -> list[torch.Tensor]:
+        """Returns zeros like what `gradients` returns of these parameters."""
+        return [torch.zeros_like(self._replica.local(p)).detach() for p in parameters]
 
     def by_group(self, numbers: dict[int, torch.Tensor]) -> torch.Tensor:
         """Returns the sums of 0-d tensors over each parameter group: ``(G,)``."""
@@ -137,7 +146,7 @@ class GradientDifferences:
 
     def add_parameters(self, new: Sequence[nn.Parameter]) -> None:
         """Makes room for new parameters."""
-        self._previous += [torch.zeros_like(p).detach() for p in new]
+        self._previous += self._gradients.new_like_gradients(new)
 
     def add_groups(self, num_new: int) -> None:
         """Makes room for new parameter groups, of which nothing is known."""
@@ -155,7 +164,7 @@ class GradientDifferences:
     def update(self, mean_square: torch.Tensor, weight: torch.Tensor) -> None:
         """Takes in the step whose averaged gradients are in ``.grad``."""
         gradients = self._gradients.gradients()
-        product = self._gradients.by_group(
+        product = self._gradients.whole_by_group(
             {
                 index: inner_product(gradient, self._previous[index], mean_square.dtype)
                 for index, gradient in gradients.items()
@@ -201,15 +210,15 @@ def inner_product(
 
 def _collector(
     squares: weakref.ref[GradientSquares], index: int
-) -> Callable[[Sequence[torch.Tensor | None]], None]:
+) -> Callable[[torch.Tensor], None]:
     """Returns a hook that keeps nothing alive.
 
     The garbage collector cannot see what a node keeps.
     """
 
-    def hook(gradients: Sequence[torch.Tensor | None]) -> None:
+    def hook(gradient: torch.Tensor) -> None:
         owner = squares()
-        if owner is not None and gradients[0] is not None:
-            owner.collect(index, gradients[0])
+        if owner is not None:
+            owner.collect(index, gradient)
 
     return hook

@@ -38,7 +38,9 @@ class StepGradients:
         self._noise = noise
         self._known: set[nn.Parameter] = set()
         self._witness = GradientWitness()
-        self._sum = replica.gradient_sum(self._is_unchanged, overlap)
+        self._sum = replica.gradient_sum(
+            self._is_unchanged, overlap, self._parameters()
+        )
         self.add(self._parameters())
 
     @property
@@ -124,7 +126,7 @@ class StepGradients:
                 "attach, or between epochs"
             )
         try:
-            self._witness.check(num_accumulated, needs_backward)
+            self._witness.check(num_accumulated, needs_backward, self._sum.has_new)
         except ValueError:
             self._replica.check_parameters(self._parameters())  # wrapped since
             raise
@@ -144,9 +146,9 @@ class StepGradients:
                 raise ValueError(
                     "a gradient was replaced after backward(), while it is summed over "
                     "replicas: change the summed gradient in a step hook of the inner "
-                    "optimizer, or pass overlap=False"
+                    "optimizer, or pass overlap=False (not for sharded models)"
                 )
-            if num_accumulated:
+            if num_accumulated and not self._sum.keeps_apart(parameter):
                 raise ValueError(lost(num_accumulated))
             with torch.no_grad():
                 if parameter.grad is not None:
@@ -162,9 +164,11 @@ class StepGradients:
         self.refresh()
         self._sum.expect_none()
 
-    def expect(self, is_first: bool, is_last: bool, divisor: int | None) -> None:
+    def expect(
+        self, is_first: bool, is_last: bool, divisor: int | None, counts: bool
+    ) -> None:
         """See `GradientSum.expect`."""
-        self._sum.expect(is_first, is_last, divisor)
+        self._sum.expect(is_first, is_last, divisor, counts)
 
     def sum_(
         self, *others: torch.Tensor, divisor: int | torch.Tensor | None = None
@@ -180,7 +184,7 @@ class StepGradients:
         """Scales all gradients so that their global norm is at most ``max_norm``."""
         # In an order that no replica and no resumed run has for itself.
         trained = [p for p in self._parameters() if p in self._gradients]
-        nn.utils.clip_grad_norm_(trained, max_norm)
+        self._sum.clip_(trained, max_norm)
 
     def discard(self) -> None:
         """Zeroes the gradients, and forgets what was measured of the step."""
@@ -238,14 +242,17 @@ class GradientWitness:
         for parameter, record in self._records.items():
             record.begin(gradients[parameter], parameter.grad is None)
 
-    def check(self, num_accumulated: int, needs_backward: bool) -> None:
+    def check(
+        self, num_accumulated: int, needs_backward: bool, has_new: bool | None
+    ) -> None:
         """Raises ValueError if this minibatch's gradients are not its own.
 
         Args:
             num_accumulated: Minibatches that the step has accumulated before.
             needs_backward: Whether a minibatch without any gradient is an error.
+            has_new: See `GradientSum.has_new`.
         """
-        is_new = not (self._records and self._sees_all)
+        is_new = not (self._records and self._sees_all) if has_new is None else has_new
         for parameter, record in self._records.items():
             gradient = parameter.grad
             written = record.written(gradient)

@@ -83,6 +83,13 @@ class StepCounter:
             self.substep == self._num_substeps[self.cursor.step] - 1
         )
 
+    @property
+    def is_padding(self) -> bool:
+        """Whether the next minibatch is run for its collectives alone."""
+        return not self.ended and self.plan.is_padding(
+            self._rank, self.cursor.step, self.substep
+        )
+
     def count_minibatch(self) -> bool:
         """Counts one; returns whether it was this replica's last of the step."""
         self.begun = True
@@ -117,7 +124,8 @@ class StepCounter:
                 "optimizer, and step() once per minibatch of the sampler"
             )
         first = plan.num_minibatches[plan.start_step]
-        if not counter.announced and first < plan.num_replicas:
+        may_idle = first < plan.num_replicas and not plan.padded
+        if not counter.announced and may_idle:
             raise ReplicaError(
                 f"epoch {plan.epoch} begins with a step of {first} "
                 f"minibatches on {plan.num_replicas} replicas: call "

@@ -16,6 +16,14 @@ import torch
 from xla_replica.backends.gradient_sum import GradientSum
 from xla_replica.backends.overlapped_sum import OverlappedSum
 from xla_replica.backends.replica import Replica, default_device, in_use
+from xla_replica.backends.sharded_sum import (
+    ShardedParameters,
+    ShardedSum,
+    is_sharded,
+    living,
+    local,
+    num_copies,
+)
 from xla_replica.errors import ReplicaError
 
 # Gradients are summed in flat buckets: one call per bucket is fast, and the second
@@ -106,6 +114,7 @@ class DistributedReplica(Replica):
             device_in_group() if device is None else device,
             reason,
         )
+        self._shards = ShardedParameters(self.num_replicas)
 
     def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
@@ -118,11 +127,43 @@ class DistributedReplica(Replica):
                     tensor.copy_(part.view_as(tensor))
 
     def gradient_sum(
-        self, may_begin: Callable[[], bool], overlap: bool = True
+        self,
+        may_begin: Callable[[], bool],
+        overlap: bool = True,
+        parameters: Sequence[torch.Tensor] = (),
     ) -> GradientSum:
+        if self.is_sharded(parameters):
+            return ShardedSum(self, may_begin, self._shards)
         if overlap and self.num_replicas > 1:
             return OverlappedSum(self, may_begin, self._begin_sum)
         return super().gradient_sum(may_begin, overlap)
+
+    def is_sharded(self, parameters: Sequence[torch.Tensor]) -> bool:
+        return any(map(is_sharded, parameters))
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        return local(tensor)
+
+    def sum_over_shards(
+        self, numbers: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        sums = list(numbers)
+        parts = [n for n, tensor in enumerate(tensors) if is_sharded(tensor)]
+        if parts:
+            flat = torch.stack([sums[n] / num_copies(tensors[n]) for n in parts])
+            self.all_reduce_([flat])
+            for n, total in zip(parts, flat.unbind()):
+                sums[n] = total
+        return sums
+
+    def on_gradient(
+        self, parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]
+    ) -> Any:
+        place = self._shards.place_of(parameter)
+        if place is None:
+            return super().on_gradient(parameter, hook)
+        place.hooks.append(hook)
+        return hook
 
     def _begin_sum(self, flat: torch.Tensor) -> Work:
         with self._named("all_reduce_", [flat]):
@@ -147,10 +188,25 @@ class DistributedReplica(Replica):
         self._check_source(source)
         with torch.no_grad():
             for tensor in tensors:
+                if is_sharded(tensor):
+                    self._broadcast_part_(tensor, source)
+                    continue
                 value = tensor.detach().contiguous()
                 with self._named("broadcast_", [value]):
                     torch.distributed.broadcast(value, source)
                 tensor.copy_(value)
+
+    def _broadcast_part_(self, tensor: Any, source: int) -> None:
+        """Replaces this replica's part by that of the copy that ``source`` is in."""
+        mesh, value = tensor.device_mesh, local(tensor)
+        there = (mesh.mesh == source).nonzero()[0].tolist()
+        for dim, placement in enumerate(tensor.placements):
+            if placement.is_replicate() and value.numel():
+                place = list(mesh.get_coordinate())
+                place[dim] = there[dim]
+                first = int(mesh.mesh[tuple(place)])
+                with self._named("broadcast_", [value]):
+                    torch.distributed.broadcast(value, first, mesh.get_group(dim))
 
     def barrier(self) -> None:
         # Its own barrier does nothing on some backends; a sum that is read does.
@@ -160,6 +216,7 @@ class DistributedReplica(Replica):
             flag.cpu()
 
     def check_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._shards.add(parameters)
         if _are_wrapped(parameters):
             gc.collect()  # a wrapper that nothing refers to is not in the way
             if not _are_wrapped(parameters):
@@ -199,22 +256,13 @@ class DistributedReplica(Replica):
 def _are_wrapped(parameters: Sequence[torch.Tensor]) -> bool:
     """Returns whether a DistributedDataParallel wrapper has any of these parameters.
 
-    Neither they nor their modules know of it, so it looks at all objects that Python
-    tracks: a tenth of a second for a million.
+    Neither they nor their modules know of it.
     """
     own = {id(parameter) for parameter in parameters}
-    objects = gc.get_objects()
-    kinds = {id(kind): kind for kind in map(type, objects)}.values()
-    wrapper = torch.nn.parallel.DistributedDataParallel
-    # The common case: the process has none.
-    if not any(issubclass(kind, wrapper) for kind in kinds):
-        return False
     return any(
         id(parameter) in own
-        for each in objects
-        # Not isinstance, which asks proxies for the class of what they stand for.
-        if issubclass(type(each), wrapper)
-        for parameter in each.parameters()
+        for wrapper in living(torch.nn.parallel.DistributedDataParallel)
+        for parameter in wrapper.parameters()
     )
 
 

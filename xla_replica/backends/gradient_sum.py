@@ -53,7 +53,18 @@ class GradientSum:
             for parameter in parameters
         }
 
-    def expect(self, is_first: bool, is_last: bool, divisor: int | None = None) -> None:
+    @property
+    def has_new(self) -> bool | None:
+        """Whether a gradient has appeared since `expect`; None if nobody has looked."""
+        return None
+
+    def expect(
+        self,
+        is_first: bool,
+        is_last: bool,
+        divisor: int | None = None,
+        counts: bool = True,
+    ) -> None:
         """Says where the next backward pass is among those before the next `sum_`.
 
         Args:
@@ -62,6 +73,8 @@ class GradientSum:
             is_last: It is the last, so sums may begin while it runs. A replica without
                 a backward pass before the next `sum_` then calls `expect_none`.
             divisor: The number that `sum_` will be told, if it is known.
+            counts: Its gradients count. Else they become zero: the pass is run for its
+                collectives alone, where parameters are sharded.
         """
 
     def expect_none(self) -> None:
@@ -71,6 +84,11 @@ class GradientSum:
 
     def has_begun(self, parameter: nn.Parameter) -> bool:
         """Returns whether the parameter's gradient is being summed already."""
+        del parameter
+        return False
+
+    def keeps_apart(self, parameter: nn.Parameter) -> bool:
+        """Returns whether a gradient is accumulated elsewhere than in ``.grad``."""
         del parameter
         return False
 
@@ -85,7 +103,8 @@ class GradientSum:
                 a number, or ``(1,)`` where the replica is lazy.
 
         Raises:
-            ValueError: A gradient was accumulated after its sum had begun.
+            ValueError: A gradient was accumulated after its sum had begun; or sharded
+                gradients were not summed in the last backward pass.
         """
         self._replica.all_reduce_([*self.tensors, *others])
         if divisor is not None:
@@ -103,6 +122,13 @@ class GradientSum:
         for tensor in tensors:
             # With a dimension it keeps its precision beside a narrower dtype.
             tensor.div_(divisor if tensor.dim() else divisor.reshape(()))
+
+    def clip_(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
+        """Scales these parameters' gradients to a global norm of ``max_norm`` at most.
+
+        Their order is that in which squares are added up.
+        """
+        nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def forget(self) -> None:
         """Ends a step: gradients are zero, or None until the next backward pass."""

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import abc
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from xla_replica.backends.gradient_sum import GradientSum
+from xla_replica.backends.sharded_files import read_parts, write_parts
 from xla_replica.common.arguments import check_integer
 from xla_replica.common.trees import map_tensors, tensors_in
 from xla_replica.device.device_traits import traits
+from xla_replica.device.gradients import accumulation_hook
 from xla_replica.device.loader import DeviceLoader, StreamCopies
 from xla_replica.device.seeding import seeded
 from xla_replica.errors import ReplicaError
@@ -94,7 +97,10 @@ class Replica(abc.ABC):
                 tensor.copy_(self.all_gather(tensor).sum(0))
 
     def gradient_sum(
-        self, may_begin: Callable[[], bool], overlap: bool = True
+        self,
+        may_begin: Callable[[], bool],
+        overlap: bool = True,
+        parameters: Sequence[torch.Tensor] = (),
     ) -> GradientSum:
         """Returns what holds gradients and sums them over replicas.
 
@@ -102,9 +108,73 @@ class Replica(abc.ABC):
             may_begin: See `GradientSum`.
             overlap: Whether sums may run during the backward pass, where the backend
                 can do that.
+            parameters: Those whose gradients it will hold at first.
         """
-        del overlap
+        del overlap, parameters
         return GradientSum(self, may_begin)
+
+    # --- sharded parameters, of which every replica holds a part --------------------
+
+    def is_sharded(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Returns whether a replica holds only parts of any of these parameters.
+
+        Every replica must then run every forward and backward pass.
+        """
+        del parameters
+        return False
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns what this replica holds of a tensor: a part if it is sharded."""
+        return tensor
+
+    def sum_over_shards(
+        self, numbers: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Completes sums over the numbers of tensors, of which this replica has parts.
+
+        Args:
+            numbers: 0-d: for each tensor, the sum over what `local` returns.
+            tensors: As many, such as parameters; the others' sums are whole already.
+        """
+        del tensors
+        return list(numbers)
+
+    def write_shards(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Writes sharded tensors in torch.distributed.checkpoint's format. Collective.
+
+        Raises OSError on every replica if one of them could not write.
+        """
+        write_parts(folder, tensors)
+
+    def read_shards(
+        self,
+        folder: Path,
+        wanted: Mapping[str, torch.Tensor],
+        like: Sequence[torch.Tensor],
+    ) -> dict[str, torch.Tensor]:
+        """Returns what any number of replicas wrote by `write_shards`. Collective.
+
+        Args:
+            folder: The folder that it was written to.
+            wanted: By name, tensors of the shapes and dtypes that were written.
+            like: Parameters. A tensor is sharded as the parameter of its shape is, if
+                there is one, and else whole on every replica.
+
+        Raises:
+            OSError: A file is missing, or cannot be read.
+        """
+        return read_parts(folder, wanted, like)
+
+    def on_gradient(
+        self, parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]
+    ) -> Any:
+        """Calls ``hook`` with every gradient that a backward pass will accumulate.
+
+        It is the gradient of the whole parameter, of one pass alone, after the hooks of
+        the tensor; ``torch.autograd.grad`` makes none. Returns what the caller must
+        keep for as long as ``hook`` is to be called.
+        """
+        return accumulation_hook(parameter, hook)
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sends a part of the tensor to every replica and returns those received.
@@ -253,8 +323,8 @@ class Replica(abc.ABC):
 
         Tensors may be in tuples, lists and dicts, which keep their types.
         """
-        on_cpu = iter(self.fetch(tensors_in(state)))
-        return map_tensors(state, lambda _: next(on_cpu))
+        on_cpu = iter(self.fetch([t for t in tensors_in(state) if not t.is_meta]))
+        return map_tensors(state, lambda t: t if t.is_meta else next(on_cpu))
 
     def send(self, batch: Any) -> Any:
         """Returns ``batch`` with every tensor in it, as in `to_host`, on `device`."""

@@ -49,6 +49,23 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields what `tensors_in` returns, each with the keys and places that lead to it.
+
+    >>> [name for name, _ in named_tensors({"a": [torch.ones(1), torch.ones(1)]})]
+    ['a.0', 'a.1']
+    """
+    prefix = f"{name}." if name else ""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from named_tensors(part, f"{prefix}{key}")
+    elif isinstance(value, (list, tuple)):
+        for place, part in enumerate(value):
+            yield from named_tensors(part, f"{prefix}{place}")
+
+
 def tree_add(first: Any, second: Any) -> Any:
     """Returns the sum of two values of one form: tensors, or containers of tensors.
 

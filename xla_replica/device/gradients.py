@@ -89,6 +89,28 @@ class AccumulationNote:
         return all(isinstance(hook, AccumulationNote) for hook in hooks.values())
 
 
+def accumulation_hook(
+    parameter: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]
+) -> Any:
+    """Runs ``hook`` before a gradient is accumulated; returns the node, to be kept.
+
+    It is on the node and not on the tensor: `torch.autograd.grad` does not run it, and
+    it runs after the hooks of the tensor. A parameter does not keep its node.
+
+    Args:
+        parameter: A tensor that requires a gradient.
+        hook: From the gradient to None, or to the one that is accumulated.
+    """
+
+    def before(gradients: Sequence[torch.Tensor | None]) -> Any:
+        changed = None if gradients[0] is None else hook(gradients[0])
+        return None if changed is None else (changed,)
+
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    node.register_prehook(before)
+    return node
+
+
 def grad(
     outputs: torch.Tensor,
     inputs: Sequence[torch.Tensor | GradientEdge],

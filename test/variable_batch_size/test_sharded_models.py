@@ -1,0 +1,237 @@
+"""Models that FSDP2 shards train as one process does, with any number of processes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.elastic import OPTIMIZERS, Case, batches
+from support.replicas import Backend
+from support.sharded import HEAD_LR, TRACE, Model, Run, Training, data, whole
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import variable_batch_size as vbs
+import xla_replica
+
+BY_HAND = [
+    Run(Case(TRACE, epochs=3)),
+    Run(Case(TRACE, rule="root", optimizer="adamw", max_grad_norm=0.5)),
+]
+OTHERS = [
+    Run(Case(TRACE, rule="adascale", max_grad_norm=1.0)),
+    Run(Case(TRACE, rule="adascale"), on_device=True),
+    Run(
+        Case((4, 4, 8, 4), num_samples=32),
+        (("noise", vbs.NoiseOptions(single_minibatch="difference")),),
+        has_whole_part=True,
+    ),
+    Run(
+        Case(TRACE),
+        (("reduction", "sum"), ("ref_weight", 40.0), ("noise", True)),
+        on_device=True,
+    ),
+    Run(
+        Case(TRACE, rule="adam-root", optimizer="adamw"),
+        (("decay_per_sample", True),),
+        has_whole_part=True,
+    ),
+    Run(Case(TRACE), (("momentum_correction", True),), has_batch_norm=True),
+]
+RUNS = BY_HAND + OTHERS
+
+
+def outcome(run: Run, shape: tuple[int, ...] | None = None) -> dict[str, Any]:
+    """Returns what a run ends with, and the norms that its step hooks have seen."""
+    with pytest.MonkeyPatch.context() as patched:
+        if run.on_device:
+            patched.setattr(xla_replica.Replica, "is_host", False)
+        training = Training(run, shape)
+        model, optimizer = training.model, training.optimizer
+        norms: list[torch.Tensor] = []
+
+        def note(*args: Any) -> None:
+            gradients = whole(p.grad for p in model.parameters())
+            norms.append(torch.cat([g.reshape(-1) for g in gradients]).norm())
+
+        optimizer.register_step_pre_hook(note)
+        training.train()
+        optimizer.average_buffers(model)
+        return {
+            "weights": whole(model.parameters()),
+            "norms": norms,
+            "noise": optimizer.noise.measure()._asdict() if optimizer.noise else {},
+            "buffers": whole(model.buffers()),
+            "num_samples": training.num_samples,
+        }
+
+
+def by_hand(run: Run) -> list[torch.Tensor]:
+    """Returns the weights of a large-batch loop in plain torch."""
+    case, model = run.case, Model(run, None)
+    inputs, targets = data(case)
+    optimizer = OPTIMIZERS[case.optimizer](model.groups(), case.lr)
+    for _, rows in batches(case):
+        ratio = len(rows) / case.ref_batchsize
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs[rows]), targets[rows])
+        (loss + 0 * model.unused.sum()).backward()
+        if case.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm)
+        for group, lr in zip(optimizer.param_groups, (case.lr, HEAD_LR)):
+            group["lr"] = lr * {"linear": ratio, "root": ratio**0.5}[case.rule]
+        optimizer.step()
+    return whole(model.parameters())
+
+
+Rows = list[tuple[tuple[int, ...], list[int]]]
+ALL = list(range(len(RUNS)))
+
+
+def outcomes(rank: int, rows: Rows) -> list[list[dict[str, Any]]]:
+    return [[outcome(RUNS[run], shape) for run in runs] for shape, runs in rows]
+
+
+def both(rank: int) -> tuple[list[list[dict[str, Any]]], dict[str, Any]]:
+    return outcomes(rank, TWO), misuses(rank)
+
+
+TWO: Rows = [((2,), ALL)]
+
+
+@pytest.fixture(scope="module")
+def two() -> list[Any]:
+    """What two processes return of `outcomes` and of `misuses`."""
+    return Backend("cpu", 2).run(both)
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[dict[str, Any]]:
+    return [outcome(run) for run in RUNS]
+
+
+def test_one_process_trains_as_a_loop_by_hand(alone):
+    assert sum(1 for _ in batches(BY_HAND[0].case)) >= 20
+    for run, one in zip(BY_HAND, alone):
+        torch.testing.assert_close(one["weights"], by_hand(run), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "rows"),
+    [
+        pytest.param(2, TWO, id="2"),
+        pytest.param(4, [((4,), [0]), ((2, 2), [2])], id="4"),
+        pytest.param(3, [((3,), ALL)], id="3", marks=pytest.mark.slow),
+        pytest.param(
+            4, [((4,), ALL), ((2, 2), ALL)], id="4-all", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_run_is_that_of_one_process(num_replicas, rows, alone, request):
+    if rows is TWO:
+        found = [results for results, _ in request.getfixturevalue("two")]
+    else:
+        found = Backend("cpu", num_replicas).run(outcomes, rows)
+    for row, (_, runs) in enumerate(rows):
+        for place, index in enumerate(runs):
+            copies, one = [results[row][place] for results in found], alone[index]
+            for copy in copies:
+                for name in ("weights", "norms", "noise"):
+                    torch.testing.assert_close(
+                        copy[name],
+                        one[name],
+                        rtol=1e-9,
+                        atol=1e-10,
+                        msg=lambda m: f"{RUNS[index]} {name}: {m}",  # noqa: B023
+                    )
+                assert all(map(torch.equal, copy["buffers"], copies[0]["buffers"]))
+            # Every sample counts once, whatever was run twice.
+            assert sum(copy["num_samples"] for copy in copies) == one["num_samples"]
+
+
+def misuses(rank: int) -> dict[str, str]:
+    """Returns the message of every error that a replica raises, by its name."""
+    messages: dict[str, Any] = {}
+    run = Run(Case((16, 4), num_samples=56))  # the next epoch begins with 4
+    minibatch = torch.ones(4, 6).double(), torch.zeros(4, dtype=torch.int64)
+
+    def note(name: str, function: Any, *args: Any) -> None:
+        try:
+            function(*args)
+        except (ValueError, TypeError) as error:
+            messages[name] = str(error)
+
+    def begun(num_substeps: int) -> Training:
+        training = Training(run, (2,))
+        training.sampler.num_yielded = 1000
+        for _ in range(num_substeps):
+            training.minibatch(*minibatch)
+        return training
+
+    for substep in (0, 1):
+        training = begun(substep)
+        training.model(minibatch[0]).sum().backward()
+        training.model.zero_grad()
+        note(f"zero_grad {substep}", training.optimizer.step)
+    training = begun(1)
+    training.model(minibatch[0]).sum().backward()
+    for parameter in training.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.clone()
+    note("replaced", training.optimizer.step)
+    note("no backward", begun(1).optimizer.step)
+    training = Training(run, (2,))
+    training.train()
+    training.sampler.set_epoch(1)
+    training.sampler.num_yielded = 1000
+    note("no set_epoch", training.minibatch, *minibatch)
+    training = Training(run, (2,))
+    plain = Training(run, None)
+    note("group", plain.optimizer.add_param_group, {"params": [training.model.unused]})
+    note("sampler", vbs.ElasticOptimizer, torch.optim.SGD(plain.model.parameters(), 1),
+         training.sampler, "constant")  # fmt: skip
+    small = Run(Case((8,), num_samples=8))
+    training = Training(small, (2,))
+    training.sampler.num_yielded = 1000
+    register_fsdp_forward_method(training.model, "score")
+    training.model.score(minibatch[0]).sum().backward()
+    note("method", training.optimizer.step)
+    mesh = init_device_mesh("cpu", (2,))
+    column = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+    sgd = torch.optim.SGD([column], 1)
+    note("tensor parallel", vbs.ElasticOptimizer, sgd, plain.sampler, "constant")
+    # Copies of shards become equal at construction.
+    torch.manual_seed(rank)
+    model = nn.Linear(4, 4)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))
+    fully_shard(model, mesh=mesh)
+    own = [p.to_local().clone() for p in model.parameters()]
+    sampler = vbs.CustomSampler(range(8), [4], minibatch_size=4)
+    sgd = torch.optim.SGD(model.parameters(), 1)
+    vbs.ElasticOptimizer(sgd, sampler, "constant")
+    now = [p.to_local() for p in model.parameters()]
+    messages["copies"] = all(map(torch.equal, own, now))
+    return messages
+
+
+def test_what_would_be_wrong_is_an_error(two):
+    first, second = (dict(messages) for _, messages in two)
+    assert (first.pop("copies"), second.pop("copies")) == (True, False)
+    for found in (first, second):
+        for name, message in {
+            "zero_grad 0": "a gradient was replaced after backward",
+            "zero_grad 1": "a gradient was replaced after backward",
+            "replaced": "a gradient was replaced after backward",
+            "no backward": r"step\(\) without backward\(\)",
+            "no set_epoch": r"call optimizer.set_epoch\(epoch\) before every epoch",
+            "group": "build it with a sharded parameter too",
+            "sampler": "share a sampler",
+            "method": "call the model, not one of its methods",
+            "tensor parallel": "Tensor and pipeline parallelism are not supported",
+        }.items():
+            assert re.search(message, found[name]), name

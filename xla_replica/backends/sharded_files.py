@@ -1,0 +1,121 @@
+"""Folders of sharded tensors, in the format of torch.distributed.checkpoint (DCP)."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from xla_replica.backends.sharded_sum import is_sharded
+
+# What the description of a folder consists of, which is pickled.
+_MODULES = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem",
+)
+_OTHERS = {
+    ("torch", "Size"), ("torch", "device"), ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    *(("pathlib", name) for name in ("Path", "PosixPath", "WindowsPath")),
+    *(("pathlib._local", name) for name in ("Path", "PosixPath", "WindowsPath")),
+}  # fmt: skip
+
+
+def write_parts(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes this process's parts of tensors; every process calls it.
+
+    Raises OSError on every process if one of them could not write.
+    """
+    from torch.distributed import checkpoint
+
+    with _os_errors():
+        checkpoint.save(dict(tensors), checkpoint_id=folder)
+
+
+def read_parts(
+    folder: Path, wanted: Mapping[str, torch.Tensor], like: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Returns tensors that `write_parts` wrote on any number of processes.
+
+    Every process calls it. Nothing that the files hold is run.
+
+    Args:
+        folder: The folder.
+        wanted: By name, tensors whose shapes and dtypes tell what is there.
+        like: Parameters. A tensor is sharded as the parameter of its shape is; others
+            are whole on every process.
+
+    Raises:
+        OSError: A file is missing, cannot be read, or does not hold what is wanted.
+    """
+    from torch.distributed import checkpoint
+
+    models = {tuple(p.shape): p.detach() for p in like if is_sharded(p)}
+    tensors = {name: _empty(tensor, models) for name, tensor in wanted.items()}
+    with _os_errors(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        checkpoint.load(tensors, storage_reader=_reader(folder))
+    return tensors
+
+
+def _empty(wanted: torch.Tensor, models: Mapping[tuple, Any]) -> torch.Tensor:
+    """Returns a tensor to read into."""
+    model = models.get(tuple(wanted.shape))
+    if model is not None:
+        return torch.empty_like(model, dtype=wanted.dtype)
+    tensor = torch.empty(wanted.shape, dtype=wanted.dtype)
+    if not models:
+        return tensor
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = next(iter(models.values())).device_mesh
+    tensor = tensor.to(mesh.device_type)
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _reader(folder: Path) -> Any:
+    """Returns DCP's reader of a folder, which runs nothing that it finds there."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            with (folder / ".metadata").open("rb") as file:
+                metadata = _Unpickler(file).load()
+            if getattr(metadata, "storage_meta", None) is not None:
+                metadata.storage_meta.load_id = self.load_id
+            return metadata
+
+    return Reader(folder)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found = None
+        if module in _MODULES and "." not in name:
+            found = super().find_class(module, name)
+            # Not what the module imports, such as os.
+            found = found if getattr(found, "__module__", None) == module else None
+        elif (module, name) in _OTHERS:
+            found = super().find_class(module, name)
+        elif module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            found = getattr(torch, name)
+        if found is None:
+            raise pickle.UnpicklingError(f"it holds {module}.{name}")
+        return found
+
+
+@contextlib.contextmanager
+def _os_errors() -> Iterator[None]:
+    """Turns DCP's exception, which is not an Exception, into an OSError."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        causes = "; ".join(f"process {r}: {f[0]!r}" for r, f in error.failures.items())
+        raise OSError(f"torch.distributed.checkpoint: {causes}") from error

@@ -1,0 +1,360 @@
+"""Sums of the gradients of parameters that FSDP2 shards.
+
+Of a parameter that ``torch.distributed.fsdp.fully_shard`` shards, every process holds a
+part, a DTensor. While a module runs, FSDP2 puts the whole parameter in its place, and
+while the last backward pass of a step runs, it sums the gradients of whole parameters
+and leaves this process's part of the sum in ``.grad``. Its collectives are those of the
+passes, so every process must run every pass.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from xla_replica.backends.gradient_sum import GradientSum
+from xla_replica.device.gradients import accumulation_hook
+
+if TYPE_CHECKING:
+    from xla_replica.backends.replica import Replica
+
+Hook = Callable[[torch.Tensor], None]
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor is a DTensor, of which a process may hold a part."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns what this process holds of a tensor, which may be empty."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local().detach()
+
+
+def num_copies(tensor: Any) -> int:
+    """Returns how many processes hold the same part of a DTensor as this one."""
+    copies = 1
+    for dim, placement in enumerate(tensor.placements):
+        copies *= tensor.device_mesh.size(dim) if placement.is_replicate() else 1
+    return copies
+
+
+def living(kind: type) -> list[Any]:
+    """Returns all objects of a class that Python tracks.
+
+    It looks at all objects: a tenth of a second for a million.
+    """
+    objects = gc.get_objects()
+    kinds = {id(each): each for each in map(type, objects)}.values()
+    if not any(issubclass(each, kind) for each in kinds):  # the common case
+        return []
+    # Not isinstance, which asks proxies for the class of what they stand for.
+    return [each for each in objects if issubclass(type(each), kind)]
+
+
+class GradientPlace:
+    """Where the whole gradient of one parameter appears in a backward pass.
+
+    Attributes:
+        hooks: Called with every gradient before it is accumulated.
+        counts: Whether gradients count; else they become zero, and hooks do not run.
+        has_new: Whether a gradient has appeared since this was made False.
+        was_kept: Whether the parameter had a ``.grad`` when it appeared.
+    """
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.hooks: list[Hook] = []
+        self.counts = True
+        self.has_new = self.was_kept = False
+        self._parameter = weakref.ref(parameter)
+        self._whole: torch.Tensor | None = None
+        self._node: Any = None  # kept, because a parameter does not keep it
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the whole parameter has been seen, so that nothing is missed."""
+        return self._node is not None
+
+    def follow(self, whole: torch.Tensor) -> None:
+        """Sees the gradients of ``whole``, which a module computes with."""
+        if whole is self._whole or not whole.requires_grad:
+            return
+        self._node = accumulation_hook(whole, _runner(weakref.ref(self)))
+        self._whole = whole
+
+    def run(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Sees a gradient; returns zeros if it does not count."""
+        parameter = self._parameter()
+        self.has_new = True
+        self.was_kept = parameter is not None and parameter.grad is not None
+        if not self.counts:
+            return torch.zeros_like(gradient)
+        for hook in self.hooks:
+            hook(gradient)
+        return None
+
+    def forget(self) -> None:
+        """Drops what FSDP2 has accumulated of a step that was abandoned."""
+        if self._whole is not None:
+            self._whole.grad = None
+
+
+class ShardedParameters:
+    """The parameters of one process that `fully_shard` shards, and their modules.
+
+    Args:
+        num_replicas: How many processes must share every parameter.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self._num_replicas = num_replicas
+        self._places: Any = WeakIdKeyDictionary()  # GradientPlace by parameter
+        self._units: Any = WeakIdKeyDictionary()  # the module that gathers it
+
+    def add(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Finds out which modules shard these parameters; nothing, if none does.
+
+        Raises:
+            TypeError: A parameter is sharded by something else, or among other
+                processes than all replicas.
+        """
+        if not any(map(is_sharded, parameters)):
+            return
+        from torch.distributed.fsdp import FSDPModule
+
+        wanted = {id(p): p for p in parameters if p not in self._places}
+        for unit in living(FSDPModule):
+            own = []
+            for module in _own_modules(unit, FSDPModule):
+                for name, parameter in module._parameters.items():
+                    if id(parameter) not in wanted or not is_sharded(parameter):
+                        continue
+                    del wanted[id(parameter)]
+                    self._places[parameter] = GradientPlace(parameter)
+                    self._units[parameter] = weakref.ref(unit)
+                    own.append((self._places[parameter], weakref.ref(module), name))
+                    self._check(parameter)
+            if own:
+                unit.register_forward_pre_hook(_follower(own))
+        for parameter in wanted.values():
+            if is_sharded(parameter):
+                self._check(parameter)
+            self._places[parameter] = GradientPlace(parameter)
+
+    def _check(self, parameter: Any) -> None:
+        mesh = parameter.device_mesh
+        *others, last = parameter.placements
+        fits = last.is_shard() and all(each.is_replicate() for each in others)
+        if parameter in self._places and fits and mesh.size() == self._num_replicas:
+            return
+        raise TypeError(
+            f"a parameter of shape {tuple(parameter.shape)} is a DTensor with "
+            f"placements {parameter.placements} on {mesh}, and this job has "
+            f"{self._num_replicas} replicas. Every replica gets other samples, so "
+            "parameters may be whole on each of them or sharded among all of them: "
+            "call torch.distributed.fsdp.fully_shard on the model, with a mesh of one "
+            "dimension, or of two (replicas of shards), that covers all processes. "
+            "Tensor and pipeline parallelism are not supported"
+        )
+
+    def place_of(self, parameter: torch.Tensor) -> GradientPlace | None:
+        """Returns where a parameter's gradient appears; None if that is ``.grad``."""
+        return self._places.get(parameter)
+
+    def new_place(self, parameter: torch.Tensor) -> GradientPlace:
+        """Returns such a place for a parameter that is whole on every replica."""
+        self._places[parameter] = place = GradientPlace(parameter)
+        return place
+
+    def unit_of(self, parameter: torch.Tensor) -> Any:
+        """Returns the FSDP2 module that gathers a sharded parameter."""
+        return self._units[parameter]() if is_sharded(parameter) else None
+
+
+class ShardedSum(GradientSum):
+    """Lets FSDP2 sum the gradients of a step in its last backward pass.
+
+    Before that they are accumulated without any communication, as gradients of whole
+    parameters. What FSDP2 does not shard is summed when `sum_` is called.
+
+    Args:
+        replica: The replica.
+        may_begin: See `GradientSum`.
+        shards: What is known of the sharded parameters.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        may_begin: Callable[[], bool],
+        shards: ShardedParameters,
+    ) -> None:
+        super().__init__(replica, may_begin)
+        self._shards = shards
+        self._places: list[GradientPlace] = []
+        self._units: list[Any] = []
+        self._hooked: set[nn.Parameter] = set()
+        self._reduced: set[nn.Parameter] = set()  # whose sum is in ``.grad``
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [local(gradient) for gradient in self.gradients.values()]
+
+    @property
+    def has_new(self) -> bool | None:
+        return bool(self._reduced) or any(place.has_new for place in self._places)
+
+    def hold(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().hold(parameters)
+        units = {id(u): u for u in map(self._shards.unit_of, parameters)}
+        self._units = [unit for unit in units.values() if unit is not None]
+        for unit in self._units:  # sums, not means over processes
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+        shards = self._shards
+        self._places = [shards.place_of(p) or shards.new_place(p) for p in parameters]
+        for parameter, place in zip(parameters, self._places):
+            if not is_sharded(parameter):
+                place.follow(parameter)
+            elif parameter not in self._hooked:
+                self._hooked.add(parameter)
+                parameter.register_post_accumulate_grad_hook(_noter(weakref.ref(self)))
+
+    # --- the passes -----------------------------------------------------------------
+
+    def expect(
+        self,
+        is_first: bool,
+        is_last: bool,
+        divisor: int | None = None,
+        counts: bool = True,
+    ) -> None:
+        self._reduced.clear()
+        for place in self._places:
+            place.counts, place.has_new = counts, False
+        for unit in self._units:
+            unit.set_requires_gradient_sync(is_last, recurse=False)
+        for parameter in self._sharded():
+            if is_last:
+                parameter.grad = None  # so that FSDP2 need not add to it
+            elif is_first:
+                parameter.grad = self.gradients[parameter].zero_()
+
+    def note(self, parameter: nn.Parameter) -> None:
+        """Takes note that FSDP2 has left the sum of its gradients in ``.grad``."""
+        if parameter in self.gradients:
+            self.gradients[parameter] = parameter.grad
+            self._reduced.add(parameter)
+
+    def has_begun(self, parameter: nn.Parameter) -> bool:
+        place = self._shards.place_of(parameter)
+        return parameter in self._reduced or (
+            is_sharded(parameter) and place.has_new and place.was_kept
+        )
+
+    def keeps_apart(self, parameter: nn.Parameter) -> bool:
+        return is_sharded(parameter)
+
+    # --- the sum --------------------------------------------------------------------
+
+    def sum_(
+        self, *others: torch.Tensor, divisor: int | torch.Tensor | None = None
+    ) -> None:
+        sharded = list(self._sharded())
+        if sharded and not self._reduced:
+            raise ValueError(
+                "FSDP2 has not summed the gradients of this step in its last backward "
+                "pass: call optimizer.set_epoch(epoch) before every epoch, by which "
+                "the wrapper knows which pass is the last, and step() after every "
+                "backward()"
+            )
+        for parameter in self._reduced:
+            if not self._shards.place_of(parameter).is_known:
+                raise ValueError(
+                    f"a sharded parameter of shape {tuple(parameter.shape)} has a "
+                    "gradient, but the module that fully_shard was called on has not "
+                    "run its forward(): call the model, not one of its methods"
+                )
+        whole = [g for p, g in self.gradients.items() if not is_sharded(p)]
+        self._replica.all_reduce_([*whole, *others])
+        if divisor is not None:
+            self.divide_(divisor)
+
+    def clip_(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
+        squares = [_square(local(parameter.grad)) for parameter in parameters]
+        squares = self._replica.sum_over_shards(squares, parameters)
+        norm = torch.stack(squares).sum().sqrt()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(self.tensors, factor)
+
+    def forget(self) -> None:
+        with torch.no_grad():
+            for (parameter, gradient), place in zip(
+                self.gradients.items(), self._places
+            ):
+                place.counts = True
+                if is_sharded(parameter):
+                    parameter.grad = None
+                    place.forget()
+                else:
+                    gradient.zero_()
+
+    def _sharded(self) -> Iterator[nn.Parameter]:
+        return filter(is_sharded, self.gradients)
+
+
+def _square(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the square of a tensor's norm, in float64."""
+    return torch.linalg.vector_norm(tensor).double().square()
+
+
+def _own_modules(unit: nn.Module, kind: type) -> Iterator[nn.Module]:
+    """Yields the modules whose parameters are gathered when ``unit`` runs."""
+    yield unit
+    for child in unit.children():
+        if not isinstance(child, kind):
+            yield from _own_modules(child, kind)
+
+
+def _follower(
+    own: Iterable[tuple[GradientPlace, weakref.ref[nn.Module], str]],
+) -> Callable[..., None]:
+    """Returns a hook for a module, which runs when its whole parameters are there."""
+
+    def follow(module: nn.Module, args: Any) -> None:
+        for place, owner, name in own:
+            place.follow(owner()._parameters[name])
+
+    return follow
+
+
+def _runner(place: weakref.ref[GradientPlace]) -> Callable[..., Any]:
+    """Returns a hook for a node, which keeps nothing alive."""
+
+    def run(gradient: torch.Tensor) -> torch.Tensor | None:
+        found = place()
+        return None if found is None else found.run(gradient)
+
+    return run
+
+
+def _noter(owner: weakref.ref[ShardedSum]) -> Callable[[torch.Tensor], None]:
+    """Returns a hook for a parameter, which keeps nothing alive."""
+
+    def note(parameter: torch.Tensor) -> None:
+        found = owner()
+        if found is not None:
+            found.note(parameter)
+
+    return note
