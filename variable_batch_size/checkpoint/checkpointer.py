@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import xla_replica
-from variable_batch_size.checkpoint import files, save_and_stop
+from variable_batch_size.checkpoint import files, save_and_stop, shards
 from variable_batch_size.checkpoint.writer import Writer, detached
 from variable_batch_size.data.schedule import Cursor, TraceExhausted
 from variable_batch_size.optimizer import ElasticOptimizer
@@ -257,6 +257,7 @@ class Checkpointer:
                     # The order is that of the epoch that has ended.
                     cursor |= {"epoch": cursor["epoch"] + 1, "step": 0, "order": None}
         self.replica.sync()  # the sums in the state, on every replica alike
+        state = shards.write(self.folder, self.num_updates, state, self.replica)
         self._times.saved(self.num_updates)
         path = None
         if self.replica.is_primary:
@@ -329,6 +330,9 @@ class Checkpointer:
             check_same(state["settings"], self._settings, other_run, remedy)
         saved, own = {"parts": sorted(state["parts"])}, {"parts": sorted(self._parts)}
         check_same(saved, own, other_run, "Pass the same parts to Checkpointer")
+        groups = self._optimizer.param_groups
+        trained = [parameter for group in groups for parameter in group["params"]]
+        state = shards.fill(self.folder, state, self.replica, trained)
         # First what may refuse the state, before anything is changed. One after the
         # other is copied: this needs memory for the largest of them, not for all.
         own = files.own_tensors

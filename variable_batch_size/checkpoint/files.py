@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
+from variable_batch_size.checkpoint import shards
 from xla_replica.common.differences import check_same
 from xla_replica.common.files import rename, write_whole
 from xla_replica.common.trees import map_tensors
@@ -185,6 +186,9 @@ def tidy(folder: Path, keep: int) -> None:
     regular = [file for file in saved_files(folder) if file.path.is_file()]
     for old in regular[keep:]:
         old.path.unlink(missing_ok=True)
+    left = [*saved_files(folder), *saved_files(folder, "best")]
+    if left:
+        shards.tidy(folder, [file.num_updates for file in left])
 
 
 def newest_whole(folder: Path, kind: str = "update") -> tuple[SavedFile, Any] | None:
@@ -195,7 +199,10 @@ def newest_whole(folder: Path, kind: str = "update") -> tuple[SavedFile, Any] | 
     """
     for file in saved_files(folder, kind):
         try:
-            return file, file.read()
+            state = file.read()
+            how = shards.damage(folder, state)
+            if how is None:
+                return file, state
         except FileNotFoundError:  # deleted meanwhile
             continue
         except CheckpointError as damage:

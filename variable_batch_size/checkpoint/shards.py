@@ -1,0 +1,128 @@
+"""Sharded tensors of a checkpoint, beside its file.
+
+Every replica writes what it holds of them into one folder, in the format of PyTorch's
+distributed checkpoints (DCP). In the checkpoint's file a tensor without content stands
+for each, and the name of the folder and the SHA-256 of what is in it follow. The file
+is written last, so that a checkpoint is whole or not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from xla_replica import Replica
+from xla_replica.common.files import sync_folder
+from xla_replica.common.trees import map_tensors, named_tensors
+
+SUFFIX = ".shards"
+_CHUNK_BYTES = 2**22
+
+
+def write(
+    folder: Path, num_updates: int, state: dict[str, Any], replica: Replica
+) -> dict[str, Any]:
+    """Returns the state without its sharded tensors, which are written. Collective.
+
+    A state without such tensors is returned as it is. Raises OSError on every replica
+    if writing failed on one of them.
+    """
+    found = {n: t for n, t in _named(state) if replica.is_sharded([t])}
+    if not found:
+        return state
+    name = f"update-{num_updates:08d}-{secrets.token_hex(8)}{SUFFIX}"
+    name = replica.all_gather_object(name)[0]
+    path = folder / name
+    replica.write_shards(path, found)
+    listed = [file.name for file in path.iterdir()] if replica.is_primary else []
+    names = sorted(replica.all_gather_object(listed)[0])
+    own = {
+        each: _digest(path / each)
+        for each in names[replica.rank :: replica.num_replicas]
+    }
+    digests = {n: d for part in replica.all_gather_object(own) for n, d in part.items()}
+    if replica.is_primary:
+        sync_folder(path)
+        sync_folder(folder)
+    state = map_tensors(state, lambda t: _hollow(t) if replica.is_sharded([t]) else t)
+    return {**state, "shards": {"folder": name, "sha256": digests}}
+
+
+def fill(
+    folder: Path,
+    state: dict[str, Any],
+    replica: Replica,
+    parameters: Sequence[torch.Tensor],
+) -> dict[str, Any]:
+    """Returns a state of `write` with its sharded tensors. Collective.
+
+    Args:
+        folder: The folder of the checkpoint.
+        state: What `write` returned, or a part of it under the same keys.
+        replica: The replica.
+        parameters: Those that are trained; states are sharded as they are.
+
+    Raises OSError if a file cannot be read.
+    """
+    wanted = {name: tensor for name, tensor in _named(state) if tensor.is_meta}
+    if not wanted:
+        return state
+    path = folder / state["shards"]["folder"]
+    found = iter(replica.read_shards(path, wanted, parameters).values())
+    return map_tensors(state, lambda t: next(found) if t.is_meta else t)
+
+
+def damage(folder: Path, state: Any) -> str | None:
+    """Returns how the shards of a checkpoint differ from what was written, if so."""
+    shards = state.get("shards") if isinstance(state, dict) else None
+    if shards is None:
+        return None
+    path = folder / shards["folder"]
+    for name, digest in shards["sha256"].items():
+        try:
+            if _digest(path / name) != digest:
+                return f"the content of {shards['folder']}/{name} has changed"
+        except FileNotFoundError:
+            return f"{shards['folder']}/{name} is missing"
+    return None
+
+
+def tidy(folder: Path, kept: Iterable[int]) -> None:
+    """Deletes the shards of checkpoints that are gone.
+
+    Args:
+        folder: The folder of the checkpoints.
+        kept: The updates of those that are there; later ones are being written.
+    """
+    kept = set(kept)
+    for path in folder.glob(f"update-*{SUFFIX}"):
+        number = path.name.split("-")[1]
+        if not number.isdigit() or int(number) in kept or int(number) > max(kept):
+            continue
+        for file in path.iterdir():
+            file.unlink(missing_ok=True)
+        path.rmdir()
+
+
+def _named(state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    """Returns all tensors by name: parts by their own, as in their state."""
+    return [
+        (name.removeprefix("parts."), tensor) for name, tensor in named_tensors(state)
+    ]
+
+
+def _hollow(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _digest(path: Path) -> str:
+    sha256 = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            sha256.update(chunk)
+    return sha256.hexdigest()
