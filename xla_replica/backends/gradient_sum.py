@@ -115,13 +115,7 @@ class GradientSum:
 
         A multiplication by the reciprocal would round twice.
         """
-        tensors = self.tensors
-        if tensors and isinstance(divisor, int):
-            torch._foreach_div_(tensors, float(divisor))
-            return
-        for tensor in tensors:
-            # With a dimension it keeps its precision beside a narrower dtype.
-            tensor.div_(divisor if tensor.dim() else divisor.reshape(()))
+        divide_(self.tensors, divisor)
 
     def clip_(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
         """Scales these parameters' gradients to a global norm of ``max_norm`` at most.
@@ -139,3 +133,13 @@ class GradientSum:
                 return
             for tensor in tensors:
                 tensor.zero_()
+
+
+def divide_(tensors: list[torch.Tensor], divisor: int | torch.Tensor) -> None:
+    """Divides tensors, as `GradientSum.divide_` does gradients."""
+    if tensors and isinstance(divisor, int):
+        torch._foreach_div_(tensors, float(divisor))
+        return
+    for tensor in tensors:
+        # With a dimension it keeps its precision beside a narrower dtype.
+        tensor.div_(divisor if tensor.dim() else divisor.reshape(()))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from xla_replica.backends.gradient_sum import GradientSum
+from xla_replica.backends.gradient_sum import GradientSum, divide_
 from xla_replica.backends.replica import Replica
 from xla_replica.device.gradients import AccumulationNote
 
@@ -116,6 +116,10 @@ class OverlappedSum(GradientSum):
 
     # --- which parameters -----------------------------------------------------------
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [bucket.numbers for bucket in self._buckets]
+
     def hold(self, parameters: Sequence[nn.Parameter]) -> None:
         self._fill(list(parameters)[::-1])  # about the order in which they appear
         for parameter in parameters:
@@ -165,7 +169,8 @@ class OverlappedSum(GradientSum):
         del counts  # no pass is run for its collectives alone
         self._end()
         self._is_first = is_first
-        self._divisor = divisor
+        # A lazy device would compile a program for each number; see `sum_`.
+        self._divisor = None if self._replica.is_lazy else divisor
         if is_last and self._once is None:
             self._counts = True
             self._appeared.clear()
@@ -255,7 +260,7 @@ class OverlappedSum(GradientSum):
                 "step: call backward() once per step(), on the sum of the losses, or "
                 "pass overlap=False"
             )
-        self._divisor = None if divisor is None else int(divisor)
+        self._divisor = divisor if isinstance(divisor, int) else None
         with torch.no_grad():
             tail = self._tail_of(others)
             while self._num_begun < len(self._buckets):
@@ -267,7 +272,7 @@ class OverlappedSum(GradientSum):
                 bucket.work = None
                 if divisor is not None and not self._divides(bucket):
                     # While the next sums are under way.
-                    torch._foreach_div_([bucket.numbers], float(divisor))
+                    divide_([bucket.numbers], divisor)
             if tail is not None:
                 parts = tail.split([other.numel() for other in others])
                 for other, part in zip(others, parts):
