@@ -49,10 +49,10 @@ class OneOfTwo(Replica):
         super().__init__(0, 2, META, "a test")
         self.overlaps = overlaps
 
-    def gradient_sum(self, may_begin, overlap=True):
+    def gradient_sum(self, may_begin, *others):
         if self.overlaps:
             return KnownOrder(self, may_begin, lambda flat: Ended())
-        return super().gradient_sum(may_begin, overlap)
+        return super().gradient_sum(may_begin, *others)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack([tensor.detach(), tensor.detach()])
