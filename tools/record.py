@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.metadata
 import json
@@ -30,8 +31,26 @@ def versions() -> dict[str, Any]:
     return found
 
 
-def save(path: Path, result: dict[str, Any]) -> None:
-    """Writes the date, the versions and the result as JSON, and prints where."""
+def parser_with_output(description: str | None) -> argparse.ArgumentParser:
+    """Returns a parser of a script's arguments, with the ``--output`` of `save`.
+
+    Args:
+        description: The script's docstring, which its help shows.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, help="JSON with results and versions")
+    return parser
+
+
+def save(path: Path | None, result: dict[str, Any]) -> None:
+    """Writes the date, the versions and the result as JSON, and prints where.
+
+    Without a path it does nothing.
+    """
+    if path is None:
+        return
     record = {"date": time.strftime("%Y-%m-%d"), "versions": versions(), **result}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

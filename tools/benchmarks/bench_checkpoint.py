@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 import variable_batch_size as vbs
 import xla_replica
 from tools.benchmarks import bench_step
-from tools.record import save
+from tools.record import parser_with_output, save
 
 MINIBATCH = bench_step.MINIBATCH
 NEVER = 10**9
@@ -136,9 +136,7 @@ def state_cost(num_samples: int, num_steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_with_output(__doc__)
     add = parser.add_argument
     add("--replicas", type=int, nargs="+", default=[1, 8], help="default: 1 8")
     add("--widths", type=int, nargs="+", default=[1, 4],
@@ -147,7 +145,6 @@ def main() -> None:
     add("--rounds", type=int, default=30, help="default: 30")
     add("--side", type=int, default=8, help="of an image, in pixels (default: 8)")
     add("--device", choices=xla_replica.DEVICES, help="see xla_replica.launch")
-    add("--output", type=Path, help="write the result there, as JSON")
     args = parser.parse_args()
     result: dict[str, Any] = {"steps": [], "states": []}
     print("replicas width  with/without (quartiles)   ms/step   save s  load s    MB")
@@ -172,8 +169,7 @@ def main() -> None:
                 f"{num_samples:10} {num_steps:12} {cost['first_microseconds']:10.0f} "
                 f"{cost['microseconds']:7.1f}"
             )
-    if args.output:
-        save(args.output, result)
+    save(args.output, result)
 
 
 if __name__ == "__main__":

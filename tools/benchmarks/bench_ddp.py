@@ -10,7 +10,6 @@ of both alternate in one run; the result is the median ratio of neighbours.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
 import sys
@@ -29,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 import variable_batch_size as vbs
 import xla_replica
-from tools.record import save
+from tools.record import parser_with_output, save
 
 LR, MOMENTUM, CLASSES = 0.01, 0.9, 10
 
@@ -143,9 +142,7 @@ def seconds_per_step(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_with_output(__doc__)
     parser.add_argument("--replicas", type=int, default=2, help="default: 2")
     parser.add_argument(
         "--models", nargs="+", default=list(MODELS), choices=MODELS, help="default: all"
@@ -154,7 +151,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="rounds of each")
     parser.add_argument("--steps", type=int, default=20, help="steps in a round")
     parser.add_argument("--threads", type=int, default=1, help="of each process")
-    parser.add_argument("--output", type=Path, help="JSON with results and versions")
     args = parser.parse_args()
     result: dict[str, Any] = {"replicas": args.replicas, "steps": {}}
     rows = [(name, substeps) for name in args.models for substeps in args.substeps]
@@ -172,8 +168,7 @@ def main() -> None:
             f"{name}, {substeps} substeps: {ratio:.3f} times DDP "
             f"({row['elastic']:.2f} against {row['DDP']:.2f} ms)"
         )
-    if args.output:
-        save(args.output, result)
+    save(args.output, result)
 
 
 if __name__ == "__main__":

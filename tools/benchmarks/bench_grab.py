@@ -49,7 +49,7 @@ import grab_xla
 import per_sample_grad as psg
 import xla_replica
 from tools.benchmarks.bench_per_sample import MODELS, losses_of, peak_memory
-from tools.record import save
+from tools.record import parser_with_output, save
 from tools.references import grab_sampler
 
 STEPS = 2  # per epoch: with more, grab-sampler on XLA takes hours
@@ -279,9 +279,7 @@ def print_table(cells: list[dict[str, Any]]) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_with_output(__doc__)
     parser.add_argument(
         "--device", default="cpu", choices=xla_replica.DEVICES, help="where to balance"
     )
@@ -297,7 +295,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--training", action="store_true", help="measure what an ordered step costs"
     )
-    parser.add_argument("--output", type=Path, help="JSON to write")
     return parser.parse_args()
 
 

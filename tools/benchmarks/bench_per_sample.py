@@ -20,7 +20,6 @@ disagree about the answer.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib.metadata
 import json
@@ -45,7 +44,7 @@ from torch.func import functional_call, grad, vmap
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 import per_sample_grad as psg
-from tools.record import save
+from tools.record import parser_with_output, save
 from tools.references.published import fetch
 
 Step = Callable[[], torch.Tensor]
@@ -360,13 +359,10 @@ def install(folder: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_with_output(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--output", help="write all numbers here, as JSON")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -391,8 +387,7 @@ def main() -> None:
                 print(f"  {quantity}: {json.dumps(goal)}")
             first = found["norms, the first call: memory"]
             print(f"  norms, the first call: {first:.2f} x memory", flush=True)
-    if options.output:
-        save(Path(options.output), result)
+    save(options.output, result)
 
 
 if __name__ == "__main__":

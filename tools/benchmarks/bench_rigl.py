@@ -37,7 +37,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 from rigl_xla import RigLScheduler, weights_of
-from tools.record import save
+from tools.record import parser_with_output, save
 from tools.references import rigl_torch_reference
 from tools.references.resnet50 import resnet50
 
@@ -196,9 +196,7 @@ def say(what: str, found: Mapping[str, Any], goal: str) -> None:
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_with_output(__doc__)
     add = parser.add_argument
     add("--rounds", type=int, default=12, help="of steps (default: 12)")
     add("--update-rounds", type=int, default=5, help="of updates (default: 5)")
@@ -208,7 +206,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--batch-size", type=int, default=32, help="of a step (default: 32)")
     add("--only-steps", action="store_true", help="without rigl-torch")
     add("--only-updates", action="store_true", help="without steps")
-    add("--output", type=Path, help="a JSON file, with versions and load")
     args = parser.parse_args(argv)
     for name in ("rounds", "update_rounds", "threads", "image_side", "batch_size"):
         value = getattr(args, name)
@@ -239,8 +236,7 @@ def main(argv: list[str] | None = None) -> None:
         result["topology update, rigl-torch over rigl_xla"] = found
         say("a topology update, rigl-torch over rigl_xla", found, "at least 3")
     result["load at the end"] = os.getloadavg()[0]
-    if args.output:
-        save(args.output, result)
+    save(args.output, result)
 
 
 if __name__ == "__main__":

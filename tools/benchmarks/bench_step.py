@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 import variable_batch_size as vbs
 import xla_replica
-from tools.record import save
+from tools.record import parser_with_output, save
 
 MINIBATCH = 32
 LR = 0.05
@@ -238,9 +238,7 @@ def compare(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_with_output(__doc__)
     parser.add_argument(
         "--device", choices=xla_replica.DEVICES, help="default: see xla_replica.launch"
     )
@@ -252,7 +250,6 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=28, help="pixels of an image")
     parser.add_argument("--width", type=int, default=1, help="times as wide a network")
     parser.add_argument("--trace-steps", type=int, default=10**7, help="default: 10^7")
-    parser.add_argument("--output", type=Path, help="JSON with results and versions")
     args = parser.parse_args()
     result: dict[str, Any] = {"image_side": args.side, "width": args.width}
 
@@ -294,8 +291,7 @@ def main() -> None:
     result["schedule"] = schedule_of_a_long_trace(args.trace_steps)
     for name, value in result["schedule"].items():
         print(f"  {name.replace('_', ' ')}: {value:,.3g}")
-    if args.output:
-        save(args.output, result)
+    save(args.output, result)
 
 
 if __name__ == "__main__":

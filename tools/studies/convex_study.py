@@ -30,7 +30,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 import grab_xla
-from tools.record import picture, save
+from tools.record import parser_with_output, picture, save
 from tools.studies.convex_problems import PROBLEMS, Problem, make_problem
 
 ORDERS = ("rr", "so", "mean", "pair")
@@ -170,9 +170,7 @@ def record(curves: Curves, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_with_output(__doc__)
     parser.add_argument(
         "--problems", nargs="+", choices=PROBLEMS, default=DEFAULT_PROBLEMS,
         help=f"default: {' '.join(DEFAULT_PROBLEMS)}",
@@ -191,7 +189,6 @@ def arguments() -> argparse.Namespace:
         help="diabetes and one seed, whatever the other options say",
     )  # fmt: skip
     parser.add_argument("--image", type=Path, help="PNG to draw")
-    parser.add_argument("--output", type=Path, help="JSON with results and versions")
     args = parser.parse_args()
     if args.quick:
         args.problems, args.seeds, args.batch_size = ["diabetes"], [0], 16
@@ -205,8 +202,7 @@ def main() -> None:
     print_table(curves)
     if args.image:
         plot(curves, args.batch_size, args.image)
-    if args.output:
-        save(args.output, record(curves, args))
+    save(args.output, record(curves, args))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 import grab_xla
-from tools.record import picture, save
+from tools.record import parser_with_output, picture, save
 
 TYPES = ("rr", "mean", "pair", "recursive", "recursive-pair")
 # Herding of every seed and epoch, by type and number of vectors: (seeds, epochs + 1).
@@ -121,9 +121,7 @@ def print_table(measured: Measured) -> None:
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_with_output(__doc__)
     parser.add_argument(
         "--types", nargs="+", default=TYPES, help=f"default: {' '.join(TYPES)}"
     )
@@ -147,7 +145,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="rr, mean and pair on up to 2048 vectors, whatever the other options say",
     )  # fmt: skip
     parser.add_argument("--image", type=Path, help="PNG to draw")
-    parser.add_argument("--output", type=Path, help="JSON with results and versions")
     args = parser.parse_args(argv)
     if args.quick:
         args.types, args.sizes = ["rr", "mean", "pair"], [128, 512, 2048]

@@ -29,7 +29,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 from rigl_xla import RigLScheduler
-from tools.record import picture, save
+from tools.record import parser_with_output, picture, save
 
 METHODS = ("dense", "static", "set", "rigl")
 STEPS, BATCH_SIZE, DELTA = 1500, 64, 50
@@ -169,9 +169,7 @@ def plot(measured: Measured, every: int, path: Path) -> None:
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_with_output(__doc__)
     add = parser.add_argument
     add("--sparsities", type=float, nargs="+", default=[0.98, 0.99],
         help="default: 0.98 0.99")  # fmt: skip
@@ -185,7 +183,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--quick", action="store_true",
         help="two seeds, a fixed topology and RigL")  # fmt: skip
     add("--image", type=Path, help="PNG to draw")
-    add("--output", type=Path, help="JSON with every seed's accuracy and versions")
     args = parser.parse_args(argv)
     if args.quick:
         args.seeds, args.methods = args.seeds[:2], ["static", "rigl"]
