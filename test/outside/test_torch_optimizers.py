@@ -73,36 +73,34 @@ def backward(parameters: list[nn.Parameter], minibatch: list[int]) -> None:
         (parameter - target).tanh().square().sum().backward()
 
 
-def wrapped(name: str, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Returns the weights after an epoch of the trace, through the wrapper."""
-    parameters, inner = make(name, kwargs)
-    sampler = vbs.CustomSampler(
+def sampler() -> vbs.CustomSampler:
+    """Returns the minibatches of the trace, one epoch."""
+    return vbs.CustomSampler(
         range(sum(TRACE)), TRACE, num_replicas=1, rank=0, verbose=False,
         minibatch_size=MINIBATCH_SIZE,
     )  # fmt: skip
+
+
+def wrapped(name: str, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Returns the weights after an epoch of the trace, through the wrapper."""
+    parameters, inner = make(name, kwargs)
+    batches = sampler()
     optimizer = vbs.ElasticOptimizer(
-        inner, sampler, "constant", replica=LocalReplica("cpu")
+        inner, batches, "constant", replica=LocalReplica("cpu")
     )
     optimizer.set_epoch(0)
-    assert sum(_step(optimizer, parameters, m) for m in sampler) == len(TRACE)
+    updates = 0
+    for minibatch in batches:
+        backward(parameters, minibatch)
+        updates += optimizer.step()
+    assert updates == len(TRACE)
     return [parameter.detach() for parameter in parameters]
-
-
-def _step(
-    optimizer: vbs.ElasticOptimizer, parameters: list[nn.Parameter], m: list[int]
-) -> int:
-    backward(parameters, m)
-    return optimizer.step()
 
 
 def alone(name: str, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Returns the weights after the same steps in plain torch."""
     parameters, optimizer = make(name, kwargs)
-    sampler = vbs.CustomSampler(
-        range(sum(TRACE)), TRACE, num_replicas=1, rank=0, verbose=False,
-        minibatch_size=MINIBATCH_SIZE,
-    )  # fmt: skip
-    minibatches = iter(sampler)
+    minibatches = iter(sampler())
     for batch_size in TRACE:
         num_minibatches = batch_size // MINIBATCH_SIZE
         optimizer.zero_grad()
