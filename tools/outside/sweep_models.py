@@ -175,7 +175,7 @@ def table(result: dict[str, Any]) -> str:
         total = ", ".join(f"{counts[each]} {each}" for each in reversed(OUTCOMES))
         which = ", ".join(f"{k} {v}" for k, v in swept["versions"].items())
         lines += [f"### {library}", "", f"{len(found)} models: {total} ({which}).", ""]
-        lines += ["| model | outcome | parameters | what stands in the way |"]
+        lines += ["| model | outcome | parameters | why not by rules |"]
         lines += ["|---|---|---|---|"]
         for name, each in sorted(found.items()):
             number = str(each.parameters)
