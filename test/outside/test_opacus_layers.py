@@ -26,7 +26,7 @@ theirs = package("opacus.utils.per_sample_gradients_utils")
 
 PACKAGE = "opacus.tests.grad_samples"
 # Tests of layers with parameters that no rule accounts for, and why. They pass with
-# fallback="loop", and must fail without it: what begins to pass is taken out of here.
+# fallback="loop", and are refused without it: what is covered is taken out of here.
 NEED_FALLBACK = {
     "Embedding_bag_test": "EmbeddingBag has no rule",
     "MultiHeadAttention_test": "add_bias_kv",
@@ -84,7 +84,7 @@ def adapted(tests: type) -> dict[str, type]:
     if name not in NEED_FALLBACK:
         return {name: type(name, (tests,), {"fallback": "error"})}
     refused = {
-        test: _expected_refusal(getattr(tests, test), NEED_FALLBACK[name])
+        test: _refused(getattr(tests, test))
         for test in dir(tests)
         if test.startswith("test")
     }
@@ -95,10 +95,12 @@ def adapted(tests: type) -> dict[str, type]:
     }
 
 
-def _expected_refusal(test: Any, reason: str) -> Any:
-    @pytest.mark.xfail(strict=True, raises=psg.PerSampleError, reason=reason)
+def _refused(test: Any) -> Any:
+    """Returns a test that passes if ``test`` ends with an error of ours."""
+
     def run(self: Any) -> None:
-        test(self)
+        with pytest.raises(psg.PerSampleError):
+            test(self)
 
     return run
 
