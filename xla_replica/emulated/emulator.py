@@ -29,6 +29,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from torch.overrides import TorchFunctionMode
 from xla_replica.backends import counters
 from xla_replica.common.trees import tensors_in
 from xla_replica.device.seeding import in_turn
+from xla_replica.emulated import compiling
 from xla_replica.emulated.rendezvous import Collective, Rendezvous, Round
 from xla_replica.errors import ReplicaError
 
@@ -50,7 +52,12 @@ COLLECTIVES = (
     "collective_permute",
 )
 
-_OWN_FOLDER = str(Path(__file__).resolve().parents[1])
+# Folders of code that calls collectives for the user.
+_NOT_THE_USERS = (
+    str(Path(__file__).resolve().parents[1]),
+    f"{os.sep}torch_xla{os.sep}",
+    f"{os.sep}torch{os.sep}_dynamo{os.sep}",
+)
 
 
 def environment(num_replicas: int) -> dict[str, str]:
@@ -77,6 +84,7 @@ class Emulator:
         import torch_xla.core.xla_model as xm
         import torch_xla.runtime as xr
 
+        self._num_replicas = num_replicas
         self._rendezvous = Rendezvous(num_replicas, timeout)
         self._report = report
         self._torch_xla, self._xm, self._xr = torch_xla, xm, xr
@@ -89,8 +97,11 @@ class Emulator:
         """Replaces the entry points where graphs compile and collectives are traced."""
         for name in COLLECTIVES:
             setattr(self._xm, name, self._announced(name, getattr(self._xm, name)))
-        for name in ("_xla_step_marker", "_xla_sync_multi", "_xla_sync_live_tensors"):
+        for name in ("_xla_step_marker", "_xla_sync_live_tensors"):
             setattr(self._c, name, self._guarded(getattr(self._c, name)))
+        self._c._xla_sync_multi = self._after_collectives(self._c._xla_sync_multi)
+        self._c._xla_warm_up_cache = self._alone(self._c._xla_warm_up_cache)
+        self._tracing = compiling.install(self._num_replicas, self._torch_xla.sync)
         # An epoch of any DataLoader begins with a draw from the shared generator.
         loading = torch.utils.data.dataloader._BaseDataLoaderIter
         loading.__init__ = in_turn(loading.__init__)
@@ -103,7 +114,8 @@ class Emulator:
         self._alive.append(torch.zeros(1).to(self._torch_xla.device()))  # cure 5
         # Not the raw step marker: only sync resets the chain of all-reduce tokens,
         # without which every call would be a new graph.
-        with _FetchGuard(lambda: bool(self._pending[rank]), self._torch_xla.sync):
+        pending, sync = self._pending, self._torch_xla.sync
+        with _FetchGuard(lambda: bool(pending[rank]), sync, self._tracing):
             yield rank
             self._torch_xla.sync()
         self._report(rank, "returned")
@@ -124,7 +136,7 @@ class Emulator:
             self._report(rank, f"computing, with {collective} to be run")
             return traced(*args, **kwargs)
 
-        return announce
+        return compiling.untraced(announce)
 
     def _guarded(self, compile_and_start: Callable[..., Any]) -> Callable[..., Any]:
         """Returns ``compile_and_start`` under the lock, after all replicas have met."""
@@ -150,7 +162,32 @@ class Emulator:
             if collectives:
                 self._report(rank, f"past {collectives[0]}")
 
-        return guard
+        return compiling.untraced(guard)
+
+    def _after_collectives(self, sync_some: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns ``sync_some``, of given tensors alone, after all pending work.
+
+        Compiled functions call it for their inputs. Collectives that these do not need
+        would otherwise be taken for run.
+        """
+        guarded = self._guarded(sync_some)
+
+        def sync_all_first(*args: Any, **kwargs: Any) -> None:
+            if self._pending[self._xr.global_ordinal()]:
+                self._torch_xla.sync()
+            guarded(*args, **kwargs)
+
+        return compiling.untraced(sync_all_first)
+
+    def _alone(self, compile_only: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns ``compile_only``, of a graph without collectives, under the lock."""
+
+        @functools.wraps(compile_only)
+        def compile_alone(*args: Any) -> Any:
+            with self._compiling:
+                return compile_only(*args)
+
+        return compile_alone
 
     def _check_same_program(
         self, rank: int, here: Round, compiled: bool, collectives: Sequence[Collective]
@@ -202,21 +239,34 @@ class _FetchGuard(TorchFunctionMode):
     """Syncs before any call that may read the device back.
 
     Such a call compiles and runs a separate graph, without the lock and the rendezvous.
-    The guard costs nothing where no collective is pending. It does not see what the
+    The guard costs little where no collective is pending. It does not see what the
     threads of autograd call: a hook that sums must not fetch.
+
+    ``tracing`` is held by whoever compiles with torch.compile: torch_xla tells what it
+    cannot compile by counting fallbacks of the whole process, and a fetch is one.
     """
 
-    def __init__(self, is_pending: Callable[[], bool], sync: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        is_pending: Callable[[], bool],
+        sync: Callable[[], Any],
+        tracing: AbstractContextManager[Any],
+    ) -> None:
         super().__init__()
-        self._is_pending, self._sync = is_pending, sync
+        self._is_pending, self._sync, self._tracing = is_pending, sync, tracing
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         del types
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # a graph fetches nothing
+            return func(*args, **kwargs)
         if (func in _FETCHES or func in _MAY_FETCH) and (
             self._is_pending() and _fetches(func, args, kwargs)
         ):
             self._sync()
+        if func in _FETCHES:
+            with self._tracing:
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -259,7 +309,7 @@ def _place() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if _OWN_FOLDER not in path and f"{os.sep}torch_xla{os.sep}" not in path:
+        if not any(folder in path for folder in _NOT_THE_USERS):
             return f"{os.path.basename(path)}:{frame.f_lineno}"
         frame = frame.f_back
     return "unknown"
