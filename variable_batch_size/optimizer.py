@@ -186,6 +186,7 @@ class ElasticOptimizer(OptimizerProxy):
             raise TypeError(
                 "step(closure) is not supported: call loss.backward() before step()"
             )
+        checks.check_not_compiled()
         if getattr(self, "found_inf", None) is not None:  # left by torch's GradScaler
             raise TypeError(
                 "GradScaler is not supported: it would unscale gradients that are "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -83,7 +83,9 @@ def loss_of(
     return F.cross_entropy(model(x) * model.scale, y.long())
 
 
-def elastic_run(rank: int, case: Case) -> dict[str, object]:
+def elastic_run(
+    rank: int, case: Case, loss_of: Callable[..., torch.Tensor] = loss_of
+) -> dict[str, object]:
     """Runs the case on replicas, as a user writes it."""
     replica = xla_replica.current()
     model, inputs, targets = make(case)

@@ -21,7 +21,9 @@ BATCH_SIZES = [4 * n for n in range(1, 17)]
 SAMPLES = 4 * sum(range(1, 17))
 
 
-def counted_epochs(rank: int, optimizer: str, rule: str) -> list[tuple[int, int, int]]:
+def counted_epochs(
+    rank: int, optimizer: str, rule: str, backend: str = ""
+) -> list[tuple[int, int, int]]:
     """Returns the compilations, transfers and fallbacks of each epoch."""
     replica = xla_replica.current()
     with replica.seeded(0):
@@ -38,6 +40,7 @@ def counted_epochs(rank: int, optimizer: str, rule: str) -> list[tuple[int, int,
         ref_batchsize=16,
         max_grad_norm=1.0,
     )
+    called = torch.compile(model, backend=backend) if backend else model
     counts = []
     for epoch in range(3):
         if epoch == 2:
@@ -46,7 +49,7 @@ def counted_epochs(rank: int, optimizer: str, rule: str) -> list[tuple[int, int,
             sampler.set_epoch(epoch)
             wrapper.set_epoch(epoch)
             for x, y in replica.loader([(inputs[m], targets[m]) for m in sampler]):
-                F.cross_entropy(model(x), y).backward()
+                F.cross_entropy(called(x), y).backward()
                 wrapper.step()
         counts.append((count.compilations, count.transfers, len(count.fallbacks)))
     return counts
@@ -60,11 +63,12 @@ RUNS = [
     ("rmsprop", "root"),
     ("sgd-momentum", "adascale"),
     ("adamw", "adam-half-life"),
+    ("sgd-momentum", "linear", "openxla"),
 ]
 
 
 def all_counted_epochs(rank: int) -> list[list[tuple[int, int, int]]]:
-    return [counted_epochs(rank, optimizer, rule) for optimizer, rule in RUNS]
+    return [counted_epochs(rank, *run) for run in RUNS]
 
 
 @pytest.fixture(scope="module", params=XLA_BACKENDS)

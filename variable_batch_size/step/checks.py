@@ -29,6 +29,13 @@ def check_optimizer(optimizer: Optimizer, rule: Rule) -> None:
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("LBFGS evaluates the loss inside step(): not supported")
+    if hasattr(optimizer.step, "get_compiler_config"):  # torch.compile leaves it
+        raise TypeError(
+            f"the step() of {name} was compiled with torch.compile, which compiles it "
+            "again for every learning rate, and the rule changes it at every step: "
+            "leave step() as it is (foreach=True or fused=True make few kernels of "
+            "it), and compile the model"
+        )
     if rule.momentum_correction and not isinstance(optimizer, SGD):
         raise TypeError(
             f"rule {rule.name!r} with momentum correction scales the gradient, which "
@@ -167,6 +174,23 @@ def check_groups(groups: list[dict[str, Any]], replica: Replica) -> None:
                 "the model with model.to(replica.device) before you build the "
                 "optimizer, or pass replica=xla_replica.LocalReplica('cpu')"
             )
+
+
+def check_not_compiled() -> None:
+    """Raises TypeError within a function that torch.compile has compiled.
+
+    Such a function also compiles what it calls: the hooks that the backward pass runs,
+    which look at gradients as they are in memory, and all that `step` does, once for
+    every step, substep and learning rate.
+    """
+    tracing = torch.compiler.is_dynamo_compiling()
+    if tracing or callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()):
+        raise TypeError(
+            "step() was called in a function that torch.compile compiles, which would "
+            "compile the hooks of the backward pass and step() too: compile the "
+            "forward pass alone (the model, or a function that returns the loss), and "
+            "call backward() and step() outside of what is compiled"
+        )
 
 
 def check_yielded(sampler: CustomSampler, num_minibatches: int) -> None:
