@@ -357,10 +357,7 @@ class BackwardPass:
         lines = "".join(
             f"\n  {name}: {'; '.join(reasons)}" for name, reasons in problems.items()
         )
-        remark = (
-            "No module with any of them was called inside the capture: was the forward "
-            "pass run before it? "
-        )
+        remark = "" if self.called else self._why_uncalled()
         fallback = (
             'fallback="batched" (the modules that use them run once more, vectorised) '
             'or, where that fails, fallback="loop" (B backward passes of the batch)'
@@ -369,7 +366,21 @@ class BackwardPass:
             fallback = 'fallback="batched" (B backward passes of the batch at once)'
         raise CoverageError(
             "these parameters have uses that no layer rule accounts for:"
-            f"{lines}\n{'' if self.called else remark}Register a rule for the module "
+            f"{lines}\n{remark}Register a rule for the module "
             "(register_rule, the cheapest), leave the parameters out (params=), or "
             f"pass {fallback}"
+        )
+
+    def _why_uncalled(self) -> str:
+        """Returns the likely cause where no module's hook has run."""
+        if "CompiledFunctionBackward" in graph.inventory(self.losses).names:
+            return (
+                "They are used by what torch.compile has compiled, which calls no "
+                "hooks: call the model in the capture, not a compiled function. (A "
+                "compiled module runs as it was written if it is the one that is "
+                "captured: capture(compiled).) "
+            )
+        return (
+            "No module with any of them was called inside the capture: was the forward "
+            "pass run before it? "
         )

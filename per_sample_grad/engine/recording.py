@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -9,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from per_sample_grad.engine import graph, wrong_operations
+from per_sample_grad.engine.uncompiled import uncompiled
 from per_sample_grad.errors import CoverageError, PerSampleError
 from per_sample_grad.layers import batch_norm
 from per_sample_grad.layers.registry import Call, Rule, rule_of, why_no_rule
@@ -88,12 +89,13 @@ class Recorder:
                 f"batch_dim names {', '.join(unknown)}, which are not modules of the "
                 'model; give names as model.named_modules() does, "" for all others'
             )
-        self._handles: list[RemovableHandle] = []
+        self._placed = contextlib.ExitStack()
 
     def start(self) -> None:
         """Places the hooks; places none of them if one cannot be placed."""
         batch_norm.refuse_batch_statistics(self._model)
         try:
+            self._placed.enter_context(uncompiled(self._model))
             for name, module in self._model.named_modules():
                 self._place_hooks(name, module)
         except BaseException:
@@ -102,9 +104,7 @@ class Recorder:
 
     def stop(self) -> None:
         """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._placed.close()
 
     def _place_hooks(self, name: str, module: nn.Module) -> None:
         hooks: list[Callable[..., Any]] = []
@@ -117,7 +117,7 @@ class Recorder:
             hooks.append(functools.partial(self._enclose, name))
         if params:
             note = functools.partial(self._note, params.values())
-            self._handles.append(module.register_forward_pre_hook(note))
+            self._placed.callback(module.register_forward_pre_hook(note).remove)
             if rule is not None:
                 owner = RecordedModule(name, type(module).__name__, rule, params)
                 hooks.append(functools.partial(self._record, owner))
@@ -128,9 +128,8 @@ class Recorder:
         for hook in hooks:
             # Each is put first: the output is replaced before the call is recorded,
             # and other hooks change it after that.
-            self._handles.append(
-                module.register_forward_hook(hook, prepend=True, with_kwargs=True)
-            )
+            handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True)
+            self._placed.callback(handle.remove)
 
     def _note(self, names: Collection[str], module: nn.Module, args: object) -> None:
         self.called = True
@@ -157,9 +156,7 @@ class Recorder:
                     f"{kind.__name__}: hooks cannot record what is being traced "
                     "(scan_layers, torch.func, torch.jit). Capture the model without it"
                 )
-        detached = map_tensors((args, kwargs), torch.Tensor.detach)
-        batch_dim = self._batch_dims.get(owner.name, self._batch_dims[""])
-        call = Call(module, *detached, batch_dim)
+        call = self._call(owner.name, module, args, kwargs)
         region = graph.region_of(tensors, output)
         versions = tuple(tensor._version for tensor in tensors)
         self.calls.append(RecordedCall(owner, call, region, output.shape, versions))
@@ -177,10 +174,7 @@ class Recorder:
         outputs = {i: tensor for i, tensor in outputs.items() if tensor.requires_grad}
         if not outputs or not torch.is_grad_enabled():
             return
-        batch_dim = self._batch_dims.get(name, self._batch_dims[""])
-        call = Call(
-            module, *map_tensors((args, kwargs), torch.Tensor.detach), batch_dim
-        )
+        call = self._call(name, module, args, kwargs)
         regions = tuple(graph.region_of(inputs, each) for each in outputs.values())
         kind = next(iter(outputs.values())).device.type
         autocast = {
@@ -191,6 +185,17 @@ class Recorder:
         self.enclosing.append(
             EnclosingCall(name, call, regions, tuple(outputs), autocast)
         )
+
+    def _call(
+        self,
+        name: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Call:
+        detached = map_tensors((args, kwargs), torch.Tensor.detach)
+        batch_dim = self._batch_dims.get(name, self._batch_dims[""])
+        return Call(module, *detached, batch_dim)
 
 
 def check_versions(calls: Sequence[RecordedCall]) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import per_sample_grad as psg
+from per_sample_grad.engine import graph
 
 
 def test_gradient_hooks_on_parameters_are_refused():
@@ -60,24 +61,73 @@ def test_checkpoints_that_are_not_reentrant_are_exact():
     assert all(error(found[name], truth[name]) <= 1e-10 for name in truth)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # from dynamo
-@pytest.mark.parametrize("compiled_before", [False, True])
-def test_compiled_models_are_exact_or_an_error(compiled_before):
-    """A function that was compiled before the capture does not call its hooks."""
+@pytest.fixture
+def compiled_nothing():
+    """Forgets what is compiled, before and after."""
     torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def in_place(model: nn.Module) -> nn.Module:
+    # torch does not compile its own modules in this way.
+    model = Apply(lambda m, x: m.inner(x), inner=model)
+    model.compile(backend="aot_eager")
+    return model
+
+
+COMPILED = {
+    "wrapper": lambda model: torch.compile(model, backend="aot_eager"),
+    "in place": in_place,
+    "parts": lambda model: nn.Sequential(
+        torch.compile(model[:2], backend="aot_eager"), in_place(model[2])
+    ),
+}
+
+
+from_dynamo = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+
+@from_dynamo
+@pytest.mark.parametrize("kind", COMPILED)
+@pytest.mark.parametrize("called_before", [False, True])
+def test_compiled_models_run_as_written_in_captures(
+    kind, called_before, compiled_nothing
+):
+    """What was compiled before calls no hooks; and it is compiled again afterwards."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     inputs = (torch.randn(5, 3),)
     truth = psg.per_sample_grad_norms(model, fold, inputs)
-    compiled = torch.compile(model, backend="aot_eager")
-    if compiled_before:
+    compiled = COMPILED[kind](model)
+    if called_before:
         compiled(*inputs)
-        with pytest.raises(psg.CoverageError, match="this use is not its own call"):
-            psg.per_sample_grad_norms(compiled, fold, inputs)
-    else:
-        for _ in range(2):
-            found = psg.per_sample_grad_norms(compiled, fold, inputs)
-            torch.testing.assert_close(found, truth)
-    torch.compiler.reset()
+    for _ in range(2):
+        found = psg.per_sample_grad_norms(compiled, fold, inputs)
+        torch.testing.assert_close(found, truth)
+    output = compiled(*inputs)
+    assert "CompiledFunctionBackward" in graph.inventory(output).names
+
+
+@from_dynamo
+@pytest.mark.parametrize("called_before", [False, True])
+def test_compiled_functions_are_exact_or_an_error(called_before, compiled_nothing):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x = torch.randn(5, 3)
+    truth = psg.per_sample_grad_norms(model, fold, (x,))
+    function = torch.compile(lambda x: fold(model, x), backend="aot_eager")
+    if called_before:
+        function(x)
+    for _ in range(2):
+        with psg.capture(model) as recorded:
+            losses = function(x)
+        if called_before:
+            with pytest.raises(psg.CoverageError, match="not a compiled function"):
+                recorded.backward(losses)
+        else:
+            torch.testing.assert_close(recorded.backward(losses).norms(), truth)
+    calls = len(recorded._recorder.calls)
+    function(x)
+    assert len(recorded._recorder.calls) == calls
 
 
 class Traced(torch.Tensor):
