@@ -5,7 +5,9 @@ from grab_xla import GraBSampler
 sampler = GraBSampler(dataset, dict(model.named_parameters()))
 loader = DataLoader(dataset, batch_size=32, sampler=sampler)
 ...
-sampler.step(per_sample_grads)  # a dict of (B, *shape) tensors, once per batch
+with sampler.record(model):  # of every batch
+    losses = F.cross_entropy(model(x), y, reduction="none")
+sampler.backward(losses)  # the .grad of losses.mean(), and the next epoch's order
 """
 
 import grab_xla.contrib.ntk_orders  # noqa: F401 (adds its balance types)
@@ -13,10 +15,12 @@ from grab_xla.balancers import BALANCE_TYPES, Balancer, Ordering, ordering_named
 from grab_xla.balancing.decisions import Decisions
 from grab_xla.balancing.prefix_sums import Herding, RunningHerding, herding
 from grab_xla.epoch.orders import GraBWarning
+from grab_xla.recording import FIDELITIES
 from grab_xla.sampler import GraBSampler
 
 __all__ = [
     "BALANCE_TYPES",
+    "FIDELITIES",
     "Balancer",
     "Decisions",
     "GraBSampler",

@@ -12,6 +12,7 @@ from per_sample_grad import Capture, Factors, Projection
 from xla_replica.common.arguments import check_choice
 
 Fidelity = Literal["exact", "projected"]
+FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 
 
 class Recording:
@@ -36,7 +37,7 @@ class Recording:
         self, parameters: Mapping[str, Tensor], fidelity: Fidelity, size: int, seed: int
     ) -> None:
         _check_parameters(parameters)
-        check_choice("fidelity", fidelity, get_args(Fidelity))
+        check_choice("fidelity", fidelity, FIDELITIES)
         self._names = list(parameters)
         self.projection: Projection | None = None
         self.balanced = parameters

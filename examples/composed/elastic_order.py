@@ -4,8 +4,8 @@
     python elastic_order.py                                   # run again: resumes
     python elastic_order.py --num-replicas 3 --device cpu     # the same samples
 
-Three packages in one loop: `variable_batch_size` cuts the steps of a trace out of the
-order that `grab_xla` makes of the gradients that `per_sample_grad` takes.
+Two packages in one loop: `variable_batch_size` cuts the steps of a trace out of the
+order that `grab_xla` makes of every sample's gradient.
 docs/tutorial.md comes to this script in four stages.
 """
 
@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
-import per_sample_grad as psg
 import variable_batch_size as vbs
 import xla_replica
 from grab_xla import GraBSampler
@@ -78,11 +77,9 @@ def train(rank, args):
         sampler.set_epoch(epoch)
         optimizer.set_epoch(epoch)
         for x, y in replica.loader(loader):
-            with psg.capture(model) as recorded:
+            with grab.record(model):
                 losses = F.cross_entropy(model(x), y, reduction="none")
-            gradients = recorded.backward(losses, retain_graph=True)
-            grab.step(gradients.materialize())
-            losses.mean().backward()
+            grab.backward(losses)
             optimizer.step()
         percent = 100 * accuracy(model, images, labels)
         if replica.is_primary:

@@ -115,9 +115,9 @@ def check_gradients(
 class Run:
     """One model, trained in one order from one seed.
 
-    Orders that follow from gradients are trained with the mean of per-sample gradients.
-    The others are trained by an ordinary backward pass, so that they take the time of
-    training without a balancing sampler, unless their herding is measured.
+    Orders that follow from gradients are balanced out of the backward pass. The others
+    are trained by an ordinary one, so that they take the time of training without a
+    balancing sampler, unless their herding is measured.
     """
 
     def __init__(
@@ -192,22 +192,21 @@ class Run:
         self.epoch, self.step = self.epoch + 1, 0
 
     def _update(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
         if self.balances:
-            with psg.capture(self.model) as recorded:
+            with self.sampler.record(self.model):  # order: of every batch's losses
                 losses = sample_losses(self.model, inputs, targets)
-            grads = recorded.backward(losses).materialize()
-            self.sampler.step(grads)  # order: once per batch, on every replica
+            self.sampler.backward(losses)  # order: for losses.mean().backward()
             loss = losses.mean()
-            means = [grads[name].mean(0) for name in self.params]
         else:
             loss = sample_losses(self.model, inputs, targets).mean()
-            means = list(xla_replica.grad(loss, list(self.params.values())))
-            self.sampler.count(
-                len(inputs)
-            )  # order: so that its state can be saved here
-        self.replica.all_reduce_(means)
-        for param, mean in zip(self.params.values(), means):
-            param.grad = mean / self.replica.num_replicas
+            xla_replica.backward(loss)
+            # order: so that its state can be saved here
+            self.sampler.count(len(inputs))
+        gradients = [param.grad for param in self.params.values()]
+        self.replica.all_reduce_(gradients)
+        for gradient in gradients:
+            gradient /= self.replica.num_replicas
         self.optimizer.step()
         self.loss += torch.stack([loss.detach(), torch.ones_like(loss.detach())])
         self.replica.sync()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.common.replica_options import add_replicas, check_at_least_one
-from grab_xla import BALANCE_TYPES, ordering_named
+from grab_xla import BALANCE_TYPES, FIDELITIES, ordering_named
 
 # Options of balance types that come from the command line.
 ORDER_OPTIONS = ("batch_size", "depth")
@@ -58,6 +58,19 @@ def _add_orders(group: argparse._ArgumentGroup) -> None:
     add("--seeds", type=int, default=1, help="seeds for every order (default: 1)")
     add("--seed", type=int, default=0, help="the first seed (default: 0)")
     add("--depth", type=int, default=5, help="depth of 'recursive' (default: 5)")
+    add(
+        "--fidelity",
+        choices=FIDELITIES,
+        default="exact",
+        help="balance gradients, or projections that no gradient is formed for "
+        "(default: exact)",
+    )
+    add(
+        "--projection-size",
+        type=int,
+        default=4096,
+        help="numbers in such a projection (default: 4096)",
+    )
     add(
         "--random-projection",
         choices=PROJECTIONS,
@@ -190,6 +203,8 @@ def order_options(order: str, args: argparse.Namespace) -> dict[str, Any]:
 def sampler_options(order: str, args: argparse.Namespace) -> dict[str, Any]:
     """Returns all options of the `GraBSampler` except the seed."""
     return order_options(order, args) | {
+        "fidelity": args.fidelity,
+        "projection_size": args.projection_size,
         "random_projection": args.random_projection,
         "pi_eps": args.pi_eps,
         "normalize_grads": args.normalize_grads,

@@ -183,6 +183,6 @@ def test_the_last_stage_is_the_composed_example():
         and not line.startswith("sys.path.insert(0, ")
     ]
     # The line that puts a bare checkout on the path has a blank line after it.
-    assert "".join(lines).replace("\n\n\nimport per_s", "\n\nimport per_s") == body
+    assert "".join(lines).replace("\n\n\nimport vari", "\n\nimport vari") == body
     trace = EXAMPLE.with_name("trace.csv").read_text(encoding="utf-8")
     assert trace == block(PAGE, "csv", "step,batchsize")
