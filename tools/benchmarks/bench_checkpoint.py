@@ -3,7 +3,9 @@
 1. A step with a `Checkpointer` attached, between saves, against one without, on the
    same model and replicas, in alternating rounds of one run: a ratio.
 2. Saving and loading, for models of several sizes: seconds and bytes.
-3. Taking and comparing a sampler's state, for data sets and traces of several lengths.
+3. The steps from one save to the next where the disk is slow, against the same steps
+   without a save: a ratio, for files written at once and beside the training.
+4. Taking and comparing a sampler's state, for data sets and traces of several lengths.
 
     python tools/benchmarks/bench_checkpoint.py --output checkpoint.json
 """
@@ -11,13 +13,17 @@
 from __future__ import annotations
 
 import argparse
+import os
+import stat
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -35,7 +41,12 @@ NEVER = 10**9
 class Job:
     """One replica's training, with or without a checkpointer."""
 
-    def __init__(self, folder: str | None, args: argparse.Namespace) -> None:
+    def __init__(
+        self,
+        folder: str | Path | None,
+        args: argparse.Namespace,
+        asynchronous: bool = False,
+    ) -> None:
         num_replicas = xla_replica.current().num_replicas
         trace = [2 * num_replicas * MINIBATCH]
         setup = bench_step.Setup(trace, args.steps, args.side, args.width)
@@ -46,7 +57,11 @@ class Job:
         self.checkpointer = None
         if folder is not None:
             self.checkpointer = vbs.Checkpointer(
-                folder, self.optimizer, every_updates=NEVER, model=setup.model
+                folder,
+                self.optimizer,
+                every_updates=NEVER,
+                asynchronous=asynchronous,
+                model=setup.model,
             )
             self.optimizer.attach(self.checkpointer)
 
@@ -56,6 +71,75 @@ class Job:
         for _ in self.setup.sampler:
             self.setup.backward()
             self.optimizer.step()
+
+    def saved_epoch(self, epoch: int) -> None:
+        if self.checkpointer is not None:
+            self.checkpointer.save()
+        self.epoch(epoch)
+
+
+class SlowDisk:
+    """An ``os.fsync`` of a disk that takes so many seconds more to store a file."""
+
+    seconds = 0.0
+
+    def __init__(self) -> None:
+        self._fsync = os.fsync
+
+    def __call__(self, descriptor: int) -> None:
+        self._fsync(descriptor)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            time.sleep(self.seconds)
+
+
+def slow_disk_replica(
+    rank: int, folder: str, args: argparse.Namespace
+) -> tuple[dict[str, list[float]], float]:
+    """Returns seconds per round of the jobs, in turns, and those of the slow disk."""
+    jobs = {
+        "without": Job(None, args),
+        "at once": Job(Path(folder, "at-once"), args),
+        "beside": Job(Path(folder, "beside"), args, asynchronous=True),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    disk, replica = SlowDisk(), jobs["without"].replica
+    # Replica 0 writes, maybe in one process with the others.
+    is_writer = rank == 0
+    slow = mock.patch.object(os, "fsync", disk) if is_writer else nullcontext()
+    with slow:
+        for epoch in range(args.rounds + 3):
+            for name, job in list(jobs.items())[:: 1 if epoch % 2 else -1]:
+                elapsed = bench_step.timed(replica, job.saved_epoch, epoch)
+                seconds[name].append(elapsed)
+                if job.checkpointer is not None:
+                    job.checkpointer.wait()
+                replica.barrier()
+            if epoch == 2:  # the first two compile
+                disk.seconds = seconds["without"][-1] / 2
+                seconds = {name: [] for name in jobs}
+    return seconds, disk.seconds
+
+
+def compare_slow_disk(
+    num_replicas: int, width: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Returns what a round with a save costs where the disk takes half of the round."""
+    changed = {"width": width, "steps": args.steps_per_save}
+    options = argparse.Namespace(**{**vars(args), **changed})
+    with tempfile.TemporaryDirectory() as folder:
+        seconds, delay = xla_replica.launch(
+            slow_disk_replica, (folder, options), num_replicas, args.device
+        )[0]
+    without = seconds["without"]
+    return {
+        "replicas": num_replicas,
+        "width": width,
+        "milliseconds_per_step": 1e3 * statistics.median(without) / options.steps,
+        "steps_per_save": options.steps,
+        "seconds_of_the_disk": delay,
+        "at_once": ratio(seconds["at once"], without),
+        "beside": ratio(seconds["beside"], without),
+    }
 
 
 def compare_replica(
@@ -90,6 +174,13 @@ def fastest(replica: xla_replica.Replica, act: Callable[[], Any], times: int) ->
     )
 
 
+def ratio(mine: list[float], other: list[float]) -> dict[str, Any]:
+    """Returns the median and the quartiles of the ratios within a round."""
+    ratios = [one / base for one, base in zip(mine, other)]
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return {"ratio": statistics.median(ratios), "ratio_quartiles": [low, high]}
+
+
 def compare(num_replicas: int, width: int, args: argparse.Namespace) -> dict[str, Any]:
     """Returns the cost of a step, a save and a load for a network of this width."""
     options = argparse.Namespace(**{**vars(args), "width": width})
@@ -97,13 +188,10 @@ def compare(num_replicas: int, width: int, args: argparse.Namespace) -> dict[str
         seconds, costs = xla_replica.launch(
             compare_replica, (folder, options), num_replicas, args.device
         )[0]
-    ratios = [mine / other for mine, other in zip(seconds["with"], seconds["without"])]
-    quartiles = statistics.quantiles(ratios, n=4)
     return {
         "replicas": num_replicas,
         "width": width,
-        "ratio": statistics.median(ratios),
-        "ratio_quartiles": [quartiles[0], quartiles[2]],
+        **ratio(seconds["with"], seconds["without"]),
         "milliseconds_per_step": 1e3 * statistics.median(seconds["without"]),
         **costs,
     }
@@ -142,11 +230,13 @@ def main() -> None:
     add("--widths", type=int, nargs="+", default=[1, 4],
         help="of the network (default: 1 4)")  # fmt: skip
     add("--steps", type=int, default=20, help="of a round (default: 20)")
+    add("--steps-per-save", type=int, default=100,
+        help="of a round where the disk is slow (default: 100)")  # fmt: skip
     add("--rounds", type=int, default=30, help="default: 30")
     add("--side", type=int, default=8, help="of an image, in pixels (default: 8)")
     add("--device", choices=xla_replica.DEVICES, help="see xla_replica.launch")
     args = parser.parse_args()
-    result: dict[str, Any] = {"steps": [], "states": []}
+    result: dict[str, Any] = {"steps": [], "slow_disk": [], "states": []}
     print("replicas width  with/without (quartiles)   ms/step   save s  load s    MB")
     for num_replicas in args.replicas:
         for width in args.widths:
@@ -158,6 +248,18 @@ def main() -> None:
                 f"{high:.3f})      {row['milliseconds_per_step']:9.2f} "
                 f"{row['seconds_to_save']:8.3f}{row['seconds_to_load']:8.3f}"
                 f"{row['megabytes']:6.1f}",
+                flush=True,
+            )
+    print("replicas width   ms/step  disk s  at once, beside/without (quartiles)")
+    for num_replicas in args.replicas:
+        for width in args.widths:
+            row = compare_slow_disk(num_replicas, width, args)
+            result["slow_disk"].append(row)
+            low, high = row["beside"]["ratio_quartiles"]
+            print(
+                f"{num_replicas:8} {width:5} {row['milliseconds_per_step']:9.2f} "
+                f"{row['seconds_of_the_disk']:7.3f} {row['at_once']['ratio']:8.3f}, "
+                f"{row['beside']['ratio']:.3f} ({low:.3f} - {high:.3f})",
                 flush=True,
             )
     print("   samples  trace steps   first us      us")
