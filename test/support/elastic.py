@@ -11,6 +11,10 @@ from torch import nn
 
 import variable_batch_size as vbs
 import xla_replica
+from xla_replica.backends import overlapped_sum
+
+# A bucket for every gradient, so that sums begin during the backward pass.
+overlapped_sum.FIRST_BUCKET_BYTES = overlapped_sum.BUCKET_BYTES = 1
 
 OPTIMIZERS = {
     "sgd": lambda ps, lr: torch.optim.SGD(ps, lr),

@@ -19,6 +19,7 @@ BACKENDS = [
     row("cpu", 1),
     row("cpu", 2, slow=True),
     row("cpu", 3),
+    row("cpu", 5, slow=True),
     row("cpu", 8, slow=True),
     row("xla", 1, slow=True),
     row("xla", 2, slow=True),
