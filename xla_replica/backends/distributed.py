@@ -232,12 +232,13 @@ class DistributedReplica(Replica):
     @contextlib.contextmanager
     def _named(self, verb: str, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """Raises a ReplicaError with the replica, the collective and usual causes."""
-        group, device = process_group(), tensors[0].device
+        device = tensors[0].device
         if device.type == "xla":
             raise ReplicaError(
-                f"replica {self.rank}: a tensor on {device} was given to the {group} "
-                "process group, which would return it unsummed. Start the job with "
-                "xla_replica.launch(fn, device='xla'), or keep the model on the CPU",
+                f"replica {self.rank}: a tensor on {device} was given to the "
+                f"{process_group()} process group, which would return it unsummed. "
+                "Start the job with xla_replica.launch(fn, device='xla'), or keep the "
+                "model on the CPU",
                 self.rank,
             )
         try:
@@ -248,7 +249,7 @@ class DistributedReplica(Replica):
                 f"replica {self.rank} of {self.num_replicas} failed in {verb} of "
                 f"{len(shapes)} {tensors[0].dtype} tensors of shapes {shapes[:4]}: a "
                 "peer raised, hung, left early, or brought other tensors. The "
-                f"{group} group says: {error}",
+                f"{process_group()} group says: {error}",
                 self.rank,
             ) from error
 

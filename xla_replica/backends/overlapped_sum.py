@@ -145,17 +145,20 @@ class OverlappedSum(GradientSum):
     def _take(self, parameter: nn.Parameter, factor: float | None = None) -> None:
         """Makes ``.grad`` the view in the bucket, of what it holds times ``factor``."""
         view, gradient = self.gradients[parameter], parameter.grad
+        if gradient is view:
+            if factor is not None:
+                self._bucket_of[parameter].parts[parameter].mul_(factor)
+            return
         parameter.grad = view
-        with torch.no_grad():
-            if gradient is not None and gradient.is_sparse:
-                gradient = gradient.to_dense()
-            if gradient is view:
-                if factor is not None:
-                    self._bucket_of[parameter].parts[parameter].mul_(factor)
-            elif factor is not None:
-                torch.mul(gradient, factor, out=view)
-            elif gradient is not None:
-                view.copy_(gradient)
+        if gradient is None:
+            return
+        gradient = gradient.detach()
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if factor is None:
+            view.copy_(gradient)
+        else:
+            torch.mul(gradient, factor, out=view)
 
     # --- the backward pass ----------------------------------------------------------
 
@@ -265,7 +268,7 @@ class OverlappedSum(GradientSum):
             tail = self._tail_of(others)
             while self._num_begun < len(self._buckets):
                 self._begin_next()
-            if tail is None:
+            if others and tail is None:
                 self._replica.all_reduce_(others)
             for bucket in self._buckets:
                 bucket.work.wait()
@@ -275,8 +278,8 @@ class OverlappedSum(GradientSum):
                     divide_([bucket.numbers], divisor)
             if tail is not None:
                 parts = tail.split([other.numel() for other in others])
-                for other, part in zip(others, parts):
-                    other.copy_(part.view_as(other))
+                parts = [part.view_as(other) for other, part in zip(others, parts)]
+                torch._foreach_copy_(others, parts)
         if self._once is None and self._appeared:
             self._once = set(self._appeared.values()) == {1}
         if not self._has_order:
@@ -285,7 +288,7 @@ class OverlappedSum(GradientSum):
     def _tail_of(self, others: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Returns the others, in the last bucket; None if they do not fit in there."""
         size = sum(other.numel() for other in others)
-        if not self._buckets or size > TAIL:
+        if not self._buckets or not 0 < size <= TAIL:
             return None
         last = self._buckets[-1]
         dtype = last.flat.dtype
