@@ -9,16 +9,21 @@ epochs:
     rr    a new random order in every epoch     so    one random order, kept
     mean  GraB, around the last epoch's mean    pair  GraB, of differences of pairs
 
-The ratio to rr should be at least 5. Takes a minute; seconds with --quick:
+The ratio to rr should be at least 5. With --projected K, mean and pair also balance
+two-sided projections of the gradients to K numbers (``fidelity="projected"``); the
+share of the gain that they keep is that of the logarithm of the ratio to rr. Takes a
+minute; seconds with --quick:
 
     python tools/studies/convex_study.py --quick
     python tools/studies/convex_study.py --image docs/images/convex.png \\
         --output docs/benchmarks/convex.json
+    python tools/studies/convex_study.py --problems digits --projected 320 160 80
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,10 +35,11 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 import grab_xla
+from per_sample_grad import Dense
 from tools.record import parser_with_output, picture, save
 from tools.studies.convex_problems import PROBLEMS, Problem, make_problem
 
-ORDERS = ("rr", "so", "mean", "pair")
+PLAIN, BALANCED = ("rr", "so"), ("mean", "pair")
 DEFAULT_PROBLEMS = ("breast_cancer", "diabetes", "digits")
 LAST_EPOCHS = 10
 
@@ -70,35 +76,44 @@ def train(
 ) -> list[float]:
     """Returns F before the first epoch and after each epoch."""
     weights = problem.initial()
+    order, _, size = order.partition(" of ")
+    options = {"fidelity": "projected", "projection_size": int(size)} if size else {}
     sampler = grab_xla.GraBSampler(
         problem.features,
         {"weights": weights},
         order,
         device="cpu",
         generator=torch.Generator().manual_seed(seed),
+        seed=seed,
+        **options,
     )
     values = [problem.value(weights).item()]
     for _ in range(setting.epochs):
         for batch in torch.tensor(list(sampler)).split(batch_size):
             gradients = problem.gradients(weights, batch)
-            sampler.step({"weights": gradients})
+            rows = gradients
+            if sampler.projection is not None:
+                rows = sampler.projection.of("weights", [Dense(rows)], 2**30)
+            sampler.step({"weights": rows})
             weights = weights - setting.step_size * gradients.mean(0)
         values.append(problem.value(weights).item())
         bar.update()
     return values
 
 
-def study(names: list[str], batch_size: int, seeds: list[int]) -> Curves:
+def study(
+    names: list[str], batch_size: int, seeds: list[int], orders: list[str]
+) -> Curves:
     """Trains every problem in every order with every seed; returns the distances."""
     curves: Curves = {}
     settings = {name: SETTINGS[name, batch_size] for name in names}
     epochs = sum(setting.epochs for setting in settings.values())
-    with tqdm(total=epochs * len(ORDERS) * len(seeds), unit="epoch") as bar:
+    with tqdm(total=epochs * len(orders) * len(seeds), unit="epoch") as bar:
         for name, setting in settings.items():
             problem = make_problem(*PROBLEMS[name], multiple=16)
             minimum = problem.minimum()
             curves[name] = {}
-            for order in ORDERS:
+            for order in orders:
                 bar.set_description(f"{name}, {order}")
                 values = [
                     train(problem, order, setting, batch_size, seed, bar)
@@ -118,17 +133,25 @@ def settled(curves: dict[str, np.ndarray]) -> dict[str, float]:
 def ratios(curves: dict[str, np.ndarray]) -> dict[str, float]:
     """Returns how many times further from the minimum random reshuffling settles."""
     level = settled(curves)
-    return {order: level["rr"] / level[order] for order in ("mean", "pair")}
+    return {order: level["rr"] / level[order] for order in level if order not in PLAIN}
+
+
+def kept(curves: dict[str, np.ndarray]) -> dict[str, float]:
+    """Returns the share of its exact kind's gain that each projected order keeps."""
+    gain = {order: math.log(ratio) for order, ratio in ratios(curves).items()}
+    kinds = {order: order.partition(" of ")[0] for order in gain if " of " in order}
+    return {order: gain[order] / gain[kind] for order, kind in kinds.items()}
 
 
 def print_table(curves: Curves) -> None:
     print(f"F - F*, mean over seeds and the last {LAST_EPOCHS} epochs")
-    head = [*ORDERS, "rr/mean", "rr/pair"]
-    print(f"{'':20}" + "".join(f"{column:>10}" for column in head))
     for name, by_order in curves.items():
-        level = "".join(f"{value:10.1e}" for value in settled(by_order).values())
-        times = "".join(f"{value:10.1f}" for value in ratios(by_order).values())
-        print(f"{name:20}{level}{times}")
+        times, share = ratios(by_order), kept(by_order)
+        print(f"{name}\n{'order':16}{'F - F*':>10}{'rr/order':>10}{'kept':>8}")
+        for order, value in settled(by_order).items():
+            line = f"{order:16}{value:10.1e}"
+            line += f"{times[order]:10.1f}" if order in times else ""
+            print(line + (f"{share[order]:8.2f}" if order in share else ""))
 
 
 def plot(curves: Curves, batch_size: int, path: Path) -> None:
@@ -163,6 +186,7 @@ def record(curves: Curves, args: argparse.Namespace) -> dict[str, Any]:
                     for order, rows in by_order.items()
                 },
                 "rr_over": ratios(by_order),
+                "share_kept": kept(by_order),
             }
             for name, by_order in curves.items()
         },
@@ -185,6 +209,10 @@ def arguments() -> argparse.Namespace:
         help="of orders: one run for each; default: 0 1 2",
     )  # fmt: skip
     parser.add_argument(
+        "--projected", type=int, nargs="+", default=[], metavar="K",
+        help="also balance projections to so many numbers",
+    )  # fmt: skip
+    parser.add_argument(
         "--quick", action="store_true",
         help="diabetes and one seed, whatever the other options say",
     )  # fmt: skip
@@ -198,7 +226,9 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     torch.set_num_threads(1)  # the matrices are small: several threads only wait
-    curves = study(args.problems, args.batch_size, args.seeds)
+    orders = [*PLAIN, *BALANCED]
+    orders += [f"{order} of {size}" for order in BALANCED for size in args.projected]
+    curves = study(args.problems, args.batch_size, args.seeds, orders)
     print_table(curves)
     if args.image:
         plot(curves, args.batch_size, args.image)
