@@ -138,7 +138,7 @@ def test_a_parameter_without_dimensions(way):
     model, inputs = case.make(torch.float64)
     truth = oracle(case, model, inputs)
     options = {} if way == "rule" else {"fallback": way}
-    agree(case, psg.per_sample_factors(model, fold, inputs, **options), truth, 1e-10)
+    agree(psg.per_sample_factors(model, fold, inputs, **options), truth, 1e-10)
 
 
 class VisionTransformer(nn.Module):
@@ -220,9 +220,7 @@ def test_modules_are_run_once_more_whatever_they_take_and_return(case, batch):
     truth = oracle(case, model, inputs)
     options = {"fallback": "batched", **case.options}
     for _ in range(2):
-        agree(
-            case, psg.per_sample_factors(model, fold, inputs, **options), truth, 1e-10
-        )
+        agree(psg.per_sample_factors(model, fold, inputs, **options), truth, 1e-10)
 
 
 def test_modules_are_run_once_more_under_the_autocast_of_their_calls():

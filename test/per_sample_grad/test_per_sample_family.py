@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from support.gradient_oracle import Case, error, flat, oracle
+from support.gradient_oracle import error, flat, oracle
 from support.layer_cases import CASES
 
 import per_sample_grad as psg
@@ -16,42 +19,62 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 METHODS = ["auto", "factored", "materialized"]
 
 
-def agree(case: Case, factors: psg.Factors, truth: dict, tolerance: float) -> None:
-    """Checks all answers against the oracle, and the identities between them."""
+def answers(factors: psg.Factors, weights: torch.Tensor) -> dict[str, Any]:
+    """Returns every answer, by name; ``weights`` are ``(2, B)``."""
+    sums = factors.weighted_sum(weights)
+    return {
+        "gradients": factors.materialize(),
+        "norms": factors.norms(),
+        "squared norms": factors.norms(squared=True),
+        "norms by parameter": factors.norms_by_parameter(),
+        "gram": factors.gram(),
+        "sums": sums,
+        "dots": factors.dot(sums),
+        "dot": factors.dot({name: values[0] for name, values in sums.items()}),
+        "cross gram": factors.cross_gram(factors),
+    }
+
+
+def agree(
+    factors: psg.Factors,
+    truth: dict,
+    tolerance: float,
+    fetch: Callable[[Any], Any] = lambda found: found,
+) -> None:
+    """Checks all answers against the oracle, and the identities between them.
+
+    ``fetch`` brings them to the host, all at once.
+    """
     grads = flat(truth)
     size = grads.norm()
     gram = grads @ grads.T
-    found = factors.materialize()
-    assert found.keys() == truth.keys()
-    for name, values in found.items():
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(2, len(grads), generator=generator, dtype=torch.float64)
+    found = fetch(answers(factors, weights.to(factors.losses.device)))
+    assert found["gradients"].keys() == truth.keys()
+    for name, values in found["gradients"].items():
         assert error(values, truth[name], size) <= tolerance, name
-    norms = factors.norms()
+    norms = found["norms"]
     assert torch.isfinite(norms).all()
     assert (norms >= 0).all()
     assert error(norms, grads.norm(dim=1)) <= tolerance
-    assert error(factors.norms(squared=True), grads.norm(dim=1) ** 2) <= tolerance
-    for name, values in factors.norms_by_parameter().items():
+    assert error(found["squared norms"], grads.norm(dim=1) ** 2) <= tolerance
+    for name, values in found["norms by parameter"].items():
         # Where positions cancel, the square root enlarges rounding errors.
         expected = truth[name].reshape(len(grads), -1).norm(dim=1)
         assert error(values, expected, 1e6 * tolerance * size) <= max(
             1.0 if expected.norm() <= tolerance**0.5 * size else tolerance, tolerance
         ), name
-    K = factors.gram()
+    K = found["gram"]
     assert error(K, gram) <= tolerance
     assert error(K.diagonal(), norms.cpu().double() ** 2) <= 4 * tolerance
-    generator = torch.Generator().manual_seed(1)
-    weights = torch.randn(2, len(grads), generator=generator, dtype=torch.float64)
-    device = norms.device
-    sums = factors.weighted_sum(weights.to(device))
-    for name, values in sums.items():
+    for name, values in found["sums"].items():
         expected = torch.einsum("kb,b...->k...", weights, truth[name])
         assert error(values, expected, size) <= tolerance, name
     # The Gram matrix times the weights equals the dot with the weighted sum.
-    dots = factors.dot(sums)
-    assert error(dots, (weights @ gram).T) <= 4 * tolerance
-    single = factors.dot({name: values[0] for name, values in sums.items()})
-    assert error(single, gram @ weights[0]) <= 4 * tolerance
-    assert error(factors.cross_gram(factors), gram) <= tolerance
+    assert error(found["dots"], (weights @ gram).T) <= 4 * tolerance
+    assert error(found["dot"], gram @ weights[0]) <= 4 * tolerance
+    assert error(found["cross gram"], gram) <= tolerance
     lowest = torch.linalg.eigvalsh(K.cpu().double())[0]
     assert lowest >= -10 * tolerance * float(gram.norm())
 
@@ -64,7 +87,7 @@ def test_every_answer_equals_the_loop(case, dtype):
     for method in METHODS:
         with psg.capture(model, method=method, **case.options) as recorded:
             losses = case.loss(model, *inputs)
-        agree(case, recorded.backward(losses), truth, TOLERANCES[dtype])
+        agree(recorded.backward(losses), truth, TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -74,4 +97,4 @@ def test_chunks_of_any_size_give_the_same(case):
     for method in ("factored", "materialized"):
         with psg.capture(model, method=method, budget=1, **case.options) as recorded:
             losses = case.loss(model, *inputs)
-        agree(case, recorded.backward(losses), truth, 1e-10)
+        agree(recorded.backward(losses), truth, 1e-10)

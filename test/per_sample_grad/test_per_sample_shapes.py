@@ -160,7 +160,7 @@ def test_drawn_layers_equal_the_loop(kind, number):
                 recorded.backward(losses)
             return
         factors = recorded.backward(losses)
-        agree(case, factors, truth, tolerance)
+        agree(factors, truth, tolerance)
         identities(case, model, laid_out, factors, tolerance)
 
     check()

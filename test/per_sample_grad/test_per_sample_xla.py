@@ -53,7 +53,7 @@ def moved(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 class Fetched:
-    """A `Factors` whose answers are fetched one by one, for `agree`."""
+    """A `Factors` whose answers are fetched one by one, for `identities`."""
 
     def __init__(self, factors: psg.Factors, device: torch.device) -> None:
         self.factors, self.device = factors, device
@@ -100,11 +100,12 @@ def wrong_with(
         with xla_replica.count() as counts:
             with psg.capture(model, method=method, **case.options) as recorded:
                 losses = case.loss(model, *replica.send(inputs))
-            factors = Fetched(recorded.backward(losses), replica.device)
+            factors = recorded.backward(losses)
             replica.wait()
             try:
-                agree(case, factors, truth, 2e-5)
+                agree(factors, truth, 2e-5, replica.to_host)
                 if whole:
+                    factors = Fetched(factors, replica.device)
                     identities(case, here, inputs, factors, 2e-5)
             except AssertionError as error:
                 wrong.append(f"{case.name}: {error}")
