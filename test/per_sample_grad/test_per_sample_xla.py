@@ -30,7 +30,7 @@ pytestmark = [
 SOME = [
     "linear-3d", "conv2d-groups", "conv2d-reflect", "transposed2d-groups",
     "embedding-padding", "batch-norm-2d", "batch-norm-keyword", "time-first-in-part",
-    "linear-twice", "inplace-relu-tokens", "encoder-layer", "cnn",
+    "linear-twice", "inplace-relu-tokens", "layer-norm", "attention",
 ]  # fmt: skip
 ALL = [case.name for case in CASES]
 LONG = 900.0
