@@ -51,6 +51,11 @@ class ElasticOptimizer(OptimizerProxy):
     rates raise `ReplicaError`: at once where the cause is seen or reading is free, else
     in `average_buffers` and on logging steps.
 
+    **Sharded models** (FSDP2's ``fully_shard``, before this is built): every replica
+    must run every pass, so none is idle. One that has no minibatch left in a step runs
+    padding, whose gradient and weight are zero; see `is_padding`. `set_epoch` must be
+    called before every epoch.
+
     Gradients are allocated at construction and zeroed in place; `zero_grad` does
     nothing. A parameter that took no part in the loss has a gradient of zero, not None.
 

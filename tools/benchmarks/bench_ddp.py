@@ -1,11 +1,14 @@
-"""Measures an elastic step beside that of DistributedDataParallel (DDP).
+"""Measures an elastic step beside that of DistributedDataParallel (DDP) or FSDP2.
 
 Both train the same model with SGD and momentum on processes of one thread each. DDP
 sums gradients while the backward pass still computes others, in buckets of which
-gradients are views, and skips the sum in all minibatches of a step but the last. Rounds
+gradients are views, and skips the sum in all minibatches of a step but the last. So
+does FSDP2; beside it the elastic wrapper trains a model that is sharded alike. Rounds
 of both alternate in one run; the result is the median ratio of neighbours.
 
     python tools/benchmarks/bench_ddp.py --output docs/benchmarks/bench_ddp.json
+    python tools/benchmarks/bench_ddp.py --against FSDP2 \\
+        --output docs/benchmarks/bench_fsdp2.json
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from tqdm.auto import tqdm
 
@@ -62,13 +66,18 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
 class Loop:
     """One replica's model, data and optimizer, equal for both."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, sharded: bool = False) -> None:
         make, num_inputs, size = MODELS[name]
         self.replica = xla_replica.current()
         with self.replica.seeded(0):
             self.model = make()
             inputs = torch.randn(size, num_inputs)
         self.model.to(self.replica.device)
+        if sharded:
+            for layer in self.model:
+                if any(True for _ in layer.parameters()):
+                    fully_shard(layer)
+            fully_shard(self.model)
         self.batch = self.replica.send((inputs, torch.arange(size) % CLASSES))
         self.inner = torch.optim.SGD(self.model.parameters(), LR, momentum=MOMENTUM)
 
@@ -77,9 +86,11 @@ class Loop:
         F.cross_entropy(model(inputs), labels).backward()
 
 
-def elastic(name: str, substeps: int, num_steps: int) -> Callable[[int], None]:
+def elastic(
+    name: str, substeps: int, num_steps: int, sharded: bool
+) -> Callable[[int], None]:
     """Returns a function that trains so many steps with the elastic wrapper."""
-    loop = Loop(name)
+    loop = Loop(name, sharded)
     size = substeps * loop.replica.num_replicas
     sampler = vbs.CustomSampler(
         dataset_size=size * num_steps,
@@ -118,15 +129,43 @@ def ddp(name: str, substeps: int, num_steps: int) -> Callable[[int], None]:
     return run
 
 
+def fsdp2(name: str, substeps: int, num_steps: int) -> Callable[[int], None]:
+    """Returns a function that trains so many steps with FSDP2."""
+    loop = Loop(name, sharded=True)
+    for module in loop.model.modules():
+        if isinstance(module, FSDPModule):  # gloo has no means
+            module.set_force_sum_reduction_for_comms(True)
+
+    def run(epoch: int) -> None:
+        del epoch
+        for _ in range(num_steps):
+            for substep in range(substeps):
+                loop.model.set_requires_gradient_sync(substep == substeps - 1)
+                loop.backward(loop.model)
+            loop.inner.step()
+            loop.inner.zero_grad()
+
+    return run
+
+
+OTHERS = {"DDP": ddp, "FSDP2": fsdp2}
+
+
 def seconds_per_step(
-    rank: int, name: str, substeps: int, num_steps: int, rounds: int, threads: int
+    rank: int,
+    name: str,
+    against: str,
+    substeps: int,
+    num_steps: int,
+    rounds: int,
+    threads: int,
 ) -> dict[str, list[float]]:
     """Returns seconds per step of both, in alternating rounds."""
     torch.set_num_threads(threads)
     replica = xla_replica.current()
     loops = {
-        "elastic": elastic(name, substeps, num_steps),
-        "DDP": ddp(name, substeps, num_steps),
+        "elastic": elastic(name, substeps, num_steps, against == "FSDP2"),
+        against: OTHERS[against](name, substeps, num_steps),
     }
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     for epoch in range(rounds + 2):
@@ -147,6 +186,7 @@ def main() -> None:
     parser.add_argument(
         "--models", nargs="+", default=list(MODELS), choices=MODELS, help="default: all"
     )
+    parser.add_argument("--against", default="DDP", choices=OTHERS, help="default: DDP")
     parser.add_argument("--substeps", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--rounds", type=int, default=10, help="rounds of each")
     parser.add_argument("--steps", type=int, default=20, help="steps in a round")
@@ -157,16 +197,21 @@ def main() -> None:
     for name, substeps in tqdm(rows, desc="models", disable=None):
         numbers = (substeps, args.steps, args.rounds, args.threads)
         seconds = xla_replica.launch(
-            seconds_per_step, (name, *numbers), args.replicas, "cpu", timeout=1200.0
+            seconds_per_step,
+            (name, args.against, *numbers),
+            args.replicas,
+            "cpu",
+            timeout=1200.0,
         )[0]
         ratio = statistics.median(
-            mine / other for mine, other in zip(seconds["elastic"], seconds["DDP"])
+            mine / other
+            for mine, other in zip(seconds["elastic"], seconds[args.against])
         )
         row = {which: 1e3 * statistics.median(each) for which, each in seconds.items()}
         result["steps"][f"{name}, {substeps} substeps"] = {"ratio": ratio, **row}
         tqdm.write(
-            f"{name}, {substeps} substeps: {ratio:.3f} times DDP "
-            f"({row['elastic']:.2f} against {row['DDP']:.2f} ms)"
+            f"{name}, {substeps} substeps: {ratio:.3f} times {args.against} "
+            f"({row['elastic']:.2f} against {row[args.against]:.2f} ms)"
         )
     save(args.output, result)
 

@@ -25,7 +25,8 @@ class Update:
         lr: Effective learning rate of each parameter group. Where it is measured from
             the gradients (AdaScale) on an accelerator, a tensor of shape ``(1,)``, so
             ``float(lr[0])`` reads the device: do so on logging steps.
-        idle: Whether this replica had no minibatch in the step.
+        idle: Whether this replica had no minibatch in the step; padding of a sharded
+            model is one.
         ends_epoch: Whether it is the last update of its epoch.
         weight: The sum of the weights (tokens) of the step's minibatches, with
             ``reduction='sum'``, else None. On an accelerator a tensor of shape
