@@ -13,7 +13,11 @@ from support.replicas import Backend
 from support.sharded import HEAD_LR, TRACE, Model, Run, Training, data, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import variable_batch_size as vbs
@@ -205,6 +209,31 @@ def misuses(rank: int) -> dict[str, str]:
     column = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
     sgd = torch.optim.SGD([column], 1)
     note("tensor parallel", vbs.ElasticOptimizer, sgd, plain.sampler, "constant")
+    # A step that is abandoned leaves nothing, also if it is added up in another dtype.
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    sampler = vbs.CustomSampler(range(56), [16, 4], minibatch_size=4, on_end="cycle")
+    sampler.num_yielded = 1000
+    sgd = torch.optim.SGD(model.parameters(), 1)
+    optimizer = vbs.ElasticOptimizer(sgd, sampler, "constant")
+    state = optimizer.state_dict()
+    before = whole(model.parameters())
+    messages["abandoned"] = []
+    for num_abandoned in (0, 1):
+        optimizer.load_state_dict(state)
+        for _ in range(num_abandoned):
+            model(100 * torch.ones(4, 6)).sum().backward()
+            optimizer.step()
+        optimizer.load_state_dict(state)
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), before):
+                parameter.copy_(distribute_tensor(value, mesh, [Shard(0)]))
+        for _ in range(2):
+            model(torch.ones(4, 6)).sum().backward()
+            optimizer.step()
+        messages["abandoned"].append(whole(model.parameters()))
     # Copies of shards become equal at construction.
     torch.manual_seed(rank)
     model = nn.Linear(4, 4)
@@ -222,6 +251,7 @@ def misuses(rank: int) -> dict[str, str]:
 def test_what_would_be_wrong_is_an_error(two):
     first, second = (dict(messages) for _, messages in two)
     assert (first.pop("copies"), second.pop("copies")) == (True, False)
+    assert all(map(torch.equal, *first["abandoned"]))
     for found in (first, second):
         for name, message in {
             "zero_grad 0": "a gradient was replaced after backward",

@@ -105,7 +105,7 @@ class GradientPlace:
         return None
 
     def forget(self) -> None:
-        """Drops what FSDP2 has accumulated of a step that was abandoned."""
+        """Drops what has been accumulated of a step that was abandoned."""
         if self._whole is not None:
             self._whole.grad = None
 
@@ -309,9 +309,23 @@ class ShardedSum(GradientSum):
                     place.forget()
                 else:
                     gradient.zero_()
+        for unit in self._units:
+            _forget_accumulated(unit)
 
     def _sharded(self) -> Iterator[nn.Parameter]:
         return filter(is_sharded, self.gradients)
+
+
+def _forget_accumulated(unit: Any) -> None:
+    """Drops what FSDP2 has accumulated in another dtype than the gradients'.
+
+    After a whole step there is nothing. No public function does it.
+    """
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # of torch 2.13
+    for group in [state._fsdp_param_group] if groups is None else groups:
+        for parameter in group.fsdp_params if group is not None else ():
+            parameter.unsharded_accumulated_grad = None
 
 
 def _square(tensor: torch.Tensor) -> torch.Tensor:
