@@ -6,9 +6,8 @@ gradients are views, and skips the sum in all minibatches of a step but the last
 does FSDP2; beside it the elastic wrapper trains a model that is sharded alike. Rounds
 of both alternate in one run; the result is the median ratio of neighbours.
 
-    python tools/benchmarks/bench_ddp.py --output docs/benchmarks/bench_ddp.json
-    python tools/benchmarks/bench_ddp.py --against FSDP2 \\
-        --output docs/benchmarks/bench_fsdp2.json
+    python tools/benchmarks/bench_ddp.py --output ddp.json
+    python tools/benchmarks/bench_ddp.py --against FSDP2 --output fsdp2.json
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class Loop:
 
 
 def elastic(
-    name: str, substeps: int, num_steps: int, sharded: bool
+    name: str, substeps: int, num_steps: int, sharded: bool, overlap: bool
 ) -> Callable[[int], None]:
     """Returns a function that trains so many steps with the elastic wrapper."""
     loop = Loop(name, sharded)
@@ -99,7 +98,7 @@ def elastic(
         on_end="cycle",
         verbose=False,
     )
-    optimizer = vbs.ConstantOptimizer(loop.inner, sampler)
+    optimizer = vbs.ConstantOptimizer(loop.inner, sampler, overlap=overlap)
 
     def run(epoch: int) -> None:
         sampler.set_epoch(epoch)
@@ -159,12 +158,13 @@ def seconds_per_step(
     num_steps: int,
     rounds: int,
     threads: int,
+    overlap: bool,
 ) -> dict[str, list[float]]:
     """Returns seconds per step of both, in alternating rounds."""
     torch.set_num_threads(threads)
     replica = xla_replica.current()
     loops = {
-        "elastic": elastic(name, substeps, num_steps, against == "FSDP2"),
+        "elastic": elastic(name, substeps, num_steps, against == "FSDP2", overlap),
         against: OTHERS[against](name, substeps, num_steps),
     }
     seconds: dict[str, list[float]] = {name: [] for name in loops}
@@ -191,11 +191,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="rounds of each")
     parser.add_argument("--steps", type=int, default=20, help="steps in a round")
     parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument(
+        "--no-overlap", action="store_true", help="sum when a step is complete"
+    )
     args = parser.parse_args()
-    result: dict[str, Any] = {"replicas": args.replicas, "steps": {}}
+    result: dict[str, Any] = {
+        "replicas": args.replicas,
+        "overlap": not args.no_overlap,
+        "steps": {},
+    }
     rows = [(name, substeps) for name in args.models for substeps in args.substeps]
     for name, substeps in tqdm(rows, desc="models", disable=None):
         numbers = (substeps, args.steps, args.rounds, args.threads)
+        numbers += (not args.no_overlap,)
         seconds = xla_replica.launch(
             seconds_per_step,
             (name, args.against, *numbers),
