@@ -26,7 +26,7 @@ class Replicas:
         self.num_fetched = 0
         self._rank = 0
         self._num_updates = 0
-        # By rank: how many updates the device is behind the host.
+        # By rank: by how many updates the device lags behind the host.
         self._late = late or (0,) * num_replicas
         monkeypatch.setattr(xla_replica, "stop_requested", self._request)
         replica = types.SimpleNamespace(
@@ -80,7 +80,7 @@ def test_on_accelerators_nobody_reads_until_asked(monkeypatch, device):
 
 @pytest.mark.parametrize("late", [(1, 1, 1), (3, 1, 2)])
 def test_on_gpus_the_others_hear_of_one_that_was_asked_alone(monkeypatch, late):
-    """A signal in update t; all save t + 2, later where the device is behind."""
+    """After a signal in update t all save at t + 2, or later if the device lags."""
     replicas = Replicas(monkeypatch, 3, "cuda", late)
     for _ in range(4):
         assert replicas.update() == [False] * 3

@@ -8,7 +8,6 @@ order in which their gradients appear, and whether or not they have any.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import nn
 
 from xla_replica.backends.gradient_sum import GradientSum, divide_
 from xla_replica.backends.replica import Replica
-from xla_replica.device.gradients import AccumulationNote
+from xla_replica.device.gradients import AccumulationNote, weak_hook
 
 # A small bucket begins early; a large one has fewer collectives to wait for.
 FIRST_BUCKET_BYTES = 2**20
@@ -125,7 +124,7 @@ class OverlappedSum(GradientSum):
         for parameter in parameters:
             if parameter not in self._hooked:
                 self._hooked.add(parameter)
-                AccumulationNote(_noter(weakref.ref(self))).register_first(parameter)
+                AccumulationNote(weak_hook(self.note)).register_first(parameter)
         self._has_order, self._once = False, None
 
     def _fill(self, parameters: list[nn.Parameter]) -> None:
@@ -358,14 +357,3 @@ def _like(numbers: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     """Returns the numbers with the parameter's shape and, if it is dense, strides."""
     meta = torch.empty_like(parameter, device="meta")  # of any strides that are dense
     return numbers.as_strided(parameter.shape, meta.stride())
-
-
-def _noter(owner: weakref.ref[OverlappedSum]) -> Callable[[torch.Tensor], None]:
-    """Returns a hook that keeps nothing alive."""
-
-    def note(parameter: torch.Tensor) -> None:
-        found = owner()
-        if found is not None:
-            found.note(parameter)
-
-    return note

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xla_replica.backends.gradient_sum import GradientSum
-from xla_replica.device.gradients import accumulation_hook
+from xla_replica.device.gradients import accumulation_hook, weak_hook
 
 if TYPE_CHECKING:
     from xla_replica.backends.replica import Replica
@@ -90,7 +90,7 @@ class GradientPlace:
         """Sees the gradients of ``whole``, which a module computes with."""
         if whole is self._whole or not whole.requires_grad:
             return
-        self._node = accumulation_hook(whole, _runner(weakref.ref(self)))
+        self._node = accumulation_hook(whole, weak_hook(self.run))
         self._whole = whole
 
     def run(self, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -229,7 +229,7 @@ class ShardedSum(GradientSum):
                 place.follow(parameter)
             elif parameter not in self._hooked:
                 self._hooked.add(parameter)
-                parameter.register_post_accumulate_grad_hook(_noter(weakref.ref(self)))
+                parameter.register_post_accumulate_grad_hook(weak_hook(self.note))
 
     # --- the passes -----------------------------------------------------------------
 
@@ -351,24 +351,3 @@ def _follower(
             place.follow(owner()._parameters[name])
 
     return follow
-
-
-def _runner(place: weakref.ref[GradientPlace]) -> Callable[..., Any]:
-    """Returns a hook for a node, which keeps nothing alive."""
-
-    def run(gradient: torch.Tensor) -> torch.Tensor | None:
-        found = place()
-        return None if found is None else found.run(gradient)
-
-    return run
-
-
-def _noter(owner: weakref.ref[ShardedSum]) -> Callable[[torch.Tensor], None]:
-    """Returns a hook for a parameter, which keeps nothing alive."""
-
-    def note(parameter: torch.Tensor) -> None:
-        found = owner()
-        if found is not None:
-            found.note(parameter)
-
-    return note

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -87,6 +88,20 @@ class AccumulationNote:
         """Returns whether every such hook of a parameter is a note."""
         hooks = parameter._post_accumulate_grad_hooks or {}
         return all(isinstance(hook, AccumulationNote) for hook in hooks.values())
+
+
+def weak_hook(method: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """Returns a hook that calls a method, and does not keep its object alive.
+
+    Once the object is gone, the hook does nothing.
+    """
+    found = weakref.WeakMethod(method)
+
+    def hook(tensor: torch.Tensor) -> Any:
+        living = found()
+        return None if living is None else living(tensor)
+
+    return hook
 
 
 def accumulation_hook(
