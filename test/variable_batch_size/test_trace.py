@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import Schedule
 from variable_batch_size.traces.batch_trace import Trace, TraceError, TraceWarning
 from variable_batch_size.traces.trace_csv import integer_in
@@ -230,6 +231,151 @@ def test_lines_are_counted_through_quoted_cells(content, message):
     with pytest.raises(TraceError) as caught:
         Trace(io.StringIO(content))
     assert message in str(caught.value)
+
+
+def thresholds(rows: list[tuple[int, int]], unit: str = "samples") -> Trace:
+    text = f"{unit},batchsize\n" + "".join(f"{start},{size}\n" for start, size in rows)
+    return Trace(io.StringIO(text), tokens_per_sample=10 if unit == "tokens" else None)
+
+
+def unrolled_by_hand(rows: list[tuple[int, int]], num_steps: int) -> list[int]:
+    """Returns the first batch sizes: each that of the last row that has begun."""
+    sizes, used = [], 0
+    for _ in range(num_steps):
+        sizes.append([size for start, size in rows if start <= used][-1])
+        used += sizes[-1]
+    return sizes
+
+
+ROWS = st.lists(st.integers(1, 300), max_size=5, unique=True).flatmap(
+    lambda starts: st.lists(
+        st.integers(1, 40), min_size=len(starts) + 1, max_size=len(starts) + 1
+    ).map(lambda sizes: list(zip([0, *sorted(starts)], sizes)))
+)
+
+
+@pytest.mark.filterwarnings("ignore::variable_batch_size.TraceWarning")
+@settings(deadline=None)
+@given(ROWS)
+def test_thresholds_are_unrolled_to_the_step(rows):
+    trace = thresholds(rows)
+    expected = unrolled_by_hand(rows, len(trace) + 5)
+    assert trace.endless
+    assert trace.batch_sizes.tolist() == expected[: len(trace)]
+    assert set(expected[len(trace) - 1 :]) == {rows[-1][1]}
+    begun = np.cumsum([0, *expected])  # the last row's first step is the last one
+    assert begun[len(trace) - 1] >= rows[-1][0]
+    assert len(trace) == 1 or begun[len(trace) - 2] < rows[-1][0]
+    schedule = Schedule(trace, 1000, 1)
+    assert schedule.num_epochs == np.inf
+    sizes = [schedule.plan(e, 1).num_minibatches for e in range(3)]
+    sizes = np.concatenate(sizes).tolist()
+    assert sizes == unrolled_by_hand(rows, len(sizes))
+
+
+@pytest.mark.filterwarnings("ignore::variable_batch_size.TraceWarning")
+@settings(deadline=None)
+@given(ROWS, st.integers(0, 9))
+def test_thresholds_in_tokens_are_those_in_samples(rows, fraction):
+    """With 10 tokens in a sample, 91 to 100 tokens are reached with the tenth."""
+    tokens = [(max(10 * start - fraction, 0), size) for start, size in rows]
+    found, expected = thresholds(tokens, "tokens"), thresholds(rows)
+    assert found.batch_sizes.tolist() == expected.batch_sizes.tolist()
+    assert found.endless
+
+
+@pytest.mark.parametrize("unit", ["samples", "tokens"])
+def test_a_sampler_runs_thresholds_as_it_runs_their_steps(unit):
+    per_sample = 1 if unit == "samples" else 10
+    rows = [(start * per_sample, size) for start, size in [(0, 8), (30, 4), (70, 12)]]
+    steps = [8] * 4 + [4] * 10 + [12]
+
+    def sampler(trace: Trace, on_end: str = "stop") -> CustomSampler:
+        return CustomSampler(
+            range(50), trace, num_replicas=2, rank=0, minibatch_size=4, on_end=on_end
+        )
+
+    trace = thresholds(rows, unit)
+    assert trace.batch_sizes.tolist() == steps
+    found, expected = sampler(trace), sampler(Trace(steps), "hold")
+    for epoch in range(6):
+        found.set_epoch(epoch)
+        expected.set_epoch(epoch)
+        assert list(found) == list(expected)
+        assert len(found.plan.num_minibatches)
+    found.commit(1, 2)
+    state = found.state_dict()
+    expected.load_state_dict(state)  # the same run, so it may be resumed
+    assert expected.fingerprint() == found.fingerprint()
+    assert expected.cursor == (1, 2)
+    for other in (sampler(Trace(steps)), sampler(Trace([*steps, 12]), "hold")):
+        with pytest.raises(ValueError, match="is of another run"):
+            other.load_state_dict(state)
+
+
+BAD_THRESHOLDS = {
+    "first": ("samples,batchsize\n5,64\n", "line 2, samples: 5 must be 0: "),
+    "order": (
+        "samples,batchsize\n0,64\n9,64\n9,32\n",
+        "line 4, samples: 9 must be > 9",
+    ),
+    "negative": (
+        "samples,batchsize\n0,64\n-9,32\n",
+        "line 3, samples: -9 must be >= 0; it is the samples after which the row holds",
+    ),
+    "fraction": (
+        "batchsize,tokens\n64,0\n\n64,0.5\n",
+        "line 4, tokens: '0.5' is not an integer; allowed are integers >= 0",
+    ),
+    "blank": ("samples,batchsize\n,64\n", "line 2, samples: missing samples: "),
+    "suffix": ("tokens,batchsize\n0,6\n1B,9\n", "line 3, tokens: '1B' is not an int"),
+    "huge": (f"tokens,batchsize\n0,6\n{2**63},9\n", "line 3, tokens"),
+    "size": ("samples,batchsize\n0,64\n9,0\n", "line 3, batchsize: 0 must be > 0"),
+    "two units": ("samples,tokens,batchsize\n0,0,64\n", "rows count one unit"),
+    "per sample": ("tokens,batchsize\n0,64\n", "vbs.Trace(source, tokens_per_sample="),
+    "too many": (
+        f"samples,batchsize\n0,1\n{2**40},2\n",
+        f"{2**40 + 1} steps lead to the last row",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), BAD_THRESHOLDS.values(), ids=BAD_THRESHOLDS
+)
+def test_bad_thresholds_say_where_and_why(tmp_path, content, message):
+    path = write(tmp_path, content)
+    with pytest.raises(TraceError) as caught:
+        Trace(path, tokens_per_sample=None if "per_sample" in message else 8)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_a_row_that_no_step_uses_warns(tmp_path):
+    path = write(tmp_path, "samples,batchsize\n0,64\n10,32\n20,96\n")
+    with pytest.warns(TraceWarning, match="line 3, batchsize: 32 is not used"):
+        trace = Trace(path)
+    assert trace.batch_sizes.tolist() == [64, 96]
+    with pytest.raises(TraceError, match="line 4: batch size 96 is not a multiple"):
+        Schedule(trace, 256, 64)
+
+
+def test_errors_of_the_schedule_name_the_line_of_a_threshold():
+    table = pd.DataFrame({"samples": [0, 100, 300], "batchsize": [32, 40, 64]})
+    with pytest.raises(TraceError, match="DataFrame, element 1: batch size 40 is not"):
+        Schedule(Trace(table), 256, 32)
+
+
+def test_where_there_are_steps_samples_and_tokens_are_columns_like_others(tmp_path):
+    path = write(tmp_path, "step,samples,tokens,batchsize\n0,7,,64\n1,7,x,96\n")
+    assert Trace(path).batch_sizes.tolist() == [64, 96]
+    assert not Trace(path).endless
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+def test_tokens_per_sample_is_a_positive_integer(value):
+    with pytest.raises((TypeError, ValueError), match="tokens_per_sample must be"):
+        Trace([64], tokens_per_sample=value)
 
 
 def test_the_shipped_trace_is_good():

@@ -6,6 +6,13 @@ A trace file is CSV with a column ``batchsize`` and, usually, ``step``::
     0,1024
     1,2048
 
+or a column ``samples`` or ``tokens``, which says from how many of them on a batch size
+holds::
+
+    samples,batchsize
+    0,1024
+    500000,2048
+
 Spaces, a byte order mark, CRLF, blank lines, extra columns and their order do not
 matter. A `TraceError` names file, line, column and value.
 """
@@ -23,8 +30,16 @@ import numpy as np
 import pandas as pd
 
 from variable_batch_size.traces import trace_csv
-from variable_batch_size.traces.trace_csv import COLUMN, STEP_COLUMN, TraceError
-from xla_replica.common.arguments import is_integer
+from variable_batch_size.traces.trace_csv import (
+    COLUMN,
+    STEP_COLUMN,
+    THRESHOLDS,
+    TraceError,
+)
+from xla_replica.common.arguments import check_integer, is_integer
+
+# Of a trace by threshold: more would be a gigabyte of rows, and a wrong unit.
+MOST_STEPS = 2**27
 
 
 class TraceWarning(UserWarning):
@@ -46,23 +61,41 @@ class Trace:
             size.
         strict_steps: Raise TraceError, instead of a warning, where the ``step`` column
             does not count up by one.
+        tokens_per_sample: How many tokens every sample has. A source with a column
+            ``tokens`` needs it.
+
+    A row by threshold, of a file or DataFrame with a column ``samples`` or ``tokens``
+    and without ``step``, holds for every step that begins when the steps before it have
+    used at least so many. The first one is 0, the last one holds without end.
 
     Attributes:
-        batch_sizes: ``(num_steps,)`` int64, read-only, all positive.
-        endless: True for a constant batch size, which has no last step.
+        batch_sizes: ``(num_steps,)`` int64, read-only, all positive. Of thresholds: up
+            to the first step of the last row.
+        endless: Whether the last batch size is repeated without end: that of a constant
+            trace or of thresholds.
         name: What errors call the source.
 
     Raises:
         TraceError: A batch size is not a positive integer, or there are none, or there
-            is no ``batchsize`` column.
+            is no ``batchsize`` column; thresholds do not begin at 0 or do not increase.
         TypeError: ``source`` is of another type, such as a bool.
         FileNotFoundError: The file does not exist.
 
     >>> Trace([64, 96, 96]).batch_sizes.tolist()
     [64, 96, 96]
+    >>> Trace(pd.DataFrame({"samples": [0, 100], "batchsize": [64, 96]})).batch_sizes
+    array([64, 64, 96])
     """
 
-    def __init__(self, source: TraceSource, *, strict_steps: bool = False) -> None:
+    def __init__(
+        self,
+        source: TraceSource,
+        *,
+        strict_steps: bool = False,
+        tokens_per_sample: int | None = None,
+    ) -> None:
+        if tokens_per_sample is not None:
+            check_integer("tokens_per_sample", tokens_per_sample, least=1)
         if isinstance(source, Trace):
             vars(self).update(vars(source))
             if strict_steps and self._step_problem is not None:
@@ -70,6 +103,7 @@ class Trace:
             return
         self.endless = is_integer(source)
         self._lines: np.ndarray | None = None
+        self._first_steps: np.ndarray | None = None  # of every row, of thresholds
         table: pd.DataFrame | None = None
         is_path = isinstance(source, (str, os.PathLike))
         if is_path or hasattr(source, "read"):
@@ -96,10 +130,12 @@ class Trace:
         self.batch_sizes = self._checked(source if table is None else table[COLUMN])
         if len(self.batch_sizes) == 0:
             raise TraceError(f"{self.name}: no steps; a trace needs at least one row")
-        self.batch_sizes.setflags(write=False)
         self._step_problem: str | None = None
         if table is not None and STEP_COLUMN in table:
             self._check_steps(table[STEP_COLUMN], strict_steps)
+        elif table is not None and len(table.columns) == 2:
+            self._unroll(table, tokens_per_sample)
+        self.batch_sizes.setflags(write=False)
 
     def __len__(self) -> int:
         return len(self.batch_sizes)
@@ -116,15 +152,20 @@ class Trace:
         sizes = np.ascontiguousarray(self.batch_sizes, dtype="<i8")
         return hashlib.sha256(sizes.tobytes()).hexdigest()
 
-    def place(self, row: int) -> str:
-        """Returns where row ``row`` (from 0) was read: the file and physical line."""
+    def place(self, step: int) -> str:
+        """Returns where the batch size of a step (from 0) was read: file and line."""
+        if self._first_steps is not None:
+            step = int(np.searchsorted(self._first_steps, step, side="right")) - 1
+        return self._place_of_row(step)
+
+    def _place_of_row(self, row: int) -> str:
         if self._lines is not None:
             return f"{self.name}, line {self._lines[row]}"
-        if self.endless:
+        if self.endless and self._first_steps is None:
             return self.name
         return f"{self.name}, element {row}"
 
-    def _checked(self, values: Any) -> np.ndarray:
+    def _checked(self, values: Any, column: str = COLUMN) -> np.ndarray:
         """Returns ``values`` as int64; raises TraceError for the first bad one."""
         if isinstance(values, (np.ndarray, pd.Series, range)):
             array = np.asarray(values)
@@ -135,35 +176,75 @@ class Trace:
                 f"{self.name}: needs one dimension, has shape {array.shape}"
             )
         if array.dtype.kind not in "iuf":
-            sizes = [self._size(row, value) for row, value in enumerate(array)]
+            sizes = [self._size(row, value, column) for row, value in enumerate(array)]
             return np.asarray(sizes, dtype=np.int64)
-        good = np.isfinite(array) & (array > 0) & (array < 2**62)
+        least = int(column == COLUMN)
+        good = np.isfinite(array) & (array >= least) & (array < 2**62)
         if array.dtype.kind == "f":
             good &= array == np.floor(array)
         if not good.all():
             row = int(np.argmin(good))
-            self._size(row, array[row].item())
+            self._size(row, array[row].item(), column)
         return array.astype(np.int64)
 
-    def _size(self, row: int, value: Any) -> int:
-        """Returns the batch size that a number or a cell says, or raises TraceError."""
-        where = f"{self.place(row)}, {COLUMN}"
+    def _size(self, row: int, value: Any, column: str) -> int:
+        """Returns the number that a cell of the column says, or raises TraceError."""
+        where = f"{self._place_of_row(row)}, {column}"
+        allowed, meaning = "> 0", "the number of samples in the step"
+        if column != COLUMN:
+            allowed, meaning = ">= 0", f"the {column} after which the row holds"
         try:
             if isinstance(value, str) and self._lines is None:  # not from a file
                 raise ValueError(f"{value!r} is not an integer")
-            size = trace_csv.integer_in(value)
+            size = trace_csv.integer_in(value, column)
         except ValueError as error:
             raise TraceError(
-                f"{where}: {error}; allowed are integers > 0, the number of samples in "
-                "the step"
+                f"{where}: {error}; allowed are integers {allowed}, {meaning}"
             ) from None
-        if size <= 0:
-            raise TraceError(
-                f"{where}: {size} must be > 0; it is the number of samples in the step"
-            )
+        if size < int(column == COLUMN):
+            raise TraceError(f"{where}: {size} must be {allowed}; it is {meaning}")
         if size >= 2**62:
             raise TraceError(f"{where}: {value!r} is too large")
         return size
+
+    def _unroll(self, table: pd.DataFrame, tokens_per_sample: int | None) -> None:
+        """Replaces the rows' batch sizes by those of the steps that they stand for."""
+        [unit] = [column for column in THRESHOLDS if column in table]
+        starts = self._checked(table[unit], unit).tolist()
+        for row, before in enumerate([-1, *starts[:-1]]):
+            where = f"{self._place_of_row(row)}, {unit}: {starts[row]}"
+            if row == 0 and starts[0] != 0:
+                raise TraceError(f"{where} must be 0: a batch size is needed from then")
+            if starts[row] <= before:
+                raise TraceError(f"{where} must be > {before}, that of the row before")
+        if unit == "tokens":
+            if tokens_per_sample is None:
+                raise TraceError(
+                    f"{self.name}: the column 'tokens' needs the number of tokens in a "
+                    "sample: pass vbs.Trace(source, tokens_per_sample=...)"
+                )
+            starts = [-(-start // tokens_per_sample) for start in starts]
+        sizes, used = self.batch_sizes.tolist(), 0
+        counts = []
+        for row, (size, end) in enumerate(zip(sizes, starts[1:])):
+            counts.append(max(0, -(-(end - used) // size)))
+            used += counts[-1] * size
+            if counts[-1] == 0:
+                warnings.warn(
+                    f"{self._place_of_row(row)}, {COLUMN}: {size} is not used, because "
+                    f"no step begins between this row's {unit} and the next one's",
+                    TraceWarning,
+                    stacklevel=3,
+                )
+        counts.append(1)
+        if sum(counts) > MOST_STEPS:
+            raise TraceError(
+                f"{self.name}: {sum(counts)} steps lead to the last row, more than "
+                f"{MOST_STEPS}; is the column {unit!r} in another unit?"
+            )
+        self._first_steps = np.cumsum([0, *counts[:-1]])
+        self.batch_sizes = np.repeat(self.batch_sizes, counts)
+        self.endless = True
 
     def _check_steps(self, column: pd.Series, strict: bool) -> None:
         """Warns or raises TraceError where the steps do not count up by one."""

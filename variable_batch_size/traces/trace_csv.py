@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,6 +17,8 @@ from xla_replica.common.arguments import is_integer
 
 COLUMN = "batchsize"
 STEP_COLUMN = "step"
+# What the rows of a trace by threshold count, in place of steps.
+THRESHOLDS = ("samples", "tokens")
 _INTEGER = re.compile(r"[+-]?[0-9]+", re.ASCII)
 _TOO_MANY_CELLS = re.compile(r"Expected (\d+) fields in line (\d+), saw (\d+)")
 
@@ -25,13 +27,18 @@ class TraceError(ValueError):
     """A trace that cannot be used; the message names the place and the remedy."""
 
 
-def read_cells(
-    source: str | os.PathLike[str] | IO[Any], name: str
-) -> tuple[pd.DataFrame, np.ndarray]:
-    """Returns the cells of a trace file, without blank rows, and the line of each row.
+# From a table, its header and its name to the columns to read, the required one first.
+Choose = Callable[[pd.DataFrame, Iterable[Any], str], pd.DataFrame]
 
-    The columns are ``batchsize``, as integers if all of its cells are, else as texts;
-    and ``step``, as texts, if there is one. Lines are physical ones and count from 1.
+
+def read_cells(
+    source: str | os.PathLike[str] | IO[Any], name: str, choose: Choose | None = None
+) -> tuple[pd.DataFrame, np.ndarray]:
+    """Returns the cells of a CSV file, without blank rows, and the line of each row.
+
+    The columns are those that ``choose`` picks, by default `named_columns`: as integers
+    if all cells of a column are, else as texts. Lines are physical ones and count from
+    1.
     """
     is_path = isinstance(source, (str, os.PathLike))
     try:
@@ -49,24 +56,29 @@ def read_cells(
         rows = _rows(body)
     except pd.errors.ParserError as error:
         raise TraceError(name + _explained(error, body, first_line)) from error
-    cells = named_columns(rows, rows.iloc[0], name)
+    cells = (choose or named_columns)(rows, rows.iloc[0], name)
     lines = first_line + np.arange(len(rows))
     if '"' in body:  # a quoted cell may hold several lines
         lines += np.cumsum(_num_newlines(rows))
-    is_row = (cells[COLUMN] != "").to_numpy(copy=True)
+    is_row = (cells.iloc[:, 0] != "").to_numpy(copy=True)
     is_row[~is_row] = (rows[~is_row] != "").any(axis=1)  # a row without a batch size
     is_row[0] = False
     cells = cells[is_row]
-    numbers = pd.to_numeric(cells[COLUMN], errors="coerce")
-    if numbers.dtype.kind == "i":  # else the texts say which cell is not an integer
-        cells = cells.assign(**{COLUMN: numbers})
-    return cells, lines[is_row]
+    numbers = {name: pd.to_numeric(cells[name], errors="coerce") for name in cells}
+    # Texts remain where they say which cell is not an integer.
+    whole = {
+        name: column for name, column in numbers.items() if column.dtype.kind == "i"
+    }
+    return cells.assign(**whole), lines[is_row]
 
 
 def named_columns(
     table: pd.DataFrame, header: Iterable[Any], name: str
 ) -> pd.DataFrame:
-    """Returns the column ``batchsize`` and, if there is one, ``step`` of a table."""
+    """Returns the column ``batchsize`` of a table and what its rows count, if it says.
+
+    That is the column ``step`` or, without one, ``samples`` or ``tokens``.
+    """
     columns = [str(cell).strip() for cell in header]
     if columns.count(COLUMN) != 1:
         hint = ""
@@ -77,11 +89,19 @@ def named_columns(
             f"{name}: needs exactly one column '{COLUMN}', found {found}; columns are "
             f"{columns}{hint}"
         )
-    wanted = [column for column in (COLUMN, STEP_COLUMN) if column in columns]
+    wanted = [column for column in (STEP_COLUMN, *THRESHOLDS) if column in columns]
+    if STEP_COLUMN in wanted:
+        wanted = [STEP_COLUMN]
+    elif sum(map(columns.count, THRESHOLDS)) > 1:
+        raise TraceError(
+            f"{name}: rows count one unit, 'samples' or 'tokens', but columns are "
+            f"{columns}"
+        )
+    wanted = [COLUMN, *wanted]
     return table.iloc[:, [columns.index(c) for c in wanted]].set_axis(wanted, axis=1)
 
 
-def integer_in(value: Any) -> int:
+def integer_in(value: Any, column: str = COLUMN) -> int:
     """Returns the integer in a number or a cell; raises ValueError if it is not one."""
     if is_integer(value):
         return int(value)
@@ -89,7 +109,7 @@ def integer_in(value: Any) -> int:
     if isinstance(value, str):
         value = value.strip()
         if not value:
-            raise ValueError("missing batchsize: the cell is empty")
+            raise ValueError(f"missing {column}: the cell is empty")
         if _INTEGER.fullmatch(value):
             return int(value)
         with contextlib.suppress(ValueError):
