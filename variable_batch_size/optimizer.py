@@ -545,8 +545,8 @@ class ElasticOptimizer(OptimizerProxy):
         ratio = None if self.ref_weight else batch_size / (self.ref_batchsize or 1)
         with torch.no_grad():
             step = self._scaling.prepare(self.inner, ratio)
-            self._gradients.sum_(*ballots, *squares, *weights, divisor=divisor)
-            self._agreement.count(*ballots)
+            self._gradients.sum_(ballots, *squares, *weights, divisor=divisor)
+            self._agreement.count(ballots)
             total = None
             if self._weight is not None:
                 total, divisor, ratio = self._weight.count(self.ref_weight)

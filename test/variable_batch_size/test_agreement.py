@@ -58,10 +58,10 @@ class Replicas:
         for rank, agreement in enumerate(self._agreements):
             self._rank = rank
             ballots.append(agreement.ballots(("lr", 0.1)))
-        sums = [sum(each) for each in zip(*ballots)]
+        sums = torch.stack(ballots).sum(0)
         for rank, agreement in enumerate(self._agreements):
             self._rank = rank
-            agreement.count(*(each.clone() for each in sums))
+            agreement.count(sums.clone())
         self._num_updates += 1
         return [agreement.stop_agreed(look) for agreement in self._agreements]
 

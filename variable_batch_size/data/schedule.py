@@ -64,7 +64,7 @@ class EpochPlan:
         """Samples of the order that no step of this epoch uses."""
         return self.num_samples - int(self.starts[-1]) * self.minibatch_size
 
-    @property
+    @functools.cached_property
     def has_idle_replicas(self) -> bool:
         """Whether some replica runs no minibatch in some step."""
         return not self.padded and bool(

@@ -44,9 +44,9 @@ class Agreement:
         self._scalars = scalars
         self._remembered: tuple[Any, ...] | None = None
         self._modulus = _EXACT // replica.num_replicas
-        self._difference = torch.zeros(1, device=replica.device)
-        self._order_difference = torch.zeros(1, device=replica.device)
-        self._expected = 0
+        # Of hyperparameters and of orders, added up over updates.
+        self._differences = torch.zeros(2, device=replica.device)
+        self._own = torch.zeros(5, device=replica.device)
         self._asked = False
         self._hears = replica.has_streams and replica.num_replicas > 1
         self._arriving: deque[Callable[[], torch.Tensor | None]] = deque()
@@ -71,8 +71,6 @@ class Agreement:
         """
         if self._replica.num_replicas == 1 or self._remembered is None:
             return
-        if self._remembered == hyperparameters(groups):
-            return
         if counter.substep:
             where = f"within step {counter.cursor.step}"
             why = "replicas may accumulate different numbers of minibatches"
@@ -80,6 +78,8 @@ class Agreement:
             where = "between two updates"
             why = "idle replicas join updates without running your code"
         else:
+            return
+        if self._remembered == hyperparameters(groups):
             return
         raise ReplicaError(
             "the learning rate or another hyperparameter changed "
@@ -92,8 +92,11 @@ class Agreement:
 
     def ballots(
         self, used: tuple[Any, ...], order: str | None = None
-    ) -> list[torch.Tensor]:
-        """Returns what is to be summed with the gradients: four of ``(1,)`` float32.
+    ) -> torch.Tensor:
+        """Returns what is to be summed with the gradients: ``(5,)`` float32.
+
+        The hash of what is used and that of the order; one, and whether the order is
+        known, which count replicas that cast these two; and whether to stop.
 
         Args:
             used: Names and values of the hyperparameters.
@@ -101,45 +104,31 @@ class Agreement:
                 to run it, since idle replicas join steps before that.
         """
         own = zlib.crc32(repr(used).encode()) % self._modulus
-        self._expected = own * self._replica.num_replicas
         known = order is not None
-        self._order = zlib.crc32(order.encode()) % self._modulus if known else 0
-        self._knows_order = float(known)
+        digest = zlib.crc32(order.encode()) % self._modulus if known else 0
         self._asked |= self._hear() or xla_replica.stop_requested() is not None
-        return [
-            self._scalars.get("ballot", own).clone(),
-            self._scalars.get("stop", float(self._asked)).clone(),
-            self._scalars.get("order", self._order).clone(),
-            self._scalars.get("knows the order", self._knows_order).clone(),
-        ]
+        numbers = (own, digest, 1.0, float(known), float(self._asked))
+        self._own = self._scalars.get("ballots", (numbers,)).reshape(-1)
+        return self._own.clone()
 
     # --- after it -------------------------------------------------------------------
 
-    def count(
-        self,
-        hashes: torch.Tensor,
-        votes: torch.Tensor,
-        orders: torch.Tensor,
-        num_knowing: torch.Tensor,
-    ) -> None:
+    def count(self, sums: torch.Tensor) -> None:
         """Takes in the sums of `ballots`; where reading is free it checks at once."""
-        expected = self._scalars.get("expected ballots", self._expected)
-        self._difference.add_((hashes - expected).abs())
-        own = self._scalars.get("order", self._order)
-        known = self._scalars.get("knows the order", self._knows_order)
-        self._order_difference.add_(known * (orders - own * num_knowing).abs())
-        self._votes = votes
+        own, is_cast = self._own[:2], self._own[2:4]
+        hashes, num_cast = sums[:2], sums[2:4]
+        self._differences.add_((is_cast * (hashes - own * num_cast)).abs())
+        self._votes = sums[4:]
         if self._hears and not self._asked:
-            self._arriving.append(self._replica.fetch_later(votes))
+            self._arriving.append(self._replica.fetch_later(self._votes))
         if self._replica.is_host:
             self.check()
 
     def check(self) -> None:
         """Raises ReplicaError if replicas ever differed; reads the device."""
-        difference, order = self._replica.fetch(
-            [self._difference, self._order_difference]
-        )
-        if order.item() != 0:
+        [differences] = self._replica.fetch([self._differences])
+        hyperparameter, order = differences.tolist()
+        if order != 0:
             raise ReplicaError(
                 "replicas have run an epoch in different orders, so that some samples "
                 "were run twice and others never: what order= returns must be the same "
@@ -147,7 +136,7 @@ class Agreement:
                 "generator=torch.Generator().manual_seed(0), say) without the rank",
                 self._replica.rank,
             )
-        if difference.item() == 0:
+        if hyperparameter == 0:
             return
         raise ReplicaError(
             "replicas have updated their weights with different learning rates or "
@@ -190,8 +179,10 @@ class Agreement:
 def hyperparameters(groups: list[dict[str, Any]]) -> tuple[Any, ...]:
     """Returns the name and value of every number in the parameter groups."""
     return tuple(
-        (name, value)
-        for group in groups
-        for name, value in group.items()
-        if isinstance(value, (int, float, tuple))
+        [
+            (name, value)
+            for group in groups
+            for name, value in group.items()
+            if isinstance(value, (int, float, tuple))
+        ]
     )

@@ -7,6 +7,7 @@ gradients would bring an empty list to the collective.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping
 
 import torch
@@ -37,6 +38,8 @@ class StepGradients:
         self._replica = replica
         self._noise = noise
         self._known: set[nn.Parameter] = set()
+        # All parameters when gradients were last allocated, and which required them.
+        self._seen: tuple[list[nn.Parameter], list[bool]] = ([], [])
         self._witness = GradientWitness()
         self._sum = replica.gradient_sum(
             self._is_unchanged, overlap, self._parameters()
@@ -48,9 +51,15 @@ class StepGradients:
         return self._sum.gradients
 
     def _is_unchanged(self) -> bool:
-        """Returns whether the parameters that are trained are those known so far."""
-        return all(
-            p.requires_grad == (p in self._gradients) for p in self._parameters()
+        """Returns whether parameters, and which of them are trained, are those seen.
+
+        Asked several times a step; so it hashes no parameter, which Python would do.
+        """
+        parameters, (seen, trained) = self._parameters(), self._seen
+        return (
+            len(parameters) == len(seen)
+            and all(map(operator.is_, parameters, seen))
+            and [parameter.requires_grad for parameter in parameters] == trained
         )
 
     # --- which parameters are trained -----------------------------------------------
@@ -63,8 +72,6 @@ class StepGradients:
         self._replica.broadcast_([parameter.detach() for parameter in parameters])
         self._known.update(parameters)
         self._allocate(after_backward=False)
-        if self._noise:
-            self._noise.watch(self._inner.param_groups)
 
     def refresh(self, after_backward: bool = False) -> None:
         """Follows ``requires_grad``: allocates the unfrozen, drops the frozen.
@@ -75,29 +82,29 @@ class StepGradients:
             after_backward: Whether ``.grad`` holds the gradients of a minibatch. Those
                 of new parameters then count, else they are dropped.
         """
-        parameters = self._parameters()
-        if not self._known.issuperset(parameters):
+        if self._is_unchanged():
+            return
+        if not self._known.issuperset(self._parameters()):
             raise ValueError(
                 "a parameter group was added to the inner optimizer: add it through "
                 "the wrapper's add_param_group, which makes it equal on all replicas"
             )
-        if self._allocate(after_backward) and self._noise:
-            self._noise.watch(self._inner.param_groups, after_backward)
+        self._allocate(after_backward)
 
-    def _allocate(self, after_backward: bool) -> bool:
-        """Returns whether any of the parameters was frozen, unfrozen or new."""
-        if self._is_unchanged():
-            return False
-        trained = [p for p in self._parameters() if p.requires_grad]
+    def _allocate(self, after_backward: bool) -> None:
+        parameters = self._parameters()
+        self._seen = (parameters, [p.requires_grad for p in parameters])
+        trained = [p for p in parameters if p.requires_grad]
         new = {p for p in trained if after_backward and p not in self._gradients}
-        for parameter in self._parameters():
+        for parameter in parameters:
             is_held = parameter in self._gradients
             if parameter.requires_grad != is_held and parameter not in new:
                 parameter.grad = None
         self._sum.hold(trained)
         self._witness.watch(self._gradients, new)
         self._replica.sync()  # zeros on the device, not in the first graph
-        return True
+        if self._noise:
+            self._noise.watch(self._inner.param_groups, after_backward)
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self._inner.param_groups for p in group["params"]]

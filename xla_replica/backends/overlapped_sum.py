@@ -18,8 +18,9 @@ from xla_replica.backends.gradient_sum import GradientSum, divide_
 from xla_replica.backends.replica import Replica
 from xla_replica.device.gradients import AccumulationNote, weak_hook
 
-# A small bucket begins early; a large one has fewer collectives to wait for.
-FIRST_BUCKET_BYTES = 2**20
+# A small bucket begins early; a large one has fewer collectives to wait for. A model
+# that fits into the first one has one: to begin two takes longer than one can hide.
+FIRST_BUCKET_BYTES = 8 * 2**20
 BUCKET_BYTES = 25 * 2**20
 # Room for the numbers that ride with the gradients, in the bucket that goes last.
 TAIL = 64
@@ -35,34 +36,75 @@ class Bucket:
     Attributes:
         numbers: ``(N,)``: all gradients, one after another.
         flat: ``(N + tail,)``: the same numbers, and room for more.
-        parts: Where each parameter's gradient is in there: of its shape.
-        views: The same numbers as ``.grad``. A view has a count of writes of its own,
-            so that a write to one gradient does not look like one to its neighbours.
-        missing: Parameters whose gradient the last backward pass has yet to compute.
-        divided: Parameters whose gradient is divided already.
+        is_wide: Whether a division by a power of two is exact.
+        places: Where each parameter's gradient is, in order.
+        num_missing: Gradients that the last backward pass has yet to compute.
         work: What waits for the sum, once it has begun.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], tail: int) -> None:
+    def __init__(self, parameters: list[nn.Parameter], index: int, tail: int) -> None:
         size = sum(parameter.numel() for parameter in parameters)
         first = parameters[0]
         self.flat = torch.zeros(size + tail, dtype=first.dtype, device=first.device)
         self.numbers = self.flat[:size]
+        self.is_wide = first.dtype in WIDE
         parts = self.numbers.split([parameter.numel() for parameter in parameters])
-        self.parts = {p: _like(part, p) for p, part in zip(parameters, parts)}
-        self.views = {p: part.data for p, part in self.parts.items()}
-        self.missing: set[nn.Parameter] = set()
-        self.divided: set[nn.Parameter] = set()
+        self.places = [
+            Place(parameter, index, _like(part, parameter))
+            for parameter, part in zip(parameters, parts)
+        ]
+        self.num_missing = 0
         self.work: Any = None
 
-    def divide_rest_(self, divisor: int) -> None:
-        """Divides the gradients that are not divided yet by a power of two."""
-        if not self.divided:
-            self.numbers.mul_(1 / divisor)
+    def scale_rest_(self, factor: float) -> None:
+        """Multiplies the gradients that are not divided yet by a power of two."""
+        rest = [place for place in self.places if not place.is_divided]
+        if len(rest) == len(self.places):
+            self.numbers.mul_(factor)
             return
-        for parameter, part in self.parts.items():
-            if parameter not in self.divided:
-                part.mul_(1 / divisor)
+        for place in rest:
+            place.part.mul_(factor)
+
+
+class Place:
+    """Where the gradient of one parameter is.
+
+    Attributes:
+        parameter: The parameter.
+        index: The number of its bucket.
+        part: The gradient's numbers in the bucket, of the parameter's shape.
+        view: The same numbers as ``.grad``. A view has a count of writes of its own,
+            so that a write to one gradient does not look like one to its neighbours.
+        is_missing: Whether the last backward pass has yet to compute the gradient.
+        is_divided: Whether the gradient is divided already.
+    """
+
+    __slots__ = ("index", "is_divided", "is_missing", "parameter", "part", "view")
+
+    def __init__(self, parameter: nn.Parameter, index: int, part: torch.Tensor) -> None:
+        self.parameter = parameter
+        self.index = index
+        self.part = part
+        self.view = part.data
+        self.is_missing = self.is_divided = False
+
+    def take(self, factor: float | None = None) -> None:
+        """Makes ``.grad`` the view in the bucket, of what it holds times ``factor``."""
+        view, gradient = self.view, self.parameter.grad
+        if gradient is view:
+            if factor is not None:
+                self.part.mul_(factor)
+            return
+        self.parameter.grad = view
+        if gradient is None:
+            return
+        gradient = gradient.detach()
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if factor is None:
+            view.copy_(gradient)
+        else:
+            torch.mul(gradient, factor, out=view)
 
 
 class OverlappedSum(GradientSum):
@@ -91,7 +133,8 @@ class OverlappedSum(GradientSum):
         super().__init__(replica, may_begin)
         self._begin = begin
         self._buckets: list[Bucket] = []
-        self._bucket_of: dict[nn.Parameter, Bucket] = {}
+        # Looked up once per gradient: a parameter's hash is computed in Python.
+        self._place_of: dict[nn.Parameter, Place] = {}
         self._hooked: set[nn.Parameter] = set()
         self._has_order = False
         # How often each gradient was accumulated in the last minibatch of a step.
@@ -105,13 +148,14 @@ class OverlappedSum(GradientSum):
         self._is_first = False
         self._counts = False  # how often gradients appear
         self._overlaps: bool | None = False  # None: `may_begin` is to be asked
-        self._divisor: int | None = None
-        self._newest: nn.Parameter | None = None
+        self._divide_by(None)
+        self._newest: Place | None = None
         self._num_begun = 0
         self._is_late = False
         for bucket in self._buckets:
             bucket.work = None
-            bucket.divided.clear()
+            for place in bucket.places:
+                place.is_divided = False
 
     # --- which parameters -----------------------------------------------------------
 
@@ -131,33 +175,16 @@ class OverlappedSum(GradientSum):
         """Makes buckets of the parameters in this order, with what ``.grad`` holds."""
         lists = bucketed(parameters)
         self._buckets = [
-            Bucket(each, TAIL if index == len(lists) - 1 else 0)
+            Bucket(each, index, TAIL if index == len(lists) - 1 else 0)
             for index, each in enumerate(lists)
         ]
-        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
-        self.gradients = {p: self._bucket_of[p].views[p] for p in parameters}
+        places = {p.parameter: p for bucket in self._buckets for p in bucket.places}
+        self._place_of = places
+        self.gradients = {parameter: place.view for parameter, place in places.items()}
         self._is_stale = False
         self._end()
-        for parameter in parameters:
-            self._take(parameter)
-
-    def _take(self, parameter: nn.Parameter, factor: float | None = None) -> None:
-        """Makes ``.grad`` the view in the bucket, of what it holds times ``factor``."""
-        view, gradient = self.gradients[parameter], parameter.grad
-        if gradient is view:
-            if factor is not None:
-                self._bucket_of[parameter].parts[parameter].mul_(factor)
-            return
-        parameter.grad = view
-        if gradient is None:
-            return
-        gradient = gradient.detach()
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        if factor is None:
-            view.copy_(gradient)
-        else:
-            torch.mul(gradient, factor, out=view)
+        for place in places.values():
+            place.take()
 
     # --- the backward pass ----------------------------------------------------------
 
@@ -172,26 +199,28 @@ class OverlappedSum(GradientSum):
         self._end()
         self._is_first = is_first
         # A lazy device would compile a program for each number; see `sum_`.
-        self._divisor = None if self._replica.is_lazy else divisor
+        self._divide_by(None if self._replica.is_lazy else divisor)
         if is_last and self._once is None:
             self._counts = True
             self._appeared.clear()
         elif is_last and self._once:
             self._overlaps = None
             for bucket in self._buckets:
-                bucket.missing = set(bucket.views)
+                bucket.num_missing = len(bucket.places)
+                for place in bucket.places:
+                    place.is_missing = True
 
     def expect_none(self) -> None:
         if self._is_stale:
             self._zero()
-        for bucket in self._buckets:
-            bucket.divided = set(bucket.views)
+        for place in self._place_of.values():
+            place.is_divided = True
         super().expect_none()
 
     def note(self, parameter: nn.Parameter) -> None:
         """Takes note that autograd has accumulated into ``parameter.grad``."""
-        bucket = self._bucket_of.get(parameter)
-        if bucket is None:  # unfrozen since
+        place = self._place_of.get(parameter)
+        if place is None:  # unfrozen since
             return
         if self._counts:
             self._appeared[parameter] = self._appeared.get(parameter, 0) + 1
@@ -199,21 +228,22 @@ class OverlappedSum(GradientSum):
             self._overlaps = self._may_begin()
         if self._overlaps:
             self._finish_newest()
-            self._newest = parameter
-            self._is_late |= parameter not in bucket.missing
-        if parameter.grad is not bucket.views[parameter] and not self._is_first:
+            self._newest = place
+            self._is_late |= not place.is_missing
+        if parameter.grad is not place.view and not self._is_first:
             return  # who holds the gradients decides what becomes of it
         # Hooks that look at the numbers find them as they are before the division.
         if (
             self._overlaps
+            and self._factor is not None
+            and self._buckets[place.index].is_wide
             and not self._is_late
-            and self._divides(bucket)
             and AccumulationNote.all_on(parameter)
         ):
-            self._take(parameter, 1 / self._divisor)
-            bucket.divided.add(parameter)
+            place.take(self._factor)
+            place.is_divided = True
         else:
-            self._take(parameter)
+            place.take()
 
     def _finish_newest(self) -> None:
         """Begins the sums that waited for the newest gradient.
@@ -223,32 +253,36 @@ class OverlappedSum(GradientSum):
         newest, self._newest = self._newest, None
         if newest is None:
             return
-        bucket = self._bucket_of[newest]
-        if newest.grad is not bucket.views[newest]:
+        if newest.parameter.grad is not newest.view:
             self._overlaps = False  # replaced by one of them
             return
-        bucket.missing.discard(newest)
+        if newest.is_missing:
+            newest.is_missing = False
+            self._buckets[newest.index].num_missing -= 1
         # The last bucket takes others along, see `sum_`.
         while self._num_begun < len(self._buckets) - 1:
-            if self._buckets[self._num_begun].missing:
+            if self._buckets[self._num_begun].num_missing:
                 return
             self._begin_next()
 
     def _begin_next(self) -> None:
         bucket = self._buckets[self._num_begun]
         if self._divides(bucket):
-            bucket.divide_rest_(self._divisor)
+            bucket.scale_rest_(self._factor)
         bucket.work = self._begin(bucket.flat)
         self._num_begun += 1
 
+    def _divide_by(self, divisor: int | None) -> None:
+        """Takes the number that `sum_` divides by, None if it is not known yet."""
+        is_power_of_two = bool(divisor) and divisor & (divisor - 1) == 0
+        self._factor = 1 / divisor if is_power_of_two else None
+
     def _divides(self, bucket: Bucket) -> bool:
         """Returns whether to divide before the sum, the same on every replica."""
-        divisor = self._divisor or 0
-        is_power_of_two = divisor > 0 and divisor & (divisor - 1) == 0
-        return is_power_of_two and bucket.flat.dtype in WIDE
+        return self._factor is not None and bucket.is_wide
 
     def has_begun(self, parameter: nn.Parameter) -> bool:
-        return self._bucket_of[parameter].work is not None
+        return self._buckets[self._place_of[parameter].index].work is not None
 
     # --- the sum --------------------------------------------------------------------
 
@@ -262,7 +296,7 @@ class OverlappedSum(GradientSum):
                 "step: call backward() once per step(), on the sum of the losses, or "
                 "pass overlap=False"
             )
-        self._divisor = divisor if isinstance(divisor, int) else None
+        self._divide_by(divisor if isinstance(divisor, int) else None)
         with torch.no_grad():
             tail = self._tail_of(others)
             while self._num_begun < len(self._buckets):
@@ -293,7 +327,7 @@ class OverlappedSum(GradientSum):
         dtype = last.flat.dtype
         if any(torch.promote_types(other.dtype, dtype) != dtype for other in others):
             return None
-        last.flat[len(last.numbers) :].zero_()
+        # What is in the rest of the tail is summed too, and nobody reads it.
         tail = last.flat[len(last.numbers) :][:size]
         torch.cat([other.reshape(-1).to(dtype) for other in others], out=tail)
         return tail
