@@ -90,9 +90,7 @@ class Agreement:
             self._replica.rank,
         )
 
-    def ballots(
-        self, used: tuple[Any, ...], order: str | None = None
-    ) -> torch.Tensor:
+    def ballots(self, used: tuple[Any, ...], order: str | None = None) -> torch.Tensor:
         """Returns what is to be summed with the gradients: ``(5,)`` float32.
 
         The hash of what is used and that of the order; one, and whether the order is

@@ -87,10 +87,7 @@ class AccumulationNote:
     def all_on(parameter: torch.Tensor) -> bool:
         """Returns whether every such hook of a parameter is a note."""
         hooks = parameter._post_accumulate_grad_hooks or {}
-        for hook in hooks.values():  # a generator would take as long as the rest
-            if not isinstance(hook, AccumulationNote):
-                return False
-        return True
+        return all(isinstance(hook, AccumulationNote) for hook in hooks.values())
 
 
 def weak_hook(method: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
