@@ -23,7 +23,8 @@ from grab_xla.epoch.passes import Passes
 from grab_xla.epoch.pending_minibatches import PendingMinibatches
 from grab_xla.epoch.round_robin_sharding import RoundRobinSharding
 from grab_xla.random_projections import projection
-from grab_xla.recording import Fidelity, Recording
+from grab_xla.recording import fidelities
+from grab_xla.recording.fidelities import Fidelity
 from per_sample_grad import Capture, Projection
 from xla_replica.common.differences import check_same
 
@@ -55,10 +56,15 @@ class GraBSampler(Sampler[int]):
             Default: a new one with ``seed``.
         seed: The seed of that generator and of random projections.
         random_first_epoch: Whether to begin with a shuffle rather than 0, 1, 2 ...
-        fidelity: What is balanced: ``"exact"``, gradients themselves; or
+        fidelity: What is balanced: ``"exact"``, gradients themselves;
             ``"projected"``, `per_sample_grad.Projection` of them, which costs a small
-            part of a training step and needs no memory for gradients.
+            part of a training step and needs no memory for gradients; or ``"group"``,
+            the mean gradients of fixed groups of samples, which training computes
+            anyway.
         projection_size: The most numbers of such a projection.
+        group_size: How many samples such a group has: those of every backward pass.
+            Consecutive samples of the first order stay together. If it does not divide
+            their number, the smaller group at the end stays there and is not balanced.
         random_projection, pi_eps, kron_order: Balance fewer numbers; see ``kind``,
             ``eps`` and ``order`` of `projection`.
         normalize_grads: Whether to divide every (projected) gradient by its norm.
@@ -102,6 +108,7 @@ class GraBSampler(Sampler[int]):
         random_first_epoch: bool = True,
         fidelity: Fidelity = "exact",
         projection_size: int = 4096,
+        group_size: int | None = None,
         random_projection: str = "none",
         pi_eps: float = 0.1,
         kron_order: int = 2,
@@ -128,11 +135,17 @@ class GraBSampler(Sampler[int]):
         self.device = torch.device(self._replica.device if device is None else device)
         self._timer = timer or contextlib.nullcontext
         self._normalize = normalize_grads
-        self._recording = Recording(trainable_params, fidelity, projection_size, seed)
+        self._recording = fidelities.recorder(
+            trainable_params, fidelity, projection_size, seed
+        )
+        self._group_size = fidelities.samples_together(
+            fidelity, group_size, self.num_samples, ordering
+        )
+        self._num_groups = self.num_samples // self._group_size
         self._gradients = GradientMatrix(self._recording.balanced, dtype, self.device)
         kind = str(getattr(random_projection, "value", random_projection))
         self._project = projection(
-            kind, self._gradients.num_columns, self.num_samples, pi_eps, kron_order,
+            kind, self._gradients.num_columns, self._num_groups, pi_eps, kron_order,
             seed, dtype, self.device,
         )  # fmt: skip
         projected = (kind, pi_eps, kron_order, seed) if self._project.tables else kind
@@ -154,6 +167,8 @@ class GraBSampler(Sampler[int]):
         }
         if self.projection is not None:
             self._identity["settings"]["projection"] = repr(self.projection)
+        if fidelity == "group":
+            self._identity["settings"]["group_size"] = group_size
         self._columns = Columns(self._replica, num_columns, scheme, self.device, dtype)
         herding = "running" if stale_mean_herding else "exact"
         self._metrics = EpochMetrics(
@@ -165,11 +180,12 @@ class GraBSampler(Sampler[int]):
         self._uses_gradients = ordering.needs_gradients or self._metrics.on
         self._pending = PendingMinibatches(self._columns)
         self._sharding = RoundRobinSharding(
-            self.num_samples, self._replica.num_replicas, self._replica.rank, drop_last
-        )
+            self.num_samples, self._replica.num_replicas, self._replica.rank, drop_last,
+            self._group_size,
+        )  # fmt: skip
         self._orders = Orders(
             ordering, self.num_samples, random_first_epoch, generator, seed,
-            record_orders,
+            record_orders, self._group_size,
         )  # fmt: skip
         self._replica.check_agreement(
             "the checksum of the first order",
@@ -177,11 +193,10 @@ class GraBSampler(Sampler[int]):
             "Give all replicas the same seed or equal generators.",
         )
         self._resumed = False
-        self._start = 0  # The position at which the pass over the order began.
+        self._start = 0  # The group at which the pass over the order began.
         self._own = self._sharding.own(self.order, 0)  # This replica's samples.
         self._passes = Passes()
         self._given_for: int | None = None  # The epoch of an elastic sampler.
-        self._num_updated = 0  # Samples of this epoch that updates have used.
 
     def __len__(self) -> int:
         """Returns how many samples this replica runs in a pass over the order."""
@@ -235,19 +250,22 @@ class GraBSampler(Sampler[int]):
     @property
     def num_seen(self) -> int:
         """The number of samples of the current order whose gradients `step` took."""
-        return self._balancer.num_seen
+        return min(self._balancer.num_seen * self._group_size, self.num_samples)
 
     @property
     def projection(self) -> Projection | None:
         """The map of ``fidelity="projected"``, for `Factors.project`; else None."""
         return self._recording.projection
 
-    def record(self, model: torch.nn.Module, **options: Any) -> Capture:
+    def record(
+        self, model: torch.nn.Module, **options: Any
+    ) -> Capture | contextlib.AbstractContextManager[None]:
         """Returns a context in which a forward pass is recorded for `backward`.
 
         Args:
             model: The module with the parameters that the sampler was built with.
-            **options: Those of `per_sample_grad.Capture`, such as ``fallback``.
+            **options: Those of `per_sample_grad.Capture`, such as ``fallback``; a
+                ``"group"`` needs none and ignores them.
         """
         return self._recording.start(model, options)
 
@@ -259,15 +277,26 @@ class GraBSampler(Sampler[int]):
         Collective, as `step` is. What ``.grad`` gets is the same to the bit.
 
         Args:
-            losses: ``(B,)``, computed from the model inside `record`.
+            losses: ``(B,)``, computed from the model inside `record`. Of a group it may
+                also be the mean itself, ``()``.
             indices: As for `step`.
 
         Raises:
             RuntimeError: Nothing was recorded.
             PerSampleError: Some use of a parameter is not accounted for; the message
                 says what to do.
-            ValueError: As for `step`.
+            ValueError: As for `step`, or these are not the losses of one group.
         """
+        if self._group_size > 1 and losses.dim():
+            group = self._expected(1)
+            if len(group) and losses.shape != group.shape:
+                raise ValueError(
+                    f"backward() with losses of shape {tuple(losses.shape)}, but the "
+                    f"next group has {len(group)} samples: with "
+                    f"group_size={self._group_size} every backward pass is of one "
+                    "group, so pass the same number as batch_size= to the DataLoader, "
+                    "or as minibatch_size= to CustomSampler"
+                )
         self.step(self._recording.backward(losses), indices=indices)
 
     def step(
@@ -285,9 +314,10 @@ class GraBSampler(Sampler[int]):
 
         Args:
             per_sample_grads: ``(B, *shape)`` for every parameter; with
-                ``fidelity="projected"`` their projections. A constant factor
-                does not change the order; a factor that differs between batches does.
-            batch: False for one sample without a batch axis.
+                ``fidelity="projected"`` their projections, and with ``"group"`` the
+                mean gradients of B groups. A constant factor does not change the order;
+                a factor that differs between batches does.
+            batch: False for one sample, or group, without a batch axis.
             indices: ``(B,)``, the samples of these gradients, to be compared with the
                 order. Keep them on the CPU, because reading them is a transfer.
 
@@ -297,10 +327,10 @@ class GraBSampler(Sampler[int]):
                 gradients may be of another pass over the order than the newest one.
         """
         num_rows = self._gradients.count(per_sample_grads, batch)
-        self._check_samples(num_rows, indices)
+        is_whole = self._take(num_rows, indices)
         if num_rows == 0:
             return
-        if not self._uses_gradients:
+        if not self._uses_gradients or not is_whole:
             self._pass_over(num_rows)
             return
         with self._timer("sorter_step"), torch.no_grad():
@@ -322,7 +352,7 @@ class GraBSampler(Sampler[int]):
             self._pending.minibatches.append(rows.clone())
             return
         everyone = self._columns.of_all_replicas(rows)
-        left = self._sharding.end(self._start) - self.num_seen
+        left = self._sharding.end(self._start) - self._balancer.num_seen
         # In the sequence of the order, without repeated samples.
         ordered = everyone.transpose(0, 1).flatten(0, 1)[:left]
         self._balancer.balance(lambda: [ordered])
@@ -347,14 +377,24 @@ class GraBSampler(Sampler[int]):
                 f"count: balance_type={self.balance_type!r} or a metric needs "
                 "gradients: call step()"
             )
-        self._check_samples(num_samples, None)
-        self._pass_over(num_samples)
+        num_groups, num_remaining = divmod(num_samples, self._group_size)
+        if num_remaining and num_remaining != self._sharding.num_remaining:
+            raise ValueError(
+                f"count({num_samples}): with group_size={self._group_size} samples are "
+                "used in whole groups"
+            )
+        self._take(num_groups, None)
+        self._pass_over(num_groups)
+        if num_remaining:
+            self._take(1, None)
+            self._pass_over(1)
 
-    def _pass_over(self, num_samples: int) -> None:
+    def _pass_over(self, num_groups: int) -> None:
         if self._given_for is None or self._replica.num_replicas == 1:
-            left = self._sharding.end(self._start) - self.num_seen
-            num_used = num_samples * self._replica.num_replicas
-            self._balancer.num_seen += min(num_used, left)
+            left = self._sharding.end(self._start) - self._balancer.num_seen
+            # Without one left it is the smaller group at the end.
+            num_used = min(num_groups * self._replica.num_replicas, left or 1)
+            self._balancer.num_seen += num_used
 
     def after_update(self, update: Any) -> None:
         """Balances the minibatches of all replicas that an update was made of.
@@ -370,15 +410,22 @@ class GraBSampler(Sampler[int]):
             ValueError: `step` was not called once for each of this replica's
                 minibatches, before ``optimizer.step()``.
         """
+        size = self._group_size
+        if size > 1 and update.minibatch_size != size:
+            raise ValueError(
+                f"group_size={size}, but minibatches have {update.minibatch_size} "
+                f"samples: CustomSampler(..., minibatch_size={size})"
+            )
         if self._replica.num_replicas == 1:
-            self._check_balanced(update)
+            if self._uses_gradients and self._given_for == update.epoch:
+                self._passes.check_update(self.num_seen, update.batch_size)
             return
         # An idle replica may come here before it asks for the epoch's order.
         self(update.epoch)
         if not self._uses_gradients:
-            self._balancer.num_seen += update.batch_size
+            self._balancer.num_seen += update.batch_size // size
             return
-        sizes = update.batch_size, update.minibatch_size
+        sizes = update.batch_size // size, update.minibatch_size // size
         with torch.no_grad():
             self._pending.balance(self._balancer, *sizes)
 
@@ -438,7 +485,7 @@ class GraBSampler(Sampler[int]):
     def _advance(self) -> None:
         """Begins an epoch unless the current one has not been used."""
         # Nor does looking at the rest of a restored epoch begin another.
-        unused = self._resumed and self.num_seen == self._start
+        unused = self._resumed and self._balancer.num_seen == self._start
         if unused and self._orders.given is None:
             return
         self._pending.abandon()
@@ -448,63 +495,45 @@ class GraBSampler(Sampler[int]):
             return
         if self.num_seen:
             self._passes.leave_epoch()
+            everything = self._balancer.num_seen == self._num_groups
+            if everything or self._given_for is not None:
+                self._orders.warn_of_remainder()
         placements = self._balancer.placements()
         with self._timer("reset_epoch"):
             self._orders.advance(placements)
-            self._balancer.begin_epoch(self.num_samples, self._orders.generator)
-        self._num_updated = 0
+            self._balancer.begin_epoch(self._num_groups, self._orders.generator)
 
-    def _check_balanced(self, update: Any) -> None:
-        """Raises ValueError unless the update's gradients have all been balanced.
+    def _expected(self, num_groups: int) -> np.ndarray:
+        """Returns the next samples that this replica runs, as many as there are."""
+        size, num_seen = self._group_size, self._balancer.num_seen
+        num_replicas, rank = self._replica.num_replicas, self._replica.rank
+        if self._given_for is None:
+            first, own = -(-(num_seen - self._start) // num_replicas), self._own
+            if num_seen > self._sharding.end(self._start):  # the smaller group is done
+                first = len(own)
+        else:
+            turn = len(self._pending.minibatches) * num_replicas + rank
+            first, own = num_seen + turn * num_groups, self.order
+        return own[first * size : (first + num_groups) * size]
 
-        A state that is saved during the update would lack gradients that come later:
-        the samples of a resumed run would get the signs of others.
+    def _take(self, num_groups: int, indices: Sequence[int] | Tensor | None) -> bool:
+        """Counts a step of the next groups; returns whether they are to be balanced.
+
+        Raises ValueError unless these can be the next ones.
         """
-        if not self._uses_gradients or self._given_for != update.epoch:
-            return
-        num_taken = self.num_seen - self._num_updated
-        self._num_updated = self.num_seen
-        if num_taken != update.batch_size:
-            raise ValueError(
-                f"this update has {update.batch_size} samples, but sampler.step() "
-                f"took the gradients of {num_taken} since the last one: call it once "
-                "per minibatch, before optimizer.step()"
-            )
-
-    def _check_samples(
-        self, num_rows: int, indices: Sequence[int] | Tensor | None
-    ) -> None:
-        """Raises ValueError unless these can be the next samples."""
         if not self._orders.begun:
             raise ValueError(
                 "step() before the first epoch: iterate over the sampler (or its "
                 "DataLoader) first"
             )
-        if self._given_for is None:
-            if indices is None:  # Otherwise they tell passes apart.
-                self._passes.check_step(num_rows)
-            done = -(-(self.num_seen - self._start) // self._replica.num_replicas)
-            expected = self._own[done : done + num_rows]
-        else:
-            num_replicas, rank = self._replica.num_replicas, self._replica.rank
-            turn = len(self._pending.minibatches) * num_replicas + rank
-            first = self.num_seen + turn * num_rows
-            expected = self.order[first : first + num_rows]
-        if len(expected) < num_rows:
-            raise ValueError(
-                f"step() with {num_rows} samples, but only {len(expected)} are left of "
-                f"epoch {self.epoch} on this replica: iter(sampler) begins the next one"
-            )
-        if indices is not None:
-            received = torch.as_tensor(indices).cpu().numpy().reshape(-1)
-            if not np.array_equal(received, expected):
-                raise ValueError(
-                    f"step(): indices are {received[:8].tolist()}..., but the next "
-                    f"{num_rows} samples of the order are {expected[:8].tolist()}...: "
-                    "call step() once per batch, in the order in which the loader "
-                    "gives them; a second pass over the loader begins the next epoch"
-                )
-        self._passes.count_step(num_rows)
+        expected = self._expected(num_groups)
+        num_samples, own_pass = num_groups * self._group_size, self._given_for is None
+        # What is left after the whole groups is not balanced.
+        is_smaller = own_pass and num_groups == 1 and 0 < len(expected) < num_samples
+        if is_smaller:
+            num_samples = len(expected)
+        self._passes.take(num_samples, expected, indices, guesses=own_pass)
+        return not is_smaller
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that the next orders depend on, without a number of replicas.
@@ -540,13 +569,14 @@ class GraBSampler(Sampler[int]):
         self._given_for = state["given_for"]
         # The epoch's random numbers are drawn again rather than saved.
         self._orders.generator.set_state(state["drawn_from"].cpu())
-        self._balancer.draw(self.num_samples, self._orders.generator)
+        self._balancer.draw(self._num_groups, self._orders.generator)
         self._balancer.load_state_dict(state["engine"])
         self._orders.load_state_dict(state)
         self._pending.minibatches = []
-        self._passes.leave_epoch()
-        self._num_updated = self.num_seen
+        self._passes.leave_epoch(num_updated=self.num_seen)
+        num_seen = self._balancer.num_seen
         # After a finished epoch the next iter() begins another.
-        self._resumed = 0 < self.num_seen < self._sharding.end(0)
-        self._start = self.num_seen if self._resumed else 0
+        end = self._sharding.end(0) + (self._sharding.num_remaining > 0)
+        self._resumed = 0 < num_seen < end
+        self._start = num_seen if self._resumed else 0
         self._own = self._sharding.own(self.order, self._start)

@@ -23,7 +23,9 @@ class Orders:
     """Keeps the order of the current epoch and asks the balance type for the next.
 
     The generator, made from ``seed`` if there is none, is the only source of
-    randomness.
+    randomness. With a ``group_size``, consecutive samples of the first order stay
+    together, and placements are those of groups; samples that do not fill a group keep
+    the last places.
 
     Attributes:
         order: ``(num_samples,)`` int64, the order of the current epoch.
@@ -42,6 +44,7 @@ class Orders:
         generator: torch.Generator | None,
         seed: int,
         record: bool,
+        group_size: int = 1,
     ) -> None:
         seed = check_integer("seed", seed)
         self.ordering, self.generator = ordering, torch.Generator()
@@ -64,6 +67,8 @@ class Orders:
         self.history: list[list[int]] = []
         self.drawn_from = self.generator.get_state()
         self._records, self._warned = record, False
+        self._warned_of_remainder = False
+        self._group_size = group_size
         self.given: np.ndarray | None = None
 
     def give(self, order: np.ndarray) -> None:
@@ -79,8 +84,7 @@ class Orders:
         """Begins the first epoch, or the one that follows from these placements."""
         if self.begun:
             self._warn_of_nonfinite(placements)
-            follows = self.ordering.next_order
-            self.order = follows(self.order, placements, self.generator)
+            self.order = self._following(placements)
             self.epoch += 1
         self.begun = True
         if self.given is not None:
@@ -89,17 +93,44 @@ class Orders:
             self.history.append(self.order.tolist())
         self.drawn_from = self.generator.get_state()
 
+    def _following(self, placements: np.ndarray) -> np.ndarray:
+        follows, size = self.ordering.next_order, self._group_size
+        if size == 1:
+            return follows(self.order, placements, self.generator)
+        num_groups = len(self.order) // size
+        numbers = follows(np.arange(num_groups), placements, self.generator)
+        whole, rest = np.split(self.order, [num_groups * size])
+        groups = whole.reshape(num_groups, size)[numbers]
+        return np.concatenate([groups.reshape(-1), rest])
+
     def _warn_of_nonfinite(self, placements: np.ndarray) -> None:
         is_float = placements.dtype.kind == "f"
         bad = ~np.isfinite(placements) if is_float else placements == KEEP
         if bad.any() and not self._warned:
             self._warned = True
+            size = self._group_size
+            of = "samples" if size == 1 else "groups"
+            first = self.order[np.argmax(bad) * size]
             warnings.warn(
-                f"the gradients of {bad.sum()} samples of epoch {self.epoch} were not "
-                f"finite, such as sample {self.order[np.argmax(bad)]}; they keep their "
-                "places and do not affect the balance. Later ones are not reported",
+                f"the gradients of {bad.sum()} {of} of epoch {self.epoch} were not "
+                f"finite, such as that of sample {first}; they keep their places and "
+                "do not affect the balance. Later ones are not reported",
                 GraBWarning,
                 stacklevel=5,
+            )
+
+    def warn_of_remainder(self) -> None:
+        """Warns, once, that samples which do not fill a group are left out."""
+        num_samples = len(self.order) % self._group_size
+        if num_samples and not self._warned_of_remainder:
+            self._warned_of_remainder = True
+            warnings.warn(
+                f"epoch {self.epoch} left out {num_samples} samples, the remainder of "
+                f"{len(self.order)} samples in groups of {self._group_size}, and all "
+                "epochs will: choose a group_size that divides the number of samples, "
+                "or a DataLoader without drop_last",
+                GraBWarning,
+                stacklevel=4,
             )
 
     def state_dict(self) -> dict[str, Any]:

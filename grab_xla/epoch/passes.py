@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
 
 
 @dataclasses.dataclass
@@ -32,12 +36,17 @@ class Passes:
         self._older, self._newest = Pass(), Pass(ended=True)
         self._epoch = 0  # Counts orders, also those that were restored.
         self._older_goes_on = False
+        self._num_updated = 0  # Samples of this epoch that updates have used.
 
-    def leave_epoch(self) -> None:
-        """Ends the epoch: passes that have begun do not belong to the next order."""
+    def leave_epoch(self, num_updated: int = 0) -> None:
+        """Ends the epoch: passes that have begun do not belong to the next order.
+
+        Updates have used ``num_updated`` samples of the next one.
+        """
         self._older, self._newest = self._newest, Pass(ended=True)
         self._epoch += 1
         self._older_goes_on = False
+        self._num_updated = num_updated
 
     def over(self, samples: list[int]) -> Iterator[int]:
         """Begins a pass over the samples."""
@@ -57,7 +66,44 @@ class Passes:
         finally:
             own.ended = True
 
-    def check_step(self, num_samples: int) -> None:
+    def take(
+        self,
+        num_samples: int,
+        expected: np.ndarray,
+        indices: Sequence[int] | Tensor | None,
+        guesses: bool,
+    ) -> None:
+        """Counts a step of the newest pass.
+
+        Args:
+            num_samples: How many samples the step has.
+            expected: The next samples of the order, as many if there are.
+            indices: The samples of the step, if they are known.
+            guesses: Whether the step may belong to another pass if they are not.
+
+        Raises:
+            ValueError: These cannot be the next samples.
+        """
+        if guesses and indices is None:  # Otherwise they tell passes apart.
+            self._check_pass(num_samples)
+        if len(expected) < num_samples:
+            raise ValueError(
+                f"step() with {num_samples} samples, but only {len(expected)} are left "
+                "of this epoch on this replica: iter(sampler) begins the next one"
+            )
+        if indices is not None:
+            received = torch.as_tensor(indices).cpu().numpy().reshape(-1)
+            if not np.array_equal(received, expected):
+                raise ValueError(
+                    f"step(): indices are {received[:8].tolist()}..., but the next "
+                    f"{num_samples} samples of the order are "
+                    f"{expected[:8].tolist()}...: call step() once per batch, in the "
+                    "order in which the loader gives them; a second pass over the "
+                    "loader begins the next epoch"
+                )
+        self._newest.num_stepped += num_samples
+
+    def _check_pass(self, num_samples: int) -> None:
         """Raises ValueError unless a step can only be one of the newest pass."""
         waiting = self._older.num_drawn - self._older.num_stepped
         evaluated = self._newest.ended and self._newest.num_stepped == 0
@@ -71,6 +117,20 @@ class Passes:
                 "samples that these gradients are of"
             )
 
-    def count_step(self, num_samples: int) -> None:
-        """Counts a step of the newest pass."""
-        self._newest.num_stepped += num_samples
+    def check_update(self, num_seen: int, batch_size: int) -> None:
+        """Raises ValueError unless all of an update's gradients have been taken.
+
+        A state that is saved during the update would lack gradients that come later:
+        the samples of a resumed run would get the signs of others.
+
+        Args:
+            num_seen: The samples of this epoch whose gradients have been taken.
+            batch_size: The samples of the update.
+        """
+        num_taken, self._num_updated = num_seen - self._num_updated, num_seen
+        if num_taken != batch_size:
+            raise ValueError(
+                f"this update has {batch_size} samples, but sampler.step() "
+                f"took the gradients of {num_taken} since the last one: call it once "
+                "per minibatch, before optimizer.step()"
+            )

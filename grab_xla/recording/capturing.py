@@ -1,18 +1,14 @@
-"""Gradients of an ordinary module to balance, out of its ordinary backward pass."""
+"""Every sample's gradient to balance, out of a module's ordinary backward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from per_sample_grad import Capture, Factors, Projection
-from xla_replica.common.arguments import check_choice
-
-Fidelity = Literal["exact", "projected"]
-FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 
 
 class Recording:
@@ -20,28 +16,24 @@ class Recording:
 
     Args:
         parameters: The parameters, by name.
-        fidelity: ``"exact"``: gradients themselves. ``"projected"``: their two-sided
-            random projections, which are made without forming a gradient.
-        size: The most numbers of a projection.
+        size: The most numbers of a projection; None: gradients are not projected.
         seed: The seed of the projection.
 
     Raises:
         TypeError, ValueError: An argument is not allowed.
 
     Attributes:
-        projection: The map of ``"projected"``, else None.
+        projection: The map of projected gradients, else None.
         balanced: Tensors of the shapes of what is balanced, by name.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], fidelity: Fidelity, size: int, seed: int
+        self, parameters: Mapping[str, Tensor], size: int | None, seed: int
     ) -> None:
-        _check_parameters(parameters)
-        check_choice("fidelity", fidelity, FIDELITIES)
         self._names = list(parameters)
         self.projection: Projection | None = None
         self.balanced = parameters
-        if fidelity == "projected":
+        if size is not None:
             self.projection = Projection(parameters, size, seed=seed)
             self.balanced = {
                 name: torch.empty(rows * columns, device="meta")
@@ -76,16 +68,3 @@ class Recording:
         if self.projection is None:
             return factors.materialize()
         return factors.project(self.projection)
-
-
-def _check_parameters(parameters: object) -> None:
-    """Raises TypeError or ValueError unless names are mapped to some tensors."""
-    if not isinstance(parameters, Mapping) or not all(
-        isinstance(value, Tensor) for value in parameters.values()
-    ):
-        raise TypeError(
-            "trainable_params must map names to tensors, such as "
-            f"dict(model.named_parameters()); got {type(parameters).__name__}"
-        )
-    if not parameters:
-        raise ValueError("trainable_params is empty: there is nothing to balance")

@@ -1,0 +1,83 @@
+"""The fidelities: what stands for a gradient in the balance, and what records it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from grab_xla.balancers import Ordering
+from grab_xla.balancers.recursive_pair import RecursivePairBalance
+from grab_xla.recording.capturing import Recording
+from grab_xla.recording.group_gradients import GroupGradients
+from xla_replica.common.arguments import check_choice, check_integer
+
+Fidelity = Literal["exact", "projected", "group"]
+FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
+
+
+def recorder(
+    parameters: Mapping[str, Tensor],
+    fidelity: Fidelity,
+    projection_size: int,
+    seed: int,
+) -> Recording | GroupGradients:
+    """Returns what records a forward pass of a model and balances its backward pass.
+
+    Args:
+        parameters: The parameters, by name.
+        fidelity: ``"exact"``: every sample's gradient. ``"projected"``: its two-sided
+            random projection, which is made without forming it. ``"group"``: the mean
+            gradient of the samples of a backward pass.
+        projection_size: The most numbers of a projection.
+        seed: The seed of the projection.
+
+    Raises:
+        TypeError, ValueError: An argument is not allowed.
+    """
+    if not isinstance(parameters, Mapping) or not all(
+        isinstance(value, Tensor) for value in parameters.values()
+    ):
+        raise TypeError(
+            "trainable_params must map names to tensors, such as "
+            f"dict(model.named_parameters()); got {type(parameters).__name__}"
+        )
+    if not parameters:
+        raise ValueError("trainable_params is empty: there is nothing to balance")
+    check_choice("fidelity", fidelity, FIDELITIES)
+    if fidelity == "group":
+        return GroupGradients(parameters)
+    size = projection_size if fidelity == "projected" else None
+    return Recording(parameters, size, seed)
+
+
+def samples_together(
+    fidelity: Fidelity, group_size: int | None, num_samples: int, ordering: Ordering
+) -> int:
+    """Returns how many samples of the order stay together: a group's, or one.
+
+    Raises:
+        TypeError, ValueError: ``group_size`` is missing, meaningless or out of range,
+            or the balance type cannot order groups.
+    """
+    if fidelity != "group":
+        if group_size is not None:
+            raise ValueError(
+                f"group_size={group_size} is an option of fidelity='group', and "
+                f"fidelity is {fidelity!r}"
+            )
+        return 1
+    if group_size is None:
+        raise TypeError(
+            "fidelity='group' needs group_size=, the number of samples in a backward "
+            "pass: the batch_size of the DataLoader, or CustomSampler's minibatch_size"
+        )
+    check_integer("group_size", group_size, 1, num_samples)
+    if not ordering.is_permutation or isinstance(ordering, RecursivePairBalance):
+        raise ValueError(
+            f"fidelity='group' cannot be combined with {ordering}: its groups come one "
+            "at a time and once an epoch, and this type draws samples with "
+            "replacement, or sorts those that come together"
+        )
+    return group_size

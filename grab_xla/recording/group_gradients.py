@@ -1,0 +1,105 @@
+"""The gradient of a fixed group of samples, out of any model's backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import xla_replica
+
+
+class GroupGradients:
+    """What ``fidelity="group"`` balances: what a backward pass adds to ``.grad``.
+
+    It is taken from hooks, before it is added. So what other groups have left in
+    ``.grad``, and sums over replicas in the same backward pass, do not matter.
+
+    Args:
+        parameters: The parameters, by name.
+
+    Attributes:
+        balanced: Tensors of the shapes of what is balanced, by name.
+    """
+
+    projection = None
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.balanced = parameters
+        self._parameters: dict[str, nn.Parameter] | None = None
+
+    def start(
+        self, model: nn.Module, options: Mapping[str, Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Returns a context that does nothing, and keeps the model's parameters.
+
+        ``options`` are those of a capture, which a group does not need.
+
+        Raises:
+            ValueError: The model has no such parameter, or it is frozen.
+        """
+        del options
+        found = dict(model.named_parameters(remove_duplicate=False))
+        wrong = [
+            name
+            for name in self.balanced
+            if name not in found or not found[name].requires_grad
+        ]
+        if wrong:
+            raise ValueError(
+                f"record: {', '.join(wrong[:5])} are not trainable parameters of the "
+                "model; build the sampler with those of the model that is recorded"
+            )
+        self._parameters = {name: found[name] for name in self.balanced}
+        return contextlib.nullcontext()
+
+    def backward(self, losses: Tensor) -> dict[str, Tensor]:
+        """Runs the backward pass of the mean loss.
+
+        Returns:
+            The gradient of the mean, ``(1, *shape)`` by name.
+
+        Raises:
+            RuntimeError: `start` was not called for this forward pass.
+        """
+        if self._parameters is None:
+            raise RuntimeError(
+                "backward() without record(): compute the losses inside "
+                "`with sampler.record(model):`, once for every backward()"
+            )
+        parameters, self._parameters = self._parameters, None
+        with _kept(parameters) as found:
+            xla_replica.backward(losses.mean())
+        for name, parameter in parameters.items():
+            if name not in found:  # the losses do not depend on it
+                found[name] = torch.zeros_like(parameter)
+        return {name: found[name].unsqueeze(0) for name in parameters}
+
+
+@contextlib.contextmanager
+def _kept(parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, Tensor]]:
+    """Keeps a copy of every gradient that comes to a parameter inside the context."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str, gradient: Tensor) -> None:
+        gradient = gradient.detach()
+        if name in found:  # a backward pass within the pass
+            found[name] = found[name] + gradient
+        else:
+            # A copy: without it, torch would make one to accumulate into.
+            found[name] = (
+                gradient.to_dense() if gradient.is_sparse else gradient.clone()
+            )
+
+    handles = [
+        parameter.register_hook(lambda gradient, name=name: keep(name, gradient))
+        for name, parameter in parameters.items()
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
