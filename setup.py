@@ -34,6 +34,7 @@ setup(
     python_requires=">=3.10",
     packages=PACKAGES,
     package_data={package: ["py.typed"] for package in NAMES},
+    entry_points={"console_scripts": ["vbs = variable_batch_size.command_line:main"]},
     # torch is pinned in these extras only: torch_xla needs exactly 2.9, its successor
     # torch_tpu 2.11 or newer (and Python 3.11), so that no environment has both, and
     # everybody else wants their own.
@@ -48,6 +49,8 @@ setup(
         "torchtpu": ["torch_tpu>=0.2", "torch>=2.11"],
         # Balancing on a CPU: without it, a few times slower.
         "grab": ["numba"],
+        # Pictures: vbs plot --out.
+        "plot": ["matplotlib"],
         # PoolScores.to_parquet.
         "parquet": ["pyarrow"],
         "examples": ["torchvision", "scikit-learn", "matplotlib", "numba"],

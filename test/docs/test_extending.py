@@ -20,6 +20,7 @@ FAMILIES = {
     "A sparsity method",
     "A replica backend",
     "A score of a pool",
+    "A family of traces",
 }
 MOST_LINES = 30  # of code; blank lines are free
 

@@ -1,0 +1,220 @@
+"""The command vbs: its examples run, its help teaches, its errors are messages."""
+
+from __future__ import annotations
+
+import io
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from support.documents import ROOT, blocks, read
+from support.scripts import environment
+
+import variable_batch_size as vbs
+from variable_batch_size.command_line import COMMANDS, main
+from variable_batch_size.trace_tools.charts import terminal_chart
+from variable_batch_size.trace_tools.conversion import POLICIES
+from variable_batch_size.trace_tools.families import FAMILIES
+from variable_batch_size.traces.batch_trace import Trace
+
+MEMBERS = {"make": FAMILIES, "convert": POLICIES}
+PAGES = [
+    *([name] for name in COMMANDS),
+    *([name, member] for name, members in MEMBERS.items() for member in members),
+]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a trace and a log, in which the commands run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trace.csv").write_text(
+        "step,batchsize,devices\n"
+        + "".join(f"{n},{64 + n % 3 * 32},{2 + n % 3}\n" for n in range(40))
+    )
+    rows = [f"{n},{100.5 + 63 * n},{n % 7}\n" for n in range(1, 60)]
+    (tmp_path / "log.csv").write_text(",Time,GPUs\n" + "".join(rows))
+    return tmp_path
+
+
+def help_of(capsys, page: list[str]) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main([*page, "--help"])
+    assert caught.value.code == 0
+    return capsys.readouterr().out
+
+
+def examples(text: str) -> list[str]:
+    lines = text.replace("\\\n", "").splitlines()
+    return [line.strip() for line in lines if re.match(r" *vbs \w", line)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=" ".join)
+def test_help_has_examples_that_run(page, folder, capsys):
+    shown = help_of(capsys, page)
+    assert "default: None" not in shown
+    found = examples(shown)
+    assert found, shown
+    for example in found:
+        words = shlex.split(example)[1:]
+        assert words[: len(page)] == page
+        assert main(words) == 0, example
+        assert capsys.readouterr().out.strip(), example
+
+
+def test_the_commands_of_the_pages_run(folder, capsys):
+    found = [*examples(read("README.md")), *examples(read("docs/traces.md"))]
+    assert len(found) >= 11
+    for example in found:
+        assert main(shlex.split(example)[1:]) == 0, example
+    capsys.readouterr()
+    seesaw = "simulate seesaw.csv --dataset-size 1M --rule root --ref-batchsize 256"
+    assert main(f"{seesaw} --schedule halved:cosine --total-samples 10M".split()) == 0
+
+
+def test_the_code_of_the_page_runs(folder):
+    seesaw, planned = blocks("docs/traces.md", "python")
+    sampler = vbs.CustomSampler(range(10_000), 512, num_replicas=1, rank=0)
+    inner = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))], lr=0.01)
+    names = {"vbs": vbs, "sampler": sampler, "inner": inner}
+    names["LambdaLR"] = torch.optim.lr_scheduler.LambdaLR
+    exec(seesaw, names)
+    assert names["optimizer"].current_lr() == pytest.approx(0.01 * 2**0.5)
+    names |= {"seconds": [1.0, 2.0], "num_substeps": [1, 3]}
+    exec(planned, names)
+    assert len(names["steps"]) == 1000
+    assert names["step_time"] == pytest.approx((0.5, 0.5))
+
+
+def test_every_option_of_a_member_is_explained(capsys):
+    for name, members in MEMBERS.items():
+        for member in members:
+            shown = help_of(capsys, [name, member])
+            options = shown.split("options:\n")[1]
+            for option in re.findall(r"^  (--\S+ (?:N|X|TEXT))(.*)", options, re.M):
+                text = options.split(option[0])[1].split("\n  --")[0]
+                assert text.strip(), (member, option)
+
+
+def test_the_module_is_the_command(folder):
+    run = subprocess.run(
+        [sys.executable, "-m", "variable_batch_size", "stats", "trace.csv"],
+        cwd=folder,
+        env={**environment(), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert re.search(r"^largest minibatch size +32$", run.stdout, re.MULTILINE)
+
+
+def test_pip_installs_the_command(monkeypatch):
+    given: dict[str, object] = {}
+    stand_in = SimpleNamespace(setup=given.update)
+    monkeypatch.setitem(sys.modules, "setuptools", stand_in)
+    runpy.run_path(str(ROOT / "setup.py"))
+    [script] = given["entry_points"]["console_scripts"]
+    assert script == f"vbs = {main.__module__}:{main.__name__}"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("check trace.csv --dataset-size 1K --minibatch-size 48 --replicas 2",
+         "trace.csv, line 2: batch size 64 is not a multiple of minibatch_size=48"),
+        ("stats missing.csv", "No such file or directory: 'missing.csv'"),
+        ("stats 0", "0 must be > 0"),
+        ("check 64 --dataset-size 1K --replicas 2", "num_epochs must be an integer"),
+        ("check 64 --dataset-size many --replicas 2", "'many' is not an integer"),
+        ("make ramp --steps 2 --first 8", "arguments are required: --last"),
+        ("make thresholds --rows 5:8 --total 9", "must be 0: a batch size is needed"),
+        ("make saw --steps 2", "invalid choice: 'saw'"),
+        ("convert fixed log.csv --batch-size 8 --restart-seconds 3",
+         "needs a step time"),
+        ("convert fixed log.csv --batch-size 8 --seconds-per-substep 3",
+         "a step-time model needs --minibatch-size"),
+        ("convert fixed trace.csv --batch-size 8", "exactly one column Time or time"),
+        ("simulate trace.csv --dataset-size 1K --rule linear", "needs ref_batchsize"),
+        ("simulate trace.csv --dataset-size 1K --schedule cosine", "--total-samples"),
+        ("simulate 64 --dataset-size 1K --rule cubic", "rule='cubic' is unknown"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_a_message(words, message, folder, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(shlex.split(words))
+    assert caught.value.code == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert "Traceback" not in shown
+
+
+def test_a_trace_goes_from_one_command_to_the_next(folder, capsys, monkeypatch):
+    words = ["make", "thresholds", "--rows", "0:64 1K:128", "--total", "2K"]
+    assert main([*words, "--out", "made.csv"]) == 0
+    told = capsys.readouterr().out
+    assert told == "wrote made.csv: 24 steps, the first of 64 samples\n"
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert printed == (folder / "made.csv").read_text()
+    monkeypatch.setattr(sys, "stdin", io.StringIO(printed))
+    assert main(["stats", "-"]) == 0
+    assert re.search(r"^steps +24$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_converted_log_is_a_trace_that_all_commands_take(folder, capsys):
+    convert = "convert proportional log.csv --samples-per-device 32 --out made.csv"
+    assert main(convert.split()) == 0
+    table = pd.read_csv("made.csv")
+    assert table.columns.tolist() == ["step", "batchsize", "devices", "start_seconds"]
+    assert len(table) == sum(n % 7 > 0 for n in range(1, 60))
+    assert Trace("made.csv").batch_sizes[0] == 32
+    common = "made.csv --dataset-size 2K"
+    for words in (
+        f"check {common} --replicas 4",
+        "stats made.csv",
+        "plot made.csv",
+        "plot made.csv --out made.png",
+        f"simulate {common} --seconds-per-substep 0.5 --price 1 --out steps.csv",
+    ):
+        assert main(words.split()) == 0
+    shown = capsys.readouterr().out
+    assert (folder / "made.png").read_bytes().startswith(b"\x89PNG")
+    restarts = int((table["devices"].diff().fillna(0) != 0).sum())
+    assert re.search(rf"^restarts +{restarts}$", shown, re.MULTILINE)
+    steps = pd.read_csv("steps.csv")
+    assert steps["batch_size"].tolist() == table["batchsize"].tolist()
+    assert steps["devices"].tolist() == table["devices"].tolist()
+    assert steps["seconds"].tolist() == [0.5] * len(table)
+
+
+def test_warnings_are_lines_and_not_hidden(folder, capsys):
+    (folder / "odd.csv").write_text("step,batchsize\n0,64\n5,64\n")
+    assert main(["stats", "odd.csv"]) == 0
+    shown = capsys.readouterr().err
+    assert shown.startswith("warning: odd.csv, line 3, step: 5 follows 0")
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("num", [1, 5, 72, 73, 1000])
+@pytest.mark.parametrize("height", [1, 2, 7])
+def test_a_chart_shows_every_part_in_proportion(num, height):
+    values = np.arange(1, num + 1)
+    lines = terminal_chart(values, width=40, height=height).splitlines()
+    assert len(lines) == height + 1
+    bars = [line.partition("|")[2].ljust(min(num, 40)) for line in lines[:-1]]
+    eighths = [
+        sum(" ▁▂▃▄▅▆▇█".index(bar[column]) for bar in bars)
+        for column in range(len(bars[0]))
+    ]
+    assert eighths == sorted(eighths)
+    columns = len(eighths)
+    expected = (np.arange(columns) + 0.5) / columns * height * 8
+    assert np.allclose(eighths, expected, atol=1 + 8 * height * (1 / columns + 1 / num))
+    assert f"{num} |" in lines[0] or height == 1

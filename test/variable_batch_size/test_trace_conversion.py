@@ -1,0 +1,208 @@
+"""A log of devices becomes the steps that a run on them makes."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from variable_batch_size.trace_tools.availability import (
+    Availability,
+    read_availability,
+)
+from variable_batch_size.trace_tools.conversion import POLICIES, convert, convert_rows
+from variable_batch_size.traces.batch_trace import Trace, TraceError
+
+
+def log(text: str) -> io.StringIO:
+    file = io.StringIO(text)
+    file.name = "log.csv"
+    return file
+
+
+def availability(times: list[int], devices: list[int]) -> Availability:
+    return Availability(np.array(times, dtype=float), np.array(devices))
+
+
+def by_the_second(
+    found: Availability, policy: Any, duration: Any, restart: int
+) -> tuple[list[tuple[int, int, int]], int, int]:
+    """Runs the log second by second: (start, size, devices) of steps, lost, idle."""
+    times = (found.times - found.times[0]).astype(int).tolist()
+    per_second: list[int] = []
+    for begin, end, count in zip(times, times[1:], found.devices.tolist()):
+        per_second += [count] * (end - begin)
+    steps: list[tuple[int, int, int]] = []
+    now = running = lost = idle = 0
+    while now < len(per_second):
+        count = per_second[now]
+        if count == 0:
+            running, now = 0, now + 1
+        elif count != running:
+            running = count
+            for _ in range(restart):
+                if now == len(per_second) or per_second[now] != count:
+                    running = 0
+                    break
+                idle, now = idle + count, now + 1
+        else:
+            needed = duration(policy(count), count)
+            seconds = per_second[now : now + needed]
+            kept = next(
+                (n for n, there in enumerate(seconds) if there < count), len(seconds)
+            )
+            idle += sum(seconds[:kept]) - kept * count
+            if kept == needed:
+                steps.append((now, policy(count), count))
+            else:
+                lost += kept * count
+            now += kept
+    return steps, lost, idle
+
+
+LOGS = st.lists(
+    st.tuples(st.integers(1, 12), st.integers(0, 4)), min_size=2, max_size=12
+).map(
+    lambda rows: availability(
+        np.cumsum([1000, *(gap for gap, _ in rows[1:])]).tolist(),
+        [count for _, count in rows],
+    )
+)
+
+
+@settings(deadline=None)
+@given(LOGS, st.integers(2, 9), st.integers(0, 5))
+def test_steps_are_those_of_a_run_second_by_second(found, duration, restart):
+    """Time is monotone, and every device-second is in a step, lost or idle."""
+    policy = POLICIES["capped"](samples_per_device=32, most=64)
+
+    def seconds(size: int, devices: int) -> int:
+        return duration - (size > 32)
+
+    steps, lost, idle = by_the_second(found, policy, seconds, restart)
+    if not steps:
+        with pytest.raises(TraceError, match="no step is completed"):
+            convert(found, policy, seconds, restart)
+        return
+    result = convert(found, policy, seconds, restart)
+    table = result.steps
+    assert table["step"].tolist() == [*range(len(steps))]
+    columns = ("start_seconds", "batchsize", "devices")
+    assert [*zip(*(table[name].tolist() for name in columns))] == steps
+    assert (np.diff(table["start_seconds"]) >= duration - 1).all()
+    assert result.lost == lost
+    assert result.idle == idle
+    total = result.in_steps + result.lost + result.idle
+    assert total == result.device_seconds == found.device_seconds
+
+
+@settings(deadline=None)
+@given(LOGS, st.floats(0.05, 7), st.floats(0, 3))
+def test_device_seconds_are_conserved_at_any_duration(found, duration, restart):
+    policy = POLICIES["proportional"](samples_per_device=8)
+    try:
+        result = convert(found, policy, lambda size, devices: duration, restart)
+    except TraceError:
+        return
+    starts = result.steps["start_seconds"].to_numpy()
+    devices = result.steps["devices"].to_numpy()
+    slack = 1e-6
+    assert (np.diff(starts) >= duration - slack).all()
+    assert starts[-1] + duration <= found.seconds + slack
+    for start, held in zip(starts, devices):  # no step uses what is not there
+        times = found.times - found.times[0]
+        first = np.searchsorted(times, start + slack, side="right") - 1
+        last = np.searchsorted(times, start + duration - slack, side="left")
+        assert (found.devices[first:last] >= held).all()
+    assert result.in_steps == pytest.approx(duration * devices.sum())
+    assert result.idle >= -slack
+    assert result.lost >= 0
+
+
+@given(
+    st.integers(1, 500), st.integers(1, 64), st.integers(1, 4000), st.integers(1, 4000)
+)
+def test_policies_keep_their_bounds(devices, per_device, first, second):
+    least, most = sorted((first, second))
+    capped = POLICIES["capped"](samples_per_device=per_device, least=least, most=most)
+    proportional = POLICIES["proportional"](samples_per_device=per_device)
+    assert least <= capped(devices) <= most
+    if least <= proportional(devices) <= most:
+        assert capped(devices) == proportional(devices) == devices * per_device
+    assert capped(devices) <= capped(devices + 1)
+    assert POLICIES["fixed"](batch_size=most)(devices) == most
+
+
+def log_of_a_cloud(num_rows: int = 215, num_paused: int = 6) -> str:
+    """A log in the form of those that are published: an index, Unix times, devices."""
+    random = np.random.default_rng(0)
+    counts = np.clip(56 + random.integers(-9, 8, num_rows).cumsum(), 1, 96)
+    counts[0], counts[-num_paused:] = 56, 0
+    rows = [
+        f"{row},{1652434464.406314 + 63 * row},{count}"
+        for row, count in enumerate(counts)
+    ]
+    return "\n".join([",Time,GPUs", *rows])
+
+
+def test_a_log_of_a_cloud_becomes_a_step_per_row():
+    found = read_availability(log(log_of_a_cloud()))
+    table = convert_rows(found, POLICIES["proportional"](samples_per_device=32))
+    assert len(table) == 209
+    assert table["batchsize"][0] == 1792
+    assert (table["batchsize"] == 32 * table["devices"]).all()
+    assert table["start_seconds"].tolist() == pytest.approx(
+        [63 * n for n in range(209)]
+    )
+    assert len(Trace(table)) == 209
+    assert not Trace(table).endless
+
+
+def test_columns_have_the_names_of_published_logs_or_are_named():
+    for header in ("Time,TPU_cores", "time, replicas", " timestamp ,devices"):
+        found = read_availability(log(f"{header}\n5,3\n7,0\n"))
+        assert found.times.tolist() == [5, 7]
+        assert found.devices.tolist() == [3, 0]
+    text = log("Time,when,GPUs,free\n9,1,8,2\n8,2,9,3\n")
+    found = read_availability(text, time="when", devices="free")
+    assert found.device_seconds == 2
+
+
+BAD_LOGS = {
+    "no times": ("GPUs\n4\n", "one column Time or time or timestamp for times"),
+    "two devices": ("Time,GPUs,TPU_cores\n1,4,4\n", "found ['GPUs', 'TPU_cores']"),
+    "empty": ("Time,GPUs\n", "no rows after the header"),
+    "same time": ("Time,GPUs\n1,4\n\n1,4\n", "line 4, Time: 1 must be later"),
+    "earlier": ("Time,GPUs\n1,4\n0.5,4\n", "line 3, Time: 0.5 must be later"),
+    "milliseconds": ("Time,GPUs\n1652434464406,4\n", "seconds, not milliseconds"),
+    "text": ("Time,GPUs\n1,4\n2,many\n", "line 3, GPUs: 'many' is not a finite number"),
+    "blank": ("Time,GPUs\n1,4\n2,\n", "line 3, GPUs: '' is not a finite number"),
+    "nan": ("Time,GPUs\nnan,4\n", "line 2, Time: 'nan' is not a finite number"),
+    "negative": ("Time,GPUs\n1,4\n2,-1\n", "line 3, GPUs: -1 must be >= 0; 0 means"),
+    "fraction": ("Time,GPUs\n1,1.5\n", "line 2, GPUs: 1.5 is not an integer"),
+    "nothing": ("Time,GPUs\n1,0\n2,0\n", "no row has a device"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BAD_LOGS.values(), ids=BAD_LOGS)
+def test_bad_logs_say_where_and_why(text, message):
+    with pytest.raises(TraceError) as caught:
+        read_availability(log(text))
+    assert str(caught.value).startswith("log.csv")
+    assert message in str(caught.value)
+
+
+def test_what_a_policy_or_a_step_time_may_not_be():
+    found = availability([0, 10], [2, 0])
+    with pytest.raises(TraceError, match="element 0, batchsize: 0 must be > 0"):
+        convert_rows(found, lambda devices: 0)
+    with pytest.raises(ValueError, match=r"seconds of a step must be .* > 0, got 0.0"):
+        convert(found, lambda devices: 8, lambda size, devices: 0)
+    with pytest.raises(TraceError, match=r"no step is completed in the 10 seconds"):
+        convert(found, lambda devices: 8, lambda size, devices: 11)
+    with pytest.raises(ValueError, match="most must be an integer >= 8, got 7"):
+        POLICIES["capped"](samples_per_device=1, least=8, most=7)

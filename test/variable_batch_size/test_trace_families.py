@@ -1,0 +1,201 @@
+"""Traces that are made from a few numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from variable_batch_size.data.schedule import Schedule
+from variable_batch_size.trace_tools.columns import amount
+from variable_batch_size.trace_tools.curves import decay, schedule_named
+from variable_batch_size.trace_tools.families import FAMILIES, make
+from variable_batch_size.trace_tools.simulation import simulate
+from variable_batch_size.traces.batch_trace import Trace, TraceError
+
+
+def sizes(family: str, **options: object) -> list[int]:
+    table = make(family, **options)
+    assert table["step"].tolist() == [*range(len(table))]
+    return table["batchsize"].tolist()
+
+
+def test_simple_families_are_what_they_say():
+    assert sizes("constant", steps=3, batch_size=64) == [64] * 3
+    assert sizes("ramp", steps=5, first=32, last=96) == [32, 48, 64, 80, 96]
+    assert sizes("ramp", steps=5, first=32, last=96, multiple_of=32) == [
+        32, 64, 64, 64, 96,
+    ]  # fmt: skip
+    assert sizes("ramp", steps=3, first=64, last=1, multiple_of=32) == [64, 32, 32]
+    assert sizes("doubling", steps=7, first=3, every=2, most=13) == [
+        3, 3, 6, 6, 12, 12, 12,
+    ]  # fmt: skip
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 200), max_size=4, unique=True),
+    st.lists(st.integers(1, 30), min_size=5, max_size=5),
+    st.integers(1, 400),
+    st.sampled_from(["steps", "samples", "tokens"]),
+)
+@pytest.mark.filterwarnings("ignore::variable_batch_size.TraceWarning")
+def test_thresholds_hold_in_their_unit(starts, values, total, unit):
+    """Each step has the batch size of the last row that has begun, until the total."""
+    rows = [*zip([0, *sorted(starts)], values)]
+    found = sizes(
+        "thresholds",
+        rows=" ".join(f"{start}:{size}" for start, size in rows),
+        total=total,
+        unit=unit,
+        tokens_per_sample=3,
+    )
+    expected, done = [], 0
+    while done < total:
+        size = [size for start, size in rows if start <= done][-1]
+        expected.append(size)
+        done += {"steps": 1, "samples": size, "tokens": 3 * size}[unit]
+    assert found == expected
+
+
+def test_seesaw_doubles_where_the_schedule_has_halved():
+    """The cosine has halved after 1/2, 2/3 - its arccos -, of the way; then it ends."""
+    total = 100_000
+    found = np.array(sizes("seesaw", first=50, most=800, total_samples=total))
+    begun = np.cumsum([0, *found])[:-1]
+    cosine = (1 + np.cos(np.pi * begun / total)) / 2
+    doublings = np.clip(np.floor(1e-9 - np.log2(np.maximum(cosine, 1e-9))), 0, 4)
+    assert (found == 50 * 2**doublings).all()
+    assert set(found) == {50, 100, 200, 400, 800}
+    assert begun[-1] < total <= begun[-1] + found[-1]
+
+
+def test_seesaw_divides_the_rate_by_the_root_of_two_where_it_doubles_the_batch():
+    total, warm_up = 60_000, 6_000
+    table = make(
+        "seesaw", first=20, most=80, total_samples=total, warm_up_samples=warm_up
+    )
+    rates = decay("cosine", total, warm_up).halved()
+    steps = simulate(
+        Schedule(Trace(table), 2 * total, 20),
+        rule="root",
+        ref_batchsize=20,
+        lr=lambda samples: 0.1 * rates.factor(samples),
+    )
+    begun = steps["samples"] - steps["batch_size"]
+    rising = begun < warm_up
+    assert (steps["batch_size"][rising] == 20).all()
+    assert steps["lr"][rising].to_numpy() == pytest.approx(
+        0.1 * begun[rising] / warm_up
+    )
+    after = steps[~rising]
+    assert set(after["batch_size"]) == {20, 40, 80}
+    whole = after[after["samples"] < 0.65 * total]  # before the third halving
+    product = whole["lr"] * np.sqrt(whole["batch_size"] / 20)
+    assert product.to_numpy() == pytest.approx(0.1)
+    assert len(steps) < total / 20
+
+
+def test_a_schedule_can_be_a_file(tmp_path):
+    path = tmp_path / "rates.csv"
+    path.write_text("samples,lr\n0,0.1\n100,0.8\n300,0.4\n400,0.1\n")
+    found = sizes("seesaw", first=50, most=400, total_samples=600, schedule=str(path))
+    assert found == [50] * 6 + [100, 400]
+    rates = schedule_named(f"halved:{path}", 600)
+    at = np.array([0, 99, 100, 299, 300, 400])
+    assert rates.factor(at).tolist() == [0.125, 0.125, 1, 1, 0.5, 0.125]
+    path.write_text("samples,lr\n0,0.1\n100,-1\n")
+    with pytest.raises(TraceError, match=r"line 3, lr: -1 must be >= 0"):
+        schedule_named(str(path), 600)
+
+
+def test_the_critical_batch_is_followed_upwards(tmp_path):
+    """16 + samples: doubles at 16, 48 and 112; then the curve falls, and nothing."""
+    path = tmp_path / "critical.csv"
+    path.write_text("samples,critical_batch\n0,16\n200,216\n300,0\n")
+    found = sizes(
+        "critical-batch", first=16, most=100, total_samples=500, curve=str(path)
+    )
+    assert found == [16, 32, *[64] * 8]
+    rising = sizes(
+        "critical-batch", first=8, most=64, total_samples=4000, coefficient=1.0
+    )
+    begun = np.cumsum([0, *rising])[:-1]
+    expected = [max(n for n in (8, 16, 32, 64) if n == 8 or n <= s**0.5) for s in begun]
+    assert rising == expected
+    with pytest.raises(ValueError, match="either curve or coefficient"):
+        make("critical-batch", first=8, most=64, total_samples=4000)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 5), st.integers(0, 2**32), st.integers(0, 20), st.integers(0, 20))
+def test_random_walks_stay_within_their_bounds(multiple, seed, below, above):
+    first = 10 * multiple
+    options = {"steps": 60, "first": first, "multiple_of": multiple, "spread": 0.4}
+    least, most = max(first - below, multiple), first + above
+    found = sizes("random-walk", least=least, most=most, seed=seed, **options)
+    assert found[0] == first
+    assert min(found) >= least
+    assert max(found) <= most
+    assert all(size % multiple == 0 for size in found)
+    assert found == sizes("random-walk", least=least, most=most, seed=seed, **options)
+
+
+def test_another_seed_is_another_trace():
+    for family, options in {
+        "random-walk": {"first": 64, "least": 8, "most": 512},
+        "spot-market": {"devices": 16, "samples_per_device": 4, "lost": 0.2},
+    }.items():
+        first, again, other = (
+            sizes(family, steps=50, seed=seed, **options) for seed in (1, 1, 2)
+        )
+        assert first == again != other
+
+
+def test_a_spot_market_has_the_devices_that_its_probabilities_say():
+    table = make(
+        "spot-market", steps=20_000, devices=8, samples_per_device=32, lost=0.1,
+        returned=0.3, devices_per_machine=2, seed=3,
+    )  # fmt: skip
+    assert (table["batchsize"] == 32 * table["devices"]).all()
+    assert table["devices"][0] == 8
+    assert set(table["devices"]) == {2, 4, 6, 8}
+    # A machine is there for 0.3 / (0.1 + 0.3) of the time; all four are gone for 1/256.
+    assert table["devices"].sum() / 20_000 == pytest.approx(6, rel=0.02)
+    assert len(table) / 20_000 == pytest.approx(1 - 1 / 256, abs=0.002)
+
+
+def test_unknown_families_and_options_are_errors(monkeypatch):
+    with pytest.raises(ValueError, match="family must be one of 'constant', 'ramp'"):
+        make("ramps")
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        make("constant", steps=2, batch_size=8, seed=1)
+    with pytest.raises(TraceError, match="batchsize: 0 must be > 0"):
+        make("constant", steps=2, batch_size=0)
+    with pytest.raises(ValueError, match="rows must be like '0:768 250B:1536'"):
+        make("thresholds", rows="768", total=9)
+    monkeypatch.setitem(FAMILIES, "saw", lambda *, steps: [8, 16] * steps)
+    assert sizes("saw", steps=2) == [8, 16, 8, 16]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("64", 64), ("-3", -3), (" 1.5m ", 1_500_000), ("1e3", 1000), ("2T", 2 * 10**12),
+     ("123456789012345678", 123456789012345678)],
+)  # fmt: skip
+def test_amounts_are_read_exactly(text, number):
+    assert amount(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "K", "1.5", "0.0001K", "1_0", "inf", "nan", "6x"])
+def test_what_is_not_an_amount_is_an_error(text):
+    with pytest.raises(ValueError, match=r"is not an integer|could not convert"):
+        amount(text)
+
+
+def test_made_tables_are_traces():
+    table = make("spot-market", steps=9, devices=4, samples_per_device=8)
+    assert Trace(table).batch_sizes.tolist() == table["batchsize"].tolist()
+    assert isinstance(table, pd.DataFrame)

@@ -1,0 +1,49 @@
+"""Makes, converts, checks, draws and simulates traces; nothing is trained.
+
+The command ``vbs`` offers the same: ``vbs --help``.
+"""
+
+from variable_batch_size.trace_tools.availability import Availability, read_availability
+from variable_batch_size.trace_tools.charts import terminal_chart, write_png
+from variable_batch_size.trace_tools.conversion import (
+    POLICIES,
+    Conversion,
+    convert,
+    convert_rows,
+)
+from variable_batch_size.trace_tools.curves import (
+    LearningRates,
+    decay,
+    power_law,
+    read_curve,
+    schedule_named,
+)
+from variable_batch_size.trace_tools.families import FAMILIES, make
+from variable_batch_size.trace_tools.simulation import epoch_table, simulate, totals
+from variable_batch_size.trace_tools.step_time import StepTime, fit_step_time
+from variable_batch_size.trace_tools.summary import check, stats
+
+__all__ = [
+    "FAMILIES",
+    "POLICIES",
+    "Availability",
+    "Conversion",
+    "LearningRates",
+    "StepTime",
+    "check",
+    "convert",
+    "convert_rows",
+    "decay",
+    "epoch_table",
+    "fit_step_time",
+    "make",
+    "power_law",
+    "read_availability",
+    "read_curve",
+    "schedule_named",
+    "simulate",
+    "stats",
+    "terminal_chart",
+    "totals",
+    "write_png",
+]

@@ -1,0 +1,148 @@
+"""Numbers that follow the samples used so far: learning rates and noise scales.
+
+A curve is a function from an array of numbers of samples to an array of that shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from variable_batch_size.trace_tools.columns import Columns, Source
+from xla_replica.common.arguments import check_integer, check_number
+
+Curve = Callable[[np.ndarray], np.ndarray]
+
+
+def level(value: float) -> Curve:
+    """Returns the curve that always has this value."""
+    return lambda samples: np.full(np.shape(samples), float(value))
+
+
+def power_law(coefficient: float, exponent: float) -> Curve:
+    """Returns the curve coefficient * samples ** exponent."""
+    return lambda samples: coefficient * np.asarray(samples, float) ** exponent
+
+
+def read_curve(source: Source, *, steps: bool = False) -> Curve:
+    """Returns the curve of a CSV file with a column ``samples`` and one more.
+
+    Args:
+        source: The file. Numbers of samples increase.
+        steps: A row's number holds from its samples on; else numbers between two rows
+            are interpolated linearly. Before the first row its number holds, after the
+            last row the last one's.
+
+    Raises:
+        TraceError: The file has other columns, or samples that do not increase.
+    """
+    table = Columns(source, {"samples": ("samples",), "the curve": "*"})
+    samples, values = table.numbers["samples"], table.numbers["the curve"]
+    table.refuse(
+        "samples",
+        np.diff(samples, prepend=-np.inf) <= 0,
+        "must be larger than the row before",
+    )
+    if not steps:
+        return lambda at: np.interp(at, samples, values)
+
+    def held(at: np.ndarray) -> np.ndarray:
+        return values[np.maximum(np.searchsorted(samples, at, side="right") - 1, 0)]
+
+    return held
+
+
+@dataclasses.dataclass(frozen=True)
+class LearningRates:
+    """A learning-rate schedule over samples, relative to its peak.
+
+    Attributes:
+        factor: From the samples used so far to the learning rate over the peak's.
+        peak_at: The number of samples at which warm-up ends.
+    """
+
+    factor: Curve
+    peak_at: int = 0
+
+    def num_halvings(self, samples: np.ndarray) -> np.ndarray:
+        """Returns how often the rate has halved since its peak: an integer array.
+
+        >>> schedule = decay("cosine", total_samples=1000)
+        >>> schedule.num_halvings(np.array([0, 499, 500, 750]))
+        array([0, 0, 1, 2])
+        """
+        samples = np.asarray(samples)
+        factor = np.clip(self.factor(samples), 2.0**-60, 1.0)
+        # A factor that is a power of two up to rounding has halved that often.
+        halvings = np.floor(1e-9 - np.log2(factor)).astype(np.int64)
+        return np.where(samples < self.peak_at, 0, halvings)
+
+    def halved(self) -> LearningRates:
+        """Returns the schedule that halves where this one has halved, and only there.
+
+        The step decay by which Seesaw replaces a smooth schedule.
+        """
+
+        def factor(samples: np.ndarray) -> np.ndarray:
+            after = 0.5 ** self.num_halvings(samples)
+            return np.where(
+                np.asarray(samples) < self.peak_at, self.factor(samples), after
+            )
+
+        return LearningRates(factor, self.peak_at)
+
+
+SHAPES: dict[str, Curve] = {
+    "constant": np.ones_like,
+    "cosine": lambda fraction: (1 + np.cos(np.pi * fraction)) / 2,
+    "linear": lambda fraction: 1 - fraction,
+}
+
+
+def decay(name: str, total_samples: int, warm_up_samples: int = 0) -> LearningRates:
+    """Returns a schedule that rises linearly from 0 and then decays as its name says.
+
+    Args:
+        name: A key of `SHAPES`, which are functions of the part that is done.
+        total_samples: Where it ends. It stays at its last value from there on.
+        warm_up_samples: Where it is at its peak.
+    """
+    check_integer("total_samples", total_samples, least=1)
+    check_integer("warm_up_samples", warm_up_samples, 0, total_samples - 1)
+
+    def factor(samples: np.ndarray) -> np.ndarray:
+        samples = np.asarray(samples, float)
+        done = (samples - warm_up_samples) / (total_samples - warm_up_samples)
+        rising = samples / max(warm_up_samples, 1)
+        return np.where(
+            samples < warm_up_samples, rising, SHAPES[name](np.clip(done, 0.0, 1.0))
+        )
+
+    return LearningRates(factor, warm_up_samples)
+
+
+def schedule_named(
+    text: str, total_samples: int, warm_up_samples: int = 0
+) -> LearningRates:
+    """Returns the learning-rate schedule that a command line names.
+
+    Args:
+        text: A key of `SHAPES`; or the path of a CSV file with the columns ``samples``
+            and another one, whose learning rates hold from there on; after ``halved:``,
+            the schedule that halves only.
+        total_samples, warm_up_samples: Of a key of `SHAPES`.
+    """
+    if text.startswith("halved:"):
+        rest = text.removeprefix("halved:")
+        return schedule_named(rest, total_samples, warm_up_samples).halved()
+    if text in SHAPES:
+        return decay(text, total_samples, warm_up_samples)
+    table = Columns(text, {"samples": ("samples",), "the learning rate": "*"})
+    rates = table.numbers["the learning rate"]
+    table.refuse("the learning rate", rates < 0, "must be >= 0")
+    peak = check_number("the largest learning rate of the file", rates.max(), above=0)
+    curve = read_curve(text, steps=True)
+    peak_at = int(table.numbers["samples"][np.argmax(rates)])
+    return LearningRates(lambda samples: curve(samples) / peak, peak_at)

@@ -1,0 +1,338 @@
+"""Families of traces that can be made from a few numbers.
+
+A member is a function whose keywords are its options, on the command line too. It
+returns the batch size of every step, or a table with the column ``batchsize`` and
+others; see docs/extending.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import pandas as pd
+
+from variable_batch_size.trace_tools.columns import amount
+from variable_batch_size.trace_tools.curves import (
+    Curve,
+    power_law,
+    read_curve,
+    schedule_named,
+)
+from variable_batch_size.traces.batch_trace import Trace
+from variable_batch_size.traces.trace_csv import COLUMN, STEP_COLUMN, TraceError
+from xla_replica.common.arguments import check_choice, check_integer, check_number
+
+Made = Iterable[int] | pd.DataFrame
+
+
+def constant(*, steps: int, batch_size: int) -> Made:
+    """The same batch size in every step.
+
+    example:
+      vbs make constant --steps 1000 --batch-size 256
+
+    Args:
+        steps: The number of steps.
+        batch_size: The global batch size.
+    """
+    return np.full(check_integer("steps", steps, least=1), batch_size)
+
+
+def ramp(*, steps: int, first: int, last: int, multiple_of: int = 1) -> Made:
+    """From one batch size to another in equal differences.
+
+    example:
+      vbs make ramp --steps 1000 --first 256 --last 4096 --multiple-of 32
+
+    Args:
+        steps: The number of steps, the first and the last one included.
+        first: The batch size of the first step.
+        last: The batch size of the last step.
+        multiple_of: Batch sizes are rounded to multiples of it.
+    """
+    check_integer("steps", steps, least=1)
+    check_integer("multiple_of", multiple_of, least=1)
+    return _rounded(np.linspace(first, last, steps), multiple_of)
+
+
+def doubling(*, steps: int, first: int, every: int, most: int) -> Made:
+    """Twice the batch size every so many steps.
+
+    example:
+      vbs make doubling --steps 1000 --first 256 --every 200 --most 4096
+
+    Args:
+        steps: The number of steps.
+        first: The batch size of the first step.
+        every: Steps between two doublings.
+        most: The largest batch size; a doubling that exceeds it is left out.
+    """
+    check_integer("steps", steps, least=1)
+    check_integer("every", every, least=1)
+    return [_doubled(first, step // every, most) for step in range(steps)]
+
+
+def thresholds(
+    *, rows: str, total: int, unit: str = "samples", tokens_per_sample: int = 1
+) -> Made:
+    """Batch sizes that hold from some number of steps, samples or tokens on.
+
+    example:
+      vbs make thresholds --rows "0:768 100K:1536" --total 1M
+
+    Args:
+        rows: Such as "0:768 250B:1536": from where on, a colon, and the batch size.
+        total: How many steps, samples or tokens the trace has, the last step whole.
+        unit: steps, samples or tokens.
+        tokens_per_sample: With unit=tokens.
+    """
+    check_choice("unit", unit, ("steps", "samples", "tokens"))
+    check_integer("total", total, least=1)
+    check_integer("tokens_per_sample", tokens_per_sample, least=1)
+    pairs = [row.partition(":") for row in rows.split()]
+    if not pairs or not all(colon for _, colon, _ in pairs):
+        raise ValueError(f"rows must be like '0:768 250B:1536', got {rows!r}")
+    starts = [amount(start) for start, _, _ in pairs]
+    sizes = [amount(size) for _, _, size in pairs]
+    if unit == "steps":
+        if starts[0] != 0 or sorted(set(starts)) != starts:
+            raise ValueError(f"rows must begin at 0 and increase, got {rows!r}")
+        ends = [min(end, total) for end in (*starts[1:], total)]
+        return np.repeat(sizes, np.maximum(np.subtract(ends, starts), 0))
+    table = pd.DataFrame({unit: starts, COLUMN: sizes})
+    trace = Trace(table, tokens_per_sample=tokens_per_sample)
+    if unit == "tokens":
+        total = -(-total // tokens_per_sample)
+    used = np.cumsum(trace.batch_sizes)
+    num_steps = int(np.searchsorted(used, total)) + 1
+    if num_steps <= len(used):
+        return trace.batch_sizes[:num_steps]
+    last = int(trace.batch_sizes[-1])
+    more = -(-(total - int(used[-1])) // last)
+    return np.concatenate([trace.batch_sizes, np.full(more, last)])
+
+
+def seesaw(
+    *,
+    first: int,
+    most: int,
+    total_samples: int,
+    schedule: str = "cosine",
+    warm_up_samples: int = 0,
+) -> Made:
+    """Doubles the batch size wherever a learning-rate schedule would have halved.
+
+    Train with the learning rate divided by the square root of two there: the rule
+    'root' at ref_batchsize=FIRST and the schedule that halves only (arXiv:2510.14717).
+
+    example:
+      vbs make seesaw --first 256 --most 4096 --total-samples 10M
+
+    Args:
+        first: The batch size for which the schedule was made.
+        most: The largest batch size; later halvings are of the learning rate alone.
+        total_samples: How many samples the trace has, the last step whole.
+        schedule: constant, cosine, linear, or a CSV file with the columns samples and
+            lr, whose learning rates hold from there on.
+        warm_up_samples: Where the schedule is at its peak, after a linear rise.
+    """
+    rates = schedule_named(schedule, total_samples, warm_up_samples)
+    return _by_samples(
+        total_samples,
+        lambda used: _doubled(first, int(rates.num_halvings(np.array(used))), most),
+    )
+
+
+def critical_batch(
+    *,
+    first: int,
+    most: int,
+    total_samples: int,
+    curve: str = "",
+    coefficient: float = 0.0,
+    exponent: float = 0.5,
+) -> Made:
+    """Doubles the batch size when the critical batch size has grown to twice it.
+
+    The warm-up of arXiv:2505.23971. The critical batch size is measured, or a power law
+    of the samples used so far, which grows with data (arXiv:2410.21676).
+
+    example:
+      vbs make critical-batch --first 64 --most 2048 --total-samples 5M \\
+          --coefficient 2
+
+    Args:
+        first: The batch size of the first step.
+        most: The largest batch size.
+        total_samples: How many samples the trace has, the last step whole.
+        curve: A CSV file with the columns samples and critical_batch.
+        coefficient: Without a curve: of coefficient * samples ** exponent.
+        exponent: Without a curve.
+    """
+    check_number("coefficient", coefficient, least=0)
+    if bool(curve) == bool(coefficient):
+        raise ValueError("critical_batch needs either curve or coefficient above 0")
+    critical: Curve = read_curve(curve) if curve else power_law(coefficient, exponent)
+    reached = 0
+
+    def size(used: int) -> int:
+        nonlocal reached
+        least = _doubled(first, reached + 1, most)
+        while least > _doubled(first, reached, most) and critical(used) >= least:
+            reached += 1
+            least = _doubled(first, reached + 1, most)
+        return _doubled(first, reached, most)
+
+    return _by_samples(total_samples, size)
+
+
+def random_walk(
+    *,
+    steps: int,
+    first: int,
+    least: int,
+    most: int,
+    multiple_of: int = 1,
+    spread: float = 0.1,
+    seed: int = 0,
+) -> Made:
+    """A batch size that is multiplied by a random factor after every step.
+
+    example:
+      vbs make random-walk --steps 1000 --first 512 --least 64 --most 2048 \\
+          --multiple-of 32 --seed 1
+
+    Args:
+        steps: The number of steps.
+        first: The batch size of the first step.
+        least: The smallest batch size.
+        most: The largest batch size.
+        multiple_of: Batch sizes are rounded to multiples of it.
+        spread: The standard deviation of the factor's logarithm.
+        seed: Of the random numbers.
+    """
+    check_integer("steps", steps, least=1)
+    check_integer("multiple_of", multiple_of, least=1)
+    check_integer("least", least, least=multiple_of)
+    check_integer("most", most, least=least)
+    check_integer("first", first, least, most)
+    check_number("spread", spread, least=0)
+    factors = np.random.default_rng(seed).normal(0.0, spread, steps - 1)
+    low, high = -(-least // multiple_of), most // multiple_of
+    if low > high:
+        raise ValueError(f"no multiple of {multiple_of} is in {least} to {most}")
+    low_log, high_log = np.log(least), np.log(most)
+    logs = [np.log(first)]
+    for factor in factors:
+        logs.append(min(max(logs[-1] + factor, low_log), high_log))
+    sizes = _rounded(np.exp(logs), multiple_of)
+    return np.clip(sizes, low * multiple_of, high * multiple_of)
+
+
+def spot_market(
+    *,
+    steps: int,
+    devices: int,
+    samples_per_device: int,
+    lost: float = 0.01,
+    returned: float = 0.05,
+    devices_per_machine: int = 1,
+    seed: int = 0,
+) -> Made:
+    """Devices of a spot market, whose machines are taken away and given back at random.
+
+    The batch size is proportional to the devices that there are. Steps in which there
+    are none are paused, and are not in the trace. The column devices says how many
+    there are.
+
+    example:
+      vbs make spot-market --steps 500 --devices 64 --samples-per-device 32 \\
+          --devices-per-machine 8
+
+    Args:
+        steps: The number of steps, the paused ones included.
+        devices: How many devices there are at most, and at first.
+        samples_per_device: What one device adds to the global batch size.
+        lost: The probability that a machine that is there is gone in the next step.
+        returned: The probability that one that is gone is back in the next step.
+        devices_per_machine: How many devices come and go together.
+        seed: Of the random numbers.
+    """
+    check_integer("steps", steps, least=1)
+    check_integer("devices_per_machine", devices_per_machine, least=1)
+    check_integer("devices", devices, least=devices_per_machine)
+    check_number("lost", lost, 0, 1)
+    check_number("returned", returned, 0, 1)
+    if devices % devices_per_machine:
+        raise ValueError(
+            f"devices={devices} must be a multiple of devices_per_machine="
+            f"{devices_per_machine}"
+        )
+    random = np.random.default_rng(seed)
+    there = np.ones(devices // devices_per_machine, dtype=bool)
+    counts = [devices]
+    for _ in range(steps - 1):
+        draws = random.random(len(there))
+        there = np.where(there, draws >= lost, draws < returned)
+        counts.append(int(there.sum()) * devices_per_machine)
+    held = np.array([count for count in counts if count])
+    return pd.DataFrame({COLUMN: held * samples_per_device, "devices": held})
+
+
+FAMILIES: dict[str, Callable[..., Made]] = {
+    "constant": constant,
+    "ramp": ramp,
+    "doubling": doubling,
+    "thresholds": thresholds,
+    "seesaw": seesaw,
+    "critical-batch": critical_batch,
+    "random-walk": random_walk,
+    "spot-market": spot_market,
+}
+
+
+def make(family: str, **options: object) -> pd.DataFrame:
+    """Returns a trace with the columns ``step``, ``batchsize`` and what else is known.
+
+    >>> make("doubling", steps=5, first=32, every=2, most=64).batchsize.tolist()
+    [32, 32, 64, 64, 64]
+
+    Args:
+        family: A key of `FAMILIES`.
+        options: The keywords of that function.
+
+    Raises:
+        ValueError, TypeError: There is no such family, or an option is not allowed.
+        TraceError: The batch sizes are not positive integers.
+    """
+    made = FAMILIES[check_choice("family", family, FAMILIES)](**options)
+    table = made if isinstance(made, pd.DataFrame) else pd.DataFrame({COLUMN: [*made]})
+    table = table.assign(**{COLUMN: Trace(table[[COLUMN]]).batch_sizes})
+    table.insert(0, STEP_COLUMN, np.arange(len(table)))
+    return table
+
+
+def _by_samples(total_samples: int, size: Callable[[int], int]) -> list[int]:
+    """Returns batch sizes that are functions of the samples used before each step."""
+    check_integer("total_samples", total_samples, least=1)
+    sizes: list[int] = []
+    used = 0
+    while used < total_samples:
+        sizes.append(size(used))
+        if sizes[-1] <= 0:
+            raise TraceError(f"the batch size must be > 0, got {sizes[-1]}")
+        used += sizes[-1]
+    return sizes
+
+
+def _doubled(first: int, times: int, most: int) -> int:
+    """Returns ``first``, doubled so often, or as often as ``most`` allows."""
+    check_integer("first", first, least=1)
+    check_integer("most", most, least=first)
+    return first * 2 ** min(times, (most // first).bit_length() - 1)
+
+
+def _rounded(sizes: np.ndarray, multiple_of: int) -> np.ndarray:
+    """Returns the nearest multiples, and at least one of them."""
+    return np.maximum(np.rint(sizes / multiple_of), 1).astype(np.int64) * multiple_of

@@ -1,0 +1,248 @@
+"""What a trace does to a run, without training: steps, rates, progress, time and cost.
+
+Steps, samples and learning rates are those of a real run: they come from the same
+`Schedule` and the same rules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from variable_batch_size.data.schedule import Schedule
+from variable_batch_size.rules.rule import Rule, rule_named
+from variable_batch_size.trace_tools.curves import Curve, level
+from variable_batch_size.trace_tools.step_time import StepTime
+from xla_replica.common.arguments import check_integer, check_number, is_number
+
+# torch's Adam; rules for it change these.
+ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
+
+
+def epoch_table(schedule: Schedule, num_epochs: int | None = None) -> pd.DataFrame:
+    """Returns one row per epoch: ``steps``, ``samples`` used, ``dropped_samples``.
+
+    Args:
+        schedule: Trace, dataset length and minibatch size.
+        num_epochs: How many; default: all of the trace.
+
+    Raises:
+        ValueError: The trace has no end, and ``num_epochs`` is not given.
+    """
+    plans = [schedule.plan(e, 1) for e in _epochs(schedule, num_epochs)]
+    return pd.DataFrame(
+        {
+            "steps": [plan.num_steps for plan in plans],
+            "samples": [int(plan.starts[-1]) * plan.minibatch_size for plan in plans],
+            "dropped_samples": [plan.num_dropped_samples for plan in plans],
+        }
+    )
+
+
+def simulate(
+    schedule: Schedule,
+    num_epochs: int | None = None,
+    *,
+    rule: str | Rule = "constant",
+    ref_batchsize: int | None = None,
+    lr: float | Curve = 1.0,
+    noise_scale: float | Curve | None = None,
+    devices: int | np.ndarray = 1,
+    step_time: StepTime | None = None,
+) -> pd.DataFrame:
+    """Returns one row per step of a run.
+
+    The columns are ``epoch``, ``step``, ``batch_size``, ``samples`` (used up to the end
+    of the step), ``lr`` (the effective one), ``devices``, ``num_substeps`` (of the
+    first device) and ``idle_substeps`` (of all others together, compared with the
+    first). With a noise scale also ``gain`` and ``progress`` (the sum of gains, in
+    steps at ``ref_batchsize``); with a step-time model ``seconds``.
+
+    Args:
+        schedule: Trace, dataset length and minibatch size.
+        num_epochs: How many; default: all of the trace.
+        rule: How the learning rate follows the batch; see `vbs.RULES`. 'adascale' takes
+            the gain that the noise scale says.
+        ref_batchsize: Batch size at which the learning rate was tuned.
+        lr: The reference learning rate: a number, or a function of the samples used
+            before a step, as schedulers attached with unit='samples' are.
+        noise_scale: tr Sigma / |G|^2 in samples, a number or a function likewise.
+        devices: How many replicas there are, or, ``(num_rows,)``, in each row of the
+            trace, as `convert` says.
+        step_time: How long a step takes.
+
+    Raises:
+        ValueError: The trace has no end, and ``num_epochs`` is not given; the rule
+            needs ``ref_batchsize`` or a noise scale; or has no meaning at some ratio.
+    """
+    rule = rule_named(rule)
+    if ref_batchsize is not None:
+        check_integer("ref_batchsize", ref_batchsize, least=1)
+    elif rule.needs_reference or noise_scale is not None:
+        what = f"rule {rule.name!r}" if rule.needs_reference else "noise_scale"
+        raise ValueError(f"{what} needs ref_batchsize, got None")
+    if rule.measured and noise_scale is None:
+        raise ValueError(
+            f"rule {rule.name!r} measures the gradients: pass noise_scale, a number of "
+            "samples or a function of the samples used"
+        )
+    plans = [schedule.plan(e, 1) for e in _epochs(schedule, num_epochs)]
+    counts = np.concatenate([plan.num_minibatches for plan in plans])
+    sizes = counts * schedule.minibatch_size
+    used = np.cumsum(sizes)
+    table = pd.DataFrame(
+        {
+            "epoch": np.repeat(
+                [plan.epoch for plan in plans], [plan.num_steps for plan in plans]
+            ),
+            "step": np.arange(len(sizes)),
+            "batch_size": sizes,
+            "samples": used,
+        }
+    )
+    ratios = sizes / (ref_batchsize or 1)
+    gains = None
+    if noise_scale is not None:
+        noise = _values("noise_scale", noise_scale, used - sizes)
+        gains = gain_at(noise, ratios, ref_batchsize)
+        table["gain"], table["progress"] = gains, np.cumsum(gains)
+    rates = _values("lr", lr, used - sizes)
+    table["lr"] = _effective(rule, rates, ratios, gains)
+    held = _devices(devices, schedule, len(sizes))
+    table["devices"] = held
+    table["num_substeps"] = -(-counts // held)
+    table["idle_substeps"] = table["num_substeps"] * held - counts
+    if step_time is not None:
+        table["seconds"] = step_time.seconds(table["num_substeps"].to_numpy())
+    return table
+
+
+def totals(
+    steps: pd.DataFrame,
+    *,
+    restart_seconds: float = 0.0,
+    compile_seconds: float = 0.0,
+    price: float = 0.0,
+    step_time: StepTime | None = None,
+) -> dict[str, Any]:
+    """Returns what the steps of `simulate` come to, as numbers by name.
+
+    A run restarts where the number of devices differs from that of the step before, and
+    compiles at its beginning and after every restart. Device-hours and cost are told
+    with and without both.
+
+    Args:
+        steps: What `simulate` returned.
+        restart_seconds: From the last step before a restart to the first one after it.
+        compile_seconds: Of the first step after a start.
+        price: Of one device in one hour.
+        step_time: What `simulate` was given, for the idle device-seconds.
+    """
+    for name in ("restart_seconds", "compile_seconds", "price"):
+        check_number(name, locals()[name], least=0)
+    result: dict[str, Any] = {
+        "steps": len(steps),
+        "epochs": int(steps["epoch"].nunique()),
+        "samples": int(steps["batch_size"].sum()),
+    }
+    if len(steps):
+        result["first lr"] = float(steps["lr"].iloc[0])
+        result["largest lr"] = float(steps["lr"].max())
+        result["last lr"] = float(steps["lr"].iloc[-1])
+        if "progress" in steps:
+            result["progress in steps at the reference"] = float(
+                steps["progress"].iloc[-1]
+            )
+    restarts = steps["devices"].diff().fillna(0) != 0
+    result["restarts"] = int(restarts.sum())
+    if "seconds" not in steps:
+        return result
+    starts = restarts.copy()
+    starts.iloc[:1] = True
+    overhead = restarts * restart_seconds + starts * compile_seconds
+    result["idle device-seconds"] = (
+        float(steps["idle_substeps"].sum() * step_time.per_substep)
+        if step_time
+        else float("nan")
+    )
+    for what, seconds in (
+        ("without restarts and compiling", steps["seconds"]),
+        ("with restarts and compiling", steps["seconds"] + overhead),
+    ):
+        hours = float((seconds * steps["devices"]).sum()) / 3600
+        result[f"hours {what}"] = float(seconds.sum()) / 3600
+        result[f"device-hours {what}"] = hours
+        if price:
+            result[f"cost {what}"] = hours * price
+    return result
+
+
+def gain_at(
+    noise_scale: np.ndarray, batch_ratio: np.ndarray, ref_batchsize: float
+) -> np.ndarray:
+    """Returns how many steps at the reference each step is worth.
+
+    kappa (B0 + N) / (B + N) with N the noise scale, in samples; kappa where it is
+    infinite. The same as `gradient_noise.gain`, in NumPy.
+    """
+    with np.errstate(invalid="ignore"):
+        share = (ref_batchsize + noise_scale) / (
+            batch_ratio * ref_batchsize + noise_scale
+        )
+    return batch_ratio * np.where(np.isinf(noise_scale), 1.0, share)
+
+
+def _epochs(schedule: Schedule, num_epochs: int | None) -> range:
+    if num_epochs is not None:
+        return range(check_integer("num_epochs", num_epochs, least=1))
+    if schedule.num_epochs == float("inf"):
+        raise ValueError(
+            f"{schedule.trace.name} has no end with on_end={schedule.on_end!r}: "
+            "num_epochs must be an integer >= 1, got None"
+        )
+    return range(int(schedule.num_epochs))
+
+
+def _values(name: str, curve: float | Curve, samples: np.ndarray) -> np.ndarray:
+    """Returns ``(num_steps,)`` float64: the curve where every step begins."""
+    at = level(curve) if is_number(curve) else curve
+    values = np.asarray(at(samples), dtype=np.float64)
+    if values.shape != samples.shape or np.isnan(values).any() or (values < 0).any():
+        raise ValueError(
+            f"{name} must give a number >= 0 for each of {len(samples)} steps, got "
+            f"{values!r}"
+        )
+    return values
+
+
+def _effective(
+    rule: Rule, rates: np.ndarray, ratios: np.ndarray, gains: np.ndarray | None
+) -> list[float]:
+    """Returns the effective learning rate of every step."""
+    state, found = rule.init(), []
+    group: dict[str, Any] = dict(ADAM) if rule.beta else {}
+    for index, (rate, ratio) in enumerate(zip(rates.tolist(), ratios.tolist())):
+        gain = None if gains is None else float(gains[index])
+        scaled, state = rule.update(ratio, {**group, "lr": rate}, state, gain)
+        found.append(float(scaled.effective_lr))
+    return found
+
+
+def _devices(
+    devices: int | np.ndarray, schedule: Schedule, num_steps: int
+) -> np.ndarray:
+    """Returns ``(num_steps,)`` int64: the devices of every step."""
+    if np.ndim(devices) == 0:
+        return np.full(num_steps, check_integer("devices", devices, least=1))
+    held = np.asarray(devices)
+    length = len(schedule.trace)
+    if held.shape != (length,) or (held < 1).any() or (held != np.floor(held)).any():
+        raise ValueError(
+            f"devices must be an integer >= 1 for each of the {length} rows of "
+            f"{schedule.trace.name}, got {held!r}"
+        )
+    rows = np.arange(num_steps)
+    rows = rows % length if schedule.on_end == "cycle" else np.minimum(rows, length - 1)
+    return held.astype(np.int64)[rows]
