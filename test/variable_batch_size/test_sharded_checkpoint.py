@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
+import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from support.sharded import TRACE, Run, Training, whole
 import variable_batch_size as vbs
 import xla_replica
 from variable_batch_size.checkpoint import files, shards
+from xla_replica.backends import replica as replica_module
 
 RUN = Run(
     Case(TRACE, epochs=2, optimizer="adamw", rule="root", max_grad_norm=1.0),
@@ -30,6 +34,7 @@ def resumed(
     folder: Path,
     stop_at: int | None = None,
     die_at: int | None = None,
+    asynchronous: bool = False,
 ) -> dict[str, Any]:
     """Trains from the newest checkpoint on, and saves after every third update.
 
@@ -38,19 +43,34 @@ def resumed(
         folder: The folder of the checkpoints.
         stop_at: The step in whose update the run is asked to stop, if any.
         die_at: The step in whose update the last process is killed, if any.
+        asynchronous: Write beside the training, which is to make a fourth update while
+            every process waits to write what it has of the first checkpoint.
     """
     replica = xla_replica.current()
     shape = (replica.num_replicas,) if replica.num_replicas > 1 else None
     training = Training(RUN, shape)
     checkpointer = vbs.Checkpointer(
-        folder, training.optimizer, every_updates=3, model=training.model
+        folder,
+        training.optimizer,
+        every_updates=3,
+        asynchronous=asynchronous,
+        model=training.model,
     )
+    trained_on = threading.Event()
+    write_parts = replica_module.write_parts
+
+    def late(*args: Any) -> dict[str, str]:
+        assert trained_on.wait(60), "the training waits for the writer"
+        return write_parts(*args)
+
     restored = checkpointer.load()
     samples: list[tuple[int, ...]] = []
     steps: list[int] = []
 
     def after_update(update: vbs.Update) -> None:
         steps.append(update.step)
+        if update.step >= 3:
+            trained_on.set()
         if update.step == stop_at and rank == 0:
             xla_replica.request_stop("test", 75)
         if update.step == die_at and rank == replica.num_replicas - 1:
@@ -66,7 +86,10 @@ def resumed(
         minibatch(x, y)
 
     training.minibatch = noted
-    training.train()
+    patch = mock.patch.object(replica_module, "write_parts", late)
+    with patch if asynchronous else contextlib.nullcontext():
+        training.train()
+        checkpointer.wait()
     return {
         "weights": whole(training.model.parameters()),
         "progress": training.optimizer.noise.progress,
@@ -137,6 +160,18 @@ def test_one_process_continues_with_the_whole_model(stopped, alone, tmp_path):
     check([resumed(0, folder)], alone)
 
 
+def test_parts_are_written_beside_the_training_as_they_were(alone, tmp_path):
+    with pytest.raises(xla_replica.Stopped):
+        run_on(2, tmp_path, 4, None, True)
+    newest, first = files.saved_files(tmp_path)
+    assert (newest.num_updates, first.num_updates) == (6, 3)
+    newest.read()  # whole, since a request to stop waits for it
+    newest.path.unlink()
+    found = resumed(0, tmp_path)
+    assert found["num_updates"] == 3
+    check([found], alone)
+
+
 def test_damaged_shards_make_the_checkpoint_before_count(stopped, tmp_path, caplog):
     folder = copy_of(stopped, tmp_path)
     newest, before = files.saved_files(folder)
@@ -171,10 +206,12 @@ def test_nothing_of_the_shards_is_run(stopped, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_on_four_two_and_three(alone, tmp_path):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_killed_and_resumed_on_four_two_and_three(asynchronous, alone, tmp_path):
     for num_replicas, die_at in ((4, 7), (2, 13)):
         with pytest.raises(xla_replica.ReplicaError):
-            run_on(num_replicas, tmp_path, None, die_at)
+            run_on(num_replicas, tmp_path, None, die_at, asynchronous)
     found = run_on(3, tmp_path)
-    assert found[0]["num_updates"] == 12
+    # What a thread had not finished to write counts as not there.
+    assert found[0]["num_updates"] in ((9, 12) if asynchronous else (12,))
     check(found, alone)

@@ -257,14 +257,25 @@ class Checkpointer:
                     # The order is that of the epoch that has ended.
                     cursor |= {"epoch": cursor["epoch"] + 1, "step": 0, "order": None}
         self.replica.sync()  # the sums in the state, on every replica alike
-        state = shards.write(self.folder, self.num_updates, state, self.replica)
+        beside = self._writer.asynchronous
+        state, write_shards = shards.split(
+            self.folder, self.num_updates, state, self.replica, beside
+        )
         self._times.saved(self.num_updates)
-        path = None
         if self.replica.is_primary:
             state = self.replica.to_host(state)
-            if self._writer.asynchronous:
+            if beside:
                 state = detached(state)
-            path = self._writer.start(lambda: self._write(state, is_best, since))
+
+        def write() -> Path | None:
+            parts = write_shards() if write_shards else {}
+            if not self.replica.is_primary:
+                return None
+            return self._write({**state, **parts}, is_best, since)
+
+        path = None
+        if write_shards or self.replica.is_primary:
+            path = self._writer.start(write)
         # On XLA every program that runs advances them, also the one that saves.
         self.replica.set_rng_state(random_numbers)
         return path

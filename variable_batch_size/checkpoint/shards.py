@@ -8,49 +8,57 @@ is written last, so that a checkpoint is whole or not there.
 
 from __future__ import annotations
 
-import hashlib
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from xla_replica import Replica
-from xla_replica.common.files import sync_folder
+from xla_replica.common.files import sha256, sync_folder
 from xla_replica.common.trees import map_tensors, named_tensors
 
 SUFFIX = ".shards"
-_CHUNK_BYTES = 2**22
 
 
-def write(
-    folder: Path, num_updates: int, state: dict[str, Any], replica: Replica
-) -> dict[str, Any]:
-    """Returns the state without its sharded tensors, which are written. Collective.
+def split(
+    folder: Path,
+    num_updates: int,
+    state: dict[str, Any],
+    replica: Replica,
+    beside_training: bool,
+) -> tuple[dict[str, Any], Callable[[], dict[str, Any]] | None]:
+    """Returns the state without its sharded tensors, and what writes them. Collective.
 
-    A state without such tensors is returned as it is. Raises OSError on every replica
-    if writing failed on one of them.
+    Args:
+        folder: The folder of the checkpoint.
+        num_updates: Which one.
+        state: Of any tensors.
+        replica: The replica.
+        beside_training: They are written in a thread of every replica.
+
+    Returns:
+        The state, and a function that every replica calls; None if there is nothing
+        to write. It returns what the checkpoint's file adds to the state, and raises
+        OSError on every replica if writing failed on one of them.
     """
     found = {n: t for n, t in _named(state) if replica.is_sharded([t])}
     if not found:
-        return state
+        return state, None
     name = f"update-{num_updates:08d}-{secrets.token_hex(8)}{SUFFIX}"
     name = replica.all_gather_object(name)[0]
-    path = folder / name
-    replica.write_shards(path, found)
-    listed = [file.name for file in path.iterdir()] if replica.is_primary else []
-    names = sorted(replica.all_gather_object(listed)[0])
-    own = {
-        each: _digest(path / each)
-        for each in names[replica.rank :: replica.num_replicas]
-    }
-    digests = {n: d for part in replica.all_gather_object(own) for n, d in part.items()}
-    if replica.is_primary:
-        sync_folder(path)
-        sync_folder(folder)
-    state = map_tensors(state, lambda t: _hollow(t) if replica.is_sharded([t]) else t)
-    return {**state, "shards": {"folder": name, "sha256": digests}}
+    write = replica.write_shards(folder / name, found, beside_training)
+
+    def write_and_sync() -> dict[str, Any]:
+        digests = write()
+        if replica.is_primary:
+            sync_folder(folder / name)
+            sync_folder(folder)
+        return {"shards": {"folder": name, "sha256": digests}}
+
+    hollow = map_tensors(state, lambda t: _hollow(t) if replica.is_sharded([t]) else t)
+    return hollow, write_and_sync
 
 
 def fill(
@@ -59,11 +67,11 @@ def fill(
     replica: Replica,
     parameters: Sequence[torch.Tensor],
 ) -> dict[str, Any]:
-    """Returns a state of `write` with its sharded tensors. Collective.
+    """Returns a saved state with its sharded tensors. Collective.
 
     Args:
         folder: The folder of the checkpoint.
-        state: What `write` returned, or a part of it under the same keys.
+        state: What was in the checkpoint's file, or a part of it under the same keys.
         replica: The replica.
         parameters: Those that are trained; states are sharded as they are.
 
@@ -85,7 +93,7 @@ def damage(folder: Path, state: Any) -> str | None:
     path = folder / shards["folder"]
     for name, digest in shards["sha256"].items():
         try:
-            if _digest(path / name) != digest:
+            if sha256(path / name) != digest:
                 return f"the content of {shards['folder']}/{name} has changed"
         except FileNotFoundError:
             return f"{shards['folder']}/{name} is missing"
@@ -118,11 +126,3 @@ def _named(state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
 
 def _hollow(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def _digest(path: Path) -> str:
-    sha256 = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            sha256.update(chunk)
-    return sha256.hexdigest()

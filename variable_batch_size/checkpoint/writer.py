@@ -21,11 +21,9 @@ class Writer:
     It is the seam between a state and the files that it becomes. Before it, replicas
     work together: the state is made, averaged and copied to the host, where nothing
     changes it any more (`detached`). After it, a function without arguments writes
-    what this process has and returns its path; it works alone, since a collective in
-    this thread would meet those of the training in another order on every replica. A
-    state of which every process has a part is written by every process, through a
-    Writer of its own; whether all parts are written is for the training loop to ask,
-    together, after `wait`.
+    what this process has and returns its path, if it has written a file. A collective
+    in this thread would meet those of the training in another order on every replica,
+    so parts that processes write together need a process group of their own.
 
     Args:
         asynchronous: Write in a thread. A state is held until it is written, and at
@@ -35,9 +33,9 @@ class Writer:
     def __init__(self, asynchronous: bool) -> None:
         self.asynchronous = check_flag("asynchronous", asynchronous)
         self._thread = ThreadPoolExecutor(1, "checkpoint-writer")  # idle: no thread yet
-        self._running: Future[Path] | None = None
+        self._running: Future[Path | None] | None = None
 
-    def start(self, write: Callable[[], Path]) -> Path | None:
+    def start(self, write: Callable[[], Path | None]) -> Path | None:
         """Calls ``write`` and returns its path; in a thread: begins to, returns None.
 
         Raises what ``write`` raises; in a thread, what the one before has raised.
@@ -70,7 +68,7 @@ def detached(state: Any) -> Any:
     return copy.deepcopy(state, {id(tensor): tensor for tensor in tensors_in(state)})
 
 
-def _logged(write: Callable[[], Path]) -> Path:
+def _logged(write: Callable[[], Path | None]) -> Path | None:
     try:
         return write()
     except Exception as error:  # the loop raises it, if it comes to ask

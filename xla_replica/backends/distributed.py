@@ -115,6 +115,7 @@ class DistributedReplica(Replica):
             reason,
         )
         self._shards = ShardedParameters(self.num_replicas)
+        self._beside: Any = None  # a process group
 
     def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
@@ -164,6 +165,11 @@ class DistributedReplica(Replica):
             return super().on_gradient(parameter, hook)
         place.hooks.append(hook)
         return hook
+
+    def _group_beside(self) -> Any:
+        if self._beside is None:
+            self._beside = torch.distributed.new_group(backend="gloo")
+        return self._beside
 
     def _begin_sum(self, flat: torch.Tensor) -> Work:
         with self._named("all_reduce_", [flat]):

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from xla_replica.backends.gradient_sum import GradientSum
-from xla_replica.backends.sharded_files import read_parts, write_parts
+from xla_replica.backends.sharded_files import copied, read_parts, write_parts
 from xla_replica.common.arguments import check_integer
 from xla_replica.common.trees import map_tensors, tensors_in
 from xla_replica.device.device_traits import traits
@@ -139,12 +139,35 @@ class Replica(abc.ABC):
         del tensors
         return list(numbers)
 
-    def write_shards(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Writes sharded tensors in torch.distributed.checkpoint's format. Collective.
+    def write_shards(
+        self,
+        folder: Path,
+        tensors: Mapping[str, torch.Tensor],
+        beside_training: bool = False,
+    ) -> Callable[[], dict[str, str]]:
+        """Prepares to write tensors in torch.distributed.checkpoint's format.
 
-        Raises OSError on every replica if one of them could not write.
+        Collective, and so is the function that it returns.
+
+        Args:
+            folder: Where to. All hosts share it.
+            tensors: By name.
+            beside_training: That function is called in a thread, while this one trains
+                on: it writes copies on the host, and its collectives cannot meet those
+                of the training.
+
+        Returns:
+            A function that writes, and returns the SHA-256 of every file by name. It
+            raises OSError on every replica if one of them could not write.
         """
-        write_parts(folder, tensors)
+        if beside_training:
+            tensors = {name: copied(tensor) for name, tensor in tensors.items()}
+        group = self._group_beside() if beside_training else None
+        return lambda: write_parts(folder, tensors, group)
+
+    def _group_beside(self) -> Any:
+        """Returns what a thread beside the training needs for collectives, if any."""
+        return None
 
     def read_shards(
         self,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from xla_replica.backends.sharded_sum import is_sharded
+from xla_replica.common.files import sha256
 
 # What the description of a folder consists of, which is pickled.
 _MODULES = (
@@ -26,15 +27,49 @@ _OTHERS = {
 }  # fmt: skip
 
 
-def write_parts(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes this process's parts of tensors; every process calls it.
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy on the host of this process's part of a tensor, sharded alike."""
+    with torch.no_grad():
+        return tensor.detach().to("cpu", copy=True)
 
-    Raises OSError on every process if one of them could not write.
+
+def write_parts(
+    folder: Path, tensors: Mapping[str, torch.Tensor], group: Any = None
+) -> dict[str, str]:
+    """Writes this process's parts of tensors; every process of the group calls it.
+
+    Args:
+        folder: The folder.
+        tensors: By name, the same on every process.
+        group: The process group that they write with; None for the default one.
+
+    Returns:
+        The SHA-256 of every file in the folder, by name.
+
+    Raises:
+        OSError: On every process if one of them could not write.
     """
-    from torch.distributed import checkpoint
+    from torch import distributed
 
     with _os_errors():
-        checkpoint.save(dict(tensors), checkpoint_id=folder)
+        distributed.checkpoint.save(
+            dict(tensors), checkpoint_id=folder, process_group=group
+        )
+    rank, size = 0, 1
+    if distributed.is_initialized():
+        rank, size = distributed.get_rank(group), distributed.get_world_size(group)
+
+    def gathered(value: Any) -> list[Any]:
+        values = [value] * size
+        if size > 1:
+            distributed.all_gather_object(values, value, group)
+        return values
+
+    # Of all files, each of which one process reads once more, while it is at hand.
+    names = [file.name for file in folder.iterdir()] if rank == 0 else []
+    names = sorted(gathered(names)[0])
+    own = {name: sha256(folder / name) for name in names[rank::size]}
+    return {name: digest for part in gathered(own) for name, digest in part.items()}
 
 
 def read_parts(

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
+
+_CHUNK_BYTES = 2**22
+
+
+def sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file's content, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def write_whole(unfinished: Path, write: Callable[[BinaryIO], Path]) -> Path:
