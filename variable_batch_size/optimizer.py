@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from typing import Any
 
@@ -13,12 +12,16 @@ from torch.optim import Optimizer
 import xla_replica
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.device_scalars import DeviceScalars, as_floats, dtype_for
-from variable_batch_size.gradient_noise.meter import NoiseMeter, NoiseOptions
+from variable_batch_size.gradient_noise.meter import NoiseOptions, meter_for
 from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.rules.rule import Rule, with_options
 from variable_batch_size.rules.scaling import Scaling
 from variable_batch_size.step import checks
-from variable_batch_size.step.agreement import Agreement, hyperparameters
+from variable_batch_size.step.agreement import (
+    Agreement,
+    hyperparameters,
+    settings_in_common,
+)
 from variable_batch_size.step.attached import Attached, Update
 from variable_batch_size.step.buffers import average_buffers
 from variable_batch_size.step.gradients import StepGradients
@@ -150,11 +153,29 @@ class ElasticOptimizer(OptimizerProxy):
             dtype = dtype_for(p for group in groups for p in group["params"])
             self._weight = StepWeight(self.replica, dtype)
         self._agreement = Agreement(self.replica, self._scalars)
-        self.noise = self._make_meter(noise)
+        weighted = reduction == "sum"
+        self.noise = meter_for(
+            noise,
+            self.rule.measured,
+            optimizer.param_groups,
+            None if weighted else sampler.minibatch_size,
+            ref_weight if weighted else ref_batchsize,
+            self.replica,
+            self._scalars,
+        )
         self._attached = Attached(self.noise)
         self.replica.check_agreement(
             "the settings of the run",
-            self._settings(),
+            settings_in_common(
+                sampler,
+                self.rule,
+                optimizer.param_groups,
+                ref_batchsize=ref_batchsize,
+                reduction=reduction,
+                ref_weight=ref_weight,
+                max_grad_norm=max_grad_norm,
+                noise=self.noise.options if self.noise else None,
+            ),
             "Each would train another model: build sampler, model and optimizer alike "
             "on every replica, without the rank in seeds, files or conditions.",
         )
@@ -566,27 +587,6 @@ class ElasticOptimizer(OptimizerProxy):
 
     # --- how ------------------------------------------------------------------------
 
-    def _settings(self) -> dict[str, Any]:
-        """Returns what replicas must have in common to train one model."""
-        groups = self.inner.param_groups
-        parameters = [p for group in groups for p in group["params"]]
-        kinds = repr([(*p.shape, p.dtype, p.requires_grad) for p in parameters])
-        return {
-            **self.sampler.fingerprint(),
-            "rule": self.rule.name,
-            "momentum_correction": self.rule.momentum_correction,
-            "decay_per_sample": self.rule.decay_per_sample,
-            "ref_batchsize": self.ref_batchsize,
-            "reduction": self.reduction,
-            "ref_weight": self.ref_weight,
-            "max_grad_norm": self.max_grad_norm,
-            "noise": self.noise.options if self.noise else None,
-            "hyperparameters": hyperparameters(groups),
-            "parameters": f"{len(parameters)} tensors of "
-            f"{sum(p.numel() for p in parameters)} numbers, sha256 "
-            f"{hashlib.sha256(kinds.encode()).hexdigest()[:16]}",
-        }
-
     def _check_groups(self, groups: list[dict[str, Any]]) -> None:
         checks.check_groups(groups, self.replica)
         checks.check_rule(
@@ -595,28 +595,6 @@ class ElasticOptimizer(OptimizerProxy):
             self.sampler.schedule,
             self.ref_batchsize,
             late_ratio=self.ref_weight is not None,
-        )
-
-    def _make_meter(self, noise: NoiseOptions | bool) -> NoiseMeter | None:
-        if not isinstance(noise, (bool, NoiseOptions)):
-            raise TypeError(f"noise must be a bool or NoiseOptions, got {noise!r}")
-        if noise is False and not self.rule.measured:
-            return None
-        weighted = self.reduction == "sum"
-        reference = self.ref_weight if weighted else self.ref_batchsize
-        if reference is None:
-            name = "ref_weight" if weighted else "ref_batchsize"
-            raise TypeError(
-                f"noise= needs {name}=, which gains compare with, where "
-                f"reduction={self.reduction!r}"
-            )
-        return NoiseMeter(
-            self.param_groups,
-            None if weighted else self.sampler.minibatch_size,
-            reference,
-            self.replica,
-            self._scalars,
-            noise if isinstance(noise, NoiseOptions) else NoiseOptions(),
         )
 
     def _current_lrs(self) -> tuple[float, ...]:

@@ -419,3 +419,37 @@ class NoiseMeter:
         self._differences.add_groups(num_new)
         self._squares = torch.cat([self._squares, self._squares.new_zeros(num_new)])
         self._replica.sync()  # zeros on the device, not in the first graph
+
+
+def meter_for(
+    noise: NoiseOptions | bool,
+    is_needed: bool,
+    groups: Groups,
+    minibatch_size: int | None,
+    reference: float | None,
+    replica: Replica,
+    scalars: DeviceScalars,
+) -> NoiseMeter | None:
+    """Returns the meter that was asked for, or that a rule needs; else None.
+
+    Args:
+        noise: What the user asked for.
+        is_needed: Whether the rule is measured.
+        groups, minibatch_size, replica, scalars: See `NoiseMeter`.
+        reference: The batch size, or the weight, that gains compare with.
+
+    Raises:
+        TypeError: ``noise`` is neither, or there is no reference.
+    """
+    if not isinstance(noise, (bool, NoiseOptions)):
+        raise TypeError(f"noise must be a bool or NoiseOptions, got {noise!r}")
+    if noise is False and not is_needed:
+        return None
+    if reference is None:
+        which = ("ref_batchsize", "mean") if minibatch_size else ("ref_weight", "sum")
+        raise TypeError(
+            f"noise= needs {which[0]}=, which gains compare with, where "
+            f"reduction={which[1]!r}"
+        )
+    options = noise if isinstance(noise, NoiseOptions) else NoiseOptions()
+    return NoiseMeter(groups, minibatch_size, reference, replica, scalars, options)
