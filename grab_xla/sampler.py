@@ -408,13 +408,21 @@ class GraBSampler(Sampler[int]):
 
         Raises:
             ValueError: `step` was not called once for each of this replica's
-                minibatches, before ``optimizer.step()``.
+                minibatches, before ``optimizer.step()``; or some of their samples are
+                padding.
         """
         size = self._group_size
         if size > 1 and update.minibatch_size != size:
             raise ValueError(
                 f"group_size={size}, but minibatches have {update.minibatch_size} "
                 f"samples: CustomSampler(..., minibatch_size={size})"
+            )
+        if self._uses_gradients and update.batch_size % update.minibatch_size:
+            raise ValueError(
+                f"the batch size {update.batch_size} is not a multiple of the "
+                f"minibatch size {update.minibatch_size}, so a minibatch was padded "
+                "with samples that would be balanced twice: leave out "
+                "pad_minibatches=True where gradients choose the order"
             )
         if self._replica.num_replicas == 1:
             if self._uses_gradients and self._given_for == update.epoch:

@@ -128,7 +128,9 @@ class ElasticOptimizer(OptimizerProxy):
         self.max_grad_norm = max_grad_norm
         checks.check_optimizer(optimizer, self.rule)
         checks.check_sampler(sampler, self.replica)
-        checks.check_reduction(reduction, ref_weight, ref_batchsize, self.rule)
+        checks.check_reduction(
+            reduction, ref_weight, ref_batchsize, self.rule, sampler.schedule
+        )
         checks.check_numbers(
             self.rule,
             ref_batchsize if ref_weight is None else ref_weight,
@@ -141,7 +143,7 @@ class ElasticOptimizer(OptimizerProxy):
             [p for g in groups for p in g["params"]]
         )
         if self._sharded:
-            sampler.pad()
+            sampler.pad_steps()
         super().__init__(optimizer)
         self._scalars = DeviceScalars(self.replica)
         self._scaling = Scaling(
@@ -185,6 +187,9 @@ class ElasticOptimizer(OptimizerProxy):
         self._num_minibatches_seen = 0  # since buffers were averaged
         self._num_minibatches = 0  # of all epochs
         self._last_lr: tuple[Any, ...] = self.get_lr()
+        self._masked = False  # whether `sample_weights` were asked for
+        numbers = torch.arange(sampler.minibatch_size, dtype=torch.float32)
+        self._sample_numbers = self.replica.send(numbers)
 
     # --- the training loop's calls --------------------------------------------------
 
@@ -341,6 +346,19 @@ class ElasticOptimizer(OptimizerProxy):
         """
         return self._counter.is_padding
 
+    @property
+    def sample_weights(self) -> torch.Tensor:
+        """``(minibatch_size,)``: 1 for samples of this minibatch, 0 for its padding.
+
+        With ``CustomSampler(pad_minibatches=True)`` the loss of a minibatch is
+        ``(losses * optimizer.sample_weights).sum()``, and `step` knows how many samples
+        count. It is data on the device, not read and not compiled anew.
+        """
+        counter = self._counter.follow(self.sampler.plan)
+        self._masked = True
+        number = self._scalars.get("samples", float(counter.num_real_samples))
+        return (self._sample_numbers < number).to(number.dtype)
+
     def get_bs(self) -> int:
         """Returns the global batch size of the step under way; 0 after the last."""
         return self._counter.batch_size
@@ -455,6 +473,11 @@ class ElasticOptimizer(OptimizerProxy):
                     "it, and let the loss be the sum over tokens, not their mean"
                 )
             return None
+        if self.sampler.schedule.pad_minibatches:
+            num_real = self._counter.follow(self.sampler.plan).num_real_samples
+            checks.check_padding(self.sampler.schedule, num_real, self._masked)
+            self._masked = False
+            weight = num_real if weight is None else weight
         if self.is_padding:
             weight = 0
         if weight is None:

@@ -102,7 +102,7 @@ def test_in_a_padded_plan_every_replica_runs_as_many_minibatches(num_replicas):
             for substep in range(num_substeps):
                 number = substep * num_replicas + rank
                 expected.append(first + min(number, n - 1))
-                is_padding = padded.is_padding(rank, step, substep)
+                is_padding = padded.num_real_samples(rank, step, substep) == 0
                 assert is_padding == (number >= n)
                 if not is_padding:
                     counting.append(first + number)

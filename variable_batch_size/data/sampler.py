@@ -50,6 +50,9 @@ class CustomSampler(Sampler[list[int]]):
             iterated once an epoch. It must be the same on every replica: a digest
             of it travels with the gradients.
         on_end: What follows the trace's last step; see `Schedule`.
+        pad_minibatches: Allow batch sizes that are not multiples of ``minibatch_size``.
+            The last minibatch of a step is then filled up with samples of its own,
+            which `ElasticOptimizer.sample_weights` marks with zeros.
 
     Attributes:
         plan: The plan of the epoch that iterating yields now.
@@ -74,6 +77,7 @@ class CustomSampler(Sampler[list[int]]):
         dataset_size: int | None = None,
         order: OrderProvider | None = None,
         on_end: str = "stop",
+        pad_minibatches: bool = False,
     ) -> None:
         if trace is None:
             raise TypeError("CustomSampler needs trace=, the batch size of every step")
@@ -103,7 +107,9 @@ class CustomSampler(Sampler[list[int]]):
                     f"dataset={dataset!r} has no length; pass a dataset with __len__, "
                     "or dataset_size= for the number of samples"
                 ) from error
-        self.schedule = Schedule(trace, num_samples, minibatch_size, on_end)
+        self.schedule = Schedule(
+            trace, num_samples, minibatch_size, on_end, pad_minibatches
+        )
         self._order = order
         self._verbose = verbose
         self._committed: Cursor | None = None
@@ -166,10 +172,10 @@ class CustomSampler(Sampler[list[int]]):
             )
         return dataclasses.replace(plan, start_step=restored.step)
 
-    def pad(self) -> None:
+    def pad_steps(self) -> None:
         """Yields every replica as many minibatches in each step as replica 0.
 
-        Those that it adds are padding, see `EpochPlan.is_padding`. The optimizer
+        Those that it adds are padding, see `EpochPlan.num_real_samples`. The optimizer
         wrapper asks for it where every replica must run every pass.
         """
         self._padded = True
@@ -253,6 +259,8 @@ class CustomSampler(Sampler[list[int]]):
             "minibatch_size": schedule.minibatch_size,
             "seed": self.seed if shuffled else None,
             "order": "shuffled" if shuffled else "given",
+            # Absent from the states of runs without it, also of earlier versions.
+            **({"pad_minibatches": True} if schedule.pad_minibatches else {}),
         }
 
     def __len__(self) -> int:
@@ -279,9 +287,9 @@ class CustomSampler(Sampler[list[int]]):
                 "without order=, this version of torch shuffles differently"
             )
         self._order_digests = {plan.epoch: digest}
-        for minibatch in plan.minibatches(self.rank):
+        for number in plan.minibatches(self.rank):
             self.num_yielded += 1
-            yield order[minibatch * size : (minibatch + 1) * size].tolist()
+            yield np.resize(order[plan.samples(number)], size).tolist()
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         """Returns the epoch's permutation: ``(num_samples,)`` integers."""

@@ -9,6 +9,9 @@ module does not use torch. The rules are those of the earlier implementation:
   next epoch; the minibatches that are left of this one are dropped.
 - Minibatch k of a step (from 0) goes to replica ``k mod num_replicas``. With fewer
   minibatches than replicas, the high ranks are idle in that step.
+
+With ``pad_minibatches``, which is new, a step's last minibatch may lack samples, and an
+epoch holds all ``num_samples``.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from variable_batch_size.traces.batch_trace import Trace, TraceError
-from xla_replica.common.arguments import check_choice, check_integer
+from xla_replica.common.arguments import check_choice, check_flag, check_integer
 
 
 class Cursor(NamedTuple):
@@ -46,13 +49,21 @@ class EpochPlan:
     num_replicas: int  # how many share the steps
     num_minibatches: np.ndarray  # (num_steps,) int64: of every step
     start_step: int = 0  # how many steps are done, where a run was resumed within it
-    # Every replica runs as many minibatches in a step as replica 0; see `is_padding`.
+    # Every replica runs as many minibatches in a step as replica 0.
     padded: bool = False
+    # (num_steps,) int64: samples that the last minibatch of every step lacks, or 0.
+    num_missing: np.ndarray | int = 0
 
     @functools.cached_property
     def starts(self) -> np.ndarray:
         """``(num_steps + 1,)`` int64: each step's first minibatch in the order."""
         return np.concatenate([[0], np.cumsum(self.num_minibatches)]).astype(np.int64)
+
+    @functools.cached_property
+    def _sample_starts(self) -> np.ndarray:
+        """``(num_steps + 1,)`` int64: each step's first sample in the order."""
+        sizes = self.num_minibatches * self.minibatch_size - self.num_missing
+        return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
     @property
     def num_steps(self) -> int:
@@ -62,7 +73,7 @@ class EpochPlan:
     @property
     def num_dropped_samples(self) -> int:
         """Samples of the order that no step of this epoch uses."""
-        return self.num_samples - int(self.starts[-1]) * self.minibatch_size
+        return self.num_samples - int(self._sample_starts[-1])
 
     @functools.cached_property
     def has_idle_replicas(self) -> bool:
@@ -73,7 +84,7 @@ class EpochPlan:
 
     def batch_size(self, step: int) -> int:
         """Returns the global batch size of step ``step`` of this epoch, in samples."""
-        return int(self.num_minibatches[step]) * self.minibatch_size
+        return int(self._sample_starts[step + 1] - self._sample_starts[step])
 
     def num_substeps(self, rank: int) -> np.ndarray:
         """Returns ``(num_steps,)`` int64: minibatches of replica ``rank`` per step."""
@@ -81,19 +92,20 @@ class EpochPlan:
         remaining = self.num_minibatches - first + self.num_replicas - 1
         return np.maximum(remaining, 0) // self.num_replicas
 
-    def is_padding(self, rank: int, step: int, substep: int) -> bool:
-        """Returns whether replica ``rank`` runs a minibatch there that does not count.
+    def num_real_samples(self, rank: int, step: int, substep: int) -> int:
+        """Returns how many samples of a minibatch count; the others are padding.
 
-        In a padded plan that is the step's last one, which another replica runs too.
+        The last minibatch of a step may lack some. A replica that has no minibatch left
+        in a step of a padded plan runs the step's last one, of which none counts.
         """
         number = substep * self.num_replicas + rank
-        return self.padded and number >= int(self.num_minibatches[step])
+        left = self.batch_size(step) - number * self.minibatch_size
+        return min(max(left, 0), self.minibatch_size)
 
     def minibatches(self, rank: int) -> np.ndarray:
         """Returns the minibatches that replica ``rank`` runs from `start_step` on.
 
-        ``(num_minibatches,)`` int64: number n begins at ``n * minibatch_size`` in the
-        order of samples.
+        ``(num_minibatches,)`` int64: their numbers in the epoch; see `samples`.
 
         >>> plan = EpochPlan(0, 0, 256, 32, 2, np.array([2, 3]))
         >>> plan.minibatches(0).tolist(), plan.minibatches(1).tolist()
@@ -107,6 +119,17 @@ class EpochPlan:
         last = np.repeat(self.starts[1:] - 1, substeps)
         return np.minimum(first + within_step * self.num_replicas, last)
 
+    def samples(self, number: int) -> slice:
+        """Returns the part of the order of samples that a minibatch has.
+
+        Args:
+            number: The minibatch's number in the epoch, as in `minibatches`.
+        """
+        step = int(np.searchsorted(self.starts, number, side="right")) - 1
+        first, end = self._sample_starts[step : step + 2].tolist()
+        first += (number - int(self.starts[step])) * self.minibatch_size
+        return slice(first, min(first + self.minibatch_size, end))
+
 
 class Schedule:
     """Cuts a trace into epochs over a dataset, each found by a binary search.
@@ -114,14 +137,17 @@ class Schedule:
     Args:
         trace: Global batch size of every step.
         num_samples: Length of the dataset.
-        minibatch_size: Samples in a minibatch; must divide every batch size.
+        minibatch_size: Samples in a minibatch; must divide every batch size, unless
+            ``pad_minibatches``.
         on_end: What follows the trace's last step. 'stop': later epochs are empty;
             'error': they raise `TraceExhausted`; 'hold': the last batch size is
             repeated without end; 'cycle': the trace begins again. The epoch in which
             the trace ends keeps the steps it has.
+        pad_minibatches: Whether batch sizes may be no multiples of ``minibatch_size``,
+            so that the last minibatch of a step lacks samples.
 
     Attributes:
-        capacity: Minibatches in an epoch.
+        capacity: Whole minibatches in an epoch.
 
     Raises:
         TraceError: A batch size does not divide by ``minibatch_size``, or is too large.
@@ -129,7 +155,12 @@ class Schedule:
     """
 
     def __init__(
-        self, trace: Trace, num_samples: int, minibatch_size: int, on_end: str = "stop"
+        self,
+        trace: Trace,
+        num_samples: int,
+        minibatch_size: int,
+        on_end: str = "stop",
+        pad_minibatches: bool = False,
     ) -> None:
         self.minibatch_size = check_integer("minibatch_size", minibatch_size, least=1)
         if num_samples < minibatch_size:
@@ -138,28 +169,31 @@ class Schedule:
                 f"minibatch_size={minibatch_size}"
             )
         check_choice("on_end", on_end, ("stop", "error", "hold", "cycle"))
+        self.pad_minibatches = check_flag("pad_minibatches", pad_minibatches)
         self.trace = trace
         self.num_samples = int(num_samples)
         self.capacity = self.num_samples // self.minibatch_size
         self.on_end = "hold" if trace.endless else on_end
         sizes, unit = trace.batch_sizes, self.minibatch_size
-        if (sizes % unit).any():
+        if (sizes % unit).any() and not pad_minibatches:
             row = int(np.argmax(sizes % unit != 0))
             below = int(sizes[row]) // unit * unit
             nearest = f"{below} or {below + unit}" if below else f"{unit}"
             raise TraceError(
                 f"{trace.place(row)}: batch size {sizes[row]} is not a multiple of "
-                f"minibatch_size={unit}; nearest is {nearest}"
+                f"minibatch_size={unit}; nearest is {nearest}. With "
+                "pad_minibatches=True a step's last minibatch may lack samples"
             )
-        if sizes.max() > self.capacity * unit:
-            row = int(np.argmax(sizes > self.capacity * unit))
+        # In samples. Without padding a rest smaller than a minibatch is not used.
+        self._capacity = self.num_samples if pad_minibatches else self.capacity * unit
+        if sizes.max() > self._capacity:
+            row = int(np.argmax(sizes > self._capacity))
             raise TraceError(
                 f"{trace.place(row)}: batch size {sizes[row]} exceeds epoch capacity: "
                 f"{num_samples} samples hold {self.capacity} minibatches of {unit}, "
-                f"{self.capacity * unit} samples"
+                f"{self._capacity} samples"
             )
-        self._num_minibatches = sizes // unit
-        self._prefix = np.concatenate([[0], np.cumsum(self._num_minibatches)])
+        self._prefix = np.concatenate([[0], np.cumsum(sizes)])
         self._first_steps = [0]  # of epochs found so far, and of the next one
 
     @property
@@ -182,13 +216,16 @@ class Schedule:
         if self.on_end == "cycle":
             rows %= len(self.trace)
         rows = np.minimum(rows, len(self.trace) - 1)
+        sizes = self.trace.batch_sizes[rows]
+        num_minibatches = -(-sizes // self.minibatch_size)
         return EpochPlan(
             epoch=int(epoch),
             first_step=steps.start,
             num_samples=self.num_samples,
             minibatch_size=self.minibatch_size,
             num_replicas=num_replicas,
-            num_minibatches=self._num_minibatches[rows],
+            num_minibatches=num_minibatches,
+            num_missing=num_minibatches * self.minibatch_size - sizes,
         )
 
     def steps(self, epoch: int) -> range:
@@ -207,16 +244,21 @@ class Schedule:
             )
         return range(found[-1], found[-1])
 
+    def samples_before(self, step: int) -> int:
+        """Returns how many samples the first ``step`` steps of training have."""
+        length, prefix = len(self.trace), self._prefix
+        rounds, row = divmod(step, length) if self.on_end == "cycle" else (0, step)
+        held = max(row - length, 0)  # steps after the trace, of its last batch size
+        last = self.trace.batch_sizes[-1]
+        return int(rounds * prefix[-1] + prefix[row - held] + held * last)
+
     def _find_next_epoch(self) -> None:
         """Appends the first step that does not fit into the epoch under way."""
-        first, length = self._first_steps[-1], len(self.trace)
-        total, last = int(self._prefix[-1]), int(self._num_minibatches[-1])
-        rounds, row = divmod(first, length) if self.on_end == "cycle" else (0, first)
-        held = max(row - length, 0)  # steps after the trace, of its last batch size
-        goal = int(self._prefix[row - held]) + held * last + self.capacity
-        if self.on_end == "cycle":
-            rounds, goal = divmod(rounds * total + goal, total)
+        length, total = len(self.trace), int(self._prefix[-1])
+        goal = self.samples_before(self._first_steps[-1]) + self._capacity
+        rounds, goal = divmod(goal, total) if self.on_end == "cycle" else (0, goal)
         if self.on_end == "hold" and goal >= total:
+            last = int(self.trace.batch_sizes[-1])
             self._first_steps.append(length + (goal - total) // last)
         else:
             row = int(np.searchsorted(self._prefix, goal, side="right")) - 1

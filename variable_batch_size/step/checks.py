@@ -123,9 +123,17 @@ def check_reduction(
     ref_weight: float | None,
     ref_batchsize: float | None,
     rule: Rule,
+    schedule: Schedule,
 ) -> None:
     """Raises unless reduction and references of an optimizer wrapper fit together."""
     check_choice("reduction", reduction, ("mean", "sum"))
+    if schedule.pad_minibatches and reduction == "mean":
+        raise TypeError(
+            "a sampler with pad_minibatches=True has minibatches in which some samples "
+            "do not count, which a mean over the minibatch would: build the optimizer "
+            "with reduction='sum', and let the loss of a minibatch be "
+            "(losses * optimizer.sample_weights).sum()"
+        )
     if ref_weight is None:
         return
     check_number("ref_weight", ref_weight, above=0)
@@ -204,4 +212,16 @@ def check_yielded(sampler: CustomSampler, num_minibatches: int) -> None:
             f"sampler has yielded {sampler.num_yielded}: the data come from somewhere "
             "else, so batches would not be those of the trace. Build the loader with "
             "DataLoader(dataset, batch_sampler=sampler), or iterate the sampler"
+        )
+
+
+def check_padding(schedule: Schedule, num_real: int, is_masked: bool) -> None:
+    """Raises ValueError if a minibatch was run with padding that nobody masked."""
+    if num_real < schedule.minibatch_size and not is_masked:
+        raise ValueError(
+            f"{schedule.minibatch_size - num_real} of the {schedule.minibatch_size} "
+            "samples of this minibatch are padding, and nobody has asked for "
+            "optimizer.sample_weights, which leave them out: call "
+            "(losses * optimizer.sample_weights).sum().backward() with the loss of "
+            "every sample (reduction='none' in torch's losses)"
         )

@@ -53,7 +53,7 @@ class StepCounter:
     @property
     def batch_size(self) -> int:
         """Global batch size of the step under way, in samples; 0 at the end."""
-        return self.num_minibatches * self.plan.minibatch_size
+        return 0 if self.ended else self.plan.batch_size(self.cursor.step)
 
     def check_attach(self) -> None:
         """Raises ReplicaError if what is attached now would miss updates here alone.
@@ -84,11 +84,15 @@ class StepCounter:
         )
 
     @property
+    def num_real_samples(self) -> int:
+        """Samples of the next minibatch that count; the others are padding."""
+        step = self.cursor.step
+        return self.plan.num_real_samples(self._rank, step, self.substep)
+
+    @property
     def is_padding(self) -> bool:
         """Whether the next minibatch is run for its collectives alone."""
-        return not self.ended and self.plan.is_padding(
-            self._rank, self.cursor.step, self.substep
-        )
+        return self.plan.padded and not self.ended and self.num_real_samples == 0
 
     def count_minibatch(self) -> bool:
         """Counts one; returns whether it was this replica's last of the step."""
