@@ -96,17 +96,9 @@ def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | No
     epochs = int(min(args.epochs, sampler.num_epochs))
     plans = [sampler.schedule.plan(e, sampler.num_replicas) for e in range(epochs)]
     steps = None if args.iterations else sum(plan.num_steps for plan in plans)
-    recorder = Recorder(
-        replica,
-        optimizer.noise,
-        logdir=args.logdir,
-        log_steps=args.log_steps,
-        num_steps=steps,
-        title=args.dataset,
-        progress=args.progress,
-    )
+    recorder = Recorder(replica, optimizer, args, steps)
     optimizer.attach(recorder)  # elastic: once per update, idle or not
-    checkpointer = None
+    checkpointer = restored = None
     if args.checkpoint:
         checkpointer = vbs.Checkpointer(  # elastic: stops and resumes anywhere
             args.checkpoint,
@@ -115,11 +107,11 @@ def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | No
             best="max",
             settings=lasting(args),
             model=model,
-            history=recorder,
+            log=recorder.log,
         )
-        checkpointer.load()
+        restored = checkpointer.load()
         optimizer.attach(checkpointer)
-    recorder.begin()
+    recorder.begin(restored.num_updates if restored else 0)
     percent = None
     for epoch in range(sampler.epoch, epochs):
         sampler.set_epoch(epoch)  # elastic
@@ -128,7 +120,7 @@ def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | No
         for images, labels in replica.loader(batches):
             loss = F.cross_entropy(model(images), labels)
             loss.backward()
-            recorder.loss += torch.stack([loss.detach(), torch.ones_like(loss)])
+            recorder.log.add(loss)
             optimizer.step()
         optimizer.average_buffers(model)  # elastic: before evaluation and checkpoints
         percent = evaluate(model, data, args.test_batch_size, replica)
@@ -140,7 +132,8 @@ def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | No
     if percent is None:  # a complete run was started again: no epoch was left
         percent = evaluate(model, data, args.test_batch_size, replica)
     recorder.close()
-    return percent, pd.DataFrame(recorder.rows) if replica.is_primary else None
+    history = vbs.read_run(recorder.log.path).updates if replica.is_primary else None
+    return percent, history
 
 
 def lasting(args: argparse.Namespace) -> dict[str, object]:
@@ -273,8 +266,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add(
         "--logdir",
-        help="folder for TensorBoard logs, history.csv and the picture (default: the "
-        "checkpoint's, or runs/mnist-TIME)",
+        help="folder of run.jsonl, history.csv, TensorBoard logs and the picture "
+        "(default: the checkpoint's, or runs/mnist-TIME)",
     )
     add(
         "--checkpoint",

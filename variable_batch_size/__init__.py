@@ -38,6 +38,8 @@ from variable_batch_size.rules.rule import (
     power,
     rule_named,
 )
+from variable_batch_size.runs.run_file import Run, RunFile, read_run
+from variable_batch_size.runs.run_log import RunLog
 from variable_batch_size.step.attached import Update
 from variable_batch_size.step.buffers import average_buffers
 from variable_batch_size.traces.batch_trace import Trace, TraceError, TraceWarning
@@ -62,6 +64,9 @@ __all__ = [
     "Restored",
     "RootRuleOptimizer",
     "Rule",
+    "Run",
+    "RunFile",
+    "RunLog",
     "ScaledHyperparameters",
     "Schedule",
     "SeededDataset",
@@ -73,6 +78,7 @@ __all__ = [
     "average_buffers",
     "power",
     "read_checkpoint",
+    "read_run",
     "rule_named",
     "write_checkpoint",
 ]

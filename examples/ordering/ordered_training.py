@@ -164,15 +164,32 @@ class Run:
         self.display = Display(
             self.name, self.args, total, self._num_steps(), self.replica
         )
+        self.log = vbs.RunFile(
+            Path(self.args.logdir, self.name, "run.jsonl"),
+            vars(self.args),
+            replica=str(self.replica),
+        )
+        if self.replica.is_primary:
+            self.log.begin(self._num_steps())
         if not self.history:
             self.history.append(self._measure())
         while self.epoch < self.args.epochs:
             self._train_epoch()
-            self.history.append(self._measure())
-            self.display.epoch(self.history[-1])
+            row = self._measure()
+            self.history.append(row)
+            self.display.epoch(row)
+            self._tell(train_loss=row["train_loss"], accuracy=row["test_accuracy"])
             self._save()
+        if self.replica.is_primary:
+            self.log.event("stop", self._num_steps(), reason="the run has ended")
         self.display.close(self.history[-1])
         return self.history
+
+    def _tell(self, **numbers: float) -> None:
+        """Tells the log what is known after the latest step."""
+        if self.replica.is_primary:
+            now = {"step": self._num_steps() - 1, "time": round(time.time(), 3)}
+            self.log.write(now | numbers)
 
     def _train_epoch(self) -> None:
         self.model.train()
@@ -181,7 +198,9 @@ class Run:
             self._update(inputs, targets)
             self.step += 1
             if self._num_steps() % self.args.log_steps == 0:
-                self.display.steps(self._num_steps(), self._read_loss())
+                loss = self._read_loss()
+                self.display.steps(self._num_steps(), loss)
+                self._tell(epoch=self.epoch, batch_size=self.args.batch_size, loss=loss)
             every = self.args.checkpoint_steps
             if every and self.step % every == 0 and self.step < self.steps_per_epoch:
                 self.seconds += time.perf_counter() - since
@@ -256,6 +275,7 @@ class Run:
         state = self.replica.to_host(state)
         if self.replica.is_primary:
             vbs.write_checkpoint(self.path, state)
+            self.log.event("checkpoint", self._num_steps())
 
     def _restore(self) -> None:
         """Continues where `_save` was called, on any number of replicas."""

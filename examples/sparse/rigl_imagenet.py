@@ -181,6 +181,7 @@ class Parts(NamedTuple):
     display: Display
     topology: TopologyLog
     monitor: Monitor
+    log: vbs.RunLog
     checkpointer: vbs.Checkpointer | None
 
 
@@ -219,10 +220,17 @@ def build(args: argparse.Namespace, training: Images, replica: Replica) -> Parts
     )
     monitor = Monitor(replica, display, topology, args.log_steps)
     optimizer.attach(monitor)
-    checkpointer = checkpointer_for(args, optimizer, model=model, scheduler=scheduler,
-                                    pruner=pruner, monitor=monitor)  # fmt: skip
+    log = vbs.RunLog(
+        Path(args.logdir, "train", "run.jsonl"),
+        optimizer,
+        log_steps=args.log_steps,
+        settings=vars(args),
+    )
+    optimizer.attach(log)
+    parts = {"scheduler": scheduler, "pruner": pruner, "monitor": monitor, "log": log}
+    checkpointer = checkpointer_for(args, optimizer, model=model, **parts)
     return Parts(model, costs, batches, optimizer, pruner, num_updates, display,
-                 topology, monitor, checkpointer)  # fmt: skip
+                 topology, monitor, log, checkpointer)  # fmt: skip
 
 
 def checkpointer_for(
@@ -258,9 +266,11 @@ def train(rank: int, args: argparse.Namespace) -> list[Row] | None:
             "seconds": seconds + (rows[-1]["seconds"] if rows else 0.0),
         })  # fmt: skip
         run.display.epoch(rows[-1])
+        run.log.write(accuracy=accuracy)
         run.topology.flush()
         if run.checkpointer:
             run.checkpointer.save(metric=accuracy)
+    run.log.close()
     run.display.close(rows[-1])
     if replica.is_primary:
         print(run.pruner.report(run.costs, run.num_updates))
@@ -292,6 +302,7 @@ def run_epoch(epoch: int, run: Parts, replica: Replica, label_smoothing: float) 
         loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
         loss.backward()
         run.monitor.minibatch(loss)
+        run.log.add(loss)
         if run.pruner():  # sparse
             run.optimizer.step()
     replica.wait()

@@ -1,0 +1,240 @@
+"""`RunLog`: what every update of a run was, in a file for programs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import xla_replica
+from variable_batch_size.device_scalars import dtype_for
+from variable_batch_size.runs.run_file import RunFile
+from variable_batch_size.step.attached import Update
+from xla_replica.common.arguments import check_integer
+
+if TYPE_CHECKING:
+    from variable_batch_size.optimizer import ElasticOptimizer
+
+
+class RunLog:
+    """Writes one line of JSON for every update, on the primary replica.
+
+    Attach it, and give it the loss of every minibatch::
+
+        log = vbs.RunLog("runs/a/run.jsonl", optimizer)
+        optimizer.attach(log)
+        for x, y in loader:
+            loss = loss_of(model(x), y)
+            loss.backward()
+            log.add(loss)
+            optimizer.step()
+        log.close()
+
+    A line has ``step``, ``epoch``, ``batch_size``, ``samples`` (of the run so far),
+    ``lr`` (the effective one; ``lr_1`` and so on are those of further parameter
+    groups), ``seconds`` (since the update before), ``idle_seconds`` (the sum over
+    replicas of the time in which the plan has no minibatch for them), ``time`` (Unix
+    time in seconds), and ``weight`` where minibatches have weights. On logging steps it
+    also has ``loss``, the mean since the last one, and what the noise meter measures
+    (``gain``, ``noise_scale``, ...). The device is read there alone, so that the sum of
+    ``seconds`` from one logging step to the next is exact, also where the host runs
+    ahead of the device. What needs no reading is written then too: a kill loses the
+    updates since the last logging step.
+
+    `read_run` reads the file. Pass this to `Checkpointer`, as ``log=log``, so that
+    checkpoints and the stop are told and a resumed run continues the mean of the loss.
+
+    Args:
+        path: The file, to which a resumed run appends.
+        optimizer: The wrapper whose updates are told.
+        log_steps: Read the loss once every so many updates.
+        settings: Of the run, by name, for the header.
+        shows: A function that gets all lines, a list of dicts, when they are written,
+            on the primary replica: for a progress bar or TensorBoard.
+
+    Raises:
+        ValueError, TypeError: ``log_steps`` is not an integer above zero.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        optimizer: ElasticOptimizer,
+        *,
+        log_steps: int = 10,
+        settings: Mapping[str, Any] | None = None,
+        shows: Callable[[list[dict[str, Any]]], Any] | None = None,
+    ) -> None:
+        self._log_steps = check_integer("log_steps", log_steps, least=1)
+        self._optimizer, self._replica = optimizer, optimizer.replica
+        self._sampler = optimizer.sampler
+        self._shows = shows
+        self._file = RunFile(
+            path,
+            settings,
+            num_replicas=self._replica.num_replicas,
+            replica=str(self._replica),
+            rule=optimizer.rule.name,
+            ref_batchsize=optimizer.ref_batchsize,
+            **self._sampler.fingerprint(),
+        )
+        groups = optimizer.param_groups
+        dtype = dtype_for(p for group in groups for p in group["params"])
+        # The sum of this replica's losses, and their number.
+        self._loss = torch.zeros(2, dtype=dtype, device=self._replica.device)
+        # Lines, with numbers by name that are still on the device.
+        self._pending: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._weight = 0.0  # of the updates whose losses are summed
+        self._step: int | None = None  # of the last update
+        self._begun = False
+        self._since = time.perf_counter()
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._file.path
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Adds the loss of the minibatch under way, before `step`; nothing is read.
+
+        It is that of the backward pass, a mean or a sum. Padding is left out.
+        """
+        if not self._optimizer.is_padding:
+            loss = loss.detach().to(self._loss.dtype)
+            self._loss += torch.stack([loss, torch.ones_like(loss)])
+
+    def __call__(self, update: Update) -> None:
+        """Tells of an update; `ElasticOptimizer.attach` has it called."""
+        self._begin(update.step)
+        self._step = update.step
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        num_replicas = self._replica.num_replicas
+        num_minibatches = -(-update.batch_size // update.minibatch_size)
+        num_substeps = -(-num_minibatches // num_replicas)
+        line = {
+            "step": update.step,
+            "epoch": update.epoch,
+            "batch_size": update.batch_size,
+            "samples": self._sampler.schedule.samples_before(update.step + 1),
+            "seconds": seconds,
+            "idle_seconds": seconds * (num_replicas - num_minibatches / num_substeps),
+            "time": round(time.time(), 3),
+        }
+        names = ["lr", *(f"lr_{group}" for group in range(1, len(update.lr)))]
+        numbers = dict(zip(names, update.lr))
+        if update.weight is not None:
+            numbers["weight"] = update.weight
+        self._pending.append((line, numbers))
+        if update.step % self._log_steps == 0:
+            self._write(measure=True)
+
+    def write(self, **values: float) -> None:
+        """Tells more of the last update, such as ``accuracy=`` after an evaluation.
+
+        The seconds of the next update begin here.
+        """
+        step = self._next_step() - 1
+        if step < 0:
+            raise ValueError("write: there has been no update that it could tell of")
+        self.flush()
+        self._tell([{"step": step, **values}])
+        self._since = time.perf_counter()
+
+    def event(self, name: str, **values: Any) -> None:
+        """Tells that something happened after the last update."""
+        self.flush()
+        if self._replica.is_primary:
+            self._file.event(name, self._next_step(), **values)
+
+    def flush(self) -> None:
+        """Writes what is not written yet; reads learning rates that the device has.
+
+        The loss is not among it: a mean over replicas is made on logging steps.
+        """
+        self._begin(self._next_step())
+        self._write(measure=False)
+
+    def close(self) -> None:
+        """Writes the rest and the event ``stop``."""
+        self.event("stop", reason="the script has ended")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the losses since the last logging step. Collective.
+
+        A checkpoint has asked for them, so this tells of it, and of a stop.
+        """
+        self.event("checkpoint")
+        request = xla_replica.stop_requested()
+        if request is not None:
+            self.event("stop", reason=request.reason)
+        loss = self._loss.clone()
+        self._replica.all_reduce_([loss])
+        return {"loss": loss, "weight": self._weight}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues the mean of the loss; the file shows by itself what was lost."""
+        self._begun, self._step, self._pending = False, None, []
+        self._weight = state["weight"]
+        if self._replica.is_primary:  # it is the sum of all: the others begin with zero
+            self._loss.copy_(state["loss"])
+        else:
+            self._loss.zero_()
+
+    def _begin(self, step: int) -> None:
+        """Writes the header, once, before anything else."""
+        if not self._begun and self._replica.is_primary:
+            self._file.begin(step)
+        self._begun = True
+
+    def _next_step(self) -> int:
+        if self._step is not None:
+            return self._step + 1
+        cursor, schedule = self._sampler.cursor, self._sampler.schedule
+        return schedule.steps(cursor.epoch).start + cursor.step
+
+    def _write(self, measure: bool) -> None:
+        """Writes the pending lines, after one read of what is on the device."""
+        tensors = [
+            value
+            for _, numbers in self._pending
+            for value in numbers.values()
+            if isinstance(value, torch.Tensor)
+        ]
+        if measure:
+            total = self._loss.clone()
+            self._replica.all_reduce_([total])
+            self._loss.zero_()
+            tensors.append(total)
+        fetched = iter(self._replica.fetch(tensors))
+        lines = []
+        for line, numbers in self._pending:
+            for name, value in numbers.items():
+                is_read = isinstance(value, torch.Tensor)
+                line[name] = next(fetched).item() if is_read else value
+            self._weight += line.get("weight", 0.0)
+            lines.append(line)
+        self._pending = []
+        if measure:
+            self._add_measurements(lines[-1], *next(fetched).tolist())
+        self._tell(lines)
+
+    def _add_measurements(self, line: dict[str, Any], loss: float, num: float) -> None:
+        """Adds the mean loss since the last logging step, and the gradient noise."""
+        divisor, self._weight = self._weight or num, 0.0
+        if num:
+            line["loss"] = loss / divisor
+        noise = self._optimizer.noise
+        if noise and self._replica.is_primary:
+            line |= noise.measure()._asdict()
+
+    def _tell(self, lines: list[dict[str, Any]]) -> None:
+        if not (lines and self._replica.is_primary):
+            return
+        self._file.write(*lines)
+        if self._shows:
+            self._shows(lines)
