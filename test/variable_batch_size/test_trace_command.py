@@ -39,6 +39,9 @@ def folder(tmp_path, monkeypatch):
         "step,batchsize,devices\n"
         + "".join(f"{n},{64 + n % 3 * 32},{2 + n % 3}\n" for n in range(40))
     )
+    (tmp_path / "thresholds.csv").write_text(
+        "samples,batchsize,devices\n0,64,2\n128,128,4\n"
+    )
     rows = [f"{n},{100.5 + 63 * n},{n % 7}\n" for n in range(1, 60)]
     (tmp_path / "log.csv").write_text(",Time,GPUs\n" + "".join(rows))
     return tmp_path
@@ -142,7 +145,8 @@ def test_pip_installs_the_command(monkeypatch):
          "a step-time model needs --minibatch-size"),
         ("convert fixed trace.csv --batch-size 8", "exactly one column Time or time"),
         ("simulate trace.csv --dataset-size 1K --rule linear", "needs ref_batchsize"),
-        ("simulate trace.csv --dataset-size 1K --schedule cosine", "--total-samples"),
+        ("simulate thresholds.csv --dataset-size 1K --epochs 1",
+         "thresholds.csv: the column devices has 2 rows, and the trace 3 steps"),
         ("simulate 64 --dataset-size 1K --rule cubic", "rule='cubic' is unknown"),
     ],
 )  # fmt: skip
@@ -192,6 +196,14 @@ def test_a_converted_log_is_a_trace_that_all_commands_take(folder, capsys):
     assert steps["batch_size"].tolist() == table["batchsize"].tolist()
     assert steps["devices"].tolist() == table["devices"].tolist()
     assert steps["seconds"].tolist() == [0.5] * len(table)
+
+
+def test_a_schedule_ends_with_the_run(folder, capsys):
+    words = "simulate 100 --dataset-size 800 --minibatch-size 10 --epochs 2 --lr 0.5"
+    for total in ("", " --total-samples 1600"):
+        assert main(f"{words} --schedule linear{total} --out steps.csv".split()) == 0
+        rates = pd.read_csv("steps.csv")["lr"].to_numpy()
+        assert rates == pytest.approx(0.5 * (1 - np.arange(16) / 16))
 
 
 def test_warnings_are_lines_and_not_hidden(folder, capsys):

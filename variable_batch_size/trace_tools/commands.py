@@ -27,7 +27,7 @@ from variable_batch_size.trace_tools.options import (
     summary_line,
     whole,
 )
-from variable_batch_size.trace_tools.simulation import simulate, totals
+from variable_batch_size.trace_tools.simulation import epoch_table, simulate, totals
 from variable_batch_size.trace_tools.step_time import StepTime
 from variable_batch_size.traces.batch_trace import Trace
 from variable_batch_size.traces.trace_csv import COLUMN
@@ -173,9 +173,10 @@ def run_simulate(args: argparse.Namespace) -> str:
     step_time = _step_time(args)
     lr: Any = args.lr
     if args.schedule != "constant":
-        if args.total_samples is None:
-            raise ValueError("--schedule needs --total-samples, where it ends")
-        rates = schedule_named(args.schedule, args.total_samples, args.warm_up_samples)
+        total = args.total_samples
+        if total is None:
+            total = int(epoch_table(schedule, args.epochs)["samples"].sum())
+        rates = schedule_named(args.schedule, total, args.warm_up_samples)
         lr = lambda samples: args.lr * rates.factor(samples)  # noqa: E731
     steps = simulate(
         schedule,
@@ -267,7 +268,12 @@ def add_simulate(parser: Parser) -> None:
         help=f"of the reference learning rate: {', '.join(SHAPES)}; or a CSV file with "
         "the columns samples and lr; after 'halved:', the one that halves only, as "
         "Seesaw needs; default: %(default)s")  # fmt: skip
-    add("--total-samples", type=whole, metavar="N", help="where the schedule ends")
+    add(
+        "--total-samples",
+        type=whole,
+        metavar="N",
+        help="where the schedule ends; default: with the run",
+    )
     add("--warm-up-samples", type=whole, default=0, metavar="N",
         help="where the schedule is at its peak; default: %(default)s")  # fmt: skip
     add("--noise-scale", metavar="N_OR_CSV",
@@ -372,7 +378,12 @@ def _devices_column(args: argparse.Namespace, trace: Trace) -> np.ndarray | None
     elif not Path(args.trace).is_file():
         return None
     devices = optional_column(args.trace, "devices")
-    return devices if devices is not None and len(devices) == len(trace) else None
+    if devices is not None and len(devices) != len(trace):
+        raise ValueError(
+            f"{trace.name}: the column devices has {len(devices)} rows, and the trace "
+            f"{len(trace)} steps: leave it out where rows are thresholds"
+        )
+    return devices
 
 
 def _noise_scale(text: str | None) -> Any:
