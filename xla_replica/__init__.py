@@ -21,6 +21,7 @@ from xla_replica.device.gradients import (
 )
 from xla_replica.device.loader import DeviceLoader
 from xla_replica.device.seeding import seeded
+from xla_replica.device.sharded import is_sharded, refuse_sharded
 from xla_replica.errors import ReplicaError, Stopped
 from xla_replica.starting import distributed, xla  # noqa: F401  the rows
 from xla_replica.starting.launcher import default_num_replicas, launch
@@ -52,8 +53,10 @@ __all__ = [
     "default_num_replicas",
     "full_matmul_precision",
     "grad",
+    "is_sharded",
     "launch",
     "leave_signals_to_parent",
+    "refuse_sharded",
     "register_backend",
     "register_device",
     "request_stop",

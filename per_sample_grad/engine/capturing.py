@@ -21,6 +21,9 @@ from xla_replica.common.trees import tree_add
 
 Selection = Collection[str] | Callable[[str, nn.Parameter], bool] | None
 
+# What DDP and DataParallel put before the names of the model that they wrap.
+WRAPPED = "module."
+
 _T = TypeVar("_T")
 
 
@@ -64,7 +67,7 @@ class Capture:
 
     Raises:
         PerSampleError: A selected parameter has a gradient hook.
-        TypeError, ValueError: An option is not allowed.
+        TypeError, ValueError: An option is not allowed, or a parameter is sharded.
 
     Example:
         >>> import torch
@@ -90,6 +93,9 @@ class Capture:
     ) -> None:
         self.model = model
         self.params = selected(model, params)
+        xla_replica.refuse_sharded(
+            self.params, "capture", ", or leave these out (params=)"
+        )
         recording.refuse_hooked(self.params)
         self.fallback: Fallback = check_choice("fallback", fallback, FALLBACKS)
         self.check: Check = check_choice("check", check, CHECKS)
@@ -300,9 +306,14 @@ def selected(model: nn.Module, params: Selection) -> dict[str, nn.Parameter]:
         trainable = {name for name, param in every.items() if param.requires_grad}
         wrong = sorted(set(params) - trainable)
         if wrong:
+            wrapped = {name.removeprefix(WRAPPED) for name in trainable}
+            named = {name.removeprefix(WRAPPED) for name in wrong}
+            remedy = ": of a wrapper, such as DDP, and of the model in it, "
+            remedy += "take the names and the model from one of the two"
             raise ValueError(
                 f"params: {', '.join(wrong)} are not trainable parameters of the "
                 f"model; allowed are {', '.join(trained) or 'none'}"
+                f"{remedy if named <= wrapped else ''}"
             )
         asked = {id(every[name]) for name in params}
         chosen = {name: param for name, param in trained.items() if id(param) in asked}

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from rigl_xla.layers.weights import Weight
+from xla_replica import is_sharded
 
 
 class Hold:
@@ -116,7 +117,7 @@ def check_kind(weight: Weight) -> None:
     """Raises TypeError if a parameter, or its gradient, is of a kind not served."""
     module, parameter = weight.module, weight.parameter
     reason = ""
-    if hasattr(parameter, "device_mesh"):
+    if is_sharded(parameter):
         reason = (
             "is a DTensor, sharded as by FSDP2; replicas must hold whole weights, as "
             "under DDP"

@@ -19,11 +19,11 @@ from xla_replica.backends.replica import Replica, default_device, in_use
 from xla_replica.backends.sharded_sum import (
     ShardedParameters,
     ShardedSum,
-    is_sharded,
     living,
     local,
     num_copies,
 )
+from xla_replica.device.sharded import is_sharded
 from xla_replica.errors import ReplicaError
 
 # Gradients are summed in flat buckets: one call per bucket is fast, and the second

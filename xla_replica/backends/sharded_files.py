@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from xla_replica.backends.sharded_sum import is_sharded
 from xla_replica.common.files import sha256
+from xla_replica.device.sharded import is_sharded
 
 # What the description of a folder consists of, which is pickled.
 _MODULES = (

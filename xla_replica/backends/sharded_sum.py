@@ -10,7 +10,6 @@ passes, so every process must run every pass.
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,17 +20,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from xla_replica.backends.gradient_sum import GradientSum
 from xla_replica.device.gradients import accumulation_hook, weak_hook
+from xla_replica.device.sharded import is_sharded
 
 if TYPE_CHECKING:
     from xla_replica.backends.replica import Replica
 
 Hook = Callable[[torch.Tensor], None]
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor is a DTensor, of which a process may hold a part."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
