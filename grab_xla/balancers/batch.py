@@ -10,7 +10,13 @@ from torch import Tensor
 
 from grab_xla.balancers.base import Balanced, State
 from grab_xla.balancers.mean import MeanBalance
-from grab_xla.balancing.decisions import Decisions, squared_norms, without_nan
+from grab_xla.balancing.decisions import (
+    Decisions,
+    or_one,
+    squared_norms,
+    weighted,
+    without_nan,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,35 +38,43 @@ class BatchBalance(MeanBalance):
 
     def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
         # Vectors are formed twice, a tile at a time, rather than kept.
-        parts = [self._products(state, tile) for tile, _ in decide.tiles(rows_RD)]
+        tiles = decide.tiles(rows_RD, decide.weights_R)
+        parts = [self._products(state, *tile) for tile in tiles]
         products = decide.whole(torch.cat(parts, dim=1))
         finite = torch.isfinite(products[1])
         # The mean of what was balanced so far, as in grab-sampler; it only matters
         # where signs are drawn.
-        inner = products[0] / state["count"].clamp(min=1)
+        inner = products[0] / or_one(state["count"])
         thresholds = decide.thresholds_RN
         below = decide.below(inner, None if thresholds is None else thresholds[:, 0])
         sums = state["sums"]
         seen = finite.to(sums.dtype)
         signs = torch.where(below, seen, -seen)
-        weights_R2 = torch.stack([signs, seen], dim=1)
-        for tile, weights in decide.tiles(rows_RD, weights_R2):
-            sums.addmm_(weights.T, self._vectors(state, tile))
+        factors_R2 = torch.stack([signs, seen], dim=1)
+        for tile, weights, factors in decide.tiles(
+            rows_RD, decide.weights_R, factors_R2
+        ):
+            sums.addmm_(factors.T, self._vectors(state, tile, weights))
         if not self.centres_update:
-            raw = signs.sum() * state["mean"]
+            raw = weighted(signs, decide.weights_R).sum() * state["mean"]
             sums = torch.cat([sums[:1] + raw, sums[1:]])
-        new_state = {**state, "sums": sums, "count": state["count"] + seen.sum()}
-        return new_state, signs.to(self.placement_dtype)
+        count = state["count"] + weighted(seen, decide.weights_R).sum()
+        placements = signs.to(self.placement_dtype)
+        return {**state, "sums": sums, "count": count}, placements
 
-    def _products(self, state: State, rows_RD: Tensor) -> Tensor:
+    def _products(
+        self, state: State, rows_RD: Tensor, weights_R: Tensor | None
+    ) -> Tensor:
         """Returns products with the accumulator, and squared norms, ``(2, R)``."""
-        vectors = self._vectors(state, rows_RD)
+        vectors = self._vectors(state, rows_RD, weights_R)
         inner = vectors @ state["sums"][0]
         return torch.stack([inner, squared_norms(vectors)])
 
-    def _vectors(self, state: State, rows_RD: Tensor) -> Tensor:
+    def _vectors(
+        self, state: State, rows_RD: Tensor, weights_R: Tensor | None
+    ) -> Tensor:
         rows, centre = self.centred(state, without_nan(rows_RD))
-        return rows - centre
+        return weighted(rows - centre, weights_R)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,18 +19,20 @@ from grab_xla.balancing.compiled_loop import balance_in_sequence
 from grab_xla.balancing.decisions import (
     Decisions,
     mark_nonfinite,
+    or_one,
     squared_norms,
+    weighted,
     without_nan,
 )
 from xla_replica.common.arguments import check_number
 
 
 class Centred(Balancer):
-    """Balances ``(row - centre) / scale``; a subclass says what these are.
+    """Balances ``weight (row - centre) / scale``; a subclass says what these are.
 
     The state holds ``sums`` (accumulators + 1, columns), the signed sums and, last, the
-    plain sum of what was balanced in this epoch; ``count`` (1,), the number of its
-    terms; ``mean`` (1, columns), the estimate; and what the subclass adds.
+    plain sum of what was balanced in this epoch; ``count`` (1,), the sum of the weights
+    of its terms; ``mean`` (1, columns), the estimate; and what the subclass adds.
     """
 
     piece_size: ClassVar[int | None] = 1
@@ -52,12 +54,16 @@ class Centred(Balancer):
 
     def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
         sums, count, parts = state["sums"], state["count"], []
-        for tile, thresholds in decide.tiles(rows_RD, decide.thresholds_RN):
+        others = decide.thresholds_RN, decide.weights_R
+        for tile, thresholds, weights in decide.tiles(rows_RD, *others):
             rows, centre = self.centred(state, tile)
+            if weights is not None:
+                rows = weighted(rows - centre, weights)
+                centre = torch.zeros_like(centre)
             if decide.loops:
                 how = (thresholds, self.depth, decide.tie)
                 placements = balance_in_sequence(rows, centre, sums, *how)
-                count = count + torch.count_nonzero(placements)
+                seen = (placements != 0).to(sums.dtype)
             else:
                 rows = without_nan(rows)
                 gram, products = decide.centred_gram(rows, centre, sums[:-1])
@@ -65,10 +71,10 @@ class Centred(Balancer):
                 walk = (gram, products, finite, thresholds, decide)
                 signs, placements = self.walk(*walk)
                 seen = finite.to(sums.dtype)
-                weights = torch.cat([signs, seen.unsqueeze(1)], dim=1).T
-                sums.addmm_(weights, rows)
-                sums.addcmul_(weights.sum(1, keepdim=True), centre, value=-1)
-                count = count + seen.sum()
+                factors = torch.cat([signs, seen.unsqueeze(1)], dim=1).T
+                sums.addmm_(factors, rows)
+                sums.addcmul_(factors.sum(1, keepdim=True), centre, value=-1)
+            count = count + weighted(seen, weights).sum()
             parts.append(placements.to(self.placement_dtype))
         return {**state, "sums": sums, "count": count}, torch.cat(parts)
 
@@ -92,7 +98,7 @@ class MeanBalance(Centred):
 
     def begin_epoch(self, state: State) -> State:
         # The mean of the deviations is the error of the estimate.
-        off_by = state["sums"][-1:] / state["count"].clamp(min=1)
+        off_by = state["sums"][-1:] / or_one(state["count"])
         return super().begin_epoch({**state, "mean": state["mean"] + off_by})
 
 

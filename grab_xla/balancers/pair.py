@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grab_xla.balancers.base import Balanced, Balancer, State
+from grab_xla.balancers.blocks import BlockBalancer
 from grab_xla.balancing.compiled_loop import balance_in_sequence
 from grab_xla.balancing.decisions import Decisions, finite_rows, mark_nonfinite
 from grab_xla.balancing.reordering import reorder_interleaved
@@ -19,16 +19,13 @@ from xla_replica.common.arguments import check_integer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PairBalance(Balancer):
+class PairBalance(BlockBalancer):
     """Balances differences of pairs; one goes to the front, its partner to the back.
 
     With W workers, worker w always owns the samples at positions w, w + W, w + 2W ...
     of the order, and its pairs are formed among its own samples: coordinated pair
     balance. All workers share one accumulator; pair t of worker 0 comes before that of
-    worker 1. A sample without a partner at the end of an epoch goes to the middle.
-
-    The state holds ``sums`` (1, columns), the accumulator, and ``pending`` (k,
-    columns), the gradients of the last k < 2W samples, which wait for partners.
+    worker 1. A block is a pair of every worker.
 
     Attributes:
         num_workers: The number of shards that are ordered separately. It is part of
@@ -40,47 +37,25 @@ class PairBalance(Balancer):
     def __post_init__(self) -> None:
         check_integer("num_workers", self.num_workers, 1)
 
-    def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
-        sums = torch.zeros(1, num_columns, dtype=dtype, device=device)
-        return {"sums": sums, "pending": sums.new_zeros(0, num_columns)}
-
     @property
-    def piece_size(self) -> int | None:
+    def block_size(self) -> int:
         return 2 * self.num_workers
 
     @property
-    def num_vectors(self) -> int:
-        return 2 * self.num_workers  # the accumulator, and those that may wait
+    def num_sums(self) -> int:
+        return 1
 
-    def num_pending(self, state: State) -> int:
-        return len(state["pending"])
-
-    def begin_epoch(self, state: State) -> State:
-        sums = torch.zeros_like(state["sums"])
-        # No sample waits. Not a slice: its program would depend on how many waited.
-        none = state["pending"].new_zeros(0, sums.shape[1])
-        return {"sums": sums, "pending": none}
-
-    def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
-        rows, thresholds = rows_RD, decide.thresholds_RN
-        if self.num_pending(state):
-            rows = torch.cat([state["pending"], rows])
-        size = 2 * self.num_workers
-        end = len(rows) // size * size
-        # A copy, because a view would keep the whole batch alive.
-        pending = rows[end:].clone()
-        if end == 0:
-            none = torch.zeros(0, dtype=self.placement_dtype, device=rows.device)
-            return {**state, "pending": pending}, none
-        first, second = self._partners(rows[:end])
+    def balance_blocks(
+        self, sums: Tensor, rows_RD: Tensor, decide: Decisions
+    ) -> Tensor:
+        first, second = self._partners(rows_RD)
+        thresholds = decide.thresholds_RN
         if thresholds is not None:
             # That of the partner, which came last.
-            thresholds = self._partners(thresholds[:end])[1]
-        signs = self._signs(state["sums"], first, second, thresholds, decide)
+            thresholds = self._partners(thresholds[: len(rows_RD)])[1]
+        signs = self._signs(sums, first, second, thresholds, decide)
         signs = signs.unflatten(0, (-1, 1, self.num_workers))
-        placements = torch.cat([signs, -signs], dim=1).flatten()
-        new_state = {**state, "pending": pending}
-        return new_state, placements.to(self.placement_dtype)
+        return torch.cat([signs, -signs], dim=1).flatten()
 
     def _partners(self, rows_RN: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the first and second samples of the pairs, ``(R / 2, N)`` each."""

@@ -8,27 +8,26 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from grab_xla.balancers.base import Balanced, Balancer, State
+from grab_xla.balancers.blocks import BlockBalancer
 from grab_xla.balancing.decisions import Decisions, squared_norms, without_nan
 from xla_replica.common.arguments import check_integer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecursivePairBalance(Balancer):
+class RecursivePairBalance(BlockBalancer):
     """Sorts each block of ``batch_size`` samples by a tree of pair balancings.
 
     At every node neighbours are paired; of each pair one goes left and one right. All
     pairs of a node see its accumulator as it was before the block, so no sign depends
     on another. The next order takes column after column of the sorted blocks, every
-    other one backwards. A block ends at the end of a step: choose a power of two that
-    divides the number of samples per step (over all replicas). A short block is filled
-    with zeros, which are removed afterwards.
+    other one backwards.
 
-    The state holds ``sums`` (batch_size - 1, columns), an accumulator for every node;
-    node v has the children 2v + 1 and 2v + 2.
+    The state has an accumulator for every node; node v has the children 2v + 1 and
+    2v + 2.
 
     Attributes:
-        batch_size: The number of samples in a block, a power of two and at least 2.
+        batch_size: The number of samples in a block, a power of two and at least 2. It
+            is that of the steps where no samples shall be kept for the next one.
     """
 
     placement_dtype: ClassVar[torch.dtype] = torch.int32
@@ -40,12 +39,16 @@ class RecursivePairBalance(Balancer):
         if self.batch_size & (self.batch_size - 1):
             raise ValueError(
                 f"batch_size={self.batch_size}: 'recursive-pair' needs a power of two "
-                "(the batch may be a multiple of it, or smaller)"
+                "(steps may be of any size)"
             )
 
     @property
-    def piece_size(self) -> int | None:
+    def block_size(self) -> int:
         return self.batch_size
+
+    @property
+    def num_sums(self) -> int:
+        return self.batch_size - 1
 
     @property
     def num_leaves(self) -> int:
@@ -55,12 +58,10 @@ class RecursivePairBalance(Balancer):
     def num_draws(self) -> int:
         return self.batch_size.bit_length() - 1
 
-    def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
-        shape = (self.batch_size - 1, num_columns)
-        return {"sums": torch.zeros(shape, dtype=dtype, device=device)}
-
-    def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
-        sums, placements = state["sums"], []
+    def balance_blocks(
+        self, sums: Tensor, rows_RD: Tensor, decide: Decisions
+    ) -> Tensor:
+        placements = []
         blocks = dataclasses.replace(decide, tile_size=self.batch_size)
         rows_RD = without_nan(rows_RD)
         for rows, thresholds in blocks.tiles(rows_RD, decide.thresholds_RN):
@@ -69,14 +70,13 @@ class RecursivePairBalance(Balancer):
             # A sample that is not finite has products of 0 and is not added.
             finite = torch.isfinite(products[:, -1:])
             products = torch.where(finite, products, torch.zeros_like(products))
-            sorted_ = self._sort(products[:, :-1], thresholds, decide)
             weights, placed = (
-                torch.where(finite, each[: len(rows)], torch.zeros_like(each[:1]))
-                for each in sorted_
+                torch.where(finite, each, torch.zeros_like(each))
+                for each in self._sort(products[:, :-1], thresholds, decide)
             )
             sums.addmm_(weights.T, rows)
-            placements.append(placed.squeeze(1).to(self.placement_dtype))
-        return {"sums": sums}, torch.cat(placements)
+            placements.append(placed.squeeze(1))
+        return torch.cat(placements)
 
     def _sort(
         self,
@@ -89,8 +89,7 @@ class RecursivePairBalance(Balancer):
         ``items`` holds the samples as the tree has sorted them so far, node by node.
         """
         size, device = self.batch_size, products_RV.device
-        absent = products_RV.new_zeros(size - len(products_RV), size - 1)
-        products_VR = torch.cat([products_RV, absent]).T
+        products_VR = products_RV.T
         items = torch.arange(size, device=device).reshape(1, size)
         weights = []
         for level in range(self.num_draws):
@@ -99,8 +98,7 @@ class RecursivePairBalance(Balancer):
             differences = nodes.gather(1, first) - nodes.gather(1, second)
             limits = None
             if thresholds_RN is not None:
-                drawn = thresholds_RN[:, level]
-                limits = drawn[first.clamp(max=len(drawn) - 1)]
+                limits = thresholds_RN[:, level][first]
             wins = decide.below(differences, limits)
             left = torch.where(wins, first, second)
             right = torch.where(wins, second, first)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +49,8 @@ class Decisions:
             means 0. Thresholds of samples that wait for a partner come first.
             The self-balancing walk (Alweiss, Liu and Sawhney, arXiv:2006.14009) takes
             +1 with probability 1/2 - p / 2c, which is p < c (1 - 2 uniform).
+        weights_R: The weights of the samples of this step in their updates, which their
+            vectors are multiplied by. None: all have the weight one.
         sum_: Adds partial inner products over the shards of the columns, in place.
         tile_size: How many rows' inner products are formed at once; None means all.
         loops: Whether a compiled loop visits the rows of a tile one by one instead;
@@ -56,18 +59,17 @@ class Decisions:
 
     tie: str = "negative"
     thresholds_RN: Tensor | None = None
+    weights_R: Tensor | None = None
     sum_: Callable[[list[Tensor]], None] = no_sum
     tile_size: int | None = None
     loops: bool = False
 
-    def tiles(
-        self, rows_RD: Tensor, thresholds_RN: Tensor | None = None
-    ) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yields tiles of rows with their thresholds, or their weights, in order."""
+    def tiles(self, rows_RD: Tensor, *others: Tensor | None) -> Iterator[list[Any]]:
+        """Yields tiles of rows and, of each of the others, its part for these rows."""
         size = self.tile_size or max(len(rows_RD), 1)
         for start in range(0, len(rows_RD), size):
             own = slice(start, start + size)
-            yield rows_RD[own], None if thresholds_RN is None else thresholds_RN[own]
+            yield [each if each is None else each[own] for each in (rows_RD, *others)]
 
     def whole(self, partial: Tensor) -> Tensor:
         """Returns partial inner products summed over the shards of the columns."""
@@ -136,6 +138,18 @@ class Decisions:
             if looks and torch.equal(before, below):
                 break
         return torch.where(below, positive, negative)
+
+
+def weighted(values: Tensor, weights_R: Tensor | None) -> Tensor:
+    """Returns ``(R, ...)`` values, row by row times its weight."""
+    if weights_R is None:
+        return values
+    return values * weights_R.reshape(-1, *[1] * (values.dim() - 1))
+
+
+def or_one(count: Tensor) -> Tensor:
+    """Returns a divisor: the sum of some weights, or one if that is zero."""
+    return torch.where(count > 0, count, torch.ones_like(count))
 
 
 def finite_rows(gram_RR: Tensor) -> Tensor:

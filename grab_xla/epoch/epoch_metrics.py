@@ -2,7 +2,9 @@
 
 Everything stays on the device until it is read. Vectors are measured as they are
 balanced: after projection and normalisation, in the order visited, from all replicas.
-With sharded columns, reading is a collective.
+Where samples have weights, herding is that of ``weight (vector - mean)`` around the
+weighted mean; norms are those of vectors. With sharded columns, reading is a
+collective.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import math
 import torch
 from torch import Tensor
 
+from grab_xla.balancing.decisions import or_one, weighted
 from grab_xla.balancing.prefix_sums import PrefixNorms, RunningHerding
 from grab_xla.epoch.columns import Columns
 
@@ -29,39 +32,45 @@ class EpochMetrics:
         self._keeps_norms, self._herding = norms, herding
         self.on = norms or herding is not None  # Whether anything is measured.
         self._running = RunningHerding(columns.dtype, columns.device)
-        if herding == "running":
-            self._sum = self._running.init(columns.num_own)["prefix"]
+        self._sum = self._running.init(columns.num_own)["prefix"]
+        self._count = self._sum.new_zeros(1)  # the sum of the weights
         self._forget()
 
     def _forget(self) -> None:
         self._squares: list[Tensor] = []
-        self._vectors: list[Tensor] = []
+        self._vectors: list[tuple[Tensor, Tensor | None]] = []
         self._prefixes: list[PrefixNorms] = []
-        self._num_seen = 0
 
     def begin_epoch(self) -> None:
         """Forgets the previous epoch, except for its mean."""
-        if self._herding == "running":
-            # A tensor without a condition, so that all epochs run the same program.
-            count = self._replica.scalar(max(self._num_seen, 1), self._columns.dtype)
-            self._mean = self._sum / count
+        if self._herding is not None:
+            self._mean = self._sum / or_one(self._count)
             self._sum = torch.zeros_like(self._sum)
+            self._count = torch.zeros_like(self._count)
             self._state = self._running.init(self._columns.num_own)
         self._forget()
 
-    def observe(self, rows_RD: Tensor) -> None:
+    def observe(self, rows_RD: Tensor, weights_R: Tensor | None = None) -> None:
         """Measures the next vectors, given this replica's columns of them."""
-        self._num_seen += len(rows_RD)
         if self._keeps_norms:
             self._squares.append(rows_RD.square().sum(1))
-        if self._herding == "exact":
-            # What is not finite is not balanced.
-            self._vectors.append(torch.where(torch.isfinite(rows_RD), rows_RD, 0.0))
-        elif self._herding == "running":
-            rows_RD = torch.where(torch.isfinite(rows_RD), rows_RD, self._mean)
-            self._state, norms = self._running.advance(self._state, rows_RD, self._mean)
+        if self._herding is None:
+            return
+        # What is not finite is not balanced.
+        instead = self._mean if self._herding == "running" else 0.0
+        rows_RD = torch.where(torch.isfinite(rows_RD), rows_RD, instead)
+        self._sum = self._sum + weighted(rows_RD, weights_R).sum(0)
+        self._count = self._count + (
+            len(rows_RD) if weights_R is None else weights_R.sum()
+        )
+        if self._herding == "running":
+            deviations = weighted(rows_RD - self._mean, weights_R)
+            self._state, norms = self._running.advance(
+                self._state, deviations, torch.zeros_like(self._mean)
+            )
             self._prefixes.append(norms)
-            self._sum = self._sum + rows_RD.sum(0)
+        else:
+            self._vectors.append((rows_RD, weights_R))
 
     def norms(self) -> list[float]:
         """Returns 2-norms in the order visited. One transfer."""
@@ -78,10 +87,12 @@ class EpochMetrics:
         """
         prefixes = list(self._prefixes)
         if self._vectors:
-            mean = sum(rows.sum(0) for rows in self._vectors) / self._num_seen
+            mean = self._sum / or_one(self._count)
             state = self._running.init(self._columns.num_own)
-            for rows in self._vectors:
-                state, norms = self._running.advance(state, rows, mean)
+            for rows, weights in self._vectors:
+                deviations = weighted(rows - mean, weights)
+                zeros = torch.zeros_like(mean)
+                state, norms = self._running.advance(state, deviations, zeros)
                 prefixes.append(norms)
         if not prefixes:
             return -math.inf, -math.inf

@@ -32,7 +32,8 @@ class OnlineBalancer:
     by backend; without a ``walk_constant``, c of the self-balancing walk, signs are not
     drawn. ``num_seen`` counts samples of this epoch that were balanced or skipped. A
     step may be balanced in pieces of a multiple of ``piece_size`` rows, one after the
-    other; None means that it may not.
+    other; None means that it may not. ``weights`` are those of the epoch's samples, by
+    position in the order, ``(num_samples,)`` on the CPU; None: all weigh the same.
     """
 
     def __init__(
@@ -65,13 +66,16 @@ class OnlineBalancer:
         if self.piece_size is not None and tile_size is not None and not loops:
             # Whole tiles, of vectors that come from up to two rows each.
             self.piece_size = math.lcm(self.piece_size, 2 * tile_size)
-        self._decisions = Decisions(tie, None, columns.all_reduce_, tile_size, loops)
+        self._decisions = Decisions(
+            tie, sum_=columns.all_reduce_, tile_size=tile_size, loops=loops
+        )
         shape = (columns.num_own, columns.dtype, columns.device)
         self.state: State = ordering.init(*shape)
         # Zeros become data, or the first epoch would begin with a different program.
         self._replica.sync()
         self._placements: list[Tensor] = []
         self._uniforms: Tensor | None = None
+        self.weights: Tensor | None = None
         self.num_seen = 0
 
     @torch.no_grad()
@@ -103,8 +107,12 @@ class OnlineBalancer:
             del rows  # before the next ones are formed
 
     def _balance(self, rows_RD: Tensor) -> None:
-        self._metrics.observe(rows_RD)
         decide = self._decisions
+        if self.weights is not None:
+            weights = self.weights[self.num_seen : self.num_seen + len(rows_RD)]
+            weights = weights.to(self.columns.device, self.columns.dtype)
+            decide = dataclasses.replace(decide, weights_R=weights)
+        self._metrics.observe(rows_RD, decide.weights_R)
         if self._uniforms is not None and self._walk_constant is not None:
             first = self.num_seen - self._ordering.num_pending(self.state)
             drawn = self._uniforms[first : self.num_seen + len(rows_RD)]
@@ -153,13 +161,15 @@ class OnlineBalancer:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restores what `state_dict` returned, on any number of replicas."""
-        state = {}
+        columns = self.columns
+        # What an earlier version did not have is as at the beginning of an epoch.
+        state = self._ordering.init(columns.num_own, columns.dtype, columns.device)
         for name, value in saved["state"].items():
-            value = value.to(self.columns.dtype)
+            value = value.to(columns.dtype)
             fill = self._ordering.fills.get(name, 0.0)
-            own = self.columns.own(value, fill) if value.dim() == 2 else value
-            state[name] = own.clone().to(self.columns.device)
+            own = columns.own(value, fill) if value.dim() == 2 else value
+            state[name] = own.clone().to(columns.device)
         self.state = state
-        self._placements = [saved["codes"].to(self.columns.device)]
+        self._placements = [saved["codes"].to(columns.device)]
         self.num_seen = saved["num_seen"]
         self._metrics.begin_epoch()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import pytest
 import torch
 from support import ordering
@@ -13,22 +16,30 @@ import variable_batch_size as vbs
 import xla_replica
 
 # Steps of 1 to 6 minibatches of 4: several substeps, and idle replicas.
-TRACE = [8, 4, 16, 12, 4, 24, 8, 20] * 6
+TRACE = [8, 4, 16, 12, 4, 24, 8, 20]
 NUM_SAMPLES, MINIBATCH, EPOCHS = 50, 4, 5
 
 
 class Training:
     """A small model, its elastic optimizer, and the sampler that orders its samples."""
 
-    def __init__(self, name: str, **options) -> None:
+    def __init__(
+        self,
+        name: str,
+        trace: Sequence[int] = TRACE,
+        num_samples: int = NUM_SAMPLES,
+        minibatch_size: int = MINIBATCH,
+        **options,
+    ) -> None:
         self.replica = xla_replica.current()
-        self.grab = KINDS[name].sampler(NUM_SAMPLES, **options)
+        self.grab = KINDS[name].sampler(num_samples, **options)
         self.sampler = vbs.CustomSampler(
-            dataset_size=NUM_SAMPLES,
-            trace=TRACE,
-            minibatch_size=MINIBATCH,
+            dataset_size=num_samples,
+            trace=trace,
+            minibatch_size=minibatch_size,
             order=self.grab,
             verbose=False,
+            on_end="cycle",
         )
         self.model = nn.Linear(3, 1).to(self.replica.device)
         inner = torch.optim.SGD(self.model.parameters(), 0.01)
@@ -37,16 +48,20 @@ class Training:
 
     def epoch(self, epoch: int) -> list[int]:
         """Trains the model for an epoch; returns its order."""
-        rows = ordering.gradients(epoch, NUM_SAMPLES)
+        rows = ordering.gradients(epoch, self.grab.num_samples)
         self.sampler.set_epoch(epoch)
         self.optimizer.set_epoch(epoch)  # where replicas that begin idle join
         for minibatch in self.sampler:
-            x = self.replica.send(torch.ones(MINIBATCH, 3))
+            x = self.replica.send(torch.ones(len(minibatch), 3))
             self.model(x).sum().backward()
             grads = self.replica.send(ordering.as_dict(rows[minibatch]))
             self.grab.step(grads, indices=minibatch)
             self.optimizer.step()
         return self.grab.order.tolist()
+
+
+# Epochs of 16 minibatches of 3 samples: their ends split pairs and blocks.
+ODD = {"trace": [9, 3, 15, 6, 12, 3], "num_samples": 48, "minibatch_size": 3}
 
 
 def train(name: str, epochs: int = EPOCHS, saved=None, **options):
@@ -117,6 +132,29 @@ def test_signs_are_credited_to_the_samples_they_are_of(together, alone, name):
             assert [compilations for compilations, _ in costs[2:]] == [0] * 3
             # Every replica reads the placements once, when an epoch begins.
             assert {transfers for _, transfers in costs} <= {0, backend.num_replicas}
+
+
+def train_pairs(rank: int) -> dict:
+    del rank
+    return {name: train(name, **ODD) for name in PAIRS}
+
+
+PAIRS = ("pair", "coordinated pair", "recursive-pair")
+
+
+@pytest.mark.parametrize(
+    "backend", [row("cpu", 1), row("cpu", 3), row("xla", 2), row("xla", 8, slow=True)]
+)
+def test_pairs_that_minibatches_split_are_the_oracles(backend):
+    for outcome in backend.run(train_pairs, timeout=180):
+        for name, (orders, _, costs) in outcome.items():
+            assert len(set(map(tuple, orders))) == EPOCHS
+            for epoch, (order, following) in enumerate(pairwise(orders)):
+                rows = ordering.gradients(epoch, len(order))[order].numpy()
+                assert KINDS[name].oracle(order, rows, {}, None) == following, name
+            if backend.device == "xla":
+                # Whatever number of samples waits has been seen in the first epoch.
+                assert [compilations for compilations, _ in costs[1:]] == [0] * 4, name
 
 
 def stepped_wrongly(rank: int, how: str) -> None:

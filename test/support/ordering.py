@@ -87,7 +87,7 @@ KINDS = {
     "pair": Kind("pair", {}, oracle=_workers(1)),
     "coordinated pair": Kind("pair", {"num_workers": 4}, oracle=_workers(4)),
     "recursive": Kind("recursive", {"depth": 2}, oracle=_recursive(2)),
-    "recursive-pair": Kind("recursive-pair", {"batch_size": 8}, False, _recursive_pair),
+    "recursive-pair": Kind("recursive-pair", {"batch_size": 8}, oracle=_recursive_pair),
     "sign": Kind("sign", {}, oracle=_sign),
     "adamean": Kind("adamean", {}, oracle=_mean),
     "batch": Kind("batch", {}, False, _batch(True)),
