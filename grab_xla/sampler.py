@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+import xla_replica
 from grab_xla.balancers import ordering_named
 from grab_xla.epoch.columns import Columns, replica_for
 from grab_xla.epoch.epoch_metrics import EpochMetrics
@@ -22,6 +23,7 @@ from grab_xla.epoch.orders import Orders
 from grab_xla.epoch.passes import Passes
 from grab_xla.epoch.pending_minibatches import PendingMinibatches
 from grab_xla.epoch.round_robin_sharding import RoundRobinSharding
+from grab_xla.epoch.sample_weights import SampleWeights, Weights, WeightsOf
 from grab_xla.random_projections import projection
 from grab_xla.recording import fidelities
 from grab_xla.recording.fidelities import Fidelity
@@ -65,6 +67,11 @@ class GraBSampler(Sampler[int]):
         group_size: How many samples such a group has: those of every backward pass.
             Consecutive samples of the first order stay together. If it does not divide
             their number, the smaller group at the end stays there and is not balanced.
+        weights: What samples' gradients are multiplied by in the balance. ``"equal"``:
+            nothing. ``"update"``: the factor that they have in their update; an elastic
+            sampler says which (``CustomSampler.update_weights``). Or a function from
+            the number of an epoch to ``(num_samples,)`` numbers, by position in its
+            order, equal on all replicas.
         random_projection, pi_eps, kron_order: Balance fewer numbers; see ``kind``,
             ``eps`` and ``order`` of `projection`.
         normalize_grads: Whether to divide every (projected) gradient by its norm.
@@ -85,7 +92,8 @@ class GraBSampler(Sampler[int]):
         **balance_options: The options of the balance type: the fields of its class.
 
     Raises:
-        TypeError: An option is unknown, missing, or of the wrong type.
+        TypeError: An option is unknown, missing, or of the wrong type; or parameters
+            are sharded, as by FSDP2.
         ValueError: An argument is out of range.
         ReplicaError: Replicas have different first orders.
     """
@@ -109,6 +117,7 @@ class GraBSampler(Sampler[int]):
         fidelity: Fidelity = "exact",
         projection_size: int = 4096,
         group_size: int | None = None,
+        weights: Weights = "equal",
         random_projection: str = "none",
         pi_eps: float = 0.1,
         kron_order: int = 2,
@@ -142,6 +151,7 @@ class GraBSampler(Sampler[int]):
             fidelity, group_size, self.num_samples, ordering
         )
         self._num_groups = self.num_samples // self._group_size
+        self._weights = SampleWeights(weights, self.num_samples)
         self._gradients = GradientMatrix(self._recording.balanced, dtype, self.device)
         kind = str(getattr(random_projection, "value", random_projection))
         self._project = projection(
@@ -165,6 +175,8 @@ class GraBSampler(Sampler[int]):
             "num_samples": self.num_samples,
             "num_columns": num_columns,
         }
+        if self._weights.name != "equal":
+            self._identity["settings"]["weights"] = self._weights.name
         if self.projection is not None:
             self._identity["settings"]["projection"] = repr(self.projection)
         if fidelity == "group":
@@ -178,6 +190,10 @@ class GraBSampler(Sampler[int]):
             ordering, self._columns, self._metrics, tie, tile_size, walk_constant
         )
         self._uses_gradients = ordering.needs_gradients or self._metrics.on
+        if self._uses_gradients:
+            xla_replica.refuse_sharded(
+                trainable_params, "GraBSampler", ", or take an order such as 'rr'"
+            )
         self._pending = PendingMinibatches(self._columns)
         self._sharding = RoundRobinSharding(
             self.num_samples, self._replica.num_replicas, self._replica.rank, drop_last,
@@ -207,6 +223,7 @@ class GraBSampler(Sampler[int]):
         self._given_for = None
         self._advance()
         self._own = self._sharding.own(self.order, self._start)
+        self._weigh(self.epoch)
         return self._passes.over(self._own.tolist())
 
     def __call__(self, epoch: int) -> np.ndarray:
@@ -230,7 +247,22 @@ class GraBSampler(Sampler[int]):
             self._advance()
         self._resumed, self._start = False, 0
         self._given_for = epoch
+        self._weigh(epoch)
         return self.order.copy()
+
+    def follow_weights(self, weights_of: WeightsOf) -> None:
+        """Takes the weights of ``weights="update"``: an elastic sampler calls it.
+
+        ``weights_of`` is as ``weights``, or returns None in every epoch: all the same.
+        """
+        self._weights.follow(weights_of)
+
+    def _weigh(self, epoch: int) -> None:
+        weights = self._weights.of(epoch)
+        # Samples of a group are of one update.
+        self._balancer.weights = (
+            None if weights is None else weights[:: self._group_size]
+        )
 
     @property
     def epoch(self) -> int:
@@ -270,7 +302,11 @@ class GraBSampler(Sampler[int]):
         return self._recording.start(model, options)
 
     def backward(
-        self, losses: Tensor, *, indices: Sequence[int] | Tensor | None = None
+        self,
+        losses: Tensor,
+        *,
+        reduction: str = "mean",
+        indices: Sequence[int] | Tensor | None = None,
     ) -> None:
         """Does what ``losses.mean().backward()`` does, and balances, in one pass.
 
@@ -279,13 +315,16 @@ class GraBSampler(Sampler[int]):
         Args:
             losses: ``(B,)``, computed from the model inside `record`. Of a group it may
                 also be the mean itself, ``()``.
+            reduction: ``"sum"`` for ``losses.sum().backward()``, as for an elastic
+                optimizer that counts tokens; then losses are sums over tokens.
             indices: As for `step`.
 
         Raises:
             RuntimeError: Nothing was recorded.
             PerSampleError: Some use of a parameter is not accounted for; the message
                 says what to do.
-            ValueError: As for `step`, or these are not the losses of one group.
+            ValueError: As for `step`; or these are not the losses of one group, or
+                ``reduction`` is not allowed.
         """
         if self._group_size > 1 and losses.dim():
             group = self._expected(1)
@@ -297,7 +336,8 @@ class GraBSampler(Sampler[int]):
                     "group, so pass the same number as batch_size= to the DataLoader, "
                     "or as minibatch_size= to CustomSampler"
                 )
-        self.step(self._recording.backward(losses), indices=indices)
+        rows = self._recording.backward(losses, reduction)
+        self.step(rows, indices=indices)
 
     def step(
         self,

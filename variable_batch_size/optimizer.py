@@ -144,6 +144,8 @@ class ElasticOptimizer(OptimizerProxy):
         )
         if self._sharded:
             sampler.pad_steps()
+        if ref_weight is None and not self.rule.measured:
+            sampler.follow_rule(self.rule.lr_factor, ref_batchsize or 1)
         super().__init__(optimizer)
         self._scalars = DeviceScalars(self.replica)
         self._scaling = Scaling(

@@ -46,8 +46,8 @@ class Recording:
         self._capture = Capture(model, self._names, **options)
         return self._capture
 
-    def backward(self, losses: Tensor) -> dict[str, Tensor]:
-        """Runs the backward pass of the mean loss.
+    def backward(self, losses: Tensor, reduction: str = "mean") -> dict[str, Tensor]:
+        """Runs the backward pass of the mean loss, or of the sum.
 
         Returns:
             What is balanced of every sample, ``(B, ...)`` by name.
@@ -62,7 +62,7 @@ class Recording:
                 "`with sampler.record(model):`, once for every backward()"
             )
         capture, self._capture = self._capture, None
-        return capture.stream(losses, self._rows, accumulate="mean")
+        return capture.stream(losses, self._rows, accumulate=reduction)
 
     def _rows(self, factors: Factors) -> dict[str, Tensor]:
         if self.projection is None:

@@ -8,7 +8,6 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from grab_xla.balancers import Ordering
-from grab_xla.balancers.recursive_pair import RecursivePairBalance
 from grab_xla.recording.capturing import Recording
 from grab_xla.recording.group_gradients import GroupGradients
 from xla_replica.common.arguments import check_choice, check_integer
@@ -74,10 +73,9 @@ def samples_together(
             "pass: the batch_size of the DataLoader, or CustomSampler's minibatch_size"
         )
     check_integer("group_size", group_size, 1, num_samples)
-    if not ordering.is_permutation or isinstance(ordering, RecursivePairBalance):
+    if not ordering.is_permutation:
         raise ValueError(
-            f"fidelity='group' cannot be combined with {ordering}: its groups come one "
-            "at a time and once an epoch, and this type draws samples with "
-            "replacement, or sorts those that come together"
+            f"fidelity='group' cannot be combined with {ordering}: its groups come "
+            "once an epoch, and this type draws samples with replacement"
         )
     return group_size

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import xla_replica
+from xla_replica.common.arguments import check_choice
 
 
 class GroupGradients:
@@ -56,15 +57,17 @@ class GroupGradients:
         self._parameters = {name: found[name] for name in self.balanced}
         return contextlib.nullcontext()
 
-    def backward(self, losses: Tensor) -> dict[str, Tensor]:
-        """Runs the backward pass of the mean loss.
+    def backward(self, losses: Tensor, reduction: str = "mean") -> dict[str, Tensor]:
+        """Runs the backward pass of the mean loss, or of the sum.
 
         Returns:
-            The gradient of the mean, ``(1, *shape)`` by name.
+            The gradient of that, ``(1, *shape)`` by name.
 
         Raises:
             RuntimeError: `start` was not called for this forward pass.
+            ValueError: ``reduction`` is not allowed.
         """
+        check_choice("reduction", reduction, ("mean", "sum"))
         if self._parameters is None:
             raise RuntimeError(
                 "backward() without record(): compute the losses inside "
@@ -72,7 +75,8 @@ class GroupGradients:
             )
         parameters, self._parameters = self._parameters, None
         with _kept(parameters) as found:
-            xla_replica.backward(losses.mean())
+            loss = losses.mean() if reduction == "mean" else losses.sum()
+            xla_replica.backward(loss)
         for name, parameter in parameters.items():
             if name not in found:  # the losses do not depend on it
                 found[name] = torch.zeros_like(parameter)

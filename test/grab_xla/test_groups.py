@@ -94,6 +94,8 @@ def trained(balance: str, accumulated: int = 1, how: str = "recorded", **options
         numbers, rows = list(range(len(groups))), np.stack(rows[:-1])
         if balance == "mean":
             following = balancing.mean(numbers, rows, centre)
+        elif balance == "recursive-pair":
+            following = balancing.recursive_pair(numbers, rows, 2)
         else:
             following = balancing.pair(numbers, rows)
         centre = rows.mean(0)
@@ -104,9 +106,10 @@ def trained(balance: str, accumulated: int = 1, how: str = "recorded", **options
 
 @pytest.mark.parametrize("how", ["recorded", "mean loss", "given"])
 @pytest.mark.parametrize("accumulated", [1, 3])
-@pytest.mark.parametrize("balance", ["mean", "pair"])
+@pytest.mark.parametrize("balance", ["mean", "pair", "recursive-pair"])
 def test_groups_are_ordered_by_their_materialised_gradients(balance, accumulated, how):
-    orders, expected, _ = trained(balance, accumulated, how)
+    options = {"batch_size": 2} if balance == "recursive-pair" else {}
+    orders, expected, _ = trained(balance, accumulated, how, **options)
     assert orders == expected
 
 
@@ -215,9 +218,8 @@ def test_what_does_not_fit_groups_is_named():
         grouped(model, group_size=27)
     with pytest.raises(ValueError, match="group_size=4 is an option of fidelity='gr"):
         grouped(model, fidelity="exact")
-    for balance, options in (("recursive-pair", {"batch_size": 8}), ("swr", {})):
-        with pytest.raises(ValueError, match="cannot be combined with"):
-            grouped(model, balance, **options)
+    with pytest.raises(ValueError, match="cannot be combined with"):
+        grouped(model, "swr")
     grab = grouped(model)
     order = list(grab)
     batch = torch.tensor(order[:GROUP])

@@ -48,7 +48,8 @@ class CustomSampler(Sampler[list[int]]):
         order: In place of the shuffle: a function from the epoch to a permutation of
             ``range(num_samples)``, or an iterable (such as a torch Sampler) that is
             iterated once an epoch. It must be the same on every replica: a digest
-            of it travels with the gradients.
+            of it travels with the gradients. If it has a method ``follow_weights``,
+            as `grab_xla.GraBSampler` has, that is given `update_weights`.
         on_end: What follows the trace's last step; see `Schedule`.
         pad_minibatches: Allow batch sizes that are not multiples of ``minibatch_size``.
             The last minibatch of a step is then filled up with samples of its own,
@@ -116,8 +117,11 @@ class CustomSampler(Sampler[list[int]]):
         self._restored: Cursor | None = None
         self._order_digests: dict[int, str] = {}  # of the epoch under way
         self._padded = False
+        self._weights: dict[int, float] | None = None  # by batch size
         self.num_yielded = 0
         self.set_epoch(0)
+        if hasattr(order, "follow_weights"):
+            order.follow_weights(self.update_weights)
 
     @property
     def epoch(self) -> int:
@@ -171,6 +175,32 @@ class CustomSampler(Sampler[list[int]]):
                 "begin there, with `for epoch in range(sampler.epoch, num_epochs)`"
             )
         return dataclasses.replace(plan, start_step=restored.step)
+
+    def follow_rule(
+        self, lr_factor: Callable[[float], float], ref_batchsize: int
+    ) -> None:
+        """Notes how the learning rate follows the batch ratio; see `update_weights`."""
+        sizes = np.unique(self.schedule.trace.batch_sizes).tolist()
+        ratios = {size: size / ref_batchsize for size in sizes}
+        weights = {size: lr_factor(r) / r for size, r in ratios.items()}
+        self._weights = weights if len(set(weights.values())) > 1 else None
+
+    def update_weights(self, epoch: int) -> np.ndarray | None:
+        """Returns what every sample's gradient is multiplied by in its update.
+
+        ``(num_samples,)`` float64, by position in the epoch's order; one in a step of
+        the reference batch size. The loss is a mean over the step, so it is the LR
+        rule's factor over the batch ratio. None if that is the same for all steps of
+        the trace, as with the linear rule, or if the factor is measured.
+        """
+        if self._weights is None:
+            return None
+        plan = self.schedule.plan(epoch, self.num_replicas)
+        sizes = [plan.batch_size(step) for step in range(plan.num_steps)]
+        weights = np.ones(plan.num_samples)  # also of samples that no step uses
+        of_steps = [self._weights[size] for size in sizes]
+        weights[: sum(sizes)] = np.repeat(of_steps, sizes)
+        return weights
 
     def pad_steps(self) -> None:
         """Yields every replica as many minibatches in each step as replica 0.
