@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import variable_batch_size as vbs
 import xla_replica
-from support.elastic import OPTIMIZERS, Case, make
+from support.elastic import OPTIMIZERS, Case, make, sampler_of
 from support.resuming import loss_of
 
 # Steps of 1 to 9 minibatches, three epochs of 8 or 9 steps.
@@ -30,13 +30,7 @@ class Training:
         model, self.inputs, self.targets = make(case)
         self.model = nn.Sequential(nn.Dropout(dropout), model).to(self.replica.device)
         self.replica.seed(5)
-        self.sampler = vbs.CustomSampler(
-            self.inputs,
-            case.trace,
-            minibatch_size=case.minibatch_size,
-            on_end="cycle",
-            verbose=False,
-        )
+        self.sampler = sampler_of(case, self.inputs)
         inner = OPTIMIZERS[case.optimizer](self.model.parameters(), case.lr)
         self.optimizer = vbs.ElasticOptimizer(
             inner, self.sampler, case.rule, case.ref_batchsize

@@ -78,6 +78,17 @@ def make(case: Case) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     return model, inputs, targets
 
 
+def sampler_of(case: Case, inputs: torch.Tensor) -> vbs.CustomSampler:
+    """Returns the sampler of a case, on the replica that it is called in."""
+    return vbs.CustomSampler(
+        inputs,
+        case.trace,
+        minibatch_size=case.minibatch_size,
+        on_end="cycle",
+        verbose=False,
+    )
+
+
 def loss_of(
     case: Case, model: nn.Module, x: torch.Tensor, y: torch.Tensor
 ) -> torch.Tensor:
@@ -94,9 +105,7 @@ def elastic_run(
     replica = xla_replica.current()
     model, inputs, targets = make(case)
     model.to(replica.device)
-    sampler = vbs.CustomSampler(
-        inputs, case.trace, minibatch_size=case.minibatch_size, on_end="cycle"
-    )
+    sampler = sampler_of(case, inputs)
     optimizer = vbs.ElasticOptimizer(
         OPTIMIZERS[case.optimizer](model.parameters(), case.lr),
         sampler,

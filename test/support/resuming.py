@@ -10,7 +10,7 @@ from torch import nn
 
 import variable_batch_size as vbs
 import xla_replica
-from support.elastic import OPTIMIZERS, Case, make
+from support.elastic import OPTIMIZERS, Case, make, sampler_of
 
 # Two epochs of 32 minibatches, in steps of 1 to 9: some steps have idle replicas, the
 # first and last of an epoch among them, and some have several substeps.
@@ -32,13 +32,7 @@ def run(
     replica = xla_replica.current()
     model, inputs, targets = make(case)
     model.to(replica.device)
-    sampler = vbs.CustomSampler(
-        inputs,
-        case.trace,
-        minibatch_size=case.minibatch_size,
-        on_end="cycle",
-        verbose=False,
-    )
+    sampler = sampler_of(case, inputs)
     optimizer = vbs.ElasticOptimizer(
         OPTIMIZERS[case.optimizer](model.parameters(), case.lr),
         sampler,

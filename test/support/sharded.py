@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import variable_batch_size as vbs
-from support.elastic import OPTIMIZERS, Case
+from support.elastic import OPTIMIZERS, Case, sampler_of
 
 # Steps of 1 to 9 minibatches.
 TRACE = (4, 36, 8, 4, 12, 32, 20, 4)
@@ -82,13 +82,7 @@ class Training:
         self.run = run
         self.model = Model(run, shape)
         self.inputs, self.targets = data(case)
-        self.sampler = vbs.CustomSampler(
-            self.inputs,
-            case.trace,
-            minibatch_size=case.minibatch_size,
-            on_end="cycle",
-            verbose=False,
-        )
+        self.sampler = sampler_of(case, self.inputs)
         self.is_sum = options.get("reduction") == "sum"
         self.optimizer = vbs.ElasticOptimizer(
             OPTIMIZERS[case.optimizer](self.model.groups(), case.lr),
