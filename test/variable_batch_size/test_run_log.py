@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -291,3 +292,20 @@ def test_wrong_arguments_say_so(tmp_path):
         vbs.RunLog(tmp_path / "a", Training(tmp_path, log=False).optimizer, log_steps=0)
     with pytest.raises(ValueError, match="there has been no update"):
         Training(tmp_path).log.write(accuracy=1.0)
+
+
+def test_waiting_for_the_device_is_time_of_the_step_that_waits(tmp_path, monkeypatch):
+    """So the seconds from one logging step to the next are those of their updates."""
+    training = Training(tmp_path)
+    replica = training.optimizer.replica
+    fetch = replica.fetch
+
+    def slow(tensors):
+        time.sleep(0.05)
+        return fetch(tensors)
+
+    monkeypatch.setattr(replica, "fetch", slow)
+    training.epoch(0)
+    training.log.close()
+    table = vbs.read_run(training.log.path).updates
+    assert (table["seconds"][table["loss"].notna()] >= 0.05).all()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import time
+from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +17,11 @@ from support.replicas import row
 import variable_batch_size as vbs
 import xla_replica
 from variable_batch_size.trace_tools.families import make
-from variable_batch_size.trace_tools.step_time import StepTime, fit_step_time
+from variable_batch_size.trace_tools.step_time import (
+    StepTime,
+    fit_step_time,
+    step_time_of,
+)
 
 POSITIVE = st.floats(1e-3, 10.0)
 
@@ -73,8 +79,60 @@ def test_what_cannot_be_fitted_says_why(arguments, message):
         fit_step_time(*arguments)
 
 
-def timed_run(rank: int, num_steps: int) -> tuple[list[float], list[int]]:
-    """Trains on a random walk of batch sizes; returns seconds and substeps of steps."""
+def updates(num: int, log_steps: int | None) -> pd.DataFrame:
+    """Returns lines of a log; what is timed late is told in the next logging step."""
+    substeps = 1 + np.arange(num) % 5
+    seconds = StepTime(0.5, 0.125).seconds(substeps)
+    table = {"step": np.arange(num), "batch_size": substeps * 24 - 3}
+    if log_steps is not None:
+        is_read = np.arange(num) % log_steps == 0
+        table["loss"] = np.where(is_read, 1.0, np.nan)
+        group = np.cumsum(is_read) - is_read
+        late = [seconds[group == group[n]].sum() for n in range(num)]
+        seconds = np.where(is_read, late, 0.0)
+    return pd.DataFrame({**table, "seconds": seconds})
+
+
+HEADER = {"event": "start", "step": 0, "num_replicas": 3, "minibatch_size": 8}
+
+
+@pytest.mark.parametrize("log_steps", [None, 1, 7, 61])
+def test_the_log_of_a_run_gives_its_model(log_steps):
+    table = updates(200, log_steps)
+    table.loc[:3, "seconds"] += 100  # compilation
+    run = vbs.Run(Path("run.jsonl"), table, [HEADER])
+    assert step_time_of(run) == pytest.approx((0.5, 0.125))
+
+
+def test_with_few_logging_steps_each_update_is_taken_as_it_was_timed():
+    table = updates(200, None)
+    table["loss"] = np.where(table["step"] % 150 == 0, 1.0, np.nan)
+    run = vbs.Run(Path("run.jsonl"), table, [HEADER])
+    assert step_time_of(run) == pytest.approx((0.5, 0.125))
+
+
+def test_only_the_part_since_the_last_start_counts():
+    table = updates(100, 1)
+    table.loc[:59, "seconds"] = 9.0
+    resumed = {**HEADER, "event": "resume", "step": 50}
+    run = vbs.Run(Path("run.jsonl"), table, [HEADER, resumed])
+    assert step_time_of(run) == pytest.approx((0.5, 0.125))
+    with pytest.raises(
+        ValueError, match=r"run.jsonl: no update is left after 50 since"
+    ):
+        step_time_of(run, num_warm_up=50)
+    for bad in (
+        vbs.Run(run.path, table, []),
+        vbs.Run(run.path, table[["step"]], [HEADER]),
+    ):
+        with pytest.raises(
+            ValueError, match=r"run.jsonl: a step time needs a log of vb"
+        ):
+            step_time_of(bad)
+
+
+def timed_run(rank: int, path: Path, num_steps: int) -> None:
+    """Trains on a random walk of batch sizes, with a log."""
     replica = xla_replica.current()
     trace = make(
         "random-walk", steps=num_steps, first=256, least=32, most=1024,
@@ -89,32 +147,26 @@ def timed_run(rank: int, num_steps: int) -> tuple[list[float], list[int]]:
     optimizer = vbs.LinearRuleOptimizer(
         torch.optim.SGD(model.parameters(), 1e-4), sampler, 256
     )
-    ends: list[float] = []
-
-    def note(update: vbs.Update) -> None:
-        replica.fetch([layers[0].bias.detach()[:1]])  # waits for the device
-        ends.append(time.perf_counter())
-
-    optimizer.attach(note)
+    log = vbs.RunLog(path, optimizer, log_steps=5)
+    optimizer.attach(log)
     batch = replica.send(torch.randn(32, 784))
-    begun = time.perf_counter()
     optimizer.set_epoch(0)
     for _ in sampler:
-        model(batch).square().mean().backward()
+        loss = model(batch).square().mean()
+        loss.backward()
+        log.add(loss)
         optimizer.step()
-    seconds = np.diff([begun, *ends]).tolist()
-    plan = sampler.plan
-    return seconds, plan.num_substeps(0).tolist()
+    log.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", [row("cpu", 1), row("cpu", 2), row("xla", 2)])
-def test_one_half_of_a_run_tells_the_seconds_of_the_other(backend):
-    num_steps = 200
-    seconds, substeps = map(np.array, backend.run(timed_run, num_steps, timeout=300)[0])
-    seconds, substeps = seconds[10:], substeps[10:]  # without compilation
-    half = len(seconds) // 2
-    model = fit_step_time(seconds[:half], substeps[:half])
-    predicted = model.seconds(substeps[half:]).sum()
-    error = predicted / seconds[half:].sum() - 1
+def test_one_half_of_a_run_tells_the_seconds_of_the_other(backend, tmp_path):
+    path, num_steps = tmp_path / "run.jsonl", 200
+    backend.run(timed_run, path, num_steps, timeout=300)
+    run = vbs.read_run(path)
+    first, second = run.updates[: num_steps // 2], run.updates[num_steps // 2 :]
+    model = step_time_of(dataclasses.replace(run, updates=first))
+    substeps = -(-(second["batch_size"] // 32) // backend.num_replicas)
+    error = model.seconds(substeps).sum() / second["seconds"].sum() - 1
     assert abs(error) < 0.15, (model, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import runpy
 import shlex
@@ -42,6 +43,13 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "thresholds.csv").write_text(
         "samples,batchsize,devices\n0,64,2\n128,128,4\n"
     )
+    header = {"event": "start", "step": 0, "num_replicas": 1, "minibatch_size": 32}
+    lines = [
+        {"step": n, "batch_size": 32 + n % 3 * 32, "seconds": 1.5 + n % 3}
+        for n in range(30)
+    ]
+    texts = [json.dumps(line) + "\n" for line in (header, *lines)]
+    (tmp_path / "run.jsonl").write_text("".join(texts))
     rows = [f"{n},{100.5 + 63 * n},{n % 7}\n" for n in range(1, 60)]
     (tmp_path / "log.csv").write_text(",Time,GPUs\n" + "".join(rows))
     return tmp_path
@@ -90,10 +98,9 @@ def test_the_code_of_the_page_runs(folder):
     names["LambdaLR"] = torch.optim.lr_scheduler.LambdaLR
     exec(seesaw, names)
     assert names["optimizer"].current_lr() == pytest.approx(0.01 * 2**0.5)
-    names |= {"seconds": [1.0, 2.0], "num_substeps": [1, 3]}
     exec(planned, names)
     assert len(names["steps"]) == 1000
-    assert names["step_time"] == pytest.approx((0.5, 0.5))
+    assert names["step_time"] == pytest.approx((0.5, 1.0))
 
 
 def test_every_option_of_a_member_is_explained(capsys):
@@ -145,6 +152,12 @@ def test_pip_installs_the_command(monkeypatch):
          "a step-time model needs --minibatch-size"),
         ("convert fixed trace.csv --batch-size 8", "exactly one column Time or time"),
         ("simulate trace.csv --dataset-size 1K --rule linear", "needs ref_batchsize"),
+        ("simulate 64 --dataset-size 1K --epochs 1 --minibatch-size 16 --fit run.jsonl",
+         "run.jsonl: its substeps are minibatches of 32 samples, not of --minibatch-"),
+        ("simulate 64 --dataset-size 1K --fit run.jsonl --seconds-per-update 1",
+         "give either --fit or the seconds"),
+        ("simulate 64 --dataset-size 1K --epochs 1 --seconds-per-substep -1",
+         "seconds must be a finite number >= 0, got -1.0"),
         ("simulate thresholds.csv --dataset-size 1K --epochs 1",
          "thresholds.csv: the column devices has 2 rows, and the trace 3 steps"),
         ("simulate 64 --dataset-size 1K --rule cubic", "rule='cubic' is unknown"),
@@ -204,6 +217,24 @@ def test_a_schedule_ends_with_the_run(folder, capsys):
         assert main(f"{words} --schedule linear{total} --out steps.csv".split()) == 0
         rates = pd.read_csv("steps.csv")["lr"].to_numpy()
         assert rates == pytest.approx(0.5 * (1 - np.arange(16) / 16))
+
+
+def test_a_step_time_is_that_of_a_log(folder, capsys):
+    words = "simulate 320 --dataset-size 960 --epochs 2 --fit run.jsonl"
+    assert main(words.split()) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^seconds per update, fitted +0\.5$", shown, re.MULTILINE)
+    assert re.search(r"^seconds per substep, fitted +1$", shown, re.MULTILINE)
+    seconds = re.search(r"^hours without \D+(\S+)$", shown, re.MULTILINE)[1]
+    assert float(seconds) * 3600 == pytest.approx(6 * 10.5, rel=1e-5)
+
+
+def test_padding_is_counted(folder, capsys):
+    words = "check 100 --dataset-size 960 --epochs 1 --replicas 1 --pad-minibatches"
+    assert main(words.split()) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^samples of padding +252$", shown, re.MULTILINE)
+    assert re.search(r"^samples +900$", shown, re.MULTILINE)
 
 
 def test_warnings_are_lines_and_not_hidden(folder, capsys):

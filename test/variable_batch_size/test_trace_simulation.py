@@ -114,6 +114,17 @@ def test_epochs_are_those_of_an_obvious_loop():
     assert table["dropped_samples"].tolist() == [case.num_samples - n for n in used]
 
 
+def test_padded_steps_have_the_samples_of_the_trace():
+    schedule = Schedule(Trace([10, 25, 13]), 60, 10, pad_minibatches=True)
+    steps = simulate(schedule, rule="linear", ref_batchsize=10, devices=2)
+    assert steps["batch_size"].tolist() == [10, 25, 13]
+    assert steps["samples"].tolist() == [10, 35, 48]
+    assert steps["lr"].tolist() == [1.0, 2.5, 1.3]
+    assert steps["num_substeps"].tolist() == [1, 2, 1]
+    assert epoch_table(schedule)["samples"].tolist() == [48]
+    assert check(schedule, 2)["samples of padding"] == 5 + 7
+
+
 def test_the_end_of_the_trace_is_not_a_dropped_sample():
     """40 + 40 of 100 samples, 40 + 60, and then the trace ends after 20."""
     schedule = Schedule(Trace([40, 40, 40, 60, 20]), 100, 20)

@@ -211,6 +211,13 @@ class RunLog:
             self._loss.zero_()
             tensors.append(total)
         fetched = iter(self._replica.fetch(tensors))
+        if measure:  # the device was waited for, which is time of the last update
+            line, _ = self._pending[-1]
+            now = time.perf_counter()
+            longer = 1 + (now - self._since) / line["seconds"]
+            line["seconds"] *= longer
+            line["idle_seconds"] *= longer
+            self._since = now
         lines = []
         for line, numbers in self._pending:
             for name, value in numbers.items():

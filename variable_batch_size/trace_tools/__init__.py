@@ -20,7 +20,11 @@ from variable_batch_size.trace_tools.curves import (
 )
 from variable_batch_size.trace_tools.families import FAMILIES, make
 from variable_batch_size.trace_tools.simulation import epoch_table, simulate, totals
-from variable_batch_size.trace_tools.step_time import StepTime, fit_step_time
+from variable_batch_size.trace_tools.step_time import (
+    StepTime,
+    fit_step_time,
+    step_time_of,
+)
 from variable_batch_size.trace_tools.summary import check, stats
 
 __all__ = [
@@ -43,6 +47,7 @@ __all__ = [
     "schedule_named",
     "simulate",
     "stats",
+    "step_time_of",
     "terminal_chart",
     "totals",
     "write_png",

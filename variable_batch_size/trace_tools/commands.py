@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from variable_batch_size.data.schedule import Schedule
+from variable_batch_size.runs.run_file import read_run
 from variable_batch_size.trace_tools import charts, summary
 from variable_batch_size.trace_tools.availability import read_availability
 from variable_batch_size.trace_tools.columns import optional_column
@@ -28,9 +29,10 @@ from variable_batch_size.trace_tools.options import (
     whole,
 )
 from variable_batch_size.trace_tools.simulation import epoch_table, simulate, totals
-from variable_batch_size.trace_tools.step_time import StepTime
+from variable_batch_size.trace_tools.step_time import StepTime, step_time_of
 from variable_batch_size.traces.batch_trace import Trace
 from variable_batch_size.traces.trace_csv import COLUMN
+from xla_replica.common.arguments import check_number
 
 Parser = argparse.ArgumentParser
 
@@ -165,6 +167,7 @@ def run_simulate(args: argparse.Namespace) -> str:
       vbs simulate trace.csv --dataset-size 60000 --minibatch-size 32 --replicas 8 \\
           --seconds-per-update 0.02 --seconds-per-substep 0.1 --price 1.2 \\
           --restart-seconds 60 --compile-seconds 40 --out steps.csv
+      vbs simulate trace.csv --dataset-size 60000 --minibatch-size 32 --fit run.jsonl
     """
     schedule = _schedule(args)
     devices: int | np.ndarray | None = args.replicas
@@ -188,18 +191,19 @@ def run_simulate(args: argparse.Namespace) -> str:
         devices=1 if devices is None else devices,
         step_time=step_time,
     )
-    told = listed(
-        totals(
-            steps,
-            restart_seconds=args.restart_seconds,
-            compile_seconds=args.compile_seconds,
-            price=args.price,
-            step_time=step_time,
-        )
+    numbers = totals(
+        steps,
+        restart_seconds=args.restart_seconds,
+        compile_seconds=args.compile_seconds,
+        price=args.price,
+        step_time=step_time,
     )
+    if args.fit is not None:
+        numbers["seconds per update, fitted"] = step_time.per_update
+        numbers["seconds per substep, fitted"] = step_time.per_substep
     if args.out is None:
-        return told
-    return _written(steps, args.out) + "\n" + told
+        return listed(numbers)
+    return _written(steps, args.out) + "\n" + listed(numbers)
 
 
 def add_check(parser: Parser) -> None:
@@ -332,6 +336,8 @@ def _add_schedule(parser: Parser) -> None:
     add("--minibatch-size", type=whole, default=32, metavar="N",
         help="samples that a replica runs at once; default: %(default)s")  # fmt: skip
     add("--epochs", type=whole, metavar="N", help="default: all of the trace")
+    add("--pad-minibatches", action="store_true",
+        help="allow batch sizes that are not multiples of the minibatch")  # fmt: skip
     add("--on-end", default="stop", choices=("stop", "error", "hold", "cycle"),
         help="what follows the last row; default: %(default)s")  # fmt: skip
 
@@ -342,6 +348,8 @@ def _add_step_time(parser: Parser) -> None:
         help="a step takes this, for the sum and the update ...")  # fmt: skip
     add("--seconds-per-substep", type=float, metavar="X",
         help="... and this for each minibatch of its first replica")  # fmt: skip
+    add("--fit", type=Path, metavar="LOG",
+        help="both numbers from the log of a run, see vbs.RunLog")  # fmt: skip
 
 
 def _add_out(parser: Parser) -> None:
@@ -350,10 +358,22 @@ def _add_out(parser: Parser) -> None:
 
 def _step_time(args: argparse.Namespace) -> StepTime | None:
     stated = (args.seconds_per_update, args.seconds_per_substep)
+    if args.fit is not None:
+        if stated != (None, None):
+            raise ValueError("give either --fit or the seconds per update and substep")
+        run = read_run(args.fit)
+        found = step_time_of(run)
+        unit = run.header["minibatch_size"]
+        if args.minibatch_size not in (None, unit):
+            raise ValueError(
+                f"{args.fit}: its substeps are minibatches of {unit} samples, not of "
+                f"--minibatch-size {args.minibatch_size}"
+            )
+        return found
     if stated == (None, None):
         return None
-    if any(seconds is not None and seconds < 0 for seconds in stated):
-        raise ValueError(f"seconds must be >= 0, got {stated}")
+    for seconds in stated:
+        check_number("seconds", 0.0 if seconds is None else seconds, least=0)
     return StepTime(*(seconds or 0.0 for seconds in stated))
 
 
@@ -368,7 +388,13 @@ def _trace(args: argparse.Namespace) -> Trace:
 
 
 def _schedule(args: argparse.Namespace) -> Schedule:
-    return Schedule(_trace(args), args.dataset_size, args.minibatch_size, args.on_end)
+    return Schedule(
+        _trace(args),
+        args.dataset_size,
+        args.minibatch_size,
+        args.on_end,
+        args.pad_minibatches,
+    )
 
 
 def _devices_column(args: argparse.Namespace, trace: Trace) -> np.ndarray | None:

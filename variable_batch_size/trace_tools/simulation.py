@@ -35,7 +35,7 @@ def epoch_table(schedule: Schedule, num_epochs: int | None = None) -> pd.DataFra
     return pd.DataFrame(
         {
             "steps": [plan.num_steps for plan in plans],
-            "samples": [int(plan.starts[-1]) * plan.minibatch_size for plan in plans],
+            "samples": [plan.num_samples - plan.num_dropped_samples for plan in plans],
             "dropped_samples": [plan.num_dropped_samples for plan in plans],
         }
     )
@@ -90,7 +90,8 @@ def simulate(
         )
     plans = [schedule.plan(e, 1) for e in _epochs(schedule, num_epochs)]
     counts = np.concatenate([plan.num_minibatches for plan in plans])
-    sizes = counts * schedule.minibatch_size
+    unit = schedule.minibatch_size
+    sizes = np.concatenate([p.num_minibatches * unit - p.num_missing for p in plans])
     used = np.cumsum(sizes)
     table = pd.DataFrame(
         {

@@ -84,6 +84,9 @@ def check(
         "idle replica-substeps": idle,
         "idle replica-substeps in per cent": 100 * idle / max(int(slots.sum()), 1),
     }
+    if schedule.pad_minibatches:
+        slots = int(counts.sum()) * schedule.minibatch_size
+        result["samples of padding"] = slots - result["samples"]
     if seconds_per_substep is not None:
         check_number("seconds_per_substep", seconds_per_substep, above=0)
         result["idle replica-seconds"] = idle * seconds_per_substep
