@@ -44,6 +44,7 @@ WITHOUT_TORCH = {
     "variable_batch_size.data.schedule",
     "variable_batch_size.rules.adam",
     "variable_batch_size.rules.rule",
+    "variable_batch_size.runs.policies",
     "variable_batch_size.runs.run_file",
     "variable_batch_size.trace_tools.availability",
     "variable_batch_size.trace_tools.charts",

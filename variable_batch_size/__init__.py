@@ -38,6 +38,8 @@ from variable_batch_size.rules.rule import (
     power,
     rule_named,
 )
+from variable_batch_size.runs.controller import BatchSizeController
+from variable_batch_size.runs.policies import Observation
 from variable_batch_size.runs.run_file import Run, RunFile, read_run
 from variable_batch_size.runs.run_log import RunLog
 from variable_batch_size.step.attached import Update
@@ -49,6 +51,7 @@ __all__ = [
     "AdaScaleOptimizer",
     "AdamHalfLifeRuleOptimizer",
     "AdamRootRuleOptimizer",
+    "BatchSizeController",
     "CheckpointError",
     "Checkpointer",
     "ConstantOptimizer",
@@ -60,6 +63,7 @@ __all__ = [
     "Measurements",
     "NoiseMeter",
     "NoiseOptions",
+    "Observation",
     "PowerRuleOptimizer",
     "Restored",
     "RootRuleOptimizer",

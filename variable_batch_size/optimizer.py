@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 import xla_replica
 from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.data.schedule import Schedule
 from variable_batch_size.device_scalars import DeviceScalars, as_floats, dtype_for
 from variable_batch_size.gradient_noise.meter import NoiseOptions, meter_for
 from variable_batch_size.proxy import OptimizerProxy
@@ -296,6 +297,42 @@ class ElasticOptimizer(OptimizerProxy):
         """
         self._counter.check_attach()
         self._attached.add(target, unit, every)
+
+    def change_batch_size(self, batch_size: int) -> int:
+        """Changes the global batch size of all steps that nobody has begun. Collective.
+
+        Call it inside `attach`, where replicas have made the same updates, and with
+        the same number on each. The sampler must have ``on_end='hold'``. Steps whose
+        minibatches a loader has fetched on some replica keep their size, and so does
+        the step after the present one; nothing is compiled. The change is part of the
+        sampler's state, and `Schedule.thresholds` gives the whole trace.
+
+        Returns:
+            The first step with the new size, since training began.
+
+        Raises:
+            ValueError: The size does not fit the sampler or the rule; see
+                `Schedule.changed`.
+            ReplicaError: Replicas have brought different sizes.
+        """
+        sampler, counter = self.sampler, self._counter
+        with sampler.dealing_paused() as dealt:
+            # The step after this one is looked at: it begins an epoch, or does not.
+            next_step = counter.plan.first_step + counter.cursor.step
+            told = self.replica.all_gather_object((batch_size, max(dealt, next_step)))
+            sizes = [size for size, _ in told]
+            if any(size != sizes[0] for size in sizes):
+                raise ReplicaError(
+                    f"replicas have asked for different batch sizes, {sizes}: decide "
+                    "from numbers that are equal on all of them, or on one replica",
+                    self.replica.rank,
+                )
+            first = 1 + max(step for _, step in told)
+            new = sampler.schedule.changed(first, batch_size)
+            self._check_groups(self.inner.param_groups, new)
+            sampler.change_from(first, batch_size)
+            counter.replan(sampler.replanned(counter.plan))
+        return first
 
     def average_buffers(self, model: nn.Module) -> None:
         """Makes the model's floating-point buffers equal on all replicas.
@@ -612,12 +649,14 @@ class ElasticOptimizer(OptimizerProxy):
 
     # --- how ------------------------------------------------------------------------
 
-    def _check_groups(self, groups: list[dict[str, Any]]) -> None:
+    def _check_groups(
+        self, groups: list[dict[str, Any]], schedule: Schedule | None = None
+    ) -> None:
         checks.check_groups(groups, self.replica)
         checks.check_rule(
             groups,
             self.rule,
-            self.sampler.schedule,
+            schedule or self.sampler.schedule,
             self.ref_batchsize,
             late_ratio=self.ref_weight is not None,
         )

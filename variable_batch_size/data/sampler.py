@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -111,6 +113,11 @@ class CustomSampler(Sampler[list[int]]):
         self.schedule = Schedule(
             trace, num_samples, minibatch_size, on_end, pad_minibatches
         )
+        self._first_schedule = self.schedule  # without what `change_from` has changed
+        self._changes: list[list[int]] = []  # (step, batch size)
+        # Held while a minibatch is dealt; loaders do that in threads of their own.
+        self._dealing = threading.Lock()
+        self._dealt = -1  # the last step whose batch size this replica has used
         self._order = order
         self._verbose = verbose
         self._committed: Cursor | None = None
@@ -211,6 +218,30 @@ class CustomSampler(Sampler[list[int]]):
         self._padded = True
         self.plan = dataclasses.replace(self.plan, padded=True)
 
+    @contextlib.contextmanager
+    def dealing_paused(self) -> Iterator[int]:
+        """Deals nothing in the block; gives the last step that was looked at so far.
+
+        Steps are numbered since training began. A loader that reads ahead waits.
+        """
+        with self._dealing:
+            yield self._dealt
+
+    def change_from(self, step: int, batch_size: int) -> None:
+        """Changes the batch size from ``step`` on, which nobody may have looked at.
+
+        Call `ElasticOptimizer.change_batch_size`, which finds such a step. Changes are
+        part of the state. Raises as `Schedule.changed`.
+        """
+        self.schedule = self.schedule.changed(step, batch_size)
+        self._changes.append([step, batch_size])
+        self.plan = self.replanned(self.plan)
+
+    def replanned(self, plan: EpochPlan) -> EpochPlan:
+        """Returns a plan with the batch sizes that its steps have now."""
+        new = self.schedule.plan(plan.epoch, self.num_replicas)
+        return dataclasses.replace(new, start_step=plan.start_step, padded=plan.padded)
+
     def commit(self, epoch: int, step: int) -> None:
         """Notes, after every update, that ``step`` steps of ``epoch`` are done."""
         self._committed = Cursor(epoch, step)
@@ -230,6 +261,7 @@ class CustomSampler(Sampler[list[int]]):
             **self.cursor._asdict(),
             "order": self.order_digest(self.cursor.epoch),
             "fingerprint": self.fingerprint(),
+            **({"changes": [*self._changes]} if self._changes else {}),
         }
 
     def load_state_dict(
@@ -244,6 +276,9 @@ class CustomSampler(Sampler[list[int]]):
                 Default: ValueError, as always where there is no such step.
         """
         cursor = self.check_state(state, allow_changes)
+        self.schedule = self._schedule_of(state)
+        self._changes = [[*change] for change in state.get("changes", [])]
+        self._dealt = -1
         self._restored = self._committed = cursor
         # At step 0 no order is fixed, and a state between two epochs that an earlier
         # version saved has the digest of the one before.
@@ -268,8 +303,14 @@ class CustomSampler(Sampler[list[int]]):
                 "resume at the same step with these",
             )
         epoch, name = state["epoch"], f"the state's step of epoch {state['epoch']}"
-        num_steps = len(self.schedule.steps(epoch))
+        num_steps = len(self._schedule_of(state).steps(epoch))
         return Cursor(epoch, check_integer(name, state["step"], 0, num_steps))
+
+    def _schedule_of(self, state: Mapping[str, Any]) -> Schedule:
+        schedule = self._first_schedule
+        for step, batch_size in state.get("changes", []):
+            schedule = schedule.changed(step, batch_size)
+        return schedule
 
     def order_digest(self, epoch: int) -> str | None:
         """Returns a digest of an epoch's order; None unless its iteration has begun."""
@@ -280,8 +321,8 @@ class CustomSampler(Sampler[list[int]]):
 
         A resumed run must have the same one, and so must every replica.
         """
-        schedule, trace = self.schedule, self.schedule.trace
-        shuffled = self._order is None
+        schedule = self._first_schedule
+        trace, shuffled = schedule.trace, self._order is None
         return {
             "trace": f"{len(trace)} steps, sha256 {trace.digest[:16]}",
             "on_end": schedule.on_end,
@@ -317,9 +358,27 @@ class CustomSampler(Sampler[list[int]]):
                 "without order=, this version of torch shuffles differently"
             )
         self._order_digests = {plan.epoch: digest}
-        for number in plan.minibatches(self.rank):
+        numbers, index = plan.minibatches(self.rank), 0
+        while True:
+            with self._dealing:
+                if self.plan is not plan and self.plan.epoch == plan.epoch:
+                    plan = self.plan  # batch sizes to come may have changed
+                    numbers = plan.minibatches(self.rank)
+                has_ended = index >= len(numbers)
+                # The step that does not fit is looked at, too.
+                step = plan.num_steps if has_ended else plan.step_of(numbers[index])
+                self._dealt = max(self._dealt, plan.first_step + step)
+            if has_ended:
+                return
             self.num_yielded += 1
-            yield np.resize(order[plan.samples(number)], size).tolist()
+            yield np.resize(order[plan.samples(numbers[index])], size).tolist()
+            index += 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: v for name, v in vars(self).items() if name != "_dealing"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _dealing=threading.Lock())
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         """Returns the epoch's permutation: ``(num_samples,)`` integers."""

@@ -22,6 +22,7 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from variable_batch_size.traces.batch_trace import Trace, TraceError
 from xla_replica.common.arguments import check_choice, check_flag, check_integer
@@ -92,6 +93,10 @@ class EpochPlan:
         remaining = self.num_minibatches - first + self.num_replicas - 1
         return np.maximum(remaining, 0) // self.num_replicas
 
+    def step_of(self, number: int) -> int:
+        """Returns the step of this epoch that a minibatch belongs to."""
+        return int(np.searchsorted(self.starts, number, side="right")) - 1
+
     def num_real_samples(self, rank: int, step: int, substep: int) -> int:
         """Returns how many samples of a minibatch count; the others are padding.
 
@@ -125,7 +130,7 @@ class EpochPlan:
         Args:
             number: The minibatch's number in the epoch, as in `minibatches`.
         """
-        step = int(np.searchsorted(self.starts, number, side="right")) - 1
+        step = self.step_of(number)
         first, end = self._sample_starts[step : step + 2].tolist()
         first += (number - int(self.starts[step])) * self.minibatch_size
         return slice(first, min(first + self.minibatch_size, end))
@@ -243,6 +248,34 @@ class Schedule:
                 "the trace, train fewer epochs, or choose on_end='hold' or 'cycle'"
             )
         return range(found[-1], found[-1])
+
+    def changed(self, step: int, batch_size: int) -> Schedule:
+        """Returns the schedule whose steps from ``step`` on have ``batch_size``.
+
+        Raises ValueError unless ``on_end='hold'``: what is held is what can change; and
+        TraceError if the batch size does not fit.
+        """
+        if self.on_end != "hold":
+            raise ValueError(
+                f"the batch size can change while a run lasts with on_end='hold' only, "
+                f"where the last one is held without end; got {self.on_end!r}"
+            )
+        check_integer("batch_size", batch_size, least=1)
+        sizes = self.trace.batch_sizes
+        kept = sizes[np.minimum(np.arange(step), len(sizes) - 1)]
+        trace = Trace(np.append(kept, batch_size))
+        return Schedule(
+            trace, self.num_samples, self.minibatch_size, "hold", self.pad_minibatches
+        )
+
+    def thresholds(self) -> pd.DataFrame:
+        """Returns the trace as rows ``samples,batchsize``, one for each change of size.
+
+        With ``on_end='hold'``, `Trace` makes the same steps of it.
+        """
+        sizes = self.trace.batch_sizes
+        rows = np.flatnonzero(np.diff(sizes, prepend=0))
+        return pd.DataFrame({"samples": self._prefix[rows], "batchsize": sizes[rows]})
 
     def samples_before(self, step: int) -> int:
         """Returns how many samples the first ``step`` steps of training have."""

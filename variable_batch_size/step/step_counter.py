@@ -105,6 +105,11 @@ class StepCounter:
         self.cursor = Cursor(self.cursor.epoch, self.cursor.step + 1)
         self.substep = 0
 
+    def replan(self, plan: EpochPlan) -> None:
+        """Takes another plan of the epoch, equal in the steps that are begun."""
+        self.plan = plan
+        self._num_substeps = plan.num_substeps(self._rank)
+
     def follow(self, plan: EpochPlan) -> StepCounter:
         """Returns the counter for the next minibatch, whose sampler is at ``plan``.
 

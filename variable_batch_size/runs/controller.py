@@ -1,0 +1,176 @@
+"""A closed loop: what a run measures decides its batch sizes to come."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from variable_batch_size.runs.policies import (
+    POLICIES,
+    Observation,
+    Policy,
+    decide,
+)
+from variable_batch_size.runs.run_log import RunLog
+from variable_batch_size.step.attached import Update
+from variable_batch_size.trace_tools.step_time import fit_step_time
+from xla_replica.common.arguments import check_choice, check_integer, check_number
+from xla_replica.common.files import write_whole
+
+if TYPE_CHECKING:
+    from variable_batch_size.optimizer import ElasticOptimizer
+
+
+class BatchSizeController:
+    """Changes the batch size of the steps to come, from what the run measures.
+
+    Attach it, before the Checkpointer. The sampler holds its last batch size, and the
+    wrapper measures noise::
+
+        sampler = vbs.CustomSampler(dataset, trace=256, minibatch_size=32)
+        optimizer = vbs.LinearRuleOptimizer(inner, sampler, 256, noise=True)
+        controller = vbs.BatchSizeController(
+            optimizer, least=64, most=4096, trace_file="decided.csv"
+        )
+        optimizer.attach(controller)
+
+    Replicas decide alike: from the numbers of replica 0, and the smallest of what is
+    available. ``trace_file`` is a trace by thresholds of samples: a run with it and
+    without a controller has the same steps, bit for bit. A change is part of the
+    sampler's state, so a resumed run keeps those that were made.
+
+    It reads the device and gathers a few numbers once every ``every`` updates. A new
+    batch size compiles nothing.
+
+    Args:
+        optimizer: The wrapper, which must measure noise.
+        least, most: The limits of the batch size, in samples.
+        every: Decide after every so many updates.
+        factor: Hysteresis: change only to a size that is at least so many times larger
+            or smaller.
+        policy: 'noise-scale', 'goodput', or a function from an `Observation` to the
+            batch size wanted, in samples, NaN for none. See `variable_batch_size.runs.
+            policies`.
+        available: A function that returns how many samples can be run at once, such as
+            devices times what fits into one: a limit beside ``most``.
+        trace_file: Where to write the trace as it was decided, on replica 0.
+        log: Tells the decisions, as events ``decision``.
+
+    Raises:
+        ValueError, TypeError: An argument is out of range, or of the wrong type.
+    """
+
+    def __init__(
+        self,
+        optimizer: ElasticOptimizer,
+        *,
+        least: int,
+        most: int,
+        every: int = 100,
+        factor: float = 1.5,
+        policy: str | Policy = "noise-scale",
+        available: Callable[[], int] | None = None,
+        trace_file: str | os.PathLike[str] | None = None,
+        log: RunLog | None = None,
+    ) -> None:
+        unit = optimizer.sampler.minibatch_size
+        self._least = check_integer("least", least, least=1)
+        self._most = check_integer("most", most, least=max(unit, least))
+        self._every = check_integer("every", every, least=1)
+        self._factor = check_number("factor", factor, above=1)
+        if not callable(policy):
+            policy = POLICIES[check_choice("policy", policy, POLICIES, "a function")]
+        if optimizer.noise is None:
+            raise TypeError(
+                "BatchSizeController decides from the gradient noise scale: build the "
+                "optimizer with noise=True"
+            )
+        on_end = optimizer.sampler.schedule.on_end
+        if on_end != "hold":
+            raise ValueError(
+                "BatchSizeController needs a sampler whose last batch size is held: a "
+                f"constant trace, or on_end='hold'; got on_end={on_end!r}"
+            )
+        self._optimizer, self._replica = optimizer, optimizer.replica
+        self._policy, self._available = policy, available
+        self._path = None if trace_file is None else Path(trace_file)
+        self._log = log
+        self._told = False
+        # Seconds, substeps and updates since the last decision, and of earlier ones.
+        self._window = [0.0, 0, 0]
+        self._windows: list[list[float]] = []
+        self._since: float | None = None  # None where the next update waits for more
+
+    def __call__(self, update: Update) -> None:
+        """Decides if it is time to; called after every update, on every replica."""
+        self._measure(update)
+        if not self._told:
+            self._told = True
+            self._write()
+        if (update.step + 1) % self._every == 0:
+            self._decide(update)
+
+    def _measure(self, update: Update) -> None:
+        now = time.perf_counter()
+        if self._since is not None:
+            num_minibatches = -(-update.batch_size // update.minibatch_size)
+            self._window[0] += now - self._since
+            self._window[1] += -(-num_minibatches // self._replica.num_replicas)
+            self._window[2] += 1
+        # After an epoch the script does what it likes.
+        self._since = None if update.ends_epoch else now
+
+    def _decide(self, update: Update) -> None:
+        schedule = self._optimizer.sampler.schedule
+        noise = self._optimizer.noise.measure().noise_scale
+        if self._window[2]:
+            self._windows.append(self._window)
+        self._window = [0.0, 0, 0]
+        # The first window compiles.
+        fitted = [*zip(*self._windows[1:])]
+        seen = Observation(
+            step=update.step,
+            batch_size=int(schedule.trace.batch_sizes[-1]),
+            noise_scale=noise,
+            step_time=fit_step_time(*fitted) if fitted else None,
+            minibatch_size=schedule.minibatch_size,
+            num_replicas=self._replica.num_replicas,
+        )
+        available = self._most if self._available is None else self._available()
+        told = self._replica.all_gather_object((seen, available))
+        seen, _ = told[0]
+        most = max(schedule.minibatch_size, min(self._most, *(n for _, n in told)))
+        wanted = self._policy(seen)
+        least = min(self._least, most)
+        new = decide(seen, wanted, least, most, self._factor)
+        if new != seen.batch_size:
+            first = self._optimizer.change_batch_size(new)
+            self._write()
+            if self._log:
+                self._log.event(
+                    "decision",
+                    batch_size=new,
+                    before=seen.batch_size,
+                    first_step=first,
+                    noise_scale=seen.noise_scale,
+                    wanted=wanted,
+                    available=most,
+                )
+        self._since = None if update.ends_epoch else time.perf_counter()
+
+    def _write(self) -> None:
+        """Writes the trace as it is now, with the last batch size held."""
+        if self._path is None or not self._replica.is_primary:
+            return
+        path, text = self._path, io.StringIO()
+        self._optimizer.sampler.schedule.thresholds().to_csv(text, index=False)
+
+        def write(file: io.BufferedIOBase) -> Path:
+            file.write(text.getvalue().encode())
+            return path
+
+        write_whole(path.with_name(path.name + ".unfinished"), write)
