@@ -12,6 +12,8 @@ from variable_batch_size.checkpoint.files import (
     read_checkpoint,
     write_checkpoint,
 )
+from variable_batch_size.control.controller import BatchSizeController
+from variable_batch_size.control.policies import Observation
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import EpochPlan, Schedule, TraceExhausted
 from variable_batch_size.data.seeded_dataset import SeededDataset
@@ -38,8 +40,6 @@ from variable_batch_size.rules.rule import (
     power,
     rule_named,
 )
-from variable_batch_size.runs.controller import BatchSizeController
-from variable_batch_size.runs.policies import Observation
 from variable_batch_size.runs.run_file import Run, RunFile, read_run
 from variable_batch_size.runs.run_log import RunLog
 from variable_batch_size.step.attached import Update

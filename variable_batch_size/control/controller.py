@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from variable_batch_size.runs.policies import (
+from variable_batch_size.control.policies import (
     POLICIES,
     Observation,
     Policy,
@@ -53,8 +53,7 @@ class BatchSizeController:
         factor: Hysteresis: change only to a size that is at least so many times larger
             or smaller.
         policy: 'noise-scale', 'goodput', or a function from an `Observation` to the
-            batch size wanted, in samples, NaN for none. See `variable_batch_size.runs.
-            policies`.
+            batch size wanted, in samples, NaN for none.
         available: A function that returns how many samples can be run at once, such as
             devices times what fits into one: a limit beside ``most``.
         trace_file: Where to write the trace as it was decided, on replica 0.
