@@ -18,7 +18,7 @@ from support.resuming import CASE, loss_of
 
 import variable_batch_size as vbs
 import xla_replica
-from variable_batch_size.runs import policies
+from variable_batch_size.control import policies
 from variable_batch_size.trace_tools.step_time import StepTime
 from xla_replica import ReplicaError
 
