@@ -15,6 +15,7 @@ from torch.utils.data import Sampler
 
 import xla_replica
 from grab_xla.balancers import ordering_named
+from grab_xla.balancing.rows import FactoredRows
 from grab_xla.epoch.columns import Columns, replica_for
 from grab_xla.epoch.epoch_metrics import EpochMetrics
 from grab_xla.epoch.gradient_matrix import GradientMatrix, normalized
@@ -190,6 +191,11 @@ class GraBSampler(Sampler[int]):
             ordering, self._columns, self._metrics, tie, tile_size, walk_constant
         )
         self._uses_gradients = ordering.needs_gradients or self._metrics.on
+        self._takes_factors = not (normalize_grads or self._project.tables) and all(
+            torch.promote_types(p.dtype, torch.float32) == dtype
+            and p.device.type == self.device.type
+            for p in trainable_params.values()
+        )
         if self._uses_gradients:
             xla_replica.refuse_sharded(
                 trainable_params, "GraBSampler", ", or take an order such as 'rr'"
@@ -336,8 +342,16 @@ class GraBSampler(Sampler[int]):
                     "group, so pass the same number as batch_size= to the DataLoader, "
                     "or as minibatch_size= to CustomSampler"
                 )
-        rows = self._recording.backward(losses, reduction)
-        self.step(rows, indices=indices)
+        # Factors are of the gradients' own dtype and on their device.
+        factors = self._takes_factors and self._balancer.takes_factored(losses.numel())
+        taker = self._orders.ordering if factors else None
+        rows = self._recording.backward(losses, reduction, taker)
+        if not isinstance(rows, FactoredRows):
+            self.step(rows, indices=indices)
+            return
+        self._take(len(rows), indices)
+        with self._timer("sorter_step"):
+            self._balancer.balance_factored(rows)
 
     def step(
         self,

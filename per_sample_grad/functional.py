@@ -49,7 +49,7 @@ def per_sample_grads(
     def answer(factors: Factors) -> dict[str, torch.Tensor]:
         # The last layers come first. Their gradients, which are often the largest,
         # would be in memory together with the activations of all other layers.
-        if factors.smaller_than_gradients:
+        if factors.compression > 1:
             later.append(factors)
             return {}
         return factors.materialize()

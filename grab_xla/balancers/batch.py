@@ -9,14 +9,10 @@ import torch
 from torch import Tensor
 
 from grab_xla.balancers.base import Balanced, State
-from grab_xla.balancers.mean import MeanBalance
-from grab_xla.balancing.decisions import (
-    Decisions,
-    or_one,
-    squared_norms,
-    weighted,
-    without_nan,
-)
+from grab_xla.balancers.mean import Centred, MeanBalance
+from grab_xla.balancing import rows as rows_of
+from grab_xla.balancing.decisions import Decisions, or_one, without_nan
+from grab_xla.balancing.rows import Rows, squared_norms, weighted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,12 +27,17 @@ class BatchBalance(MeanBalance):
     """
 
     piece_size: ClassVar[int | None] = None
+    needs_gram: ClassVar[bool] = False
     # Whether the accumulator sums centred gradients or raw ones.
     centres_update: ClassVar[bool] = True
 
     batch_size: int | None = None
 
-    def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
+    def takes_factored(self, state: State, num_rows: int) -> bool:
+        own = type(self)
+        return (own.balance, own.centred) == (BatchBalance.balance, Centred.centred)
+
+    def balance(self, state: State, rows_RD: Rows, decide: Decisions) -> Balanced:
         # Vectors are formed twice, a tile at a time, rather than kept.
         tiles = decide.tiles(rows_RD, decide.weights_R)
         parts = [self._products(state, *tile) for tile in tiles]
@@ -54,7 +55,7 @@ class BatchBalance(MeanBalance):
         for tile, weights, factors in decide.tiles(
             rows_RD, decide.weights_R, factors_R2
         ):
-            sums.addmm_(factors.T, self._vectors(state, tile, weights))
+            rows_of.add_(sums, factors.T, self._vectors(state, tile, weights))
         if not self.centres_update:
             raw = weighted(signs, decide.weights_R).sum() * state["mean"]
             sums = torch.cat([sums[:1] + raw, sums[1:]])
@@ -63,18 +64,16 @@ class BatchBalance(MeanBalance):
         return {**state, "sums": sums, "count": count}, placements
 
     def _products(
-        self, state: State, rows_RD: Tensor, weights_R: Tensor | None
+        self, state: State, rows_RD: Rows, weights_R: Tensor | None
     ) -> Tensor:
         """Returns products with the accumulator, and squared norms, ``(2, R)``."""
         vectors = self._vectors(state, rows_RD, weights_R)
-        inner = vectors @ state["sums"][0]
+        inner = rows_of.products(vectors, state["sums"][:1])[:, 0]
         return torch.stack([inner, squared_norms(vectors)])
 
-    def _vectors(
-        self, state: State, rows_RD: Tensor, weights_R: Tensor | None
-    ) -> Tensor:
+    def _vectors(self, state: State, rows_RD: Rows, weights_R: Tensor | None) -> Rows:
         rows, centre = self.centred(state, without_nan(rows_RD))
-        return weighted(rows - centre, weights_R)
+        return weighted(rows_of.centred(rows, centre), weights_R)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import abc
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grab_xla.balancers.base import Balanced, Balancer, State
-from grab_xla.balancing.decisions import Decisions, weighted
+from grab_xla.balancing.decisions import Decisions
+from grab_xla.balancing.rows import Rows, UnformedRows, weighted
 
 
 class BlockBalancer(Balancer):
@@ -31,10 +33,12 @@ class BlockBalancer(Balancer):
     def num_sums(self) -> int: ...
 
     @abc.abstractmethod
-    def balance_blocks(
-        self, sums: Tensor, rows_RD: Tensor, decide: Decisions
-    ) -> Tensor:
+    def balance_blocks(self, sums: Tensor, rows_RD: Any, decide: Decisions) -> Tensor:
         """Returns the placements of whole blocks, and adds to ``sums`` in place."""
+
+    def is_whole(self, state: State, num_rows: int) -> bool:
+        """Returns whether a step begins and ends where blocks do."""
+        return self.num_pending(state) == 0 and num_rows % self.block_size == 0
 
     @property
     def piece_size(self) -> int | None:
@@ -56,8 +60,11 @@ class BlockBalancer(Balancer):
         # No sample waits. Not a slice: its program would depend on how many waited.
         return {"sums": sums, "pending": sums.new_zeros(0, sums.shape[1])}
 
-    def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
+    def balance(self, state: State, rows_RD: Rows, decide: Decisions) -> Balanced:
         rows = weighted(rows_RD, decide.weights_R)
+        if isinstance(rows, UnformedRows):
+            placements = self.balance_blocks(state["sums"], rows, decide)
+            return state, placements.to(self.placement_dtype)
         if self.num_pending(state):
             rows = torch.cat([state["pending"], rows])
         end = len(rows) // self.block_size * self.block_size

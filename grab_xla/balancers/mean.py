@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from grab_xla.balancers.base import Balanced, Balancer, State
 from grab_xla.balancing import decisions
+from grab_xla.balancing import rows as rows_of
 from grab_xla.balancing.compiled_loop import balance_in_sequence
 from grab_xla.balancing.decisions import (
     Decisions,
     mark_nonfinite,
     or_one,
-    squared_norms,
-    weighted,
     without_nan,
 )
+from grab_xla.balancing.rows import Rows, squared_norms, weighted
 from xla_replica.common.arguments import check_number
 
 
@@ -48,17 +48,23 @@ class Centred(Balancer):
             state[name].zero_()
         return state
 
-    def centred(self, state: State, rows_RD: Tensor) -> tuple[Tensor, Tensor]:
+    def takes_factored(self, state: State, num_rows: int) -> bool:
+        own = type(self)
+        return (own.balance, own.centred, own.begin_step) == (
+            Centred.balance, Centred.centred, Balancer.begin_step,
+        )  # fmt: skip
+
+    def centred(self, state: State, rows_RD: Any) -> tuple[Any, Tensor]:
         """Returns rows and ``(1, columns)``, a centre; the difference is balanced."""
         return rows_RD, state["mean"]
 
-    def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
+    def balance(self, state: State, rows_RD: Rows, decide: Decisions) -> Balanced:
         sums, count, parts = state["sums"], state["count"], []
         others = decide.thresholds_RN, decide.weights_R
         for tile, thresholds, weights in decide.tiles(rows_RD, *others):
             rows, centre = self.centred(state, tile)
             if weights is not None:
-                rows = weighted(rows - centre, weights)
+                rows = weighted(rows_of.centred(rows, centre), weights)
                 centre = torch.zeros_like(centre)
             if decide.loops:
                 how = (thresholds, self.depth, decide.tie)
@@ -72,7 +78,7 @@ class Centred(Balancer):
                 signs, placements = self.walk(*walk)
                 seen = finite.to(sums.dtype)
                 factors = torch.cat([signs, seen.unsqueeze(1)], dim=1).T
-                sums.addmm_(factors, rows)
+                rows_of.add_(sums, factors, rows)
                 sums.addcmul_(factors.sum(1, keepdim=True), centre, value=-1)
             count = count + weighted(seen, weights).sum()
             parts.append(placements.to(self.placement_dtype))

@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grab_xla.balancers.base import State
 from grab_xla.balancers.blocks import BlockBalancer
 from grab_xla.balancing.compiled_loop import balance_in_sequence
 from grab_xla.balancing.decisions import Decisions, finite_rows, mark_nonfinite
 from grab_xla.balancing.reordering import reorder_interleaved
+from grab_xla.balancing.rows import Rows, UnformedRows, add_
 from xla_replica.common.arguments import check_integer
 
 
@@ -45,46 +47,38 @@ class PairBalance(BlockBalancer):
     def num_sums(self) -> int:
         return 1
 
-    def balance_blocks(
-        self, sums: Tensor, rows_RD: Tensor, decide: Decisions
-    ) -> Tensor:
-        first, second = self._partners(rows_RD)
+    def takes_factored(self, state: State, num_rows: int) -> bool:
+        own = type(self).balance_blocks is PairBalance.balance_blocks
+        return own and self.is_whole(state, num_rows)
+
+    def balance_blocks(self, sums: Tensor, rows_RD: Rows, decide: Decisions) -> Tensor:
         thresholds = decide.thresholds_RN
         if thresholds is not None:
             # That of the partner, which came last.
-            thresholds = self._partners(thresholds[: len(rows_RD)])[1]
-        signs = self._signs(sums, first, second, thresholds, decide)
-        signs = signs.unflatten(0, (-1, 1, self.num_workers))
-        return torch.cat([signs, -signs], dim=1).flatten()
-
-    def _partners(self, rows_RN: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the first and second samples of the pairs, ``(R / 2, N)`` each."""
-        if self.num_workers == 1:
-            return rows_RN[0::2], rows_RN[1::2]
-        blocks = rows_RN.unflatten(0, (-1, 2, self.num_workers))
-        return blocks[:, 0].flatten(0, 1), blocks[:, 1].flatten(0, 1)
+            thresholds = _partners(thresholds[: len(rows_RD)], self.num_workers)[1]
+        signs = self._signs(sums, rows_RD, thresholds, decide)
+        return _of_both(signs, -signs, self.num_workers)
 
     def _signs(
-        self,
-        sums: Tensor,
-        first_PD: Tensor,
-        second_PD: Tensor,
-        thresholds_PN: Tensor | None,
-        decide: Decisions,
+        self, sums: Tensor, rows: Rows, thresholds_PN: Tensor | None, decide: Decisions
     ) -> Tensor:
         """Returns the signs of the pairs, ``(P,)``, and adds the pairs to ``sums``."""
-        if decide.loops:
-            return balance_in_sequence(
-                first_PD, second_PD, sums, thresholds_PN, tie=decide.tie
-            )
+        differences: Rows
+        if isinstance(rows, UnformedRows):
+            differences = Differences(rows, self.num_workers)
+        else:
+            first, second = _partners(rows, self.num_workers)
+            if decide.loops:
+                how = thresholds_PN, 0, decide.tie
+                return balance_in_sequence(first, second, sums, *how)
+            differences = mark_nonfinite(first - second, first, second)
         parts = []
-        differences = mark_nonfinite(first_PD - second_PD, first_PD, second_PD)
         for vectors, limits in decide.tiles(differences, thresholds_PN):
             gram, products = decide.gram(vectors, sums)
             finite = finite_rows(gram)
             limits = None if limits is None else limits[:, 0]
             signs = decide.signs(products[:, 0], gram, finite, limits)
-            sums.addmm_(signs.unsqueeze(0), vectors)
+            add_(sums, signs.unsqueeze(0), vectors)
             parts.append(signs)
         return torch.cat(parts)
 
@@ -92,3 +86,41 @@ class PairBalance(BlockBalancer):
         self, order: np.ndarray, placements: np.ndarray, generator: torch.Generator
     ) -> np.ndarray:
         return reorder_interleaved(order, placements, self.num_workers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Differences(UnformedRows):
+    """Differences of the partners of whole pairs, of rows that are not formed."""
+
+    rows: UnformedRows
+    num_workers: int
+
+    def __len__(self) -> int:
+        return len(self.rows) // 2
+
+    def gram(self) -> Tensor:
+        first, second = _partners(self.rows.gram(), self.num_workers)
+        first, second = _partners((first - second).T, self.num_workers)
+        return first - second
+
+    def products(self, vectors_VD: Tensor) -> Tensor:
+        first, second = _partners(self.rows.products(vectors_VD), self.num_workers)
+        return first - second
+
+    def add_(self, sums_VD: Tensor, weights_VR: Tensor) -> None:
+        weights = weights_VR.T
+        self.rows.add_(sums_VD, _of_both(weights, -weights, self.num_workers).T)
+
+
+def _partners(rows_RN: Tensor, num_workers: int) -> tuple[Tensor, Tensor]:
+    """Returns the first and second samples of the pairs, ``(R / 2, N)`` each."""
+    if num_workers == 1:
+        return rows_RN[0::2], rows_RN[1::2]
+    blocks = rows_RN.unflatten(0, (-1, 2, num_workers))
+    return blocks[:, 0].flatten(0, 1), blocks[:, 1].flatten(0, 1)
+
+
+def _of_both(first: Tensor, second: Tensor, num_workers: int) -> Tensor:
+    """Returns what `_partners` takes apart."""
+    both = [each.unflatten(0, (-1, 1, num_workers)) for each in (first, second)]
+    return torch.cat(both, dim=1).flatten(0, 2)

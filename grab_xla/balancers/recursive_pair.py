@@ -8,8 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from grab_xla.balancers.base import State
 from grab_xla.balancers.blocks import BlockBalancer
-from grab_xla.balancing.decisions import Decisions, squared_norms, without_nan
+from grab_xla.balancing.decisions import Decisions, without_nan
+from grab_xla.balancing.rows import Rows, add_, products, squared_norms
 from xla_replica.common.arguments import check_integer
 
 
@@ -31,6 +33,7 @@ class RecursivePairBalance(BlockBalancer):
     """
 
     placement_dtype: ClassVar[torch.dtype] = torch.int32
+    needs_gram: ClassVar[bool] = False
 
     batch_size: int
 
@@ -58,23 +61,26 @@ class RecursivePairBalance(BlockBalancer):
     def num_draws(self) -> int:
         return self.batch_size.bit_length() - 1
 
-    def balance_blocks(
-        self, sums: Tensor, rows_RD: Tensor, decide: Decisions
-    ) -> Tensor:
+    def takes_factored(self, state: State, num_rows: int) -> bool:
+        own = type(self).balance_blocks is RecursivePairBalance.balance_blocks
+        return own and self.is_whole(state, num_rows) and num_rows == self.batch_size
+
+    def balance_blocks(self, sums: Tensor, rows_RD: Rows, decide: Decisions) -> Tensor:
         placements = []
         blocks = dataclasses.replace(decide, tile_size=self.batch_size)
         rows_RD = without_nan(rows_RD)
         for rows, thresholds in blocks.tiles(rows_RD, decide.thresholds_RN):
             squares = squared_norms(rows).unsqueeze(1)
-            products = decide.whole(torch.cat([rows @ sums.T, squares], dim=1))
+            inner = torch.cat([products(rows, sums), squares], dim=1)
+            inner = decide.whole(inner)
             # A sample that is not finite has products of 0 and is not added.
-            finite = torch.isfinite(products[:, -1:])
-            products = torch.where(finite, products, torch.zeros_like(products))
+            finite = torch.isfinite(inner[:, -1:])
+            inner = torch.where(finite, inner, torch.zeros_like(inner))
             weights, placed = (
                 torch.where(finite, each, torch.zeros_like(each))
-                for each in self._sort(products[:, :-1], thresholds, decide)
+                for each in self._sort(inner[:, :-1], thresholds, decide)
             )
-            sums.addmm_(weights.T, rows)
+            add_(sums, weights.T, rows)
             placements.append(placed.squeeze(1))
         return torch.cat(placements)
 

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grab_xla.balancing import rows as rows_of
+from grab_xla.balancing.rows import Rows, UnformedRows
 from xla_replica import traits
 
 TIES = ("negative", "positive")
@@ -64,8 +66,14 @@ class Decisions:
     tile_size: int | None = None
     loops: bool = False
 
-    def tiles(self, rows_RD: Tensor, *others: Tensor | None) -> Iterator[list[Any]]:
-        """Yields tiles of rows and, of each of the others, its part for these rows."""
+    def tiles(self, rows_RD: Rows, *others: Tensor | None) -> Iterator[list[Any]]:
+        """Yields tiles of rows and, of each of the others, its part for these rows.
+
+        Rows that are not formed are one tile.
+        """
+        if isinstance(rows_RD, UnformedRows):
+            yield [rows_RD, *others]
+            return
         size = self.tile_size or max(len(rows_RD), 1)
         for start in range(0, len(rows_RD), size):
             own = slice(start, start + size)
@@ -76,26 +84,26 @@ class Decisions:
         self.sum_([partial])
         return partial
 
-    def gram(self, rows_RD: Tensor, vectors_VD: Tensor) -> tuple[Tensor, Tensor]:
+    def gram(self, rows_RD: Rows, vectors_VD: Tensor) -> tuple[Tensor, Tensor]:
         """Returns inner products of rows, ``(R, R)``, and with vectors, ``(R, V)``.
 
         This takes one sum over the shards. A row that is not finite affects its own row
         and column of the first and its own row of the second, nothing else.
         """
-        products = [rows_RD @ rows_RD.T, rows_RD @ vectors_VD.T]
+        products = [rows_of.gram(rows_RD), rows_of.products(rows_RD, vectors_VD)]
         self.sum_(products)
         return products[0], products[1]
 
     def centred_gram(
-        self, rows_RD: Tensor, centre_1D: Tensor, vectors_VD: Tensor
+        self, rows_RD: Rows, centre_1D: Tensor, vectors_VD: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Returns `gram` of ``rows - centre`` without forming the differences."""
         # Products are joined rather than vectors, of which a tree has many.
         with_others, of_centre = (
-            torch.cat([each @ vectors_VD.T, each @ centre_1D.T], dim=1)
+            torch.cat([rows_of.products(each, v) for v in (vectors_VD, centre_1D)], 1)
             for each in (rows_RD, centre_1D)
         )
-        products = [rows_RD @ rows_RD.T, with_others, of_centre]
+        products = [rows_of.gram(rows_RD), with_others, of_centre]
         self.sum_(products)
         gram, with_others, of_centre = products
         with_centre = with_others[:, -1:]
@@ -140,13 +148,6 @@ class Decisions:
         return torch.where(below, positive, negative)
 
 
-def weighted(values: Tensor, weights_R: Tensor | None) -> Tensor:
-    """Returns ``(R, ...)`` values, row by row times its weight."""
-    if weights_R is None:
-        return values
-    return values * weights_R.reshape(-1, *[1] * (values.dim() - 1))
-
-
 def or_one(count: Tensor) -> Tensor:
     """Returns a divisor: the sum of some weights, or one if that is zero."""
     return torch.where(count > 0, count, torch.ones_like(count))
@@ -157,23 +158,19 @@ def finite_rows(gram_RR: Tensor) -> Tensor:
     return torch.isfinite(torch.diagonal(gram_RR))
 
 
-def squared_norms(rows_RD: Tensor) -> Tensor:
-    """Returns the rows' squared norms, ``(R,)``, without a copy of the rows."""
-    return torch.linalg.vector_norm(rows_RD, dim=1).square()
-
-
 def nonfinite_marker(dtype: torch.dtype) -> float:
     """Returns the number that replaces an entry that is not finite."""
     return torch.finfo(dtype).max / 4
 
 
-def without_nan(rows_RD: Tensor) -> Tensor:
+def without_nan(rows_RD: Any) -> Any:
     """Returns the rows with a huge number in place of what is not finite.
 
     Its square overflows, so the norm of the row shows it; but its product with a weight
-    of 0 is 0, so leaving the row out takes no other pass through all rows.
+    of 0 is 0, so leaving the row out takes no other pass through all rows. Rows that
+    are not formed stay as they are, because they are left out without that.
     """
-    if _is_known_finite(rows_RD):
+    if isinstance(rows_RD, UnformedRows) or _is_known_finite(rows_RD):
         return rows_RD
     huge = nonfinite_marker(rows_RD.dtype)
     return torch.nan_to_num(rows_RD, nan=huge, posinf=huge, neginf=huge)

@@ -14,8 +14,9 @@ import math
 import torch
 from torch import Tensor
 
-from grab_xla.balancing.decisions import or_one, weighted
+from grab_xla.balancing.decisions import or_one
 from grab_xla.balancing.prefix_sums import PrefixNorms, RunningHerding
+from grab_xla.balancing.rows import weighted
 from grab_xla.epoch.columns import Columns
 
 

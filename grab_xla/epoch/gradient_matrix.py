@@ -9,9 +9,9 @@ from torch import Tensor
 
 from xla_replica import traits
 
-# How many numbers are formed at once: 16 and 64 MiB in float32. Smaller pieces would
+# How many numbers are formed at once: 4 and 64 MiB in float32. Smaller pieces would
 # take notable time in calls.
-PIECE_ON_HOST, PIECE_ON_DEVICE = 2**22, 2**24
+PIECE_ON_HOST, PIECE_ON_DEVICE = 2**20, 2**24
 
 
 class GradientMatrix:

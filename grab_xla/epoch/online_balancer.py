@@ -14,6 +14,7 @@ from torch import Tensor
 from grab_xla.balancers import Ordering, State
 from grab_xla.balancing import compiled_loop
 from grab_xla.balancing.decisions import TIES, Decisions
+from grab_xla.balancing.rows import FactoredRows, Rows
 from grab_xla.epoch import gradient_matrix
 from grab_xla.epoch.columns import Columns
 from grab_xla.epoch.epoch_metrics import EpochMetrics
@@ -106,13 +107,29 @@ class OnlineBalancer:
             self._balance(rows)
             del rows  # before the next ones are formed
 
-    def _balance(self, rows_RD: Tensor) -> None:
+    def takes_factored(self, num_rows: int) -> bool:
+        """Returns whether a step may come as rows that are not formed.
+
+        Replicas exchange columns, and metrics are of columns.
+        """
+        alone = self._replica.num_replicas == 1 and not self._metrics.on
+        return alone and self._ordering.takes_factored(self.state, num_rows)
+
+    @torch.no_grad()
+    def balance_factored(self, rows: FactoredRows) -> None:
+        """Balances a step whose rows are not formed; see `takes_factored`."""
+        self._balance(rows)
+
+    def _balance(self, rows_RD: Rows) -> None:
         decide = self._decisions
         if self.weights is not None:
             weights = self.weights[self.num_seen : self.num_seen + len(rows_RD)]
             weights = weights.to(self.columns.device, self.columns.dtype)
             decide = dataclasses.replace(decide, weights_R=weights)
-        self._metrics.observe(rows_RD, decide.weights_R)
+        if isinstance(rows_RD, Tensor):
+            self._metrics.observe(rows_RD, decide.weights_R)
+        else:
+            decide = dataclasses.replace(decide, tile_size=None, loops=False)
         if self._uniforms is not None and self._walk_constant is not None:
             first = self.num_seen - self._ordering.num_pending(self.state)
             drawn = self._uniforms[first : self.num_seen + len(rows_RD)]

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from grab_xla.balancers import Ordering
+from grab_xla.balancing.decisions import without_nan
+from grab_xla.balancing.rows import FactoredRows
 from per_sample_grad import Capture, Factors, Projection
+
+# Forming gradients takes less time where a layer is applied to many positions of a
+# sample, and less memory where the factors of these are not much smaller. A layer that
+# is applied once to a sample is far above this.
+LEAST_COMPRESSION = 2
+# How many numbers of formed gradients, for each vector of the balance, take as long to
+# form and balance as products of their factors do; measured on a CPU.
+LEAST_SPARED = 2**18
 
 
 class Recording:
@@ -46,11 +58,18 @@ class Recording:
         self._capture = Capture(model, self._names, **options)
         return self._capture
 
-    def backward(self, losses: Tensor, reduction: str = "mean") -> dict[str, Tensor]:
+    def backward(
+        self, losses: Tensor, reduction: str = "mean", taker: Ordering | None = None
+    ) -> dict[str, Tensor] | FactoredRows:
         """Runs the backward pass of the mean loss, or of the sum.
 
+        Args:
+            losses: ``(B,)``.
+            reduction: ``"mean"`` or ``"sum"``.
+            taker: What takes rows that are known by their factors, if that may be.
+
         Returns:
-            What is balanced of every sample, ``(B, ...)`` by name.
+            What is balanced of every sample, ``(B, ...)`` by name; or such rows.
 
         Raises:
             RuntimeError: No forward pass was recorded.
@@ -62,9 +81,26 @@ class Recording:
                 "`with sampler.record(model):`, once for every backward()"
             )
         capture, self._capture = self._capture, None
-        return capture.stream(losses, self._rows, accumulate=reduction)
+        kept: list[Factors] = []
 
-    def _rows(self, factors: Factors) -> dict[str, Tensor]:
-        if self.projection is None:
+        def rows(factors: Factors) -> dict[str, Tensor]:
+            if self.projection is not None:
+                return factors.project(self.projection)
+            if taker is not None and factors.compression >= LEAST_COMPRESSION:
+                kept.append(factors)
+                return {}
             return factors.materialize()
-        return factors.project(self.projection)
+
+        found = capture.stream(losses, rows, accumulate=reduction)
+        spared = sum(math.prod(s) for each in kept for s in each.shapes.values())
+        total = sum(p.numel() for p in self.balanced.values())
+        if taker is not None:
+            least = LEAST_SPARED * taker.num_vectors
+            if 2 * spared <= total or len(losses) * spared < least:
+                while kept:
+                    found |= kept.pop().materialize()
+            if kept or not taker.needs_gram:
+                shapes = {name: tuple(p.shape) for name, p in self.balanced.items()}
+                formed = {name: without_nan(rows) for name, rows in found.items()}
+                return FactoredRows(shapes, kept, formed)
+        return found

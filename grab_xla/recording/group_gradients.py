@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import xla_replica
+from grab_xla.balancers import Ordering
 from xla_replica.common.arguments import check_choice
 
 
@@ -57,7 +58,9 @@ class GroupGradients:
         self._parameters = {name: found[name] for name in self.balanced}
         return contextlib.nullcontext()
 
-    def backward(self, losses: Tensor, reduction: str = "mean") -> dict[str, Tensor]:
+    def backward(
+        self, losses: Tensor, reduction: str = "mean", taker: Ordering | None = None
+    ) -> dict[str, Tensor]:
         """Runs the backward pass of the mean loss, or of the sum.
 
         Returns:
@@ -67,6 +70,7 @@ class GroupGradients:
             RuntimeError: `start` was not called for this forward pass.
             ValueError: ``reduction`` is not allowed.
         """
+        del taker  # There is one row.
         check_choice("reduction", reduction, ("mean", "sum"))
         if self._parameters is None:
             raise RuntimeError(

@@ -20,15 +20,32 @@ from per_sample_grad.factors.forms import Contribution, Dense, Lookup, Outer, Wi
 from xla_replica import traits
 
 
-def dot(contribution: Contribution, vector: torch.Tensor, budget: int) -> torch.Tensor:
-    """Returns ``⟨v, g_n⟩`` for every n, ``(N,)``; ``v`` has the parameter's shape.
+def dot(contribution: Contribution, vectors: torch.Tensor, budget: int) -> torch.Tensor:
+    """Returns ``⟨v, g_n⟩`` for every n and v, ``(N, K)``, of ``(K, *shape)`` vectors.
 
     For outer products that is ``Σ_t u_tᵀ V z_t``: one product with V.
     """
-    return _joined(_dot(some, vector) for _, _, some in _parts(contribution, budget))
+    return _joined(_dots(some, vectors) for _, _, some in _parts(contribution, budget))
 
 
-def _dot(contribution: Outer | Lookup | Dense, vector: torch.Tensor) -> torch.Tensor:
+def _dots(contribution: Outer | Lookup | Dense, vectors: torch.Tensor) -> torch.Tensor:
+    match contribution:
+        case Outer(left, right) if left.shape[1] == left.shape[2] == 1:
+            # One product for all samples, and not one for each.
+            left, right = left[:, 0, 0], right[:, 0, 0]
+            matrices = vectors.view(len(vectors), left.shape[1], right.shape[1])
+            if left.shape[1] <= right.shape[1]:  # from the shorter side
+                product = (right @ matrices.transpose(1, 2)) * left
+            else:
+                product = (left @ matrices) * right
+            return product.sum(2).T
+        case Dense(values):
+            return values.flatten(1) @ vectors.reshape(len(vectors), -1).T
+        case _:
+            return torch.stack([_dot(contribution, each) for each in vectors], 1)
+
+
+def _dot(contribution: Outer | Lookup, vector: torch.Tensor) -> torch.Tensor:
     matrix = vector.reshape(forms.matrix_shape(vector.shape))
     match contribution:
         case Outer(left, right):
@@ -41,8 +58,6 @@ def _dot(contribution: Outer | Lookup | Dense, vector: torch.Tensor) -> torch.Te
         case Lookup(index, values):
             rows = matrix.index_select(0, index.flatten().long()).view_as(values)
             return (rows * values).sum((1, 2))
-        case Dense(values):
-            return values.flatten(1) @ vector.flatten()
 
 
 def weighted_sum(
@@ -56,6 +71,34 @@ def weighted_sum(
         _weighted_sum(some, shape, weights[start:stop])
         for start, stop, some in _parts(contribution, budget)
     )
+
+
+def add_weighted_sums_(
+    totals: torch.Tensor,
+    contribution: Contribution,
+    weights: torch.Tensor,
+    budget: int,
+) -> None:
+    """Adds ``Σ_n w_kn g_n`` to ``(K, *shape)``, in place, for K weightings.
+
+    A sample without a weight but zero adds nothing, even if it is not finite.
+    """
+    for start, stop, some in _parts(contribution, budget):
+        own = weights[:, start:stop]
+        some = forms.where((own != 0).any(0), some)
+        match some:
+            case Outer(left, right) if left.shape[1] == 1:
+                matrices = totals.view(len(totals), left.shape[3], right.shape[3])
+                scaled = (
+                    _flat(left)[0] * own.repeat_interleave(left.shape[2], 1)[..., None]
+                )
+                right = _flat(right).expand(len(totals), -1, -1)
+                matrices.baddbmm_(scaled.transpose(1, 2), right)
+            case Dense(values):
+                totals.view(len(totals), -1).addmm_(own, values.flatten(1))
+            case _:
+                for total, row in zip(totals.unbind(), own.unbind()):
+                    total.add_(_weighted_sum(some, total.shape, row))
 
 
 def _weighted_sum(

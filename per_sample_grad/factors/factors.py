@@ -87,10 +87,10 @@ class Factors:
         return list(self._merged[name])
 
     @property
-    def smaller_than_gradients(self) -> bool:
-        """Whether keeping the factors takes less memory than `materialize`."""
+    def compression(self) -> float:
+        """How many times fewer numbers the factors hold than `materialize` returns."""
         gradients = len(self) * sum(map(math.prod, self.shapes.values()))
-        return sum(map(forms.held_elements, self._uses)) < gradients
+        return gradients / max(1, sum(map(forms.held_elements, self._uses)))
 
     def plan(self, quantity: Quantity, other: Factors | None = None) -> Plan:
         """Returns how ``"norms"`` or ``"gram"`` will be computed, for printing."""
@@ -140,14 +140,14 @@ class Factors:
             vectors: A tensor for every name in `shapes`, of the parameter's shape or
                 ``(K, *shape)``.
         """
-        if check_vectors(vectors, self.shapes):
-            rows = zip(*(vectors[name].unbind() for name in self.shapes))
-            return torch.stack([self.dot(dict(zip(self.shapes, r))) for r in rows], 1)
-        terms = []
+        many, terms, count = check_vectors(vectors, self.shapes), [], 1
         for name, uses in self._merged.items():
-            vector = vectors[name].detach().to(self._dtype)
-            terms += [algebra.dot(use, vector, self._budget) for use in uses]
-        return self._sum(terms, (len(self),))
+            rows = vectors[name].detach().to(self._dtype)
+            rows = rows if many else rows.unsqueeze(0)
+            count = len(rows)
+            terms += [algebra.dot(use, rows, self._budget) for use in uses]
+        found = self._sum(terms, (len(self), count))
+        return found if many else found[:, 0]
 
     @_in_full_precision
     def weighted_sum(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -163,6 +163,23 @@ class Factors:
             )
         rows = weights.detach().to(self._dtype)
         return {name: self._weighted(name, rows) for name in self.shapes}
+
+    @_in_full_precision
+    def add_weighted_sum_(
+        self, totals: Mapping[str, torch.Tensor], weights: torch.Tensor
+    ) -> None:
+        """Adds `weighted_sum` to tensors in place, without forming it first.
+
+        A sample without a weight but zero adds nothing, even if it is not finite.
+
+        Args:
+            totals: ``(K, *shape)`` for every name in `shapes`; views are allowed.
+            weights: ``(K, B)``.
+        """
+        rows = weights.detach().to(self._dtype)
+        for name, uses in self._merged.items():
+            for use in uses:
+                algebra.add_weighted_sums_(totals[name], use, rows, self._budget)
 
     @_in_full_precision
     def sketch(self, size: int, *, seed: int = 0) -> torch.Tensor:

@@ -209,6 +209,20 @@ def _tensors(contribution: Contribution) -> dict[str, torch.Tensor]:
     return {name: value for name, value in found if isinstance(value, torch.Tensor)}
 
 
+def where(
+    kept: torch.Tensor, contribution: Outer | Lookup | Dense
+) -> Outer | Lookup | Dense:
+    """Returns zeros for the rows that are not ``kept``, ``(N,)`` bool."""
+    tensors = {
+        name: torch.where(
+            kept.view(-1, *[1] * (tensor.dim() - 1)), tensor, torch.zeros_like(tensor)
+        )
+        for name, tensor in _tensors(contribution).items()
+        if tensor.is_floating_point()
+    }
+    return dataclasses.replace(contribution, **tensors)
+
+
 def regroup(contribution: Contribution, num_samples: int) -> Contribution:
     """Returns N rows as B samples, each of k = N / B consecutive rows.
 

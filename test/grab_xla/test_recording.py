@@ -15,6 +15,8 @@ import per_sample_grad as psg
 import variable_batch_size as vbs
 import xla_replica
 from grab_xla import GraBSampler
+from grab_xla.epoch.online_balancer import OnlineBalancer
+from grab_xla.recording import capturing
 
 N, BATCH, EPOCHS, VOCABULARY = 24, 4, 5, 11
 
@@ -130,6 +132,132 @@ def test_exact_orders_are_those_of_formed_gradients(name, balance):
     options = {"batch_size": BATCH} if balance == "batch" else {}
     recorded = trained(name, balance, "recorded", **options)
     assert_same_training(recorded, trained(name, balance, "formed", **options))
+
+
+@pytest.fixture
+def factored(monkeypatch):
+    """Factors are kept of all layers; returns how many steps were not formed."""
+    monkeypatch.setattr(capturing, "LEAST_COMPRESSION", 0)
+    monkeypatch.setattr(capturing, "LEAST_SPARED", 0)
+    steps = []
+    original = OnlineBalancer.balance_factored
+
+    def counted(self, rows):
+        steps.append(len(rows))
+        original(self, rows)
+
+    monkeypatch.setattr(OnlineBalancer, "balance_factored", counted)
+    return steps
+
+
+FACTORED = {
+    "mean": {},
+    "pair": {},
+    "recursive": {"depth": 2},
+    "recursive-pair": {"batch_size": BATCH},
+    "batch": {},
+    "batch-uncentred": {},
+    "norm": {},
+}
+
+
+@pytest.mark.parametrize("balance", FACTORED)
+@pytest.mark.parametrize("name", MODELS)
+def test_orders_of_factors_are_those_of_formed_gradients(name, balance, factored):
+    options = FACTORED[balance]
+    recorded = trained(name, balance, "recorded", **options)
+    assert factored == [BATCH] * (N // BATCH * EPOCHS)
+    assert_same_training(recorded, trained(name, balance, "formed", **options))
+
+
+@pytest.mark.parametrize(
+    ("balance", "options"),
+    [
+        ("pair", {"num_workers": 2}),
+        ("pair", {"prob_balance": True, "num_workers": 2}),
+        ("recursive", {"prob_balance": True, "tie": "positive"}),
+    ],
+)
+def test_workers_and_drawn_signs_are_those_of_formed_gradients(
+    balance, options, factored
+):
+    recorded = trained("mlp", balance, "recorded", **options)
+    assert len(factored) == N // BATCH * EPOCHS
+    assert_same_training(recorded, trained("mlp", balance, "formed", **options))
+
+
+@pytest.mark.parametrize(
+    ("balance", "options"),
+    [
+        ("pair", {"num_workers": 4}),  # pairs over two steps
+        ("recursive-pair", {"batch_size": 2}),  # two blocks in a step
+        ("sign", {}),
+        ("adamean", {}),
+        ("mean", {"normalize_grads": True}),
+        ("mean", {"random_projection": "kron", "pi_eps": 0.9}),
+        ("mean", {"record_norm": True}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:random_projection")
+def test_what_factors_do_not_tell_is_formed(balance, options, factored):
+    recorded = trained("mlp", balance, "recorded", **options)
+    assert factored == []
+    assert_same_training(recorded, trained("mlp", balance, "formed", **options))
+
+
+@pytest.mark.parametrize(("width", "is_formed"), [(40, True), (1000, False)])
+def test_wide_layers_that_are_applied_once_are_not_formed(
+    width, is_formed, monkeypatch
+):
+    """The other layer holds as many factors as its gradient has numbers."""
+    model = nn.Sequential(nn.Linear(250, width), nn.Tanh(), nn.Linear(width, 1))
+    grab = sampler(model)
+    taken = []
+    balance = OnlineBalancer.balance_factored
+    monkeypatch.setattr(
+        OnlineBalancer,
+        "balance_factored",
+        lambda self, rows: (taken.append(rows), balance(self, rows)),
+    )
+    list(grab)
+    with grab.record(model):
+        losses = model(torch.randn(BATCH, 250)).sum(1)
+    grab.backward(losses)
+    assert grab.num_seen == BATCH
+    assert bool(taken) != is_formed
+    for rows in taken:
+        assert [set(each.shapes) for each in rows.factors] == [{"0.weight", "0.bias"}]
+        assert set(rows.formed) == {"2.weight", "2.bias"}
+
+
+@pytest.mark.parametrize("balance", FACTORED)
+@pytest.mark.filterwarnings("ignore::grab_xla.GraBWarning")
+def test_a_sample_that_is_not_finite_is_left_out_of_factors(balance, factored):
+    grab, other = (
+        sampler(mlp(), balance_type=balance, dtype=torch.float32, **FACTORED[balance])
+        for _ in range(2)
+    )
+    model = mlp()
+    for each in (grab, other):
+        list(each)
+    for batch in torch.tensor(grab.order).split(BATCH):
+        x = torch.randn(BATCH, 6)
+        x[1] = math.nan
+        gradients = psg.per_sample_grads(
+            model, lambda model, x: model(x).sum(1), (x,), check="never"
+        )
+        other.step(gradients, indices=batch)
+        with grab.record(model, check="never"):
+            losses = model(x).sum(1)
+        grab.backward(losses, indices=batch)
+        model.zero_grad()
+    assert len(factored) == N // BATCH
+    mine, theirs = (each.state_dict()["engine"] for each in (grab, other))
+    if balance != "norm":
+        assert torch.equal(mine["codes"], theirs["codes"])
+    for name, value in mine["state"].items():
+        assert torch.isfinite(value).all()
+        torch.testing.assert_close(value, theirs["state"][name], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("balance", ["mean", "pair"])

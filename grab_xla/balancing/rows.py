@@ -1,0 +1,201 @@
+"""The vectors of a step as rows of a matrix that need not be formed.
+
+All that most balancers ask of a step's gradients is inner products, with one another
+and with a few vectors, and weighted sums of them. Where a layer is applied once to a
+sample, its weight's gradient is an outer product of p and q numbers, and all of that
+follows from these: ``<x_i y_i', x_j y_j'> = <x_i, x_j> <y_i, y_j>``, ``<V, x_i y_i'> =
+x_i' V y_i``, and a weighted sum is a product of matrices. The p q numbers of a gradient
+are then never formed.
+
+Axes: R rows, D columns, V vectors.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from per_sample_grad import Factors
+
+
+class UnformedRows(abc.ABC):
+    """Rows that are known by their inner products and weighted sums."""
+
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
+
+    @abc.abstractmethod
+    def gram(self) -> Tensor:
+        """Returns inner products of the rows, ``(R, R)``."""
+
+    @abc.abstractmethod
+    def products(self, vectors_VD: Tensor) -> Tensor:
+        """Returns inner products with vectors, ``(R, V)``."""
+
+    @abc.abstractmethod
+    def add_(self, sums_VD: Tensor, weights_VR: Tensor) -> None:
+        """Adds weighted sums of the rows; rows of weight zero need not be finite."""
+
+    def squared_norms(self) -> Tensor:
+        """Returns the rows' squared norms, ``(R,)``."""
+        return torch.diagonal(self.gram())
+
+
+@dataclasses.dataclass(frozen=True)
+class FactoredRows(UnformedRows):
+    """Rows some of whose columns are known by their factors.
+
+    Attributes:
+        shapes: The shapes of the parameters, by name, in the sequence of the columns.
+        factors: The factors of some parameters.
+        formed: ``(R, *shape)``, the gradients of the other ones, by name.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    factors: Sequence[Factors]
+    formed: Mapping[str, Tensor]
+
+    def __len__(self) -> int:
+        held = [*self.factors, *self.formed.values()]
+        return len(held[0])
+
+    def gram(self) -> Tensor:
+        parts = [factors.gram() for factors in self.factors]
+        return sum((rows @ rows.T for rows in self._formed()), sum(parts))
+
+    def squared_norms(self) -> Tensor:
+        parts = [factors.norms(squared=True) for factors in self.factors]
+        return sum((rows.square().sum(1) for rows in self._formed()), sum(parts))
+
+    def products(self, vectors_VD: Tensor) -> Tensor:
+        own = self._by_name(vectors_VD)
+        parts = [
+            factors.dot({name: own[name] for name in factors.shapes})
+            for factors in self.factors
+        ]
+        formed = zip(self._formed(), (own[name] for name in self.formed))
+        return sum((rows @ _flat(vectors).T for rows, vectors in formed), sum(parts))
+
+    def add_(self, sums_VD: Tensor, weights_VR: Tensor) -> None:
+        own = self._by_name(sums_VD)
+        for factors in self.factors:
+            factors.add_weighted_sum_(own, weights_VR)
+        for name, rows in zip(self.formed, self._formed()):
+            _flat(own[name]).addmm_(weights_VR, rows)
+
+    def _formed(self) -> list[Tensor]:
+        return [_flat(rows) for rows in self.formed.values()]
+
+    def _by_name(self, vectors_VD: Tensor) -> dict[str, Tensor]:
+        """Returns views of vectors, ``(V, *shape)`` by name."""
+        parts = vectors_VD.split([math.prod(s) for s in self.shapes.values()], dim=1)
+        return {
+            name: part.view(len(part), *shape)
+            for (name, shape), part in zip(self.shapes.items(), parts)
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Centred(UnformedRows):
+    """Rows less a centre, ``(1, D)``."""
+
+    rows: UnformedRows
+    centre_1D: Tensor
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def gram(self) -> Tensor:
+        with_centre = self.rows.products(self.centre_1D)
+        gram = self.rows.gram() - with_centre - with_centre.T
+        return gram + self.centre_1D @ self.centre_1D.T
+
+    def products(self, vectors_VD: Tensor) -> Tensor:
+        return self.rows.products(vectors_VD) - self.centre_1D @ vectors_VD.T
+
+    def squared_norms(self) -> Tensor:
+        """Returns those of the rows, which tell what is finite."""
+        return self.rows.squared_norms()
+
+    def add_(self, sums_VD: Tensor, weights_VR: Tensor) -> None:
+        self.rows.add_(sums_VD, weights_VR)
+        sums_VD.addcmul_(weights_VR.sum(1, keepdim=True), self.centre_1D, value=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weighted(UnformedRows):
+    """Rows times their weights, ``(R,)``."""
+
+    rows: UnformedRows
+    weights_R: Tensor
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def gram(self) -> Tensor:
+        return self.rows.gram() * self.weights_R * self.weights_R.unsqueeze(1)
+
+    def products(self, vectors_VD: Tensor) -> Tensor:
+        return self.rows.products(vectors_VD) * self.weights_R.unsqueeze(1)
+
+    def squared_norms(self) -> Tensor:
+        return self.rows.squared_norms() * self.weights_R.square()
+
+    def add_(self, sums_VD: Tensor, weights_VR: Tensor) -> None:
+        self.rows.add_(sums_VD, weights_VR * self.weights_R)
+
+
+Rows = Tensor | UnformedRows
+
+
+def centred(rows: Rows, centre_1D: Tensor) -> Rows:
+    """Returns rows less a centre."""
+    if isinstance(rows, UnformedRows):
+        return Centred(rows, centre_1D)
+    return rows - centre_1D
+
+
+def weighted(values: Any, weights_R: Tensor | None) -> Any:
+    """Returns rows, or other ``(R, ...)`` values, times their weights."""
+    if weights_R is None:
+        return values
+    if isinstance(values, UnformedRows):
+        return Weighted(values, weights_R)
+    return values * weights_R.reshape(-1, *[1] * (values.dim() - 1))
+
+
+def gram(rows: Rows) -> Tensor:
+    """Returns inner products of rows, ``(R, R)``."""
+    return rows.gram() if isinstance(rows, UnformedRows) else rows @ rows.T
+
+
+def products(rows: Rows, vectors_VD: Tensor) -> Tensor:
+    """Returns inner products of rows with vectors, ``(R, V)``."""
+    if isinstance(rows, UnformedRows):
+        return rows.products(vectors_VD)
+    return rows @ vectors_VD.T
+
+
+def squared_norms(rows: Rows) -> Tensor:
+    """Returns the rows' squared norms, ``(R,)``, without a copy of the rows."""
+    if isinstance(rows, UnformedRows):
+        return rows.squared_norms()
+    return torch.linalg.vector_norm(rows, dim=1).square()
+
+
+def add_(sums_VD: Tensor, weights_VR: Tensor, rows: Rows) -> None:
+    """Adds weighted sums of rows in place."""
+    if isinstance(rows, UnformedRows):
+        rows.add_(sums_VD, weights_VR)
+    else:
+        sums_VD.addmm_(weights_VR, rows)
+
+
+def _flat(rows: Tensor) -> Tensor:
+    return rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
