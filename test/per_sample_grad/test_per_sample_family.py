@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,14 @@ METHODS = ["auto", "factored", "materialized"]
 def answers(factors: psg.Factors, weights: torch.Tensor) -> dict[str, Any]:
     """Returns every answer, by name; ``weights`` are ``(2, B)``."""
     sums = factors.weighted_sum(weights)
+    # Views of one matrix, as the state of an optimizer may have.
+    sizes = [math.prod(shape) for shape in factors.shapes.values()]
+    matrix = weights.new_ones(2, sum(sizes), dtype=next(iter(sums.values())).dtype)
+    totals = {
+        name: part.view(2, *factors.shapes[name])
+        for name, part in zip(factors.shapes, matrix.split(sizes, 1))
+    }
+    factors.add_weighted_sum_(totals, weights)
     return {
         "gradients": factors.materialize(),
         "norms": factors.norms(),
@@ -29,6 +38,7 @@ def answers(factors: psg.Factors, weights: torch.Tensor) -> dict[str, Any]:
         "norms by parameter": factors.norms_by_parameter(),
         "gram": factors.gram(),
         "sums": sums,
+        "totals": totals,
         "dots": factors.dot(sums),
         "dot": factors.dot({name: values[0] for name, values in sums.items()}),
         "cross gram": factors.cross_gram(factors),
@@ -71,6 +81,8 @@ def agree(
     for name, values in found["sums"].items():
         expected = torch.einsum("kb,b...->k...", weights, truth[name])
         assert error(values, expected, size) <= tolerance, name
+        scale = max(size, expected.numel() ** 0.5)
+        assert error(found["totals"][name], expected + 1, scale) <= tolerance, name
     # The Gram matrix times the weights equals the dot with the weighted sum.
     assert error(found["dots"], (weights @ gram).T) <= 4 * tolerance
     assert error(found["dot"], gram @ weights[0]) <= 4 * tolerance
