@@ -158,6 +158,8 @@ def test_pip_installs_the_command(monkeypatch):
          "give either --fit or the seconds"),
         ("simulate 64 --dataset-size 1K --epochs 1 --seconds-per-substep -1",
          "seconds must be a finite number >= 0, got -1.0"),
+        ("simulate 64 --dataset-size 1K --epochs 1 --price 3",
+         "price=3.0 needs a step time, got none"),
         ("simulate thresholds.csv --dataset-size 1K --epochs 1",
          "thresholds.csv: the column devices has 2 rows, and the trace 3 steps"),
         ("simulate 64 --dataset-size 1K --rule cubic", "rule='cubic' is unknown"),
@@ -209,6 +211,13 @@ def test_a_converted_log_is_a_trace_that_all_commands_take(folder, capsys):
     assert steps["batch_size"].tolist() == table["batchsize"].tolist()
     assert steps["devices"].tolist() == table["devices"].tolist()
     assert steps["seconds"].tolist() == [0.5] * len(table)
+
+
+def test_devices_are_read_from_the_standard_input_too(folder, capsys, monkeypatch):
+    text = (folder / "trace.csv").read_text()
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    assert main(["simulate", "-", "--dataset-size", "1K", "--out", "steps.csv"]) == 0
+    assert set(pd.read_csv("steps.csv")["devices"]) == {2, 3, 4}
 
 
 def test_a_schedule_ends_with_the_run(folder, capsys):

@@ -85,10 +85,17 @@ class Columns:
 
 
 def optional_column(source: Source, name: str) -> np.ndarray | None:
-    """Returns the numbers of a column of a CSV file, or None if it has no such one."""
+    """Returns the numbers of a column of a CSV file, or None if it has no such one.
+
+    A file that is open for reading is read from its beginning.
+    """
+    if not isinstance(source, (str, os.PathLike)):
+        source.seek(0)
     header = pd.read_csv(source, nrows=0, skipinitialspace=True).columns
     if name not in {str(column).strip() for column in header}:
         return None
+    if not isinstance(source, (str, os.PathLike)):
+        source.seek(0)
     return Columns(source, {name: (name,)}).numbers[name]
 
 

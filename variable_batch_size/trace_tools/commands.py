@@ -64,8 +64,8 @@ def run_stats(args: argparse.Namespace) -> str:
 def run_plot(args: argparse.Namespace) -> str:
     """Draws the batch size of every step, in the terminal or as a PNG.
 
-    A PNG needs matplotlib (the extra 'plot'); the columns devices and start_seconds
-    that convert writes become panels of it.
+    A PNG needs matplotlib (the extra 'plot'), and also shows the column devices, if the
+    trace has one.
 
     examples:
       vbs plot trace.csv
@@ -399,9 +399,7 @@ def _schedule(args: argparse.Namespace) -> Schedule:
 
 def _devices_column(args: argparse.Namespace, trace: Trace) -> np.ndarray | None:
     """Returns the devices of every row, if the trace's file says them."""
-    if isinstance(args.trace, io.StringIO):
-        args.trace.seek(0)
-    elif not Path(args.trace).is_file():
+    if isinstance(args.trace, str) and args.trace.isdecimal():
         return None
     devices = optional_column(args.trace, "devices")
     if devices is not None and len(devices) != len(trace):

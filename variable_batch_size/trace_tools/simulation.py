@@ -140,9 +140,20 @@ def totals(
         compile_seconds: Of the first step after a start.
         price: Of one device in one hour.
         step_time: What `simulate` was given, for the idle device-seconds.
+
+    Raises:
+        ValueError: A number is out of range, or needs the seconds of steps, which
+            `simulate` does not know without a step time.
     """
-    for name in ("restart_seconds", "compile_seconds", "price"):
-        check_number(name, locals()[name], least=0)
+    asked = {
+        "restart_seconds": restart_seconds,
+        "compile_seconds": compile_seconds,
+        "price": price,
+    }
+    for name, value in asked.items():
+        check_number(name, value, least=0)
+        if value and "seconds" not in steps:
+            raise ValueError(f"{name}={value} needs a step time, got none")
     result: dict[str, Any] = {
         "steps": len(steps),
         "epochs": int(steps["epoch"].nunique()),
