@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from xla_replica import traits
+from xla_replica.device.selection import first, kth_largest
 
 INELIGIBLE = float("-inf")
 
@@ -38,14 +39,12 @@ def top(
     """
     if host_counts is not None:
         return torch.stack([_top_1(s, k) for s, k in zip(scores_LN, host_counts)])
-    counts_L1 = counts_L.to(torch.int64).unsqueeze(1)
-    sorted_LN = torch.sort(scores_LN, dim=1, descending=True).values
-    threshold_L1 = sorted_LN.gather(1, (counts_L1 - 1).clamp(min=0))
+    counts_L1 = counts_L.to(torch.int32).unsqueeze(1)
+    # The largest number for a count of 0: none is above it, and none missing.
+    threshold_L1 = kth_largest(scores_LN, counts_L1.clamp(min=1))
     above_LN = scores_LN > threshold_L1
-    tie_LN = scores_LN == threshold_L1
-    missing_L1 = counts_L1 - above_LN.sum(1, keepdim=True)
-    # With a count of 0 the threshold is the maximum: none above it, none missing.
-    return above_LN | (tie_LN & (tie_LN.cumsum(1, dtype=torch.int32) <= missing_L1))
+    missing_L1 = counts_L1 - above_LN.sum(1, keepdim=True, dtype=torch.int32)
+    return above_LN | first(scores_LN == threshold_L1, missing_L1)
 
 
 def _top_1(scores_N: torch.Tensor, count: int) -> torch.Tensor:

@@ -1,0 +1,95 @@
+"""Selecting the largest numbers of a row, by a count that is on the device."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from xla_replica.device.device_traits import traits
+
+
+def kth_largest(values_LN: torch.Tensor, counts_L1: torch.Tensor) -> torch.Tensor:
+    """Returns ``(L, 1)``: the ``counts_L1[l]``-th largest number of a row.
+
+    A changed count compiles nothing. On a lazy device it is found bit by bit, in 32
+    passes over the row: the TPU's compiler takes 3.5 s for a program that sorts 2^18
+    numbers, and 0.8 s for this loop.
+
+    Args:
+        values_LN: Without NaN; float64 is sorted on every device.
+        counts_L1: Integers from 1 to N. The result for 0 means nothing.
+    """
+    if traits(values_LN).is_lazy and values_LN.dtype != torch.float64:
+        is_float = values_LN.is_floating_point()
+        values = values_LN.float() if is_float else values_LN.to(torch.int32)
+        found = _loop()(values, counts_L1.to(torch.int32), is_float=is_float)
+        return found.to(values_LN.dtype)
+    sorted_LN = torch.sort(values_LN, dim=1, descending=True).values
+    return sorted_LN.gather(1, (counts_L1.to(torch.int64) - 1).clamp(min=0))
+
+
+def first(mask_LN: torch.Tensor, counts_L1: torch.Tensor) -> torch.Tensor:
+    """Returns bool ``(L, N)``: the first ``counts_L1[l]`` of a row's True ones.
+
+    On a lazy device without a prefix sum, for which the TPU's compiler takes 8 s.
+
+    Args:
+        mask_LN: Bool.
+        counts_L1: Integers from 0 on.
+    """
+    if not traits(mask_LN).is_lazy:
+        return mask_LN & (mask_LN.cumsum(1, dtype=torch.int32) <= counts_L1)
+    size = mask_LN.shape[1]
+    from_end_N = torch.arange(size, 0, -1, dtype=torch.int32, device=mask_LN.device)
+    places_LN = torch.where(mask_LN, from_end_N, torch.zeros_like(from_end_N))
+    last_L1 = kth_largest(places_LN, counts_L1)
+    return mask_LN & (places_LN >= last_L1) & (counts_L1 > 0)
+
+
+@functools.cache
+def _loop() -> Any:
+    """Returns `kth_largest` of float32 or int32 as an operation of torch_xla."""
+    from torch_xla.core import xla_op_registry
+
+    return xla_op_registry.register("kth_largest", _kth_largest)
+
+
+def _kth_largest(values_LN: Any, counts_L1: Any, is_float: bool) -> Any:
+    """Builds the loop, of XLA's operations."""
+    from torch_xla.core.xla_builder import Op, Type
+
+    builder = values_LN.builder()
+    num_rows, size = values_LN.shape().sizes
+
+    def in_order(bits: Any) -> Any:
+        """Integers in the order of the floats whose bits they are; its own inverse."""
+        flipped = bits ^ bits.scalar_like(0x7FFFFFFF)
+        return (bits < bits.zeros_like()).select(flipped, bits)
+
+    def add(a: Any, b: Any) -> Any:
+        return a + b
+
+    def is_left(bit: Any, *rest: Any) -> Any:
+        return bit != Op.scalar(bit.builder(), 0, Type.S32)
+
+    def step(bit: Any, found: Any, keys: Any, counts: Any) -> tuple[Any, ...]:
+        """Sets a bit if as many keys as wanted reach what that gives."""
+        candidate = found + bit.broadcast((num_rows, 1))
+        reached = keys >= candidate.reshape((num_rows,)).broadcast_in_dim(
+            (num_rows, size), (0,)
+        )
+        zero = Op.scalar(bit.builder(), 0, Type.S32)
+        num_reached = reached.cast(Type.S32).reduce(zero, add, (1,))
+        enough = num_reached.reshape((num_rows, 1)) >= counts
+        # Halved as an unsigned number, from the highest bit down to none.
+        two = Op.scalar(bit.builder(), 2, Type.S32).bitcast(Type.U32)
+        half = (bit.bitcast(Type.U32) / two).bitcast(Type.S32)
+        return half, enough.select(candidate, found), keys, counts
+
+    keys = in_order(values_LN.bitcast(Type.S32)) if is_float else values_LN
+    lowest = Op.scalar(builder, -(2**31), Type.S32)
+    state = (lowest, lowest.broadcast((num_rows, 1)), keys, counts_L1)
+    found = Op.mkwhile(state, is_left, step).get_tuple_element(1)
+    return in_order(found).bitcast(Type.F32) if is_float else found
