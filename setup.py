@@ -53,6 +53,8 @@ setup(
         "plot": ["matplotlib"],
         # PoolScores.to_parquet.
         "parquet": ["pyarrow"],
+        # examples/ordering/causal_language_model.py --model gpt-neox.
+        "transformers": ["transformers"],
         "examples": ["torchvision", "scikit-learn", "matplotlib", "numba"],
         "test": [
             "pytest",

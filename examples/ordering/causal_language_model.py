@@ -5,6 +5,9 @@
         --order rr,mean --seeds 3
     python examples/ordering/causal_language_model.py --dataset wikitext-103 \\
         --order rr,pair --random-projection kron --normalize-grads
+    python examples/ordering/causal_language_model.py --model gpt-neox --bf16
+    python examples/ordering/causal_language_model.py --fidelity projected \\
+        --trace trace.csv --minibatch-size 8
     python examples/ordering/causal_language_model.py --num-replicas 2 --device xla
     torchrun --nproc_per_node 2 examples/ordering/causal_language_model.py
     python examples/ordering/causal_language_model.py --checkpoint saved --resume
@@ -12,7 +15,8 @@
 A sample is a window of the text; its gradient is that of the mean loss of its bytes.
 'rr' is random reshuffling. 'mean', 'pair', 'recursive' and 'recursive-pair' order every
 epoch by the per-sample gradients of the previous one, so training for a single epoch
-does not gain from them. Memory: one gradient of the whole model per window of a batch.
+does not gain from them. Memory: one gradient of the whole model per window of a batch;
+little with --fidelity projected or group.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import argparse
 import dataclasses
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import nn
@@ -28,10 +33,15 @@ from torch import nn
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # An uninstalled checkout works, too.
 
-from examples.ordering import text_data  # noqa: E402
+from examples.ordering import hugging_face_model, text_data  # noqa: E402
 from examples.ordering.language_model import ByteGPT  # noqa: E402
 from examples.ordering.ordered_training import Splits, train_and_report  # noqa: E402
 from examples.ordering.training_options import add_shared, finish  # noqa: E402
+
+MODELS: dict[str, Callable[[int, int, int, int, bool], nn.Module]] = {
+    "gpt": ByteGPT,
+    "gpt-neox": hugging_face_model.GPTNeoX,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +51,14 @@ class TextTask:
     Attributes:
         name: What the text is called in reports.
         files: The files of the text.
+        model: A key of `MODELS`.
         context, width, num_layers, num_heads, tied: See `ByteGPT`.
         max_bytes: How many bytes of the text are used.
     """
 
     name: str
     files: tuple[str, ...]
+    model: str
     context: int
     width: int
     num_layers: int
@@ -56,13 +68,13 @@ class TextTask:
 
     @property
     def title(self) -> str:
-        return f"GPT of {self.num_layers} layers on {self.name}"
+        return f"{self.model} of {self.num_layers} layers on {self.name}"
 
     def load(self) -> Splits:
         return text_data.load(self.files, self.context, self.max_bytes)
 
     def build_model(self) -> nn.Module:
-        return ByteGPT(
+        return MODELS[self.model](
             self.context, self.width, self.num_layers, self.num_heads, self.tied
         )
 
@@ -87,6 +99,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default=20_000_000,
         help="bytes of the text that are used (default: 20000000)",
     )
+    add(
+        "--model",
+        choices=MODELS,
+        default="gpt",
+        help="gpt is written out in examples/ordering/language_model.py; gpt-neox is "
+        "that of Hugging Face's transformers, with random weights (default: gpt)",
+    )
     add("--context", type=int, default=128, help="bytes in a window (default: 128)")
     add(
         "--width",
@@ -106,6 +125,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name in ("max_bytes", "context", "width", "num_layers", "num_heads"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if args.model == "gpt-neox" and not hugging_face_model.is_installed():
+        parser.error(
+            "--model gpt-neox needs the package transformers, which is not installed: "
+            "pip install transformers"
+        )
     if args.width % args.num_heads:
         parser.error(
             f"--width {args.width} is not a multiple of --num-heads {args.num_heads}"
@@ -124,8 +148,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     name = Path(files[0]).stem if len(files) == 1 else "this repository"
     task = TextTask(
-        name, files, args.context, args.width, args.num_layers, args.num_heads,
-        not args.untied, args.max_bytes,
+        name, files, args.model, args.context, args.width, args.num_layers,
+        args.num_heads, not args.untied, args.max_bytes,
     )  # fmt: skip
     return train_and_report(task, args)
 

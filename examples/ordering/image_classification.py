@@ -5,6 +5,9 @@
         --order rr,mean,pair --epochs 40 --lr 0.5 --seeds 3 --herding exact
     python examples/ordering/image_classification.py --dataset cifar10 \\
         --model resnet18 --order rr,recursive-pair --random-projection kron
+    python examples/ordering/image_classification.py --dataset digits --fidelity group
+    python examples/ordering/image_classification.py --dataset digits --bf16 \\
+        --trace test/variable_trace.csv --minibatch-size 16
     python examples/ordering/image_classification.py --num-replicas 2
     torchrun --nproc_per_node 2 examples/ordering/image_classification.py
     python examples/ordering/image_classification.py --checkpoint saved --resume

@@ -6,6 +6,7 @@ What `GraBSampler` needs from a training loop is in `Run`, marked with `# order`
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -22,11 +23,12 @@ import xla_replica
 from examples.common.run_display import Display
 from examples.ordering.order_report import Row, report
 from examples.ordering.training_options import (
+    balances,
     checkpoint_paths,
     lasting,
     sampler_options,
 )
-from grab_xla import BALANCE_TYPES, GraBSampler
+from grab_xla import GraBSampler
 from xla_replica import Replica
 
 # A large model's first program may take this many seconds to compile.
@@ -67,7 +69,7 @@ def train_and_report(task: Task, args: argparse.Namespace) -> int:
 def train_all(rank: int, task: Task, args: argparse.Namespace) -> list[Row] | None:
     """Runs one replica's part; returns the history of all epochs on the primary."""
     replica = xla_replica.current()
-    if args.batch_size % replica.num_replicas:
+    if not args.trace and args.batch_size % replica.num_replicas:
         raise ValueError(
             f"--batch-size {args.batch_size} is not a multiple of the number of "
             f"replicas, {replica.num_replicas}"
@@ -81,9 +83,10 @@ def train_all(rank: int, task: Task, args: argparse.Namespace) -> list[Row] | No
         if replica.is_primary:
             print(f"per-sample gradients are right to {error:.0e}", flush=True)
     history: list[Row] = []
+    kind = ElasticRun if args.trace else Run
     for seed in range(args.seed, args.seed + args.seeds):
         for order in args.order:
-            history += Run(task, splits, order, seed, args, replica).train()
+            history += kind(task, splits, order, seed, args, replica).train()
     return history if replica.is_primary else None
 
 
@@ -139,15 +142,14 @@ class Run:
         self.model = model.to(replica.device)
         self.params = dict(self.model.named_parameters())
         self.optimizer = _optimizer(args, self.model)
+        self.balances = balances(order, args)
+        size = args.minibatch_size if args.trace else args.batch_size
+        self.minibatch_size = size if args.trace else size // replica.num_replicas
         self.sampler = GraBSampler(  # order
-            splits.train, self.params, order, seed=seed, **sampler_options(order, args)
-        )
-        self.loader = DataLoader(  # order: each replica gets its part
-            splits.train, args.batch_size // replica.num_replicas, sampler=self.sampler
-        )
-        self.steps_per_epoch = len(self.loader)
-        needs_gradients = BALANCE_TYPES[order].needs_gradients
-        self.balances = needs_gradients or args.herding is not None
+            splits.train, self.params, order, seed=seed,
+            **sampler_options(order, args, self.minibatch_size),
+        )  # fmt: skip
+        self._deal()
         self.loss = torch.zeros(2, device=replica.device)  # Sum and steps since logged.
         self.epoch, self.step = 0, 0  # Finished epochs, and steps of the next one.
         self.seconds = 0.0  # Training time, without evaluation.
@@ -157,10 +159,21 @@ class Run:
         if args.checkpoint:
             self.path = checkpoint_paths(args)[order, seed]
 
+    def _deal(self) -> None:
+        """Makes the loader of this replica's part of every batch."""
+        self.loader = DataLoader(
+            self.splits.train, self.minibatch_size, sampler=self.sampler
+        )
+        self.steps_per_epoch = len(self.loader)
+
+    def _steps(self, epoch: int) -> range:
+        """Returns the numbers of the steps of an epoch."""
+        return range(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch)
+
     def train(self) -> list[Row]:
         """Trains the epochs that are left; returns one row for every epoch."""
         self._restore()
-        total = self.args.epochs * self.steps_per_epoch
+        total = self._steps(self.args.epochs).start
         self.display = Display(
             self.name, self.args, total, self._num_steps(), self.replica
         )
@@ -193,45 +206,66 @@ class Run:
 
     def _train_epoch(self) -> None:
         self.model.train()
-        since = time.perf_counter()
+        self.since = time.perf_counter()
+        self._begin_epoch()
         for inputs, targets in self.replica.loader(self.loader):
             self._update(inputs, targets)
-            self.step += 1
-            if self._num_steps() % self.args.log_steps == 0:
-                loss = self._read_loss()
-                self.display.steps(self._num_steps(), loss)
-                self._tell(epoch=self.epoch, batch_size=self.args.batch_size, loss=loss)
-            every = self.args.checkpoint_steps
-            if every and self.step % every == 0 and self.step < self.steps_per_epoch:
-                self.seconds += time.perf_counter() - since
-                self._save()
-                since = time.perf_counter()
         self.replica.wait()
-        self.seconds += time.perf_counter() - since
+        self.seconds += time.perf_counter() - self.since
         self.epoch, self.step = self.epoch + 1, 0
+
+    def _begin_epoch(self) -> None:
+        """Does what the samplers need before an epoch; nothing but for a trace."""
 
     def _update(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         self.optimizer.zero_grad()
-        if self.balances:
-            with self.sampler.record(self.model):  # order: of every batch's losses
-                losses = sample_losses(self.model, inputs, targets)
-            self.sampler.backward(losses)  # order: for losses.mean().backward()
-            loss = losses.mean()
-        else:
-            loss = sample_losses(self.model, inputs, targets).mean()
-            xla_replica.backward(loss)
-            # order: so that its state can be saved here
-            self.sampler.count(len(inputs))
+        self._backward(inputs, targets)
         gradients = [param.grad for param in self.params.values()]
         self.replica.all_reduce_(gradients)
         for gradient in gradients:
             gradient /= self.replica.num_replicas
         self.optimizer.step()
-        self.loss += torch.stack([loss.detach(), torch.ones_like(loss.detach())])
         self.replica.sync()
+        self._count_step(self.args.batch_size)
+
+    def _backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Computes the gradients of this replica's samples, and balances them."""
+        if self.balances:
+            # order: of every batch's losses
+            with self.sampler.record(self.model), self._autocast():
+                losses = sample_losses(self.model, inputs, targets)
+            self.sampler.backward(losses)  # order: for losses.mean().backward()
+            loss = losses.mean()
+        else:
+            with self._autocast():
+                loss = sample_losses(self.model, inputs, targets).mean()
+            xla_replica.backward(loss)
+            # order: so that its state can be saved here
+            self.sampler.count(len(inputs))
+        loss = loss.detach().float()
+        self.loss += torch.stack([loss, torch.ones_like(loss)])
+
+    def _autocast(self) -> contextlib.AbstractContextManager[None]:
+        if not self.args.bf16:
+            return contextlib.nullcontext()
+        return torch.autocast(self.replica.device.type, torch.bfloat16)
+
+    def _count_step(self, batch_size: int) -> None:
+        """Counts an update, and logs and saves when it is time. Collective."""
+        self.step += 1
+        if self._num_steps() % self.args.log_steps == 0:
+            loss = self._read_loss()
+            self.display.steps(self._num_steps(), loss)
+            self._tell(epoch=self.epoch, batch_size=batch_size, loss=loss)
+        every = self.args.checkpoint_steps
+        is_last = self.step == len(self._steps(self.epoch))
+        if every and self.step % every == 0 and not is_last:
+            self.seconds += time.perf_counter() - self.since
+            self._save()
+            self.since = time.perf_counter()
 
     def _num_steps(self) -> int:
-        return self.epoch * self.steps_per_epoch + self.step
+        return self._steps(self.epoch).start + self.step
 
     def _read_loss(self) -> float:
         """Returns the mean loss since the last call, over all replicas."""
@@ -288,6 +322,36 @@ class Run:
         self.optimizer.load_state_dict(state["optimizer"])
         self.sampler.load_state_dict(state["sampler"])  # order
         torch.set_rng_state(state["generator"])
+
+
+class ElasticRun(Run):
+    """One model whose batch size follows a trace."""
+
+    def _deal(self) -> None:
+        args = self.args
+        self.dealt = vbs.CustomSampler(
+            self.splits.train, args.trace, minibatch_size=self.minibatch_size,
+            on_end="cycle", order=self.sampler, verbose=False,
+        )  # fmt: skip
+        self.loader = DataLoader(self.splits.train, batch_sampler=self.dealt)
+        # Adam's steps are not proportional to the gradient.
+        rule = "linear" if args.optimizer == "sgd" else "root"
+        self.optimizer = vbs.ElasticOptimizer(
+            self.optimizer, self.dealt, rule, args.batch_size
+        )
+        self.optimizer.attach(self.sampler.after_update)  # order
+        self.optimizer.attach(lambda update: self._count_step(update.batch_size))
+
+    def _steps(self, epoch: int) -> range:
+        return self.dealt.schedule.steps(epoch)
+
+    def _begin_epoch(self) -> None:
+        self.dealt.set_epoch(self.epoch)
+        self.optimizer.set_epoch(self.epoch)
+
+    def _update(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        self._backward(inputs, targets)
+        self.optimizer.step()
 
 
 def _optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import variable_batch_size as vbs
 from examples.common.replica_options import add_replicas, check_at_least_one
 from grab_xla import BALANCE_TYPES, FIDELITIES, ordering_named
 
@@ -61,9 +62,8 @@ def _add_orders(group: argparse._ArgumentGroup) -> None:
     add(
         "--fidelity",
         choices=FIDELITIES,
-        default="exact",
-        help="balance gradients, or projections that no gradient is formed for "
-        "(default: exact)",
+        help="balance gradients, projections that no gradient is formed for, or mean "
+        "gradients of minibatches that stay together (default: that of GraBSampler)",
     )
     add(
         "--projection-size",
@@ -109,11 +109,29 @@ def _add_training(group: argparse._ArgumentGroup, defaults: dict[str, Any]) -> N
         )
 
     add("--epochs", "number of passes over the data", type=int)
-    add("--batch-size", "samples per step, over all replicas", type=int)
+    add("--batch-size", "samples per step, over all replicas; with --trace those that "
+        "--lr is for", type=int)  # fmt: skip
     add("--optimizer", "optimizer of torch.optim", choices=("sgd", "adamw"))
     add("--lr", "learning rate", type=float)
     add("--momentum", "momentum of sgd", type=float)
     add("--weight-decay", "weight decay of the optimizer", type=float)
+    group.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="CSV with the batch size of every step, as variable_batch_size reads it; "
+        "the learning rate follows, linearly for sgd, by its root for adamw",
+    )
+    group.add_argument(
+        "--minibatch-size",
+        type=int,
+        help="with --trace: samples that the model sees at a time, of which every "
+        "batch size is a multiple (default: --batch-size)",
+    )
+    group.add_argument(
+        "--bf16",
+        action="store_true",
+        help="compute forward passes in bfloat16 where torch.autocast does",
+    )
     group.add_argument(
         "--eval-batch-size",
         type=int,
@@ -160,9 +178,17 @@ def finish(
     args.order = list(dict.fromkeys(args.order))
     args.logdir = args.logdir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     at_least_one = ("seeds", "epochs", "batch_size", "eval_batch_size", "num_replicas",
-                    "checkpoint_steps", "log_steps")  # fmt: skip
+                    "checkpoint_steps", "log_steps", "minibatch_size")  # fmt: skip
     check_at_least_one(parser, args, at_least_one)
-    if args.batch_size % (args.num_replicas or 1):
+    if args.minibatch_size and not args.trace:
+        parser.error("--minibatch-size needs --trace FILE")
+    if args.trace:
+        args.minibatch_size = args.minibatch_size or args.batch_size
+        try:
+            vbs.Trace(args.trace)
+        except (OSError, vbs.TraceError) as error:
+            parser.error(f"--trace: {error}")
+    elif args.batch_size % (args.num_replicas or 1):
         parser.error(
             f"--batch-size {args.batch_size} is not a multiple of --num-replicas "
             f"{args.num_replicas}"
@@ -200,10 +226,22 @@ def order_options(order: str, args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
-def sampler_options(order: str, args: argparse.Namespace) -> dict[str, Any]:
+def balances(order: str, args: argparse.Namespace) -> bool:
+    """Returns whether a run needs gradients for its order, or to measure it."""
+    return BALANCE_TYPES[order].needs_gradients or args.herding is not None
+
+
+def sampler_options(
+    order: str, args: argparse.Namespace, minibatch_size: int
+) -> dict[str, Any]:
     """Returns all options of the `GraBSampler` except the seed."""
-    return order_options(order, args) | {
-        "fidelity": args.fidelity,
+    options = order_options(order, args)
+    # Other orders are of samples: random reshuffling of groups is another baseline.
+    if args.fidelity and balances(order, args):
+        options["fidelity"] = args.fidelity
+        if args.fidelity == "group":
+            options["group_size"] = minibatch_size
+    return options | {
         "projection_size": args.projection_size,
         "random_projection": args.random_projection,
         "pi_eps": args.pi_eps,

@@ -156,6 +156,63 @@ def test_every_order_trains(tmp_path):
     check_output(tmp_path / "log", list(ORDERS), seeds=1, epochs=2)
 
 
+@pytest.mark.parametrize(
+    ("name", "fidelity"), [("images", "group"), ("text", "projected")]
+)
+def test_other_fidelities_train_in_bfloat16(tmp_path, tasks, name, fidelity):
+    run_here(
+        name, *tasks[name], "--order", "rr,pair", "--epochs", 2, "--bf16",
+        "--fidelity", fidelity, "--projection-size", 60, "--logdir", tmp_path / "log",
+    )  # fmt: skip
+    check_output(tmp_path / "log", ["rr", "pair"], seeds=1, epochs=2)
+
+
+@pytest.fixture
+def traced(tmp_path) -> tuple:
+    """The arguments for batch sizes from one minibatch to five."""
+    trace = tmp_path / "trace.csv"
+    sizes = (8, 32, 16, 40, 24, 8)
+    trace.write_text(
+        "step,batchsize\n" + "".join(f"{n},{size}\n" for n, size in enumerate(sizes))
+    )
+    return "--trace", trace, "--minibatch-size", 8, "--order", "rr,mean,recursive-pair"
+
+
+@pytest.mark.parametrize(
+    ("name", "replicas"),
+    [
+        ("images", ()),
+        pytest.param("text", ("--device", "cpu"), marks=pytest.mark.slow),
+        pytest.param("images", ("--num-replicas", 2, "--device", "cpu"),
+                     marks=pytest.mark.slow),
+        pytest.param("images", ("--num-replicas", 2, "--device", "xla"),
+                     marks=[pytest.mark.slow, needs_xla]),
+    ],
+)  # fmt: skip
+def test_a_traced_run_in_two_parts_is_one_run(tmp_path, tasks, traced, name, replicas):
+    """It breaks off in the second epoch; the rest may run on other replicas."""
+    arguments = (*tasks[name], *traced, "--epochs", 3, "--log-steps", 2, "--bf16")
+    run_here(name, *arguments, "--logdir", tmp_path / "whole")
+    check_output(
+        tmp_path / "whole", ["rr", "mean", "recursive-pair"], seeds=1, epochs=3
+    )
+    saved = ("--checkpoint", tmp_path / "saved", "--checkpoint-steps", 2)
+    arguments = (*arguments, *saved, "--resume", "--logdir", tmp_path / "parts")
+    update = ordered_training.ElasticRun._update
+    with pytest.MonkeyPatch.context() as patch:
+        broken = breaks_off(update, "mean", step=3)
+        patch.setattr(ordered_training.ElasticRun, "_update", broken)
+        with pytest.raises(KeyboardInterrupt):
+            run_here(name, *arguments)
+    if replicas:
+        run(name, *arguments, *replicas, cwd=tmp_path)
+    else:
+        run_here(name, *arguments)
+    pd.testing.assert_frame_equal(
+        history(tmp_path / "whole"), history(tmp_path / "parts"), rtol=1e-4
+    )
+
+
 # --- resuming
 
 
@@ -194,11 +251,11 @@ def test_a_run_that_breaks_off_amid_an_epoch_is_one_run(tmp_path, monkeypatch):
     assert not list((tmp_path / "saved").glob("*.unfinished"))
 
 
-def breaks_off(update, order: str):
-    """Returns an update that raises, as on Ctrl-C, when this order has run 13."""
+def breaks_off(update, order: str, step: int = 5):
+    """Returns an update that raises, as on Ctrl-C, amid an order's second epoch."""
 
     def interrupted(run, inputs, targets) -> None:
-        if run.order == order and run._num_steps() == 13:
+        if run.order == order and (run.epoch, run.step) == (1, step):
             raise KeyboardInterrupt
         update(run, inputs, targets)
 
@@ -260,6 +317,9 @@ def test_help_teaches(tmp_path, name):
         ("images", ["--order", "recursive", "--depth", -1], "--order recursive: depth"),
         ("images", ["--batch-size", 15, "--num-replicas", 2], "15 is not a multiple"),
         ("images", ["--resume"], "need --checkpoint DIR"),
+        ("images", ["--minibatch-size", 8], "--minibatch-size needs --trace FILE"),
+        ("images", ["--trace", "nofile.csv"], "--trace: "),
+        ("text", ["--model", "gpt-neox"], "not installed: pip install transformers"),
         ("images", ["--num-samples", 3], "at least --batch-size, 16"),
         ("images", ["--width", 9], "--width must be a multiple of 8, got 9"),
         ("text", ["--text", "nofile.txt"], "nofile.txt"),
@@ -269,6 +329,7 @@ def test_help_teaches(tmp_path, name):
 )  # fmt: skip
 def test_bad_arguments_say_so(tmp_path, monkeypatch, name, arguments, message, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     try:
         status = SCRIPTS[name].main(words(arguments))
     except SystemExit as exit_:

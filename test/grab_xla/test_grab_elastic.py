@@ -143,7 +143,8 @@ PAIRS = ("pair", "coordinated pair", "recursive-pair")
 
 
 @pytest.mark.parametrize(
-    "backend", [row("cpu", 1), row("cpu", 3), row("xla", 2), row("xla", 8, slow=True)]
+    "backend",
+    [row("cpu", 1), row("cpu", 3, slow=True), row("xla", 2), row("xla", 8, slow=True)],
 )
 def test_pairs_that_minibatches_split_are_the_oracles(backend):
     for outcome in backend.run(train_pairs, timeout=180):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.scripts import run_script
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
@@ -55,6 +56,19 @@ def test_balanced_orders_settle_five_times_closer_to_the_minimum(tmp_path):
     assert problem["rr_over"]["mean"] > 5
     assert problem["rr_over"]["pair"] > 5
     assert all(distance > 0 for distance in problem["distance"].values())
+
+
+@pytest.mark.slow
+def test_equal_weights_order_better_than_those_of_updates(tmp_path):
+    output = tmp_path / "output.json"
+    script = ROOT / "tools" / "studies" / "weights_study.py"
+    status, text = run_script(script, "--quick", "--output", output, cwd=tmp_path)
+    assert status == 0, text
+    (rules,) = json.loads(output.read_text(encoding="utf-8"))["distance"].values()
+    distances = rules["constant"]
+    assert distances["mean"] < distances["rr"] / 2
+    assert distances["mean, weighted"] > 2 * distances["mean"]
+    assert distances["pair, weighted"] > 2 * distances["pair"]
 
 
 @pytest.mark.slow
