@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from variable_batch_size.trace_tools.availability import (
@@ -76,6 +76,7 @@ LOGS = st.lists(
 
 @settings(deadline=None)
 @given(LOGS, st.integers(2, 9), st.integers(0, 5))
+@example(availability([0, 3, 4, 5, 6, 20], [2, 3, 2, 3, 2, 0]), 9, 0)
 def test_steps_are_those_of_a_run_second_by_second(found, duration, restart):
     """Time is monotone, and every device-second is in a step, lost or idle."""
     policy = POLICIES["capped"](samples_per_device=32, most=64)
@@ -85,7 +86,7 @@ def test_steps_are_those_of_a_run_second_by_second(found, duration, restart):
 
     steps, lost, idle = by_the_second(found, policy, seconds, restart)
     if not steps:
-        with pytest.raises(TraceError, match="no step is completed"):
+        with pytest.raises(TraceError, match=r"^0 steps are completed"):
             convert(found, policy, seconds, restart)
         return
     result = convert(found, policy, seconds, restart)
@@ -202,7 +203,9 @@ def test_what_a_policy_or_a_step_time_may_not_be():
         convert_rows(found, lambda devices: 0)
     with pytest.raises(ValueError, match=r"seconds of a step must be .* > 0, got 0.0"):
         convert(found, lambda devices: 8, lambda size, devices: 0)
-    with pytest.raises(TraceError, match=r"no step is completed in the 10 seconds"):
+    with pytest.raises(TraceError, match=r"^0 steps are completed in the 10 seconds"):
         convert(found, lambda devices: 8, lambda size, devices: 11)
+    with pytest.raises(TraceError, match=r"^10000000000 steps are completed"):
+        convert(found, lambda devices: 8, lambda size, devices: 1e-9)
     with pytest.raises(ValueError, match="most must be an integer >= 8, got 7"):
         POLICIES["capped"](samples_per_device=1, least=8, most=7)

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from variable_batch_size.trace_tools.availability import Availability
-from variable_batch_size.traces.batch_trace import Trace
+from variable_batch_size.traces.batch_trace import MOST_STEPS, Trace
 from variable_batch_size.traces.trace_csv import COLUMN, STEP_COLUMN, TraceError
 from xla_replica.common.arguments import check_integer, check_number
 
@@ -98,7 +98,7 @@ def convert_rows(availability: Availability, policy: BatchSize) -> pd.DataFrame:
     """
     runs = availability.devices > 0
     devices = availability.devices[runs]
-    sizes = [policy(int(count)) for count in devices]
+    sizes = np.array([policy(int(count)) for count in devices])
     starts = (availability.times - availability.times[0])[runs]
     return _table(sizes, devices, starts)
 
@@ -123,21 +123,20 @@ def convert(
             number of devices has changed.
 
     Raises:
-        TraceError: Not one step is completed.
+        TraceError: Not one step is completed, or far too many are; or the policy
+            returns what is not a batch size.
         ValueError: A step does not take a positive time.
     """
     check_number("restart_seconds", restart_seconds, least=0)
     log = availability.changes
     times, counts = (log.times - log.times[0]).tolist(), log.devices.tolist()
-    end, last = times[-1], len(times) - 1
-    sizes: list[int] = []
-    devices: list[int] = []
-    starts: list[np.ndarray] = []
-    in_steps = lost = now = 0.0
-    running, row = 0, 0  # row: the one that holds now
-    while now < end:
-        count = counts[row]
-        change = times[row + 1]
+    last = len(times) - 1
+    # Equal steps in a row: (first start, number of steps, seconds, size, devices).
+    blocks: list[tuple[float, int, float, int, int]] = []
+    lost = now = 0.0
+    running, row = 0, 0  # devices of the run, and the row that holds now
+    while row < last:
+        count, change = counts[row], times[row + 1]
         if count == 0 or (count != running and now + restart_seconds > change):
             running, now, row = 0, change, row + 1
             continue
@@ -147,51 +146,50 @@ def convert(
         duration = check_number(
             "seconds of a step", float(seconds(size, count)), above=0
         )
-        whole = int((change - now) / duration + 1e-9)
-        sizes += [size] * whole
-        devices += [count] * whole
-        starts.append(now + duration * np.arange(whole))
-        in_steps += whole * duration * count
-        now = min(now + whole * duration, change)
-        if change - now <= 1e-9 * duration:
-            now, row = change, row + 1
-            continue
-        done = now + duration  # of the step during which the number changes
-        slack = 1e-9 * duration
+        slack = 1e-9 * duration  # less than that is rounding
+        number = int((change - now + slack) / duration)
+        blocks.append((now, number, duration, size, count))
+        now += number * duration
         row += 1
+        if change - now <= slack:
+            now = change
+            continue
+        done = now + duration  # of the step during which the number of devices changes
         while row < last and counts[row] >= count and times[row + 1] < done - slack:
             row += 1
-        if row < last and counts[row] >= count:
-            sizes.append(size)
-            devices.append(count)
-            starts.append(np.array([now]))
-            in_steps += duration * count
-            now = done
-            if times[row + 1] <= done + slack:
-                now, row = times[row + 1], row + 1
-        else:
+        if row == last or counts[row] < count:
             lost += (times[row] - now) * count
             now = times[row]
-    if not sizes:
+            continue
+        blocks.append((now, 1, duration, size, count))
+        now = done
+        if times[row + 1] <= done + slack:
+            now, row = times[row + 1], row + 1
+    first, numbers, durations, sizes, devices = map(np.array, zip(*blocks or [[0] * 5]))
+    num_steps = int(numbers.sum())
+    if not 0 < num_steps <= MOST_STEPS:
         raise TraceError(
-            f"no step is completed in the {end:g} seconds of the log: one takes "
-            f"{seconds(policy(max(counts)), max(counts)):g} seconds on {max(counts)} "
-            f"devices, after restart_seconds={restart_seconds:g}"
+            f"{num_steps} steps are completed in the {times[-1]:g} seconds of the log; "
+            f"allowed are 1 to {MOST_STEPS}: check seconds and restart_seconds"
         )
-    total = availability.device_seconds
-    table = _table(sizes, np.asarray(devices), np.concatenate(starts))
+    within = np.arange(num_steps) - np.repeat(np.cumsum(numbers) - numbers, numbers)
+    table = _table(
+        np.repeat(sizes, numbers),
+        np.repeat(devices, numbers),
+        np.repeat(first, numbers) + within * np.repeat(durations, numbers),
+    )
+    total, in_steps = availability.device_seconds, float(numbers * durations @ devices)
     idle = max(total - in_steps - lost, 0.0)  # which rounding may bring below zero
     return Conversion(table, total, in_steps, lost, idle)
 
 
 def _table(
-    sizes: list[int], devices: np.ndarray, start_seconds: np.ndarray
+    sizes: np.ndarray, devices: np.ndarray, start_seconds: np.ndarray
 ) -> pd.DataFrame:
-    Trace(sizes)  # raises where a policy returns what is not a batch size
     return pd.DataFrame(
         {
             STEP_COLUMN: np.arange(len(sizes)),
-            COLUMN: np.asarray(sizes, dtype=np.int64),
+            COLUMN: Trace(sizes).batch_sizes,  # raises where one is not a batch size
             "devices": devices,
             "start_seconds": start_seconds,
         }
