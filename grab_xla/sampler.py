@@ -63,7 +63,8 @@ class GraBSampler(Sampler[int]):
             ``"projected"``, `per_sample_grad.Projection` of them, which costs a small
             part of a training step and needs no memory for gradients; or ``"group"``,
             the mean gradients of fixed groups of samples, which training computes
-            anyway.
+            anyway. Default: ``"exact"`` up to 2^20 parameters and for orders that need
+            no gradients, and otherwise ``"projected"``.
         projection_size: The most numbers of such a projection.
         group_size: How many samples such a group has: those of every backward pass.
             Consecutive samples of the first order stay together. If it does not divide
@@ -115,7 +116,7 @@ class GraBSampler(Sampler[int]):
         generator: torch.Generator | None = None,
         seed: int = 42,
         random_first_epoch: bool = True,
-        fidelity: Fidelity = "exact",
+        fidelity: Fidelity | None = None,
         projection_size: int = 4096,
         group_size: int | None = None,
         weights: Weights = "equal",
@@ -145,16 +146,26 @@ class GraBSampler(Sampler[int]):
         self.device = torch.device(self._replica.device if device is None else device)
         self._timer = timer or contextlib.nullcontext
         self._normalize = normalize_grads
+        kind = str(getattr(random_projection, "value", random_projection))
+        self.fidelity = fidelities.chosen(fidelity, trainable_params, ordering, kind)
         self._recording = fidelities.recorder(
-            trainable_params, fidelity, projection_size, seed
+            trainable_params, self.fidelity, projection_size, seed
         )
         self._group_size = fidelities.samples_together(
-            fidelity, group_size, self.num_samples, ordering
+            self.fidelity, group_size, self.num_samples, ordering
         )
         self._num_groups = self.num_samples // self._group_size
         self._weights = SampleWeights(weights, self.num_samples)
-        self._gradients = GradientMatrix(self._recording.balanced, dtype, self.device)
-        kind = str(getattr(random_projection, "value", random_projection))
+        remark = ""
+        if self.projection is not None:
+            remark = (
+                ". With fidelity='projected', the default above 2^20 parameters, "
+                "projections are balanced, which backward() makes: pass fidelity="
+                "'exact' to give gradients to step()"
+            )
+        self._gradients = GradientMatrix(
+            self._recording.balanced, dtype, self.device, remark
+        )
         self._project = projection(
             kind, self._gradients.num_columns, self._num_groups, pi_eps, kron_order,
             seed, dtype, self.device,
@@ -180,7 +191,7 @@ class GraBSampler(Sampler[int]):
             self._identity["settings"]["weights"] = self._weights.name
         if self.projection is not None:
             self._identity["settings"]["projection"] = repr(self.projection)
-        if fidelity == "group":
+        if self.fidelity == "group":
             self._identity["settings"]["group_size"] = group_size
         self._columns = Columns(self._replica, num_columns, scheme, self.device, dtype)
         herding = "running" if stale_mean_herding else "exact"

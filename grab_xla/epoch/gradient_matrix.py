@@ -18,12 +18,18 @@ class GradientMatrix:
     """Turns a dict of per-sample gradients into ``(B, d)``, parameter after parameter.
 
     A whole copy of the gradients is made only where the balance needs it. Of the
-    parameters it keeps only the shapes; ``num_columns`` is d.
+    parameters it keeps only the shapes; ``num_columns`` is d. ``remark`` ends the error
+    about wrong shapes.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+        self,
+        parameters: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        remark: str = "",
     ) -> None:
+        self._remark = remark
         self._shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         self._dtype, self._device = dtype, device
         self.num_columns = sum(p.numel() for p in parameters.values())
@@ -83,7 +89,7 @@ class GradientMatrix:
                 wanted = f"(B, {str(shape)[1:]}" if batched else str(shape)
                 raise ValueError(
                     f"step(): the gradient of {name!r} has shape {received}; a "
-                    f"parameter of shape {shape} needs {wanted}"
+                    f"parameter of shape {shape} needs {wanted}{self._remark}"
                 )
             sizes.add(received[0] if batched else 1)
         if len(sizes) > 1:

@@ -14,6 +14,38 @@ from xla_replica.common.arguments import check_choice, check_integer
 
 Fidelity = Literal["exact", "projected", "group"]
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
+# How many numbers the gradients of a model have that is exact by default: the float32
+# gradients of 32 samples then take 128 MiB, if they are formed, and each vector of the
+# balance 4 MiB. Below, projections save little time; above, both grow with the model.
+EXACT_UP_TO = 2**20
+
+
+def chosen(
+    fidelity: Fidelity | None,
+    parameters: Mapping[str, Tensor],
+    ordering: Ordering,
+    random_projection: str,
+) -> Fidelity:
+    """Returns the fidelity, which follows from the size of the model if it is None.
+
+    Raises:
+        TypeError, ValueError: An argument is not allowed.
+    """
+    if not isinstance(parameters, Mapping) or not all(
+        isinstance(value, Tensor) for value in parameters.values()
+    ):
+        raise TypeError(
+            "trainable_params must map names to tensors, such as "
+            f"dict(model.named_parameters()); got {type(parameters).__name__}"
+        )
+    if not parameters:
+        raise ValueError("trainable_params is empty: there is nothing to balance")
+    if fidelity is not None:
+        return check_choice("fidelity", fidelity, FIDELITIES)
+    is_small = sum(value.numel() for value in parameters.values()) <= EXACT_UP_TO
+    is_projected = random_projection != "none"
+    exact = is_small or is_projected or not ordering.needs_gradients
+    return "exact" if exact else "projected"
 
 
 def recorder(
@@ -35,16 +67,6 @@ def recorder(
     Raises:
         TypeError, ValueError: An argument is not allowed.
     """
-    if not isinstance(parameters, Mapping) or not all(
-        isinstance(value, Tensor) for value in parameters.values()
-    ):
-        raise TypeError(
-            "trainable_params must map names to tensors, such as "
-            f"dict(model.named_parameters()); got {type(parameters).__name__}"
-        )
-    if not parameters:
-        raise ValueError("trainable_params is empty: there is nothing to balance")
-    check_choice("fidelity", fidelity, FIDELITIES)
     if fidelity == "group":
         return GroupGradients(parameters)
     size = projection_size if fidelity == "projected" else None

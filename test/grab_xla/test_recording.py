@@ -296,6 +296,31 @@ def test_what_is_balanced_has_the_size_of_the_projection():
     assert sampler(model).projection is None
 
 
+@pytest.mark.parametrize(
+    ("size", "options", "fidelity"),
+    [
+        (2**20, {}, "exact"),
+        (2**20 + 1, {}, "projected"),
+        (2**20 + 1, {"fidelity": "exact"}, "exact"),
+        (2**20 + 1, {"random_projection": "kron", "pi_eps": 0.9}, "exact"),
+        (2**20 + 1, {"balance_type": "rr"}, "exact"),
+        (8, {"fidelity": "projected"}, "projected"),
+    ],
+)
+def test_the_size_of_the_model_chooses_the_fidelity(size, options, fidelity):
+    grab = GraBSampler(range(N), {"weight": torch.zeros(size)}, **options)
+    assert grab.fidelity == fidelity
+    same = GraBSampler(range(N), {"weight": torch.zeros(size)}, **options)
+    same.load_state_dict(grab.state_dict())
+    list(grab)
+    if grab.projection is not None and size > 8:
+        with pytest.raises(ValueError, match="pass fidelity='exact' to give gradients"):
+            grab.step({"weight": torch.zeros(2, size)})
+        other = GraBSampler(range(N), {"weight": torch.zeros(size)}, fidelity="exact")
+        with pytest.raises(ValueError, match="the state of another sampler"):
+            other.load_state_dict(grab.state_dict())
+
+
 def test_mistakes_are_named():
     model = mlp()
     with pytest.raises(ValueError, match="fidelity must be one of 'exact', 'proj"):

@@ -77,8 +77,8 @@ TRAINED: dict[str, dict[str, Any]] = {
     "recursive-pair": {"batch_size": BATCH},
 }
 WAYS: dict[str, dict[str, Any]] = {
-    "by hand": {},
-    "exact": {},
+    "by hand": {"fidelity": "exact"},
+    "exact": {"fidelity": "exact"},
     "projected": {"fidelity": "projected"},
 }
 
@@ -118,7 +118,8 @@ def measure_memory(folder: Path) -> list[dict[str, Any]]:
     grads = {name: torch.randn(BATCH, *shape) for name, shape in shapes.items()}
     given = sum(value.nbytes for value in grads.values()) / 2**20
     print(f"gradients: {given:.0f} MiB")
-    ways = {"grab_xla": {}, "grab_xla without Numba": {"tile_size": 4}}
+    exact = {"fidelity": "exact"}
+    ways = {"grab_xla": exact, "grab_xla without Numba": exact | {"tile_size": 4}}
     cells = []
     with grab_sampler.imported(folder) as package:
         for balance_type, options in SAMPLERS:
