@@ -1,5 +1,6 @@
 # make mnist   sets up, then trains handwritten digits on eight replicas of this CPU
 # make test    sets up, then runs the tests
+# make browser installs Chromium, in which a test looks at the page of `vbs report`
 # make outside sets up, then runs other people's tests and models (docs/outside.md)
 #
 # ENV=xla (default) is torch 2.9 with torch_xla; ENV=torch is a current torch without it.
@@ -18,7 +19,7 @@ REQUIREMENTS_outside = '$(TORCH)' -e '.[test,outside]'
 # Packages whose dependencies are old or large, and not needed for what we run of them.
 ALONE_outside = adaptdl==0.2.11 fairscale==0.4.13
 
-.PHONY: mnist test test-all outside lint format bench clean help
+.PHONY: mnist test test-all browser outside lint format bench clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -39,6 +40,11 @@ test: $(VENV)/ready
 # The slow tests too.
 test-all: PYTEST_ARGS += -m ''
 test-all: test
+
+# Debian's; elsewhere any Chromium or Chrome on the path will do.
+browser:
+	command -v chromium || command -v google-chrome || { \
+		apt-get update -qq && apt-get install -qq --no-install-recommends chromium; }
 
 outside:
 	OUTSIDE=1 $(MAKE) ENV=outside PYTEST_ARGS='-n auto --dist worksteal -m outside test/outside' test

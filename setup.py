@@ -51,6 +51,8 @@ setup(
         "grab": ["numba"],
         # Pictures: vbs plot --out.
         "plot": ["matplotlib"],
+        # Pages about runs: vbs report.
+        "report": ["plotly>=6"],
         # PoolScores.to_parquet.
         "parquet": ["pyarrow"],
         # examples/ordering/causal_language_model.py --model gpt-neox.
@@ -64,6 +66,7 @@ setup(
             "scikit-learn",
             "matplotlib",
             "numba",
+            "plotly>=6",
             "pyarrow",
             "expecttest",  # torch's own tests, whose optimizers we run, import it
         ],

@@ -40,6 +40,7 @@ from variable_batch_size.rules.rule import (
     power,
     rule_named,
 )
+from variable_batch_size.runs.report import write_report
 from variable_batch_size.runs.run_file import Run, RunFile, read_run
 from variable_batch_size.runs.run_log import RunLog
 from variable_batch_size.step.attached import Update
@@ -85,4 +86,5 @@ __all__ = [
     "read_run",
     "rule_named",
     "write_checkpoint",
+    "write_report",
 ]

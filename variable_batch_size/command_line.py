@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 
+from variable_batch_size.runs import commands as run_commands
 from variable_batch_size.trace_tools import commands
 from variable_batch_size.trace_tools.options import summary_line
 from variable_batch_size.traces.batch_trace import TraceWarning
@@ -19,7 +20,7 @@ COMMANDS: dict[
     tuple[
         Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], str]
     ],
-] = {**commands.COMMANDS}
+] = {**commands.COMMANDS, **run_commands.COMMANDS}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

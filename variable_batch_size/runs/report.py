@@ -1,0 +1,345 @@
+"""One page about one or several runs, from their logs."""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from variable_batch_size.runs.run_file import BEGINNINGS, Run, read_run
+
+# Column of the updates, label, whether steps are drawn, whether the axis may be a log.
+PANELS = (
+    ("batch_size", "batch size<br>(samples)", True, False),
+    ("lr", "effective<br>learning rate", True, False),
+    ("loss", "loss", False, True),
+    ("accuracy", "accuracy (%)", False, False),
+    ("gain", "gain", False, False),
+    ("noise_scale", "noise scale<br>(samples)", False, True),
+    ("idle", "idle time<br>(of all replicas)", False, False),
+)
+# Columns that the common axis can count; the first one's label is its unit.
+AXES = {"elapsed": "time", "samples": "samples", "step": "updates"}
+UNITS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0}
+SYMBOLS = {
+    "start": "triangle-right",
+    "resume": "triangle-right-open",
+    "checkpoint": "line-ns-open",
+    "stop": "x",
+    "decision": "diamond",
+}
+COLORS = (
+    "#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd", "#8c564b", "#e377c2",
+    "#7f7f7f", "#bcbd22", "#17becf",
+)  # fmt: skip
+MOST_POINTS = 4000  # of a line; a page of a million updates would not open
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>{title}</title>
+<style>
+body {{ font-family: sans-serif; margin: 1.5em; color: #222; }}
+table {{ border-collapse: collapse; font-size: 90%; }}
+th, td {{ padding: 0.25em 0.8em; text-align: right; border-bottom: 1px solid #ddd; }}
+th:first-child, td:first-child {{ text-align: left; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+{tables}
+{figure}
+</body>
+</html>
+"""
+
+
+def write_report(
+    logs: Sequence[str | os.PathLike[str]], path: str | os.PathLike[str]
+) -> Path:
+    """Writes one HTML page about runs, which opens without a network.
+
+    Batch size, learning rate, loss, accuracy, gain, noise scale, idle time and events
+    (starts, resumptions, checkpoints, stops, decisions) share one axis: time since
+    the run began, samples, or updates. Tables compare the runs and their settings.
+
+    Args:
+        logs: Files that `RunLog` has written, or folders with a ``run.jsonl``.
+        path: The page.
+
+    Raises:
+        ModuleNotFoundError: plotly is not installed.
+        FileNotFoundError, ValueError: A log is missing, or is another file.
+    """
+    if not logs:
+        raise ValueError("a report needs the log of a run")
+    files = [
+        Path(log, "run.jsonl") if Path(log).is_dir() else Path(log) for log in logs
+    ]
+    runs = dict(zip(_names(files), map(read_run, files)))
+    figure = _figure(runs).to_html(
+        full_html=False, include_plotlyjs=True, config={"displaylogo": False}
+    )
+    tables = "\n".join(
+        _html_table(table) for table in (summary(runs), _differences(runs))
+    )
+    page = _PAGE.format(
+        title=html.escape("Runs: " + ", ".join(runs)), tables=tables, figure=figure
+    )
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def summary(runs: dict[str, Run]) -> pd.DataFrame:
+    """Returns one row for every run: how much it has trained, and with what result."""
+    return pd.DataFrame({name: _totals(run) for name, run in runs.items()}).T
+
+
+def _totals(run: Run) -> dict[str, Any]:
+    updates, header = run.updates, run.header
+    begun = [event for event in run.events if event["event"] in BEGINNINGS]
+    seconds = updates.get("seconds", pd.Series(dtype=float)).sum()
+    return {
+        "rule": header.get("rule", ""),
+        "replicas": " → ".join(
+            dict.fromkeys(str(event.get("num_replicas", "?")) for event in begun)
+        ),
+        "updates": len(updates),
+        "samples": _last(updates, "samples"),
+        "minutes of updates": seconds / 60,
+        "idle (%)": 100 * _idle_share(run),
+        "last loss": _last(updates, "loss"),
+        "best accuracy (%)": _measured(updates, "accuracy").max(),
+        "resumed": sum(event["event"] == "resume" for event in begun),
+        "updates made again": sum(event["num_lost"] for event in begun),
+        "checkpoints": sum(event["event"] == "checkpoint" for event in run.events),
+    }
+
+
+def _measured(updates: pd.DataFrame, column: str) -> pd.Series:
+    return updates.get(column, pd.Series(dtype=float)).dropna()
+
+
+def _last(updates: pd.DataFrame, column: str) -> float:
+    found = _measured(updates, column)
+    return found.iloc[-1] if len(found) else np.nan
+
+
+def _idle_share(run: Run) -> float:
+    """Returns what part of the time of all replicas was idle."""
+    if "idle_seconds" not in run.updates:
+        return np.nan
+    replicas = _replicas(run)
+    total = (run.updates["seconds"] * replicas).sum()
+    return run.updates["idle_seconds"].sum() / total if total else np.nan
+
+
+def _replicas(run: Run) -> np.ndarray:
+    """Returns how many replicas made each update."""
+    replicas = np.ones(len(run.updates))
+    for event in run.events:
+        if event["event"] in BEGINNINGS:
+            replicas[run.updates["step"] >= event["step"]] = event["num_replicas"]
+    return replicas
+
+
+def _differences(runs: dict[str, Run]) -> pd.DataFrame:
+    """Returns the settings in which runs differ, a row for each run."""
+    table = pd.DataFrame(
+        {
+            name: {
+                **run.header.get("versions", {}),
+                **{k: str(v) for k, v in run.header.get("settings", {}).items()},
+            }
+            for name, run in runs.items()
+        }
+    ).T
+    return table.loc[:, [table[c].nunique(dropna=False) > 1 for c in table]]
+
+
+def _html_table(table: pd.DataFrame) -> str:
+    if table.shape[1] == 0:
+        return ""
+    text = table.to_html(
+        border=0, na_rep="", float_format=lambda x: f"{x:.4g}", justify="right"
+    )
+    return f"<p>{text}</p>"
+
+
+def _names(files: list[Path]) -> list[str]:
+    """Returns what the runs are called: their folders, or the whole paths."""
+    names = [
+        file.parent.name if file.name == "run.jsonl" else file.stem for file in files
+    ]
+    if len(set(names)) < len(names):
+        names = [str(file) for file in files]
+    if len(set(names)) < len(names):
+        raise ValueError(f"a run is given twice: {', '.join(names)}")
+    return names
+
+
+def _figure(runs: dict[str, Run]) -> Any:
+    try:
+        from plotly.graph_objects import Figure, Scatter
+        from plotly.subplots import make_subplots
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "a report needs plotly: pip install 'elastic-xla[report]'"
+        ) from error
+    unit = _unit(runs)
+    tables = {name: _table(run, UNITS[unit]) for name, run in runs.items()}
+    shown = [p for p in PANELS if any(p[0] in table for table in tables.values())]
+    rows = 1 + len(shown)
+    height = 40 + 30 * len(runs)
+    heights = [height, *[170] * len(shown)]
+    figure: Figure = make_subplots(
+        rows, 1, shared_xaxes=True, row_heights=heights, vertical_spacing=0.012
+    )
+    positions: list[dict[str, list[Any]]] = []  # of every line, by axis
+
+    def add(row: int, table: pd.DataFrame, y: Any, **options: Any) -> None:
+        xs = {axis: table[axis].tolist() for axis in AXES}
+        positions.append(xs)
+        figure.add_trace(Scatter(x=xs["elapsed"], y=list(y), **options), row, 1)
+
+    for number, (name, run) in enumerate(runs.items()):
+        group = {"legendgroup": name, "name": name}
+        color = COLORS[number % len(COLORS)]
+        table = tables[name]
+        events = _events(run, table, UNITS[unit])
+        add(
+            1, events, [name] * len(events), mode="markers", **group,
+            marker={
+                "color": color, "size": 11, "line": {"width": 2, "color": color},
+                "symbol": [SYMBOLS.get(e, "circle") for e in events["event"]],
+            },
+            text=events["text"].tolist(), hoverinfo="text", showlegend=False,
+        )  # fmt: skip
+        for row, (column, label, has_steps, _) in enumerate(shown, 2):
+            points = _points(run, table, column)
+            if not len(points):
+                continue
+            add(
+                row, points, points[column],
+                mode="lines+markers" if len(points) < 200 else "lines", **group,
+                line={"color": color, "shape": "vh" if has_steps else "linear"},
+                marker={"size": 4}, showlegend=not any(
+                    t.legendgroup == name and t.showlegend for t in figure.data
+                ),
+                hovertemplate=f"%{{y:.6g}}<extra>{name}, {label.split('<')[0]}</extra>",
+            )  # fmt: skip
+    figure.update_yaxes(tickvals=list(runs), title_text="events", row=1)
+    for row, (column, label, _, may_log) in enumerate(shown, 2):
+        values = pd.concat([_measured(table, column) for table in tables.values()])
+        kind = "log" if may_log and len(values) and (values > 0).all() else "linear"
+        label = label.replace("of all replicas", f"replica-{unit}")
+        figure.update_yaxes(title_text=label, type=kind, row=row)
+    figure.update_xaxes(title_text=unit, row=rows)
+    figure.update_layout(
+        height=sum(heights) + 160,
+        template="plotly_white",
+        margin={"l": 110, "r": 20, "t": 60, "b": 50},
+        legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0.25},
+        updatemenus=[_axis_buttons(positions, rows, unit)],
+    )
+    return figure
+
+
+def _unit(runs: dict[str, Run]) -> str:
+    """Returns the unit of time in which the longest run takes a readable number."""
+    longest = 0.0
+    for run in runs.values():
+        times = [e["time"] for e in run.events] + [*_measured(run.updates, "time")]
+        longest = max([longest, *(t - times[0] for t in times)])
+    return next((u for u, x in UNITS.items() if longest < 200 * x), "hours")
+
+
+def _axis_buttons(
+    positions: list[dict[str, list[Any]]], rows: int, unit: str
+) -> dict[str, Any]:
+    """Returns the buttons that choose what the common axis counts."""
+    last = "xaxis" if rows == 1 else f"xaxis{rows}"
+    return {
+        "type": "buttons",
+        "direction": "right",
+        "x": 0.0,
+        "y": 1.0,
+        "xanchor": "left",
+        "yanchor": "bottom",
+        "buttons": [
+            {
+                "label": label,
+                "method": "update",
+                "args": [
+                    {"x": [xs[axis] for xs in positions]},
+                    {
+                        f"{last}.title.text": unit if axis == "elapsed" else label,
+                        f"{last}.autorange": True,
+                    },
+                ],
+            }
+            for axis, label in AXES.items()
+        ],
+    }
+
+
+def _table(run: Run, unit: float) -> pd.DataFrame:
+    """Returns the updates with the columns of `AXES` and `PANELS` that are known.
+
+    Args:
+        run: The run.
+        unit: Of time, in seconds.
+    """
+    table = run.updates.copy()
+    begin = run.events[0]["time"] if run.events else np.nan
+    for column in ("time", "samples"):
+        if column not in table:
+            table[column] = np.nan
+    table["elapsed"] = (table["time"] - begin) / unit
+    if "idle_seconds" in table:
+        table["idle"] = table["idle_seconds"].cumsum() / unit
+    return table
+
+
+def _events(run: Run, table: pd.DataFrame, unit: float) -> pd.DataFrame:
+    """Returns the events with the columns of `AXES`, and what to say of each."""
+    rows = []
+    known = table.dropna(subset=["samples"])
+    samples = pd.Series(known["samples"].to_numpy(), known["step"].to_numpy())
+    for event in run.events:
+        before = samples[samples.index < event["step"]]
+        told = {k: v for k, v in event.items() if not isinstance(v, (dict, list))}
+        rows.append(
+            {
+                "event": event["event"],
+                "elapsed": (event["time"] - run.events[0]["time"]) / unit,
+                "samples": before.iloc[-1] if len(before) else 0,
+                "step": event["step"],
+                "text": "<br>".join(
+                    f"{html.escape(str(k))}: {html.escape(str(v))}"
+                    for k, v in told.items()
+                ),
+            }
+        )
+    return pd.DataFrame(rows, columns=["event", *AXES, "text"])
+
+
+def _points(run: Run, table: pd.DataFrame, column: str) -> pd.DataFrame:
+    """Returns what a line is drawn through, with gaps where the run was resumed."""
+    if column not in table:
+        return table[:0]
+    points = table.dropna(subset=[column])
+    if len(points) > MOST_POINTS:
+        chosen = np.linspace(0, len(points) - 1, MOST_POINTS).astype(int)
+        points = points.iloc[chosen]
+    resumed = [e["step"] - 0.5 for e in run.events if e["event"] == BEGINNINGS[1]]
+    gaps = pd.DataFrame({"step": resumed}, columns=points.columns, dtype=float)
+    return pd.concat([points, gaps]).sort_values("step") if resumed else points
