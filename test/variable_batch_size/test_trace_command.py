@@ -150,6 +150,8 @@ def test_pip_installs_the_command(monkeypatch):
          "needs a step time"),
         ("convert fixed log.csv --batch-size 8 --seconds-per-substep 3",
          "a step-time model needs --minibatch-size"),
+        ("convert fixed log.csv --batch-size 8 --fit run.jsonl --seconds-per-step 3",
+         "give either --seconds-per-step or a step-time model"),
         ("convert fixed trace.csv --batch-size 8", "exactly one column Time or time"),
         ("simulate trace.csv --dataset-size 1K --rule linear", "needs ref_batchsize"),
         ("simulate 64 --dataset-size 1K --epochs 1 --minibatch-size 16 --fit run.jsonl",

@@ -18,8 +18,18 @@ from variable_batch_size.runs.run_file import read_run
 from variable_batch_size.trace_tools import charts, summary
 from variable_batch_size.trace_tools.availability import read_availability
 from variable_batch_size.trace_tools.columns import optional_column
-from variable_batch_size.trace_tools.conversion import POLICIES, convert, convert_rows
-from variable_batch_size.trace_tools.curves import SHAPES, read_curve, schedule_named
+from variable_batch_size.trace_tools.conversion import (
+    POLICIES,
+    Seconds,
+    convert,
+    convert_rows,
+)
+from variable_batch_size.trace_tools.curves import (
+    SHAPES,
+    Curve,
+    read_curve,
+    schedule_named,
+)
 from variable_batch_size.trace_tools.families import FAMILIES, make
 from variable_batch_size.trace_tools.options import (
     add_keywords,
@@ -118,38 +128,23 @@ def run_convert(args: argparse.Namespace) -> str:
     log = read_availability(args.log, args.time_column, args.device_column)
     function = POLICIES[args.policy]
     policy = function(**keywords_of(args, function))
-    step_time = _step_time(args)
-    if args.seconds_per_step is not None and step_time is not None:
-        raise ValueError("give either --seconds-per-step or a step-time model")
-    if args.seconds_per_step is None and step_time is None:
+    seconds = _seconds(args)
+    if seconds is None:
         if args.restart_seconds:
             raise ValueError("--restart-seconds needs a step time")
         return _written(convert_rows(log, policy), args.out)
-    if step_time is None:
-        seconds = lambda size, devices: args.seconds_per_step  # noqa: E731
-    elif args.minibatch_size is None:
-        raise ValueError("a step-time model needs --minibatch-size")
-    else:
-        seconds = lambda size, devices: step_time.seconds(  # noqa: E731
-            -(-size // (args.minibatch_size * devices))
-        )
     result = convert(log, policy, seconds, args.restart_seconds)
     told = _written(result.steps, args.out)
     if args.out is None:
         return told
-    return (
-        told
-        + "\n"
-        + listed(
-            {
-                "hours of the log": log.seconds / 3600,
-                "device-hours of the log": result.device_seconds / 3600,
-                "device-hours in steps": result.in_steps / 3600,
-                "device-hours in steps that were lost": result.lost / 3600,
-                "device-hours idle": result.idle / 3600,
-            }
-        )
-    )
+    hours = {
+        "hours of the log": log.seconds / 3600,
+        "device-hours of the log": result.device_seconds / 3600,
+        "device-hours in steps": result.in_steps / 3600,
+        "device-hours in steps that were lost": result.lost / 3600,
+        "device-hours idle": result.idle / 3600,
+    }
+    return f"{told}\n{listed(hours)}"
 
 
 def run_simulate(args: argparse.Namespace) -> str:
@@ -174,19 +169,12 @@ def run_simulate(args: argparse.Namespace) -> str:
     if devices is None:
         devices = _devices_column(args, schedule.trace)
     step_time = _step_time(args)
-    lr: Any = args.lr
-    if args.schedule != "constant":
-        total = args.total_samples
-        if total is None:
-            total = int(epoch_table(schedule, args.epochs)["samples"].sum())
-        rates = schedule_named(args.schedule, total, args.warm_up_samples)
-        lr = lambda samples: args.lr * rates.factor(samples)  # noqa: E731
     steps = simulate(
         schedule,
         args.epochs,
         rule=args.rule,
         ref_batchsize=args.ref_batchsize,
-        lr=lr,
+        lr=_reference_lr(args, schedule),
         noise_scale=_noise_scale(args.noise_scale),
         devices=1 if devices is None else devices,
         step_time=step_time,
@@ -203,7 +191,7 @@ def run_simulate(args: argparse.Namespace) -> str:
         numbers["seconds per substep, fitted"] = step_time.per_substep
     if args.out is None:
         return listed(numbers)
-    return _written(steps, args.out) + "\n" + listed(numbers)
+    return f"{_written(steps, args.out)}\n{listed(numbers)}"
 
 
 def add_check(parser: Parser) -> None:
@@ -375,6 +363,31 @@ def _step_time(args: argparse.Namespace) -> StepTime | None:
     for seconds in stated:
         check_number("seconds", 0.0 if seconds is None else seconds, least=0)
     return StepTime(*(seconds or 0.0 for seconds in stated))
+
+
+def _seconds(args: argparse.Namespace) -> Seconds | None:
+    """Returns how long a step takes; None if the options do not say."""
+    step_time, stated = _step_time(args), args.seconds_per_step
+    if step_time is None:
+        return None if stated is None else lambda size, devices: stated
+    if stated is not None:
+        raise ValueError("give either --seconds-per-step or a step-time model")
+    if args.minibatch_size is None:
+        raise ValueError("a step-time model needs --minibatch-size")
+    return lambda size, devices: step_time.seconds(
+        -(-size // (args.minibatch_size * devices))
+    )
+
+
+def _reference_lr(args: argparse.Namespace, schedule: Schedule) -> float | Curve:
+    """Returns the reference learning rate, as `simulate` takes it."""
+    if args.schedule == "constant":
+        return args.lr
+    total = args.total_samples
+    if total is None:
+        total = int(epoch_table(schedule, args.epochs)["samples"].sum())
+    rates = schedule_named(args.schedule, total, args.warm_up_samples)
+    return lambda samples: args.lr * rates.factor(samples)
 
 
 def _trace(args: argparse.Namespace) -> Trace:
