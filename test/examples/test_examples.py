@@ -191,7 +191,9 @@ def traced(tmp_path) -> tuple:
 )  # fmt: skip
 def test_a_traced_run_in_two_parts_is_one_run(tmp_path, tasks, traced, name, replicas):
     """It breaks off in the second epoch; the rest may run on other replicas."""
-    arguments = (*tasks[name], *traced, "--epochs", 3, "--log-steps", 2, "--bf16")
+    arguments = (*tasks[name], *traced, "--epochs", 3, "--log-steps", 2)
+    if "xla" not in replicas:  # It rounds to bfloat16 elsewhere than a CPU does.
+        arguments += ("--bf16",)
     run_here(name, *arguments, "--logdir", tmp_path / "whole")
     check_output(
         tmp_path / "whole", ["rr", "mean", "recursive-pair"], seeds=1, epochs=3

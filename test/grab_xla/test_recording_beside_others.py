@@ -119,58 +119,61 @@ def test_others_see_the_gradients_of_an_ordinary_pass(beside):
         assert 0.2 < float((recorded.model[0].weight == 0).double().mean()) < 0.9
 
 
-def under_ddp(rank: int, sampled: str, recorded: str) -> tuple[list, list]:
-    """Trains with the names of one of the two, and records one of the two."""
-    bare = network()
-    models = {"model": bare, "wrapper": DistributedDataParallel(bare)}
-    parameters = dict(models[sampled].named_parameters())
+def trained(
+    called: nn.Module, recorded: nn.Module, named: nn.Module, passes: int, **options
+) -> tuple[list, list]:
+    """Returns orders and weights of training with some backward passes per update."""
     dataset = samples()
-    grab = GraBSampler(dataset, parameters, dtype=torch.float64)
-    optimizer = torch.optim.SGD(bare.parameters(), 0.1)
-    loader = DataLoader(
-        dataset, BATCH // xla_replica.current().num_replicas, sampler=grab
+    grab = GraBSampler(
+        dataset, dict(named.named_parameters()), dtype=torch.float64, **options
     )
+    parameters = list(called.parameters())
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    num_samples = BATCH // (passes * xla_replica.current().num_replicas)
     orders = []
     for _ in range(EPOCHS):
-        for inputs, targets in loader:
-            with grab.record(models[recorded]):
-                losses = losses_of(models["wrapper"], inputs, targets)
+        for number, batch in enumerate(DataLoader(dataset, num_samples, sampler=grab)):
+            with grab.record(recorded):
+                losses = losses_of(called, *batch)
             grab.backward(losses)
-            optimizer.step()
-            optimizer.zero_grad()
+            if (number + 1) % passes == 0:
+                for parameter in parameters:
+                    parameter.grad /= passes
+                optimizer.step()
+                optimizer.zero_grad()
         orders.append(grab.order.tolist())
-    return orders, [p.detach().clone() for p in bare.parameters()]
+    return orders, [p.detach().clone() for p in parameters]
 
 
-def on_one_process() -> tuple[list, list]:
-    model, dataset = network(), samples()
-    grab = GraBSampler(dataset, dict(model.named_parameters()), dtype=torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    orders = []
-    for _ in range(EPOCHS):
-        for inputs, targets in DataLoader(dataset, BATCH, sampler=grab):
-            with grab.record(model):
-                losses = losses_of(model, inputs, targets)
-            grab.backward(losses)
-            optimizer.step()
-            optimizer.zero_grad()
-        orders.append(grab.order.tolist())
-    return orders, [p.detach().clone() for p in model.parameters()]
+GROUPS = {"fidelity": "group", "group_size": BATCH // 2}
 
 
-def under_ddp_by_any_name(rank: int) -> list[tuple[list, list]]:
-    for names in (("model", "wrapper"), ("wrapper", "model")):
+def under_ddp(rank: int) -> list[tuple[list, list]]:
+    del rank
+    model = network()
+    wrapper = DistributedDataParallel(model)
+    for recorded, named in ((model, wrapper), (wrapper, model)):
         with pytest.raises(ValueError, match="names and the model from one of the two"):
-            under_ddp(rank, *names)
-    return [under_ddp(rank, each, each) for each in ("model", "wrapper")]
+            trained(wrapper, recorded, named, 1)
+    found = []
+    for options in ({}, GROUPS):
+        for wrapped in (False, True):
+            model = network()
+            wrapper = DistributedDataParallel(model)
+            named = wrapper if wrapped else model
+            found.append(trained(wrapper, named, named, 1, **options))
+    return found
 
 
 def test_ddp_orders_and_trains_as_one_process_does():
     """The names are those of the model, or of the wrapper, but not of both."""
-    expected = on_one_process()
-    assert len(set(map(tuple, expected[0]))) == EPOCHS
-    for outcomes in Backend("cpu", 2).run(under_ddp_by_any_name):
-        for orders, values in outcomes:
+    alone = []
+    for passes, options in ((1, {}), (2, GROUPS)):
+        model = network()
+        alone += [trained(model, model, model, passes, **options)] * 2
+        assert len(set(map(tuple, alone[-1][0]))) > 2  # there are only six groups
+    for outcomes in Backend("cpu", 2).run(under_ddp):
+        for (orders, values), expected in zip(outcomes, alone, strict=True):
             assert orders == expected[0]
             for value, wanted in zip(values, expected[1]):
                 torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-12)
