@@ -21,8 +21,7 @@ from grab_xla.epoch.epoch_metrics import EpochMetrics
 from grab_xla.epoch.gradient_matrix import GradientMatrix, normalized
 from grab_xla.epoch.online_balancer import OnlineBalancer
 from grab_xla.epoch.orders import Orders
-from grab_xla.epoch.passes import Passes
-from grab_xla.epoch.pending_minibatches import PendingMinibatches
+from grab_xla.epoch.progress import Progress
 from grab_xla.epoch.round_robin_sharding import RoundRobinSharding
 from grab_xla.epoch.sample_weights import SampleWeights, Weights, WeightsOf
 from grab_xla.random_projections import projection
@@ -201,18 +200,17 @@ class GraBSampler(Sampler[int]):
         self._balancer = OnlineBalancer(
             ordering, self._columns, self._metrics, tie, tile_size, walk_constant
         )
-        self._uses_gradients = ordering.needs_gradients or self._metrics.on
+        uses_gradients = ordering.needs_gradients or self._metrics.on
         self._takes_factors = not (normalize_grads or self._project.tables) and all(
             torch.promote_types(p.dtype, torch.float32) == dtype
             and p.device.type == self.device.type
             for p in trainable_params.values()
         )
-        if self._uses_gradients:
+        if uses_gradients:
             xla_replica.refuse_sharded(
                 trainable_params, "GraBSampler", ", or take an order such as 'rr'"
             )
-        self._pending = PendingMinibatches(self._columns)
-        self._sharding = RoundRobinSharding(
+        sharding = RoundRobinSharding(
             self.num_samples, self._replica.num_replicas, self._replica.rank, drop_last,
             self._group_size,
         )  # fmt: skip
@@ -225,23 +223,18 @@ class GraBSampler(Sampler[int]):
             zlib.crc32(self.order.tobytes()),
             "Give all replicas the same seed or equal generators.",
         )
-        self._resumed = False
-        self._start = 0  # The group at which the pass over the order began.
-        self._own = self._sharding.own(self.order, 0)  # This replica's samples.
-        self._passes = Passes()
-        self._given_for: int | None = None  # The epoch of an elastic sampler.
+        self._progress = Progress(
+            self._orders, sharding, self._columns, self._balancer, self._weights,
+            uses_gradients, self._timer,
+        )  # fmt: skip
 
     def __len__(self) -> int:
         """Returns how many samples this replica runs in a pass over the order."""
-        return self._sharding.length(self._start)
+        return len(self._progress.cursor)
 
     def __iter__(self) -> Iterator[int]:
         """Begins the next epoch, or continues a restored one."""
-        self._given_for = None
-        self._advance()
-        self._own = self._sharding.own(self.order, self._start)
-        self._weigh(self.epoch)
-        return self._passes.over(self._own.tolist())
+        return self._progress.iterate()
 
     def __call__(self, epoch: int) -> np.ndarray:
         """Returns the whole order of an epoch of an elastic sampler.
@@ -253,18 +246,7 @@ class GraBSampler(Sampler[int]):
         Raises:
             ValueError: ``epoch`` is earlier than the current one.
         """
-        if self._given_for is not None and epoch < self._given_for:
-            raise ValueError(
-                f"the order of epoch {epoch} is gone: the current epoch is "
-                f"{self._given_for}, and orders follow from gradients"
-            )
-        # The elastic sampler knows its position: it asks for whole orders.
-        if self._given_for is None or epoch > self._given_for:
-            self._resumed = False
-            self._advance()
-        self._resumed, self._start = False, 0
-        self._given_for = epoch
-        self._weigh(epoch)
+        self._progress.give(epoch)
         return self.order.copy()
 
     def follow_weights(self, weights_of: WeightsOf) -> None:
@@ -273,13 +255,6 @@ class GraBSampler(Sampler[int]):
         ``weights_of`` is as ``weights``, or returns None in every epoch: all the same.
         """
         self._weights.follow(weights_of)
-
-    def _weigh(self, epoch: int) -> None:
-        weights = self._weights.of(epoch)
-        # Samples of a group are of one update.
-        self._balancer.weights = (
-            None if weights is None else weights[:: self._group_size]
-        )
 
     @property
     def epoch(self) -> int:
@@ -299,7 +274,7 @@ class GraBSampler(Sampler[int]):
     @property
     def num_seen(self) -> int:
         """The number of samples of the current order whose gradients `step` took."""
-        return min(self._balancer.num_seen * self._group_size, self.num_samples)
+        return self._progress.num_seen
 
     @property
     def projection(self) -> Projection | None:
@@ -344,7 +319,7 @@ class GraBSampler(Sampler[int]):
                 ``reduction`` is not allowed.
         """
         if self._group_size > 1 and losses.dim():
-            group = self._expected(1)
+            group = self._progress.next_samples(1)
             if len(group) and losses.shape != group.shape:
                 raise ValueError(
                     f"backward() with losses of shape {tuple(losses.shape)}, but the "
@@ -360,7 +335,7 @@ class GraBSampler(Sampler[int]):
         if not isinstance(rows, FactoredRows):
             self.step(rows, indices=indices)
             return
-        self._take(len(rows), indices)
+        self._progress.take(len(rows), indices)
         with self._timer("sorter_step"):
             self._balancer.balance_factored(rows)
 
@@ -392,11 +367,7 @@ class GraBSampler(Sampler[int]):
                 gradients may be of another pass over the order than the newest one.
         """
         num_rows = self._gradients.count(per_sample_grads, batch)
-        is_whole = self._take(num_rows, indices)
-        if num_rows == 0:
-            return
-        if not self._uses_gradients or not is_whole:
-            self._pass_over(num_rows)
+        if not self._progress.take(num_rows, indices):
             return
         with self._timer("sorter_step"), torch.no_grad():
             self._balance(per_sample_grads, batch)
@@ -412,15 +383,7 @@ class GraBSampler(Sampler[int]):
         size = (1, 4) if self._project.tables else (None, 1)
         parts = list(map(self._vectors, self._gradients.pieces(grads, batch, *size)))
         rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if self._given_for is not None and self._replica.num_replicas > 1:
-            # A copy: gradients may be zeroed before the update.
-            self._pending.minibatches.append(rows.clone())
-            return
-        everyone = self._columns.of_all_replicas(rows)
-        left = self._sharding.end(self._start) - self._balancer.num_seen
-        # In the sequence of the order, without repeated samples.
-        ordered = everyone.transpose(0, 1).flatten(0, 1)[:left]
-        self._balancer.balance(lambda: [ordered])
+        self._progress.balance(rows)
 
     def _vectors(self, columns: list[Tensor]) -> Tensor:
         """Returns what is balanced of some gradients, given their columns in parts."""
@@ -437,29 +400,12 @@ class GraBSampler(Sampler[int]):
             TypeError: The balance type or a metric needs gradients.
             ValueError: The epoch has fewer samples left.
         """
-        if self._uses_gradients:
+        if self._progress.uses_gradients:
             raise TypeError(
                 f"count: balance_type={self.balance_type!r} or a metric needs "
                 "gradients: call step()"
             )
-        num_groups, num_remaining = divmod(num_samples, self._group_size)
-        if num_remaining and num_remaining != self._sharding.num_remaining:
-            raise ValueError(
-                f"count({num_samples}): with group_size={self._group_size} samples are "
-                "used in whole groups"
-            )
-        self._take(num_groups, None)
-        self._pass_over(num_groups)
-        if num_remaining:
-            self._take(1, None)
-            self._pass_over(1)
-
-    def _pass_over(self, num_groups: int) -> None:
-        if self._given_for is None or self._replica.num_replicas == 1:
-            left = self._sharding.end(self._start) - self._balancer.num_seen
-            # Without one left it is the smaller group at the end.
-            num_used = min(num_groups * self._replica.num_replicas, left or 1)
-            self._balancer.num_seen += num_used
+        self._progress.count(num_samples)
 
     def after_update(self, update: Any) -> None:
         """Balances the minibatches of all replicas that an update was made of.
@@ -476,31 +422,7 @@ class GraBSampler(Sampler[int]):
                 minibatches, before ``optimizer.step()``; or some of their samples are
                 padding.
         """
-        size = self._group_size
-        if size > 1 and update.minibatch_size != size:
-            raise ValueError(
-                f"group_size={size}, but minibatches have {update.minibatch_size} "
-                f"samples: CustomSampler(..., minibatch_size={size})"
-            )
-        if self._uses_gradients and update.batch_size % update.minibatch_size:
-            raise ValueError(
-                f"the batch size {update.batch_size} is not a multiple of the "
-                f"minibatch size {update.minibatch_size}, so a minibatch was padded "
-                "with samples that would be balanced twice: leave out "
-                "pad_minibatches=True where gradients choose the order"
-            )
-        if self._replica.num_replicas == 1:
-            if self._uses_gradients and self._given_for == update.epoch:
-                self._passes.check_update(self.num_seen, update.batch_size)
-            return
-        # An idle replica may come here before it asks for the epoch's order.
-        self(update.epoch)
-        if not self._uses_gradients:
-            self._balancer.num_seen += update.batch_size // size
-            return
-        sizes = update.batch_size // size, update.minibatch_size // size
-        with torch.no_grad():
-            self._pending.balance(self._balancer, *sizes)
+        self._progress.after_update(update)
 
     def update_v(self, second_moment: Tensor) -> None:
         """Gives 'adamean' the ``(d,)`` second moment that gradients are divided by.
@@ -555,59 +477,6 @@ class GraBSampler(Sampler[int]):
         """This sampler: grab-sampler has some of its attributes in another object."""
         return self
 
-    def _advance(self) -> None:
-        """Begins an epoch unless the current one has not been used."""
-        # Nor does looking at the rest of a restored epoch begin another.
-        unused = self._resumed and self._balancer.num_seen == self._start
-        if unused and self._orders.given is None:
-            return
-        self._pending.abandon()
-        self._resumed, self._start = False, 0
-        needs_gradients = self._orders.ordering.needs_gradients
-        if self._orders.begun and needs_gradients and self.num_seen == 0:
-            return
-        if self.num_seen:
-            self._passes.leave_epoch()
-            everything = self._balancer.num_seen == self._num_groups
-            if everything or self._given_for is not None:
-                self._orders.warn_of_remainder()
-        placements = self._balancer.placements()
-        with self._timer("reset_epoch"):
-            self._orders.advance(placements)
-            self._balancer.begin_epoch(self._num_groups, self._orders.generator)
-
-    def _expected(self, num_groups: int) -> np.ndarray:
-        """Returns the next samples that this replica runs, as many as there are."""
-        size, num_seen = self._group_size, self._balancer.num_seen
-        num_replicas, rank = self._replica.num_replicas, self._replica.rank
-        if self._given_for is None:
-            first, own = -(-(num_seen - self._start) // num_replicas), self._own
-            if num_seen > self._sharding.end(self._start):  # the smaller group is done
-                first = len(own)
-        else:
-            turn = len(self._pending.minibatches) * num_replicas + rank
-            first, own = num_seen + turn * num_groups, self.order
-        return own[first * size : (first + num_groups) * size]
-
-    def _take(self, num_groups: int, indices: Sequence[int] | Tensor | None) -> bool:
-        """Counts a step of the next groups; returns whether they are to be balanced.
-
-        Raises ValueError unless these can be the next ones.
-        """
-        if not self._orders.begun:
-            raise ValueError(
-                "step() before the first epoch: iterate over the sampler (or its "
-                "DataLoader) first"
-            )
-        expected = self._expected(num_groups)
-        num_samples, own_pass = num_groups * self._group_size, self._given_for is None
-        # What is left after the whole groups is not balanced.
-        is_smaller = own_pass and num_groups == 1 and 0 < len(expected) < num_samples
-        if is_smaller:
-            num_samples = len(expected)
-        self._passes.take(num_samples, expected, indices, guesses=own_pass)
-        return not is_smaller
-
     def state_dict(self) -> dict[str, Any]:
         """Returns all that the next orders depend on, without a number of replicas.
 
@@ -616,7 +485,7 @@ class GraBSampler(Sampler[int]):
         """
         return {
             **self._identity,
-            "given_for": self._given_for,
+            "given_for": self._progress.cursor.given_for,
             **self._orders.state_dict(),
             "engine": self._balancer.state_dict(),
         }
@@ -639,17 +508,9 @@ class GraBSampler(Sampler[int]):
         theirs = {name: state[name] for name in self._identity}
         error = "load_state_dict: the state of another sampler"
         check_same(theirs, self._identity, error)
-        self._given_for = state["given_for"]
         # The epoch's random numbers are drawn again rather than saved.
         self._orders.generator.set_state(state["drawn_from"].cpu())
         self._balancer.draw(self._num_groups, self._orders.generator)
         self._balancer.load_state_dict(state["engine"])
         self._orders.load_state_dict(state)
-        self._pending.minibatches = []
-        self._passes.leave_epoch(num_updated=self.num_seen)
-        num_seen = self._balancer.num_seen
-        # After a finished epoch the next iter() begins another.
-        end = self._sharding.end(0) + (self._sharding.num_remaining > 0)
-        self._resumed = 0 < num_seen < end
-        self._start = num_seen if self._resumed else 0
-        self._own = self._sharding.own(self.order, self._start)
+        self._progress.restore(state["given_for"])
