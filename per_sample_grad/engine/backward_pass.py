@@ -72,6 +72,9 @@ class BackwardPass:
         self.problems: dict[str, list[str]] = {}
         self.compared: comparison.Comparison | None = None
         self._params = self.capture.params
+        # What the pass's gradients are multiplied by to be those of the losses.
+        num_summed = len(self.losses) if self.accumulate == "mean" else 1
+        self._multiplier = num_summed / self.capture.scale
         self._fallback = FALLBACKS[self.capture.fallback]
         self._comparer: Comparer | None = None
         self._budget = 0
@@ -233,10 +236,7 @@ class BackwardPass:
         assert call is not None
         if gradient is not None:
             with forms.full_precision(gradient.device):
-                gradient = gradient.detach().reshape(call.shape)
-                if self.accumulate == "mean":
-                    gradient = gradient * len(self.losses)
-                self._apply(call, gradient)
+                self._apply(call, gradient.detach().reshape(call.shape))
         names, size = dict.fromkeys(call.owner.params.values()), call.shape.numel()
         self._calls[number] = call = None  # its arguments can be freed
         complete: dict[str, list[Contribution]] = {}
@@ -250,11 +250,11 @@ class BackwardPass:
         self._passed += size
 
     def _apply(self, call: RecordedCall, gradient: torch.Tensor) -> None:
-        params, scale = call.owner.params, self.capture.scale
+        params = call.owner.params
         if self._comparer is not None:
-            self._comparer.witness(call.call, params.values(), gradient)
-        if scale != 1:
-            gradient = gradient.to(forms.accumulation_dtype(gradient.dtype)) / scale
+            self._comparer.witness(
+                call.call, params.values(), gradient, self._multiplier
+            )
         wanted = {i: name for i, name in params.items() if name not in self.problems}
         if not wanted:
             return
@@ -316,6 +316,7 @@ class BackwardPass:
             {name: tuple(self._params[name].shape) for name in merged},
             merged,
             self.losses.detach(),
+            multiplier=self._multiplier,
             method=self.capture.method,
             budget=self._budget + more,
             cancelling=self._cancelling,
@@ -330,7 +331,10 @@ class BackwardPass:
         if not params:
             return {}
         found = self._fallback.gradients(self.losses, params, calls)
-        return {name: [forms.widened(forms.Dense(g))] for name, g in found.items()}
+        return {
+            name: [forms.multiplied(forms.widened(forms.Dense(g)), 1 / self._multiplier)]
+            for name, g in found.items()
+        }
 
     def _conclude(self, key: Hashable) -> None:
         """Compares; replaces wrong answers by a fallback's; remembers the proof."""

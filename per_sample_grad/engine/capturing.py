@@ -158,7 +158,7 @@ class Capture:
         merged: dict[str, Sequence[Contribution]] = {}
 
         def keep(factors: Factors) -> None:
-            merged.update({n: factors.contributions(n) for n in factors.shapes})
+            merged.update(factors.merged)
 
         finished = self._run(
             losses, keep, retain_graph=retain_graph, accumulate=accumulate

@@ -137,7 +137,7 @@ class Comparer:
         for name, actual in factors.weighted_sum(self._weights).items():
             if name not in self.params:
                 continue
-            if factors.contributions(name):
+            if factors.merged[name]:
                 self._used.add(name)
             self._actual[name] = actual
             cancels = factors.cancellation(name) if self._is_lazy else None
@@ -156,9 +156,15 @@ class Comparer:
             self._distances[name] = (actual.sub_(truth).norm(), truth.norm())
 
     def witness(
-        self, call: Call, names: Collection[str], gradient: torch.Tensor
+        self,
+        call: Call,
+        names: Collection[str],
+        gradient: torch.Tensor,
+        multiplier: float,
     ) -> None:
         """Takes the gradient of a call's output: what rounding may explain there.
+
+        That of the losses is ``multiplier`` times the one that is given.
 
         Gradients that cancel (of a bias before a normalisation) differ by as much as
         the norm of the terms that are summed, times the dtype's precision. Keeps that
@@ -183,7 +189,7 @@ class Comparer:
                 else:  # without a tensor of sizes
                     largest = torch.linalg.vector_norm(value, math.inf)
                 scaled = scaled * largest.clamp(min=1).to(scaled.dtype)
-        terms = torch.stack([size, plain, scaled]) / self._scale
+        terms = torch.stack([size, plain, scaled]) * multiplier
         for name in wanted:
             before = self._noise.get(name)
             self._noise[name] = terms if before is None else before + terms

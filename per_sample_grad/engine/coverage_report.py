@@ -91,7 +91,7 @@ def coverage(
     def plan(factors: Factors) -> None:
         tables = {q: factors.plan(q).choices for q in QUANTITIES}
         for name in factors.shapes:
-            used = factors.contributions(name)
+            used = factors.merged[name]
             plans[name] = {q: tables[q][name] for q in QUANTITIES} if used else {}
 
     found = recorded._run(losses, plan, reported=True)

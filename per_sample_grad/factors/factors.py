@@ -45,6 +45,7 @@ class Factors:
     Attributes:
         shapes: The shape of each parameter, by name.
         losses: ``(B,)``.
+        merged: What `contributions` are multiples of, by name.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Factors:
         merged: Mapping[str, Sequence[Contribution]],
         losses: torch.Tensor,
         *,
+        multiplier: float,
         method: Method,
         budget: int,
         cancelling: set[str],
@@ -60,6 +62,9 @@ class Factors:
     ) -> None:
         self.shapes = dict(shapes)
         self.losses = losses
+        # Gradients are so many times what contributions add up to: numbers that answers
+        # are multiplied by once, and not every activation's gradient.
+        self._multiplier = multiplier
         self._method: Method = method
         self._budget = budget
         # Parameters whose positions cancel: known from earlier, and where values may
@@ -68,8 +73,8 @@ class Factors:
         self._may_read = may_read
         self._squares_and_terms: dict[str, torch.Tensor] = {}
         # A parameter that the losses do not depend on has an empty list.
-        self._merged = {name: list(merged[name]) for name in self.shapes}
-        self._uses = [use for uses in self._merged.values() for use in uses]
+        self.merged = {name: list(merged[name]) for name in self.shapes}
+        self._uses = [use for uses in self.merged.values() for use in uses]
         # Not the dtype of the losses: float64 targets make it wider than the model's.
         dtypes = [forms.float_factor(use).dtype for use in self._uses]
         self._dtype = forms.accumulation_dtype(*(dtypes or [losses.dtype]))
@@ -84,7 +89,7 @@ class Factors:
 
     def contributions(self, name: str) -> list[Contribution]:
         """Returns the merged uses of a parameter, for your own algebra."""
-        return list(self._merged[name])
+        return [forms.multiplied(use, self._multiplier) for use in self.merged[name]]
 
     @property
     def compression(self) -> float:
@@ -103,20 +108,23 @@ class Factors:
     def norms(self, *, squared: bool = False) -> torch.Tensor:
         """Returns ``‖g_i‖`` over all parameters, ``(B,)``, never negative."""
         terms = [self._squared_norms(name) for name in self.shapes]
-        total = self._sum(terms, (len(self),)).clamp(min=0)
+        total = self._sum(terms, (len(self),), power=2).clamp(min=0)
         return total if squared else total.sqrt()
 
     @_in_full_precision
     def norms_by_parameter(self, *, squared: bool = False) -> dict[str, torch.Tensor]:
         """Returns ``‖g_i‖`` of each parameter, ``(B,)``, by name."""
-        found = {name: self._squared_norms(name).clamp(min=0) for name in self.shapes}
+        found = {
+            name: self._sum([self._squared_norms(name)], (len(self),), 2).clamp(min=0)
+            for name in self.shapes
+        }
         return found if squared else {name: x.sqrt() for name, x in found.items()}
 
     @_in_full_precision
     def gram(self) -> torch.Tensor:
         """Returns ``⟨g_i, g_j⟩``, ``(B, B)``, symmetric, from full float32 products."""
         terms = [self._gram(name, self) for name in self.shapes]
-        total = self._sum(terms, (len(self), len(self)))
+        total = self._sum(terms, (len(self), len(self)), power=2)
         return (total + total.T) / 2
 
     @_in_full_precision
@@ -130,7 +138,7 @@ class Factors:
                 "same model with the same params"
             )
         terms = [self._gram(name, other) for name in self.shapes]
-        return self._sum(terms, (len(self), len(other)))
+        return self._sum(terms, (len(self), len(other))) * other._multiplier
 
     @_in_full_precision
     def dot(self, vectors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -141,7 +149,7 @@ class Factors:
                 ``(K, *shape)``.
         """
         many, terms, count = check_vectors(vectors, self.shapes), [], 1
-        for name, uses in self._merged.items():
+        for name, uses in self.merged.items():
             rows = vectors[name].detach().to(self._dtype)
             rows = rows if many else rows.unsqueeze(0)
             count = len(rows)
@@ -161,7 +169,7 @@ class Factors:
                 f"weights of shape {tuple(weights.shape)} for {len(self)} samples; "
                 f"give ({len(self)},) or (K, {len(self)})"
             )
-        rows = weights.detach().to(self._dtype)
+        rows = weights.detach().to(self._dtype) * self._multiplier
         return {name: self._weighted(name, rows) for name in self.shapes}
 
     @_in_full_precision
@@ -176,8 +184,8 @@ class Factors:
             totals: ``(K, *shape)`` for every name in `shapes`; views are allowed.
             weights: ``(K, B)``.
         """
-        rows = weights.detach().to(self._dtype)
-        for name, uses in self._merged.items():
+        rows = weights.detach().to(self._dtype) * self._multiplier
+        for name, uses in self.merged.items():
             for use in uses:
                 algebra.add_weighted_sums_(totals[name], use, rows, self._budget)
 
@@ -190,7 +198,7 @@ class Factors:
         gradients in expectation over seeds; see `factors.tensor_sketch`.
         """
         check_integer("sketch: size", size, least=1)
-        merged = [(n, shape, self._merged[n]) for n, shape in self.shapes.items()]
+        merged = [(n, shape, self.merged[n]) for n, shape in self.shapes.items()]
         found = sketch(merged, size, seed, self._budget)
         return self._sum([] if found is None else [found], (len(self), size))
 
@@ -206,7 +214,7 @@ class Factors:
         """
         check_projected(self.shapes, projection)
         found, n = {}, len(self)
-        for name, uses in self._merged.items():
+        for name, uses in self.merged.items():
             terms = [projection.of(name, uses, self._budget)] if uses else []
             found[name] = self._sum(terms, (n, math.prod(projection.kept[name])))
         return found
@@ -215,27 +223,33 @@ class Factors:
     def materialize(self) -> dict[str, torch.Tensor]:
         """Returns every gradient, ``(B, *shape)`` by name: B times the model's size."""
         found, n = {}, len(self)
-        for name, uses in self._merged.items():
-            shape = self.shapes[name]
+        for name, shape in self.shapes.items():
+            uses = self.contributions(name)
             terms, width = [], forms.matrix_shape(shape)[1]
             if uses:
                 each = planning.samples_of_gradients(uses, width, n, self._budget)
                 terms = [algebra.gradients(uses, shape, each, 0, width)]
-            found[name] = self._sum(terms, (n, *shape)).reshape(n, *shape)
+            found[name] = self._sum(terms, (n, *shape), power=0).reshape(n, *shape)
         return found
 
-    def _sum(self, terms: list[torch.Tensor], size: Sequence[int]) -> torch.Tensor:
-        """Returns the sum of the terms; zeros of this size where there are none."""
+    def _sum(
+        self, terms: list[torch.Tensor], size: Sequence[int], power: int = 1
+    ) -> torch.Tensor:
+        """Returns the sum of the terms; zeros of this size where there are none.
+
+        It is multiplied as products of so many gradients are.
+        """
         if terms:
-            return forms.summed(terms)
+            total, number = forms.summed(terms), self._multiplier**power
+            return total if number == 1 else total * number
         return torch.zeros(size, dtype=self._dtype, device=self.losses.device)
 
     def _weighted(self, name: str, weights: torch.Tensor) -> torch.Tensor:
         if weights.dim() == 2:
             return torch.stack([self._weighted(name, row) for row in weights.unbind()])
-        shape, uses = self.shapes[name], self._merged[name]
+        shape, uses = self.shapes[name], self.merged[name]
         terms = [algebra.weighted_sum(u, shape, weights, self._budget) for u in uses]
-        return self._sum(terms, shape)
+        return self._sum(terms, shape, power=0)
 
     def cancellation(self, name: str) -> torch.Tensor | None:
         """Returns whether a parameter's positions cancel: a tensor of one bool.
@@ -243,7 +257,7 @@ class Factors:
         That is, whether norms from factors would have fewer digits than promised. None
         where nothing is planned to be computed from factors of several positions.
         """
-        uses = self._merged[name]
+        uses = self.merged[name]
         if self._method != "auto" or sum(map(forms.num_positions, uses)) < 2:
             return None
         plans = (self._planned(q, name, self, "auto") for q in planning.QUANTITIES)
@@ -268,7 +282,7 @@ class Factors:
         return name in self._cancelling
 
     def _squared_norms(self, name: str) -> torch.Tensor:
-        uses = self._merged[name]
+        uses = self.merged[name]
         if not uses:
             return self._sum([], (len(self),))
         choice = self._choice("norms", name, self)
@@ -281,7 +295,7 @@ class Factors:
         return algebra.squared_norms(uses, choice.samples)
 
     def _gram(self, name: str, other: Factors) -> torch.Tensor:
-        left, right = self._merged[name], other._merged[name]
+        left, right = self.merged[name], other.merged[name]
         if not left or not right:
             return self._sum([], (len(self), len(other)))
         choice = self._choice("gram", name, other)
@@ -305,8 +319,8 @@ class Factors:
     ) -> Choice:
         return planning.choose(
             quantity,
-            self._merged[name],
-            other._merged[name],
+            self.merged[name],
+            other.merged[name],
             self.shapes[name],
             num_samples=len(self),
             num_other=len(other),

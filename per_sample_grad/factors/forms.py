@@ -204,6 +204,15 @@ def widened(contribution: Contribution) -> Contribution:
     return dataclasses.replace(contribution, **tensors)
 
 
+def multiplied(contribution: Contribution, number: float) -> Contribution:
+    """Returns what contributes ``number`` times as much."""
+    if number == 1:
+        return contribution
+    name = "left" if isinstance(contribution, _Grouped) else "values"
+    changed = {name: float_factor(contribution) * number}
+    return dataclasses.replace(contribution, **changed)
+
+
 def _tensors(contribution: Contribution) -> dict[str, torch.Tensor]:
     found = vars(contribution).items()
     return {name: value for name, value in found if isinstance(value, torch.Tensor)}

@@ -1,26 +1,33 @@
-"""Two-sided random projections of gradients from their factors (LoGra).
+"""Two-sided random projections of gradients from their factors.
 
 A gradient that is a matrix is multiplied by a small random matrix from either side,
 ``P G Qᵀ``, and a sum of outer products is then one of projected factors,
-``Σ_t (P u_t) (Q z_t)ᵀ`` (Choe et al., arXiv:2405.13954, 3.1): that costs
-``T (p k1 + q k2 + k1 k2)``, a small part of the layer's own product where k1 and k2 are
-small beside p and q, and no gradient is formed. P and Q have entries of plus and minus
-``1 / sqrt(k)`` at random (Achlioptas 2003, doi:10.1016/S0022-0000(03)00025-4), so that
-inner products are those of the gradients in expectation over seeds. Both factors of a
-gradient of rank one share their projection's error, so that it has more variance than a
-dense projection to as many numbers.
+``Σ_t (P u_t) (Q z_t)ᵀ`` (LoGra: Choe et al., arXiv:2405.13954, 3.1), so that no
+gradient is formed. P and Q add every row, or column, to one of the k that are kept, in
+turn and with a random sign: a count sketch (Charikar et al. 2002,
+doi:10.1007/3-540-45465-9_59), so that inner products are those of the gradients in
+expectation over seeds, with the variance of dense signs. After the sum over positions
+that costs a pass over what is left and no product; before it, a product with as few
+columns as are kept. Convolutions fold the channels of their input first, with one sign
+for all offsets in the kernel, because unfolded patches are most of their cost.
+
+Both factors of a gradient of rank one share their projection's error, so that it has
+more variance than a projection of the whole gradient to as many numbers.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from per_sample_grad.factors import forms
-from per_sample_grad.factors.forms import Contribution, Dense, Lookup, Outer
+from per_sample_grad.factors.forms import Contribution, Dense, Lookup, Outer, Windows
+from per_sample_grad.factors.plan import FLOPS_PER_ELEMENT
 from xla_replica.common.arguments import check_integer
 
 
@@ -66,7 +73,7 @@ class Projection:
             )
         self.kept = _kept(self.shapes, size)
         self.size = sum(map(math.prod, self.kept.values()))
-        self._tables: dict[tuple[object, ...], tuple[_Table, _Table]] = {}
+        self._folds: dict[tuple[object, ...], _Folds] = {}
 
     def __repr__(self) -> str:
         total = sum(map(math.prod, self.shapes.values()))
@@ -83,26 +90,76 @@ class Projection:
             uses: What adds to its gradients, at least one.
             budget: Bytes of temporary tensors.
         """
-        like = forms.float_factor(uses[0])
-        tables = self._tables_like(name, like)
+        folds = self._folds_like(name, forms.float_factor(uses[0]))
         return forms.summed(
-            _project(use, self.shapes[name], tables, budget) for use in uses
+            _project(use, self.shapes[name], folds, budget) for use in uses
         )
 
-    def _tables_like(self, name: str, like: torch.Tensor) -> tuple[_Table, _Table]:
-        """Returns P and Q, made once for each device and dtype."""
+    def _folds_like(self, name: str, like: torch.Tensor) -> _Folds:
+        """Returns P and Q of a parameter, made once for each device and dtype."""
         key = name, like.device, like.dtype
-        if key not in self._tables:
-            rows, columns = zip(forms.matrix_shape(self.shapes[name]), self.kept[name])
-            self._tables[key] = (
-                _signs(*rows, f"{self.seed} {name} rows", like),
-                _signs(*columns, f"{self.seed} {name} columns", like),
-            )
-        return self._tables[key]
+        if key not in self._folds:
+            shape, (k1, k2) = self.shapes[name], self.kept[name]
+            (rows, columns), kernel = forms.matrix_shape(shape), math.prod(shape[2:])
+
+            def fold(count: int, kept: int, axis: str) -> _Fold | None:
+                return _fold(count, kept, f"{self.seed} {name} {axis}", like)
+
+            of_channels = None
+            if kernel > 1:
+                fewest = max(_FEWEST_CHANNELS, -(-k2 // kernel))
+                of_channels = fold(columns // kernel, fewest, "channels")
+            if of_channels is not None:
+                columns = of_channels.kept * kernel
+            of_rows, of_columns = fold(rows, k1, "rows"), fold(columns, k2, "columns")
+            self._folds[key] = _Folds(of_rows, of_channels, of_columns)
+        return self._folds[key]
 
 
-# Of shape ``(k, n)``; None: all numbers are kept.
-_Table = torch.Tensor | None
+# A convolution's input keeps at least so many channels, if it has them.
+_FEWEST_CHANNELS = 4
+# Numbers are added up by a product with a matrix where no more are kept.
+_MOST_BY_PRODUCT = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fold:
+    """Numbers along an axis, each added with its sign to one of those that are kept.
+
+    Attributes:
+        signs: ``(n,)``; number i is added to number ``i % kept``.
+        kept: k.
+        matrix: ``(n, k)``: the same, if k is small enough for products with it.
+    """
+
+    signs: torch.Tensor
+    kept: int
+    matrix: torch.Tensor | None
+
+    def along(self, values: torch.Tensor, dim: int) -> torch.Tensor:
+        """Returns the sums along a dimension, of which n becomes ``kept``."""
+        after = values.shape[dim + 1 :]
+        if self.matrix is not None and len(after) < 2:
+            return self.matrix.T @ values if after else values @ self.matrix
+        signed = values * self.signs.view(-1, *(1 for _ in after))
+        whole = len(self.signs) // self.kept * self.kept
+        total = signed.narrow(dim, 0, whole).unflatten(dim, (-1, self.kept)).sum(dim)
+        rest = signed.narrow(dim, whole, len(self.signs) - whole)
+        total.narrow(dim, 0, rest.shape[dim]).add_(rest)
+        return total
+
+    @property
+    def flops(self) -> int:
+        """About what it takes for each of the n numbers."""
+        return 2 * min(self.kept, _MOST_BY_PRODUCT)
+
+
+class _Folds(NamedTuple):
+    """P, and Q as two folds one after the other; None: all numbers stay."""
+
+    rows: _Fold | None
+    channels: _Fold | None
+    columns: _Fold | None
 
 
 def _kept(shapes: Mapping[str, Sequence[int]], size: int) -> dict[str, tuple[int, int]]:
@@ -128,87 +185,120 @@ def _kept(shapes: Mapping[str, Sequence[int]], size: int) -> dict[str, tuple[int
     return at(low)
 
 
-def _signs(count: int, kept: int, seed: str, like: torch.Tensor) -> _Table:
-    """Returns ``(kept, count)`` random signs over ``sqrt(kept)``; None if all stay."""
-    if kept == count:
+def _fold(count: int, kept: int, seed: str, like: torch.Tensor) -> _Fold | None:
+    """Returns a fold of ``count`` numbers with random signs; None if all stay."""
+    if kept >= count:
         return None
     generator = torch.Generator().manual_seed(random.Random(seed).getrandbits(63))
-    bits = torch.randint(0, 2, (kept, count), generator=generator, dtype=torch.int8)
-    signs = (2 * bits - 1).to(like.dtype) / math.sqrt(kept)
-    return signs.to(like.device)
+    bits = torch.randint(0, 2, (count,), generator=generator, dtype=torch.int8)
+    signs, matrix = (2 * bits - 1).to(like.dtype), None
+    if kept <= _MOST_BY_PRODUCT:
+        matrix = torch.eye(kept, dtype=like.dtype).repeat(-(-count // kept), 1)
+        matrix = (matrix[:count] * signs.unsqueeze(1)).to(like.device)
+    return _Fold(signs.to(like.device), kept, matrix)
 
 
 def _project(
-    use: Contribution, shape: Sequence[int], tables: tuple[_Table, _Table], budget: int
+    use: Contribution, shape: Sequence[int], folds: _Folds, budget: int
 ) -> torch.Tensor:
     """Returns ``P G Qᵀ`` of every sample's gradient of one use, ``(N, k1 k2)``."""
+    rows, columns = forms.matrix_shape(shape)
+    if folds.channels is not None:
+        kernel = math.prod(shape[2:])
+        use, columns = _fewer_channels(use, folds.channels, kernel)
     itemsize = forms.float_factor(use).dtype.itemsize
-    kept = [
-        number if table is None else len(table)
-        for number, table in zip(forms.matrix_shape(shape), tables)
-    ]
-    rows, _ = forms.matrix_shape(shape)
-    elements = forms.unfolded_elements(use) + (rows + forms.num_positions(use)) * sum(
-        kept
-    )
+    kept = _kept_of(rows, folds.rows) + _kept_of(columns, folds.columns)
+    elements = (rows + forms.num_positions(use)) * kept
+    elements += forms.unfolded_elements(use)
     size = max(1, budget // (elements * itemsize))
     found = [
-        _project_part(forms.part(use, *interval), shape, *tables)
+        _project_part(forms.part(use, *interval), rows, columns, folds)
         for interval in forms.chunks(forms.num_rows(use), size)
     ]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
+def _fewer_channels(
+    use: Contribution, channels: _Fold, kernel: int
+) -> tuple[Contribution, int]:
+    """Returns a use with its input channels folded, and how many columns it has."""
+
+    def folded(values: torch.Tensor) -> torch.Tensor:
+        by_channel = values.unflatten(-1, (-1, kernel))
+        return channels.along(by_channel, values.dim() - 1).flatten(-2)
+
+    columns = channels.kept * kernel
+    match use:
+        case Windows(left, source):
+            by_group = source.to(left.dtype).unflatten(1, (use.groups, -1)).flatten(3)
+            fewer = channels.along(by_group, 2).flatten(1, 2)
+            fewer = fewer.unflatten(2, source.shape[2:])
+            return dataclasses.replace(use, source=fewer, direct=None), columns
+        case Outer(left, right):
+            return Outer(left, folded(right)), columns
+        case Lookup(index, values):
+            return Lookup(index, folded(values)), columns
+        case Dense(values):
+            return Dense(folded(values.flatten(2))), columns
+
+
 def _project_part(
-    part: Outer | Lookup | Dense, shape: Sequence[int], rows: _Table, columns: _Table
+    part: Outer | Lookup | Dense, rows: int, columns: int, folds: _Folds
 ) -> torch.Tensor:
     match part:
         case Dense(values):
-            matrix = values.reshape(len(values), *forms.matrix_shape(shape))
-            matrix = _times(matrix, columns)
-            return (matrix if rows is None else rows @ matrix).flatten(1)
+            matrix = values.reshape(len(values), rows, columns)
+            matrix = _along(matrix, folds.rows, 1)
+            return _along(matrix, folds.columns, 2).flatten(1)
         case Lookup(index, values):
-            count = forms.matrix_shape(shape)[0]
-            values = _times(values, columns)
-            if rows is None:
-                matrix = values.new_zeros(len(values), count, values.shape[2])
-                places = index.long().unsqueeze(2).expand_as(values)
-                return matrix.scatter_add(1, places, values).flatten(1)
-            found = rows.T.index_select(0, index.flatten().long())
-            found = found.view(*index.shape, -1)
-            return (found.transpose(1, 2) @ values).flatten(1)
+            values, places = _along(values, folds.columns, 2), index.long()
+            if folds.rows is not None:
+                signs = folds.rows.signs.index_select(0, places.flatten())
+                values = values * signs.view(*index.shape, 1)
+                rows, places = folds.rows.kept, places % folds.rows.kept
+            matrix = values.new_zeros(len(values), rows, values.shape[2])
+            places = places.unsqueeze(2).expand_as(values)
+            return matrix.scatter_add(1, places, values).flatten(1)
         case Outer(left, right):
-            return _project_outer(left, right, rows, columns).flatten(1)
+            return _project_outer(left, right, folds).flatten(1)
 
 
 def _project_outer(
-    left: torch.Tensor, right: torch.Tensor, rows: _Table, columns: _Table
+    left: torch.Tensor, right: torch.Tensor, folds: _Folds
 ) -> torch.Tensor:
-    """Returns the projections of outer products, in the cheapest sequence."""
+    """Returns the projections of outer products, each side folded when it is cheapest.
+
+    Rows of several groups are folded last, since each group has its own.
+    """
     _, groups, positions, p = left.shape
     q = right.shape[3]
-    k1 = groups * p if rows is None else len(rows)
-    k2 = q if columns is None else len(columns)
-    # Flops of one sample for each group; rows that all stay cannot be summed by group.
-    costs = {
-        "both first": positions * (p * k1 + q * k2 + k1 * k2),
-        "rows last": positions * (q * k2 + p * k2) + k1 * p * k2,
-        "columns last": positions * (p * k1 + k1 * q) + k1 * q * k2 / groups,
-    }
-    if rows is None:
-        costs = {"rows last": 0}
-    sequence = min(costs, key=lambda name: costs[name])
-    if sequence != "columns last":
-        right = _times(right, columns)
-    if sequence == "rows last":
-        matrix = (left.transpose(2, 3) @ right).flatten(1, 2)
-        return matrix if rows is None else rows @ matrix
-    assert rows is not None
-    left = left @ rows.T.unflatten(0, (groups, p))
-    matrix = left.flatten(1, 2).transpose(1, 2) @ right.flatten(1, 2)
-    return matrix if sequence == "both first" else _times(matrix, columns)
+
+    def cost(rows_first: bool, columns_first: bool) -> int:
+        folded = 0
+        a, b = p, q
+        if rows_first and folds.rows is not None:
+            a, folded = folds.rows.kept, folded + p * folds.rows.flops
+        if columns_first and folds.columns is not None:
+            b, folded = folds.columns.kept, folded + q * folds.columns.flops
+        return positions * (folded + 2 * a * b) + FLOPS_PER_ELEMENT * a * b
+
+    may = [(False, False), (False, True)]
+    if groups == 1:
+        may += [(True, False), (True, True)]
+    rows_first, columns_first = min(may, key=lambda firsts: cost(*firsts))
+    if columns_first:
+        right = _along(right, folds.columns, 3)
+    if rows_first:
+        left = _along(left, folds.rows, 3)
+    matrix = (left.transpose(2, 3) @ right).flatten(1, 2)
+    if not rows_first:
+        matrix = _along(matrix, folds.rows, 1)
+    return matrix if columns_first else _along(matrix, folds.columns, 2)
 
 
-def _times(factor: torch.Tensor, table: _Table) -> torch.Tensor:
-    """Returns ``factor Qᵀ``, over the last axis."""
-    return factor if table is None else factor @ table.T
+def _along(values: torch.Tensor, fold: _Fold | None, dim: int) -> torch.Tensor:
+    return values if fold is None else fold.along(values, dim)
+
+
+def _kept_of(count: int, fold: _Fold | None) -> int:
+    return count if fold is None else fold.kept
