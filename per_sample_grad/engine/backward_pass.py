@@ -190,9 +190,10 @@ class BackwardPass:
         edges = [call.region.output for call in self._calls]
         del call
         nodes = [edge.node for edge in edges]
-        lowest, passed = graph.lowest(self.losses.grad_fn, nodes)
-        if self.accumulate is not None:
-            lowest, passed = set(), passed | lowest
+        if self.accumulate is None:
+            lowest, passed = graph.lowest(self.losses.grad_fn, nodes)
+        else:
+            lowest, passed = set(), graph.reachable(self.losses.grad_fn, nodes)
         ends = [number for number, node in enumerate(nodes) if node in lowest]
         handles = []
 
@@ -332,7 +333,9 @@ class BackwardPass:
             return {}
         found = self._fallback.gradients(self.losses, params, calls)
         return {
-            name: [forms.multiplied(forms.widened(forms.Dense(g)), 1 / self._multiplier)]
+            name: [
+                forms.multiplied(forms.widened(forms.Dense(g)), 1 / self._multiplier)
+            ]
             for name, g in found.items()
         }
 

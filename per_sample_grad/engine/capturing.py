@@ -110,10 +110,10 @@ class Capture:
         # Functional transforms lose gradients on lazy devices, and what is run again is
         # only believed when it is compared.
         reruns = way is not None and way.takes_calls and self.check != "never"
-        lazy = any(xla_replica.traits(each).is_lazy for each in self.params.values())
-        self._recorder = recording.Recorder(
-            model, self._names, batch_dim, enclosing=reruns and not lazy
+        reruns = reruns and not any(
+            xla_replica.traits(each).is_lazy for each in self.params.values()
         )
+        self._recorder = recording.Recorder(model, self._names, batch_dim, reruns)
         self._entered = self._answered = False
 
     def __enter__(self) -> Capture:

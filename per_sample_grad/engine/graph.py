@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
@@ -34,6 +34,7 @@ _ALONG_A_DIMENSION = (
     "ScatterAddBackward0",
 )  # fmt: skip
 _FLAT = ("TakeBackward0",)
+_BY_INDICES = frozenset((*_INDEXED, *_ALONG_A_DIMENSION, *_FLAT))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,25 +94,26 @@ def walk(
     by_output = {region.output.node: (i, region) for i, region in enumerate(regions)}
     reached: set[int] = set()
     outside: Counter[str] = Counter()
-    stack: list[Node | None] = [losses.grad_fn]
+    stack: list[Node] = [losses.grad_fn] if losses.grad_fn is not None else []
     seen: set[Node] = set()
     # Numbers in the order of first mention, which is the same for graphs alike.
-    numbers: dict[Node, int] = {}
+    numbers: dict[Node | None, int | None] = {None: None}
     operations: list[tuple[object, ...]] = []
     custom: str | None = None
-    reordered = False
+    reordered, several = False, len(losses) > 1
     while stack:
         node = stack.pop()
-        if node is None or node in seen:
+        if node in seen:
             continue
         seen.add(node)
         if node in by_output:
             number, region = by_output[node]
             reached.add(number)
-            operations.append((number, *_mentions(numbers, region.inputs)))
-            following: list[Node | None] = list(region.inputs)
+            following: Sequence[Node | None] = region.inputs
+            described: list[object] = [number]
         else:
-            if node.name() in _OPAQUE:
+            name, functions = node.name(), node.next_functions
+            if name in _OPAQUE:
                 raise CoverageError(
                     "the forward pass used torch.utils.checkpoint with "
                     "use_reentrant=True, which hides the parameters it uses from the "
@@ -119,16 +121,23 @@ def walk(
                     "capturing"
                 )
             if isinstance(node, torch.autograd.function.BackwardCFunction):
-                custom = node.name()
-            reordered = reordered or (len(losses) > 1 and _reorders(node, batch_dims))
-            following = [below for below, _ in node.next_functions]
-            outputs = (output for _, output in node.next_functions)
-            mentions = zip(_mentions(numbers, following), outputs)
-            operations.append((node.name(), *_settings(node), *mentions))
-        stack.extend(following)
-        # A parameter that is the input of a module is a use, too.
-        variables = (getattr(leaf, "variable", None) for leaf in following)
-        outside.update(names[id(v)] for v in variables if id(v) in names)
+                custom = name
+            if several and name in _BY_INDICES and not reordered:
+                reordered = _reorders(node, batch_dims)
+            following = [below for below, _ in functions]
+            described = [name, *_settings(node), *(output for _, output in functions)]
+        for below in following:
+            number = numbers.setdefault(below, len(numbers))
+            described.append(number)
+            if below is None or below in seen:
+                continue
+            # A parameter that is the input of a module is a use, too.
+            variable = getattr(below, "variable", None)
+            if variable is None or below in by_output:
+                stack.append(below)
+            if variable is not None and id(variable) in names:
+                outside[names[id(variable)]] += 1
+        operations.append(tuple(described))
     # A digest and not `hash`, which is the same for -1 and -2.
     structure = hashlib.sha256(repr(operations).encode()).hexdigest()
     return Reached(frozenset(reached), outside, structure, custom, reordered)
@@ -161,6 +170,19 @@ def inventory(losses: torch.Tensor) -> Inventory:
     return Inventory(frozenset(names), frozenset(dtypes))
 
 
+def reachable(root: Node | None, nodes: Collection[Node]) -> set[Node]:
+    """Returns those of the nodes that a backward pass from ``root`` comes by."""
+    seen = {None, root}
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if node is not None:
+            new = {below for below, _ in node.next_functions} - seen
+            seen |= new
+            stack.extend(new)
+    return seen.intersection(nodes)
+
+
 def lowest(root: Node | None, nodes: Collection[Node]) -> tuple[set[Node], set[Node]]:
     """Returns the nodes from which none of the others can be reached, and the rest.
 
@@ -189,24 +211,18 @@ def lowest(root: Node | None, nodes: Collection[Node]) -> tuple[set[Node], set[N
     return found, {node for node in wanted if node in above} - found
 
 
-def _mentions(
-    numbers: dict[Node, int], nodes: Iterable[Node | None]
-) -> list[int | None]:
-    """Returns a number for every node, the same at every mention."""
-    return [
-        None if node is None else numbers.setdefault(node, len(numbers))
-        for node in nodes
-    ]
-
-
 def _settings(node: Node) -> list[tuple[str, object]]:
     """Returns the settings of an operation: dimensions, indices, sizes, flags.
 
     Floats are left out. They scale and mix nothing, and a coefficient that changes at
     every step does not make another structure.
     """
-    found = ((name, getattr(node, name)) for name in _setting_names(type(node)))
-    return [(name, value) for name, value in found if _is_setting(value)]
+    found: list[tuple[str, object]] = []
+    for name in _setting_names(type(node)):
+        value = getattr(node, name)
+        if _is_setting(value):
+            found.append((name, value))
+    return found
 
 
 @functools.cache
@@ -220,12 +236,11 @@ def _setting_names(kind: type[Node]) -> tuple[str, ...]:
 def _reorders(node: Node, batch_dims: Collection[int]) -> bool:
     """Returns whether a node takes rows along a batch dimension by tensors of indices.
 
-    The node's settings decide; the indices themselves are on the device. A gather of
-    each sample's own numbers (``logits[arange(B), targets]``) has other dimensions.
+    Its name is one of `_BY_INDICES`. The node's settings decide; the indices themselves
+    are on the device. A gather of each sample's own numbers
+    (``logits[arange(B), targets]``) has other dimensions.
     """
     name = node.name()
-    if name not in (*_INDEXED, *_ALONG_A_DIMENSION, *_FLAT):
-        return False
     following = [following for following, _ in node.next_functions]
     if all(below is None or hasattr(below, "variable") for below in following):
         return False  # a leaf is a table, whose rows are not samples
@@ -240,6 +255,6 @@ def _reorders(node: Node, batch_dims: Collection[int]) -> bool:
 
 
 def _is_setting(value: object) -> bool:
-    if isinstance(value, tuple | list):
+    if isinstance(value, (tuple, list)):
         return all(map(_is_setting, value))
-    return value is None or isinstance(value, bool | int | str)
+    return value is None or isinstance(value, (bool, int, str))

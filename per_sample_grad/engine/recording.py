@@ -23,11 +23,14 @@ from xla_replica.common.trees import map_tensors, tensors_in
 
 @dataclasses.dataclass(frozen=True)
 class RecordedModule:
-    """A module of the model whose calls are recorded, because it has a rule."""
+    """A module of the model with selected parameters.
+
+    Its calls are recorded if it has a rule.
+    """
 
     name: str
     kind: str
-    rule: Rule
+    rule: Rule | None
     params: Mapping[str, str]  # selected ones, from names in it to those in the model
 
     def __str__(self) -> str:
@@ -83,7 +86,8 @@ class Recorder:
             batch_dim = {"": check_integer("batch_dim", batch_dim)}
         # By module name, and under "" of all others.
         self._batch_dims = {"": 0, **batch_dim}
-        unknown = sorted(self._batch_dims.keys() - dict(model.named_modules()).keys())
+        unknown = self._batch_dims.keys() - {""}
+        unknown = sorted(unknown and unknown - dict(model.named_modules()).keys())
         if unknown:
             raise ValueError(
                 f"batch_dim names {', '.join(unknown)}, which are not modules of the "
@@ -112,15 +116,13 @@ class Recorder:
         # A module with a rule is one layer, whatever modules are in it.
         own = module.named_parameters(recurse=rule is not None, remove_duplicate=False)
         params = {n: self._names[id(p)] for n, p in own if id(p) in self._names}
-        holds = any(id(param) in self._names for param in module.parameters())
-        if self._records_enclosing and holds:
+        if self._records_enclosing and any(
+            id(param) in self._names for param in module.parameters()
+        ):
             hooks.append(functools.partial(self._enclose, name))
         if params:
-            note = functools.partial(self._note, params.values())
-            self._placed.callback(module.register_forward_pre_hook(note).remove)
-            if rule is not None:
-                owner = RecordedModule(name, type(module).__name__, rule, params)
-                hooks.append(functools.partial(self._record, owner))
+            owner = RecordedModule(name, type(module).__name__, rule, params)
+            hooks.append(functools.partial(self._record, owner))
         if batch_norm.needs_arithmetic(module):
             hooks.append(batch_norm.output_by_arithmetic)
         if wrong_operations.is_wrong_on_lazy_devices(module):
@@ -131,11 +133,6 @@ class Recorder:
             handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True)
             self._placed.callback(handle.remove)
 
-    def _note(self, names: Collection[str], module: nn.Module, args: object) -> None:
-        self.called = True
-        if not torch.is_grad_enabled():
-            self.unrecorded.update(names)
-
     def _record(
         self,
         owner: RecordedModule,
@@ -144,8 +141,15 @@ class Recorder:
         kwargs: dict[str, Any],
         out: Any,
     ) -> None:
-        output = out[0] if isinstance(out, tuple | list) else out
-        if not isinstance(output, torch.Tensor) or not output.requires_grad:
+        self.called = True
+        if not torch.is_grad_enabled():
+            self.unrecorded.update(owner.params.values())
+        output = out[0] if isinstance(out, (tuple, list)) else out
+        if (
+            owner.rule is None
+            or not isinstance(output, torch.Tensor)
+            or not output.requires_grad
+        ):
             return
         tensors = tensors_in((args, kwargs))
         for tensor in (*tensors, output):

@@ -173,6 +173,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return rows, math.prod(shape[1:])
 
 
+@functools.cache
 def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
     """Returns the dtype of sums: the widest of these dtypes, and at least float32."""
     floats = (dtype for dtype in dtypes if dtype.is_floating_point)
@@ -181,10 +182,11 @@ def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Returns a context without a graph and without the caller's autocast."""
+    if not torch.is_autocast_enabled(device.type):
+        return torch.no_grad()
     stack = contextlib.ExitStack()
     stack.enter_context(torch.no_grad())
-    if torch.is_autocast_enabled(device.type):
-        stack.enter_context(torch.autocast(device.type, enabled=False))
+    stack.enter_context(torch.autocast(device.type, enabled=False))
     return stack
 
 
@@ -193,15 +195,17 @@ def widened(contribution: Contribution) -> Contribution:
 
     The source of `Windows` keeps its dtype until it is unfolded.
     """
-    tensors = {name: tensor.detach() for name, tensor in _tensors(contribution).items()}
+    tensors = _tensors(contribution)
     dtype = accumulation_dtype(*(tensor.dtype for tensor in tensors.values()))
+    changed: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and name != "source":
-            tensors[name] = tensor.to(dtype)
+        wide = dtype if tensor.is_floating_point() and name != "source" else None
+        if tensor.requires_grad or wide not in (None, tensor.dtype):
+            changed[name] = tensor.detach().to(wide or tensor.dtype)
     if isinstance(contribution, Dense) and contribution.values.dim() == 1:
         # The gradient of a single number is a row of one number.
-        tensors["values"] = tensors["values"].unsqueeze(1)
-    return dataclasses.replace(contribution, **tensors)
+        changed["values"] = changed.get("values", contribution.values).unsqueeze(1)
+    return dataclasses.replace(contribution, **changed) if changed else contribution
 
 
 def multiplied(contribution: Contribution, number: float) -> Contribution:
@@ -239,6 +243,8 @@ def regroup(contribution: Contribution, num_samples: int) -> Contribution:
     sample's gradient is the sum over its rows, so positions are joined and gradients
     are added.
     """
+    if num_rows(contribution) == num_samples:
+        return contribution
     match contribution:
         case Outer(left, right):
             return Outer(_joined(left, num_samples), _joined(right, num_samples))
@@ -251,8 +257,6 @@ def regroup(contribution: Contribution, num_samples: int) -> Contribution:
             values = values.reshape(num_samples, -1, values.shape[-1])
             return Lookup(index.reshape(num_samples, -1), values)
         case Dense(values):
-            if values.shape[0] == num_samples:
-                return contribution
             return Dense(values.unflatten(0, (num_samples, -1)).sum(1))
 
 
@@ -269,6 +273,8 @@ def merge(contributions: Sequence[Contribution]) -> list[Contribution]:
     the cross terms between the uses too. `Outer` counts as a form for each number of
     groups; `Windows` stay apart, since joining them would unfold them.
     """
+    if len(contributions) < 2:
+        return list(contributions)
     alike: dict[tuple[int, int], list[Contribution]] = {}
     for number, contribution in enumerate(contributions):
         match contribution:

@@ -27,7 +27,6 @@ import torch
 
 from per_sample_grad.factors import forms
 from per_sample_grad.factors.forms import Contribution, Dense, Lookup, Outer, Windows
-from per_sample_grad.factors.plan import FLOPS_PER_ELEMENT
 from xla_replica.common.arguments import check_integer
 
 
@@ -91,9 +90,7 @@ class Projection:
             budget: Bytes of temporary tensors.
         """
         folds = self._folds_like(name, forms.float_factor(uses[0]))
-        return forms.summed(
-            _project(use, self.shapes[name], folds, budget) for use in uses
-        )
+        return forms.summed([_project(use, folds, budget) for use in uses])
 
     def _folds_like(self, name: str, like: torch.Tensor) -> _Folds:
         """Returns P and Q of a parameter, made once for each device and dtype."""
@@ -112,7 +109,8 @@ class Projection:
             if of_channels is not None:
                 columns = of_channels.kept * kernel
             of_rows, of_columns = fold(rows, k1, "rows"), fold(columns, k2, "columns")
-            self._folds[key] = _Folds(of_rows, of_channels, of_columns)
+            sizes = rows, columns, kernel
+            self._folds[key] = _Folds(of_rows, of_channels, of_columns, *sizes)
         return self._folds[key]
 
 
@@ -120,6 +118,8 @@ class Projection:
 _FEWEST_CHANNELS = 4
 # Numbers are added up by a product with a matrix where no more are kept.
 _MOST_BY_PRODUCT = 32
+# As long as so many operations of a product takes a CPU to write a number.
+_FLOPS_PER_ELEMENT = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,8 +139,12 @@ class _Fold:
     def along(self, values: torch.Tensor, dim: int) -> torch.Tensor:
         """Returns the sums along a dimension, of which n becomes ``kept``."""
         after = values.shape[dim + 1 :]
-        if self.matrix is not None and len(after) < 2:
-            return self.matrix.T @ values if after else values @ self.matrix
+        if self.matrix is not None and not after:
+            return values @ self.matrix
+        if self.matrix is not None and len(after) == 1:
+            if values.is_contiguous():
+                return self.matrix.T @ values
+            return (values.transpose(-1, -2) @ self.matrix).transpose(-1, -2)
         signed = values * self.signs.view(-1, *(1 for _ in after))
         whole = len(self.signs) // self.kept * self.kept
         total = signed.narrow(dim, 0, whole).unflatten(dim, (-1, self.kept)).sum(dim)
@@ -155,11 +159,18 @@ class _Fold:
 
 
 class _Folds(NamedTuple):
-    """P, and Q as two folds one after the other; None: all numbers stay."""
+    """P, and Q as two folds one after the other; None: all numbers stay.
+
+    ``num_rows`` and ``num_columns`` are the numbers of a gradient before P and after
+    the first fold of Q; ``kernel`` is how many columns a channel has.
+    """
 
     rows: _Fold | None
     channels: _Fold | None
     columns: _Fold | None
+    num_rows: int
+    num_columns: int
+    kernel: int
 
 
 def _kept(shapes: Mapping[str, Sequence[int]], size: int) -> dict[str, tuple[int, int]]:
@@ -198,56 +209,52 @@ def _fold(count: int, kept: int, seed: str, like: torch.Tensor) -> _Fold | None:
     return _Fold(signs.to(like.device), kept, matrix)
 
 
-def _project(
-    use: Contribution, shape: Sequence[int], folds: _Folds, budget: int
-) -> torch.Tensor:
+def _project(use: Contribution, folds: _Folds, budget: int) -> torch.Tensor:
     """Returns ``P G Qᵀ`` of every sample's gradient of one use, ``(N, k1 k2)``."""
-    rows, columns = forms.matrix_shape(shape)
     if folds.channels is not None:
-        kernel = math.prod(shape[2:])
-        use, columns = _fewer_channels(use, folds.channels, kernel)
-    itemsize = forms.float_factor(use).dtype.itemsize
-    kept = _kept_of(rows, folds.rows) + _kept_of(columns, folds.columns)
-    elements = (rows + forms.num_positions(use)) * kept
+        use = _fewer_channels(use, folds.channels, folds.kernel)
+    like = forms.float_factor(use)
+    kept = _kept_of(folds.num_rows, folds.rows)
+    kept += _kept_of(folds.num_columns, folds.columns)
+    elements = (folds.num_rows + forms.num_positions(use)) * kept
     elements += forms.unfolded_elements(use)
-    size = max(1, budget // (elements * itemsize))
+    size = max(1, budget // (elements * like.dtype.itemsize))
+    if size >= len(like) and not isinstance(use, Windows):
+        return _project_part(use, folds)
     found = [
-        _project_part(forms.part(use, *interval), rows, columns, folds)
-        for interval in forms.chunks(forms.num_rows(use), size)
+        _project_part(forms.part(use, *interval), folds)
+        for interval in forms.chunks(len(like), size)
     ]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _fewer_channels(
-    use: Contribution, channels: _Fold, kernel: int
-) -> tuple[Contribution, int]:
-    """Returns a use with its input channels folded, and how many columns it has."""
+def _fewer_channels(use: Contribution, channels: _Fold, kernel: int) -> Contribution:
+    """Returns a use with its input channels folded."""
 
     def folded(values: torch.Tensor) -> torch.Tensor:
         by_channel = values.unflatten(-1, (-1, kernel))
         return channels.along(by_channel, values.dim() - 1).flatten(-2)
 
-    columns = channels.kept * kernel
     match use:
         case Windows(left, source):
             by_group = source.to(left.dtype).unflatten(1, (use.groups, -1)).flatten(3)
             fewer = channels.along(by_group, 2).flatten(1, 2)
             fewer = fewer.unflatten(2, source.shape[2:])
-            return dataclasses.replace(use, source=fewer, direct=None), columns
+            return dataclasses.replace(use, source=fewer, direct=None)
         case Outer(left, right):
-            return Outer(left, folded(right)), columns
+            return Outer(left, folded(right))
         case Lookup(index, values):
-            return Lookup(index, folded(values)), columns
+            return Lookup(index, folded(values))
         case Dense(values):
-            return Dense(folded(values.flatten(2))), columns
+            return Dense(folded(values.flatten(2)))
 
 
-def _project_part(
-    part: Outer | Lookup | Dense, rows: int, columns: int, folds: _Folds
-) -> torch.Tensor:
+def _project_part(part: Outer | Lookup | Dense, folds: _Folds) -> torch.Tensor:
     match part:
+        case Dense(values) if folds.num_columns == 1:
+            return _along(values.flatten(1), folds.rows, 1)
         case Dense(values):
-            matrix = values.reshape(len(values), rows, columns)
+            matrix = values.reshape(-1, folds.num_rows, folds.num_columns)
             matrix = _along(matrix, folds.rows, 1)
             return _along(matrix, folds.columns, 2).flatten(1)
         case Lookup(index, values):
@@ -255,7 +262,8 @@ def _project_part(
             if folds.rows is not None:
                 signs = folds.rows.signs.index_select(0, places.flatten())
                 values = values * signs.view(*index.shape, 1)
-                rows, places = folds.rows.kept, places % folds.rows.kept
+                places = places % folds.rows.kept
+            rows = _kept_of(folds.num_rows, folds.rows)
             matrix = values.new_zeros(len(values), rows, values.shape[2])
             places = places.unsqueeze(2).expand_as(values)
             return matrix.scatter_add(1, places, values).flatten(1)
@@ -271,29 +279,39 @@ def _project_outer(
     Rows of several groups are folded last, since each group has its own.
     """
     _, groups, positions, p = left.shape
-    q = right.shape[3]
+    q, of_rows, of_columns = right.shape[3], folds.rows, folds.columns
 
     def cost(rows_first: bool, columns_first: bool) -> int:
-        folded = 0
-        a, b = p, q
-        if rows_first and folds.rows is not None:
-            a, folded = folds.rows.kept, folded + p * folds.rows.flops
-        if columns_first and folds.columns is not None:
-            b, folded = folds.columns.kept, folded + q * folds.columns.flops
-        return positions * (folded + 2 * a * b) + FLOPS_PER_ELEMENT * a * b
+        a, b, each, after = p, q, 0, 0
+        if rows_first and of_rows is not None:
+            a, each = of_rows.kept, each + p * of_rows.flops
+        if columns_first and of_columns is not None:
+            b, each = of_columns.kept, each + q * of_columns.flops
+        if not rows_first and of_rows is not None:
+            after += p * b * of_rows.flops
+        if not columns_first and of_columns is not None:
+            after += _kept_of(p, of_rows) * q * of_columns.flops
+        return positions * (each + 2 * a * b) + _FLOPS_PER_ELEMENT * a * b + after
 
-    may = [(False, False), (False, True)]
-    if groups == 1:
-        may += [(True, False), (True, True)]
-    rows_first, columns_first = min(may, key=lambda firsts: cost(*firsts))
-    if columns_first:
-        right = _along(right, folds.columns, 3)
+    orders = [(True, True), (False, True), (True, False), (False, False)]
+    orders = orders if groups == 1 else orders[1::2]
+    rows_first, columns_first = min(orders, key=lambda order: cost(*order))
+    # (N, G, p, T): convolutions have their positions last already.
+    left = left.transpose(2, 3)
     if rows_first:
-        left = _along(left, folds.rows, 3)
-    matrix = (left.transpose(2, 3) @ right).flatten(1, 2)
+        left = _along(left, of_rows, 2)
+    if columns_first:
+        right = _along(right, of_columns, 3)
+    if positions == 1:
+        matrix = left * right
+    elif left.shape[2] <= right.shape[3]:
+        matrix = left @ right
+    else:  # faster in this order on a CPU
+        matrix = (right.transpose(2, 3) @ left.transpose(2, 3)).transpose(2, 3)
+    matrix = matrix.flatten(1, 2)
     if not rows_first:
-        matrix = _along(matrix, folds.rows, 1)
-    return matrix if columns_first else _along(matrix, folds.columns, 2)
+        matrix = _along(matrix, of_rows, 1)
+    return matrix if columns_first else _along(matrix, of_columns, 2)
 
 
 def _along(values: torch.Tensor, fold: _Fold | None, dim: int) -> torch.Tensor:
