@@ -235,13 +235,12 @@ class BackwardPass:
     def _reach(self, number: int, gradient: torch.Tensor | None) -> None:
         call = self._calls[number]
         assert call is not None
-        if gradient is not None:
-            with forms.full_precision(gradient.device):
-                self._apply(call, gradient.detach().reshape(call.shape))
         names, size = dict.fromkeys(call.owner.params.values()), call.shape.numel()
-        self._calls[number] = call = None  # its arguments can be freed
         complete: dict[str, list[Contribution]] = {}
-        with torch.no_grad():
+        with forms.full_precision(self.losses.device):
+            if gradient is not None:
+                self._apply(call, gradient.detach().reshape(call.shape))
+            self._calls[number] = call = None  # its arguments can be freed
             for name in names:
                 self._missing[name] -= 1
                 if not self._missing[name] and name not in self.problems:

@@ -18,6 +18,7 @@ more variance than a projection of the whole gradient to as many numbers.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -27,15 +28,17 @@ import torch
 
 from per_sample_grad.factors import forms
 from per_sample_grad.factors.forms import Contribution, Dense, Lookup, Outer, Windows
+from xla_replica import traits
 from xla_replica.common.arguments import check_integer
 
 
 class Projection:
     """A linear map from gradients to a few numbers for each parameter.
 
-    It is the same for the same names, shapes, size and seed, on every device. Rows and
-    columns of all parameters shrink by one ratio, the largest with which all of it fits
-    ``size``; where that is one, gradients stay as they are.
+    It is the same for the same names, shapes, size and seed, on every device. All
+    parameters keep one share of their numbers, the largest with which all of it fits
+    ``size``; where that is one, gradients stay as they are. The shorter side keeps few
+    numbers and the longer one many, because that is cheap and not worse.
 
     Args:
         parameters: By name: parameters, or shapes.
@@ -104,8 +107,8 @@ class Projection:
 
             of_channels = None
             if kernel > 1:
-                fewest = max(_FEWEST_CHANNELS, -(-k2 // kernel))
-                of_channels = fold(columns // kernel, fewest, "channels")
+                num_channels = max(_MOST_CHANNELS, -(-k2 // kernel))
+                of_channels = fold(columns // kernel, num_channels, "channels")
             if of_channels is not None:
                 columns = of_channels.kept * kernel
             of_rows, of_columns = fold(rows, k1, "rows"), fold(columns, k2, "columns")
@@ -114,10 +117,18 @@ class Projection:
         return self._folds[key]
 
 
-# A convolution's input keeps at least so many channels, if it has them.
-_FEWEST_CHANNELS = 4
-# Numbers are added up by a product with a matrix where no more are kept.
+# The shorter side of a projection, and a convolution's input, keep no more than this:
+# it is what sums over positions cost, and the same number of entries keeps inner
+# products as well when they are one long side (measured on a CNN and a transformer).
+_MOST_OF_SHORTER = 8
+_MOST_CHANNELS = 2
+# Numbers are added up by a product with a matrix where no more are kept, or where there
+# are few; and where the matrix is small.
 _MOST_BY_PRODUCT = 32
+_FEW = 2**24
+_LARGEST_MATRIX = 2**18
+# The bytes of patches that are unfolded at a time, which stay in a CPU's cache.
+_CACHE = 2**21
 # As long as so many operations of a product takes a CPU to write a number.
 _FLOPS_PER_ELEMENT = 32
 
@@ -129,7 +140,7 @@ class _Fold:
     Attributes:
         signs: ``(n,)``; number i is added to number ``i % kept``.
         kept: k.
-        matrix: ``(n, k)``: the same, if k is small enough for products with it.
+        matrix: ``(n, k)``: the same, if it is small enough for products with it.
     """
 
     signs: torch.Tensor
@@ -139,23 +150,17 @@ class _Fold:
     def along(self, values: torch.Tensor, dim: int) -> torch.Tensor:
         """Returns the sums along a dimension, of which n becomes ``kept``."""
         after = values.shape[dim + 1 :]
-        if self.matrix is not None and not after:
-            return values @ self.matrix
-        if self.matrix is not None and len(after) == 1:
-            if values.is_contiguous():
-                return self.matrix.T @ values
-            return (values.transpose(-1, -2) @ self.matrix).transpose(-1, -2)
+        if len(after) == 1 and not values.is_contiguous():  # its transpose is, likely
+            return self.along(values.transpose(-1, -2), dim + 1).transpose(-1, -2)
+        few = values.numel() * self.kept <= _FEW or self.kept <= _MOST_BY_PRODUCT
+        if self.matrix is not None and few and len(after) < 2:
+            return self.matrix.T @ values if after else values @ self.matrix
         signed = values * self.signs.view(-1, *(1 for _ in after))
         whole = len(self.signs) // self.kept * self.kept
         total = signed.narrow(dim, 0, whole).unflatten(dim, (-1, self.kept)).sum(dim)
         rest = signed.narrow(dim, whole, len(self.signs) - whole)
         total.narrow(dim, 0, rest.shape[dim]).add_(rest)
         return total
-
-    @property
-    def flops(self) -> int:
-        """About what it takes for each of the n numbers."""
-        return 2 * min(self.kept, _MOST_BY_PRODUCT)
 
 
 class _Folds(NamedTuple):
@@ -172,15 +177,18 @@ class _Folds(NamedTuple):
     num_columns: int
     kernel: int
 
+    @property
+    def kept(self) -> tuple[int, int]:
+        """k1 and k2."""
+        k1 = self.num_rows if self.rows is None else self.rows.kept
+        return k1, self.num_columns if self.columns is None else self.columns.kept
+
 
 def _kept(shapes: Mapping[str, Sequence[int]], size: int) -> dict[str, tuple[int, int]]:
-    """Returns the rows and columns that are kept, by the largest common ratio."""
+    """Returns the rows and columns that are kept, by the largest common share."""
 
     def at(ratio: float) -> dict[str, tuple[int, int]]:
-        return {
-            name: tuple(max(1, int(n * ratio)) for n in forms.matrix_shape(shape))
-            for name, shape in shapes.items()
-        }
+        return {name: _kept_at(ratio, shape) for name, shape in shapes.items()}
 
     # Only these ratios change anything.
     sides = {n for shape in shapes.values() for n in forms.matrix_shape(shape)}
@@ -196,6 +204,21 @@ def _kept(shapes: Mapping[str, Sequence[int]], size: int) -> dict[str, tuple[int
     return at(low)
 
 
+def _kept_at(ratio: float, shape: Sequence[int]) -> tuple[int, int]:
+    """Returns as many rows and columns in all as this share of either makes."""
+    rows, columns = forms.matrix_shape(shape)
+    k1, k2 = max(1, int(rows * ratio)), max(1, int(columns * ratio))
+    kernel = math.prod(shape[2:])
+    if ratio == 1 or (kernel > 1 and k2 < _MOST_CHANNELS * kernel):
+        return k1, k2
+    most = _MOST_OF_SHORTER if kernel == 1 else _MOST_CHANNELS * kernel
+    if kernel > 1 or most < k2 <= k1:
+        return min(rows, k1 * k2 // most), most
+    if most < k1 < k2:
+        return most, min(columns, k1 * k2 // most)
+    return k1, k2
+
+
 def _fold(count: int, kept: int, seed: str, like: torch.Tensor) -> _Fold | None:
     """Returns a fold of ``count`` numbers with random signs; None if all stay."""
     if kept >= count:
@@ -203,7 +226,7 @@ def _fold(count: int, kept: int, seed: str, like: torch.Tensor) -> _Fold | None:
     generator = torch.Generator().manual_seed(random.Random(seed).getrandbits(63))
     bits = torch.randint(0, 2, (count,), generator=generator, dtype=torch.int8)
     signs, matrix = (2 * bits - 1).to(like.dtype), None
-    if kept <= _MOST_BY_PRODUCT:
+    if kept <= _MOST_BY_PRODUCT or count * kept <= _LARGEST_MATRIX:
         matrix = torch.eye(kept, dtype=like.dtype).repeat(-(-count // kept), 1)
         matrix = (matrix[:count] * signs.unsqueeze(1)).to(like.device)
     return _Fold(signs.to(like.device), kept, matrix)
@@ -214,10 +237,13 @@ def _project(use: Contribution, folds: _Folds, budget: int) -> torch.Tensor:
     if folds.channels is not None:
         use = _fewer_channels(use, folds.channels, folds.kernel)
     like = forms.float_factor(use)
-    kept = _kept_of(folds.num_rows, folds.rows)
-    kept += _kept_of(folds.num_columns, folds.columns)
-    elements = (folds.num_rows + forms.num_positions(use)) * kept
-    elements += forms.unfolded_elements(use)
+    if isinstance(use, Dense) and folds.num_columns == 1:
+        return _along(like.flatten(1), folds.rows, 1)
+    if isinstance(use, Windows) and traits(like).is_host:
+        budget = min(budget, _CACHE)
+    (p, q), (k1, k2), positions = folds[3:5], folds.kept, forms.num_positions(use)
+    elements = forms.unfolded_elements(use) or positions * (k1 + k2)
+    elements += p * q if isinstance(use, Dense) else min(p * k2, k1 * q)
     size = max(1, budget // (elements * like.dtype.itemsize))
     if size >= len(like) and not isinstance(use, Windows):
         return _project_part(use, folds)
@@ -251,8 +277,6 @@ def _fewer_channels(use: Contribution, channels: _Fold, kernel: int) -> Contribu
 
 def _project_part(part: Outer | Lookup | Dense, folds: _Folds) -> torch.Tensor:
     match part:
-        case Dense(values) if folds.num_columns == 1:
-            return _along(values.flatten(1), folds.rows, 1)
         case Dense(values):
             matrix = values.reshape(-1, folds.num_rows, folds.num_columns)
             matrix = _along(matrix, folds.rows, 1)
@@ -263,8 +287,7 @@ def _project_part(part: Outer | Lookup | Dense, folds: _Folds) -> torch.Tensor:
                 signs = folds.rows.signs.index_select(0, places.flatten())
                 values = values * signs.view(*index.shape, 1)
                 places = places % folds.rows.kept
-            rows = _kept_of(folds.num_rows, folds.rows)
-            matrix = values.new_zeros(len(values), rows, values.shape[2])
+            matrix = values.new_zeros(len(values), *folds.kept)
             places = places.unsqueeze(2).expand_as(values)
             return matrix.scatter_add(1, places, values).flatten(1)
         case Outer(left, right):
@@ -279,32 +302,20 @@ def _project_outer(
     Rows of several groups are folded last, since each group has its own.
     """
     _, groups, positions, p = left.shape
-    q, of_rows, of_columns = right.shape[3], folds.rows, folds.columns
-
-    def cost(rows_first: bool, columns_first: bool) -> int:
-        a, b, each, after = p, q, 0, 0
-        if rows_first and of_rows is not None:
-            a, each = of_rows.kept, each + p * of_rows.flops
-        if columns_first and of_columns is not None:
-            b, each = of_columns.kept, each + q * of_columns.flops
-        if not rows_first and of_rows is not None:
-            after += p * b * of_rows.flops
-        if not columns_first and of_columns is not None:
-            after += _kept_of(p, of_rows) * q * of_columns.flops
-        return positions * (each + 2 * a * b) + _FLOPS_PER_ELEMENT * a * b + after
-
-    orders = [(True, True), (False, True), (True, False), (False, False)]
-    orders = orders if groups == 1 else orders[1::2]
-    rows_first, columns_first = min(orders, key=lambda order: cost(*order))
+    of_rows, of_columns = folds.rows, folds.columns
+    if groups == positions == 1:
+        left = _along(left.flatten(1), of_rows, 1)
+        right = _along(right.flatten(1), of_columns, 1)
+        return left.unsqueeze(2) * right.unsqueeze(1)
+    sizes = (p, right.shape[3], *folds.kept)
+    rows_first, columns_first = _folded_first(groups, positions, *sizes)
     # (N, G, p, T): convolutions have their positions last already.
     left = left.transpose(2, 3)
     if rows_first:
         left = _along(left, of_rows, 2)
     if columns_first:
         right = _along(right, of_columns, 3)
-    if positions == 1:
-        matrix = left * right
-    elif left.shape[2] <= right.shape[3]:
+    if left.shape[2] <= right.shape[3]:
         matrix = left @ right
     else:  # faster in this order on a CPU
         matrix = (right.transpose(2, 3) @ left.transpose(2, 3)).transpose(2, 3)
@@ -314,9 +325,26 @@ def _project_outer(
     return matrix if columns_first else _along(matrix, of_columns, 2)
 
 
+@functools.cache
+def _folded_first(
+    groups: int, positions: int, p: int, q: int, k1: int, k2: int
+) -> tuple[bool, bool]:
+    """Returns whether rows and columns are folded before the sum over positions."""
+
+    def cost(rows_first: bool, columns_first: bool) -> int:
+        a, b = k1 if rows_first else p, k2 if columns_first else q
+        rows, columns = (
+            0 if kept == count else 2 * count * min(kept, _MOST_BY_PRODUCT)
+            for kept, count in ((k1, p * groups), (k2, q))
+        )
+        each = rows * rows_first + columns * columns_first + 2 * a * b
+        after = rows * b * (not rows_first) + columns * k1 * (not columns_first)
+        return positions * each + _FLOPS_PER_ELEMENT * a * b + after
+
+    orders = [(True, True), (False, True), (True, False), (False, False)]
+    orders = orders if groups == 1 else orders[1::2]
+    return min(orders, key=lambda order: cost(*order))
+
+
 def _along(values: torch.Tensor, fold: _Fold | None, dim: int) -> torch.Tensor:
     return values if fold is None else fold.along(values, dim)
-
-
-def _kept_of(count: int, fold: _Fold | None) -> int:
-    return count if fold is None else fold.kept

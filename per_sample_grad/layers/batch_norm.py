@@ -3,6 +3,7 @@
 Also what a capture has to know of normalisations by running or batch statistics.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 import xla_replica
 from per_sample_grad.errors import CouplingError, Refusal
 from per_sample_grad.factors.forms import Contribution, accumulation_dtype
-from per_sample_grad.layers.registry import Call, affine, register_rule, wide_input
+from per_sample_grad.layers.registry import Call, affine, register_rule
 
 
 @register_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -24,7 +25,7 @@ def batch_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     assert isinstance(module, _NormBase)
     if uses_batch_statistics(module):
         raise Refusal("it normalises by statistics of the batch")
-    return affine(by_running_statistics(module, wide_input(call)), grad, kept=[1])
+    return affine(call, grad, [1], functools.partial(by_running_statistics, module))
 
 
 def uses_batch_statistics(module: _NormBase) -> bool:

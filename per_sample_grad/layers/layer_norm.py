@@ -1,11 +1,13 @@
 """LayerNorm: ``Σ_t x̂_t ⊙ δ_t`` and ``Σ_t δ_t``."""
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from per_sample_grad.factors.forms import Contribution
-from per_sample_grad.layers.registry import Call, affine, register_rule, wide_input
+from per_sample_grad.layers.registry import Call, affine, register_rule
 
 
 @register_rule(nn.LayerNorm)
@@ -14,6 +16,6 @@ def layer_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     module = call.module
     assert isinstance(module, nn.LayerNorm)
     shape = list(module.normalized_shape)
-    normalized = F.layer_norm(wide_input(call), shape, eps=module.eps)
     kept = range(grad.dim() - len(shape), grad.dim())
-    return affine(normalized, grad, kept)
+    normalize = functools.partial(F.layer_norm, normalized_shape=shape, eps=module.eps)
+    return affine(call, grad, kept, normalize)

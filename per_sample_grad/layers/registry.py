@@ -9,6 +9,10 @@ from torch import nn
 
 from per_sample_grad.errors import Refusal
 from per_sample_grad.factors.forms import Contribution, Dense, accumulation_dtype
+from xla_replica import traits
+
+# How many numbers at a time are normalised on a CPU, to stay in its cache.
+_CACHED = 2**18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,20 +135,33 @@ def over_positions(values: torch.Tensor, kept: Sequence[int]) -> torch.Tensor:
 
 
 def affine(
-    normalized: torch.Tensor, grad: torch.Tensor, kept: Sequence[int]
+    call: Call,
+    grad: torch.Tensor,
+    kept: Sequence[int],
+    normalize: Callable[[torch.Tensor], torch.Tensor],
 ) -> dict[str, Contribution]:
-    """Returns those of ``weight * normalized + bias``: ``Σ x̂ ⊙ δ`` and ``Σ δ``.
+    """Returns those of ``weight * x̂ + bias``: ``Σ x̂ ⊙ δ`` and ``Σ δ``.
 
-    It overwrites ``normalized``: a CPU takes longer for new memory than for a product.
+    Args:
+        call: Its input is normalised, in float32 or wider so that nothing is rounded.
+        grad: δ, of the input's shape.
+        kept: The dimensions of weight and bias.
+        normalize: Maps the input of any number of samples to a new tensor x̂.
     """
-    dtype = accumulation_dtype(grad.dtype, normalized.dtype)
+    inputs, size = call.input, len(grad)
+    dtype = accumulation_dtype(inputs.dtype, grad.dtype)
+    if traits(grad).is_host:  # new memory takes it longer than what is computed
+        size = max(1, _CACHED // max(1, grad[0].numel()))
+    weight = [
+        over_positions(normalize(some.to(dtype)).mul_(deltas), kept)
+        for some, deltas in zip(inputs.split(size), grad.split(size))
+    ]
     bias = over_positions(grad, kept)
-    weight = over_positions(normalized.to(dtype).mul_(grad), kept)
-    return {"weight": Dense(weight), "bias": Dense(bias)}
+    return {"weight": Dense(torch.cat(weight)), "bias": Dense(bias)}
 
 
 def wide_input(call: Call) -> torch.Tensor:
-    """Returns the input in float32 or wider, so that normalising does not round it."""
+    """Returns the input in float32 or wider, so that a product does not round it."""
     return call.input.to(accumulation_dtype(call.input.dtype))
 
 

@@ -4,17 +4,21 @@ import torch
 from torch import nn
 
 from per_sample_grad.factors.forms import Contribution, accumulation_dtype
-from per_sample_grad.layers.registry import Call, affine, register_rule, wide_input
+from per_sample_grad.layers.registry import Call, affine, register_rule
 
 
 @register_rule(nn.RMSNorm)
 def rms_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes ``input`` and ``grad`` of shape ``(N, *, *normalized_shape)``."""
-    module, inputs = call.module, wide_input(call)
+    module = call.module
     assert isinstance(module, nn.RMSNorm)
     kept = range(grad.dim() - len(module.normalized_shape), grad.dim())
     eps = module.eps
     if eps is None:  # torch's default is that of the dtype it computes in
         eps = torch.finfo(accumulation_dtype(call.input.dtype)).eps
-    square = inputs.square().mean(tuple(kept), keepdim=True)
-    return affine(inputs * torch.rsqrt(square + eps), grad, kept)
+
+    def normalize(inputs: torch.Tensor) -> torch.Tensor:
+        square = inputs.square().mean(tuple(kept), keepdim=True)
+        return inputs * torch.rsqrt(square + eps)
+
+    return affine(call, grad, kept, normalize)

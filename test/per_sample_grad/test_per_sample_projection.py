@@ -80,12 +80,14 @@ def test_inner_products_are_right_in_expectation():
     assert (grams[60] - grams[10**6]).abs().mean() > 0  # they are projections
 
 
-def test_rows_and_columns_shrink_by_one_ratio():
+def test_parameters_keep_one_share_and_few_numbers_of_the_shorter_side():
     projection = psg.Projection({"a": (100, 50), "b": (100,), "c": (3, 2)}, 700)
-    assert projection.kept == {"a": (36, 18), "b": (36, 1), "c": (1, 1)}
-    assert projection.size == 36 * 18 + 36 + 1
-    assert psg.Projection(SHAPES, 10**6).kept["deep"] == (6, 36)
+    assert projection.kept == {"a": (81, 8), "b": (36, 1), "c": (1, 1)}
+    assert projection.size == 81 * 8 + 36 + 1
     assert "to 685, seed 0" in str(projection)
+    projection = psg.Projection({"a": (50, 100), "b": (32, 16, 3, 3)}, 1500)
+    assert projection.kept == {"a": (8, 100), "b": (32, 18)}  # two channels
+    assert psg.Projection(SHAPES, 10**6).kept["deep"] == (6, 36)
 
 
 def test_the_map_depends_on_seed_name_and_nothing_else():
