@@ -43,13 +43,16 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "thresholds.csv").write_text(
         "samples,batchsize,devices\n0,64,2\n128,128,4\n"
     )
-    header = {"event": "start", "step": 0, "num_replicas": 1, "minibatch_size": 32}
+    header = {"event": "start", "step": 0, "time": 9.5, "num_replicas": 1}
+    header["minibatch_size"] = 32
     lines = [
         {"step": n, "batch_size": 32 + n % 3 * 32, "seconds": 1.5 + n % 3}
         for n in range(30)
     ]
     texts = [json.dumps(line) + "\n" for line in (header, *lines)]
-    (tmp_path / "run.jsonl").write_text("".join(texts))
+    for place in (".", "runs/mnist-a", "runs/mnist-b"):
+        (tmp_path / place).mkdir(parents=True, exist_ok=True)
+        (tmp_path / place / "run.jsonl").write_text("".join(texts))
     rows = [f"{n},{100.5 + 63 * n},{n % 7}\n" for n in range(1, 60)]
     (tmp_path / "log.csv").write_text(",Time,GPUs\n" + "".join(rows))
     return tmp_path
@@ -69,6 +72,8 @@ def examples(text: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=" ".join)
 def test_help_has_examples_that_run(page, folder, capsys):
+    if page == ["report"]:
+        pytest.importorskip("plotly")
     shown = help_of(capsys, page)
     assert "default: None" not in shown
     found = examples(shown)
