@@ -227,6 +227,7 @@ class GraBSampler(Sampler[int]):
             self._orders, sharding, self._columns, self._balancer, self._weights,
             uses_gradients, self._timer,
         )  # fmt: skip
+        self._reduction: str | None = None  # that of the last `backward`
 
     def __len__(self) -> int:
         """Returns how many samples this replica runs in a pass over the order."""
@@ -332,6 +333,7 @@ class GraBSampler(Sampler[int]):
         factors = self._takes_factors and self._balancer.takes_factored(losses.numel())
         taker = self._orders.ordering if factors else None
         rows = self._recording.backward(losses, reduction, taker)
+        self._reduction = reduction
         if not isinstance(rows, FactoredRows):
             self.step(rows, indices=indices)
             return
@@ -415,13 +417,21 @@ class GraBSampler(Sampler[int]):
         replica has balanced them already; it only checks that it has.
 
         Args:
-            update: Has ``epoch``, and ``batch_size`` and ``minibatch_size`` in samples.
+            update: Has ``epoch``, and ``batch_size`` and ``minibatch_size`` in samples;
+                and a ``weight`` if the optimizer divides sums by tokens.
 
         Raises:
             ValueError: `step` was not called once for each of this replica's
                 minibatches, before ``optimizer.step()``; or some of their samples are
-                padding.
+                padding; or `backward` was called with another ``reduction``.
         """
+        expected = "mean" if getattr(update, "weight", None) is None else "sum"
+        if self._reduction not in (None, expected):
+            raise ValueError(
+                f"the optimizer's reduction is {expected!r}, but backward() left the "
+                f"gradient of the {self._reduction} of the losses in .grad: call "
+                f"sampler.backward(losses, reduction={expected!r})"
+            )
         self._progress.after_update(update)
 
     def update_v(self, second_moment: Tensor) -> None:

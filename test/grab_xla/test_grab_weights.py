@@ -261,3 +261,58 @@ def test_losses_that_are_sums_leave_the_gradient_of_the_sum():
         losses = F.cross_entropy(model(x), y, reduction="none")
     with pytest.raises(ValueError, match="accumulate must be one of 'mean', 'sum'"):
         grab.backward(losses, reduction="none")
+
+
+def counting_tokens(reduction: str) -> tuple[list, list]:
+    """Returns orders where losses are sums over tokens, and the oracle's.
+
+    The linear rule counts tokens, so that all gradients weigh the same.
+    """
+    inputs, tokens = data()[0], torch.arange(N) % 5 + 1
+    model = nn.Linear(6, 1, bias=False).double()
+    nn.init.ones_(model.weight)
+    params = dict(model.named_parameters())
+    grab = GraBSampler(range(N), params, dtype=torch.float64, weights="update")
+    dealt = vbs.CustomSampler(
+        range(N), TRACE, minibatch_size=MINIBATCH, on_end="cycle", order=grab,
+        verbose=False,
+    )  # fmt: skip
+    optimizer = vbs.ElasticOptimizer(
+        torch.optim.SGD(model.parameters(), LR), dealt, "linear", reduction="sum",
+        ref_weight=100,
+    )  # fmt: skip
+    optimizer.attach(grab.after_update)
+    weight, order, centre = np.ones(6), grab(0).tolist(), 0.0
+    orders, expected, number = [], [], 0
+    for epoch in range(EPOCHS):
+        dealt.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        for batch in dealt:
+            with grab.record(model):
+                losses = model(inputs[batch])[:, 0] ** 2 * tokens[batch] / 2
+            grab.backward(losses, reduction=reduction)
+            optimizer.step(weight=tokens[batch].sum())
+        orders.append(grab.order.tolist())
+        expected.append(order)
+        rows = []
+        while len(rows) < N:
+            size, number = TRACE[number % len(TRACE)], number + 1
+            batch = order[len(rows) : len(rows) + size]
+            x = inputs[batch].numpy()
+            rows += list((x @ weight * tokens[batch].numpy())[:, None] * x)
+            weight = weight - LR / 100 * sum(rows[-size:])
+        order = balancing.mean(order, np.stack(rows), centre)
+        centre = np.mean(rows, axis=0)
+    torch.testing.assert_close(model.weight.detach()[0], torch.from_numpy(weight))
+    return orders, expected
+
+
+def test_sums_over_tokens_are_balanced_as_the_linear_rule_weighs_them():
+    orders, expected = counting_tokens("sum")
+    assert orders == expected
+    assert len(set(map(tuple, orders))) == EPOCHS
+
+
+def test_the_mean_of_losses_where_the_optimizer_counts_tokens_is_an_error():
+    with pytest.raises(ValueError, match="optimizer's reduction is 'sum', but"):
+        counting_tokens("mean")
