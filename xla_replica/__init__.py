@@ -19,6 +19,7 @@ from xla_replica.device.gradients import (
     backward,
     grad,
 )
+from xla_replica.device.lazy_operations import lazy_operation
 from xla_replica.device.loader import DeviceLoader
 from xla_replica.device.seeding import seeded
 from xla_replica.device.sharded import is_sharded, refuse_sharded
@@ -55,6 +56,7 @@ __all__ = [
     "grad",
     "is_sharded",
     "launch",
+    "lazy_operation",
     "leave_signals_to_parent",
     "refuse_sharded",
     "register_backend",

@@ -7,9 +7,9 @@ sum_{j<i} sign_j K_ij``. This is exact, so a tile of any size gives the same sig
 
 The recursion is solved as a fixed point, ``p <- u + strictly_lower(K) sign(p)``: after
 k rounds at least the first k + 1 signs are right, and further rounds do not change
-them. So a compiled backend unrolls ``tile - 1`` rounds of four operations, without a
-gather, a branch or a read-back, and others stop when a round changes nothing: a CPU at
-once, a GPU, which has to be waited for, after up to `_ROUNDS_BETWEEN_LOOKS` more.
+them. The rounds end when one changes nothing: on a CPU at once, on a compiled backend
+in a loop on the device, and on a GPU, which has to be waited for, after up to
+`_ROUNDS_BETWEEN_LOOKS` more.
 
 Axes: R rows of a tile, D columns (parameters, or this replica's share of them), V
 accumulators.
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from grab_xla.balancing import rows as rows_of
 from grab_xla.balancing.rows import Rows, UnformedRows
-from xla_replica import traits
+from xla_replica import lazy_operation, traits
 
 TIES = ("negative", "positive")
 # On a GPU. Rounds are four launches each; signs of uncorrelated rows settle in a tenth
@@ -136,16 +136,61 @@ class Decisions:
         # Row i, columns j < i: what earlier signs add to p_i.
         earlier = torch.tril(gram, diagonal=-1)
         kind = traits(products)
+        if kind.is_lazy:
+            return self._settled(products, earlier, positive, thresholds_R)
         between_looks = 1 if kind.is_host else _ROUNDS_BETWEEN_LOOKS
         below = self.below(products, thresholds_R)
         for number in range(1, len(products)):
             signs = torch.where(below, positive, negative)
             before = below
             below = self.below(products + torch.mv(earlier, signs), thresholds_R)
-            looks = not kind.is_lazy and number % between_looks == 0
-            if looks and torch.equal(before, below):
+            if number % between_looks == 0 and torch.equal(before, below):
                 break
         return torch.where(below, positive, negative)
+
+    def _settled(
+        self,
+        products: Tensor,
+        earlier: Tensor,
+        positive: Tensor,
+        thresholds_R: Tensor | None,
+    ) -> Tensor:
+        """Returns `signs` from a loop on the device, which ends when they settle."""
+        limits = torch.zeros_like(products) if thresholds_R is None else thresholds_R
+        return _rounds(products, earlier, positive, limits, tie=self.tie)
+
+
+@lazy_operation
+def _rounds(
+    products_R: Any, earlier_RR: Any, positive_R: Any, limits_R: Any, *, tie: str
+) -> Any:
+    """Builds the fixed-point iteration of `Decisions.signs` as a loop of XLA's."""
+    size, dtype = products_R.shape().sizes[0], products_R.shape().dtype
+
+    def number(beside: Any, value: float) -> Any:
+        return type(beside).scalar(beside.builder(), value, dtype)
+
+    def add(a: Any, b: Any) -> Any:
+        return a + b
+
+    def signs_of(products: Any, positive: Any, limits: Any) -> Any:
+        below = products < limits if tie == "negative" else products <= limits
+        return below.select(positive, -positive)
+
+    def has_changed(before: Any, signs: Any, *rest: Any) -> Any:
+        change, zero = signs - before, number(signs, 0.0)
+        return (change * change).reduce(zero, add, (0,)) > zero
+
+    def again(before: Any, signs: Any, products: Any, earlier: Any, *rest: Any) -> Any:
+        # Not a matrix product, which a TPU would round to bfloat16.
+        terms = earlier * signs.broadcast_in_dim((size, size), (1,))
+        found = products + terms.reduce(number(terms, 0.0), add, (1,))
+        return signs, signs_of(found, *rest), products, earlier, *rest
+
+    first = signs_of(products_R, positive_R, limits_R)
+    before = number(first, 2.0).broadcast((size,))  # no sign, so a round is run
+    state = (before, first, products_R, earlier_RR, positive_R, limits_R)
+    return first.mkwhile(state, has_changed, again).get_tuple_element(1)
 
 
 def or_one(count: Tensor) -> Tensor:

@@ -7,10 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.replicas import needs_xla
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import xla_replica
 from grab_xla.balancing import compiled_loop, decisions
-from grab_xla.balancing.decisions import Decisions, finite_rows
+from grab_xla.balancing.decisions import TIES, Decisions, finite_rows
 from xla_replica import DeviceTraits
 
 
@@ -105,24 +107,52 @@ class Launches(TorchDispatchMode):
 
 @pytest.mark.parametrize("correlation", [0.0, 0.3])
 def test_a_gpu_stops_soon_after_signs_have_settled(correlation, monkeypatch):
-    """It looks every 32 rounds; a compiled backend never does, and a CPU always."""
+    """It looks every 32 rounds, and a CPU after each."""
     rows = 512
     draw = torch.Generator().manual_seed(0)
     z = torch.randn(rows, 600, generator=draw)
     z += correlation * torch.randn(600, generator=draw)
     gram, products = Decisions().gram(z, torch.zeros(1, 600))
     found, launches = [], []
-    for kind in (DeviceTraits(is_lazy=True), DeviceTraits(), DeviceTraits(True)):
+    for kind in (DeviceTraits(), DeviceTraits(True)):
         monkeypatch.setattr(decisions, "traits", lambda _, kind=kind: kind)
         with Launches() as counted:
             signs = Decisions().signs(products[:, 0], gram, finite_rows(gram))
         found.append(signs)
         launches.append(counted.number)
-    unrolled, gpu, cpu = launches
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-    setup = unrolled - 4 * (rows - 1)
-    assert 0 < setup < 20
-    rounds = (cpu - setup) / 5  # with a look at each
-    assert gpu <= setup + 4 * (rounds + 32) + (rounds + 32) / 32
-    assert gpu < unrolled / 3
+    gpu, cpu = launches
+    assert torch.equal(*found)
+    rounds = cpu / 5  # about: with a look at each
+    assert gpu <= 20 + 4 * (rounds + 32) + (rounds + 32) / 32
+    assert gpu < 4 * rows / 3  # of all rounds
+
+
+def signs_on_xla(rank: int) -> list[tuple[bool, int]]:
+    """Returns whether signs are those of the CPU, and the length of the program."""
+    del rank
+    import torch_xla
+
+    replica = xla_replica.current()
+    outcomes = []
+    for rows in (16, 200):
+        draw = torch.Generator().manual_seed(0)
+        z = torch.randn(rows, 50, generator=draw) + torch.randn(50, generator=draw)
+        z[3, 0] = float("nan")
+        gram, products = Decisions().gram(z, torch.ones(1, 50))
+        given = [products[:, 0], gram, finite_rows(gram), torch.randn(rows)]
+        for tie in TIES:
+            sent = Decisions(tie).signs(*map(replica.send, given))
+            program = torch_xla._XLAC._get_xla_tensors_hlo([sent])
+            is_equal = torch.equal(replica.to_host(sent), Decisions(tie).signs(*given))
+            outcomes.append((is_equal, len(program.splitlines())))
+    return outcomes
+
+
+@needs_xla
+@pytest.mark.xla
+def test_a_compiled_backend_loops_on_the_device():
+    """More rows are not more operations, for which the compiler would need longer."""
+    [outcomes] = xla_replica.launch(signs_on_xla, (), 1, "xla")
+    equal, lengths = zip(*outcomes)
+    assert all(equal)
+    assert len(set(lengths)) == 1

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
 from xla_replica.device.device_traits import traits
+from xla_replica.device.lazy_operations import lazy_operation
 
 
 def kth_largest(values_LN: torch.Tensor, counts_L1: torch.Tensor) -> torch.Tensor:
@@ -24,7 +24,7 @@ def kth_largest(values_LN: torch.Tensor, counts_L1: torch.Tensor) -> torch.Tenso
     if traits(values_LN).is_lazy and values_LN.dtype != torch.float64:
         is_float = values_LN.is_floating_point()
         values = values_LN.float() if is_float else values_LN.to(torch.int32)
-        found = _loop()(values, counts_L1.to(torch.int32), is_float=is_float)
+        found = _kth_largest(values, counts_L1.to(torch.int32), is_float=is_float)
         return found.to(values_LN.dtype)
     sorted_LN = torch.sort(values_LN, dim=1, descending=True).values
     return sorted_LN.gather(1, (counts_L1.to(torch.int64) - 1).clamp(min=0))
@@ -48,18 +48,10 @@ def first(mask_LN: torch.Tensor, counts_L1: torch.Tensor) -> torch.Tensor:
     return mask_LN & (places_LN >= last_L1) & (counts_L1 > 0)
 
 
-@functools.cache
-def _loop() -> Any:
-    """Returns `kth_largest` of float32 or int32 as an operation of torch_xla."""
-    from torch_xla.core import xla_op_registry
-
-    return xla_op_registry.register("kth_largest", _kth_largest)
-
-
+@lazy_operation
 def _kth_largest(values_LN: Any, counts_L1: Any, is_float: bool) -> Any:
-    """Builds the loop, of XLA's operations."""
-    from torch_xla.core.xla_builder import Op, Type
-
+    """Builds `kth_largest` of float32 or int32: a loop over the bits of the result."""
+    make, integer, unsigned = type(values_LN), "s32", "u32"
     builder = values_LN.builder()
     num_rows, size = values_LN.shape().sizes
 
@@ -72,7 +64,7 @@ def _kth_largest(values_LN: Any, counts_L1: Any, is_float: bool) -> Any:
         return a + b
 
     def is_left(bit: Any, *rest: Any) -> Any:
-        return bit != Op.scalar(bit.builder(), 0, Type.S32)
+        return bit != make.scalar(bit.builder(), 0, integer)
 
     def step(bit: Any, found: Any, keys: Any, counts: Any) -> tuple[Any, ...]:
         """Sets a bit if as many keys as wanted reach what that gives."""
@@ -80,16 +72,16 @@ def _kth_largest(values_LN: Any, counts_L1: Any, is_float: bool) -> Any:
         reached = keys >= candidate.reshape((num_rows,)).broadcast_in_dim(
             (num_rows, size), (0,)
         )
-        zero = Op.scalar(bit.builder(), 0, Type.S32)
-        num_reached = reached.cast(Type.S32).reduce(zero, add, (1,))
+        zero = make.scalar(bit.builder(), 0, integer)
+        num_reached = reached.cast(integer).reduce(zero, add, (1,))
         enough = num_reached.reshape((num_rows, 1)) >= counts
         # Halved as an unsigned number, from the highest bit down to none.
-        two = Op.scalar(bit.builder(), 2, Type.S32).bitcast(Type.U32)
-        half = (bit.bitcast(Type.U32) / two).bitcast(Type.S32)
+        two = make.scalar(bit.builder(), 2, integer).bitcast(unsigned)
+        half = (bit.bitcast(unsigned) / two).bitcast(integer)
         return half, enough.select(candidate, found), keys, counts
 
-    keys = in_order(values_LN.bitcast(Type.S32)) if is_float else values_LN
-    lowest = Op.scalar(builder, -(2**31), Type.S32)
+    keys = in_order(values_LN.bitcast(integer)) if is_float else values_LN
+    lowest = make.scalar(builder, -(2**31), integer)
     state = (lowest, lowest.broadcast((num_rows, 1)), keys, counts_L1)
-    found = Op.mkwhile(state, is_left, step).get_tuple_element(1)
-    return in_order(found).bitcast(Type.F32) if is_float else found
+    found = make.mkwhile(state, is_left, step).get_tuple_element(1)
+    return in_order(found).bitcast("f32") if is_float else found
