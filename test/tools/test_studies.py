@@ -112,3 +112,18 @@ def test_gradients_and_minimum_of_the_problems(monkeypatch):
         found = problem.value(weights).item()
         assert found == pytest.approx(problem.minimum(), abs=1e-9)
         assert problem.minimum() <= found + 1e-12
+
+
+@pytest.mark.slow
+def test_seesaw_saves_a_third_of_the_updates(tmp_path):
+    output = tmp_path / "seesaw.json"
+    script = ROOT / "tools" / "studies" / "seesaw_study.py"
+    status, text = run_script(script, "--quick", "--output", output, cwd=tmp_path)
+    assert status == 0, text
+    saved = json.loads(output.read_text())
+    ways = saved["ways"]
+    assert 0.3 < saved["fewer_updates"] < 0.4
+    samples = [ways[way]["samples"]["mean"] for way in ("cosine", "halved", "seesaw")]
+    assert max(samples) - min(samples) <= 256
+    losses = {way: numbers["test_loss"]["mean"] for way, numbers in ways.items()}
+    assert losses["seesaw"] < 1.1 * min(losses.values())
