@@ -20,10 +20,12 @@ parameters; ``grab_xla`` balances them with Numba and, in tiles of four, as with
 
 With ``--training`` it measures what an ordered epoch costs beside a plain one: the
 processor time of a step whose backward pass balances, too, over that of an ordinary
-step, on one thread, at each fidelity; "by hand" is the step that forms every sample's
-gradient first and gives them to the sampler.
-They take turns; the result is the median of the ratios within a round. The models are
-those of bench_per_sample.py and a softmax regression with 650 parameters.
+step, on one thread, at each fidelity, and the most memory that either takes beyond what
+was held before. "by hand" is the step that forms every sample's gradient first and
+gives them to the sampler; "vmap, grab-sampler" is that with torch.func and
+grab-sampler. They take turns; the result is the median of the ratios within a round.
+The models are those of bench_per_sample.py and a softmax regression with 650
+parameters.
 
     python tools/benchmarks/bench_grab.py --training
 """
@@ -40,7 +42,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call, grad, vmap
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
@@ -69,17 +73,19 @@ SAMPLERS: list[tuple[str, dict[str, Any]]] = [
     ("adamean", {}),
     ("norm", {}),
 ]
-# What an epoch's cost is measured of: balance types, and how gradients come to them.
-TRAINED: dict[str, dict[str, Any]] = {
-    "mean": {},
-    "pair": {},
-    "recursive": {"depth": 5},
-    "recursive-pair": {"batch_size": BATCH},
+# What an epoch's cost is measured of: models with their batch sizes, and balance types.
+SMALL = (lambda: nn.Linear(64, 10), lambda batch: torch.randn(batch, 64))
+TRAINED_MODELS = {
+    "softmax regression": (*SMALL, (32,)),
+    "mlp": (*MODELS["mlp"], (32,)),
+    "cnn": (*MODELS["cnn"], (32, 64)),
+    "transformer": (*MODELS["transformer"], (32, 64)),
 }
-WAYS: dict[str, dict[str, Any]] = {
-    "by hand": {"fidelity": "exact"},
-    "exact": {"fidelity": "exact"},
-    "projected": {"fidelity": "projected"},
+TRAINED_TYPES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "mean": lambda batch: {},
+    "pair": lambda batch: {},
+    "recursive": lambda batch: {"depth": 5},
+    "recursive-pair": lambda batch: {"batch_size": batch},
 }
 
 
@@ -92,7 +98,8 @@ def main() -> None:
         if args.memory:
             cells, unit = measure_memory(Path(folder)), "MiB"
         elif args.training:
-            cells, unit = measure_training(args.epochs), "times an ordinary step"
+            cells = measure_training(Path(folder), args.epochs)
+            unit = "time and memory, times an ordinary step's"
         else:
             (cells,) = xla_replica.launch(measure, (args, folder), 1, args.device)
             unit = "microseconds per sample"
@@ -134,82 +141,137 @@ def measure_memory(folder: Path) -> list[dict[str, Any]]:
     return cells
 
 
-def measure_training(rounds: int) -> list[dict[str, Any]]:
+def measure_training(folder: Path, rounds: int) -> list[dict[str, Any]]:
     """Returns, and prints, how many times a plain step each model's steps take."""
     torch.set_num_threads(1)
-    small = (lambda: nn.Linear(64, 10), lambda batch: torch.randn(batch, 64))
     cells = []
-    for name, (build, draw) in {"softmax regression": small, **MODELS}.items():
-        x, y = draw(BATCH), torch.randint(0, 10, (BATCH,))
-        steps = {"plain": plain_step(build(), x, y)}
-        for balance_type, options in TRAINED.items():
-            for way, extra in WAYS.items():
-                model, options = build(), options | extra
-                parameters = dict(model.named_parameters())
-                samples = range(BATCH * 2 * (rounds + 3))
-                sampler = grab_xla.GraBSampler(
-                    samples, parameters, balance_type, **options
-                )
-                list(sampler)
-                step = step_by_hand if way == "by hand" else ordered_step
-                steps[f"{balance_type}, {way}"] = step(model, x, y, sampler)
-        ratios: dict[str, list[float]] = {way: [] for way in steps if way != "plain"}
-        for turn in tqdm(range(rounds + 2), name, disable=None):
-            times = {}
-            for way, step in steps.items():
-                began = time.process_time()
-                step()
-                step()
-                times[way] = time.process_time() - began
-            for way in ratios if turn >= 2 else ():
-                ratios[way].append(times[way] / times["plain"])
-        found = {way: statistics.median(each) for way, each in ratios.items()}
-        cells.append({"model": name, **found})
-        print(name, {way: round(ratio, 2) for way, ratio in found.items()})
+    with grab_sampler.imported(folder) as package:
+        for name, (build, draw, batches) in TRAINED_MODELS.items():
+            for batch in batches:
+                steps = steps_of(build, draw, batch, rounds, package)
+                found = ratios_to_plain(steps, rounds, f"{name}, batch {batch}")
+                for way, (time_ratio, memory_ratio) in found.items():
+                    print(
+                        f"{way:<38} {time_ratio:8.2f} x, {memory_ratio:6.2f} x memory"
+                    )
+                cells.append({"model": name, "batch": batch, **found})
     return cells
 
 
-def plain_step(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
+def steps_of(
+    build: Callable[[], nn.Module],
+    draw: Callable[[int], torch.Tensor],
+    batch: int,
+    rounds: int,
+    package: Any,
+) -> dict[str, Callable[[], None]]:
+    """Returns the training step of every way, each of its own model."""
+    x, y = draw(batch), torch.randint(0, 10, (batch,))
+    samples = range(batch * 2 * (rounds + 4))  # no epoch ends within a measurement
+    ways: dict[str, tuple[Backward, dict[str, Any]]] = {
+        "by hand": (by_hand, {"fidelity": "exact"}),
+        "exact": (recorded, {"fidelity": "exact"}),
+        "projected": (recorded, {"fidelity": "projected"}),
+        "projected to 1024": (
+            recorded, {"fidelity": "projected", "projection_size": 1024}
+        ),
+        "group": (recorded, {"fidelity": "group", "group_size": batch}),
+    }  # fmt: skip
+    steps = {"plain": training_step(build(), x, y, plain, None)}
+    for balance_type, options_of in TRAINED_TYPES.items():
+        for way, (backward, extra) in ways.items():
+            if way == "group" and balance_type == "recursive-pair":
+                continue  # its blocks are those of several rows in a step
+            model, options = build(), options_of(batch) | extra
+            parameters = dict(model.named_parameters())
+            sampler = grab_xla.GraBSampler(samples, parameters, balance_type, **options)
+            step = training_step(model, x, y, backward, sampler)
+            steps[f"{balance_type}, {way}"] = step
+        model = build()
+        if sum(p.numel() for p in model.parameters()) < 10**6:
+            parameters = dict(model.named_parameters())
+            sampler = package.GraBSampler(
+                samples, parameters, balance_type, "cpu", **options_of(batch)
+            )
+            step = training_step(model, x, y, vectorised, sampler)
+            steps[f"{balance_type}, vmap, grab-sampler"] = step
+    return steps
+
+
+def ratios_to_plain(
+    steps: dict[str, Callable[[], None]], rounds: int, title: str
+) -> dict[str, tuple[float, float]]:
+    """Returns time and memory of every step but the plain one, over that one's."""
+    ratios: dict[str, list[float]] = {way: [] for way in steps if way != "plain"}
+    for turn in tqdm(range(rounds + 2), title, disable=None):
+        times = {}
+        for way, step in steps.items():
+            began = time.process_time()
+            step()
+            step()
+            times[way] = time.process_time() - began
+        for way in ratios if turn >= 2 else ():
+            ratios[way].append(times[way] / times["plain"])
+    peaks = {way: peak_memory(step) for way, step in steps.items()}
+    return {
+        way: (statistics.median(each), peaks[way] / peaks["plain"])
+        for way, each in ratios.items()
+    }
+
+
+# Runs a forward and a backward pass, and gives the sampler what it balances.
+Backward = Callable[[nn.Module, torch.Tensor, torch.Tensor, Any], None]
+
+
+def training_step(
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor, backward: Backward, sampler: Any
+) -> Callable[[], None]:
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    if sampler is not None:
+        list(sampler)  # begins an epoch
 
     def step() -> None:
         optimizer.zero_grad()
-        losses_of(model, x, y).mean().backward()
+        backward(model, x, y, sampler)
         optimizer.step()
 
     return step
 
 
-def ordered_step(
+def plain(model: nn.Module, x: torch.Tensor, y: torch.Tensor, sampler: None) -> None:
+    losses_of(model, x, y).mean().backward()
+
+
+def recorded(
     model: nn.Module, x: torch.Tensor, y: torch.Tensor, sampler: grab_xla.GraBSampler
-) -> Callable[[], Any]:
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with sampler.record(model):
-            losses = losses_of(model, x, y)
-        sampler.backward(losses)
-        optimizer.step()
-
-    return step
+) -> None:
+    with sampler.record(model):
+        losses = losses_of(model, x, y)
+    sampler.backward(losses)
 
 
-def step_by_hand(
+def by_hand(
     model: nn.Module, x: torch.Tensor, y: torch.Tensor, sampler: grab_xla.GraBSampler
-) -> Callable[[], Any]:
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+) -> None:
+    balance(model, psg.per_sample_grads(model, losses_of, (x, y)), sampler)
 
-    def step() -> None:
-        with psg.capture(model) as recorded:
-            losses = losses_of(model, x, y)
-        gradients = recorded.backward(losses).materialize()
-        sampler.step(gradients)
-        for name, parameter in model.named_parameters():
-            parameter.grad = gradients[name].mean(0)
-        optimizer.step()
 
-    return step
+def vectorised(
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor, sampler: Any
+) -> None:
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+
+    def loss(values: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        given = functional_call(model, values, (x.unsqueeze(0),))
+        return F.cross_entropy(given, y.unsqueeze(0))
+
+    balance(model, vmap(grad(loss), (None, 0, 0))(parameters, x, y), sampler)
+
+
+def balance(model: nn.Module, grads: dict[str, torch.Tensor], sampler: Any) -> None:
+    sampler.step(grads)
+    for name, parameter in model.named_parameters():
+        parameter.grad = grads[name].mean(0)
 
 
 def peak_of_step(sampler: Any, grads: dict[str, torch.Tensor]) -> float:
