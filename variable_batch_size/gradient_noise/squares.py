@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 from variable_batch_size.gradient_noise import estimators
 from xla_replica import Replica, traits
+from xla_replica.device.gradients import weak_hook
 
 Groups = list[dict[str, Any]]
 
@@ -48,7 +48,8 @@ class GradientSquares:
         return new
 
     def _hook(self, parameter: nn.Parameter) -> None:
-        hook = _collector(weakref.ref(self), len(self._parameters))
+        # The garbage collector cannot see what a node keeps.
+        hook = weak_hook(self.collect, len(self._parameters))
         self._handles.append(self._replica.on_gradient(parameter, hook))
         self._parameters.append(parameter)
 
@@ -206,19 +207,3 @@ def inner_product(
     # Not a dot product, which a TPU computes from bfloat16 factors; and not a norm,
     # which XLA makes three times as many operations of.
     return (one.to(dtype) * other.to(dtype)).sum()
-
-
-def _collector(
-    squares: weakref.ref[GradientSquares], index: int
-) -> Callable[[torch.Tensor], None]:
-    """Returns a hook that keeps nothing alive.
-
-    The garbage collector cannot see what a node keeps.
-    """
-
-    def hook(gradient: torch.Tensor) -> None:
-        owner = squares()
-        if owner is not None:
-            owner.collect(index, gradient)
-
-    return hook

@@ -90,16 +90,19 @@ class AccumulationNote:
         return all(isinstance(hook, AccumulationNote) for hook in hooks.values())
 
 
-def weak_hook(method: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+def weak_hook(
+    method: Callable[..., Any], *arguments: Any
+) -> Callable[[torch.Tensor], Any]:
     """Returns a hook that calls a method, and does not keep its object alive.
 
-    Once the object is gone, the hook does nothing.
+    The method is given the arguments, and then what the hook is given. Once the object
+    is gone, the hook does nothing.
     """
     found = weakref.WeakMethod(method)
 
     def hook(tensor: torch.Tensor) -> Any:
         living = found()
-        return None if living is None else living(tensor)
+        return None if living is None else living(*arguments, tensor)
 
     return hook
 
