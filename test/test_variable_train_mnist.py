@@ -123,6 +123,23 @@ def test_adascale_trains_for_so_many_iterations(tmp_path, capsys):
     )
 
 
+def test_a_closed_loop_is_repeated_by_what_it_decided(tmp_path, capsys):
+    common = [
+        "--dataset", "fake", "--num-replicas", "1", "--device", "cpu", "--no-progress",
+        "--log-steps", "2", "--epochs", "2", "--measure-noise",
+    ]  # fmt: skip
+    loop, again = tmp_path / "loop", tmp_path / "again"
+    decide = ["--trace", "128", "--closed-loop", "32:512", "--logdir", str(loop)]
+    assert variable_train_mnist.main([*common, *decide]) == 0
+    decided = str(loop / "decided.csv")
+    repeat = ["--trace", decided, "--logdir", str(again)]
+    assert variable_train_mnist.main([*common, *repeat]) == 0
+    first, second = (pd.read_csv(folder / "history.csv") for folder in (loop, again))
+    columns = ["step", "batch_size", "lr", "loss", "accuracy", "noise_scale"]
+    pd.testing.assert_frame_equal(first[columns], second[columns])
+    assert first["batch_size"].nunique() > 1
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_XLA, reason="torch_xla is not installed")
 @pytest.mark.parametrize("rule", ["linear", "adascale"])

@@ -4,6 +4,7 @@
     python test/variable_train_mnist.py --trace my.csv --rule root
     python test/variable_train_mnist.py --rule adascale --iterations 400
     python test/variable_train_mnist.py --checkpoint runs/a  # stop it, and resume it
+    python test/variable_train_mnist.py --trace 64 --closed-loop 32:512
     torchrun --nproc_per_node 2 test/variable_train_mnist.py # gloo or nccl processes
     PJRT_DEVICE=TPU python test/variable_train_mnist.py      # every chip of a TPU VM
 
@@ -95,9 +96,21 @@ def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | No
     )
     epochs = int(min(args.epochs, sampler.num_epochs))
     plans = [sampler.schedule.plan(e, sampler.num_replicas) for e in range(epochs)]
-    steps = None if args.iterations else sum(plan.num_steps for plan in plans)
+    is_open = args.iterations or args.closed_loop  # how long it takes is not known
+    steps = None if is_open else sum(plan.num_steps for plan in plans)
     recorder = Recorder(replica, optimizer, args, steps)
     optimizer.attach(recorder)  # elastic: once per update, idle or not
+    if args.closed_loop:
+        least, most = args.closed_loop
+        controller = vbs.BatchSizeController(  # elastic: decides its batch sizes itself
+            optimizer,
+            least=least,
+            most=most,
+            every=args.log_steps,
+            trace_file=Path(args.logdir, "decided.csv"),
+            log=recorder.log,
+        )
+        optimizer.attach(controller)
     checkpointer = restored = None
     if args.checkpoint:
         checkpointer = vbs.Checkpointer(  # elastic: stops and resumes anywhere
@@ -175,6 +188,12 @@ def evaluate(
     return 100 * replica.fetch([correct])[0].item() / len(data.test_labels)
 
 
+def limits(text: str) -> tuple[int, int]:
+    """Returns the integers of a text such as ``64:512``."""
+    least, _, most = text.partition(":")
+    return int(least), int(most)
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -190,6 +209,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default="cycle",
         choices=("stop", "error", "hold", "cycle"),
         help="what follows the trace's last step (default: the trace begins again)",
+    )
+    add(
+        "--closed-loop",
+        type=limits,
+        metavar="LEAST:MOST",
+        help="let the measured gradient noise scale decide the batch size after "
+        "--trace, within these limits; decided.csv is a trace that repeats the run "
+        "(default: off)",
     )
     add(
         "--rule",
@@ -299,7 +326,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--rule: {error}")
     args.optimizer = args.optimizer or ("adamw" if rule.beta else "sgd")
     args.lr = LEARNING_RATES[args.optimizer] if args.lr is None else args.lr
-    args.measure_noise |= args.iterations is not None
+    args.measure_noise |= args.iterations is not None or args.closed_loop is not None
+    if args.closed_loop:
+        args.on_end = "hold"
     if args.trace.isdecimal():
         args.trace = int(args.trace)
     now = time.strftime("%Y%m%d-%H%M%S")

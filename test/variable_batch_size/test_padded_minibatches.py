@@ -15,6 +15,7 @@ from support.elastic import OPTIMIZERS, make
 from support.elastic import Case as ElasticCase
 from support.replicas import row
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import variable_batch_size as vbs
 import xla_replica
@@ -251,6 +252,44 @@ def test_it_is_resumed_after_any_update_on_other_replicas(backend, every):
     for ends in backend.run(resume_each, states[::every]):
         for end in ends:
             torch.testing.assert_close(end, weights, rtol=1e-12, atol=1e-12)
+
+
+# --- sharded models ------------------------------------------------------------------
+
+
+def sharded_run(rank: int, shards: bool) -> tuple[int, list[torch.Tensor]]:
+    """Returns how many minibatches were padding all through, and the weights."""
+    training = Training(CASES["linear"])
+    model = training.model
+    del model.scale
+    model.scale = 1.0
+    if shards:
+        fully_shard(model)
+    inner = OPTIMIZERS["sgd-momentum"](model.parameters(), 2**-4)
+    optimizer = vbs.ElasticOptimizer(
+        inner, training.sampler, "linear", 16, reduction="sum"
+    )
+    training.optimizer, num_padding = optimizer, 0
+    for epoch in range(2):
+        training.sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        for rows in training.sampler:
+            num_padding += optimizer.is_padding
+            losses = losses_of(model, training.inputs[rows], training.targets[rows])
+            (losses * optimizer.sample_weights).sum().backward()
+            optimizer.step()
+    weights = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
+    return num_padding, [weight.detach().clone() for weight in weights]
+
+
+@pytest.mark.slow
+def test_sharded_models_are_padded_by_samples_and_by_minibatches():
+    [[_, weights]] = xla_replica.launch(sharded_run, (False,), 1, "cpu")
+    for rank, (num_padding, received) in enumerate(
+        xla_replica.launch(sharded_run, (True,), 3, "cpu")
+    ):
+        assert (num_padding > 0) == (rank > 0)
+        torch.testing.assert_close(received, weights, rtol=1e-12, atol=1e-12)
 
 
 # --- noise, multiples, refusals ------------------------------------------------------
