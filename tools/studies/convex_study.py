@@ -11,13 +11,15 @@ epochs:
 
 The ratio to rr should be at least 5. With --projected K, mean and pair also balance
 two-sided projections of the gradients to K numbers (``fidelity="projected"``); the
-share of the gain that they keep is that of the logarithm of the ratio to rr. Takes a
-minute; seconds with --quick:
+share of the gain that they keep is that of the logarithm of the ratio to rr. With
+--groups G they also order fixed groups of G samples, which divide a step, by their mean
+gradients (``fidelity="group"``). Takes a minute; seconds with --quick:
 
     python tools/studies/convex_study.py --quick
     python tools/studies/convex_study.py --image docs/images/convex.png \\
         --output docs/benchmarks/convex.json
     python tools/studies/convex_study.py --problems digits --projected 320 160 80
+    python tools/studies/convex_study.py --groups 2 4 8 16
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from tools.record import parser_with_output, picture, save
 from tools.studies.convex_problems import PROBLEMS, Problem, make_problem
 
 PLAIN, BALANCED = ("rr", "so"), ("mean", "pair")
+GROUPED = " in groups"
 DEFAULT_PROBLEMS = ("breast_cancer", "diabetes", "digits")
 LAST_EPOCHS = 10
 
@@ -76,8 +79,13 @@ def train(
 ) -> list[float]:
     """Returns F before the first epoch and after each epoch."""
     weights = problem.initial()
-    order, _, size = order.partition(" of ")
-    options = {"fidelity": "projected", "projection_size": int(size)} if size else {}
+    order, of, number = order.partition(" of ")
+    options: dict[str, Any] = {}
+    if of and order.endswith(GROUPED):
+        order = order.removesuffix(GROUPED)
+        options = {"fidelity": "group", "group_size": int(number)}
+    elif of:
+        options = {"fidelity": "projected", "projection_size": int(number)}
     sampler = grab_xla.GraBSampler(
         problem.features,
         {"weights": weights},
@@ -94,6 +102,8 @@ def train(
             rows = gradients
             if sampler.projection is not None:
                 rows = sampler.projection.of("weights", [Dense(rows)], 2**30)
+            if sampler.fidelity == "group":
+                rows = rows.unflatten(0, (-1, options["group_size"])).mean(1)
             sampler.step({"weights": rows})
             weights = weights - setting.step_size * gradients.mean(0)
         values.append(problem.value(weights).item())
@@ -137,9 +147,9 @@ def ratios(curves: dict[str, np.ndarray]) -> dict[str, float]:
 
 
 def kept(curves: dict[str, np.ndarray]) -> dict[str, float]:
-    """Returns the share of its exact kind's gain that each projected order keeps."""
+    """Returns the share of its exact kind's gain that each other fidelity keeps."""
     gain = {order: math.log(ratio) for order, ratio in ratios(curves).items()}
-    kinds = {order: order.partition(" of ")[0] for order in gain if " of " in order}
+    kinds = {order: order.split()[0] for order in gain if " of " in order}
     return {order: gain[order] / gain[kind] for order, kind in kinds.items()}
 
 
@@ -147,9 +157,9 @@ def print_table(curves: Curves) -> None:
     print(f"F - F*, mean over seeds and the last {LAST_EPOCHS} epochs")
     for name, by_order in curves.items():
         times, share = ratios(by_order), kept(by_order)
-        print(f"{name}\n{'order':16}{'F - F*':>10}{'rr/order':>10}{'kept':>8}")
+        print(f"{name}\n{'order':24}{'F - F*':>10}{'rr/order':>10}{'kept':>8}")
         for order, value in settled(by_order).items():
-            line = f"{order:16}{value:10.1e}"
+            line = f"{order:24}{value:10.1e}"
             line += f"{times[order]:10.1f}" if order in times else ""
             print(line + (f"{share[order]:8.2f}" if order in share else ""))
 
@@ -213,6 +223,10 @@ def arguments() -> argparse.Namespace:
         help="also balance projections to so many numbers",
     )  # fmt: skip
     parser.add_argument(
+        "--groups", type=int, nargs="+", default=[], metavar="G",
+        help="also order groups of so many samples, a divisor of the batch size",
+    )  # fmt: skip
+    parser.add_argument(
         "--quick", action="store_true",
         help="diabetes and one seed, whatever the other options say",
     )  # fmt: skip
@@ -228,6 +242,9 @@ def main() -> None:
     torch.set_num_threads(1)  # the matrices are small: several threads only wait
     orders = [*PLAIN, *BALANCED]
     orders += [f"{order} of {size}" for order in BALANCED for size in args.projected]
+    orders += [
+        f"{order}{GROUPED} of {size}" for order in BALANCED for size in args.groups
+    ]
     curves = study(args.problems, args.batch_size, args.seeds, orders)
     print_table(curves)
     if args.image:
