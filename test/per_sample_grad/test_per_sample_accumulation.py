@@ -89,6 +89,45 @@ def test_a_scale_multiplies_what_is_accumulated():
         assert torch.equal(parameter.grad, gradient * 2.0**6)
 
 
+def test_every_answer_is_that_of_the_samples_own_losses():
+    """The pass is of the mean loss, times a scale, and its gradients are smaller."""
+    model = nn.Sequential(
+        nn.Conv1d(2, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)
+    ).double()
+    x, found = torch.randn(6, 2, 5, dtype=torch.float64), []
+    vectors = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    for options, accumulate in (({}, None), ({"scale": 8.0}, "mean")):
+        with psg.capture(model, **options) as recorded:
+            losses = fold(model, x)
+        factors = recorded.backward(losses, accumulate=accumulate)
+        totals = {name: torch.ones(2, *p.shape).double() for name, p in vectors.items()}
+        weights = torch.arange(12.0).double().view(2, 6)
+        factors.add_weighted_sum_(totals, weights)
+        found.append(
+            {
+                "norms": factors.norms(),
+                "squares": factors.norms(squared=True),
+                "gram": factors.gram(),
+                "dot": factors.dot(vectors),
+                "sketch": factors.sketch(16),
+                **{f"norms {n}": v for n, v in factors.norms_by_parameter().items()},
+                **{f"sum {n}": v for n, v in factors.weighted_sum(weights).items()},
+                **{f"total {n}": v for n, v in totals.items()},
+                **{
+                    f"projection {n}": v
+                    for n, v in factors.project(psg.Projection(vectors, 20)).items()
+                },
+                **{f"gradients {n}": v for n, v in factors.materialize().items()},
+            }
+        )
+        (bias,) = factors.contributions("3.bias")
+        found[-1]["contributions"] = bias.values
+        found[-1]["cross gram"] = psg.cross_gram(factors, factors)
+    torch.testing.assert_close(found[0], found[1])
+    crossed = psg.cross_gram(psg.per_sample_factors(model, fold, (x,)), factors)
+    torch.testing.assert_close(crossed, found[0]["gram"])
+
+
 def test_an_unknown_reduction_is_refused():
     with psg.capture(nn.Linear(2, 1)) as recorded:
         losses = fold(recorded.model, torch.ones(1, 2))

@@ -23,7 +23,9 @@ processor time of a step whose backward pass balances, too, over that of an ordi
 step, on one thread, at each fidelity, and the most memory that either takes beyond what
 was held before. "by hand" is the step that forms every sample's gradient first and
 gives them to the sampler; "vmap, grab-sampler" is that with torch.func and
-grab-sampler. They take turns; the result is the median of the ratios within a round.
+grab-sampler. "capture" is a step that records and balances nothing, and "projection"
+one that also projects. They take turns; the result is the median of the ratios within
+a round.
 The models are those of bench_per_sample.py and a softmax regression with 650
 parameters.
 
@@ -33,6 +35,7 @@ parameters.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 import tempfile
@@ -98,7 +101,7 @@ def main() -> None:
         if args.memory:
             cells, unit = measure_memory(Path(folder)), "MiB"
         elif args.training:
-            cells = measure_training(Path(folder), args.epochs)
+            cells = measure_training(Path(folder), args.models, args.epochs)
             unit = "time and memory, times an ordinary step's"
         else:
             (cells,) = xla_replica.launch(measure, (args, folder), 1, args.device)
@@ -141,12 +144,15 @@ def measure_memory(folder: Path) -> list[dict[str, Any]]:
     return cells
 
 
-def measure_training(folder: Path, rounds: int) -> list[dict[str, Any]]:
+def measure_training(
+    folder: Path, names: list[str], rounds: int
+) -> list[dict[str, Any]]:
     """Returns, and prints, how many times a plain step each model's steps take."""
     torch.set_num_threads(1)
     cells = []
     with grab_sampler.imported(folder) as package:
-        for name, (build, draw, batches) in TRAINED_MODELS.items():
+        for name in names:
+            build, draw, batches = TRAINED_MODELS[name]
             for batch in batches:
                 steps = steps_of(build, draw, batch, rounds, package)
                 found = ratios_to_plain(steps, rounds, f"{name}, batch {batch}")
@@ -178,6 +184,11 @@ def steps_of(
         "group": (recorded, {"fidelity": "group", "group_size": batch}),
     }  # fmt: skip
     steps = {"plain": training_step(build(), x, y, plain, None)}
+    steps["capture"] = training_step(build(), x, y, captured, None)
+    model = build()
+    projection = psg.Projection(dict(model.named_parameters()), 4096)
+    project = functools.partial(captured, answer=lambda f: f.project(projection))
+    steps["projection"] = training_step(model, x, y, project, None)
     for balance_type, options_of in TRAINED_TYPES.items():
         for way, (backward, extra) in ways.items():
             if way == "group" and balance_type == "recursive-pair":
@@ -240,6 +251,18 @@ def training_step(
 
 def plain(model: nn.Module, x: torch.Tensor, y: torch.Tensor, sampler: None) -> None:
     losses_of(model, x, y).mean().backward()
+
+
+def captured(
+    model: nn.Module,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    sampler: None,
+    answer: Callable[[psg.Factors], Any] = lambda factors: {},
+) -> None:
+    with psg.capture(model) as recorded:
+        losses = losses_of(model, x, y)
+    recorded.stream(losses, answer, accumulate="mean")
 
 
 def recorded(
@@ -351,6 +374,10 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--sizes", nargs="+", type=int, default=[10**4, 10**5, 10**6])
     parser.add_argument("--batches", nargs="+", type=int, default=[16, 64])
+    parser.add_argument(
+        "--models", nargs="+", choices=TRAINED_MODELS, default=[*TRAINED_MODELS],
+        help="what --training trains",
+    )  # fmt: skip
     parser.add_argument("--epochs", type=int, default=5, help="epochs that count")
     parser.add_argument(
         "--memory", action="store_true", help="measure memory instead of time"
