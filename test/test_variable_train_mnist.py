@@ -123,6 +123,7 @@ def test_adascale_trains_for_so_many_iterations(tmp_path, capsys):
     )
 
 
+@pytest.mark.skipif(HAS_XLA, reason="tested in the other environment")
 def test_a_closed_loop_is_repeated_by_what_it_decided(tmp_path, capsys):
     common = [
         "--dataset", "fake", "--num-replicas", "1", "--device", "cpu", "--no-progress",

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.elastic import OPTIMIZERS, make
 from support.elastic import Case as ElasticCase
-from support.replicas import row
+from support.replicas import HAS_XLA, row
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -143,7 +143,7 @@ def one_process(case: Case) -> tuple[list[torch.Tensor], list[int]]:
     scope="module",
     params=[
         row("cpu", 1),
-        row("cpu", 2),
+        row("cpu", 2, slow=HAS_XLA),
         row("cpu", 3, slow=True),
         row("xla", 1, slow=True),
         row("xla", 3),
@@ -245,7 +245,9 @@ def resume_each(rank: int, states: list[dict]) -> list[list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("backend", [row("cpu", 2), row("xla", 3, slow=True)])
+@pytest.mark.parametrize(
+    "backend", [row("cpu", 2, slow=HAS_XLA), row("xla", 3, slow=True)]
+)
 def test_it_is_resumed_after_any_update_on_other_replicas(backend, every):
     [[*states, weights]] = xla_replica.launch(states_of, (), 1, "cpu")
     assert len(states) > 15

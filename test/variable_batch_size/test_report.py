@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.replicas import HAS_XLA
 
 import variable_batch_size as vbs
 from variable_batch_size import command_line
@@ -82,6 +83,8 @@ def page(tmp_path_factory) -> Path:
     return out
 
 
+# Once: the page does not depend on the environment.
+@pytest.mark.skipif(HAS_XLA, reason="the other environment looks at the page")
 def test_two_runs_are_drawn_in_a_browser_without_a_network(page):
     """All panels and names are there, and both lines have points in the picture."""
     from matplotlib import image
