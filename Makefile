@@ -19,7 +19,7 @@ REQUIREMENTS_outside = '$(TORCH)' -e '.[test,outside]'
 # Packages whose dependencies are old or large, and not needed for what we run of them.
 ALONE_outside = adaptdl==0.2.11 fairscale==0.4.13
 
-.PHONY: mnist test test-all browser outside lint format bench clean help
+.PHONY: mnist test test-all browser tpu-compiler outside lint format bench clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -45,6 +45,13 @@ test-all: test
 browser:
 	command -v chromium || command -v google-chrome || { \
 		apt-get update -qq && apt-get install -qq --no-install-recommends chromium; }
+
+# The compiler of the libtpu that torch_xla 2.9 uses, and a JAX that fits it.
+tpu-compiler: .venv-tpu/bin/python
+	.venv-tpu/bin/python -m pip install --quiet jax==0.7.1 jaxlib==0.7.1 libtpu==0.0.21
+
+.venv-tpu/bin/python:
+	$(PYTHON) -m venv .venv-tpu
 
 outside:
 	OUTSIDE=1 $(MAKE) ENV=outside PYTEST_ARGS='-n auto --dist worksteal -m outside test/outside' test
