@@ -1,6 +1,7 @@
 # make mnist   sets up, then trains handwritten digits on eight replicas of this CPU
 # make test    sets up, then runs the tests
 # make browser installs Chromium, in which a test looks at the page of `vbs report`
+# make tpu-compiler installs the TPU's compiler (docs/tpu.md)
 # make outside sets up, then runs other people's tests and models (docs/outside.md)
 #
 # ENV=xla (default) is torch 2.9 with torch_xla; ENV=torch is a current torch without it.
