@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import balancing, ordering
-from support.ordering import KINDS, NUM_SAMPLES
+from support.ordering import KINDS, NUM_SAMPLES, counted_orders
 from support.replicas import row
 from torch import nn
 
@@ -155,6 +155,10 @@ def recomputed(rule: str) -> tuple[list[list[int]], list[torch.Tensor]]:
     return orders, [p.detach() for p in params]
 
 
+def cross_entropies(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
 def trained(rank: int, rules: tuple[str, ...]) -> dict:
     """Returns orders, weights and the counts of every epoch."""
     del rank
@@ -175,21 +179,9 @@ def trained(rank: int, rules: tuple[str, ...]) -> dict:
             torch.optim.SGD(model.parameters(), LR), dealt, rule, REFERENCE
         )
         optimizer.attach(grab.after_update)
-        orders, counts = [], []
-        for epoch in range(EPOCHS):
-            dealt.set_epoch(epoch)
-            with xla_replica.count(replica) as count:
-                optimizer.set_epoch(epoch)
-                for batch in dealt:
-                    inputs, targets = replica.send((x[batch], y[batch]))
-                    with grab.record(model):
-                        outputs = model(inputs)
-                        losses = F.cross_entropy(outputs, targets, reduction="none")
-                    grab.backward(losses, indices=batch)
-                    optimizer.step()
-                replica.sync()
-            orders.append(grab.order.tolist())
-            counts.append((count.compilations, count.transfers))
+        orders, counts = counted_orders(
+            EPOCHS, grab, optimizer, model, (x, y), cross_entropies
+        )
         values = replica.fetch([p.detach() for p in model.parameters()])
         found[rule] = orders, values, counts
     return found
@@ -250,7 +242,7 @@ def test_losses_that_are_sums_leave_the_gradient_of_the_sum():
     grab = GraBSampler(range(N), dict(model.named_parameters()))
     list(grab)
     with grab.record(model):
-        losses = F.cross_entropy(model(x), y, reduction="none")
+        losses = cross_entropies(model, x, y)
     grab.backward(losses, reduction="sum")
     received = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
@@ -258,7 +250,7 @@ def test_losses_that_are_sums_leave_the_gradient_of_the_sum():
     for gradient, p in zip(received, model.parameters()):
         assert torch.equal(gradient, p.grad)
     with grab.record(model):
-        losses = F.cross_entropy(model(x), y, reduction="none")
+        losses = cross_entropies(model, x, y)
     with pytest.raises(ValueError, match="accumulate must be one of 'mean', 'sum'"):
         grab.backward(losses, reduction="none")
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.ordering import counted_orders
 from support.replicas import row
 from torch import nn
 
@@ -366,20 +367,7 @@ def elastic(rank: int, fidelity: str) -> tuple[list, list, list]:
     inner = torch.optim.SGD(model.parameters(), 0.1)
     optimizer = vbs.LinearRuleOptimizer(inner, dealt, ref_batchsize=8)
     optimizer.attach(grab.after_update)
-    orders, counts = [], []
-    for epoch in range(EPOCHS):
-        dealt.set_epoch(epoch)
-        with xla_replica.count(replica) as count:
-            optimizer.set_epoch(epoch)
-            for batch in dealt:
-                inputs, targets = replica.send((x[batch], y[batch]))
-                with grab.record(model):
-                    losses = losses_of(model, inputs, targets)
-                grab.backward(losses, indices=batch)
-                optimizer.step()
-            replica.sync()
-        orders.append(grab.order.tolist())
-        counts.append((count.compilations, count.transfers))
+    orders, counts = counted_orders(EPOCHS, grab, optimizer, model, (x, y), losses_of)
     return orders, replica.fetch([p.detach() for p in model.parameters()]), counts
 
 

@@ -26,7 +26,7 @@ class Replicas:
         self.num_fetched = 0
         self._rank = 0
         self._num_updates = 0
-        # By rank: by how many updates the device lags behind the host.
+        # For each rank, how many updates its device is behind the host.
         self._late = late or (0,) * num_replicas
         monkeypatch.setattr(xla_replica, "stop_requested", self._request)
         replica = types.SimpleNamespace(

@@ -439,7 +439,8 @@ def meter_for(
         reference: The batch size, or the weight, that gains compare with.
 
     Raises:
-        TypeError: ``noise`` is neither, or there is no reference.
+        TypeError: ``noise`` is neither a bool nor `NoiseOptions`, or a meter is needed
+            and ``reference`` is None.
     """
     if not isinstance(noise, (bool, NoiseOptions)):
         raise TypeError(f"noise must be a bool or NoiseOptions, got {noise!r}")
