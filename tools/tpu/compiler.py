@@ -28,8 +28,6 @@ os.environ |= {
 }
 
 import numpy as np
-from jax._src.lib import xla_client
-from jax.experimental import topologies
 
 _WIDE = re.compile(r"= (?:s64|u64|f64)\[[0-9,]+\]\S* (?!parameter|constant)([a-z-]+)\(")
 _COLLECTIVE = re.compile(r"= (\S+|\([^)]*\)) (all-reduce|all-gather|all-to-all|"
@@ -38,6 +36,10 @@ _COLLECTIVE = re.compile(r"= (\S+|\([^)]*\)) (all-reduce|all-gather|all-to-all|"
 
 def compiled_for(text: str, slice_name: str, num_replicas: int) -> tuple[Any, float]:
     """Returns the executable of a program, and the seconds that compiling it took."""
+    # Here: only this environment has JAX, and --help works in every one.
+    from jax._src.lib import xla_client
+    from jax.experimental import topologies
+
     topology = topologies.get_topology_desc(slice_name, "tpu")
     devices = topology.devices[:num_replicas]
     module = xla_client._xla.hlo_module_from_text(text)
