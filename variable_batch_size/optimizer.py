@@ -23,11 +23,12 @@ from variable_batch_size.step.agreement import (
     hyperparameters,
     settings_in_common,
 )
-from variable_batch_size.step.attached import Attached, Update
+from variable_batch_size.step.attached import Attached, Update, log_line
 from variable_batch_size.step.buffers import average_buffers
+from variable_batch_size.step.elastic_state import ElasticState
 from variable_batch_size.step.gradients import StepGradients
 from variable_batch_size.step.step_counter import StepCounter
-from variable_batch_size.step.weights import StepWeight, is_zero
+from variable_batch_size.step.weights import SampleMask, StepWeight, is_zero
 from xla_replica import Replica, ReplicaError
 
 logger = logging.getLogger(__name__)
@@ -169,6 +170,9 @@ class ElasticOptimizer(OptimizerProxy):
             self._scalars,
         )
         self._attached = Attached(self.noise)
+        self._saved = ElasticState(
+            self.rule, ref_batchsize, self._scaling, self.noise, self._attached, sampler
+        )
         self.replica.check_agreement(
             "the settings of the run",
             settings_in_common(
@@ -190,9 +194,7 @@ class ElasticOptimizer(OptimizerProxy):
         self._num_minibatches_seen = 0  # since buffers were averaged
         self._num_minibatches = 0  # of all epochs
         self._last_lr: tuple[Any, ...] = self.get_lr()
-        self._masked = False  # whether `sample_weights` were asked for
-        numbers = torch.arange(sampler.minibatch_size, dtype=torch.float32)
-        self._sample_numbers = self.replica.send(numbers)
+        self._mask = SampleMask(sampler.minibatch_size, self.replica, self._scalars)
 
     # --- the training loop's calls --------------------------------------------------
 
@@ -394,9 +396,7 @@ class ElasticOptimizer(OptimizerProxy):
         count. It is data on the device, not read and not compiled anew.
         """
         counter = self._counter.follow(self.sampler.plan)
-        self._masked = True
-        number = self._scalars.get("samples", float(counter.num_real_samples))
-        return (self._sample_numbers < number).to(number.dtype)
+        return self._mask.weights(counter.num_real_samples)
 
     def get_bs(self) -> int:
         """Returns the global batch size of the step under way; 0 after the last."""
@@ -430,15 +430,7 @@ class ElasticOptimizer(OptimizerProxy):
         loaded. It loads into a plain torch optimizer too, and does not depend on the
         number of replicas. Reads the device if noise is measured.
         """
-        elastic = {
-            "rule": self.rule.name,
-            "ref_batchsize": self.ref_batchsize,
-            "scaling": self._scaling.state_dict(),
-            "noise": self.noise.state_dict() if self.noise else None,
-            "schedules": self._attached.state_dict(),
-            "sampler": self.sampler.state_dict(),
-        }
-        return {**super().state_dict(), "elastic": elastic}
+        return {**super().state_dict(), "elastic": self._saved.state_dict()}
 
     def load_state_dict(
         self,
@@ -465,41 +457,17 @@ class ElasticOptimizer(OptimizerProxy):
         elastic = dict(state_dict.get("elastic", {}))
         if not place:
             elastic.pop("sampler", None)
-        self._check_state(elastic, allow_changes)
+        self._saved.check(elastic, allow_changes)
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "elastic"})
-        self._scaling.load_state_dict(elastic.get("scaling", []))
-        if self.noise and elastic.get("noise"):
-            self.noise.load_state_dict(elastic["noise"])
-        self._attached.load_state_dict(elastic.get("schedules", []))
+        self._saved.load(elastic, allow_changes)
         if "sampler" not in elastic:
             return
-        self.sampler.load_state_dict(elastic["sampler"], allow_changes=allow_changes)
         rank = self.replica.rank
         self._counter = StepCounter(self.sampler.plan, rank, announced=False)
         self._num_minibatches_seen = 0
         self._discard()  # of minibatches without an update
         self._expect()
         self._agreement.allow_change()
-
-    def _check_state(self, elastic: dict[str, Any], allow_changes: bool) -> None:
-        """Raises ValueError unless the state can be loaded; changes nothing."""
-        if "sampler" in elastic:
-            self.sampler.check_state(elastic["sampler"], allow_changes)
-        if elastic.get("rule", self.rule.name) != self.rule.name:
-            raise ValueError(
-                f"the state is of rule {elastic['rule']!r}, and this optimizer has "
-                f"{self.rule.name!r}; to change rules, load state['state'] and "
-                "state['param_groups'] alone"
-            )
-        self._attached.check_state(elastic.get("schedules", []))
-        if not (self.noise and elastic.get("noise")):
-            return
-        if elastic["ref_batchsize"] != self.ref_batchsize:
-            raise ValueError(
-                f"the state's progress counts steps of {elastic['ref_batchsize']} "
-                f"samples, and this optimizer's ref_batchsize={self.ref_batchsize}"
-            )
-        self.noise.check_state(elastic["noise"])
 
     # --- one minibatch, one update --------------------------------------------------
 
@@ -514,8 +482,7 @@ class ElasticOptimizer(OptimizerProxy):
             return None
         if self.sampler.schedule.pad_minibatches:
             num_real = self._counter.follow(self.sampler.plan).num_real_samples
-            checks.check_padding(self.sampler.schedule, num_real, self._masked)
-            self._masked = False
+            self._mask.end_minibatch(num_real)
             weight = num_real if weight is None else weight
         if self.is_padding:
             weight = 0
@@ -675,14 +642,6 @@ class ElasticOptimizer(OptimizerProxy):
     def _log(self, update: Update) -> None:
         """Logs one line on replica 0; every replica reads its device."""
         self._agreement.check()
-        lrs = ", ".join(f"{lr:.6g}" for lr in as_floats(self._last_lr, self.replica))
-        line = f"step {update.step}: batch size {update.batch_size}, "
-        if update.weight is not None:
-            [weight] = as_floats((update.weight,), self.replica)
-            line += f"weight {weight:g}, "
-        line += f"learning rate {lrs}"
-        measured = self.noise.measure()._asdict() if self.noise else {}
-        for name, value in measured.items():
-            line += f", {name.replace('_', ' ')} {value:.6g}"
+        line = log_line(update, self.noise, self.replica)
         if self.replica.is_primary:
             logger.info(line)

@@ -34,7 +34,12 @@ class Backend(NamedTuple):
 
 
 def row(device: str, num_replicas: int, slow: bool = False):
-    """Returns a backend as a parameter of a test, with ``slow`` for slow runs only."""
+    """Returns a backend as a parameter of a test, with ``slow`` for slow runs only.
+
+    More than two processes on gloo are a matter of torch alone: beside torch_xla they
+    are slow, as the default run of the torch environment has them.
+    """
+    slow = slow or (device == "cpu" and num_replicas > 2 and HAS_XLA)
     marks = [pytest.mark.slow] if slow else []
     if device == "xla":
         marks += [needs_xla, pytest.mark.xla]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.elastic import OPTIMIZERS, Case, large_batch_run, loss_of, make
-from support.replicas import HAS_XLA, row
+from support.replicas import row
 from torch import nn
 
 import variable_batch_size as vbs
@@ -92,7 +92,7 @@ def train(rank: int, folder: Path, case: Case, options: dict) -> dict[str, objec
     scope="module",
     params=[
         row("cpu", 1),
-        row("cpu", 3, slow=HAS_XLA),
+        row("cpu", 3),
         row("xla", 2),
         row("xla", 8, slow=True),
     ],

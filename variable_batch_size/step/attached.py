@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from variable_batch_size.device_scalars import as_floats
 from variable_batch_size.gradient_noise.meter import NoiseMeter
+from xla_replica import Replica
 from xla_replica.common.arguments import check_choice, check_number
 
 
@@ -41,6 +43,19 @@ class Update:
     idle: bool
     ends_epoch: bool
     weight: Any = None
+
+
+def log_line(update: Update, noise: NoiseMeter | None, replica: Replica) -> str:
+    """Returns one line about an update; reads the device."""
+    line = f"step {update.step}: batch size {update.batch_size}, "
+    if update.weight is not None:
+        [weight] = as_floats((update.weight,), replica)
+        line += f"weight {weight:g}, "
+    lrs = ", ".join(f"{lr:.6g}" for lr in as_floats(update.lr, replica))
+    line += f"learning rate {lrs}"
+    for name, value in (noise.measure()._asdict() if noise else {}).items():
+        line += f", {name.replace('_', ' ')} {value:.6g}"
+    return line
 
 
 # How much of each unit one update is; the noise meter counts the last one.

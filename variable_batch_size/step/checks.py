@@ -213,15 +213,3 @@ def check_yielded(sampler: CustomSampler, num_minibatches: int) -> None:
             "else, so batches would not be those of the trace. Build the loader with "
             "DataLoader(dataset, batch_sampler=sampler), or iterate the sampler"
         )
-
-
-def check_padding(schedule: Schedule, num_real: int, is_masked: bool) -> None:
-    """Raises ValueError if a minibatch was run with padding that nobody masked."""
-    if num_real < schedule.minibatch_size and not is_masked:
-        raise ValueError(
-            f"{schedule.minibatch_size - num_real} of the {schedule.minibatch_size} "
-            "samples of this minibatch are padding, and nobody has asked for "
-            "optimizer.sample_weights, which leave them out: call "
-            "(losses * optimizer.sample_weights).sum().backward() with the loss of "
-            "every sample (reduction='none' in torch's losses)"
-        )

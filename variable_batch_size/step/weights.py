@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from variable_batch_size.device_scalars import DeviceScalars
 from xla_replica import Replica
 from xla_replica.common.arguments import check_number
 
@@ -77,6 +78,43 @@ class StepWeight:
         """Forgets the minibatches of the step."""
         with torch.no_grad():
             self._sum.zero_()
+
+
+class SampleMask:
+    """Which samples of a minibatch count, and whether the loss has left out the others.
+
+    Args:
+        minibatch_size: Samples in every minibatch, with its padding.
+        replica: The replica that runs the minibatches.
+        scalars: Where numbers of samples are kept on the device.
+    """
+
+    def __init__(
+        self, minibatch_size: int, replica: Replica, scalars: DeviceScalars
+    ) -> None:
+        numbers = torch.arange(minibatch_size, dtype=torch.float32)
+        self._numbers = replica.send(numbers)
+        self._scalars = scalars
+        self._asked = False
+
+    def weights(self, num_real: int) -> torch.Tensor:
+        """Returns ``(minibatch_size,)``: 1 for so many real samples, then 0."""
+        self._asked = True
+        number = self._scalars.get("samples", float(num_real))
+        return (self._numbers < number).to(number.dtype)
+
+    def end_minibatch(self, num_real: int) -> None:
+        """Raises ValueError if it had padding and nobody has asked for `weights`."""
+        asked, self._asked = self._asked, False
+        padding = len(self._numbers) - num_real
+        if padding and not asked:
+            raise ValueError(
+                f"{padding} of the {len(self._numbers)} samples of this minibatch are "
+                "padding, and nobody has asked for optimizer.sample_weights, which "
+                "leave them out: call (losses * optimizer.sample_weights).sum()"
+                ".backward() with the loss of every sample (reduction='none' in "
+                "torch's losses)"
+            )
 
 
 def is_zero(weight: Any) -> bool:
