@@ -30,6 +30,7 @@ from variable_batch_size.step.gradients import StepGradients
 from variable_batch_size.step.step_counter import StepCounter
 from variable_batch_size.step.weights import SampleMask, StepWeight, is_zero
 from xla_replica import Replica, ReplicaError
+from xla_replica.common.arguments import check_flag
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +53,10 @@ class ElasticOptimizer(OptimizerProxy):
     adds nothing. It joins the update inside its previous `step` call, or in `set_epoch`
     where the epoch begins with such steps. `step` therefore returns how many updates it
     made, and whatever must happen once per update (an LR scheduler, a log) belongs into
-    `attach`, which runs it for these updates too. Replicas that use different learning
-    rates raise `ReplicaError`: at once where the cause is seen or reading is free, else
-    in `average_buffers` and on logging steps.
+    `attach`, which runs it for these updates too. With ``lockstep`` such a replica
+    calls `join_step` instead, and loop bodies run once per update on every replica.
+    Replicas that use different learning rates raise `ReplicaError`: at once where the
+    cause is seen or reading is free, else in `average_buffers` and on logging steps.
 
     **Sharded models** (FSDP2's ``fully_shard``, before this is built): every replica
     must run every pass, so none is idle. One that has no minibatch left in a step runs
@@ -93,6 +95,11 @@ class ElasticOptimizer(OptimizerProxy):
             `noise` then answers. AdaScale always does.
         overlap: Sum gradients over replicas while the step's last backward pass still
             computes others, where replicas are processes.
+        lockstep: A replica without a minibatch in a step joins its update in
+            `join_step`, which the caller then calls, and nowhere else. What is between
+            two updates in the loop, such as collectives and schedulers, then runs
+            equally often on every replica. `set_epoch` must be called before every
+            epoch.
         replica: Default: the one the caller runs in.
 
     Raises:
@@ -118,6 +125,7 @@ class ElasticOptimizer(OptimizerProxy):
         decay_per_sample: bool = False,
         noise: NoiseOptions | bool = False,
         overlap: bool = True,
+        lockstep: bool = False,
         replica: Replica | None = None,
     ) -> None:
         self.sampler = sampler
@@ -128,6 +136,7 @@ class ElasticOptimizer(OptimizerProxy):
         self.ref_weight = ref_weight
         self.log_steps = log_steps
         self.max_grad_norm = max_grad_norm
+        self._lockstep = check_flag("lockstep", lockstep)
         checks.check_optimizer(optimizer, self.rule)
         checks.check_sampler(sampler, self.replica)
         checks.check_reduction(
@@ -158,7 +167,7 @@ class ElasticOptimizer(OptimizerProxy):
             groups = optimizer.param_groups
             dtype = dtype_for(p for group in groups for p in group["params"])
             self._weight = StepWeight(self.replica, dtype)
-        self._agreement = Agreement(self.replica, self._scalars)
+        self._agreement = Agreement(self.replica, self._scalars, self._lockstep)
         weighted = reduction == "sum"
         self.noise = meter_for(
             noise,
@@ -184,6 +193,7 @@ class ElasticOptimizer(OptimizerProxy):
                 ref_weight=ref_weight,
                 max_grad_norm=max_grad_norm,
                 noise=self.noise.options if self.noise else None,
+                lockstep=self._lockstep,
             ),
             "Each would train another model: build sampler, model and optimizer alike "
             "on every replica, without the rank in seeds, files or conditions.",
@@ -235,6 +245,23 @@ class ElasticOptimizer(OptimizerProxy):
             return 0
         self._update()
         return 1 + self._join_idle_steps()
+
+    def join_step(self) -> int:
+        """Takes part in a step in which this replica has no minibatch; returns 1.
+
+        With ``lockstep``, in place of the step's minibatches.
+
+        Raises:
+            ValueError: It has minibatches in the step, or there is no ``lockstep``.
+        """
+        if not (self._lockstep and self.is_idle):
+            raise ValueError(
+                f"join_step() in step {self._counter.cursor.step} of epoch {self.epoch}"
+                f", with lockstep={self._lockstep}: it is for wrappers with "
+                "lockstep=True, in steps in which this replica has no minibatch; "
+                "call backward() and step() for every one that it has"
+            )
+        return self._join_idle_step()
 
     def set_epoch(self, epoch: int) -> int:
         """Begins an epoch; call it, like the sampler's, before iterating.
@@ -378,6 +405,11 @@ class ElasticOptimizer(OptimizerProxy):
         return self._counter.plan.epoch
 
     @property
+    def is_idle(self) -> bool:
+        """Whether this replica has no minibatch in the step under way."""
+        return self._counter.idle
+
+    @property
     def is_padding(self) -> bool:
         """Whether the minibatch under way does not count, until `step` ends it.
 
@@ -516,13 +548,16 @@ class ElasticOptimizer(OptimizerProxy):
         """Takes part in the steps in which this replica has no minibatch."""
         joined = 0
         self._expect()
-        while self._counter.idle:
-            self._gradients.stand_in()
-            self.replica.sync()  # keeps what the user left pending out of the update
-            self._update()
-            joined += 1
-            self._expect()
+        while self.is_idle and not self._lockstep:
+            joined += self._join_idle_step()
         return joined
+
+    def _join_idle_step(self) -> int:
+        self._gradients.stand_in()
+        self.replica.sync()  # keeps what the user left pending out of the update
+        self._update()
+        self._expect()
+        return 1
 
     def _expect(self) -> None:
         """Says what the next minibatch is to the sum of the gradients."""

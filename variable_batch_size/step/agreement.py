@@ -40,10 +40,18 @@ class Agreement:
     """Watches hyperparameters, casts ballots and counts them.
 
     Hashes agree if their sum is the number of replicas times the own one.
+
+    Args:
+        replica: The replica that the caller runs in.
+        scalars: Where the ballots are kept on the device.
+        lockstep: Whether replicas run the user's loop body once per update.
     """
 
-    def __init__(self, replica: Replica, scalars: DeviceScalars) -> None:
+    def __init__(
+        self, replica: Replica, scalars: DeviceScalars, lockstep: bool = False
+    ) -> None:
         self._replica = replica
+        self._lockstep = lockstep
         self._scalars = scalars
         self._remembered: tuple[Any, ...] | None = None
         self._modulus = _EXACT // replica.num_replicas
@@ -77,7 +85,7 @@ class Agreement:
         if counter.substep:
             where = f"within step {counter.cursor.step}"
             why = "replicas may accumulate different numbers of minibatches"
-        elif counter.plan.has_idle_replicas:
+        elif counter.plan.has_idle_replicas and not self._lockstep:
             where = "between two updates"
             why = "idle replicas join updates without running your code"
         else:

@@ -147,7 +147,8 @@ class StepCounter:
             raise ReplicaError(
                 f"replica {self._rank} is idle in step {counter.cursor.step} of epoch "
                 f"{plan.epoch} and has not joined it, because an earlier update or "
-                "callback raised an exception: resume from a checkpoint",
+                "callback raised an exception: resume from a checkpoint; or because "
+                "of lockstep=True: call join_step() in place of step()",
                 self._rank,
             )
         return counter
