@@ -72,6 +72,7 @@ setup(
         ],
         # Other people's tests and models (docs/outside.md), on torch 2.13.
         "outside": [
+            "mlflow-skinny==3.17.2",
             "opacus==1.6.0",
             "timm==1.0.31",
             "torchvision==0.28.0",

@@ -43,6 +43,7 @@ from variable_batch_size.rules.rule import (
 from variable_batch_size.runs.report import write_report
 from variable_batch_size.runs.run_file import Run, RunFile, read_run
 from variable_batch_size.runs.run_log import RunLog
+from variable_batch_size.runs.sinks import Sink, tensorboard
 from variable_batch_size.step.attached import Update
 from variable_batch_size.step.buffers import average_buffers
 from variable_batch_size.traces.batch_trace import Trace, TraceError, TraceWarning
@@ -75,6 +76,7 @@ __all__ = [
     "ScaledHyperparameters",
     "Schedule",
     "SeededDataset",
+    "Sink",
     "Trace",
     "TraceError",
     "TraceExhausted",
@@ -85,6 +87,7 @@ __all__ = [
     "read_checkpoint",
     "read_run",
     "rule_named",
+    "tensorboard",
     "write_checkpoint",
     "write_report",
 ]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.elastic import OPTIMIZERS, Case, large_batch_run, loss_of, make
 from support.replicas import row
+from support.reports import Writer
 from torch import nn
 
 import variable_batch_size as vbs
@@ -41,12 +42,14 @@ class Training:
             **options,
         )
         self.log = None
+        self.sent: list[tuple[int, dict[str, float]]] = []  # to a sink
         if log:
             self.log = vbs.RunLog(
                 folder / "run.jsonl",
                 self.optimizer,
                 log_steps=LOG_STEPS,
                 settings={"name": "a run", "path": folder},
+                sinks=[lambda values, step: self.sent.append((step, values))],
             )
             self.optimizer.attach(self.log)
         self.losses: list[tuple[int, torch.Tensor]] = []  # (step, loss) of minibatches
@@ -85,7 +88,8 @@ def train(rank: int, folder: Path, case: Case, options: dict) -> dict[str, objec
             steps, losses = zip(*training.losses)
             losses = [loss.item() for loss in replica.fetch(losses)]
             told = list(zip(steps, losses))
-    return {"losses": told, "counts": counts}
+            sent = training.sent
+    return {"losses": told, "sent": sent, "counts": counts}
 
 
 @pytest.fixture(
@@ -131,6 +135,65 @@ def test_every_update_is_told_as_it_was(adascale):
         assert idle == pytest.approx(unused / substeps * seconds)
     assert table["accuracy"].dropna().tolist() == [70.5]
     assert table["accuracy"].notna().iloc[-1]
+
+
+def test_sinks_get_the_numbers_of_logging_steps_and_the_rates_between(adascale):
+    backend, outcomes, run = adascale
+    assert [outcome["sent"] for outcome in outcomes[1:]] == [[]] * (len(outcomes) - 1)
+    *sent, last = outcomes[0]["sent"]
+    table = run.updates
+    assert last == (table["step"].iloc[-1], {"accuracy": 70.5})
+    assert [step for step, _ in sent] == list(range(0, len(table), LOG_STEPS))
+    first = 0
+    for step, values in sent:
+        window, row = table.iloc[first : step + 1], table.iloc[step]
+        expected = row.drop(["step", "time", "seconds", "idle_seconds", "accuracy"])
+        expected = expected.dropna().to_dict()  # the first has no noise scale
+        seconds = window["seconds"].sum()
+        expected["samples_per_second"] = window["batch_size"].sum() / seconds
+        expected["idle_share"] = (
+            window["idle_seconds"].sum() / seconds / backend.num_replicas
+        )
+        values = {name: value for name, value in values.items() if value == value}
+        assert values == pytest.approx(expected, rel=1e-9)
+        assert {type(value) for value in values.values()} <= {int, float}
+        first = step + 1
+
+
+class WeightsAndBiasesRun:
+    """Has the signature of ``wandb.Run.log``, and takes no step that is over."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.history: dict[int, dict[str, float]] = {}
+
+    def log(self, data: dict[str, float], step=None, commit=None) -> None:
+        assert step >= self.step
+        self.step = step
+        self.history.setdefault(step, {}).update(data)
+
+
+def test_a_log_without_a_file_has_sinks_alone(tmp_path):
+    writer, run = Writer(), WeightsAndBiasesRun()
+    training = Training(tmp_path, log=False)
+    training.log = vbs.RunLog(
+        None,
+        training.optimizer,
+        log_steps=4,
+        sinks=[vbs.tensorboard(writer), run.log],
+    )
+    training.optimizer.attach(training.log)
+    training.epoch(0)
+    training.log.write(accuracy=50.0)
+    training.log.close()
+    assert training.log.path is None
+    assert list(tmp_path.iterdir()) == []
+    sizes = [CASE.trace[step % len(CASE.trace)] for step in (0, 4)]
+    assert writer.scalars["batch_size"] == [(0, sizes[0]), (4, sizes[1])]
+    assert [step for step, _ in writer.scalars["loss"]] == [0, 4]
+    assert {**run.history[4], **run.history[run.step]} == {
+        name: values[-1][1] for name, values in writer.scalars.items()
+    }
 
 
 def test_the_header_tells_versions_and_settings(adascale):
@@ -290,6 +353,8 @@ def test_with_token_weights_the_loss_is_a_mean_over_tokens(tmp_path):
 def test_wrong_arguments_say_so(tmp_path):
     with pytest.raises(ValueError, match="log_steps must be an integer >= 1, got 0"):
         vbs.RunLog(tmp_path / "a", Training(tmp_path, log=False).optimizer, log_steps=0)
+    with pytest.raises(TypeError, match="sinks must be functions that take log"):
+        vbs.RunLog(None, Training(tmp_path, log=False).optimizer, sinks=["wandb"])
     with pytest.raises(ValueError, match="there has been no update"):
         Training(tmp_path).log.write(accuracy=1.0)
 

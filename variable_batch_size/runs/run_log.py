@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 import xla_replica
 from variable_batch_size.device_scalars import dtype_for
 from variable_batch_size.runs.run_file import RunFile
+from variable_batch_size.runs.sinks import Sink
 from variable_batch_size.step.attached import Update
 from xla_replica.common.arguments import check_integer
 
 if TYPE_CHECKING:
     from variable_batch_size.optimizer import ElasticOptimizer
+
+# What sinks have as an axis of their own, or get as rates.
+_OF_FILES = ("step", "time", "seconds", "idle_seconds")
 
 
 class RunLog:
@@ -45,43 +50,59 @@ class RunLog:
     ahead of the device. What needs no reading is written then too: a kill loses the
     updates since the last logging step.
 
-    `read_run` reads the file. Pass this to `Checkpointer`, as ``log=log``, so that
-    checkpoints and the stop are told and a resumed run continues the mean of the loss.
+    `read_run` reads the file. Other loggers get the numbers of logging steps: see
+    ``sinks``. Pass this to `Checkpointer`, as ``log=log``, so that checkpoints and the
+    stop are told and a resumed run continues the mean of the loss.
 
     Args:
-        path: The file, to which a resumed run appends.
+        path: The file, to which a resumed run appends; None for sinks alone.
         optimizer: The wrapper whose updates are told.
         log_steps: Read the loss once every so many updates.
         settings: Of the run, by name, for the header.
         shows: A function that gets all lines, a list of dicts, when they are written,
             on the primary replica: for a progress bar or TensorBoard.
+        sinks: Functions such as `Sink`, called on the primary replica: on every logging
+            step with the numbers of its line, and with ``samples_per_second`` and
+            ``idle_share`` (of the replicas' time) since the last one; and with what
+            `write` is given. An exception in one ends the run.
 
     Raises:
-        ValueError, TypeError: ``log_steps`` is not an integer above zero.
+        ValueError, TypeError: ``log_steps`` is not an integer above zero, or a sink is
+            not a function.
     """
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | None,
         optimizer: ElasticOptimizer,
         *,
         log_steps: int = 10,
         settings: Mapping[str, Any] | None = None,
         shows: Callable[[list[dict[str, Any]]], Any] | None = None,
+        sinks: Sequence[Sink] = (),
     ) -> None:
         self._log_steps = check_integer("log_steps", log_steps, least=1)
+        self._sinks = list(sinks)
+        for sink in self._sinks:
+            if not callable(sink):
+                raise TypeError(
+                    "sinks must be functions that take log(values, step=step), such "
+                    f"as wandb_run.log or mlflow.log_metrics, got {sink!r}"
+                )
         self._optimizer, self._replica = optimizer, optimizer.replica
         self._sampler = optimizer.sampler
         self._shows = shows
-        self._file = RunFile(
-            path,
-            settings,
-            num_replicas=self._replica.num_replicas,
-            replica=str(self._replica),
-            rule=optimizer.rule.name,
-            ref_batchsize=optimizer.ref_batchsize,
-            **self._sampler.fingerprint(),
-        )
+        self._file: RunFile | None = None
+        if path is not None:
+            self._file = RunFile(
+                path,
+                settings,
+                num_replicas=self._replica.num_replicas,
+                replica=str(self._replica),
+                rule=optimizer.rule.name,
+                ref_batchsize=optimizer.ref_batchsize,
+                **self._sampler.fingerprint(),
+            )
         groups = optimizer.param_groups
         dtype = dtype_for(p for group in groups for p in group["params"])
         # The sum of this replica's losses, and their number.
@@ -89,14 +110,16 @@ class RunLog:
         # Lines, with numbers by name that are still on the device.
         self._pending: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._weight = 0.0  # of the updates whose losses are summed
+        # Since the last logging step: samples, seconds, seconds that replicas idled.
+        self._totals = np.zeros(3)
         self._step: int | None = None  # of the last update
         self._begun = False
         self._since = time.perf_counter()
 
     @property
-    def path(self) -> Path:
-        """The file."""
-        return self._file.path
+    def path(self) -> Path | None:
+        """The file, if there is one."""
+        return self._file and self._file.path
 
     def add(self, loss: torch.Tensor) -> None:
         """Adds the loss of the minibatch under way, before `step`; nothing is read.
@@ -143,12 +166,13 @@ class RunLog:
             raise ValueError("write: there has been no update that it could tell of")
         self.flush()
         self._tell([{"step": step, **values}])
+        self._send(values, step)
         self._since = time.perf_counter()
 
     def event(self, name: str, **values: Any) -> None:
         """Tells that something happened after the last update."""
         self.flush()
-        if self._replica.is_primary:
+        if self._file and self._replica.is_primary:
             self._file.event(name, self._next_step(), **values)
 
     def flush(self) -> None:
@@ -180,6 +204,7 @@ class RunLog:
         """Continues the mean of the loss; the file shows by itself what was lost."""
         self._begun, self._step, self._pending = False, None, []
         self._weight = state["weight"]
+        self._totals[:] = 0
         if self._replica.is_primary:  # it is the sum of all: the others begin with zero
             self._loss.copy_(state["loss"])
         else:
@@ -187,7 +212,7 @@ class RunLog:
 
     def _begin(self, step: int) -> None:
         """Writes the header, once, before anything else."""
-        if not self._begun and self._replica.is_primary:
+        if not self._begun and self._file and self._replica.is_primary:
             self._file.begin(step)
         self._begun = True
 
@@ -224,11 +249,15 @@ class RunLog:
                 is_read = isinstance(value, torch.Tensor)
                 line[name] = next(fetched).item() if is_read else value
             self._weight += line.get("weight", 0.0)
+            names = ("batch_size", "seconds", "idle_seconds")
+            self._totals += [line[name] for name in names]
             lines.append(line)
         self._pending = []
         if measure:
             self._add_measurements(lines[-1], *next(fetched).tolist())
         self._tell(lines)
+        if measure:
+            self._send_line(lines[-1])
 
     def _add_measurements(self, line: dict[str, Any], loss: float, num: float) -> None:
         """Adds the mean loss since the last logging step, and the gradient noise."""
@@ -242,6 +271,21 @@ class RunLog:
     def _tell(self, lines: list[dict[str, Any]]) -> None:
         if not (lines and self._replica.is_primary):
             return
-        self._file.write(*lines)
+        if self._file:
+            self._file.write(*lines)
         if self._shows:
             self._shows(lines)
+
+    def _send_line(self, line: dict[str, Any]) -> None:
+        """Sends a logging step's numbers, and the rates since the last one."""
+        samples, seconds, idle_seconds = self._totals.tolist()
+        self._totals[:] = 0
+        values = {name: value for name, value in line.items() if name not in _OF_FILES}
+        values["samples_per_second"] = samples / seconds
+        values["idle_share"] = idle_seconds / seconds / self._replica.num_replicas
+        self._send(values, line["step"])
+
+    def _send(self, values: Mapping[str, float], step: int) -> None:
+        if self._replica.is_primary:
+            for sink in self._sinks:
+                sink(dict(values), step=step)
