@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from grab_xla.epoch.row_copies import flattened
 from xla_replica import traits
 
 # How many numbers are formed at once: 4 and 64 MiB in float32. Smaller pieces would
@@ -65,8 +66,7 @@ class GradientMatrix:
             yield [self._columns(grad[first : first + size]) for grad in grads]
 
     def _columns(self, grad: Tensor) -> Tensor:
-        rows = grad.flatten(1) if grad.dim() > 1 else grad.unsqueeze(1)
-        return rows.to(device=self._device, dtype=self._dtype)
+        return flattened(grad).to(device=self._device, dtype=self._dtype)
 
     def count(self, grads: Mapping[str, Tensor], batched: bool = True) -> int:
         """Returns how many samples these are the gradients of, after checking them."""

@@ -17,6 +17,7 @@ from grab_xla.epoch.orders import Orders
 from grab_xla.epoch.passes import Passes
 from grab_xla.epoch.pending_minibatches import PendingMinibatches
 from grab_xla.epoch.round_robin_sharding import RoundRobinSharding
+from grab_xla.epoch.row_copies import interleaved
 from grab_xla.epoch.sample_weights import SampleWeights
 
 
@@ -164,7 +165,7 @@ class Progress:
         everyone = self._columns.of_all_replicas(rows_RD)
         left = self.cursor.left(self._balancer.num_seen)
         # In the sequence of the order, without repeated samples.
-        ordered = everyone.transpose(0, 1).flatten(0, 1)[:left]
+        ordered = interleaved(everyone)[:left]
         self._balancer.balance(lambda: [ordered])
 
     def after_update(self, update: Any) -> None:
