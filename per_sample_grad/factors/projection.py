@@ -31,6 +31,10 @@ from per_sample_grad.factors.forms import Contribution, Dense, Lookup, Outer, Wi
 from xla_replica import traits
 from xla_replica.common.arguments import check_integer
 
+# Counts changes after which the same names, shapes, size and seed are another map. It
+# is kept with projections on a disk.
+VERSION = 1
+
 
 class Projection:
     """A linear map from gradients to a few numbers for each parameter.

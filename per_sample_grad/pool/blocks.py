@@ -94,13 +94,13 @@ class BlockSource:
             self.dataset, "__len__"
         ):
             raise TypeError(
-                f"score_pool: a {type(self.dataset).__name__} has no length and no "
-                "indices to report scores by; give a dataset with __len__ and "
+                f"the pool: a {type(self.dataset).__name__} has no length and no "
+                "indices to report samples by; give a dataset with __len__ and "
                 "__getitem__"
             )
         if isinstance(loader, DataLoader) and loader.batch_sampler is None:
             raise ValueError(
-                "score_pool: a DataLoader with batch_size=None does not collate; give "
+                "the pool: a DataLoader with batch_size=None does not collate; give "
                 "the dataset itself, or a DataLoader with a batch size"
             )
         size = block_size if batch_size is None else batch_size

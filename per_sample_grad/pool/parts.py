@@ -1,12 +1,11 @@
-"""The parts of a pool that are scored already: files that survive a kill.
+"""The parts of a pool that are computed already: files that survive a kill.
 
 A part is an interval of indices, whatever the batch size and the number of replicas, in
 a separate file that appears in one piece. Beside them lies a description of what was
-scored: the parts of another model or score are an error.
+computed: the parts of another model or score are an error.
 
 A file of a part is that of ``np.save``, and after it a SHA-256 of the description and
-the scores. It finds any damage, also a part of another pool, and the time it takes is
-not noticed: a part has some kilobytes.
+the numbers. It finds any damage, also a part of another pool.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import io
 import json
 import uuid
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,6 +33,30 @@ _UNFINISHED = ".tmp"
 _DAMAGED = ".damaged"
 # How many differences from what the folder holds a message has.
 _FEW = 5
+_ANOTHER = "Give another folder, or delete this one."
+_CHECKSUM_BYTES = hashlib.sha256().digest_size
+_CHUNK_BYTES = 2**22
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """What parts hold, in the words of messages.
+
+    Attributes:
+        what: The numbers.
+        computed: What is done to samples.
+        function: Who does it.
+        key: A name that only their descriptions have.
+    """
+
+    what: str
+    computed: str
+    function: str
+    key: str
+
+
+SCORED = Contents("scores", "scored", "score_pool", "score")
+INDEXED = Contents("projections", "projected", "index_pool", "seed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +64,14 @@ class Parts:
     """Intervals of ``size`` of a pool's ``count`` indices; no folder keeps none.
 
     Attributes:
-        description: What is scored, besides that: names and values for JSON.
+        description: What is computed, besides that: names and values for JSON.
     """
 
     count: int
     size: int
     folder: Path | None
     description: dict[str, Any]
+    contents: Contents
 
     def __len__(self) -> int:
         return -(-self.count // self.size)
@@ -62,31 +87,52 @@ class Parts:
         return np.array([self._path(n).exists() for n in range(len(self))], dtype=bool)
 
     def load(self, number: int) -> np.ndarray | None:
-        """Returns a part's float32 scores; None if the file is damaged.
+        """Returns a part's float32 numbers; None if the file is damaged.
 
-        A damaged file is renamed, with a warning, so that the part can be scored again.
+        A damaged file is renamed, with a warning, so that the part can be computed
+        again.
         """
         path = self._path(number)
         content = path.read_bytes()
-        size = hashlib.sha256().digest_size
-        saved, checksum = content[:-size], content[-size:]
-        if self._checksum(number, saved) == checksum:
+        saved, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
+        if self._checksum(number, saved).digest() == checksum:
             return np.load(io.BytesIO(saved), allow_pickle=False)
         aside = rename(path, path.with_suffix(_DAMAGED))
         warnings.warn(
             f"{path} is damaged: its content is not what was written; it is now "
-            f"{aside.name}, and its samples are scored again",
-            stacklevel=4,
+            f"{aside.name}, and its samples are {self.contents.computed} again",
+            stacklevel=6,
         )
         return None
 
-    def save(self, number: int, scores: np.ndarray) -> None:
-        """Keeps the scores of a part, all or nothing, also when the power fails."""
-        if self.folder is not None:
-            content = io.BytesIO()
-            np.save(content, scores)
-            saved = content.getvalue()
-            _write(self._path(number), saved + self._checksum(number, saved))
+    def mapped(self, number: int) -> np.ndarray:
+        """Returns a part's numbers, mapped into memory; no checksum is computed."""
+        return np.load(self._path(number), mmap_mode="r", allow_pickle=False)
+
+    def is_whole(self, number: int) -> bool:
+        """Returns whether a part is what was written, in memory of a few MiB."""
+        path = self._path(number)
+        left = path.stat().st_size - _CHECKSUM_BYTES
+        checksum = self._checksum(number)
+        with path.open("rb") as file:
+            while left > 0 and (chunk := file.read(min(left, _CHUNK_BYTES))):
+                checksum.update(chunk)
+                left -= len(chunk)
+            return checksum.digest() == file.read()
+
+    def save(self, number: int, numbers: np.ndarray) -> None:
+        """Keeps the numbers of a part, all or nothing, also when the power fails."""
+        if self.folder is None:
+            return
+        path = self._path(number)
+
+        def write(file: BinaryIO) -> Path:
+            hashed = _Hashed(file, self._checksum(number))
+            np.save(hashed, numbers)
+            file.write(hashed.checksum.digest())
+            return path
+
+        _write(path, write, self.contents)
 
     def clear_unfinished(self) -> None:
         """Deletes what a killed run was writing; call it before any replica writes."""
@@ -95,31 +141,26 @@ class Parts:
                 path.unlink(missing_ok=True)
 
     def describe(self) -> None:
-        """Writes what is being scored, or checks that the folder is for the same."""
+        """Writes what is computed, or checks that the folder is for the same."""
         if self.folder is None:
             return
         path = self.folder / DESCRIPTION
         if not path.exists():
-            _write(path, self._text)
+
+            def write(file: BinaryIO) -> Path:
+                file.write(self._text)
+                return path
+
+            _write(path, write, self.contents)
         # Read it also if it has just been written: maybe by another replica or job.
-        remedy = "Give another folder, or delete this one."
-        try:
-            saved = json.loads(path.read_bytes())
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged ({error}). {remedy}") from error
-        if saved.get("format") != FORMAT:
-            raise ValueError(
-                f"{self.folder} was written by an earlier version, which kept no "
-                "checksums and compared functions by name, so whether its scores are "
-                f"those of this call cannot be known. {remedy}"
-            )
+        saved = read_description(self.folder, self.contents, _ANOTHER)
         own = json.loads(self._text)
         found = differences(saved, own, {name: name for name in {**own, **saved}})
         if found:
             more = f"; and {len(found) - _FEW} more" if len(found) > _FEW else ""
             raise ValueError(
-                f"{self.folder} holds scores of something else: "
-                f"{'; '.join(found[:_FEW])}{more}. {remedy}"
+                f"{self.folder} holds {self.contents.what} of something else: "
+                f"{'; '.join(found[:_FEW])}{more}. {_ANOTHER}"
             )
 
     @functools.cached_property
@@ -127,12 +168,40 @@ class Parts:
         own = {"format": FORMAT, "count": self.count, "part_size": self.size}
         return json.dumps({**own, **self.description}, indent=1).encode()
 
-    def _checksum(self, number: int, saved: bytes) -> bytes:
-        return hashlib.sha256(self._text + b"%d" % number + saved).digest()
+    def _checksum(self, number: int, saved: bytes = b"") -> hashlib._Hash:
+        return hashlib.sha256(self._text + b"%d" % number + saved)
 
     def _path(self, number: int) -> Path:
         assert self.folder is not None
         return self.folder / f"part-{number:08d}.npy"
+
+
+def read_description(folder: Path, contents: Contents, remedy: str) -> dict[str, Any]:
+    """Returns what a folder says that its parts are.
+
+    Raises:
+        ValueError: It is damaged, of an earlier version, or has other numbers than
+            ``contents`` names; the message ends with ``remedy``.
+    """
+    path = folder / DESCRIPTION
+    try:
+        saved = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}). {remedy}") from error
+    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
+        raise ValueError(
+            f"{folder} was written by an earlier version, which kept no checksums and "
+            f"compared functions by name, so whether its {contents.what} are those of "
+            f"this call cannot be known. {remedy}"
+        )
+    if contents.key not in saved:
+        others = [c for c in (SCORED, INDEXED) if c.key in saved]
+        found = f"{others[0].what} of {others[0].function}" if others else "other parts"
+        raise ValueError(
+            f"{folder} holds {found}, not the {contents.what} of {contents.function}. "
+            f"{remedy}"
+        )
+    return saved
 
 
 def deal(kept: np.ndarray, rank: int) -> tuple[list[int], list[int]]:
@@ -152,19 +221,27 @@ def deal(kept: np.ndarray, rank: int) -> tuple[list[int], list[int]]:
     return read.tolist(), missing[rank :: len(kept)].tolist()
 
 
-def _write(path: Path, content: bytes) -> None:
-    def write_content(file: BinaryIO) -> Path:
-        file.write(content)
-        return path
+class _Hashed:
+    """A file whose content is hashed while it is written."""
 
+    def __init__(self, file: BinaryIO, checksum: hashlib._Hash) -> None:
+        self._file, self.checksum = file, checksum
+
+    def write(self, data: bytes) -> int:
+        self.checksum.update(data)
+        return self._file.write(data)
+
+
+def _write(path: Path, write: Callable[[BinaryIO], Path], contents: Contents) -> None:
     # A unique name: replicas may be threads, or machines with the same process ids.
     unfinished = path.with_suffix(f".{uuid.uuid4().hex}{_UNFINISHED}")
     try:
-        write_whole(unfinished, write_content)
+        write_whole(unfinished, write)
     except OSError as error:
         raise OSError(
             error.errno,
-            f"{error.strerror}. The parts that are finished are kept: call score_pool "
-            "again with the same folder as soon as it can be written",
+            f"{error.strerror}. The parts that are finished are kept: call "
+            f"{contents.function} again with the same folder as soon as it can be "
+            "written",
             str(path),
         ) from error

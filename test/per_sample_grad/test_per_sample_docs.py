@@ -47,6 +47,16 @@ def test_scoring_a_pool(tmp_path, monkeypatch):
     assert len((tmp_path / "scores.csv").read_text().splitlines()) == COUNT + 1
 
 
+def test_indexing_a_pool(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"psg": psg, "model": dense_model()}
+    names |= {"dataset": Vectors(30), "few": Vectors(3)}
+    exec(block(PAGE, "python", "psg.index_pool"), names)
+    assert names["found"].indices[:, 0].tolist() == [0, 1, 2]
+    assert len(names["again"]) == 30
+    assert (tmp_path / "projections.npy").exists()
+
+
 def test_scoring_a_pool_by_a_function_of_factors():
     x, y = torch.utils.data.default_collate([Vectors(COUNT)[i] for i in range(5)])
     names = {"psg": psg, "torch": torch, "x": x, "y": y, "dataset": Vectors(5)}
@@ -129,4 +139,4 @@ def test_a_pool_with_split_and_forward():
 
 
 def test_no_other_example_is_shown():
-    assert len(blocks(PAGE, "python")) == 6
+    assert len(blocks(PAGE, "python")) == 7

@@ -1,4 +1,4 @@
-"""A run that is killed continues with another number of replicas."""
+"""A run that is killed continues with another number of replicas: scores, an index."""
 
 from __future__ import annotations
 
@@ -41,12 +41,18 @@ class Slow(Vectors):
 
 
 def job(rank: int, folder: str, log: str, batch_size: int) -> np.ndarray:
-    """Scores the pool on one replica."""
+    """Scores the pool on one replica, or indexes it in a folder of that name."""
     replica = xla_replica.current()
     with replica.seeded(0):
         model = dense_model().to(replica.device)
     options = {"batch_size": batch_size, "block_size": BLOCK, "part_size": PART}
     options |= {"folder": folder, "progress": False}
+    if Path(folder).name.startswith("index"):
+        index = psg.index_pool(model, Slow(log), size=64, **options)
+        # In memory every replica has all rows.
+        options |= {"folder": None}
+        in_memory = psg.index_pool(model, Vectors(5 * PART), size=64, **options)
+        return np.concatenate([index[:], in_memory[:]])
     return psg.score_pool(model, Slow(log), **options).scores
 
 
@@ -63,8 +69,8 @@ def parts_in(folder: Path) -> dict[int, np.ndarray]:
         number = int(path.stem.split("-")[1])
         found[number] = np.load(path)
         size = min((number + 1) * PART, COUNT) - number * PART
-        assert found[number].shape == (size,)
-        assert (found[number] > 0).all()
+        assert len(found[number]) == size
+        assert found[number].reshape(size, -1).any(axis=1).all()
     return found
 
 
@@ -107,18 +113,27 @@ def killed(folder: Path, log: Path, backend: Backend) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "killings", "last"),
+    ("what", "device", "killings", "last"),
     [
-        pytest.param("cpu", [1], 3, id="cpu-1-3"),
-        pytest.param("cpu", [3, 1, 2], 1, id="gloo-3-1-2-1", marks=pytest.mark.slow),
-        pytest.param(
-            "xla", [2, 1], 3, id="xla-2-1-3",
-            marks=[pytest.mark.slow, pytest.mark.xla, needs_xla],
+        pytest.param("index", "cpu", [1], 2, id="index-cpu-1-2"),
+        *(
+            pytest.param(
+                what, "cpu", [3, 1, 2], last, id=f"{what}-gloo-3-1-2-{last}",
+                marks=pytest.mark.slow,
+            )
+            for what, last in [("scores", 1), ("index", 3)]
+        ),
+        *(
+            pytest.param(
+                what, "xla", [2, 1], 3, id=f"{what}-xla-2-1-3",
+                marks=[pytest.mark.slow, pytest.mark.xla, needs_xla],
+            )
+            for what in ("scores", "index")
         ),
     ],
 )  # fmt: skip
-def test_a_killed_run_loses_a_part_and_no_bit(tmp_path, device, killings, last):
-    folder = tmp_path / "scores"
+def test_a_killed_run_loses_a_part_and_no_bit(tmp_path, what, device, killings, last):
+    folder = tmp_path / what
     folder.mkdir()
     for number, replicas in enumerate(killings):
         log, before = tmp_path / f"log{number}", indices(parts_in(folder))
@@ -137,7 +152,7 @@ def test_a_killed_run_loses_a_part_and_no_bit(tmp_path, device, killings, last):
     assert set(done) == set(range(COUNT)) - before - IDENTITY
     assert set(done.values()) == {1}
     undisturbed = Backend(device, 1).run(
-        job, str(tmp_path / "again"), str(tmp_path / "quiet"), 7
+        job, str(tmp_path / f"{what}-again"), str(tmp_path / "quiet"), 7
     )[0]
     assert_same_bits(alone, undisturbed)
     assert not list(folder.glob("*.tmp"))

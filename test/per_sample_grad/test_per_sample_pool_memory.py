@@ -1,4 +1,4 @@
-"""Scoring a pool takes the memory of one part, however large the pool is."""
+"""Scoring a pool takes the memory of one part, and a search that of some blocks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,8 @@ from torch.utils.data import Dataset
 
 import per_sample_grad as psg
 import xla_replica
+from per_sample_grad.pool import gradient_index
+from per_sample_grad.pool.gradient_index import GradientIndex
 
 
 class Counting(Pool):
@@ -138,3 +141,26 @@ def test_half_of_a_hundred_thousand_is_scored_again_with_the_same_bits(
         assert_same_bits(found, truth)
     assert sorted(large[0].glob("part-*.npy")) == parts
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
+
+
+def test_a_search_takes_the_memory_of_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(gradient_index, "_BLOCK_BYTES", 2**16)
+    count, size, num_queries = 4000, 256, 50
+    rows = np.random.default_rng(0).normal(size=(count, size)).astype(np.float32)
+    np.save(tmp_path / "rows.npy", rows)
+    mapped, queries = np.load(tmp_path / "rows.npy", mmap_mode="r"), rows[:num_queries]
+
+    def part(number: int) -> np.ndarray:
+        return mapped[number * 1000 : (number + 1) * 1000]
+
+    index = GradientIndex({"seed": 0, "kept.w": [1, size]}, 1000, part, count)
+    found = {}
+    for by in gradient_index.MEASURES:
+        tracemalloc.start()
+        found[by] = index.search(queries, top=5, by=by).indices[:, 0]
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        # The queries twice (as they are, divided by their norms), and some blocks.
+        assert most < 2 * queries.nbytes + 8 * 2**16, most
+        assert most < rows.nbytes / 6
+    np.testing.assert_array_equal(found["cosine"], np.arange(num_queries))

@@ -1,0 +1,131 @@
+"""Indexing a pool: the projection of every sample's gradient, kept in parts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from per_sample_grad.engine.capturing import Capture, selected
+from per_sample_grad.factors import projection as projections
+from per_sample_grad.factors.projection import Projection
+from per_sample_grad.pool import scores as kinds
+from per_sample_grad.pool.blocks import BlockSource, Split, split_batch
+from per_sample_grad.pool.gradient_index import KEPT, GradientIndex, checked_index
+from per_sample_grad.pool.parts import INDEXED
+from per_sample_grad.pool.running import BLOCK_SIZE, PoolRun, check_options
+from per_sample_grad.pool.scores import Scorer
+from xla_replica.common.arguments import check_choice, check_integer
+
+PART_SIZE = 1024
+LABELS = ("given", "pseudo")
+
+
+def index_pool(
+    model: nn.Module,
+    loader: DataLoader[Any] | Dataset[Any],
+    *,
+    size: int,
+    seed: int = 0,
+    labels: str = "given",
+    loss: kinds.Loss = kinds.cross_entropy,
+    split: Split = split_batch,
+    forward: kinds.Forward = kinds.call_model,
+    batch_size: int | None = None,
+    block_size: int = BLOCK_SIZE,
+    autocast: torch.dtype | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    part_size: int = PART_SIZE,
+    tag: str | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> GradientIndex:
+    """Returns projections of the gradients of all samples; call it on every replica.
+
+    They are those of `Factors.project`, the parameters' one after the other. Blocks,
+    bits, kills, replicas and folders are as for `score_pool`.
+
+    Args:
+        model: As for `score_pool`, but one.
+        loader: As for `score_pool`.
+        size: The most numbers that the projection of a sample has; see `Projection`.
+        seed: What draws the projection.
+        labels: ``"given"`` in the pool, or ``"pseudo"``: the model's most probable.
+        loss, split, forward, batch_size, block_size, autocast, tag, progress: As for
+            `score_pool`.
+        folder: Where to keep the projections: ``4 size`` bytes per sample in parts,
+            and what they depend on in pool.json. `open_index` opens it without the
+            model. None keeps them in memory, on every replica, for queries and small
+            pools.
+        part_size: How many samples are kept together, rounded up to whole blocks.
+        **options: Options for `capture`, such as ``params``.
+
+    Raises:
+        ValueError: An option or a label is not allowed, the pool is empty, or
+            ``folder`` holds something else.
+        TypeError: As for `score_pool`, or there are several models.
+        OSError: A part cannot be written; those before it are kept. Or replicas do not
+            see the same folder.
+        ReplicaError: Replicas have different weights.
+    """
+    check_options(index_pool, options)
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            "model must be a torch.nn.Module, got a "
+            f"{type(model).__name__}; index several models one after the other, each "
+            "in a folder of its own, and add what their searches find"
+        )
+    check_choice("labels", labels, LABELS)
+    check_integer("seed", seed)
+    projection = Projection(selected(model, options.get("params")), size, seed=seed)
+    source = BlockSource(loader, batch_size, block_size, split)
+    if not len(source):
+        raise ValueError("index_pool: the pool has no samples")
+    run = PoolRun(
+        contents=INDEXED,
+        models={"model": model},
+        source=source,
+        values=_values(projection),
+        width=(projection.size,),
+        labels=labels,
+        loss=loss,
+        split=split,
+        forward=forward,
+        autocast=autocast,
+        options=options,
+        folder=None if folder is None else Path(folder),
+        part_size=part_size,
+        tag=tag,
+        progress=progress,
+    )
+    settings = {
+        "size": size,
+        "seed": projection.seed,
+        "projection version": projections.VERSION,
+        "dtype": "float32",
+        **{KEPT + name: list(kept) for name, kept in projection.kept.items()},
+    }
+    # In memory nothing is continued, so what cannot be described need not be.
+    stands_for = (tag or "") if folder is None else tag
+    description = run.description(settings, {}, True, stands_for)
+    if folder is not None:
+        return checked_index(run.filled(description), verify=False)
+    rows = run.collected(description)
+    return GradientIndex(description, len(rows), lambda number: rows, len(rows))
+
+
+def _values(projection: Projection) -> kinds.Values:
+    """Returns what maps a block to projections, ``(B, size)``."""
+
+    def answer(recorded: Capture, losses: torch.Tensor) -> torch.Tensor:
+        found = recorded.stream(losses, lambda factors: factors.project(projection))
+        return torch.cat([found[name] for name in projection.kept], dim=1)
+
+    def values(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
+        return scorer.answers(inputs, targets, scorer.options, answer)
+
+    return values

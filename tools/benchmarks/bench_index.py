@@ -1,0 +1,166 @@
+"""Measures what an index of a pool costs beside scoring it, and the memory of a search.
+
+    python tools/benchmarks/bench_index.py
+    python tools/benchmarks/bench_index.py --search --output result.json
+
+`index_pool` and `score_pool(score="grad_norm")` run in turn over the same samples, each
+into a new folder, in one process on one thread; the median of the ratios of their
+processor times is reported, also for an index in memory, which writes nothing. The
+models are those of bench_per_sample.py.
+
+--search indexes 100 000 samples with 4096 numbers each (1.6 GB, in a temporary folder),
+and searches it for 1000 queries in a new process, whose largest resident memory
+(ru_maxrss, with Python, torch and mapped files) is reported.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
+
+import per_sample_grad as psg
+from tools.benchmarks.bench_per_sample import CLASSES, MODELS
+from tools.record import parser_with_output, save
+
+GOAL = 1.25
+POOL, QUERIES, SIZE = 100_000, 1000, 4096
+
+
+def processor_seconds(function: Callable[[str], Any]) -> float:
+    """Returns the processor time of a call with a new folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        begin = time.process_time()
+        function(folder)
+        return time.process_time() - begin
+
+
+def measure(name: str, count: int, size: int, rounds: int) -> dict[str, float]:
+    """Returns the ratio of the times of indexing and scoring, and both per sample."""
+    torch.manual_seed(0)
+    build, draw = MODELS[name]
+    model = build()
+    pool = TensorDataset(draw(count), torch.randint(0, CLASSES, (count,)))
+
+    def scored(folder: str | None) -> Any:
+        return psg.score_pool(model, pool, folder=folder, progress=False)
+
+    def indexed(folder: str | None) -> Any:
+        return psg.index_pool(model, pool, size=size, folder=folder, progress=False)
+
+    kept = indexed(None).size
+    scored(None)
+    found: dict[str, list[float]] = {"score": [], "index": [], "index in memory": []}
+    for turn in range(rounds):
+        ways: list[tuple[str, Callable[[str], Any]]] = [
+            ("score", scored),
+            ("index", indexed),
+            ("index in memory", lambda folder: indexed(None)),
+        ]
+        for way, function in ways if turn % 2 else reversed(ways):
+            found[way].append(processor_seconds(function))
+    per_sample = {
+        f"{way}: microseconds per sample": 1e6 * statistics.median(times) / count
+        for way, times in found.items()
+    }
+    ratios = {
+        way: statistics.median(a / b for a, b in zip(found[way], found["score"]))
+        for way in ("index", "index in memory")
+    }
+    return {"numbers": kept, **ratios, **per_sample}
+
+
+class Drawn(Dataset):
+    """Vectors of 64 numbers and classes, drawn from their indices."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        generator = np.random.default_rng(index)
+        return generator.normal(size=64).astype(np.float32), index % CLASSES
+
+
+def searched(folder: str) -> None:
+    """Searches the index in a folder, and prints seconds and memory as JSON."""
+    index = psg.open_index(folder, verify=False)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    queries = index[np.linspace(0, len(index) - 1, QUERIES).astype(int)]
+    begin = time.process_time()
+    found = index.search(queries, top=10, by="cosine")
+    seconds = time.process_time() - begin
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    expected = np.linspace(0, len(index) - 1, QUERIES).astype(int)
+    row = {
+        "samples": len(index),
+        "size": index.size,
+        "queries": len(queries),
+        "processor seconds": seconds,
+        "MiB at the beginning": before / 1024,
+        "MiB at most": after / 1024,
+        "queries that find themselves": int((found.indices[:, 0] == expected).sum()),
+    }
+    print(json.dumps(row))
+
+
+def search() -> dict[str, Any]:
+    """Returns what a search of a large index takes in a process of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 80), nn.Tanh(), nn.Linear(80, CLASSES))
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"size": SIZE, "block_size": 256, "folder": folder}
+        psg.index_pool(model, Drawn(POOL), **options)
+        begin = time.process_time()
+        psg.open_index(folder)
+        checked = time.process_time() - begin
+        command = [sys.executable, __file__, "--search-in", folder]
+        run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return {**json.loads(run.stdout), "processor seconds of checking it": checked}
+
+
+def main() -> None:
+    parser = parser_with_output(__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--count", type=int, default=2048)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--search", action="store_true")
+    parser.add_argument("--search-in", help="what --search calls")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    if options.search_in:
+        searched(options.search_in)
+        return
+    result: dict[str, Any] = {"goal": GOAL, "samples": options.count, "models": {}}
+    for name in options.models:
+        for size in options.sizes:
+            found = measure(name, options.count, size, options.rounds)
+            result["models"][f"{name}, {size}"] = found
+            print(f"{name}, {size}: {json.dumps(found)}", flush=True)
+    if options.search:
+        result["search"] = search()
+        print(f"search: {json.dumps(result['search'])}", flush=True)
+    save(options.output, result)
+
+
+if __name__ == "__main__":
+    main()
