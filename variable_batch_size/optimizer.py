@@ -570,6 +570,7 @@ class ElasticOptimizer(OptimizerProxy):
         self._gradients.expect(
             counter.substep == 0,
             counter.is_at_last,
+            counter.num_minibatches,
             counter.num_minibatches if self._weight is None else None,
             not counter.is_padding,
         )

@@ -287,3 +287,15 @@ def test_the_log_shows_what_was_measured(caplog):
     with caplog.at_level("INFO"):
         step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
     assert "learning rate 0.0125, gain 1.25, noise scale 0.6666" in caplog.text
+
+
+def test_an_epoch_that_was_not_expected_does_not_count_what_was_not_seen():
+    """The step under way had one minibatch, and now is one of two."""
+    [parameter], optimizer = make(trace=(1, 2))
+    assert optimizer.noise._gradients.paused
+    optimizer.noise.end_minibatch()
+    [squares] = optimizer.noise.begin_update(2, 2)
+    assert math.isnan(squares.item())
+    optimizer.noise.end_step()
+    step(optimizer, parameter, [[5.0, 0, 0], [1.0, 0, 0], [3.0, 0, 0]])
+    assert optimizer.noise.measure().variance == pytest.approx(2.0)

@@ -15,6 +15,11 @@ import torch
 
 from variable_batch_size.device_scalars import DeviceScalars, dtype_for
 from variable_batch_size.gradient_noise import estimators
+from variable_batch_size.gradient_noise.norm_layers import (
+    NormLayerNoise,
+    noise_factor,
+    of_model,
+)
 from variable_batch_size.gradient_noise.squares import (
     GradientDifferences,
     GradientSquares,
@@ -23,7 +28,8 @@ from xla_replica import Replica
 from xla_replica.common.arguments import check_choice, check_number
 
 Groups = list[dict[str, Any]]
-_STATE = ("averages", "differences", "whole", "fraction", "batch_size", "base")
+_STATE = ("averages", "differences", "norm layers", "whole", "fraction")
+_STATE += ("batch_size", "base")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +80,11 @@ class Measurements(NamedTuple):
         progress: Steps at the reference batch size that training is worth so far.
         variance: tr Sigma of one sample.
         square: |G|^2.
+        estimator: What these numbers are of: ``'minibatches'`` of a step, ``'norm
+            layers'`` alone, ``'differences'`` of successive steps, or ``'nothing'``.
+        norm_factor: The noise scale of all parameters over that of the normalisation
+            layers' weights, which is in the numbers already; None as long as the two
+            have not been measured together, when it is taken for one.
     """
 
     gain: float
@@ -82,6 +93,8 @@ class Measurements(NamedTuple):
     progress: float
     variance: float
     square: float
+    estimator: str = "minibatches"
+    norm_factor: float | None = None
 
 
 class NoiseMeter:
@@ -139,16 +152,48 @@ class NoiseMeter:
         self._batch_size: float = ref_batchsize  # of the last update
         self.dtype = dtype_for(p for group in groups for p in group["params"])
         self._gradients = GradientSquares(self.dtype, replica)
+        self._unseen = False  # whether gradients of this step were not looked at
         self._averages = estimators.no_statistics(0, self.dtype, replica.device)
         self._squares = self._averages[0]  # of the step under way: (G,)
         self._count = torch.zeros(1, dtype=self.dtype, device=replica.device)
         self._differences = GradientDifferences(self._gradients, minibatch_size or 1)
+        self._norm_layers = NormLayerNoise(self.dtype, replica)
         # The sum of the gains: one float would lose fractions as it grows.
         self._whole = torch.zeros(1, dtype=torch.int64, device=replica.device)
         self._fraction = torch.zeros(1, dtype=self.dtype, device=replica.device)
         self.progress_bounds = (0.0, 0.0)
         self.last_read_progress = 0.0
         self.watch(groups)
+
+    def use_norm_layers(self, model: torch.nn.Module) -> None:
+        """Estimates noise from the weights of a model's normalisation layers.
+
+        Their gradients are known for every sample, out of the ordinary backward pass
+        (Gray et al. 2024, arXiv:2411.00999), so a step of a single minibatch has a
+        noise scale too. It is multiplied by the factor between these weights' noise
+        scale and that of all parameters, which is measured in every step of several
+        minibatches; `Measurements.norm_factor` tells it. All parameter groups then have
+        the overall gain.
+
+        Call it on every replica, before training. The first dimension of the layers'
+        inputs must be that of the samples, and the loss a mean over the samples.
+
+        Raises:
+            ValueError, TypeError: See `NormLayerSquares`; or minibatches have weights,
+                parameters are sharded, or options are of other estimators.
+        """
+        options, parameters = self.options, self._gradients.parameters
+        if self.weighted or options.compat or options.single_minibatch != "skip":
+            raise TypeError(
+                "use_norm_layers needs reduction='mean' and neither compat='reference' "
+                "nor single_minibatch='difference'"
+            )
+        if self._replica.is_sharded(parameters):
+            raise TypeError(
+                "use_norm_layers needs whole parameters: those of this model are "
+                "sharded (FSDP2)"
+            )
+        self._norm_layers.use(model, parameters, self.minibatch_size)
 
     # --- while training -------------------------------------------------------------
 
@@ -167,6 +212,15 @@ class NoiseMeter:
         if self._compares:
             self._differences.add_parameters(new)
 
+    def expect(self, num_minibatches: int) -> None:
+        """Says how many minibatches the step under way has, over all replicas.
+
+        One tells nothing of the noise by its gradients, so they are not looked at;
+        where programs are compiled they are, which makes one program of all steps.
+        """
+        unused = num_minibatches == 1 and not (self.weighted or self._compares)
+        self._gradients.paused = unused and not self._replica.is_lazy
+
     def drop_discarded(self) -> None:
         """Forgets gradients that `model.zero_grad` has thrown away meanwhile."""
         self._gradients.drop_discarded()
@@ -178,6 +232,8 @@ class NoiseMeter:
             weight: ``(1,)``, if minibatches have weights. One of weight zero tells
                 nothing of the noise.
         """
+        self._norm_layers.end_minibatch()
+        self._unseen |= self._gradients.paused
         squares = self._gradients.take()
         if squares is None:
             return
@@ -209,12 +265,17 @@ class NoiseMeter:
                 "weight of the difference": self._differences.weight(
                     num_minibatches, time_constant
                 ),
+                **self._norm_layers.numbers(batch_size, num_minibatches, time_constant),
             }
         self._uploaded = {
             name: self._scalars.get((name, "of the noise meter"), value, self.dtype)
             for name, value in values.items()
         }
-        return [self._squares, self._count] if self.weighted else [self._squares]
+        if self.weighted:
+            return [self._squares, self._count]
+        if self._unseen and num_minibatches != 1:  # another epoch than was expected
+            self._squares.fill_(math.nan)
+        return [self._squares, *self._norm_layers.to_sum()]
 
     def update(self, total: Any = None) -> torch.Tensor:
         """Takes in the step whose averaged gradients are in ``.grad``.
@@ -229,22 +290,24 @@ class NoiseMeter:
         before = self._statistics()
         if self.weighted:
             self._weigh(total)
-        mean_square = self._gradients.of_gradients()
-        new = estimators.estimate(
-            self._squares, mean_square, self._uploaded["coefficients"]
-        )
-        self._averages = estimators.average(
-            self._averages, new, self._uploaded["weight"]
-        )
+        if not self._gradients.paused:
+            mean_square = self._gradients.of_gradients()
+            new = estimators.estimate(
+                self._squares, mean_square, self._uploaded["coefficients"]
+            )
+            self._averages = estimators.average(
+                self._averages, new, self._uploaded["weight"]
+            )
         if self._compares:
             self._differences.update(
                 mean_square, self._uploaded["weight of the difference"]
             )
+        self._norm_layers.update(self._uploaded, self._uploaded["weight"])
         statistics = before if self.options.causal else self._statistics()
         ratio, base = self._uploaded["ratio"], self._uploaded["base"]
         gain = estimators.gain(estimators.overall(statistics), ratio, base)
         self._add_to_progress(gain)
-        if self.options.per_group and len(self._squares) > 1:
+        if self.options.per_group and statistics.shape[1] > 1:
             gains = estimators.gain(statistics, ratio, base)
         else:
             gains = gain.expand(len(self._squares))
@@ -253,6 +316,8 @@ class NoiseMeter:
     def end_step(self) -> None:
         """Forgets the minibatches of the step."""
         self._gradients.discard()
+        self._unseen = False
+        self._norm_layers.discard(whole_step=True)
         with torch.no_grad():
             self._squares.zero_()
             self._count.zero_()
@@ -269,9 +334,14 @@ class NoiseMeter:
 
     def measure(self) -> Measurements:
         """Returns everything at once, with a single read of the device."""
-        overall = estimators.overall(estimators.unbiased(self._read()))
+        whole, differences, norm_layers = self._read_all()
+        statistics = self._best(whole, differences, norm_layers)
+        overall = estimators.overall(estimators.unbiased(statistics))
         variance, square = overall[:2, 0].tolist()
+        factor = noise_factor(norm_layers, estimators.overall(whole)).item()
         return Measurements(
+            estimator=self._estimator(whole, differences, norm_layers),
+            norm_factor=None if math.isnan(factor) else factor,
             gain=self._gains_of(overall, None)[0],
             noise_scale=estimators.noise_scale(variance, square),
             efficiency=self._efficiency(overall, None),
@@ -288,8 +358,8 @@ class NoiseMeter:
         """Returns what multiplies the learning rate of each parameter group."""
         statistics = self._read()
         if not self.options.per_group:
-            together = estimators.overall(statistics)
-            statistics = together.expand(-1, len(self._squares))
+            statistics = estimators.overall(statistics)
+        statistics = statistics.expand(-1, len(self._squares))
         gains = self._gains_of(statistics, batch_size)
         return tuple(gain * self._lr_factor for gain in gains)
 
@@ -304,7 +374,7 @@ class NoiseMeter:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns averages and progress, on the CPU: a few numbers per group."""
         tensors = [self._averages, self._differences.averages]
-        tensors += [self._whole, self._fraction]
+        tensors += [self._norm_layers.state(), self._whole, self._fraction]
         if isinstance(self._batch_size, torch.Tensor):
             tensors.append(self._batch_size)
         fetched = self._replica.fetch(tensors)
@@ -319,7 +389,7 @@ class NoiseMeter:
 
     def check_state(self, state: dict[str, torch.Tensor]) -> None:
         """Raises ValueError unless `load_state_dict` can take ``state``."""
-        if set(state) != set(_STATE):
+        if set(state) | {"norm layers"} != set(_STATE):  # earlier states have none
             raise ValueError(
                 f"this is not a state of a NoiseMeter: it has {sorted(state)}, "
                 f"expected are {sorted(_STATE)}"
@@ -344,6 +414,8 @@ class NoiseMeter:
         self._averages = state["averages"].to(self.dtype).to(device)
         self._differences.averages = state["differences"].to(self.dtype).to(device)
         self._differences.forget()
+        if "norm layers" in state:
+            self._norm_layers.load_state(state["norm layers"])
         self._batch_size = state["batch_size"].item()
         self._note_progress(state["whole"], state["fraction"])
         self._whole = state["whole"].to(device)
@@ -383,15 +455,37 @@ class NoiseMeter:
         return value
 
     def _statistics(self) -> torch.Tensor:
-        if not self._compares:
+        """Returns the best statistics on the device: ``(3, G)``, or ``(3, 1)``."""
+        if not (self._compares or self._norm_layers.in_use):
             return self._averages
-        return estimators.best(self._averages, self._differences.averages)
+        return self._best(
+            self._averages, self._differences.averages, self._norm_layers.state()
+        )
+
+    def _best(
+        self, whole: torch.Tensor, differences: torch.Tensor, norm_layers: torch.Tensor
+    ) -> torch.Tensor:
+        if not self._norm_layers.in_use:
+            return estimators.best(whole, differences)
+        overall = estimators.overall(whole)
+        return estimators.best(of_model(norm_layers, overall), overall)
 
     def _read(self) -> torch.Tensor:
-        """Returns the statistics on the CPU: ``(3, G)``, float64."""
+        """Returns the best statistics on the CPU, float64."""
+        return self._best(*self._read_all())
+
+    def _read_all(self) -> list[torch.Tensor]:
         state = self.state_dict()
-        averages, differences = state["averages"], state["differences"]
-        return estimators.best(averages.double(), differences.double())
+        return [state[name].double() for name in _STATE[:3]]
+
+    def _estimator(self, *statistics: torch.Tensor) -> str:
+        """Returns the name of the estimator whose numbers `_best` returns."""
+        whole, differences, norm_layers = [bool((s[2] > 0).any()) for s in statistics]
+        if norm_layers and self._norm_layers.in_use:
+            return "norm layers"
+        if whole:
+            return "minibatches"
+        return "differences" if differences else "nothing"
 
     def _gains_of(
         self, statistics: torch.Tensor, batch_size: float | None

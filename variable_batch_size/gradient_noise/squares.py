@@ -20,6 +20,9 @@ class GradientSquares:
     """Sees every gradient inside the backward pass, before it is accumulated.
 
     It keeps the squared norm of each, added up in ``dtype``, and no copy.
+
+    Attributes:
+        paused: Whether gradients are let pass unseen.
     """
 
     def __init__(self, dtype: torch.dtype, replica: Replica) -> None:
@@ -33,6 +36,12 @@ class GradientSquares:
         self._handles: list[Any] = []
         self._collected: dict[int, torch.Tensor] = {}
         self._repeated = False
+        self.paused = False
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are seen."""
+        return self._parameters
 
     def watch(self, groups: Groups) -> list[nn.Parameter]:
         """Begins to see all trainable parameters; returns those that are new."""
@@ -55,6 +64,8 @@ class GradientSquares:
 
     def collect(self, index: int, gradient: torch.Tensor) -> None:
         """Takes note of a gradient of this minibatch."""
+        if self.paused:
+            return
         if index in self._collected and self._parameters[index].grad is not None:
             self._repeated = True  # else the one before was thrown away
         if gradient.requires_grad:  # of backward(create_graph=True)

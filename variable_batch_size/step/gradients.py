@@ -172,9 +172,16 @@ class StepGradients:
         self._sum.expect_none()
 
     def expect(
-        self, is_first: bool, is_last: bool, divisor: int | None, counts: bool
+        self,
+        is_first: bool,
+        is_last: bool,
+        num_minibatches: int,
+        divisor: int | None,
+        counts: bool,
     ) -> None:
-        """See `GradientSum.expect`."""
+        """See `GradientSum.expect`, and `NoiseMeter.expect`."""
+        if self._noise:
+            self._noise.expect(num_minibatches)
         self._sum.expect(is_first, is_last, divisor, counts)
 
     def sum_(

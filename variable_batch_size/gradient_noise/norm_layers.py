@@ -1,0 +1,326 @@
+"""Squared gradients of every sample, for the weights of normalisation layers alone.
+
+The gradient of such a weight is a sum over positions of the output's gradient times the
+normalised input, which the backward pass of one ordinary training step has at hand. So
+the noise of these few weights is known sample by sample, also where a step is a single
+minibatch; and it follows that of the whole model, up to a factor (Gray et al. 2024,
+arXiv:2411.00999).
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from variable_batch_size.gradient_noise import estimators
+from variable_batch_size.gradient_noise.squares import square
+from xla_replica import Replica
+
+Tensor = torch.Tensor
+# From a layer and its input to what its weight multiplies.
+Normalise = Callable[[Any, Tensor], Tensor]
+
+
+def _layer_norm(layer: Any, x: Tensor) -> Tensor:
+    # On a CPU faster than torch's.
+    dims = tuple(range(-layer.weight.dim(), 0))
+    return _rms_norm(layer, x - x.mean(dims, keepdim=True))
+
+
+def _rms_norm(layer: Any, x: Tensor) -> Tensor:
+    dims = tuple(range(-layer.weight.dim(), 0))
+    norm = torch.linalg.vector_norm(x, dim=dims, keepdim=True)
+    epsilon = _epsilon(layer, x.dtype)
+    return x * torch.rsqrt(norm * norm / layer.weight.numel() + epsilon)
+
+
+def _group_norm(layer: nn.GroupNorm, x: Tensor) -> Tensor:
+    return F.group_norm(x, layer.num_groups, eps=layer.eps)
+
+
+def _epsilon(layer: Any, dtype: torch.dtype) -> float:
+    """Returns epsilon, by the names that layers give it."""
+    names = ("eps", "variance_epsilon", "epsilon")
+    found = [getattr(layer, name) for name in names if hasattr(layer, name)]
+    # None is torch's RMSNorm's way to say this.
+    return torch.finfo(dtype).eps if not found or found[0] is None else found[0]
+
+
+KINDS: dict[type[nn.Module], Normalise] = {
+    nn.LayerNorm: _layer_norm,
+    nn.RMSNorm: _rms_norm,
+    nn.GroupNorm: _group_norm,
+}
+
+
+class NormLayerSquares:
+    """Sees the outputs of normalisation layers, and their gradients.
+
+    Layers are those of torch, and any other that has a vector ``weight``, perhaps a
+    ``bias``, and no other parameter, and whose first output is that of a LayerNorm or
+    an RMSNorm. The first dimension of their inputs must be that of the samples.
+
+    Args:
+        model: Its layers are looked at. Only those whose weight is among `parameters`
+            and requires a gradient count.
+        parameters: What the optimizer trains.
+        minibatch_size: Samples in a minibatch, over which the loss is a mean.
+        dtype: What squares are added up in.
+        replica: The replica whose gradients these are.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: It has no layer that could count.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Iterable[nn.Parameter],
+        minibatch_size: int,
+        dtype: torch.dtype,
+        replica: Replica,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
+        self._minibatch_size = minibatch_size
+        self._dtype = dtype
+        self._nothing = torch.zeros(1, dtype=dtype, device=replica.device)
+        # By layer: of each sample of the minibatch, summed over positions and calls.
+        self._gradients: dict[nn.Module, Tensor] = {}
+        trained = set(parameters)
+        self._kinds: dict[Any, Normalise] = {}
+        for layer in model.modules():
+            kind = (
+                _kind_of(layer) if getattr(layer, "weight", None) in trained else None
+            )
+            if kind is not None:
+                self._kinds[layer] = kind
+        if not self._kinds:
+            raise ValueError(
+                f"{type(model).__name__} has no LayerNorm, RMSNorm or GroupNorm whose "
+                "weight the optimizer trains, so normalisation layers tell nothing of "
+                "its noise: leave use_norm_layers out"
+            )
+        hook = _weak_forward_hook(self)
+        self._handles = [layer.register_forward_hook(hook) for layer in self._kinds]
+
+    def take(self) -> Tensor:
+        """Returns the sum of the samples' squared gradients, once: ``(1,)``."""
+        gradients, self._gradients = self._gradients, {}
+        found = [
+            square(gradients[layer], self._dtype)
+            for layer in self._kinds
+            if layer in gradients
+        ]
+        if not found:
+            return self._nothing
+        # Each is a part of the minibatch's mean.
+        return torch.stack(found).sum(0, keepdim=True) * self._minibatch_size**2
+
+    def discard(self) -> None:
+        """Forgets the minibatch."""
+        self._gradients = {}
+
+    def of_gradients(self) -> Tensor:
+        """Returns ||gradient||^2 of what ``.grad`` of the weights holds: ``(1,)``."""
+        found = [
+            square(layer.weight.grad, self._dtype)
+            for layer in self._kinds
+            if layer.weight.grad is not None
+        ]
+        return torch.stack(found).sum(0, keepdim=True) if found else self._nothing
+
+    def see(self, layer: Any, args: tuple[Any, ...], output: Any) -> None:
+        """Runs after every forward pass of a layer."""
+        if not (isinstance(output, Tensor) and output.requires_grad):
+            return
+        if not layer.weight.requires_grad or not args:
+            return
+        x, normalise = args[0].detach(), self._kinds[layer]
+        if len(x) != self._minibatch_size:
+            raise ValueError(
+                f"a {type(layer).__name__} was given an input of shape "
+                f"{tuple(x.shape)}, and the minibatch has {self._minibatch_size} "
+                "samples: the first dimension must be that of the samples, for "
+                "noise.use_norm_layers to tell them apart"
+            )
+        output.register_hook(lambda gradient: self._add(layer, normalise, x, gradient))
+
+    def _add(
+        self, layer: Any, normalise: Normalise, x: Tensor, gradient: Tensor
+    ) -> None:
+        with torch.no_grad():
+            wide = torch.promote_types(x.dtype, torch.float32)
+            products = gradient.detach().to(wide) * normalise(layer, x.to(wide))
+            if normalise is _group_norm:
+                own = products.reshape(*products.shape[:2], -1).sum(2)
+            else:
+                own = products.reshape(len(x), -1, *layer.weight.shape).sum(1)
+            before = self._gradients.get(layer)
+            self._gradients[layer] = own if before is None else before + own
+
+
+def _kind_of(layer: Any) -> Normalise | None:
+    """Returns how a layer normalises, by its class or by trial; None if it does not.
+
+    The trial is a forward pass of two samples of three positions.
+    """
+    if type(layer) in KINDS:
+        return KINDS[type(layer)]
+    own = dict(layer.named_parameters())
+    if set(own) - {"bias", "weight"} or layer.weight.dim() != 1:
+        return None
+    weight = layer.weight.detach()
+    draws = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, len(weight), generator=draws) + 0.5
+    x = x.to(weight.device, weight.dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    tolerance = 1e-4 if x.dtype == wide else 3e-2
+    with torch.no_grad():
+        try:
+            output = layer.forward(x)  # without anybody's hooks
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return None  # its inputs are others
+        if not isinstance(output, Tensor) or output.shape != x.shape:
+            return None
+        bias = own.get("bias", torch.zeros_like(weight)).to(wide)
+        for normalise in (_rms_norm, _layer_norm):
+            found = normalise(layer, x.to(wide))
+            # Gemma's weights are differences from one.
+            for factor in (weight.to(wide), 1 + weight.to(wide)):
+                error = found * factor + bias - output.to(wide)
+                if error.abs().max() <= tolerance:
+                    return normalise
+    return None
+
+
+class NormLayerNoise:
+    """The statistics of normalisation layers' weights, as estimates of the model's.
+
+    Attributes:
+        averages: ``(3, 1)``: those of the layers' weights.
+        beside_whole: ``(3, 1)``: of the steps alone in which the whole gradient's noise
+            was measured too.
+    """
+
+    def __init__(self, dtype: torch.dtype, replica: Replica) -> None:
+        self._layers: NormLayerSquares | None = None
+        self._dtype, self._replica = dtype, replica
+        self.averages = estimators.no_statistics(1, dtype, replica.device)
+        self.beside_whole = estimators.no_statistics(1, dtype, replica.device)
+        self._squares = torch.zeros(1, dtype=dtype, device=replica.device)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether layers are looked at."""
+        return self._layers is not None
+
+    def use(
+        self, model: nn.Module, parameters: Iterable[nn.Parameter], minibatch_size: int
+    ) -> None:
+        """Begins to look at a model's layers; see `NormLayerSquares`."""
+        self._layers = NormLayerSquares(
+            model, parameters, minibatch_size, self._dtype, self._replica
+        )
+
+    def numbers(
+        self, num_samples: int, num_minibatches: int, time_constant: float
+    ) -> dict[str, Any]:
+        """Returns what a step's `update` needs on the device, by name."""
+        if not self.in_use:
+            return {}
+        weight = -math.expm1(-num_minibatches / time_constant)
+        return {
+            "coefficients of samples": estimators.coefficients(num_samples, 1),
+            "weight of samples": weight if num_samples > 1 else 0.0,
+        }
+
+    def end_minibatch(self) -> None:
+        """Adds the minibatch's squares to the step's, in the minibatch's graph."""
+        if self._layers is not None:
+            self._squares = self._squares + self._layers.take()
+
+    def to_sum(self) -> list[Tensor]:
+        """Returns what is to be summed over replicas, in place."""
+        return [self._squares] if self.in_use else []
+
+    def update(self, numbers: dict[str, Tensor], weight_of_whole: Tensor) -> None:
+        """Takes in a step, whose averaged gradients are in ``.grad``.
+
+        Args:
+            numbers: Those of `numbers`, on the device.
+            weight_of_whole: ``(1,)``: the step's weight in the averages of the whole
+                gradient; 0 where it was not measured.
+        """
+        if self._layers is None:
+            return
+        new = estimators.estimate(
+            self._squares,
+            self._layers.of_gradients(),
+            numbers["coefficients of samples"],
+        )
+        self.averages = estimators.average(
+            self.averages, new, numbers["weight of samples"]
+        )
+        self.beside_whole = estimators.average(self.beside_whole, new, weight_of_whole)
+
+    def discard(self, whole_step: bool) -> None:
+        """Forgets the minibatch, or the step."""
+        if self._layers is not None:
+            self._layers.discard()
+        if whole_step:
+            with torch.no_grad():
+                self._squares.zero_()
+
+    def state(self) -> Tensor:
+        """Returns both statistics: ``(6, 1)``."""
+        return torch.cat([self.averages, self.beside_whole])
+
+    def load_state(self, state: Tensor) -> None:
+        """Takes what `state` returned."""
+        state = state.to(self._dtype).to(self._replica.device)
+        self.averages, self.beside_whole = state.split(3)
+
+
+def noise_factor(norm_layers: Tensor, whole: Tensor) -> Tensor:
+    """Returns the noise scale of all parameters over that of the layers: ``(1,)``.
+
+    NaN where either is unknown, or not above zero.
+
+    Args:
+        norm_layers: ``(6, 1)``: `NormLayerNoise.state`.
+        whole: ``(3, 1)``: the statistics of all parameters.
+    """
+    part = norm_layers[3:]
+    is_known = (torch.cat([whole, part]) > 0).all()
+    factor = (whole[0] / part[0]) * (part[1] / whole[1])
+    return torch.where(is_known, factor, torch.full_like(factor, math.nan))
+
+
+def of_model(norm_layers: Tensor, whole: Tensor) -> Tensor:
+    """Returns the layers' statistics with the model's noise scale: ``(3, 1)``.
+
+    The arguments are those of `noise_factor`, which is one as long as it is unknown.
+    """
+    factor = noise_factor(norm_layers, whole)
+    factor = torch.where(factor == factor, factor, torch.ones_like(factor))
+    return torch.cat([norm_layers[:1] * factor, norm_layers[1:3]])
+
+
+def _weak_forward_hook(owner: NormLayerSquares) -> Callable[..., None]:
+    """Returns a hook that does nothing once ``owner`` is gone."""
+    found = weakref.ref(owner)
+
+    def hook(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        living = found()
+        if living is not None:
+            living.see(layer, args, output)
+
+    return hook
