@@ -53,7 +53,7 @@ setup(
         "plot": ["matplotlib"],
         # Pages about runs: vbs report.
         "report": ["plotly>=6"],
-        # PoolScores.to_parquet.
+        # PoolScores.to_parquet, BlockDataset.from_parquet.
         "parquet": ["pyarrow"],
         # examples/ordering/causal_language_model.py --model gpt-neox.
         "transformers": ["transformers"],
@@ -75,6 +75,7 @@ setup(
             "mlflow-skinny==3.17.2",
             "opacus==1.6.0",
             "timm==1.0.31",
+            "torchdata==0.11.0",
             "torchvision==0.28.0",
             "transformers==5.23.0",
         ],

@@ -42,6 +42,8 @@ WITHOUT_TORCH = {
     "rigl_xla.topology.distribution",
     "rigl_xla.topology.update_schedule",
     "variable_batch_size.control.policies",
+    "variable_batch_size.data.lazy_orders",
+    "variable_batch_size.data.minibatches",
     "variable_batch_size.data.schedule",
     "variable_batch_size.rules.adam",
     "variable_batch_size.rules.rule",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -184,30 +185,115 @@ def test_an_empty_epoch_warns(caplog):
     assert one.num_epochs == 1
 
 
-@pytest.mark.filterwarnings("ignore")  # torchdata's own, of a newer torch
-def test_a_stateful_loader_is_refused():
-    """It would replay the epoch that it resumes."""
-    stateful = pytest.importorskip("torchdata.stateful_dataloader")
-    dataset = TensorDataset(torch.arange(256))
-    for num_workers in (0, 2):
-        loader = stateful.StatefulDataLoader(
-            dataset, batch_sampler=sampler(), num_workers=num_workers
-        )
-        with pytest.raises(
-            TypeError, match=r"would replay an epoch.*vbs\.Checkpointer"
-        ):
-            next(iter(loader))
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"in_order": False}, r"in_order=False .* counted in another"),
+        (
+            {"snapshot_every_n_steps": 3},
+            r"snapshot_every_n_steps=3\) skips",
+        ),
+    ],
+)
+def test_a_loader_that_changes_the_order_is_refused(option, message):
+    """DataLoader and StatefulDataLoader tell the iteration which loader they are."""
+
+    def iterate(loader):
+        return next(iter(loader.batch_sampler))
+
+    loader = SimpleNamespace(num_workers=2, batch_sampler=sampler(), **option)
+    with pytest.raises(TypeError, match=message):
+        iterate(loader)
+    loader.num_workers = 0  # without workers they change nothing
+    assert len(iterate(loader)) == 32
 
 
-def test_what_iterates_like_a_stateful_loader_is_refused():
-    class Iterator:
-        def __init__(self, batch_sampler) -> None:
-            self.batches = iter(batch_sampler)
+def test_loaders_with_in_order_false_are_refused():
+    loader = DataLoader(
+        TensorDataset(torch.arange(256)),
+        batch_sampler=sampler(),
+        num_workers=1,
+        in_order=False,
+    )
+    with pytest.raises(TypeError, match="in_order=True, the default"):
+        iter(loader)
 
-    Iterator(sampler())
-    Iterator.__module__ = "torchdata.stateful_dataloader.stateful_dataloader"
-    with pytest.raises(TypeError, match="StatefulDataLoader does not work with Custom"):
-        Iterator(sampler())
+
+def through_a_stateful_loader(one, state) -> list[list[int]]:
+    """Restores a pass as torchdata's loaders do, and returns what is left of it."""
+    iteration = iter(one)
+    iteration.load_state_dict(state)
+    return list(iteration)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 5])
+def test_the_state_of_a_pass_is_that_of_the_steps_it_has_handed_out(num_replicas):
+    """Of replica 0 on any number of replicas; a step that was begun is run again."""
+    trace = [64, 96, 32, 64]
+    options = {"trace": trace, "minibatch_size": 16, "on_end": "cycle"}
+    whole = global_order(1, 0, **options)
+    one = sampler(num_replicas=2, rank=0, **options)
+    iteration = iter(one)
+    for number, _ in enumerate(itertools.chain([None], iteration)):
+        state = iteration.state_dict()
+        first = state["step"]
+        substeps = one.plan.num_substeps(0)
+        assert substeps[:first].sum() <= number
+        assert first == len(substeps) or number < substeps[: first + 1].sum()
+        left: list[list[int]] = []
+        for rank in range(num_replicas):
+            other = sampler(num_replicas=num_replicas, rank=rank, **options)
+            left += through_a_stateful_loader(other, state)
+        assert sorted(flat(left)) == sorted(flat(whole[first:]))
+
+
+def test_the_state_of_another_replica_than_the_first_loads_on_that_one_alone():
+    options = {"trace": [32, 128], "on_end": "cycle", "num_replicas": 2}
+    iteration = iter(sampler(rank=1, **options))  # idle, two minibatches, idle ...
+    whole = list(sampler(rank=1, **options))
+    assert len(whole) == 2
+    for number in range(3):
+        state = iteration.state_dict()
+        first = 0 if number < 2 else 2
+        other = sampler(rank=1, **options)
+        assert through_a_stateful_loader(other, state) == whole[first:]
+        # Beside updates, which it joins where it is idle, its place is one of several.
+        if number < 2:
+            joined = placed_at(1, rank=1, **options)
+            assert through_a_stateful_loader(joined, state) == whole
+        next(iteration, None)
+    for rank, num_replicas in ((0, 2), (1, 3), (0, 1)):
+        other = sampler(rank=rank, **{**options, "num_replicas": num_replicas})
+        with pytest.raises(ValueError, match="saved by replica 1 of 2, and this is"):
+            through_a_stateful_loader(other, state)
+
+
+def test_a_pass_does_not_move_a_sampler_whose_place_is_known():
+    """The optimizer's state has the place; a loader's may agree, but not differ."""
+    one = sampler(on_end="cycle")
+    iteration = iter(one)
+    states = [iteration.state_dict() for _ in iteration]
+    for step, state in zip((1, 2, 3), (states[1], states[4], states[7])):
+        placed = placed_at(step)
+        left = through_a_stateful_loader(placed, state)
+        assert left == list(sampler(on_end="cycle"))[placed.plan.starts[step] :]
+    between = sampler(on_end="cycle")
+    between.load_state_dict({**between.state_dict(), "epoch": 1, "step": 0})
+    assert len(through_a_stateful_loader(between, states[-1])) == 8  # the same place
+    with pytest.raises(ValueError, match=r"after step 1 of epoch 0, .* at step 2"):
+        through_a_stateful_loader(placed_at(2), states[1])
+    later = sampler(on_end="cycle")
+    later.set_epoch(1)
+    with pytest.raises(ValueError, match=r"call sampler\.set_epoch\(0\) before"):
+        through_a_stateful_loader(later, states[1])
+    with pytest.raises(ValueError, match="of another run"):
+        through_a_stateful_loader(sampler(seed=1), states[1])
+
+
+def placed_at(step: int, **options):
+    one = sampler(**{"on_end": "cycle", **options})
+    one.load_state_dict({**one.state_dict(), "epoch": 0, "step": step})
+    return one
 
 
 def test_a_state_between_two_epochs_tells_no_order_of_the_coming_one():

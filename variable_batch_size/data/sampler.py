@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import logging
 import sys
@@ -16,6 +17,8 @@ import torch
 from torch.utils.data import Sampler
 
 import xla_replica
+from variable_batch_size.data.lazy_orders import LazyOrder
+from variable_batch_size.data.minibatches import Minibatches, is_torchdata
 from variable_batch_size.data.schedule import Cursor, EpochPlan, Schedule
 from variable_batch_size.traces.batch_trace import Trace, TraceSource
 from xla_replica.common.arguments import check_integer
@@ -24,7 +27,7 @@ from xla_replica.common.differences import check_same
 logger = logging.getLogger(__name__)
 
 VERSION = 1  # of the state
-OrderProvider = Callable[[int], Sequence[int]] | Iterable[int]
+OrderProvider = Callable[[int], Sequence[int]] | Iterable[int] | LazyOrder
 
 
 class CustomSampler(Sampler[list[int]]):
@@ -51,7 +54,8 @@ class CustomSampler(Sampler[list[int]]):
             ``range(num_samples)``, or an iterable (such as a torch Sampler) that is
             iterated once an epoch. It must be the same on every replica: a digest
             of it travels with the gradients. If it has a method ``follow_weights``,
-            as `grab_xla.GraBSampler` has, that is given `update_weights`.
+            as `grab_xla.GraBSampler` has, that is given `update_weights`. A
+            `LazyOrder`, such as `IndexShuffle`, is never in memory as a whole.
         on_end: What follows the trace's last step; see `Schedule`.
         pad_minibatches: Allow batch sizes that are not multiples of ``minibatch_size``.
             The last minibatch of a step is then filled up with samples of its own,
@@ -127,6 +131,12 @@ class CustomSampler(Sampler[list[int]]):
         self._weights: dict[int, float] | None = None  # by batch size
         self.num_yielded = 0
         self.set_epoch(0)
+        if isinstance(order, LazyOrder) and order.length not in (None, num_samples):
+            raise ValueError(
+                f"order= is one of {order.length} samples ({order.name}), and the "
+                f"dataset has {num_samples}: make it for this dataset, as "
+                "BlockDataset.shuffled does"
+            )
         if hasattr(order, "follow_weights"):
             order.follow_weights(self.update_weights)
 
@@ -218,6 +228,14 @@ class CustomSampler(Sampler[list[int]]):
         self._padded = True
         self.plan = dataclasses.replace(self.plan, padded=True)
 
+    def look(self, plan: EpochPlan, next_step: Callable[[EpochPlan], int]) -> EpochPlan:
+        """Returns a pass's plan as it is now, and notes its next step as looked at."""
+        with self._dealing:
+            plan = self.plan if self.plan.epoch == plan.epoch else plan
+            # The step that does not fit is looked at, too.
+            self._dealt = max(self._dealt, plan.first_step + next_step(plan))
+        return plan
+
     @contextlib.contextmanager
     def dealing_paused(self) -> Iterator[int]:
         """Deals nothing in the block; gives the last step that was looked at so far.
@@ -274,17 +292,39 @@ class CustomSampler(Sampler[list[int]]):
             allow_changes: Accept the state although trace, dataset length, minibatch
                 size or seed have changed; the steps that are done still count as done.
                 Default: ValueError, as always where there is no such step.
+
+        torchdata's StatefulDataLoader calls it, too, with a state that is too old, and
+        loads that of `Minibatches` afterwards: the former changes nothing.
         """
+        if is_torchdata(sys._getframe(1)):
+            return
+        self._committed = self.resume_at(state, allow_changes)
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether updates or a loaded state say where the run is."""
+        return self._committed is not None
+
+    def resume_at(
+        self, state: Mapping[str, Any], allow_changes: bool = False
+    ) -> Cursor:
+        """Yields the minibatches after a state's cursor next; returns that."""
         cursor = self.check_state(state, allow_changes)
         self.schedule = self._schedule_of(state)
         self._changes = [[*change] for change in state.get("changes", [])]
         self._dealt = -1
-        self._restored = self._committed = cursor
+        self._restored = cursor
         # At step 0 no order is fixed, and a state between two epochs that an earlier
         # version saved has the digest of the one before.
         is_of_epoch = cursor.step > 0 and not allow_changes and bool(state.get("order"))
         self._order_digests = {cursor.epoch: state["order"]} if is_of_epoch else {}
         self.set_epoch(cursor.epoch)
+        return cursor
+
+    def plan_after(self, state: Mapping[str, Any]) -> EpochPlan:
+        """Returns the plan of a state's epoch, with the batch sizes that it tells."""
+        plan = self._schedule_of(state).plan(state["epoch"], self.num_replicas)
+        return dataclasses.replace(plan, padded=self._padded)
 
     def check_state(self, state: Mapping[str, Any], allow_changes: bool) -> Cursor:
         """Returns the saved cursor; raises ValueError if it cannot be loaded."""
@@ -321,34 +361,44 @@ class CustomSampler(Sampler[list[int]]):
 
         A resumed run must have the same one, and so must every replica.
         """
-        schedule = self._first_schedule
-        trace, shuffled = schedule.trace, self._order is None
+        schedule, order = self._first_schedule, self._order
+        trace, shuffled = schedule.trace, order is None
+        given = order.name if isinstance(order, LazyOrder) else "given"
         return {
             "trace": f"{len(trace)} steps, sha256 {trace.digest[:16]}",
             "on_end": schedule.on_end,
             "num_samples": schedule.num_samples,
             "minibatch_size": schedule.minibatch_size,
             "seed": self.seed if shuffled else None,
-            "order": "shuffled" if shuffled else "given",
+            "order": "shuffled" if shuffled else given,
             # Absent from the states of runs without it, also of earlier versions.
             **({"pad_minibatches": True} if schedule.pad_minibatches else {}),
         }
 
     def __len__(self) -> int:
         """Returns how many minibatches this replica yields in this epoch."""
-        return len(self.plan.minibatches(self.rank))
+        return self.plan.num_remaining(self.rank)
 
     def __bool__(self) -> bool:
         return True  # a sampler without minibatches is still a sampler
 
-    def __iter__(self) -> Iterator[list[int]]:
-        _refuse_stateful_loader(sys._getframe(1).f_locals.get("self"))
-        return self._minibatches()
+    def __iter__(self) -> Minibatches:
+        return Minibatches(self, sys._getframe(1).f_locals.get("loader"))
 
-    def _minibatches(self) -> Iterator[list[int]]:
-        plan = self.plan
-        order, size = self._epoch_order(plan.epoch), plan.minibatch_size
-        digest = hashlib.sha256(np.ascontiguousarray(order, "<i8")).hexdigest()[:16]
+    def order_of(self, plan: EpochPlan) -> Callable[[np.ndarray], np.ndarray]:
+        """Returns a function from positions in an epoch's order to their samples.
+
+        Raises ValueError if it is not an order, or not the one that was saved.
+        """
+        order, num_samples = self._order, plan.num_samples
+        if isinstance(order, LazyOrder):
+            digest = order.digest(plan.epoch, num_samples)
+            samples_at = functools.partial(order.samples, plan.epoch, num_samples)
+        else:
+            whole = self._epoch_order(plan.epoch)
+            samples_at = whole.__getitem__
+            content = np.ascontiguousarray(whole, "<i8")
+            digest = hashlib.sha256(content).hexdigest()[:16]
         expected = self._order_digests.get(plan.epoch, digest)
         if plan.start_step and digest != expected:
             raise ValueError(
@@ -358,21 +408,7 @@ class CustomSampler(Sampler[list[int]]):
                 "without order=, this version of torch shuffles differently"
             )
         self._order_digests = {plan.epoch: digest}
-        numbers, index = plan.minibatches(self.rank), 0
-        while True:
-            with self._dealing:
-                if self.plan is not plan and self.plan.epoch == plan.epoch:
-                    plan = self.plan  # batch sizes to come may have changed
-                    numbers = plan.minibatches(self.rank)
-                has_ended = index >= len(numbers)
-                # The step that does not fit is looked at, too.
-                step = plan.num_steps if has_ended else plan.step_of(numbers[index])
-                self._dealt = max(self._dealt, plan.first_step + step)
-            if has_ended:
-                return
-            self.num_yielded += 1
-            yield np.resize(order[plan.samples(numbers[index])], size).tolist()
-            index += 1
+        return samples_at
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: v for name, v in vars(self).items() if name != "_dealing"}
@@ -399,20 +435,3 @@ class CustomSampler(Sampler[list[int]]):
                 f"range({num_samples})"
             )
         return order
-
-
-def _refuse_stateful_loader(caller: Any) -> None:
-    """Raises TypeError if the iteration is that of a loader of torchdata.
-
-    Both would restore the place in the epoch: such a loader hands the sampler's state
-    back to it, which is that of the last update, beside a count of its own.
-    """
-    if type(caller).__module__.split(".")[0] == "torchdata":
-        raise TypeError(
-            "torchdata's StatefulDataLoader does not work with CustomSampler: "
-            "restored, it would replay an epoch, because its state counts minibatches "
-            "that were loaded and the sampler's the updates that were made. Use "
-            "torch.utils.data.DataLoader(dataset, batch_sampler=sampler) and save the "
-            "run with vbs.Checkpointer, or with optimizer.state_dict(), which resumes "
-            "within an epoch on any number of replicas"
-        )

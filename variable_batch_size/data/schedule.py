@@ -16,6 +16,7 @@ epoch holds all ``num_samples``.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import math
@@ -48,7 +49,8 @@ class EpochPlan:
     num_samples: int  # the length of the epoch's order
     minibatch_size: int  # in samples
     num_replicas: int  # how many share the steps
-    num_minibatches: np.ndarray  # (num_steps,) int64: of every step
+    # (num_steps,) int64: of every step. Of equal steps one number, broadcast.
+    num_minibatches: np.ndarray
     start_step: int = 0  # how many steps are done, where a run was resumed within it
     # Every replica runs as many minibatches in a step as replica 0.
     padded: bool = False
@@ -56,15 +58,16 @@ class EpochPlan:
     num_missing: np.ndarray | int = 0
 
     @functools.cached_property
-    def starts(self) -> np.ndarray:
+    def starts(self) -> np.ndarray | range:
         """``(num_steps + 1,)`` int64: each step's first minibatch in the order."""
-        return np.concatenate([[0], np.cumsum(self.num_minibatches)]).astype(np.int64)
+        return _prefix_sums(self.num_minibatches)
 
     @functools.cached_property
-    def _sample_starts(self) -> np.ndarray:
+    def _sample_starts(self) -> np.ndarray | range:
         """``(num_steps + 1,)`` int64: each step's first sample in the order."""
-        sizes = self.num_minibatches * self.minibatch_size - self.num_missing
-        return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        sizes = _one_of(self.num_minibatches) * self.minibatch_size
+        sizes = sizes - _one_of(self.num_missing)
+        return _prefix_sums(np.broadcast_to(sizes, self.num_minibatches.shape))
 
     @property
     def num_steps(self) -> int:
@@ -80,7 +83,7 @@ class EpochPlan:
     def has_idle_replicas(self) -> bool:
         """Whether some replica runs no minibatch in some step."""
         return not self.padded and bool(
-            (self.num_minibatches < self.num_replicas).any()
+            (_one_of(self.num_minibatches) < self.num_replicas).any()
         )
 
     def batch_size(self, step: int) -> int:
@@ -89,13 +92,28 @@ class EpochPlan:
 
     def num_substeps(self, rank: int) -> np.ndarray:
         """Returns ``(num_steps,)`` int64: minibatches of replica ``rank`` per step."""
-        first = 0 if self.padded else rank
-        remaining = self.num_minibatches - first + self.num_replicas - 1
-        return np.maximum(remaining, 0) // self.num_replicas
+        counts = self._num_substeps(self.num_minibatches, rank)
+        return np.broadcast_to(counts, self.num_minibatches.shape)
+
+    def num_substeps_of(self, step: int, rank: int) -> int:
+        """Returns how many minibatches of one step replica ``rank`` runs."""
+        remaining = int(self.num_minibatches[step]) - (0 if self.padded else rank)
+        return max(-(-remaining // self.num_replicas), 0)
+
+    def num_remaining(self, rank: int) -> int:
+        """Returns how many minibatches replica ``rank`` runs from `start_step` on."""
+        counts = self._num_substeps(self.num_minibatches[self.start_step :], rank)
+        num_equal = (self.num_steps - self.start_step) // max(len(counts), 1)
+        return int(counts.sum()) * num_equal
+
+    def _num_substeps(self, num_minibatches: np.ndarray, rank: int) -> np.ndarray:
+        """Returns how many minibatches of each step a replica runs, or of one."""
+        remaining = _one_of(num_minibatches) - (0 if self.padded else rank)
+        return np.maximum(remaining + self.num_replicas - 1, 0) // self.num_replicas
 
     def step_of(self, number: int) -> int:
         """Returns the step of this epoch that a minibatch belongs to."""
-        return int(np.searchsorted(self.starts, number, side="right")) - 1
+        return bisect.bisect_right(self.starts, number) - 1
 
     def num_real_samples(self, rank: int, step: int, substep: int) -> int:
         """Returns how many samples of a minibatch count; the others are padding.
@@ -116,12 +134,12 @@ class EpochPlan:
         >>> plan.minibatches(0).tolist(), plan.minibatches(1).tolist()
         ([0, 2, 4], [1, 3])
         """
-        substeps = self.num_substeps(rank)
+        starts, substeps = np.asarray(self.starts), self.num_substeps(rank).copy()
         substeps[: self.start_step] = 0
-        first = np.repeat(self.starts[:-1] + rank, substeps)
+        first = np.repeat(starts[:-1] + rank, substeps)
         ends = np.cumsum(substeps)
         within_step = np.arange(len(first)) - np.repeat(ends - substeps, substeps)
-        last = np.repeat(self.starts[1:] - 1, substeps)
+        last = np.repeat(starts[1:] - 1, substeps)
         return np.minimum(first + within_step * self.num_replicas, last)
 
     def samples(self, number: int) -> slice:
@@ -131,9 +149,25 @@ class EpochPlan:
             number: The minibatch's number in the epoch, as in `minibatches`.
         """
         step = self.step_of(number)
-        first, end = self._sample_starts[step : step + 2].tolist()
+        first, end = (int(at) for at in self._sample_starts[step : step + 2])
         first += (number - int(self.starts[step])) * self.minibatch_size
         return slice(first, min(first + self.minibatch_size, end))
+
+
+def _one_of(counts: np.ndarray | int) -> np.ndarray:
+    """Returns ``(1,)`` of what is equal in all steps, as of a batch size that is held.
+
+    An epoch of any number of such steps takes no memory. Others stay what they are.
+    """
+    counts = np.atleast_1d(counts)
+    return counts[:1] if counts.strides == (0,) else counts
+
+
+def _prefix_sums(counts: np.ndarray) -> np.ndarray | range:
+    """Returns the sums of what is before each step, and of all."""
+    if len(counts) and len(one := _one_of(counts)) == 1:
+        return range(0, int(one[0]) * len(counts) + 1, int(one[0]))
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
 class Schedule:
@@ -216,21 +250,25 @@ class Schedule:
         Raises TraceExhausted if the trace has ended before and ``on_end='error'``, and
         ValueError or TypeError if ``epoch`` is negative or not an integer.
         """
-        steps = self.steps(epoch)
-        rows = np.arange(steps.start, steps.stop)
-        if self.on_end == "cycle":
-            rows %= len(self.trace)
-        rows = np.minimum(rows, len(self.trace) - 1)
-        sizes = self.trace.batch_sizes[rows]
+        steps, trace = self.steps(epoch), self.trace.batch_sizes
+        if self.on_end == "hold" and steps.start >= len(trace) - 1:
+            sizes = trace[-1:]  # of every step
+        elif self.on_end == "cycle":
+            sizes = trace[np.arange(steps.start, steps.stop) % len(trace)]
+        else:
+            num_held = max(steps.stop - len(trace), 0)
+            sizes = trace[steps.start : steps.stop]
+            sizes = np.append(sizes, np.repeat(trace[-1:], num_held))
         num_minibatches = -(-sizes // self.minibatch_size)
+        num_missing = num_minibatches * self.minibatch_size - sizes
         return EpochPlan(
             epoch=int(epoch),
             first_step=steps.start,
             num_samples=self.num_samples,
             minibatch_size=self.minibatch_size,
             num_replicas=num_replicas,
-            num_minibatches=num_minibatches,
-            num_missing=num_minibatches * self.minibatch_size - sizes,
+            num_minibatches=np.broadcast_to(num_minibatches, len(steps)),
+            num_missing=np.broadcast_to(num_missing, len(steps)),
         )
 
     def steps(self, epoch: int) -> range:

@@ -33,7 +33,6 @@ class StepCounter:
         self.begun = False
         self.announced = announced
         self._rank = rank
-        self._num_substeps = plan.num_substeps(rank)
 
     @property
     def ended(self) -> bool:
@@ -43,7 +42,12 @@ class StepCounter:
     @property
     def idle(self) -> bool:
         """Whether this replica has no minibatch in the step under way."""
-        return not self.ended and bool(self._num_substeps[self.cursor.step] == 0)
+        return not self.ended and self._num_substeps == 0
+
+    @property
+    def _num_substeps(self) -> int:
+        """Minibatches of the step under way that are this replica's."""
+        return self.plan.num_substeps_of(self.cursor.step, self._rank)
 
     @property
     def num_minibatches(self) -> int:
@@ -79,9 +83,7 @@ class StepCounter:
     @property
     def is_at_last(self) -> bool:
         """Whether the next minibatch is this replica's last of the step under way."""
-        return not self.ended and bool(
-            self.substep == self._num_substeps[self.cursor.step] - 1
-        )
+        return not self.ended and self.substep == self._num_substeps - 1
 
     @property
     def num_real_samples(self) -> int:
@@ -98,7 +100,7 @@ class StepCounter:
         """Counts one; returns whether it was this replica's last of the step."""
         self.begun = True
         self.substep += 1
-        return bool(self.substep == self._num_substeps[self.cursor.step])
+        return self.substep == self._num_substeps
 
     def next_step(self) -> None:
         """Counts the step under way as done."""
@@ -108,7 +110,6 @@ class StepCounter:
     def replan(self, plan: EpochPlan) -> None:
         """Takes another plan of the epoch, equal in the steps that are begun."""
         self.plan = plan
-        self._num_substeps = plan.num_substeps(self._rank)
 
     def follow(self, plan: EpochPlan) -> StepCounter:
         """Returns the counter for the next minibatch, whose sampler is at ``plan``.

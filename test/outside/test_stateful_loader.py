@@ -1,0 +1,224 @@
+"""torchdata's StatefulDataLoader: what is left after a stop, on any replicas."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from support.outside import package
+from support.replicas import Backend
+from torch.utils.data import Dataset
+
+import variable_batch_size as vbs
+import xla_replica
+
+stateful = package("torchdata.stateful_dataloader")
+
+# torchdata's own, of a newer torch.
+pytestmark = pytest.mark.filterwarnings("ignore")
+WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
+TRACE = [32, 64, 16, 8, 48, 40]
+NUM_SAMPLES = 400
+
+
+class Numbers(Dataset):
+    """Samples are their own numbers."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def stream() -> vbs.BlockDataset:
+    return vbs.BlockDataset.from_stream(Positions(), NUM_SAMPLES, 16)
+
+
+class Positions:
+    """A stream of numbers that can seek; a class, so that it can be pickled."""
+
+    def __call__(self, position: int):
+        return iter(range(position, NUM_SAMPLES))
+
+
+def loader_of(num_workers=0, rank=0, num_replicas=1, dataset=None, **options):
+    dataset = Numbers() if dataset is None else dataset
+    is_stream = isinstance(dataset, vbs.BlockDataset)
+    sampler = vbs.CustomSampler(
+        dataset,
+        TRACE,
+        minibatch_size=8,
+        on_end="cycle",
+        num_replicas=num_replicas,
+        rank=rank,
+        order=dataset.shuffled(3) if is_stream else vbs.IndexShuffle(1),
+        verbose=False,
+    )
+    return stateful.StatefulDataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        collate_fn=list,
+        **options,
+    )
+
+
+def epoch_of(loader, epoch: int) -> list[list[int]]:
+    loader.batch_sampler.set_epoch(epoch)
+    return list(loader)
+
+
+def flat(minibatches) -> list[int]:
+    return sorted(itertools.chain(*minibatches))
+
+
+@WORKERS
+@pytest.mark.parametrize("dataset", [Numbers, stream])
+def test_a_loader_that_is_restored_hands_out_exactly_what_is_left(num_workers, dataset):
+    """Without an optimizer: from its own state, after every minibatch of an epoch."""
+    expected = epoch_of(loader_of(dataset=dataset()), 1)
+    loader = loader_of(num_workers, dataset=dataset())
+    assert epoch_of(loader, 0)
+    loader.batch_sampler.set_epoch(1)
+    plan = loader.batch_sampler.plan
+    for number, minibatch in enumerate(loader, start=1):
+        assert minibatch == expected[number - 1]
+        if num_workers and number % 5:
+            continue  # workers take a while to start
+        state = loader.state_dict()
+        other = loader_of(num_workers, dataset=dataset())
+        other.load_state_dict(state)
+        step = 0 if number == 0 else plan.step_of(number)
+        assert epoch_of(other, 1) == expected[plan.starts[step] :]
+        assert epoch_of(other, 2) == epoch_of(loader_of(dataset=dataset()), 2)
+
+
+@WORKERS
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_the_first_replicas_state_loads_on_another_number(num_workers, num_replicas):
+    expected = epoch_of(loader_of(), 0)
+    loaders = [loader_of(num_workers, rank, 2) for rank in range(2)]
+    plan = loaders[0].batch_sampler.plan
+    passes = [iter(loader) for loader in loaders]
+    for step in range(4):  # replica 1 is idle in the last of them
+        for rank, minibatches in enumerate(passes):
+            for _ in range(plan.num_substeps_of(step, rank)):
+                next(minibatches)
+    state = loaders[0].state_dict()
+    left = []
+    for rank in range(num_replicas):
+        other = loader_of(num_workers, rank, num_replicas)
+        other.load_state_dict(state)
+        left += epoch_of(other, 0)
+    assert flat(left) == flat(expected[plan.starts[4] :])
+    wrong = loader_of(num_workers, 1, 3)
+    wrong.load_state_dict(loaders[1].state_dict())
+    with pytest.raises(ValueError, match="saved by replica 1 of 2, and this is"):
+        next(iter(wrong))
+
+
+@WORKERS
+def test_a_state_after_an_epoch_begins_the_next_one(num_workers):
+    loader = loader_of(num_workers)
+    epoch_of(loader, 0)
+    other = loader_of(num_workers)
+    other.load_state_dict(loader.state_dict())
+    assert epoch_of(other, 1) == epoch_of(loader_of(), 1)
+    late = loader_of(num_workers)
+    late.load_state_dict(loader.state_dict())
+    late.batch_sampler.set_epoch(2)
+    with pytest.raises(ValueError, match=r"call sampler\.set_epoch\(0\) before"):
+        next(iter(late))
+
+
+@WORKERS
+def test_persistent_workers_and_two_passes(num_workers):
+    options = {"persistent_workers": True} if num_workers else {}
+    loader = loader_of(num_workers, **options)
+    for epoch in (0, 1):
+        assert epoch_of(loader, epoch) == epoch_of(loader_of(), epoch)
+
+
+def test_what_would_skip_minibatches_is_refused():
+    loader = loader_of(2, snapshot_every_n_steps=3)
+    with pytest.raises(TypeError, match="snapshot_every_n_steps=1, the default"):
+        iter(loader)
+    del loader
+    with pytest.raises(TypeError, match="in_order=True, the default"):
+        iter(loader_of(2, in_order=False))
+
+
+def train(
+    rank: int,
+    folder: str,
+    num_workers: int,
+    updates: int,
+    keeps_loader: bool,
+    dataset=Numbers,
+) -> tuple[list[tuple[int, list[int]]], list[torch.Tensor]]:
+    """Trains until so many updates are made in all; returns samples and weights."""
+    replica = xla_replica.current()
+    loader = loader_of(num_workers, replica.rank, replica.num_replicas, dataset())
+    sampler = loader.batch_sampler
+    model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = vbs.LinearRuleOptimizer(
+        torch.optim.SGD(model.parameters(), lr=2.0**-12), sampler, ref_batchsize=8
+    )
+    parts = {"loader": loader} if keeps_loader else {}
+    checkpointer = vbs.Checkpointer(folder, optimizer, model=model, **parts)
+    checkpointer.load()
+    seen: list[tuple[int, list[int]]] = []
+
+    def after_update(update: vbs.Update) -> None:
+        if update.step + 1 == updates:
+            checkpointer.save()
+            raise Ended
+
+    optimizer.attach(after_update)
+    optimizer.attach(checkpointer)
+    try:
+        for epoch in range(sampler.epoch, 9):
+            sampler.set_epoch(epoch)
+            optimizer.set_epoch(epoch)
+            for minibatch in loader:
+                step = optimizer._counter.plan.first_step + optimizer._counter.cursor[1]
+                seen.append((step, minibatch))
+                x = torch.tensor(minibatch, dtype=torch.float64)[:, None] % 8
+                (model(x) / 8).mean().backward()
+                optimizer.step()
+    except Ended:
+        pass
+    return seen, [p.detach().clone() for p in model.parameters()]
+
+
+class Ended(Exception):
+    pass
+
+
+def by_step(outcomes) -> dict[int, list[int]]:
+    steps: dict[int, list[int]] = {}
+    for seen, _ in outcomes:
+        for step, minibatch in seen:
+            steps[step] = sorted(steps.get(step, []) + minibatch)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "keeps_loader"), [(0, True), (2, True), (2, False)]
+)
+def test_a_run_is_stopped_and_goes_on_with_other_replicas(
+    tmp_path, num_workers, keeps_loader
+):
+    """With an elastic optimizer, whose state has the place; a loader's may be saved."""
+    whole = [train(0, str(tmp_path / "whole"), num_workers, 11, False)]
+    train(0, str(tmp_path / "cut"), num_workers, 5, keeps_loader)
+    arguments = (str(tmp_path / "cut"), num_workers, 11, keeps_loader)
+    after = Backend("cpu", 3).run(train, *arguments)
+    expected = {step: s for step, s in by_step(whole).items() if step >= 5}
+    assert by_step(after) == expected
+    for _, weights in after:
+        assert torch.allclose(weights[0], whole[0][1][0], rtol=1e-12)

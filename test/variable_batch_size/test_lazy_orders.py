@@ -1,0 +1,238 @@
+"""Orders that are never in memory: a bijection, uniform, and the same everywhere."""
+
+from __future__ import annotations
+
+import itertools
+import tracemalloc
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import variable_batch_size as vbs
+from variable_batch_size.data.lazy_orders import SORTED, bijection
+
+BILLION = 10**9
+
+
+def order(epoch: int, size: int, seed: int = 0) -> np.ndarray:
+    return vbs.IndexShuffle(seed).samples(epoch, size, np.arange(size))
+
+
+def test_every_length_up_to_2000_has_a_bijection():
+    for size in range(1, 2001):
+        assert (np.sort(order(0, size)) == np.arange(size)).all(), size
+
+
+@pytest.mark.parametrize("size", [SORTED + 1, 2**16, 2**16 + 1, 999**2, 10**6 + 3])
+def test_some_greater_lengths_have_a_bijection(size):
+    assert (np.bincount(order(3, size), minlength=size) == 1).all()
+
+
+@given(st.integers(1, 2**62), st.integers(0, 2**32), st.data())
+def test_samples_of_any_length_differ_and_are_in_range(size, seed, data):
+    positions = st.lists(st.integers(0, size - 1), min_size=1, max_size=50, unique=True)
+    drawn = np.array(data.draw(positions), dtype=np.int64)
+    found = vbs.IndexShuffle(seed).samples(1, size, drawn)
+    assert len(np.unique(found)) == len(drawn)
+    assert found.dtype == np.int64
+    assert found.min() >= 0
+    assert found.max() < size
+    one_by_one = [bijection(drawn[[i]], size, "x")[0] for i in range(len(drawn))]
+    assert bijection(drawn, size, "x").tolist() == one_by_one
+
+
+PINNED = {
+    6: [5, 1, 3, 0, 2, 4],
+    BILLION: [624658227, 281104834, 149060974, 67714606, 374764839, 804053296],
+}
+
+
+def test_the_shuffle_is_pinned():
+    """Another one would break every run that is under way."""
+    positions = np.arange(6)
+    assert order(0, 6, seed=42).tolist() == PINNED[6]
+    found = vbs.IndexShuffle(42).samples(1, BILLION, positions)
+    assert found.tolist() == PINNED[BILLION]
+
+
+def chi_square(observed: np.ndarray, expected: float) -> float:
+    """Returns how many standard deviations chi-square is above its mean."""
+    freedom = observed.size - 1
+    return (((observed - expected) ** 2 / expected).sum() - freedom) / (
+        2 * freedom
+    ) ** 0.5
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_all_permutations_of_a_few_samples_are_equally_likely(size):
+    seen = Counter(tuple(order(0, size, seed)) for seed in range(6000))
+    every = [seen[p] for p in itertools.permutations(range(size))]
+    assert abs(chi_square(np.array(every), 6000 / len(every))) < 4
+
+
+@pytest.mark.parametrize("size", [40, SORTED, 1100, 5003])
+def test_positions_and_neighbours_are_uniform_over_seeds(size):
+    """What a user would see: where samples land, who follows whom, who is together."""
+    buckets, draws = 20, 1500
+    positions = np.array([0, 1, 2, size // 2, size - 2, size - 1])
+    found = np.stack(
+        [vbs.IndexShuffle(seed).samples(0, size, positions) for seed in range(draws)]
+    )
+    table = np.bincount(np.arange(size) * buckets // size) * draws / size
+    for column in found.T:
+        counts = np.bincount(column * buckets // size, minlength=buckets)
+        assert abs(chi_square(counts, table)) < 5
+    for first, second in ((0, 1), (1, 2), (4, 5), (0, 5)):
+        # Differences of two different samples, modulo the size: 1 to size - 1.
+        apart = (found[:, second] - found[:, first]) % size - 1
+        counts = np.bincount(apart * buckets // (size - 1), minlength=buckets)
+        table_apart = np.bincount(np.arange(size - 1) * buckets // (size - 1))
+        assert abs(chi_square(counts, table_apart * draws / (size - 1))) < 5
+        pairs = np.bincount(
+            found[:, first] * 4 // size * 4 + found[:, second] * 4 // size,
+            minlength=16,
+        )
+        quarters = np.bincount(np.arange(size) * 4 // size)
+        together = np.outer(quarters, quarters) - np.diag(quarters)
+        expected = together.ravel() * draws / (size * (size - 1))
+        assert abs(chi_square(pairs, expected)) < 5
+
+
+def test_neighbours_in_the_data_meet_in_a_minibatch_no_more_often_than_by_chance():
+    size, unit, epochs = 8192, 32, 20
+    together = 0
+    for epoch in range(epochs):
+        minibatch_of = np.empty(size, np.int64)
+        minibatch_of[order(epoch, size)] = np.arange(size) // unit
+        together += (minibatch_of[1:] == minibatch_of[:-1]).sum()
+    expected = epochs * (size - 1) * (unit - 1) / (size - 1)
+    assert abs(together - expected) < 4 * expected**0.5
+
+
+def test_epochs_and_seeds_are_unrelated():
+    """Not even seed + 1 in epoch e and seed in epoch e + 1, or two near lengths."""
+    size = 4096
+    orders = [order(e, size, s) for e, s in ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2))]
+    orders.append(order(0, size + 1)[:size])
+    for one, other in itertools.combinations(orders, 2):
+        assert (one == other).sum() < 8  # one is expected
+        assert abs(np.corrcoef(one, other)[0, 1]) < 5 / size**0.5
+
+
+def sampler(size: int, trace=1024, order=None, **options) -> vbs.CustomSampler:
+    defaults = {"num_replicas": 1, "rank": 0, "verbose": False}
+    order = order or vbs.IndexShuffle(7)
+    return vbs.CustomSampler(
+        trace=trace, dataset_size=size, order=order, **(defaults | options)
+    )
+
+
+def first_steps(size: int, **options) -> tuple[int, int]:
+    """Returns the peak and the largest block in bytes until a few minibatches."""
+    tracemalloc.start()
+    one = sampler(size, **options)
+    one.set_epoch(5)
+    minibatches = iter(one)
+    for _ in range(100):
+        next(minibatches)
+    assert len(one) == size // 1024 * 32
+    state = one.state_dict()
+    one.load_state_dict({**state, "epoch": 6, "step": size // 2048, "order": ""})
+    next(iter(one))
+    peak = tracemalloc.get_traced_memory()[1]
+    largest = max(trace.size for trace in tracemalloc.take_snapshot().traces)
+    tracemalloc.stop()
+    return peak, largest
+
+
+def test_memory_does_not_grow_with_the_number_of_samples():
+    first_steps(BILLION)  # what is allocated once
+    (small, _), (large, largest) = first_steps(10**6), first_steps(BILLION)
+    assert large < 2**18
+    assert large < small + 2**15
+    assert largest < 2**17
+
+
+def steps_of(num_replicas: int, epoch: int, order: vbs.LazyOrder) -> list[list[int]]:
+    """Returns the samples of every step, sorted, with some idle replicas."""
+    trace = [64, 96, 32, 128]
+    samplers = [
+        sampler(
+            1500, trace, order, num_replicas=num_replicas, rank=rank, on_end="cycle"
+        )
+        for rank in range(num_replicas)
+    ]
+    for one in samplers:
+        one.set_epoch(epoch)
+    passes = [iter(one) for one in samplers]
+    plan = samplers[0].plan
+    return [
+        sorted(
+            sample
+            for rank, minibatches in enumerate(passes)
+            for _ in range(plan.num_substeps(rank)[step])
+            for sample in next(minibatches)
+        )
+        for step in range(plan.num_steps)
+    ]
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3, 5])
+def test_steps_do_not_depend_on_the_number_of_replicas(num_replicas):
+    order = vbs.IndexShuffle(7)
+    for epoch in (0, 1):
+        alone = steps_of(1, epoch, order)
+        assert steps_of(num_replicas, epoch, order) == alone
+        whole = order.samples(epoch, 1500, np.arange(1500))
+        assert sorted(itertools.chain(*alone)) == sorted(whole[: sum(map(len, alone))])
+
+
+def test_a_run_resumes_within_an_epoch_and_its_state_is_small():
+    one = sampler(BILLION, [64] * 10)
+    whole = list(one)
+    one.commit(0, 4)
+    state = one.state_dict()
+    assert len(repr(state)) < 500
+    other = sampler(BILLION, [64] * 10, num_replicas=1)
+    other.load_state_dict(state)
+    assert list(other) == whole[8:]
+    with pytest.raises(ValueError, match=r"order was .*seed=7\)' and is"):
+        sampler(BILLION, [64] * 10, vbs.IndexShuffle(8)).load_state_dict(state)
+
+
+class Reversed(vbs.LazyOrder):
+    """An order of somebody else, which may be another one in every object."""
+
+    def __init__(self, shift: int = 0) -> None:
+        self.shift = shift
+
+    @property
+    def name(self) -> str:
+        return "reversed"
+
+    def samples(self, epoch, num_samples, positions):
+        return (num_samples - 1 - positions + self.shift) % num_samples
+
+
+def test_orders_of_others():
+    one = sampler(256, 64, Reversed())
+    assert list(itertools.chain(*one)) == [*reversed(range(256))]
+    one.commit(0, 2)
+    state = one.state_dict()
+    assert state["fingerprint"]["order"] == "reversed"
+    again = sampler(256, 64, Reversed())
+    again.load_state_dict(state)
+    assert list(itertools.chain(*again)) == [*reversed(range(128))]
+    other = sampler(256, 64, Reversed(1))
+    other.load_state_dict(state)
+    with pytest.raises(ValueError, match="its order differs from the saved one"):
+        next(iter(other))
+
+
+@pytest.mark.parametrize("seed", [1.5, "1", None, True])
+def test_the_seed_must_be_an_integer(seed):
+    with pytest.raises(TypeError, match="seed must be an integer, got"):
+        vbs.IndexShuffle(seed)

@@ -1,0 +1,152 @@
+"""`Minibatches`: one pass of a sampler, whose place a stateful loader can save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from variable_batch_size.data.schedule import EpochPlan
+
+
+class Minibatches(Iterator[list[int]]):
+    """What iterating a `CustomSampler` gives: a replica's minibatches, and a state.
+
+    torchdata's StatefulDataLoader asks for the state with every minibatch that it
+    fetches, and saves the one that belongs to the last minibatch that it handed out,
+    whatever it or its workers have prefetched since. The steps of that state are those
+    that were handed out whole: a step that was begun is run again, as everywhere.
+
+    Args:
+        sampler: The sampler, which knows plan, order and replica.
+        loader: What iterates it: torch's DataLoader, torchdata's, or anything.
+
+    Raises:
+        TypeError: At the first minibatch: the loader would hand out others than these,
+            or in another order.
+    """
+
+    def __init__(self, sampler: Any, loader: Any = None) -> None:
+        self._sampler = sampler
+        self._loader = loader
+        self._minibatches = self._deal()
+        self._plan = sampler.plan
+        self._step, self._substep = self._plan.start_step, 0  # of the next one
+
+    def __next__(self) -> list[int]:
+        return next(self._minibatches)
+
+    def _deal(self) -> Iterator[list[int]]:
+        check_loader(self._loader)
+        self._loader, sampler = None, self._sampler
+        rank, size = sampler.rank, sampler.minibatch_size
+        plan = self._plan = sampler.plan  # that of the first minibatch's moment
+        samples_at = sampler.order_of(plan)
+        self._step, self._substep = plan.start_step, 0
+        while True:
+            # Batch sizes to come may have changed.
+            plan = self._plan = sampler.look(plan, self._next_step)
+            if self._step >= plan.num_steps:
+                return
+            last = int(plan.num_minibatches[self._step]) - 1
+            number = min(self._substep * plan.num_replicas + rank, last)
+            self._substep += 1
+            sampler.num_yielded += 1
+            part = plan.samples(int(plan.starts[self._step]) + number)
+            samples = samples_at(np.arange(part.start, part.stop))
+            yield np.resize(samples, size).tolist()
+
+    def _next_step(self, plan: EpochPlan) -> int:
+        """Goes to the step of this replica's next minibatch, or the end; returns it."""
+        rank = self._sampler.rank
+        while self._step < plan.num_steps and self._substep >= plan.num_substeps_of(
+            self._step, rank
+        ):
+            self._step, self._substep = self._step + 1, 0
+        return self._step
+
+    # --- for torchdata --------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the sampler's state after the steps that were handed out whole."""
+        plan, sampler = self._plan, self._sampler
+        step = self._step
+        if self._substep and self._substep >= plan.num_substeps_of(step, sampler.rank):
+            step += 1
+        return {
+            **sampler.state_dict(),
+            "epoch": plan.epoch,
+            "step": step,
+            "order": sampler.order_digest(plan.epoch),
+            "rank": sampler.rank,
+            "num_replicas": sampler.num_replicas,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begins where the steps of `state_dict` end, if the sampler is not there.
+
+        The state of replica 0 loads on any number of replicas. Another one's may lack
+        the steps in which it was idle, and loads on the same replica alone.
+
+        Raises:
+            ValueError: It is of another run, or of a replica that is not this one; or
+                the sampler is in another epoch, or was restored to another step.
+        """
+        sampler = self._sampler
+        cursor = sampler.check_state(state, allow_changes=False)
+        saved_on = (state["rank"], state["num_replicas"])
+        if saved_on[0] != 0 and saved_on != (sampler.rank, sampler.num_replicas):
+            raise ValueError(
+                f"the loader's state was saved by replica {saved_on[0]} of "
+                f"{saved_on[1]}, and this is replica {sampler.rank} of "
+                f"{sampler.num_replicas}: load the state of replica 0, which any "
+                "number of replicas can, or none: the optimizer's state has the place"
+            )
+        plan = sampler.plan_after(state)
+        here = sampler.plan.first_step + sampler.plan.start_step
+        first = last = plan.first_step + cursor.step
+        if saved_on[0] != 0:  # it has joined the steps in which it was idle, or not
+            self._step, self._substep = cursor.step, 0
+            last = plan.first_step + self._next_step(plan)
+        if first <= here <= last:
+            return
+        if sampler.epoch != cursor.epoch or sampler.is_placed:
+            raise ValueError(
+                f"the loader's state is that after step {cursor.step} of epoch "
+                f"{cursor.epoch}, and the sampler is at step {sampler.plan.start_step} "
+                f"of epoch {sampler.epoch}: save the loader's state right after an "
+                "update, with the optimizer's, or leave it out, since the optimizer's "
+                "state has the place; without an elastic optimizer, call "
+                f"sampler.set_epoch({cursor.epoch}) before you iterate the loader"
+            )
+        sampler.resume_at(state)
+
+
+def is_torchdata(frame: FrameType) -> bool:
+    """Returns whether code of torchdata runs in a frame.
+
+    Its loaders restore the sampler before they iterate it, to the update that was the
+    last one when a minibatch was fetched, which a later `Minibatches` state corrects.
+    """
+    return frame.f_globals.get("__name__", "").split(".")[0] == "torchdata"
+
+
+def check_loader(loader: Any) -> None:
+    """Raises TypeError if a loader would hand out minibatches other than in order."""
+    if not getattr(loader, "num_workers", 0):
+        return
+    if not getattr(loader, "in_order", True):
+        raise TypeError(
+            "a loader with in_order=False hands out minibatches in the order in which "
+            "its workers end, so those of one step would be counted in another: build "
+            "it with in_order=True, the default"
+        )
+    every = getattr(loader, "snapshot_every_n_steps", 1)
+    if every != 1:
+        raise TypeError(
+            f"StatefulDataLoader(snapshot_every_n_steps={every}) skips minibatches "
+            "when it is restored, counted from a place that CustomSampler begins steps "
+            "before: build it with snapshot_every_n_steps=1, the default"
+        )
