@@ -14,6 +14,7 @@ from variable_batch_size.checkpoint.files import (
 )
 from variable_batch_size.control.controller import BatchSizeController
 from variable_batch_size.control.policies import Observation
+from variable_batch_size.data.blocks import BlockDataset, BlockShuffle
 from variable_batch_size.data.lazy_orders import IndexShuffle, LazyOrder
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import EpochPlan, Schedule, TraceExhausted
@@ -55,6 +56,8 @@ __all__ = [
     "AdamHalfLifeRuleOptimizer",
     "AdamRootRuleOptimizer",
     "BatchSizeController",
+    "BlockDataset",
+    "BlockShuffle",
     "CheckpointError",
     "Checkpointer",
     "ConstantOptimizer",

@@ -1,0 +1,301 @@
+"""`BlockDataset` and `BlockShuffle`: streams that any number of replicas can go on."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+import variable_batch_size as vbs
+
+SIZES = [40, 24, 64, 8, 56, 0, 32, 48, 16, 80, 32]  # 400 samples
+NUM_SAMPLES = sum(SIZES)
+TRACE = [32, 64, 16, 8, 48]
+WINDOW = 3
+
+
+def dataset_of(sizes=SIZES, **options) -> vbs.BlockDataset:
+    """Returns a dataset whose samples are their own numbers."""
+    ends = np.cumsum(sizes).tolist()
+    blocks = [range(end - size, end) for size, end in zip(sizes, ends)]
+    return vbs.BlockDataset(blocks.__getitem__, sizes, **options)
+
+
+def whole(order: vbs.BlockShuffle, epoch: int) -> list[int]:
+    total = int(order.block_sizes.sum())
+    return order.samples(epoch, total, np.arange(total)).tolist()
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=40).filter(sum),
+    st.integers(1, 50),
+    st.integers(0, 3),
+    st.booleans(),
+)
+def test_every_sample_comes_once_in_a_window_of_whole_blocks(
+    sizes, window, epoch, in_order
+):
+    order = vbs.BlockShuffle(sizes, window, seed=1, in_order=in_order)
+    samples = whole(order, epoch)
+    assert sorted(samples) == list(range(sum(sizes)))
+    backwards = order.samples(epoch, sum(sizes), np.arange(sum(sizes))[::-1])
+    assert backwards.tolist() == samples[::-1]
+    if 0 in sizes:  # an empty block takes a place in a window, which is not seen
+        return
+    block_of = np.repeat(np.arange(len(sizes)), sizes)
+    visited = [block_of[sample] for sample in samples]
+    while visited:
+        blocks = set(itertools.islice(dict.fromkeys(visited), window))
+        num_samples = sum(sizes[block] for block in blocks)
+        assert set(visited[:num_samples]) == blocks
+        visited = visited[num_samples:]
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_blocks_and_samples_are_shuffled_by_seed_and_epoch(in_order):
+    orders = [
+        whole(vbs.BlockShuffle(SIZES, WINDOW, seed, in_order=in_order), epoch)
+        for seed in (0, 1)
+        for epoch in (0, 1)
+    ]
+    assert len({tuple(order) for order in orders}) == 4
+    first = sum(SIZES[:WINDOW])
+    for order in orders:
+        assert (sorted(order[:first]) == list(range(first))) == in_order
+
+
+class Run:
+    """One replica's sampler and loader, over a dataset that it reads alone."""
+
+    def __init__(self, dataset, rank=0, num_replicas=1, state=None, **options):
+        self.dataset = dataset
+        self.sampler = vbs.CustomSampler(
+            dataset,
+            TRACE,
+            num_replicas=num_replicas,
+            rank=rank,
+            minibatch_size=8,
+            on_end="cycle",
+            verbose=False,
+            order=dataset.shuffled(WINDOW, seed=5),
+        )
+        if state is not None:
+            self.sampler.load_state_dict(state)
+        self.loader = DataLoader(
+            dataset, batch_sampler=self.sampler, collate_fn=list, **options
+        )
+
+    def steps(self, epoch: int) -> list[list]:
+        """Returns the samples of each step of an epoch that are this replica's."""
+        self.sampler.set_epoch(epoch)
+        minibatches, plan = iter(self.loader), self.sampler.plan
+        return [
+            [
+                sample
+                for _ in range(plan.num_substeps_of(step, self.sampler.rank))
+                for sample in next(minibatches)
+            ]
+            for step in range(plan.start_step, plan.num_steps)
+        ]
+
+
+def flat(parts) -> list[int]:
+    return sorted(itertools.chain(*parts))
+
+
+def together(runs: list[Run], epoch: int) -> list[list]:
+    """Returns the samples of each step of all replicas, sorted."""
+    return [flat(parts) for parts in zip(*(r.steps(epoch) for r in runs))]
+
+
+def state_at(run: Run, epoch: int, step: int) -> dict:
+    run.sampler.set_epoch(epoch)
+    run.sampler.commit(epoch, step)
+    return run.sampler.state_dict()
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 8])
+def test_any_number_of_replicas_reads_the_same_steps_and_every_block_once(num_replicas):
+    runs = [Run(dataset_of(), rank, num_replicas) for rank in range(num_replicas)]
+    for epoch in (0, 1):
+        reference = Run(dataset_of())
+        expected = together([reference], epoch)
+        assert together(runs, epoch) == expected
+        used = sum(map(len, expected))
+        assert reference.sampler.plan.num_dropped_samples == NUM_SAMPLES - used
+        samples = whole(runs[0].sampler._order, epoch)
+        assert flat(expected) == sorted(samples[:used])
+    for run in runs:
+        assert run.dataset.num_blocks_read <= 2 * sum(size > 0 for size in SIZES)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("step", [0, 3, 5, 9])
+def test_a_resumed_run_reads_no_more_than_a_window_of_what_was_seen(step, num_replicas):
+    before = Run(dataset_of())
+    expected = together([before], 1)
+    state = state_at(before, 1, step)
+    runs = [
+        Run(dataset_of(), rank, num_replicas, state) for rank in range(num_replicas)
+    ]
+    for run in runs:
+        next(iter(run.loader), None)
+        assert run.dataset.num_blocks_read <= WINDOW
+    assert together(runs, 1) == expected[step:]
+    place = before.sampler.plan._sample_starts[step]
+    block_of = np.repeat(np.arange(len(SIZES)), SIZES)
+    left = {block_of[sample] for sample in whole(before.sampler._order, 1)[place:]}
+    for run in runs:
+        assert run.dataset.num_blocks_read <= len(left) + 2 * WINDOW
+
+
+def test_workers_of_a_loader_change_nothing():
+    """Nor does pickling, as for workers that are spawned."""
+    dataset = vbs.BlockDataset.from_stream(Numbers(), NUM_SAMPLES, 32)
+    expected = Run(dataset).steps(1)
+    assert Run(pickle.loads(pickle.dumps(dataset))).steps(1) == expected
+    assert Run(dataset, num_workers=2).steps(1) == expected
+
+
+class Numbers:
+    """A stream of numbers that can seek, and counts what is read and where from."""
+
+    def __init__(self, end: int = 10**9) -> None:
+        self.end, self.num_read, self.opened = end, 0, []
+
+    def __call__(self, position: int):
+        self.opened.append(position)
+        for number in range(position, self.end):
+            self.num_read += 1
+            yield number
+
+
+def test_a_stream_is_read_once_an_epoch_and_goes_on_within_a_window():
+    stream = Numbers()
+    run = Run(vbs.BlockDataset.from_stream(stream, NUM_SAMPLES, 32))
+    expected = run.steps(0)
+    used = sum(map(len, expected))
+    assert stream.opened == [0]
+    assert used <= stream.num_read <= used + WINDOW * 32
+    assert flat(expected[:1])[-1] < WINDOW * 32
+    run.steps(1)
+    assert stream.opened == [0, 0]
+    for step in range(run.sampler.plan.num_steps):
+        stream = Numbers()
+        resumed = Run(
+            vbs.BlockDataset.from_stream(stream, NUM_SAMPLES, 32),
+            state=state_at(run, 0, step),
+        )
+        assert resumed.steps(0) == expected[step:]
+        place = run.sampler.schedule.plan(0, 1)._sample_starts[step]
+        assert place - WINDOW * 32 <= min(stream.opened) <= place
+        assert stream.num_read <= NUM_SAMPLES - place + 2 * WINDOW * 32
+
+
+def test_a_stream_that_ends_too_early_says_so():
+    run = Run(vbs.BlockDataset.from_stream(Numbers(end=390), NUM_SAMPLES, 32))
+    with pytest.raises(ValueError, match=r"block 12 has 6 samples, .* says 16"):
+        [run.steps(epoch) for epoch in range(9)]
+
+
+def parquet(folder, num_files: int = 3) -> list:
+    """Writes files of 133 or 134 rows in row groups of 16, and returns their paths."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    paths = []
+    for file, rows in enumerate(np.array_split(np.arange(NUM_SAMPLES), num_files)):
+        table = pa.table({"id": rows, "text": [f"text {row}" for row in rows]})
+        paths.append(folder / f"part-{file}.parquet")
+        pq.write_table(table, paths[-1], row_group_size=16)
+    return paths
+
+
+def test_parquet_files_are_read_by_row_groups(tmp_path):
+    paths = parquet(tmp_path)
+    dataset = vbs.BlockDataset.from_parquet(paths, columns=["text"])
+    assert dataset.num_blocks_read == 0
+    assert dataset.block_sizes.max() == 16
+    assert [dataset[i] for i in range(NUM_SAMPLES)] == [
+        {"text": f"text {row}"} for row in range(NUM_SAMPLES)
+    ]
+    assert dataset.num_blocks_read == len(dataset.block_sizes)
+    everything = vbs.BlockDataset.from_parquet(str(paths[1]))
+    assert everything[-1] == {"id": 266, "text": "text 266"}
+    with pytest.raises(ValueError, match=r"'text'\], and columns= asks for \['txt'\]"):
+        vbs.BlockDataset.from_parquet(paths, columns=["txt"])
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_a_run_on_parquet_files_goes_on_where_it_was(tmp_path, num_replicas):
+    paths = parquet(tmp_path)
+
+    def run(*arguments) -> Run:
+        return Run(vbs.BlockDataset.from_parquet(paths, ["id"]), *arguments)
+
+    def ids(steps: list[list[dict]]) -> list[list[int]]:
+        return [sorted(sample["id"] for sample in step) for step in steps]
+
+    before = run()
+    expected = ids(before.steps(0))
+    assert before.dataset.num_blocks_read <= len(before.dataset.block_sizes)
+    resumed = [
+        run(rank, num_replicas, state_at(before, 0, 6)) for rank in range(num_replicas)
+    ]
+    parts = [one.steps(0) for one in resumed]
+    assert ids([[*itertools.chain(*each)] for each in zip(*parts)]) == expected[6:]
+    remaining = sum(map(len, expected[6:])) + before.sampler.plan.num_dropped_samples
+    for one in resumed:
+        assert one.dataset.num_blocks_read <= remaining // 16 + WINDOW + 4
+
+
+def test_a_map_style_dataset_in_every_other_way():
+    dataset = dataset_of()
+    assert [*dataset] == list(range(NUM_SAMPLES))
+    assert dataset[-1] == dataset[np.int64(NUM_SAMPLES - 1)] == NUM_SAMPLES - 1
+    for index in (NUM_SAMPLES, -NUM_SAMPLES - 1):
+        with pytest.raises(IndexError):
+            dataset[index]
+    seeded = vbs.SeededDataset(dataset, 1)
+    assert seeded[3] == 3
+
+
+def test_another_window_or_other_blocks_are_another_run():
+    def sampler(order, size=NUM_SAMPLES):
+        return vbs.CustomSampler(
+            trace=TRACE, dataset_size=size, order=order, minibatch_size=8
+        )
+
+    state = sampler(dataset_of().shuffled(3)).state_dict()
+    sampler(dataset_of().shuffled(3)).load_state_dict(state)
+    others = [dataset_of().shuffled(4), dataset_of().shuffled(3, seed=1)]
+    others += [dataset_of([NUM_SAMPLES - 8, 8]).shuffled(3)]
+    others += [dataset_of(in_order=True).shuffled(3)]
+    for other in others:
+        with pytest.raises(ValueError, match="order was 'BlockShuffle"):
+            sampler(other).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"one of 400 samples \(Block.* has 399"):
+        sampler(dataset_of().shuffled(), 399)
+
+
+@pytest.mark.parametrize(
+    ("action", "error", "message"),
+    [
+        (lambda: vbs.BlockDataset([1], [1]), TypeError, "read_block must be a func"),
+        (lambda: vbs.BlockDataset(len, [1.5]), TypeError, "block_sizes must be a seq"),
+        (lambda: dataset_of([]), TypeError, "block_sizes must be a seq"),
+        (lambda: dataset_of([0, 0]), ValueError, "not all 0"),
+        (lambda: vbs.BlockShuffle([3, -1]), ValueError, "must be >= 0"),
+        (lambda: vbs.BlockShuffle([3], 0), ValueError, "window must be an int"),
+        (lambda: dataset_of().shuffled(seed=None), TypeError, "seed must be an int"),
+        (lambda: dataset_of(in_order=1), TypeError, "in_order must be True or False"),
+        (lambda: vbs.BlockDataset.from_stream(iter, 0), ValueError, "num_samples must"),
+        (lambda: vbs.BlockDataset.from_stream(iter, 9, 0), ValueError, "block_size mu"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(action, error, message):
+    with pytest.raises(error, match=message):
+        action()
