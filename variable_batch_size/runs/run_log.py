@@ -280,7 +280,11 @@ class RunLog:
         """Sends a logging step's numbers, and the rates since the last one."""
         samples, seconds, idle_seconds = self._totals.tolist()
         self._totals[:] = 0
-        values = {name: value for name, value in line.items() if name not in _OF_FILES}
+        values = {
+            name: value
+            for name, value in line.items()
+            if name not in _OF_FILES and isinstance(value, (int, float))
+        }
         values["samples_per_second"] = samples / seconds
         values["idle_share"] = idle_seconds / seconds / self._replica.num_replicas
         self._send(values, line["step"])
