@@ -50,11 +50,11 @@ class Minibatches(Iterator[list[int]]):
             plan = self._plan = sampler.look(plan, self._next_step)
             if self._step >= plan.num_steps:
                 return
-            last = int(plan.num_minibatches[self._step]) - 1
+            last = plan.num_minibatches_of(self._step) - 1
             number = min(self._substep * plan.num_replicas + rank, last)
             self._substep += 1
             sampler.num_yielded += 1
-            part = plan.samples(int(plan.starts[self._step]) + number)
+            part = plan.samples_of(self._step, number)
             samples = samples_at(np.arange(part.start, part.stop))
             yield np.resize(samples, size).tolist()
 

@@ -20,6 +20,7 @@ import bisect
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -49,71 +50,89 @@ class EpochPlan:
     num_samples: int  # the length of the epoch's order
     minibatch_size: int  # in samples
     num_replicas: int  # how many share the steps
-    # (num_steps,) int64: of every step. Of equal steps one number, broadcast.
-    num_minibatches: np.ndarray
+    # (num_steps - num_held,) int64: minibatches of every step, until one is held.
+    head: np.ndarray
     start_step: int = 0  # how many steps are done, where a run was resumed within it
     # Every replica runs as many minibatches in a step as replica 0.
     padded: bool = False
-    # (num_steps,) int64: samples that the last minibatch of every step lacks, or 0.
-    num_missing: np.ndarray | int = 0
+    # As `head`: samples that the last minibatch of every step lacks; or 0.
+    head_missing: np.ndarray | int = 0
+    num_held: int = 0  # how many more steps are like the last of `head`
 
     @functools.cached_property
-    def starts(self) -> np.ndarray | range:
+    def num_minibatches(self) -> np.ndarray:
+        """``(num_steps,)`` int64: of every step."""
+        return self._unrolled(self.head)
+
+    @functools.cached_property
+    def num_missing(self) -> np.ndarray:
+        """``(num_steps,)`` int64: samples that the last minibatch of a step lacks."""
+        return self._unrolled(np.broadcast_to(self.head_missing, self.head.shape))
+
+    @functools.cached_property
+    def starts(self) -> np.ndarray:
         """``(num_steps + 1,)`` int64: each step's first minibatch in the order."""
-        return _prefix_sums(self.num_minibatches)
+        return np.concatenate([[0], np.cumsum(self.num_minibatches)]).astype(np.int64)
+
+    # The three above have an entry for every step. What follows needs none of them, so
+    # that a batch size may be held for any number of steps.
 
     @functools.cached_property
-    def _sample_starts(self) -> np.ndarray | range:
-        """``(num_steps + 1,)`` int64: each step's first sample in the order."""
-        sizes = _one_of(self.num_minibatches) * self.minibatch_size
-        sizes = sizes - _one_of(self.num_missing)
-        return _prefix_sums(np.broadcast_to(sizes, self.num_minibatches.shape))
+    def _starts(self) -> _HeldSums:
+        return _HeldSums(self.head, self.num_held)
+
+    @functools.cached_property
+    def _sample_starts(self) -> _HeldSums:
+        sizes = self.head * self.minibatch_size - self.head_missing
+        return _HeldSums(sizes, self.num_held)
 
     @property
     def num_steps(self) -> int:
         """Updates that every replica takes in this epoch."""
-        return len(self.num_minibatches)
+        return len(self.head) + self.num_held
 
     @property
     def num_dropped_samples(self) -> int:
         """Samples of the order that no step of this epoch uses."""
-        return self.num_samples - int(self._sample_starts[-1])
+        return self.num_samples - self._sample_starts[self.num_steps]
 
     @functools.cached_property
     def has_idle_replicas(self) -> bool:
         """Whether some replica runs no minibatch in some step."""
-        return not self.padded and bool(
-            (_one_of(self.num_minibatches) < self.num_replicas).any()
-        )
+        return not self.padded and bool((self.head < self.num_replicas).any())
+
+    def num_minibatches_of(self, step: int) -> int:
+        """Returns how many minibatches step ``step`` of this epoch has."""
+        return int(self.head[min(step, len(self.head) - 1)])
 
     def batch_size(self, step: int) -> int:
         """Returns the global batch size of step ``step`` of this epoch, in samples."""
-        return int(self._sample_starts[step + 1] - self._sample_starts[step])
+        return self._sample_starts[step + 1] - self._sample_starts[step]
 
     def num_substeps(self, rank: int) -> np.ndarray:
         """Returns ``(num_steps,)`` int64: minibatches of replica ``rank`` per step."""
-        counts = self._num_substeps(self.num_minibatches, rank)
-        return np.broadcast_to(counts, self.num_minibatches.shape)
+        return self._unrolled(self._head_substeps(rank))
 
     def num_substeps_of(self, step: int, rank: int) -> int:
         """Returns how many minibatches of one step replica ``rank`` runs."""
-        remaining = int(self.num_minibatches[step]) - (0 if self.padded else rank)
+        remaining = self.num_minibatches_of(step) - (0 if self.padded else rank)
         return max(-(-remaining // self.num_replicas), 0)
 
     def num_remaining(self, rank: int) -> int:
         """Returns how many minibatches replica ``rank`` runs from `start_step` on."""
-        counts = self._num_substeps(self.num_minibatches[self.start_step :], rank)
-        num_equal = (self.num_steps - self.start_step) // max(len(counts), 1)
-        return int(counts.sum()) * num_equal
+        sums = _HeldSums(self._head_substeps(rank), self.num_held)
+        return sums[self.num_steps] - sums[self.start_step]
 
-    def _num_substeps(self, num_minibatches: np.ndarray, rank: int) -> np.ndarray:
-        """Returns how many minibatches of each step a replica runs, or of one."""
-        remaining = _one_of(num_minibatches) - (0 if self.padded else rank)
+    def _head_substeps(self, rank: int) -> np.ndarray:
+        remaining = self.head - (0 if self.padded else rank)
         return np.maximum(remaining + self.num_replicas - 1, 0) // self.num_replicas
+
+    def _unrolled(self, head: np.ndarray) -> np.ndarray:
+        return np.append(head, np.repeat(head[-1:], self.num_held))
 
     def step_of(self, number: int) -> int:
         """Returns the step of this epoch that a minibatch belongs to."""
-        return bisect.bisect_right(self.starts, number) - 1
+        return bisect.bisect_right(self._starts, number) - 1
 
     def num_real_samples(self, rank: int, step: int, substep: int) -> int:
         """Returns how many samples of a minibatch count; the others are padding.
@@ -134,7 +153,7 @@ class EpochPlan:
         >>> plan.minibatches(0).tolist(), plan.minibatches(1).tolist()
         ([0, 2, 4], [1, 3])
         """
-        starts, substeps = np.asarray(self.starts), self.num_substeps(rank).copy()
+        starts, substeps = self.starts, self.num_substeps(rank)
         substeps[: self.start_step] = 0
         first = np.repeat(starts[:-1] + rank, substeps)
         ends = np.cumsum(substeps)
@@ -149,25 +168,35 @@ class EpochPlan:
             number: The minibatch's number in the epoch, as in `minibatches`.
         """
         step = self.step_of(number)
-        first, end = (int(at) for at in self._sample_starts[step : step + 2])
-        first += (number - int(self.starts[step])) * self.minibatch_size
+        return self.samples_of(step, number - self._starts[step])
+
+    def samples_of(self, step: int, number: int) -> slice:
+        """Returns the part of the order that minibatch ``number`` of a step has."""
+        first, end = self._sample_starts[step], self._sample_starts[step + 1]
+        first += number * self.minibatch_size
         return slice(first, min(first + self.minibatch_size, end))
 
 
-def _one_of(counts: np.ndarray | int) -> np.ndarray:
-    """Returns ``(1,)`` of what is equal in all steps, as of a batch size that is held.
+class _HeldSums(Sequence[int]):
+    """Sums of the first so many of some numbers, the last of which is repeated.
 
-    An epoch of any number of such steps takes no memory. Others stay what they are.
+    >>> [*_HeldSums(np.array([2, 5]), num_held=2)]
+    [0, 2, 7, 12, 17]
     """
-    counts = np.atleast_1d(counts)
-    return counts[:1] if counts.strides == (0,) else counts
 
+    def __init__(self, head: np.ndarray, num_held: int) -> None:
+        self._sums = np.concatenate([[0], np.cumsum(head)]).astype(np.int64)
+        self._held = int(head[-1]) if num_held else 0
+        self._num_held = num_held
 
-def _prefix_sums(counts: np.ndarray) -> np.ndarray | range:
-    """Returns the sums of what is before each step, and of all."""
-    if len(counts) and len(one := _one_of(counts)) == 1:
-        return range(0, int(one[0]) * len(counts) + 1, int(one[0]))
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    def __len__(self) -> int:
+        return len(self._sums) + self._num_held
+
+    def __getitem__(self, number: int) -> int:
+        num_held = max(number - len(self._sums) + 1, 0)
+        if num_held > self._num_held:
+            raise IndexError(number)
+        return int(self._sums[number - num_held]) + num_held * self._held
 
 
 class Schedule:
@@ -251,24 +280,21 @@ class Schedule:
         ValueError or TypeError if ``epoch`` is negative or not an integer.
         """
         steps, trace = self.steps(epoch), self.trace.batch_sizes
-        if self.on_end == "hold" and steps.start >= len(trace) - 1:
-            sizes = trace[-1:]  # of every step
-        elif self.on_end == "cycle":
+        if self.on_end == "cycle":
             sizes = trace[np.arange(steps.start, steps.stop) % len(trace)]
-        else:
-            num_held = max(steps.stop - len(trace), 0)
-            sizes = trace[steps.start : steps.stop]
-            sizes = np.append(sizes, np.repeat(trace[-1:], num_held))
-        num_minibatches = -(-sizes // self.minibatch_size)
-        num_missing = num_minibatches * self.minibatch_size - sizes
+        else:  # what is held begins with the trace's last step
+            sizes = trace[min(steps.start, len(trace) - 1) : steps.stop]
+            sizes = sizes[: len(steps)]
+        head = -(-sizes // self.minibatch_size)
         return EpochPlan(
             epoch=int(epoch),
             first_step=steps.start,
             num_samples=self.num_samples,
             minibatch_size=self.minibatch_size,
             num_replicas=num_replicas,
-            num_minibatches=np.broadcast_to(num_minibatches, len(steps)),
-            num_missing=np.broadcast_to(num_missing, len(steps)),
+            head=head,
+            head_missing=head * self.minibatch_size - sizes,
+            num_held=len(steps) - len(head),
         )
 
     def steps(self, epoch: int) -> range:

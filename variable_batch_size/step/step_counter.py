@@ -52,7 +52,7 @@ class StepCounter:
     @property
     def num_minibatches(self) -> int:
         """Minibatches of the step under way, over all replicas; 0 at the end."""
-        return 0 if self.ended else int(self.plan.num_minibatches[self.cursor.step])
+        return 0 if self.ended else self.plan.num_minibatches_of(self.cursor.step)
 
     @property
     def batch_size(self) -> int:
@@ -133,7 +133,7 @@ class StepCounter:
                 f"{plan.epoch}: call set_epoch({plan.epoch + 1}) on sampler and "
                 "optimizer, and step() once per minibatch of the sampler"
             )
-        first = plan.num_minibatches[plan.start_step]
+        first = plan.num_minibatches_of(plan.start_step)
         may_idle = first < plan.num_replicas and not plan.padded
         if not counter.announced and may_idle:
             raise ReplicaError(
