@@ -18,7 +18,7 @@ REQUIREMENTS_xla = -e '.[xla-cpu,examples,test]'
 REQUIREMENTS_torch = '$(TORCH)' -e '.[test]'
 REQUIREMENTS_outside = '$(TORCH)' -e '.[test,outside]'
 # Packages whose dependencies are old or large, and not needed for what we run of them.
-ALONE_outside = adaptdl==0.2.11 fairscale==0.4.13
+ALONE_outside = adaptdl==0.2.11 fairscale==0.4.13 skypilot==0.14.1
 
 .PHONY: mnist test test-all browser tpu-compiler outside lint format bench clean help
 

@@ -72,8 +72,11 @@ setup(
         ],
         # Other people's tests and models (docs/outside.md), on torch 2.13.
         "outside": [
+            "jsonschema==4.26.0",
+            "kubeflow-trainer-api==2.3.0",
             "mlflow-skinny==3.17.2",
             "opacus==1.6.0",
+            "pyyaml==6.0.3",
             "timm==1.0.31",
             "torchdata==0.11.0",
             "torchvision==0.28.0",

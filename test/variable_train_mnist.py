@@ -5,7 +5,7 @@
     python test/variable_train_mnist.py --rule adascale --iterations 400
     python test/variable_train_mnist.py --checkpoint runs/a  # stop it, and resume it
     python test/variable_train_mnist.py --trace 64 --closed-loop 32:512
-    torchrun --nproc_per_node 2 test/variable_train_mnist.py # gloo or nccl processes
+    torchrun --rdzv_backend c10d --nproc_per_node 2 test/variable_train_mnist.py
     PJRT_DEVICE=TPU python test/variable_train_mnist.py      # every chip of a TPU VM
 
 The lines that make it elastic are marked with `# elastic`.

@@ -9,7 +9,8 @@
     python examples/ordering/causal_language_model.py --fidelity projected \\
         --trace trace.csv --minibatch-size 8
     python examples/ordering/causal_language_model.py --num-replicas 2 --device xla
-    torchrun --nproc_per_node 2 examples/ordering/causal_language_model.py
+    torchrun --rdzv_backend c10d --nproc_per_node 2 \\
+        examples/ordering/causal_language_model.py
     python examples/ordering/causal_language_model.py --checkpoint saved --resume
 
 A sample is a window of the text; its gradient is that of the mean loss of its bytes.

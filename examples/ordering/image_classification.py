@@ -9,7 +9,8 @@
     python examples/ordering/image_classification.py --dataset digits --bf16 \\
         --trace test/variable_trace.csv --minibatch-size 16
     python examples/ordering/image_classification.py --num-replicas 2
-    torchrun --nproc_per_node 2 examples/ordering/image_classification.py
+    torchrun --rdzv_backend c10d --nproc_per_node 2 \\
+        examples/ordering/image_classification.py
     python examples/ordering/image_classification.py --checkpoint saved --resume
 
 'rr' is random reshuffling, 'so' one shuffle for all epochs. 'mean', 'pair', 'recursive'

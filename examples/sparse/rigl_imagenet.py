@@ -8,7 +8,8 @@
     python examples/sparse/rigl_imagenet.py --data imagenet --trace trace.csv
     python examples/sparse/rigl_imagenet.py --fake-data --num-replicas 2 --device xla
     PJRT_DEVICE=TPU python examples/sparse/rigl_imagenet.py --data imagenet
-    torchrun --nproc_per_node 4 examples/sparse/rigl_imagenet.py --data imagenet
+    torchrun --rdzv_backend c10d --nproc_per_node 4 \\
+        examples/sparse/rigl_imagenet.py --data imagenet
 
 --data is a folder with the folders train and val, and in each of them one folder of
 images for every class. The defaults are those of the paper (arXiv:1911.11134): with

@@ -4,7 +4,7 @@
     python examples/sparse/rigl_mnist.py --method static             # a fixed topology
     python examples/sparse/rigl_mnist.py --checkpoint digits  # run again to resume
     python examples/sparse/rigl_mnist.py --replicas 3 --trace 96,192  # elastic
-    torchrun --nproc_per_node 2 examples/sparse/rigl_mnist.py
+    torchrun --rdzv_backend c10d --nproc_per_node 2 examples/sparse/rigl_mnist.py
 
 The digits are MNIST's if torchvision and a network are there, else those inside
 scikit-learn. The lines that make it sparse are marked with `# sparse`.
