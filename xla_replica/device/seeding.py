@@ -30,15 +30,61 @@ _turn = _Turn()
 os.register_at_fork(after_in_child=_turn.renew)
 
 
-def in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``function`` such that it never runs during another thread's `seeded`.
+class Draws:
+    """The state of the CPU generator that a replica would have if it were a process."""
 
-    For functions that draw from the CPU generator.
+    def __init__(self, state: torch.Tensor) -> None:
+        self.state = state
+
+
+class _Own(threading.local):
+    """The calling thread's `Draws`, and whether the generator has their state now."""
+
+    draws: Draws | None = None
+    in_place = False
+
+
+_own = _Own()
+
+
+def draw_from(draws: Draws | None) -> None:
+    """Makes `own_draws` in the calling thread use ``draws``."""
+    _own.draws = draws
+
+
+@contextlib.contextmanager
+def own_draws() -> Iterator[None]:
+    """Makes what torch draws on the CPU inside the block the calling thread's own.
+
+    No other thread enters such a block meanwhile. In a thread without `Draws` the
+    generator is the process's.
+    """
+    draws = _own.draws
+    with _turn.lock:
+        if draws is None or _own.in_place:
+            yield
+            return
+        generator = torch.default_generator
+        shared = generator.get_state()
+        generator.set_state(draws.state)
+        _own.in_place = True
+        try:
+            yield
+        finally:
+            _own.in_place = False
+            draws.state = generator.get_state()
+            generator.set_state(shared)
+
+
+def in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``function`` such that all of it runs inside `own_draws`.
+
+    For functions that draw from the CPU generator, or set or read its state.
     """
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with _turn.lock:
+        with own_draws():
             return function(*args, **kwargs)
 
     return wrapped
@@ -49,8 +95,8 @@ def seeded(seed: int) -> Iterator[None]:
     """Makes what torch draws on the CPU inside the block depend on ``seed`` alone.
 
     The state of the CPU generator is restored afterwards. Emulated replicas are threads
-    that share one generator, so they enter one at a time; a loader's worker has its
-    own.
+    that take turns at one generator, so they enter one at a time; a loader's worker has
+    its own.
 
     Args:
         seed: An integer of 64 bits; torch's CPU generator uses the lower 32.
@@ -59,6 +105,6 @@ def seeded(seed: int) -> Iterator[None]:
         TypeError: ``seed`` is not an integer.
     """
     number = check_integer("seed", seed)
-    with _turn.lock, torch.random.fork_rng(devices=[]):
+    with own_draws(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(number)
         yield

@@ -17,8 +17,8 @@ CPU_NUM_DEVICES=N dies at the first one. Five separate things must be put right
 
 In addition, replicas meet in Python before every graph with a collective
 (`rendezvous`), so that a replica that differs, hangs or leaves is an error and not an
-abort; gathers are unpinned; and a fetch whose graph still holds a collective syncs
-first.
+abort; gathers are unpinned; a fetch whose graph still holds a collective syncs first;
+and each replica has what it would have as a process of its own (`own_process`).
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils.data
 from torch.overrides import TorchFunctionMode
 
 from xla_replica.backends import counters
 from xla_replica.common.trees import tensors_in
-from xla_replica.device.seeding import in_turn
-from xla_replica.emulated import compiling
+from xla_replica.device.seeding import own_draws
+from xla_replica.emulated import compiling, own_process
 from xla_replica.emulated.rendezvous import Collective, Rendezvous, Round
 from xla_replica.errors import ReplicaError
 
@@ -56,7 +55,7 @@ COLLECTIVES = (
 _NOT_THE_USERS = (
     str(Path(__file__).resolve().parents[1]),
     f"{os.sep}torch_xla{os.sep}",
-    f"{os.sep}torch{os.sep}_dynamo{os.sep}",
+    f"{Path(torch.__file__).parent}{os.sep}",
 )
 
 
@@ -102,9 +101,7 @@ class Emulator:
         self._c._xla_sync_multi = self._after_collectives(self._c._xla_sync_multi)
         self._c._xla_warm_up_cache = self._alone(self._c._xla_warm_up_cache)
         self._tracing = compiling.install(self._num_replicas, self._torch_xla.sync)
-        # An epoch of any DataLoader begins with a draw from the shared generator.
-        loading = torch.utils.data.dataloader._BaseDataLoaderIter
-        loading.__init__ = in_turn(loading.__init__)
+        own_process.install()
 
     @contextlib.contextmanager
     def replica(self) -> Iterator[int]:
@@ -115,7 +112,11 @@ class Emulator:
         # Not the raw step marker: only sync resets the chain of all-reduce tokens,
         # without which every call would be a new graph.
         pending, sync = self._pending, self._torch_xla.sync
-        with _FetchGuard(lambda: bool(pending[rank]), sync, self._tracing):
+        guard = _CallGuard(lambda: bool(pending[rank]), sync, self._tracing)
+        # Its further threads read what has been synced, and must not sync beside it.
+        of_others = functools.partial(_CallGuard, bool, sync, self._tracing)
+        device = str(self._torch_xla.device())
+        with own_process.replica(device, of_others), guard:
             yield rank
             self._torch_xla.sync()
         self._report(rank, "returned")
@@ -235,8 +236,8 @@ _MAY_FETCH = {
 }
 
 
-class _FetchGuard(TorchFunctionMode):
-    """Syncs before any call that may read the device back.
+class _CallGuard(TorchFunctionMode):
+    """Syncs before any call that may read the device back, and draws as a process does.
 
     Such a call compiles and runs a separate graph, without the lock and the rendezvous.
     The guard costs little where no collective is pending. It does not see what the
@@ -266,6 +267,11 @@ class _FetchGuard(TorchFunctionMode):
             self._sync()
         if func in _FETCHES:
             with self._tracing:
+                return func(*args, **kwargs)
+        # On the device nothing is drawn from the CPU's generator, and a lazy operation
+        # that falls back to the host might wait for peers.
+        if func in own_process.DRAWS and not any(_on_xla(value) for value in args):
+            with own_draws():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 

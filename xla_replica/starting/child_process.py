@@ -16,13 +16,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from multiprocessing import forkserver, reduction, resource_tracker
-from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from xla_replica.errors import ReplicaError
-from xla_replica.starting.exit_results import collect_results
+from xla_replica.starting.exit_results import collect_results, main_held_back
 from xla_replica.stopping import forwarding
 
 _IMPORTED = [
@@ -43,7 +44,7 @@ def run_in_children(
     watch: Callable[[Sequence[BaseProcess], str], ReplicaError | None],
     num_replicas: int,
     variables: Mapping[str, str] | None = None,
-    may_fork: bool = True,
+    start_method: str = "forkserver",
 ) -> list[Any]:
     """Runs replicas in child processes and returns or raises as `collect_results` does.
 
@@ -51,10 +52,11 @@ def run_in_children(
     process, and the folder is shared for `exit_results` and `forwarding`.
     ``watch(processes, folder)`` returns when the replicas have ended, with the error if
     they ended badly; a process that still runs is then killed. ``variables`` are set in
-    the environment of the children alone. Without ``may_fork`` they are spawned, as for
-    a runtime that does not survive a fork and that importing torch loads.
+    the environment of the children alone. ``start_method`` is "spawn" for a runtime
+    that does not survive a fork and that importing torch loads, and "fork" for children
+    that begin with all that this process has in memory.
     """
-    context = _context(may_fork)
+    context = _context(start_method)
     with tempfile.TemporaryDirectory(prefix="xla_replica") as folder:
         processes = [
             context.Process(
@@ -67,7 +69,9 @@ def run_in_children(
         try:
             with forwarding(folder):
                 for process in processes:
-                    process.start()
+                    # A forked one has the script already.
+                    with nullcontext() if start_method == "fork" else main_held_back():
+                        process.start()
                 death = watch(processes, folder)
         finally:  # also on Ctrl-C, which may reach this process alone
             for process in processes:
@@ -98,10 +102,12 @@ def cause_of_death(exit_code: int) -> str:
     return f"signal {-exit_code}" if exit_code < 0 else f"exit status {exit_code}"
 
 
-def _context(may_fork: bool) -> ForkServerContext | SpawnContext:
+def _context(start_method: str) -> BaseContext:
     """Returns what starts processes that must begin with `_Surroundings.enter`."""
+    if start_method == "fork":
+        return mp.get_context("fork")
     # Other systems: forking after an import is not always safe there.
-    if not may_fork or sys.platform != "linux":
+    if start_method == "spawn" or sys.platform != "linux":
         return mp.get_context("spawn")
     resource_tracker.ensure_running()  # which would unblock signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_REPLICAS)

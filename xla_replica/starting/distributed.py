@@ -11,7 +11,6 @@ import functools
 import itertools
 import multiprocessing.connection
 import os
-import pickle
 import signal
 import sys
 import tempfile
@@ -94,7 +93,7 @@ def _launch(name: str, job: Job) -> list[Any]:
             arguments,
             functools.partial(_watch, device),
             num_replicas,
-            may_fork=device.type not in BOUND_RUNTIMES,
+            start_method="spawn" if device.type in BOUND_RUNTIMES else "forkserver",
         )
 
 
@@ -175,7 +174,7 @@ def _child_main(
         os.environ.update(variables_of_process(kind, rank, num_replicas))
         device = _take_device(kind, rank)
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_replicas))
-        fn, args = pickle.loads(task)
+        fn, args = exit_results.load_task(task)
         with _without_lines_of_gloo():
             _join_group(
                 device,

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import multiprocessing.connection
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -95,17 +94,27 @@ class _Shared:
 
 
 def run_emulated(
-    fn: Callable[..., Any], args: tuple[Any, ...], num_replicas: int, timeout: float
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    num_replicas: int,
+    timeout: float,
+    start_method: str = "forkserver",
+    prepare: Callable[[], None] | None = None,
 ) -> list[Any]:
-    """Runs ``fn(rank, *args)`` on emulated replicas; returns or raises as `launch`."""
+    """Runs ``fn(rank, *args)`` on emulated replicas; returns or raises as `launch`.
+
+    The child calls ``prepare`` before it imports the user's modules.
+    """
     shared = _Shared(num_replicas, timeout)
-    own = exit_results.dump_task(fn, args), num_replicas, timeout, shared
+    task = exit_results.dump_task(fn, args)
+    own = task, num_replicas, timeout, shared, prepare
     return child_process.run_in_children(
         _child_main,
         {"emulated-replicas": own},
         shared.watch,
         num_replicas,
         environment(num_replicas),
+        start_method,
     )
 
 
@@ -113,7 +122,12 @@ def run_emulated(
 
 
 def _child_main(
-    folder: str, task: bytes, num_replicas: int, timeout: float, shared: _Shared
+    folder: str,
+    task: bytes,
+    num_replicas: int,
+    timeout: float,
+    shared: _Shared,
+    prepare: Callable[[], None] | None,
 ) -> None:
     threading.Thread(target=shared.beat, daemon=True).start()
     torch.set_num_threads(1)
@@ -137,7 +151,9 @@ def _child_main(
         emulator = Emulator(num_replicas, timeout, shared.report)
         # Before the user's module is imported: it may take names from torch_xla.
         emulator.install()
-        fn, args = pickle.loads(task)
+        if prepare is not None:
+            prepare()
+        fn, args = exit_results.load_task(task)
     except BaseException as error:
         fail(None, error)
     results: dict[int, bytes] = {}

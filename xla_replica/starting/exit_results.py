@@ -1,14 +1,18 @@
-"""How replicas in other processes ended, sent back through files in a shared folder."""
+"""What replicas in other processes run, and how they ended, sent back through files."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import logging
+import multiprocessing
 import pickle
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import spawn
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -55,12 +59,47 @@ def dump(value: Any, failure: str = "the replica's result cannot be pickled") ->
 
 
 def dump_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Returns ``(fn, args)`` as bytes for another process, or raises TypeError."""
-    return dump(
+    """Returns ``(fn, args)`` as bytes for `load_task`, or raises TypeError."""
+    called = dump(
         (fn, args),
         f"launch: {fn!r} and its arguments must be picklable, because replicas run in "
         "another process: pass a function defined at the top level of a module",
     )
+    # What multiprocessing tells its own children of the script.
+    told = spawn.get_preparation_data("")
+    main = {name: told[name] for name in told if name.startswith("init_main_")}
+    return pickle.dumps((main, called))
+
+
+@contextlib.contextmanager
+def main_held_back() -> Iterator[None]:
+    """Surrounds the start of processes that import the script in `load_task`.
+
+    multiprocessing would import it before anything else runs in them, while a script
+    that imports torch_xla needs an environment, and names that are in their place.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def load_task(task: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Imports the script that has called `dump_task` and returns ``(fn, args)``.
+
+    Raises:
+        RuntimeError: The script starts replicas whenever it is imported.
+    """
+    main, called = pickle.loads(task)
+    process = multiprocessing.current_process()
+    process._inheriting = True  # by which Python recognises such a script
+    try:
+        spawn.prepare(main)
+    finally:
+        del process._inheriting
+    return pickle.loads(called)
 
 
 def write_result(folder: str, rank: int, result: bytes) -> None:

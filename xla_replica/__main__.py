@@ -1,0 +1,93 @@
+"""The command ``python -m xla_replica``: other people's scripts on this CPU."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from xla_replica.common.arguments import check_number
+from xla_replica.starting.scripts import ScriptRunner
+from xla_replica.starting.xla import is_installed
+
+_DESCRIPTION = """\
+Runs a script that calls torch_xla.launch or xmp.spawn, without a change, on N XLA
+replicas of this CPU with real collectives, as a TPU with N cores would.
+"""
+_EXAMPLES = """\
+examples:
+  python -m xla_replica --num-replicas 8 train.py --lr 0.1
+  python -m xla_replica --num-replicas 4 -m my_package.train --epochs 2
+
+train.py:
+  import torch_xla
+
+  def train(index, lr):
+      ...  # as for a TPU: torch_xla.device(), xm.optimizer_step(optimizer), ...
+
+  if __name__ == "__main__":
+      torch_xla.launch(train, args=(0.1,))
+
+Options of this command come before the script, whose arguments follow it. The exit
+status is the script's. docs/xla_replica.md says what differs from a TPU.
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m xla_replica",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--num-replicas", type=int, required=True, metavar="N", help="at least 1"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="how late a replica may be at a collective (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--as-tpu",
+        action="store_true",
+        help="let xm.xla_device_hw() say TPU, for scripts that ask it what to do",
+    )
+    parser.add_argument(
+        "-m",
+        dest="is_module",
+        action="store_true",
+        help="the script is the name of a module, as for python -m",
+    )
+    parser.add_argument("script", help="a file, or a module after -m")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="the script's own arguments"
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line; a ``SystemExit`` that the script raises passes through."""
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    if args.num_replicas < 1:
+        parser.error(f"--num-replicas must be at least 1, got {args.num_replicas}")
+    try:
+        check_number("--timeout", args.timeout, above=0)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
+    if not is_installed():
+        parser.error("needs torch_xla: pip install 'elastic-xla[xla-cpu]'")
+    runner = ScriptRunner(args.num_replicas, args.timeout, args.as_tpu)
+    runner.run(args.script, args.arguments, args.is_module)
+    if runner.num_launches == 0:
+        sys.stderr.write(
+            f"xla_replica: {args.script} has not called torch_xla.launch or xmp.spawn "
+            f"(or with nprocs=1), so it did not run on {args.num_replicas} replicas\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""What each emulated replica would have of its own if it were a process.
+
+Scripts written for torch_xla run in one process per device. So each replica here has a
+CPU generator that draws what that process would draw, a default group of
+torch.distributed, its own copy of a model that `MpModelWrapper` moves, and the threads
+that it starts compute on its device. Python's and NumPy's generators, the environment
+and the globals of modules are shared all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.data
+
+from xla_replica.device.seeding import Draws, draw_from, in_turn, own_draws
+
+_HAVE_DRAWN = """
+    rand randn randint randperm normal bernoulli multinomial poisson binomial rand_like
+    randn_like randint_like dropout dropout1d dropout2d dropout3d alpha_dropout
+    feature_dropout feature_alpha_dropout rrelu gumbel_softmax lstm gru rnn_tanh
+    rnn_relu scaled_dot_product_attention multi_head_attention_forward
+    fractional_max_pool2d fractional_max_pool3d bernoulli_ cauchy_ exponential_
+    geometric_ log_normal_ normal_ random_ uniform_
+"""
+# What draws from the CPU generator, if its tensors are there.
+DRAWS = {
+    getattr(owner, name)
+    for owner in (torch, torch.Tensor, torch.nn.functional)
+    for name in _HAVE_DRAWN.split()
+    if hasattr(owner, name)
+} | {
+    function
+    for name, function in vars(torch.nn.init).items()
+    if name.endswith("_") and callable(function)
+}
+_OF_THE_GENERATOR = (
+    "manual_seed",
+    "seed",
+    "initial_seed",
+    "get_rng_state",
+    "set_rng_state",
+)
+
+
+class Member(NamedTuple):
+    """What the threads of one replica have in common.
+
+    Attributes:
+        device: The name of its torch_xla device.
+        draws: Its CPU generator.
+        groups: Its groups of torch.distributed.
+        surround: Returns what surrounds a further thread that it starts.
+    """
+
+    device: str
+    draws: Draws
+    groups: dict[str, Any]
+    surround: Callable[[], AbstractContextManager[Any]]
+
+
+class _Here(threading.local):
+    member: Member | None = None
+
+
+_here = _Here()
+
+
+def install() -> None:
+    """Replaces what belongs to a process by what belongs to a replica."""
+    for name in _OF_THE_GENERATOR:
+        function = in_turn(getattr(torch.random, name))
+        setattr(torch.random, name, function)
+        setattr(torch, name, function)
+    # An epoch of any DataLoader begins with a draw.
+    loading = torch.utils.data.dataloader._BaseDataLoaderIter
+    loading.__init__ = in_turn(loading.__init__)
+    threading.Thread.start = _as_member(threading.Thread.start)
+    _install_groups()
+    _install_model_wrapper()
+
+
+@contextlib.contextmanager
+def replica(
+    device: str, surround: Callable[[], AbstractContextManager[Any]]
+) -> Iterator[None]:
+    """Surrounds a replica's thread; ``surround`` returns what surrounds its others."""
+    with own_draws():  # nobody else's state is in place now
+        draws = Draws(torch.default_generator.get_state())
+    _here.member = Member(device, draws, _new_groups(), surround)
+    draw_from(draws)
+    try:
+        yield
+    finally:
+        _here.member = None
+        draw_from(None)
+
+
+def _as_member(start: Callable[..., None]) -> Callable[..., None]:
+    """Returns ``Thread.start`` such that a replica's threads belong to it.
+
+    torch_xla's loader and its asynchronous closures run in threads.
+    """
+
+    @functools.wraps(start)
+    def start_as_member(thread: threading.Thread) -> None:
+        member = _here.member
+        if member is not None:
+            run = thread.run
+
+            def run_as_member() -> None:
+                import torch_xla
+
+                torch_xla._XLAC._xla_set_default_device(member.device)
+                _here.member = member
+                draw_from(member.draws)
+                with member.surround():
+                    run()
+
+            thread.run = run_as_member  # type: ignore[method-assign]
+        start(thread)
+
+    return start_as_member
+
+
+# --- torch.distributed --------------------------------------------------------------
+
+
+def _new_groups() -> dict[str, Any]:
+    """Returns what torch.distributed keeps in variables of its module."""
+    mappings = "map names group_ranks backend_config to_tag coalesce_state"
+    groups: dict[str, Any] = {f"pg_{name}": {} for name in mappings.split()}
+    return {**groups, "tags_to_pg": {}, "default_pg": None, "group_count": 0}
+
+
+class _Groups:
+    """Stands in for torch.distributed's ``_world``: the calling replica's groups."""
+
+    def __init__(self, of_the_process: Any) -> None:
+        object.__setattr__(self, "_of_the_process", of_the_process)
+
+    def __getattr__(self, name: str) -> Any:
+        member = _here.member
+        if member is not None and name in member.groups:
+            return member.groups[name]
+        return getattr(self._of_the_process, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        member = _here.member
+        if member is not None and name in member.groups:
+            member.groups[name] = value
+        else:
+            setattr(self._of_the_process, name, value)
+
+
+def _install_groups() -> None:
+    import torch.distributed.distributed_c10d as c10d
+    from torch_xla._internal import rendezvous
+    from torch_xla.distributed import xla_backend
+
+    c10d._world = _Groups(c10d._world)
+    # Groups are also found by their names, which are the same on every replica.
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    # torch_xla's has a fixed port, which a second run on this machine cannot have.
+    rendezvous._store = torch.distributed.HashStore()
+    # DistributedDataParallel reads shapes and the order of its buckets in native code,
+    # where no read is seen.
+    group = xla_backend.ProcessGroupXla
+    group.allgather = _synced(group.allgather)
+    group.broadcast = _synced(group.broadcast)
+
+
+def _synced(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``collective`` such that what it returns has been computed."""
+
+    @functools.wraps(collective)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        import torch_xla
+
+        result = collective(*args, **kwargs)
+        torch_xla.sync()
+        return result
+
+    return run
+
+
+def _install_model_wrapper() -> None:
+    import torch_xla.distributed.xla_multiprocessing as xmp
+
+    def to(self: Any, device: Any) -> torch.nn.Module:
+        with self._lock:
+            return copy.deepcopy(self._model).to(device)
+
+    xmp.MpModelWrapper.to = functools.wraps(xmp.MpModelWrapper.to)(to)
