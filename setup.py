@@ -57,6 +57,8 @@ setup(
         "parquet": ["pyarrow"],
         # examples/ordering/causal_language_model.py --model gpt-neox.
         "transformers": ["transformers"],
+        # variable_batch_size.integrations.lightning
+        "lightning": ["lightning>=2.6,<2.7"],
         "examples": ["torchvision", "scikit-learn", "matplotlib", "numba"],
         "test": [
             "pytest",
@@ -74,6 +76,7 @@ setup(
         "outside": [
             "jsonschema==4.26.0",
             "kubeflow-trainer-api==2.3.0",
+            "lightning==2.6.6",
             "mlflow-skinny==3.17.2",
             "opacus==1.6.0",
             "pyyaml==6.0.3",

@@ -219,8 +219,20 @@ def test_tools_and_examples_use_public_names_only():
     for name in ("tools", "examples"):
         for path in (ROOT / name).rglob("*.py"):
             for module, _ in imports(path):
+                if module.startswith("variable_batch_size.integrations."):
+                    continue  # optional, and so not a name of the package
                 if module.split(".")[0] in PACKAGES:
                     assert module in PACKAGES, f"{path} imports {module}"
+
+
+def test_nothing_imports_an_adapter_and_adapters_alone_import_its_library():
+    adapters = {m for m in MODULES if m.startswith("variable_batch_size.integrations.")}
+    libraries = ("lightning", "transformers", "accelerate", "mlflow", "wandb")
+    for module, path in MODULES.items():
+        assert not IMPORTED[module] & adapters, module
+        if module not in adapters:
+            names = {name.split(".")[0] for name, _ in imports(path)}
+            assert not names & {*libraries}, module
 
 
 def test_the_tests_are_not_a_package():

@@ -155,7 +155,6 @@ def test_sinks_get_the_numbers_of_logging_steps_and_the_rates_between(adascale):
         expected["idle_share"] = (
             window["idle_seconds"].sum() / seconds / backend.num_replicas
         )
-        values = {name: value for name, value in values.items() if value == value}
         assert values == pytest.approx(expected, rel=1e-9)
         assert {type(value) for value in values.values()} <= {int, float}
         first = step + 1

@@ -280,10 +280,13 @@ class RunLog:
         """Sends a logging step's numbers, and the rates since the last one."""
         samples, seconds, idle_seconds = self._totals.tolist()
         self._totals[:] = 0
+        # What the noise meter does not know yet is NaN; a loss that is, is news.
         values = {
             name: value
             for name, value in line.items()
-            if name not in _OF_FILES and isinstance(value, (int, float))
+            if name not in _OF_FILES
+            and isinstance(value, (int, float))
+            and (value == value or name == "loss")
         }
         values["samples_per_second"] = samples / seconds
         values["idle_share"] = idle_seconds / seconds / self._replica.num_replicas
