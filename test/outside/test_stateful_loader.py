@@ -207,16 +207,28 @@ def by_step(outcomes) -> dict[int, list[int]]:
     return steps
 
 
+def test_a_restored_loader_of_a_stream_reads_a_window_of_it():
+    loader = loader_of(dataset=stream())
+    for number, _ in enumerate(loader):
+        if number % 6:
+            continue
+        other = loader_of(dataset=stream())
+        other.load_state_dict(loader.state_dict())
+        next(iter(other), None)
+        assert other.dataset.num_blocks_read <= 3
+
+
 @pytest.mark.parametrize(
-    ("num_workers", "keeps_loader"), [(0, True), (2, True), (2, False)]
+    ("num_workers", "keeps_loader", "dataset"),
+    [(0, True, Numbers), (2, True, stream), (2, False, Numbers)],
 )
 def test_a_run_is_stopped_and_goes_on_with_other_replicas(
-    tmp_path, num_workers, keeps_loader
+    tmp_path, num_workers, keeps_loader, dataset
 ):
     """With an elastic optimizer, whose state has the place; a loader's may be saved."""
-    whole = [train(0, str(tmp_path / "whole"), num_workers, 11, False)]
-    train(0, str(tmp_path / "cut"), num_workers, 5, keeps_loader)
-    arguments = (str(tmp_path / "cut"), num_workers, 11, keeps_loader)
+    whole = [train(0, str(tmp_path / "whole"), num_workers, 11, False, dataset)]
+    train(0, str(tmp_path / "cut"), num_workers, 5, keeps_loader, dataset)
+    arguments = (str(tmp_path / "cut"), num_workers, 11, keeps_loader, dataset)
     after = Backend("cpu", 3).run(train, *arguments)
     expected = {step: s for step, s in by_step(whole).items() if step >= 5}
     assert by_step(after) == expected
