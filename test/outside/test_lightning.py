@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -23,7 +24,8 @@ import xla_replica
 from tools.outside import models
 from xla_replica import ReplicaError
 
-models.import_torchvision()
+if importlib.util.find_spec("lightning"):
+    models.import_torchvision()
 lightning = package("lightning.pytorch")
 from variable_batch_size.integrations.lightning import ElasticStrategy  # noqa: E402
 

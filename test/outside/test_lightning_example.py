@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pandas as pd
 import pytest
 import torch
@@ -10,7 +12,8 @@ from support.replicas import Backend
 
 from tools.outside import models
 
-models.import_torchvision()
+if importlib.util.find_spec("lightning"):
+    models.import_torchvision()
 package("lightning.pytorch")
 from examples.lightning import digits  # noqa: E402
 
