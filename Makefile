@@ -1,7 +1,7 @@
 # make mnist   sets up, then trains handwritten digits on eight replicas of this CPU
 # make test    sets up, then runs the tests
 # make browser installs Chromium, in which a test looks at the page of `vbs report`
-# make tpu-compiler installs the TPU's compiler (docs/tpu.md)
+# make tpu-compile  compiles programs of every family for TPUs, without one (docs/tpu.md)
 # make outside sets up, then runs other people's tests and models (docs/outside.md)
 #
 # ENV=xla (default) is torch 2.9 with torch_xla; ENV=torch is a current torch without it.
@@ -16,11 +16,12 @@ PYTEST_ARGS ?= -n auto --dist loadfile
 
 REQUIREMENTS_xla = -e '.[xla-cpu,examples,test]'
 REQUIREMENTS_torch = '$(TORCH)' -e '.[test]'
+REQUIREMENTS_tpu = jax==0.7.1 jaxlib==0.7.1 libtpu==0.0.21
 REQUIREMENTS_outside = '$(TORCH)' -e '.[test,outside]'
 # Packages whose dependencies are old or large, and not needed for what we run of them.
 ALONE_outside = adaptdl==0.2.11 fairscale==0.4.13 skypilot==0.14.1
 
-.PHONY: mnist test test-all browser tpu-compiler outside lint format bench clean help
+.PHONY: mnist test test-all browser tpu-compiler tpu-compile outside lint format bench clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -47,12 +48,15 @@ browser:
 	command -v chromium || command -v google-chrome || { \
 		apt-get update -qq && apt-get install -qq --no-install-recommends chromium; }
 
-# The compiler of the libtpu that torch_xla 2.9 uses, and a JAX that fits it.
-tpu-compiler: .venv-tpu/bin/python
-	.venv-tpu/bin/python -m pip install --quiet jax==0.7.1 jaxlib==0.7.1 libtpu==0.0.21
+# An environment of its own, for a JAX and the libtpu of torch_xla 2.9.
+tpu-compiler:
+	$(MAKE) ENV=tpu VENV=.venv-tpu .venv-tpu/ready
 
-.venv-tpu/bin/python:
-	$(PYTHON) -m venv .venv-tpu
+# Neither environment has what is the other's.
+tpu-compile: $(VENV)/ready tpu-compiler
+	$(VENV)/bin/python tools/tpu/compile_programs.py --quick --slices v5e:2x4 v6e:2x4
+	! $(VENV)/bin/python -m pip show --quiet jax libtpu 2>/dev/null
+	! .venv-tpu/bin/python -m pip show --quiet torch torch_xla 2>/dev/null
 
 outside:
 	OUTSIDE=1 $(MAKE) ENV=outside PYTEST_ARGS='-n auto --dist worksteal -m outside test/outside' test

@@ -76,6 +76,10 @@ def test_torch_xlas_extra_for_tpus_is_there_and_brings_libtpu():
     assert "tpu" in metadata.get_all("Provides-Extra")
     required = map(Requirement, importlib.metadata.requires("torch_xla"))
     brought = {
-        r.name for r in required if r.marker and r.marker.evaluate({"extra": "tpu"})
+        r.name: f"{r.name}{r.specifier}"
+        for r in required
+        if r.marker and r.marker.evaluate({"extra": "tpu"})
     }
-    assert {"libtpu", "tpu-info"} <= brought
+    assert {"libtpu", "tpu-info"} <= brought.keys()
+    # Programs are compiled by the libtpu that a TPU VM gets.
+    assert f" {brought['libtpu']}\n" in (ROOT / "Makefile").read_text()

@@ -55,7 +55,8 @@ class RecursiveBalance(MeanBalance):
 
         Level by level, samples at the same node are decided one after the other.
         """
-        nodes = torch.arange(products_RV.shape[1], device=gram_RR.device)
+        like = {"dtype": torch.int32, "device": gram_RR.device}  # TPUs emulate int64
+        nodes = torch.arange(products_RV.shape[1], **like)
         node = torch.zeros_like(finite_R, dtype=nodes.dtype)
         signs_RV = torch.zeros_like(products_RV)
         signs = finite_R

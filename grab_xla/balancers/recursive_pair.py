@@ -94,27 +94,30 @@ class RecursivePairBalance(BlockBalancer):
 
         ``items`` holds the samples as the tree has sorted them so far, node by node.
         """
-        size, device = self.batch_size, products_RV.device
+        size = self.batch_size
+        # TPUs emulate int64, which only the indices of torch's operations must be.
+        like = {"dtype": torch.int32, "device": products_RV.device}
         products_VR = products_RV.T
-        items = torch.arange(size, device=device).reshape(1, size)
+        items = torch.arange(size, **like).reshape(1, size)
         weights = []
         for level in range(self.num_draws):
             nodes = products_VR[2**level - 1 : 2 ** (level + 1) - 1]
             first, second = items[:, 0::2], items[:, 1::2]
-            differences = nodes.gather(1, first) - nodes.gather(1, second)
+            found = nodes.gather(1, items.long())
+            differences = found[:, 0::2] - found[:, 1::2]
             limits = None
             if thresholds_RN is not None:
-                limits = thresholds_RN[:, level][first]
+                limits = thresholds_RN[:, level][first.long()]
             wins = decide.below(differences, limits)
             left = torch.where(wins, first, second)
             right = torch.where(wins, second, first)
             ones = torch.ones_like(differences)
-            signs = torch.zeros_like(nodes)
-            signs = signs.scatter(1, left, ones).scatter(1, right, -ones)
-            weights.append(signs)
+            places, signs = torch.cat([left, right], 1), torch.cat([ones, -ones], 1)
+            weights.append(torch.zeros_like(nodes).scatter(1, places.long(), signs))
             items = torch.stack([left, right], dim=1).flatten(0, 1)
-        column = torch.arange(size, device=device)
+        column = torch.arange(size, **like)
         # Columns are leaves: the even ones forwards, the odd ones backwards.
-        of_column = torch.where(column % 2 == 0, column + 1, -column - 1)
-        placements = torch.zeros_like(column).scatter(0, items.flatten(), of_column)
+        of_column = torch.where(column & 1 == 0, column + 1, -column - 1)
+        placements = torch.zeros_like(column)
+        placements = placements.scatter(0, items.flatten().long(), of_column)
         return torch.cat(weights).T, placements.unsqueeze(1)

@@ -1,19 +1,23 @@
 """Short runs of what the packages do, whose programs are compiled for TPUs.
 
-Every case runs on emulated replicas and leaves its programs in the folder that XLA was
-told to dump them to. Run as a script, it runs one case:
+Every case runs on emulated replicas, and torch_xla writes what it gives to XLA. Run as
+a script, it runs some cases one after the other:
 
-    python tools/tpu/cases.py --replicas 8 "elastic step, linear"
+    XLA_SAVE_TENSORS_FILE=programs XLA_SAVE_TENSORS_FMT=hlo \\
+        python tools/tpu/cases.py --replicas 8 "elastic step, linear"
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import gc
+import os
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +30,9 @@ import variable_batch_size as vbs
 import xla_replica
 from grab_xla import GraBSampler
 from rigl_xla import RigLScheduler
+from tools.tpu.program_checks import CASE_MARK, LAST_STEP_MARK
 
-MINIBATCH, CLASSES = 32, 10
+CLASSES = 10
 Run = Callable[[], None]
 
 
@@ -47,16 +52,59 @@ def mlp() -> nn.Module:
     )  # fmt: skip
 
 
-class Setting:
-    """A model, data and an optimizer on one replica."""
+class Block(nn.Module):
+    """Two convolutions with GroupNorm and a shortcut (He et al., arXiv:1512.03385)."""
 
-    def __init__(
-        self, make: Callable[[], nn.Module], optimizer: str, size: int = 1024
-    ) -> None:
+    def __init__(self, channels: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, out, 3, stride, 1, bias=False), nn.GroupNorm(32, out),
+            nn.ReLU(), nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.GroupNorm(32, out),
+        )  # fmt: skip
+        self.short: nn.Module = nn.Identity()
+        if stride > 1:
+            self.short = nn.Conv2d(channels, out, 1, stride, bias=False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.body(images) + self.short(images))
+
+
+def resnet18() -> nn.Module:
+    """Returns ResNet-18 with GroupNorm for 32 x 32 pixels, 11.2 million parameters."""
+    blocks = [
+        Block(channels, out, stride)
+        for channels, out, first in ((64, 64, 1), (64, 128, 2), (128, 256, 2),
+                                     (256, 512, 2))
+        for channels, stride in ((channels, first), (out, 1))
+    ]  # fmt: skip
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.GroupNorm(32, 64), nn.ReLU(),
+        *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, CLASSES),
+    )  # fmt: skip
+
+
+class Work(NamedTuple):
+    """A model, the shape of its images, and the minibatch of a replica."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...] = (1, 28, 28)
+    minibatch: int = 32
+
+
+CNN, MLP = Work(cnn), Work(mlp)
+RESNET18 = Work(resnet18, (3, 32, 32), 16)
+
+
+class Setting:
+    """A model, data for some minibatches per replica, and an optimizer."""
+
+    def __init__(self, work: Work, optimizer: str = "sgd", minibatches: int = 4):
         self.replica = xla_replica.current()
+        self.minibatch = work.minibatch
+        size = minibatches * work.minibatch * self.replica.num_replicas
         with self.replica.seeded(0):
-            self.model = make().to(self.replica.device)
-            self.images = torch.randn(size, 1, 28, 28)
+            self.model = work.make().to(self.replica.device)
+            self.images = torch.randn(size, *work.shape)
             self.labels = torch.randint(0, CLASSES, (size,))
         parameters = self.model.parameters()
         if optimizer == "adamw":
@@ -64,116 +112,258 @@ class Setting:
         else:
             self.inner = torch.optim.SGD(parameters, 0.1, 0.9, weight_decay=1e-4)
 
-    def batch(self, rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.replica.send((self.images[rows], self.labels[rows]))
-
     def losses(self, rows: Any) -> torch.Tensor:
-        images, labels = self.batch(rows)
+        images, labels = self.replica.send((self.images[rows], self.labels[rows]))
         return F.cross_entropy(self.model(images), labels, reduction="none")
 
+    def batches(self, count: int) -> Iterator[slice]:
+        """Yields the rows of so many minibatches, the last of which is marked."""
+        for n in range(count):
+            if n == count - 1:
+                self.mark_last_step()
+            yield slice(n * self.minibatch, (n + 1) * self.minibatch)
 
-def elastic(rule: str, optimizer: str = "sgd", **options: Any) -> None:
-    """Trains an epoch with a rule, averages buffers and evaluates."""
-    setting = Setting(cnn, optimizer)
-    replicas = setting.replica.num_replicas
-    trace = [MINIBATCH * replicas * n for n in (1, 2, 1)]
-    sampler = vbs.CustomSampler(
-        setting.images, trace, minibatch_size=MINIBATCH, on_end="cycle", verbose=False
-    )
-    wrapped = vbs.ElasticOptimizer(
-        setting.inner, sampler, rule, MINIBATCH * replicas, **options
-    )
-    sampler.set_epoch(0)
-    wrapped.set_epoch(0)
-    for rows in sampler:
+    def mark_last_step(self) -> None:
+        self.replica.sync()
+        write_mark(LAST_STEP_MARK)
+
+
+def write_mark(mark: str) -> None:
+    """Writes a line between the programs that torch_xla writes for this replica."""
+    if path := os.environ.get("XLA_SAVE_TENSORS_FILE"):
+        rank = xla_replica.current().rank
+        with open(f"{path}.{rank}", "a", encoding="utf-8") as log:
+            log.write(f"\n{mark}\n")
+
+
+def plain(work: Work) -> None:
+    """Trains two steps without these packages, but for the sum over replicas."""
+    setting = Setting(work)
+    for rows in setting.batches(3):
         setting.losses(rows).mean().backward()
-        wrapped.step()
-    wrapped.average_buffers(setting.model)
-    with torch.no_grad():
-        setting.losses(range(MINIBATCH))
+        gradients = [p.grad for p in setting.model.parameters()]
+        setting.replica.all_reduce_(gradients)
+        for gradient in gradients:
+            gradient.div_(setting.replica.num_replicas)
+        setting.inner.step()
+        setting.inner.zero_grad(set_to_none=False)
         setting.replica.sync()
 
 
-def ordered(kind: str, fidelity: str) -> None:
+def elastic(rule: str, optimizer: str, work: Work, **options: Any) -> None:
+    """Trains an epoch with a rule."""
+    setting = Setting(work, optimizer)
+    size = setting.minibatch * setting.replica.num_replicas
+    sampler = vbs.CustomSampler(
+        setting.images, [size, 2 * size, size], minibatch_size=setting.minibatch,
+        on_end="cycle", verbose=False,
+    )  # fmt: skip
+    wrapped = vbs.ElasticOptimizer(setting.inner, sampler, rule, size, **options)
+    sampler.set_epoch(0)
+    wrapped.set_epoch(0)
+    for number, rows in enumerate(sampler, start=1):
+        if number == len(sampler):
+            setting.mark_last_step()
+        setting.losses(rows).mean().backward()
+        wrapped.step()
+    setting.replica.sync()
+
+
+def ordered(kind: str, fidelity: str, work: Work) -> None:
     """Orders two epochs by GraB, with an ordinary optimizer on every replica."""
-    setting = Setting(mlp, "sgd", 512)
+    setting = Setting(work, minibatches=2)
+    options = {"group_size": setting.minibatch} if fidelity == "group" else {}
+    if kind == "recursive-pair":
+        options["batch_size"] = setting.minibatch * setting.replica.num_replicas
     sampler = GraBSampler(
-        setting.images, dict(setting.model.named_parameters()), kind, fidelity=fidelity
-    )
-    for _ in range(2):
+        setting.images, dict(setting.model.named_parameters()), kind, fidelity=fidelity,
+        **options,
+    )  # fmt: skip
+    for epoch in range(2):
         own = list(sampler)
-        for start in range(0, len(own), MINIBATCH):
+        for start in range(0, len(own), setting.minibatch):
+            if epoch and start + setting.minibatch >= len(own):
+                setting.mark_last_step()
             with sampler.record(setting.model):
-                losses = setting.losses(own[start : start + MINIBATCH])
+                losses = setting.losses(own[start : start + setting.minibatch])
             sampler.backward(losses)
             setting.inner.step()
             setting.inner.zero_grad(set_to_none=False)
             setting.replica.sync()
 
 
-def sparse(method: str) -> None:
+def ordered_and_elastic() -> None:
+    """Orders two epochs of an elastic run, which balances at its updates."""
+    setting = Setting(MLP)
+    size = setting.minibatch * setting.replica.num_replicas
+    grab = GraBSampler(
+        setting.images, dict(setting.model.named_parameters()), fidelity="projected"
+    )
+    sampler = vbs.CustomSampler(
+        setting.images, [size, 2 * size, size], minibatch_size=setting.minibatch,
+        on_end="cycle", verbose=False, order=grab,
+    )  # fmt: skip
+    wrapped = vbs.ElasticOptimizer(setting.inner, sampler, "linear", size)
+    wrapped.attach(grab.after_update)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        wrapped.set_epoch(epoch)
+        for rows in sampler:
+            with grab.record(setting.model):
+                losses = setting.losses(rows)
+            grab.backward(losses)
+            wrapped.step()
+    setting.replica.sync()
+
+
+def sparse(method: str, work: Work) -> None:
     """Trains with two updates of the topology."""
-    setting = Setting(mlp, "sgd")
+    setting = Setting(work)
     scheduler = RigLScheduler(
         setting.model, setting.inner, dense_allocation=0.1, T_end=1000, delta=2,
         method=method, ignore_linear_layers=False,
     )  # fmt: skip
-    for step in range(6):
+    for rows in setting.batches(4):
         setting.inner.zero_grad(set_to_none=False)
-        setting.losses(
-            range(step * MINIBATCH, (step + 1) * MINIBATCH)
-        ).mean().backward()
+        setting.losses(rows).mean().backward()
         if scheduler():
             setting.inner.step()
         setting.replica.sync()
 
 
-def per_sample(answer: str) -> None:
-    """Computes every sample's norm, or inner products of all samples."""
-    setting = Setting(mlp, "sgd")
-    with psg.capture(setting.model) as recorded:
-        losses = setting.losses(range(MINIBATCH))
-    factors = recorded.backward(losses)
-    setting.replica.to_host(getattr(factors, answer)())
+def per_sample(answer: str, work: Work) -> None:
+    """Computes something of every sample of two minibatches."""
+    setting = Setting(work)
+    projection = psg.Projection(dict(setting.model.named_parameters()), 4096)
+    for rows in setting.batches(2):
+        with psg.capture(setting.model) as recorded:
+            losses = setting.losses(rows)
+        factors = recorded.backward(losses)
+        if answer == "projections":
+            found = factors.project(projection)
+        else:
+            found = getattr(factors, answer)()
+        setting.replica.to_host(found)
+
+
+def scored(score: str) -> None:
+    """Scores a pool."""
+    setting = Setting(MLP)
+    pool = torch.utils.data.TensorDataset(setting.images, setting.labels)
+    psg.score_pool(
+        setting.model, pool, score=score, block_size=setting.minibatch,
+        part_size=setting.minibatch, progress=False,
+    )  # fmt: skip
+
+
+def evaluated() -> None:
+    """Averages BatchNorm's statistics, then counts right answers."""
+    setting = Setting(CNN)
+    vbs.average_buffers(setting.model, setting.minibatch, setting.replica)
+    setting.replica.sync()
+    setting.model.eval()
+    right = torch.zeros(1, device=setting.replica.device)
+    with torch.no_grad():
+        for rows in setting.batches(2):
+            images, labels = setting.replica.send(
+                (setting.images[rows], setting.labels[rows])
+            )
+            right += (setting.model(images).argmax(1) == labels).sum()
+            setting.replica.sync()
+    setting.replica.all_reduce_([right])
+    setting.replica.fetch([right])
+
+
+def broadcast() -> None:
+    """Gives all replicas the parameters of the first."""
+    setting = Setting(CNN)
+    setting.replica.broadcast_(list(setting.model.parameters()))
+    setting.replica.sync()
+
+
+def families(work: Work) -> dict[str, Run]:
+    """Returns the cases whose costs stand beside those of a plain step."""
+    return {
+        "plain step": functools.partial(plain, work),
+        "elastic step, linear": functools.partial(elastic, "linear", "sgd", work),
+        "elastic step, adascale": functools.partial(elastic, "adascale", "sgd", work),
+        **{
+            f"GraB, mean, {fidelity}": functools.partial(
+                ordered, "mean", fidelity, work
+            )
+            for fidelity in ("exact", "projected", "group")
+        },
+        "topology update, rigl": functools.partial(sparse, "rigl", work),
+        "per-sample norms": functools.partial(per_sample, "norms", work),
+    }
 
 
 CASES: dict[str, Run] = {
+    **families(MLP),
+    "plain step": functools.partial(plain, CNN),
     **{
-        f"elastic step, {rule}": functools.partial(elastic, rule, optimizer)
+        f"elastic step, {rule}": functools.partial(elastic, rule, optimizer, CNN)
         for rule, optimizer in (
-            ("linear", "sgd"), ("linear-momentum", "sgd"), ("root", "adamw"),
-            ("adascale", "sgd"), ("adam-root", "adamw"),
+            ("constant", "sgd"), ("linear", "sgd"), ("linear-momentum", "sgd"),
+            ("root", "adamw"), ("power:0.75", "sgd"), ("adascale", "sgd"),
+            ("adam-root", "adamw"), ("adam-half-life", "adamw"),
         )
     },
-    "elastic step, clipped": functools.partial(elastic, "linear", max_grad_norm=1.0),
+    "elastic step, clipped": functools.partial(
+        elastic, "linear", "sgd", CNN, max_grad_norm=1.0
+    ),
+    "elastic step, noise": functools.partial(elastic, "linear", "sgd", CNN, noise=True),
+    "averaging of buffers, evaluation": evaluated,
+    "broadcast of parameters": broadcast,
     **{
-        f"GraB, {kind}, {fidelity}": functools.partial(ordered, kind, fidelity)
-        for kind in ("mean", "pair")
-        for fidelity in ("exact", "projected")
+        f"GraB, {kind}, exact": functools.partial(ordered, kind, "exact", MLP)
+        for kind in ("pair", "recursive", "recursive-pair")
     },
+    "GraB, pair, projected": functools.partial(ordered, "pair", "projected", MLP),
+    "GraB in an elastic run": ordered_and_elastic,
     **{
-        f"topology update, {method}": functools.partial(sparse, method)
-        for method in ("rigl", "set")
+        f"topology update, {method}": functools.partial(sparse, method, MLP)
+        for method in ("set", "snfs", "gmp")
     },
-    "per-sample norms": functools.partial(per_sample, "norms"),
-    "per-sample inner products": functools.partial(per_sample, "gram"),
+    "per-sample inner products": functools.partial(per_sample, "gram", MLP),
+    "per-sample projections": functools.partial(per_sample, "projections", MLP),
+    **{f"pool scoring, {name}": functools.partial(scored, name)
+       for name in ("grad_norm", "el2n")},
 }  # fmt: skip
+# One of each family and what every script runs, for CI.
+QUICK = (
+    "plain step", "elastic step, linear", "elastic step, adascale",
+    "averaging of buffers, evaluation", "broadcast of parameters", "GraB, mean, exact",
+    "topology update, rigl", "per-sample norms", "pool scoring, grad_norm",
+)  # fmt: skip
+# Costs of a larger model, beside its plain step.
+COSTS = {f"ResNet-18, {name}": run for name, run in families(RESNET18).items()}
 
 
-def run_case(rank: int, name: str) -> None:
-    """Runs one case on this replica."""
-    del rank
-    CASES[name]()
+def run_cases(rank: int, names: Sequence[str]) -> None:
+    """Runs cases on this replica, marks where each begins and prints its seconds."""
+    for name in names:
+        since = time.perf_counter()
+        xla_replica.current().sync()
+        write_mark(CASE_MARK + name)
+        {**CASES, **COSTS}[name]()
+        xla_replica.current().barrier()
+        gc.collect()
+        if rank == 0:
+            print(f"{name}: {time.perf_counter() - since:.1f} s", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("case", choices=CASES)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="default: all")
     parser.add_argument("--replicas", type=int, default=8, help="default: 8")
     args = parser.parse_args()
-    xla_replica.launch(run_case, (args.case,), args.replicas, "xla")
+    names = args.cases or list(CASES)
+    if unknown := set(names) - {*CASES, *COSTS}:
+        parser.error(f"no case is called {sorted(unknown)}")
+    xla_replica.launch(run_cases, (names,), args.replicas, "xla")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,18 @@
 """Says what the TPU's compiler makes of the packages' programs, without a TPU.
 
-Runs every case of `cases.py` on emulated replicas, collects the distinct programs that
-XLA was given, and compiles each for slices of several generations of TPUs. The table
-has one row for every case and slice, of its slowest, largest and most costly program;
-flops and bytes are the compiler's estimates.
+Runs cases of `cases.py` on emulated replicas, collects the distinct programs that every
+replica gives to XLA, and compiles each for slices of several generations of TPUs. The
+table has one row for every case and slice, of its slowest, largest and most costly
+program; flops and bytes are the compiler's estimates.
+
+It fails where the compiler refuses a program, a program takes longer to compile than
+--at-most, replicas run different programs, a number is written into a program, or an
+array of float64 is computed; see `program_checks.py`.
 
     make tpu-compiler
     python tools/tpu/compile_programs.py --output tpu.json
-    python tools/tpu/compile_programs.py --cases "elastic step, linear" --slices v5e:2x4
+    python tools/tpu/compile_programs.py --quick --slices v5e:2x4
+    python tools/tpu/compile_programs.py --costs --replicas 2 --slices v5e:2x2
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,86 +31,180 @@ from tqdm.auto import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 from tools.record import parser_with_output, save
-from tools.tpu.cases import CASES
+from tools.tpu.cases import CASES, COSTS, QUICK
+from tools.tpu.program_checks import (
+    Program,
+    distinct,
+    problems,
+    programs_by_case,
+    wide_integers,
+)
 
 HERE = Path(__file__).resolve().parent
 SLICES = ["v5e:2x4", "v6e:2x4", "v4:2x2x4"]
 COMPILER = HERE.parents[1] / ".venv-tpu" / "bin" / "python"
+By = Mapping[str, Any]
 
 
-def programs_of(case: str, num_replicas: int, folder: Path) -> list[Path]:
-    """Returns the programs that a case gives to XLA, each once."""
-    flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
+def programs_of(
+    cases: Sequence[str], num_replicas: int, folder: Path
+) -> tuple[dict[str, list[list[Program]]], dict[str, list[Program]]]:
+    """Returns all programs by case and rank, and by case those of a last step."""
+    log = folder / "programs"
+    saving = {"XLA_SAVE_TENSORS_FILE": str(log), "XLA_SAVE_TENSORS_FMT": "hlo"}
     done = subprocess.run(
-        [sys.executable, HERE / "cases.py", "--replicas", str(num_replicas), case],
-        env={**os.environ, "XLA_FLAGS": flags, "PJRT_DEVICE": "CPU"},
+        [sys.executable, HERE / "cases.py", "--replicas", str(num_replicas), *cases],
+        env={**os.environ, **saving, "PJRT_DEVICE": "CPU"},
         capture_output=True,
         text=True,
     )
     if done.returncode:
-        sys.exit(f"{case} failed:\n{done.stderr[-2000:]}")
-    distinct = {
-        path.read_text().split("\n", 1)[1]: path
-        for path in sorted(folder.glob("*before_optimizations.txt"))
-    }
-    return list(distinct.values())
+        sys.exit(f"the cases failed:\n{done.stderr[-2000:]}")
+    logs = [Path(f"{log}.{n}").read_text(encoding="utf-8") for n in range(num_replicas)]
+    by_rank = [programs_by_case(text) for text in logs]
+    by_case = {case: [found[case] for found in by_rank] for case in cases}
+    return by_case, programs_by_case(logs[0], last_step=True)
 
 
 def compiled(
-    programs: list[Path], slices: list[str], num_replicas: int, python: Path
-) -> list[dict[str, Any]]:
-    """Returns what the TPU's compiler says of every program and slice."""
-    command = [python, HERE / "compiler.py", *programs, "--slices", *slices]
-    command += ["--replicas", str(num_replicas)]
-    told = subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ).stdout
-    return [json.loads(line) for line in told.splitlines()]
+    programs: Sequence[Program], slices: Sequence[str], num_replicas: int, python: Path
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """Returns what the TPU's compiler says, by a program's text and the slice."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / f"{number:04}.txt" for number in range(len(programs))]
+        for path, program in zip(paths, programs):
+            path.write_text(program.text, encoding="utf-8")
+        command = [python, HERE / "compiler.py", *paths, "--slices", *slices]
+        command += ["--replicas", str(num_replicas)]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as process:
+            assert process.stdout is not None
+            num_rows = len(programs) * len(slices)
+            for line in tqdm(process.stdout, "programs", num_rows, disable=None):
+                row = json.loads(line)
+                program = programs[int(row["program"])]
+                found[program.text, row["slice"]] = {**row, "place": program.place}
+    if process.returncode:
+        sys.exit(f"{' '.join(map(str, command[:2]))} failed: run it by hand")
+    return found
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(programs: Sequence[Program], rows: Sequence[By]) -> dict[str, Any]:
     """Returns the worst of a case's programs on one slice."""
     whole = [row for row in rows if "refused" not in row]
 
     def most(name: str) -> float:
         return max((row[name] or 0 for row in whole), default=0)
 
+    slowest = max(whole, key=lambda row: row["seconds"], default={"place": None})
     return {
         "programs": len(rows),
         "refused": len(rows) - len(whole),
         "slowest, s": most("seconds"),
+        "slowest, CPU s": most("CPU seconds"),
+        "slowest at": slowest["place"],
         "peak, MiB": most("peak bytes") / 2**20,
         "Mflop": most("flops") / 1e6,
         "MB": most("bytes") / 1e6,
-        "64-bit operations": most("64-bit operations"),
-        "collectives": max((len(row["collectives"]) for row in rows), default=0),
+        "64-bit operations": max(sum(wide_integers(p).values()) for p in programs),
+        "collectives": max(len(p.collectives) for p in programs),
     }
+
+
+def complaints(case: str, rows: Sequence[By], at_most: float) -> list[str]:
+    """Returns which programs are refused or take long to compile."""
+    found = []
+    for row in rows:
+        if "refused" in row:
+            found.append(f"{case}: {row['slice']} refuses {row['place']}: "
+                         f"{row['refused']}")  # fmt: skip
+        # CPU seconds: what else the machine does must not fail a run.
+        elif min(row["seconds"], row["CPU seconds"]) > at_most:
+            found.append(f"{case}: {row['slice']} takes {row['seconds']:.1f} s for "
+                         f"{row['place']}, more than {at_most:g} s")  # fmt: skip
+    return found
+
+
+def table(cases: Mapping[str, Mapping[str, By]], slices: Sequence[str]) -> str:
+    """Returns the results in Markdown: seconds by slice, the rest of the first."""
+    names = ["peak, MiB", "Mflop", "MB", "64-bit operations", "collectives"]
+    heads = ["case", "programs", *(f"{name.split(':')[0]}, s" for name in slices)]
+    lines = [" | ".join([*heads, *names]), "|".join(["---"] * (len(heads + names)))]
+    for case, by_slice in cases.items():
+        first = by_slice[slices[0]]
+        seconds = [f"{by_slice[name]['slowest, s']:.1f}" for name in slices]
+        rest = [f"{first[name]:.0f}" for name in names]
+        lines.append(" | ".join([case, str(first["programs"]), *seconds, *rest]))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def costs(steps: Mapping[str, Sequence[By]]) -> dict[str, dict[str, float]]:
+    """Returns flops and bytes of all programs of a step, and the largest's memory."""
+    return {
+        case: {
+            "Gflop": sum(row.get("flops") or 0 for row in rows) / 1e9,
+            "GB": sum(row.get("bytes") or 0 for row in rows) / 1e9,
+            "peak, MiB": max(row.get("peak bytes", 0) for row in rows) / 2**20,
+        }
+        for case, rows in steps.items()
+    }
+
+
+def cost_table(steps: Mapping[str, By]) -> str:
+    """Returns costs in Markdown, and their ratios to those of the first step."""
+    first = next(iter(steps.values()))
+    lines = [" | ".join(["last step of", *first, *["beside the first"] * len(first)])]
+    lines.append("|".join(["---"] * (2 * len(first) + 1)))
+    for case, cost in steps.items():
+        shown = [f"{value:.3g}" for value in cost.values()]
+        ratios = [f"{cost[name] / first[name]:.2f}" for name in first]
+        lines.append(" | ".join([case, *shown, *ratios]))
+    return "\n".join(f"| {line} |" for line in lines)
 
 
 def main() -> None:
     parser = parser_with_output(__doc__)
-    parser.add_argument(
-        "--cases", nargs="+", default=list(CASES), choices=CASES, metavar="CASE"
-    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--cases", nargs="+", choices=[*CASES, *COSTS], metavar="CASE")
+    which.add_argument("--quick", action="store_true", help="one case of each family")
+    which.add_argument("--costs", action="store_true", help="costs of a larger model")
     parser.add_argument("--slices", nargs="+", default=SLICES)
     parser.add_argument("--replicas", type=int, default=8, help="default: 8")
+    parser.add_argument("--at-most", type=float, default=5.0, metavar="SECONDS",
+                        help="for compiling a program; default: 5")  # fmt: skip
     parser.add_argument("--python", type=Path, default=COMPILER, help="JAX and libtpu")
     args = parser.parse_args()
     if not args.python.exists():
         parser.error(f"{args.python} does not exist: make tpu-compiler")
+    names = args.cases or list(QUICK if args.quick else COSTS if args.costs else CASES)
+    with tempfile.TemporaryDirectory() as folder:
+        by_case, last_steps = programs_of(names, args.replicas, Path(folder))
+    every = distinct(p for ranks in by_case.values() for own in ranks for p in own)
+    told = compiled(every, args.slices, args.replicas, args.python)
     result: dict[str, Any] = {"replicas": args.replicas, "cases": {}}
-    for case in tqdm(args.cases, desc="cases", disable=None):
-        with tempfile.TemporaryDirectory() as folder:
-            programs = programs_of(case, args.replicas, Path(folder))
-            rows = compiled(programs, args.slices, args.replicas, args.python)
+    wrong: list[str] = []
+    for case, by_rank in by_case.items():
+        programs = distinct(program for own in by_rank for program in own)
+        wrong += [f"{case}: {text}" for text in problems(dict(enumerate(by_rank)))]
         result["cases"][case] = {}
-        for slice_name in args.slices:
-            found = summary([row for row in rows if row["slice"] == slice_name])
-            result["cases"][case][slice_name] = found
-            numbers = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
-            tqdm.write(f"{case}, {slice_name}: {numbers}")
-        result["cases"][case]["refusals"] = [r for r in rows if "refused" in r]
+        for name in args.slices:
+            rows = [told[program.text, name] for program in programs]
+            wrong += complaints(case, rows, args.at_most)
+            result["cases"][case][name] = summary(programs, rows)
+    print(table(result["cases"], args.slices))
+    steps = {
+        case: [told[program.text, args.slices[0]] for program in programs]
+        for case, programs in last_steps.items()
+        if programs
+    }
+    result["last steps"] = costs(steps)
+    print(f"\n{cost_table(result['last steps'])}")
+    result["wrong"] = wrong
     save(args.output, result)
+    if wrong:
+        sys.exit("\n".join(wrong))
 
 
 if __name__ == "__main__":

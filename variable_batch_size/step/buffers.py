@@ -63,10 +63,11 @@ def _weights(
     All have shape ``()`` and are on the device. The base is the first replica with a
     weight, or replica 0.
     """
-    ranks = torch.arange(replica.num_replicas, device=replica.device)
-    is_me = ranks == replica.scalar(replica.rank, torch.int64)
+    integer = torch.int32  # TPUs emulate 64 bits
+    ranks = torch.arange(replica.num_replicas, dtype=integer, device=replica.device)
+    is_me = ranks == replica.scalar(replica.rank, integer)
     weights = replica.all_gather(replica.scalar(num_samples)).reshape(-1)
     weights = torch.where(weights.sum() > 0, weights, (ranks == 0).float())
     counts = weights > 0
-    is_base = counts & (counts.long().cumsum(0) == 1)
+    is_base = counts & (counts.cumsum(0, dtype=integer) == 1)
     return (weights * is_me).sum(), (is_base & is_me).any(), weights.sum()
