@@ -27,6 +27,8 @@ from xla_replica import LocalReplica, Replica
 from xla_replica.common.arguments import check_choice
 
 SCHEMES = ("sharded", "gather")
+# A large share has whole lanes of a TPU, for which its compiler writes less code.
+_LARGE, _LANES = 1024, 128
 
 
 class Columns:
@@ -50,6 +52,8 @@ class Columns:
         self.shards = scheme == "sharded" and replica.num_replicas > 1
         num_shards = replica.num_replicas if self.shards else 1
         self.num_own = math.ceil(num_columns / num_shards)
+        if self.shards and self.num_own > _LARGE:
+            self.num_own = math.ceil(self.num_own / _LANES) * _LANES
         self._num_filled = self.num_own * num_shards
 
     def of_all_replicas(self, rows_BD: Tensor) -> Tensor:

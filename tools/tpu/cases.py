@@ -239,6 +239,9 @@ def per_sample(answer: str, work: Work) -> None:
         with psg.capture(setting.model) as recorded:
             losses = setting.losses(rows)
         factors = recorded.backward(losses)
+        # The first inner products set the precision of what this process compiles from
+        # then on, and its other replicas may be compiling.
+        setting.replica.barrier()
         if answer == "projections":
             found = factors.project(projection)
         else:
