@@ -15,7 +15,7 @@ from torch.utils.data import Sampler
 
 import xla_replica
 from grab_xla.balancers import ordering_named
-from grab_xla.balancing.rows import FactoredRows
+from grab_xla.balancing.rows import FactoredRows, SplitRows
 from grab_xla.epoch.columns import Columns, replica_for
 from grab_xla.epoch.epoch_metrics import EpochMetrics
 from grab_xla.epoch.gradient_matrix import GradientMatrix, normalized
@@ -372,11 +372,19 @@ class GraBSampler(Sampler[int]):
         if not self._progress.take(num_rows, indices):
             return
         with self._timer("sorter_step"), torch.no_grad():
-            self._balance(per_sample_grads, batch)
+            self._balance(per_sample_grads, batch, num_rows)
 
-    def _balance(self, grads: Mapping[str, Tensor], batch: bool) -> None:
+    def _balance(
+        self, grads: Mapping[str, Tensor], batch: bool, num_rows: int
+    ) -> None:
         """Balances a step, or keeps it until the update."""
         multiple = self._balancer.piece_size
+        changed = self._normalize or self._project.tables
+        split = not changed and self._balancer.takes_split(num_rows)
+        if split and self._gradients.are_in_place(grads):
+            parts = next(self._gradients.pieces(grads, batch, multiple=None))
+            self._balancer.balance(lambda: [SplitRows(parts)])
+            return
         if multiple is not None and not self._project.tables:
             pieces = functools.partial(self._gradients.pieces, grads, batch, multiple)
             self._balancer.balance(lambda: map(self._vectors, pieces()))

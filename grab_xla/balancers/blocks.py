@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grab_xla.balancers.base import Balanced, Balancer, State
 from grab_xla.balancing.decisions import Decisions
-from grab_xla.balancing.rows import Rows, UnformedRows, weighted
+from grab_xla.balancing.rows import Rows, weighted
 
 
 class BlockBalancer(Balancer):
@@ -62,7 +62,7 @@ class BlockBalancer(Balancer):
 
     def balance(self, state: State, rows_RD: Rows, decide: Decisions) -> Balanced:
         rows = weighted(rows_RD, decide.weights_R)
-        if isinstance(rows, UnformedRows):
+        if not isinstance(rows, Tensor):
             placements = self.balance_blocks(state["sums"], rows, decide)
             return state, placements.to(self.placement_dtype)
         if self.num_pending(state):

@@ -54,6 +54,9 @@ class Centred(Balancer):
             Centred.balance, Centred.centred, Balancer.begin_step,
         )  # fmt: skip
 
+    def takes_split(self, state: State, num_rows: int) -> bool:
+        return self.depth == 0 and self.takes_factored(state, num_rows)
+
     def centred(self, state: State, rows_RD: Any) -> tuple[Any, Tensor]:
         """Returns rows and ``(1, columns)``, a centre; the difference is balanced."""
         return rows_RD, state["mean"]

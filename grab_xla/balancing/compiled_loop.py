@@ -1,9 +1,9 @@
 """Balancing on a CPU: one vector after the other, in a loop that Numba compiles.
 
-A CPU gains nothing from inner products of whole tiles: another pass through every
+A CPU gains nothing from inner products of large tiles: another pass through every
 gradient is cheaper than multiplying it with its neighbours (docs/benchmarks has the
-numbers). The loop decides as `Decisions.signs` does. It is used where one replica holds
-all columns and Numba is installed.
+numbers), except with three of them. The loop decides as `Decisions.signs` does. It is
+used where one replica holds all columns and Numba is installed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grab_xla.balancing.rows import SplitRows
+
 DTYPES = (torch.float32, torch.float64)
 Rows = tuple[np.ndarray, int]  # Contiguous rows, and the step between those in use.
 
@@ -28,8 +30,8 @@ def available() -> bool:
 
 
 def balance_in_sequence(
-    minuends: Tensor,
-    subtrahends: Tensor,
+    minuends: Tensor | SplitRows,
+    subtrahends: Tensor | SplitRows,
     sums: Tensor,
     thresholds: Tensor | None,
     depth: int = 0,
@@ -40,7 +42,8 @@ def balance_in_sequence(
     The accumulators change in place, because a tree has more of them than rows.
 
     Args:
-        minuends: ``(R, D)`` of `DTYPES` on the CPU; rows may be strided.
+        minuends: ``(R, D)`` of `DTYPES` on the CPU; rows may be strided. At depth 0
+            their columns may be apart.
         subtrahends: ``(R, D)``, or ``(1, D)`` for all rows.
         sums: ``(V, D)`` or ``(V + 1, D)``: the accumulators of a tree of ``depth``
             levels below the root, V = 2^(depth + 1) - 1; the row after them is the
@@ -53,14 +56,42 @@ def balance_in_sequence(
     """
     num_rows = len(minuends)
     placements = np.zeros(num_rows, dtype=np.int32)
-    if thresholds is None:
-        thresholds = torch.zeros(1, 1, dtype=sums.dtype).expand(num_rows, depth + 1)
-    if num_rows:
-        loop = _compiled(_chain if depth == 0 else _tree)
+    limits = np.zeros((num_rows, depth + 1))
+    if thresholds is not None:
         limits = np.ascontiguousarray(thresholds.numpy())
+    limits = limits.astype(sums.numpy().dtype, copy=False)
+    is_positive = tie == "positive"
+    if num_rows and depth:
+        assert isinstance(minuends, Tensor) and isinstance(subtrahends, Tensor)
         x, y = _rows(minuends), _rows(subtrahends)
-        loop(x, y, sums.numpy(), limits, depth, tie == "positive", placements)
+        _compiled(_tree)(x, y, sums.numpy(), limits, depth, is_positive, placements)
+    elif num_rows:
+        from grab_xla.balancing.compiled_tiles import balance_in_tiles
+
+        x, y = (_parts(each, sums.dtype) for each in (minuends, subtrahends))
+        if len(y) < len(x):
+            y = y[0].split([part.shape[1] for part in x], 1)
+        places, first = [], 0
+        for pair in zip(x, y, strict=True):
+            width = pair[0].shape[1]
+            places.append([*_place(pair[0]), *_place(pair[1]), first, width])
+            first += width
+        addresses = np.array(places, dtype=np.int64)
+        balance_in_tiles(addresses, sums.numpy(), limits, is_positive, placements)
     return torch.from_numpy(placements)
+
+
+def _parts(rows: Tensor | SplitRows, dtype: torch.dtype) -> list[Tensor]:
+    """Returns the parts of rows, each with its columns side by side."""
+    parts = [rows] if isinstance(rows, Tensor) else rows.parts
+    parts = [part.to(dtype) for part in parts]
+    return [x if x.shape[1] < 2 or x.stride(1) == 1 else x.contiguous() for x in parts]
+
+
+def _place(rows: Tensor) -> tuple[int, int]:
+    """Returns the address of the first row and the bytes to the next one."""
+    step = 0 if len(rows) == 1 else rows.stride(0) * rows.itemsize
+    return rows.data_ptr(), step
 
 
 def _rows(tensor: Tensor) -> Rows:
@@ -76,57 +107,6 @@ def _rows(tensor: Tensor) -> Rows:
         return tensor.contiguous().numpy(), 1
     shape = ((len(tensor) - 1) * step + 1, num_columns)
     return tensor.as_strided(shape, (num_columns, 1)).numpy(), step
-
-
-def _chain(
-    x: Rows, y: Rows, sums: Any, limits: Any, depth: int, tie_positive: bool, out: Any
-) -> None:
-    """Does what `_tree` of depth 0 does, in one pass over memory for each row.
-
-    The pass that adds a row also forms the inner product with the following row.
-    """
-    (minuends, x_step), (subtrahends, y_step) = x, y
-    num_rows, num_columns = len(out), sums.shape[1]
-    zero, one = sums.dtype.type(0), sums.dtype.type(1)
-    total, plain = sums[0], sums[-1]
-    keeps_plain = len(sums) > 1 + depth
-    product = square = zero
-    for j in range(num_columns):
-        z = minuends[0, j] - subtrahends[0, j]
-        product += z * total[j]
-        square += z * z
-    for i in range(num_rows):
-        a, b = minuends[i * x_step], subtrahends[i * y_step]
-        following = min(i + 1, num_rows - 1)
-        c, d = minuends[following * x_step], subtrahends[following * y_step]
-        finite = math.isfinite(square)
-        limit = limits[i, 0]
-        positive = product < limit or (tie_positive and product == limit)
-        sign = one if positive else -one
-        product = square = zero
-        if not finite:
-            for j in range(num_columns):
-                z = c[j] - d[j]
-                product += z * total[j]
-                square += z * z
-            continue
-        out[i] = 1 if positive else -1
-        if keeps_plain:
-            for j in range(num_columns):
-                z = a[j] - b[j]
-                plain[j] += z
-                new = total[j] + sign * z
-                total[j] = new
-                z = c[j] - d[j]
-                product += z * new
-                square += z * z
-        else:
-            for j in range(num_columns):
-                new = total[j] + sign * (a[j] - b[j])
-                total[j] = new
-                z = c[j] - d[j]
-                product += z * new
-                square += z * z
 
 
 def _tree(

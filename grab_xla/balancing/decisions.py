@@ -69,9 +69,9 @@ class Decisions:
     def tiles(self, rows_RD: Rows, *others: Tensor | None) -> Iterator[list[Any]]:
         """Yields tiles of rows and, of each of the others, its part for these rows.
 
-        Rows that are not formed are one tile.
+        Rows that are not one matrix are one tile.
         """
-        if isinstance(rows_RD, UnformedRows):
+        if not isinstance(rows_RD, Tensor):
             yield [rows_RD, *others]
             return
         size = self.tile_size or max(len(rows_RD), 1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from grab_xla.balancers import Ordering, State
 from grab_xla.balancing import compiled_loop
 from grab_xla.balancing.decisions import TIES, Decisions
-from grab_xla.balancing.rows import FactoredRows, Rows
+from grab_xla.balancing.rows import FactoredRows, Rows, UnformedRows
 from grab_xla.epoch import gradient_matrix
 from grab_xla.epoch.columns import Columns
 from grab_xla.epoch.epoch_metrics import EpochMetrics
@@ -97,10 +97,11 @@ class OnlineBalancer:
             self._uniforms = torch.rand(size, **like)
 
     @torch.no_grad()
-    def balance(self, pieces: Callable[[], Iterable[Tensor]]) -> None:
+    def balance(self, pieces: Callable[[], Iterable[Rows]]) -> None:
         """Balances this replica's columns of a step's samples, with all replicas.
 
-        ``pieces`` returns them, ``(R, columns)`` at a time; see ``piece_size``.
+        ``pieces`` returns them, ``(R, columns)`` at a time; see ``piece_size`` and
+        `takes_split`.
         """
         self.state = self._ordering.begin_step(self.state, pieces(), self._decisions)
         for rows in pieces():
@@ -115,6 +116,12 @@ class OnlineBalancer:
         alone = self._replica.num_replicas == 1 and not self._metrics.on
         return alone and self._ordering.takes_factored(self.state, num_rows)
 
+    def takes_split(self, num_rows: int) -> bool:
+        """Returns whether a step may come as `SplitRows`, all at once."""
+        simple = self.weights is None and not self._metrics.on
+        can = self._decisions.loops and self.piece_size is not None and simple
+        return can and self._ordering.takes_split(self.state, num_rows)
+
     @torch.no_grad()
     def balance_factored(self, rows: FactoredRows) -> None:
         """Balances a step whose rows are not formed; see `takes_factored`."""
@@ -128,7 +135,7 @@ class OnlineBalancer:
             decide = dataclasses.replace(decide, weights_R=weights)
         if isinstance(rows_RD, Tensor):
             self._metrics.observe(rows_RD, decide.weights_R)
-        else:
+        elif isinstance(rows_RD, UnformedRows):
             decide = dataclasses.replace(decide, tile_size=None, loops=False)
         if self._uniforms is not None and self._walk_constant is not None:
             first = self.num_seen - self._ordering.num_pending(self.state)

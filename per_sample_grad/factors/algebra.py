@@ -240,17 +240,19 @@ def gradients(
     samples: int,
     first: int,
     last: int,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     """Returns columns of every sample's gradient, ``(N, r, last - first)``.
 
-    The uses are summed; ``samples`` is how many samples are computed at a time.
+    The uses are summed and multiplied by ``scale``; ``samples`` is how many samples
+    are computed at a time.
     """
     total = forms.num_rows(contributions[0])
     if samples >= total:
-        return _columns(contributions, shape, (0, total), first, last)
+        return _columns(contributions, shape, (0, total), first, last, scale)
     found: torch.Tensor | None = None
     for start, stop in forms.chunks(total, samples):
-        block = _columns(contributions, shape, (start, stop), first, last)
+        block = _columns(contributions, shape, (start, stop), first, last, scale)
         if found is None:
             found = block.new_empty(total, *block.shape[1:])
         # Written into place: pieces that are joined later take the memory twice.
@@ -265,11 +267,13 @@ def _columns(
     samples: tuple[int, int],
     first: int,
     last: int,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     """Returns columns ``[first, last)`` of the gradients of an interval of samples.
 
     Chunks together cost the flops of the whole. For `Windows`, the columns are
-    multiples of K.
+    multiples of K. What is multiplied by ``scale`` is a product as it is formed, or
+    the gradients: often fewer numbers than factors have.
     """
     rows, all_columns = forms.matrix_shape(shape)
     low, high = samples
@@ -277,21 +281,29 @@ def _columns(
     def of_use(contribution: Contribution) -> torch.Tensor:
         match contribution:
             case Outer(left, right):
+                left = left[low:high].transpose(2, 3)
                 columns = right[low:high, ..., first:last]
-                return (left[low:high].transpose(2, 3) @ columns).flatten(1, 2)
+                if scale != 1 and left.shape[1] == 1 and traits(left).is_host:
+                    none = left.new_empty(1, 1, 1)
+                    left, columns = left.squeeze(1), columns.squeeze(1)
+                    return torch.baddbmm(none, left, columns, beta=0, alpha=scale)
+                return scaled((left @ columns).flatten(1, 2))
             case Windows():
-                return contribution.gradients(low, high, first, last)
+                return scaled(contribution.gradients(low, high, first, last))
             case Lookup(index, values):
                 index, added = index[low:high], values[low:high, ..., first:last]
                 num, width = len(index), last - first
                 first_row = torch.arange(num, device=index.device).unsqueeze(1) * rows
                 places = (index.long() + first_row).flatten()
                 table = values.new_zeros(num * rows, width)
-                table.index_add_(0, places, added.reshape(-1, width))
+                table.index_add_(0, places, added.reshape(-1, width), alpha=scale)
                 return table.unflatten(0, (num, rows))
             case Dense(values):
                 matrix = values[low:high].reshape(high - low, rows, all_columns)
-                return matrix[..., first:last]
+                return scaled(matrix[..., first:last])
+
+    def scaled(values: torch.Tensor) -> torch.Tensor:
+        return values if scale == 1 else values * scale
 
     return forms.summed(map(of_use, contributions))
 

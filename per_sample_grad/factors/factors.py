@@ -224,11 +224,12 @@ class Factors:
         """Returns every gradient, ``(B, *shape)`` by name: B times the model's size."""
         found, n = {}, len(self)
         for name, shape in self.shapes.items():
-            uses = self.contributions(name)
+            uses = self.merged[name]
             terms, width = [], forms.matrix_shape(shape)[1]
             if uses:
                 each = planning.samples_of_gradients(uses, width, n, self._budget)
-                terms = [algebra.gradients(uses, shape, each, 0, width)]
+                scale = self._multiplier
+                terms = [algebra.gradients(uses, shape, each, 0, width, scale)]
             found[name] = self._sum(terms, (n, *shape), power=0).reshape(n, *shape)
         return found
 
