@@ -27,6 +27,7 @@ from grab_xla.epoch.sample_weights import SampleWeights, Weights, WeightsOf
 from grab_xla.random_projections import projection
 from grab_xla.recording import fidelities
 from grab_xla.recording.fidelities import Fidelity
+from grab_xla.recording.group_gradients import add_gradient
 from per_sample_grad import Capture, Projection
 from xla_replica.common.differences import check_same
 
@@ -290,8 +291,11 @@ class GraBSampler(Sampler[int]):
         Args:
             model: The module with the parameters that the sampler was built with.
             **options: Those of `per_sample_grad.Capture`, such as ``fallback``; a
-                ``"group"`` needs none and ignores them.
+                ``"group"`` needs none and ignores them, as does an order that needs no
+                gradients.
         """
+        if not self._progress.uses_gradients:
+            return contextlib.nullcontext()
         return self._recording.start(model, options)
 
     def backward(
@@ -329,6 +333,16 @@ class GraBSampler(Sampler[int]):
                     "group, so pass the same number as batch_size= to the DataLoader, "
                     "or as minibatch_size= to CustomSampler"
                 )
+        if not self._progress.uses_gradients:
+            if self._group_size == 1 and losses.dim() != 1:
+                raise ValueError(
+                    f"backward() with losses of shape {tuple(losses.shape)}: give one "
+                    'number per sample, shape (B,), as with reduction="none"'
+                )
+            add_gradient(losses, reduction)
+            self._reduction = reduction
+            self._progress.take(len(losses) if self._group_size == 1 else 1, indices)
+            return
         # Factors are of the gradients' own dtype and on their device.
         factors = self._takes_factors and self._balancer.takes_factored(losses.numel())
         taker = self._orders.ordering if factors else None
@@ -374,9 +388,7 @@ class GraBSampler(Sampler[int]):
         with self._timer("sorter_step"), torch.no_grad():
             self._balance(per_sample_grads, batch, num_rows)
 
-    def _balance(
-        self, grads: Mapping[str, Tensor], batch: bool, num_rows: int
-    ) -> None:
+    def _balance(self, grads: Mapping[str, Tensor], batch: bool, num_rows: int) -> None:
         """Balances a step, or keeps it until the update."""
         multiple = self._balancer.piece_size
         changed = self._normalize or self._project.tables

@@ -71,7 +71,9 @@ class PairBalance(BlockBalancer):
             differences = Differences(rows, self.num_workers)
         elif isinstance(rows, SplitRows):
             first, second = rows[0::2], rows[1::2]
-            return balance_in_sequence(first, second, sums, thresholds_PN, 0, decide.tie)
+            return balance_in_sequence(
+                first, second, sums, thresholds_PN, 0, decide.tie
+            )
         else:
             first, second = _partners(rows, self.num_workers)
             if decide.loops:

@@ -62,7 +62,8 @@ def balance_in_sequence(
     limits = limits.astype(sums.numpy().dtype, copy=False)
     is_positive = tie == "positive"
     if num_rows and depth:
-        assert isinstance(minuends, Tensor) and isinstance(subtrahends, Tensor)
+        assert isinstance(minuends, Tensor)
+        assert isinstance(subtrahends, Tensor)
         x, y = _rows(minuends), _rows(subtrahends)
         _compiled(_tree)(x, y, sums.numpy(), limits, depth, is_positive, placements)
     elif num_rows:

@@ -46,7 +46,9 @@ def balance_in_tiles(parts, sums, limits, tie_positive, out):
         found[:] = zero
         for part in parts:
             low, high = part[4], part[4] + part[5]
-            _multiply(_x(part, rows, sums), _y(part, rows, sums), sums[0, low:high], found)
+            _multiply(
+                _x(part, rows, sums), _y(part, rows, sums), sums[0, low:high], found
+            )
         finite_row = -1
         for i in range(4):
             signs[i] = used[i] = zero

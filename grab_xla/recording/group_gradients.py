@@ -71,7 +71,6 @@ class GroupGradients:
             ValueError: ``reduction`` is not allowed.
         """
         del taker  # There is one row.
-        check_choice("reduction", reduction, ("mean", "sum"))
         if self._parameters is None:
             raise RuntimeError(
                 "backward() without record(): compute the losses inside "
@@ -79,12 +78,21 @@ class GroupGradients:
             )
         parameters, self._parameters = self._parameters, None
         with _kept(parameters) as found:
-            loss = losses.mean() if reduction == "mean" else losses.sum()
-            xla_replica.backward(loss)
+            add_gradient(losses, reduction)
         for name, parameter in parameters.items():
             if name not in found:  # the losses do not depend on it
                 found[name] = torch.zeros_like(parameter)
         return {name: found[name].unsqueeze(0) for name in parameters}
+
+
+def add_gradient(losses: Tensor, reduction: str) -> None:
+    """Adds the gradient of the mean loss, or of the sum, to ``.grad``.
+
+    Raises:
+        ValueError: ``reduction`` is not allowed.
+    """
+    check_choice("reduction", reduction, ("mean", "sum"))
+    xla_replica.backward(losses.mean() if reduction == "mean" else losses.sum())
 
 
 @contextlib.contextmanager

@@ -193,7 +193,7 @@ class BackwardPass:
         if self.accumulate is None:
             lowest, passed = graph.lowest(self.losses.grad_fn, nodes)
         else:
-            lowest, passed = set(), graph.reachable(self.losses.grad_fn, nodes)
+            lowest, passed = set(), set(nodes)
         ends = [number for number, node in enumerate(nodes) if node in lowest]
         handles = []
 
@@ -207,7 +207,7 @@ class BackwardPass:
                     handles.append(node.register_prehook(hook))
                 elif node not in lowest:
                     self._reach(number, None)
-            edges = [edges[number] for number in ends]
+            every, edges = edges, [edges[number] for number in ends]
             del node, nodes, lowest, passed
             mean = self.accumulate == "mean"
             total = self.losses.mean() if mean else self.losses.sum()
@@ -225,6 +225,13 @@ class BackwardPass:
                 handle.remove()
         for number, gradient in zip(ends, gradients):
             self._reach(number, gradient)
+        if self.accumulate is not None and any(self._calls):
+            # A module may take no gradient of an input: none comes to calls above it.
+            nodes = [edge.node for edge in every]
+            passed = graph.reachable(self.losses.grad_fn, nodes)
+            for number, node in enumerate(nodes):
+                if self._calls[number] is not None and node not in passed:
+                    self._reach(number, None)
         unseen = [str(call.owner) for call in self._calls if call is not None]
         if unseen:
             raise PerSampleError(

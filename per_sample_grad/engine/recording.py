@@ -151,7 +151,9 @@ class Recorder:
             or not output.requires_grad
         ):
             return
-        tensors = tensors_in((args, kwargs))
+        tensors = list(args)
+        if kwargs or not all(isinstance(each, torch.Tensor) for each in args):
+            tensors = tensors_in((args, kwargs))
         for tensor in (*tensors, output):
             kind = type(tensor)
             if kind not in (torch.Tensor, nn.Parameter):
@@ -197,7 +199,7 @@ class Recorder:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Call:
-        detached = map_tensors((args, kwargs), torch.Tensor.detach)
+        detached: Any = map_tensors((args, kwargs), torch.Tensor.detach)
         batch_dim = self._batch_dims.get(name, self._batch_dims[""])
         return Call(module, *detached, batch_dim)
 

@@ -125,11 +125,11 @@ class Projection:
 # it is what sums over positions cost, and the same number of entries keeps inner
 # products as well when they are one long side (measured on a CNN and a transformer).
 _MOST_OF_SHORTER = 8
-_MOST_CHANNELS = 2
+_MOST_CHANNELS = 1
 # Numbers are added up by a product with a matrix where no more are kept, or where there
 # are few; and where the matrix is small.
 _MOST_BY_PRODUCT = 32
-_FEW = 2**24
+_FEW = 2**22
 _LARGEST_MATRIX = 2**18
 # The bytes of patches that are unfolded at a time, which stay in a CPU's cache.
 _CACHE = 2**21

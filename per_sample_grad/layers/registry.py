@@ -105,7 +105,8 @@ def register_rule(*module_types: type[nn.Module]) -> Callable[[Rule], Rule]:
 
 def rule_of(module: nn.Module) -> Rule | None:
     """Returns the rule for this very module, or None; `why_no_rule` says why."""
-    return None if why_no_rule(module) else RULES[type(module)]
+    rule = RULES.get(type(module))
+    return None if rule is None or why_no_rule(module) else rule
 
 
 def why_no_rule(module: nn.Module) -> str | None:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import xla_replica
 from grab_xla.balancing import compiled_loop, decisions
 from grab_xla.balancing.decisions import TIES, Decisions, finite_rows
+from grab_xla.balancing.rows import SplitRows
 from xla_replica import DeviceTraits
 
 
@@ -66,8 +67,8 @@ def test_signs_are_those_of_the_loop(rows, tie_positive, walks, data):
     assert sums[0].tolist() == total.tolist()
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-def test_the_compiled_loop_is_the_python_it_was_made_of(monkeypatch, depth):
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_compiled_tree_is_the_python_it_was_made_of(monkeypatch, depth):
     """The results are the same with and without Numba."""
     x, y = torch.randn(6, 5), torch.randn(1, 5)
     slow, limits = torch.randn(2 ** (depth + 1), 5), torch.randn(6, depth + 1)
@@ -80,6 +81,31 @@ def test_the_compiled_loop_is_the_python_it_was_made_of(monkeypatch, depth):
     if compiled_loop.available():
         assert torch.equal(found, expected)
         torch.testing.assert_close(fast, slow)
+
+
+@pytest.mark.parametrize("dtype", compiled_loop.DTYPES)
+@pytest.mark.parametrize("rows", [1, 4, 11])
+@pytest.mark.parametrize("of", ["mean", "pair"])
+def test_columns_may_be_apart(of, rows, dtype):
+    """One part has no columns, one is strided, and two rows are not finite."""
+    draw = torch.Generator().manual_seed(rows)
+    whole = torch.randn(2 * rows, 700, generator=draw, dtype=dtype)
+    centre = torch.randn(1, 700, generator=draw, dtype=dtype)
+    if rows > 4:
+        whole[2, 5], whole[10, 699] = torch.nan, torch.inf
+    parts = whole.split([3, 0, 300, 397], 1)
+    parts = [*parts[:3], parts[3].repeat_interleave(2, 1)[:, ::2]]
+    split = SplitRows(parts)
+    x, y = (whole[0::2], whole[1::2]) if of == "pair" else (whole, centre)
+    apart = (split[0::2], split[1::2]) if of == "pair" else (split, centre)
+    limits = torch.randn(len(x), 1, generator=draw, dtype=dtype)
+    sums = torch.randn(2, 700, generator=draw, dtype=dtype)
+    expected, total = one_by_one(
+        (x - y).double().numpy(), sums[0].numpy(), limits[:, 0].numpy(), False
+    )
+    placements = compiled_loop.balance_in_sequence(*apart, sums, limits)
+    assert placements.tolist() == expected
+    torch.testing.assert_close(sums[0].double(), torch.from_numpy(total).double())
 
 
 @pytest.mark.parametrize("views", ["rows", "every other", "columns", "one"])

@@ -340,6 +340,31 @@ def test_mistakes_are_named():
         grab.record(copy.deepcopy(model[0]))
 
 
+@pytest.mark.parametrize("options", [{}, {"fidelity": "group", "group_size": BATCH}])
+def test_an_order_that_needs_no_gradients_forms_none(options):
+    """So any model will do: this one's samples have no gradients of their own."""
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    other = copy.deepcopy(model)
+    x, y = torch.randn(BATCH, 6), torch.randint(0, 3, (BATCH,))
+    grab = sampler(model, balance_type="rr", **options)
+    list(grab)
+    with grab.record(model):
+        losses = losses_of(model, x, y)
+    grab.backward(losses, indices=grab.order[:BATCH])
+    losses_of(other, x, y).mean().backward()
+    for mine, theirs in zip(model.parameters(), other.parameters()):
+        assert torch.equal(mine.grad, theirs.grad)
+    assert grab.num_seen == BATCH
+    losses = losses_of(model, x, y)
+    with pytest.raises(ValueError, match="indices are"):
+        grab.backward(losses, indices=grab.order[:BATCH])
+    with pytest.raises(ValueError, match="reduction must be one of 'mean', 'sum'"):
+        grab.backward(losses_of(model, x, y), reduction="max")
+    if not options:
+        with pytest.raises(ValueError, match="give one number per sample"):
+            grab.backward(losses_of(model, x, y).mean())
+
+
 TRACE = [8, 16, 4, 12, 8]
 
 

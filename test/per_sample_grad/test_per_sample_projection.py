@@ -86,7 +86,7 @@ def test_parameters_keep_one_share_and_few_numbers_of_the_shorter_side():
     assert projection.size == 81 * 8 + 36 + 1
     assert "to 685, seed 0" in str(projection)
     projection = psg.Projection({"a": (50, 100), "b": (32, 16, 3, 3)}, 1500)
-    assert projection.kept == {"a": (8, 100), "b": (32, 18)}  # two channels
+    assert projection.kept == {"a": (8, 100), "b": (32, 9)}  # one channel
     assert psg.Projection(SHAPES, 10**6).kept["deep"] == (6, 36)
 
 
