@@ -296,7 +296,7 @@ def _columns(
                 first_row = torch.arange(num, device=index.device).unsqueeze(1) * rows
                 places = (index.long() + first_row).flatten()
                 table = values.new_zeros(num * rows, width)
-                table.index_add_(0, places, added.reshape(-1, width), alpha=scale)
+                table.index_add_(0, places, scaled(added).reshape(-1, width))
                 return table.unflatten(0, (num, rows))
             case Dense(values):
                 matrix = values[low:high].reshape(high - low, rows, all_columns)
