@@ -33,7 +33,7 @@ from xla_replica.common.arguments import check_integer
 
 # Counts changes after which the same names, shapes, size and seed are another map. It
 # is kept with projections on a disk.
-VERSION = 1
+VERSION = 2
 
 
 class Projection:

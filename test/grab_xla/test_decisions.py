@@ -105,7 +105,8 @@ def test_columns_may_be_apart(of, rows, dtype):
     )
     placements = compiled_loop.balance_in_sequence(*apart, sums, limits)
     assert placements.tolist() == expected
-    torch.testing.assert_close(sums[0].double(), torch.from_numpy(total).double())
+    close = 1e-4 if dtype is torch.float32 else 1e-12
+    assert np.abs(sums[0].numpy() - total).max() < close
 
 
 @pytest.mark.parametrize("views", ["rows", "every other", "columns", "one"])
