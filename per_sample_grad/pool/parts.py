@@ -127,9 +127,15 @@ class Parts:
         path = self._path(number)
 
         def write(file: BinaryIO) -> Path:
-            hashed = _Hashed(file, self._checksum(number))
-            np.save(hashed, numbers)
-            file.write(hashed.checksum.digest())
+            # As np.save does it, without its copy of the numbers.
+            header, content = io.BytesIO(), np.ascontiguousarray(numbers)
+            kind = np.lib.format.header_data_from_array_1_0(content)
+            np.lib.format.write_array_header_1_0(header, kind)
+            checksum = self._checksum(number)
+            for data in (header.getbuffer(), content.data.cast("B")):
+                checksum.update(data)
+                file.write(data)
+            file.write(checksum.digest())
             return path
 
         _write(path, write, self.contents)
@@ -219,17 +225,6 @@ def deal(kept: np.ndarray, rank: int) -> tuple[list[int], list[int]]:
     read = np.flatnonzero(somewhere & (kept.argmax(axis=0) == rank))
     missing = np.flatnonzero(~somewhere)
     return read.tolist(), missing[rank :: len(kept)].tolist()
-
-
-class _Hashed:
-    """A file whose content is hashed while it is written."""
-
-    def __init__(self, file: BinaryIO, checksum: hashlib._Hash) -> None:
-        self._file, self.checksum = file, checksum
-
-    def write(self, data: bytes) -> int:
-        self.checksum.update(data)
-        return self._file.write(data)
 
 
 def _write(path: Path, write: Callable[[BinaryIO], Path], contents: Contents) -> None:

@@ -166,7 +166,13 @@ class PoolRun:
         try:
             for one in self.models.values():
                 one.eval()
-            _Share(replica, parts, self, scorers).fill(receive)
+            # Memory that is not touched, as on a lazy device, is not taken.
+            rows = torch.empty(
+                parts.size,
+                *self.width,
+                device=None if replica.is_lazy else replica.device,
+            )
+            _Share(replica, parts, self, scorers, rows).fill(receive)
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -228,15 +234,22 @@ def _pool_digest(dataset: Any) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Share:
-    """One replica's share of a run: reads, computes and keeps parts."""
+    """One replica's share of a run: reads, computes and keeps parts.
+
+    ``rows`` is where a part is computed, ``(part_size, *width)``.
+    """
 
     replica: xla_replica.Replica
     parts: Parts
     run: PoolRun
     scorers: list[Scorer]
+    rows: torch.Tensor
 
     def fill(self, receive: Callable[[Interval, np.ndarray], None]) -> None:
-        """Computes what is missing, and gives it, and what is there."""
+        """Computes what is missing, and gives it, and what is there, to ``receive``.
+
+        What it is given is valid until it returns.
+        """
         replica, parts = self.replica, self.parts
         if not len(parts):
             return
@@ -273,17 +286,28 @@ class _Share:
     def _computed(
         self, count: int, blocks: Iterator[Any], bar: tqdm[Any]
     ) -> np.ndarray:
-        """Returns the numbers of the next ``count`` samples, in one transfer."""
+        """Returns the numbers of the next ``count`` samples, in one transfer.
+
+        They are valid until the next call.
+        """
         block_size = self.run.source.block_size
-        found = []
-        for block in itertools.islice(blocks, -(-count // block_size)):
-            found.append(self._values(*block))
+        # A lazy device has one transfer for a list of tensors, and others for one.
+        found: list[torch.Tensor] = []
+        for number, block in enumerate(
+            itertools.islice(blocks, -(-count // block_size))
+        ):
+            values = self._values(*block)
+            if self.replica.is_lazy:
+                found.append(values)
+            else:
+                self.rows[number * block_size : (number + 1) * block_size] = values
             # An estimate for all the replicas; exact at the end.
             done = block_size * self.replica.num_replicas
             bar.update(min(done, self.parts.count - bar.n))
-        if not self.replica.is_lazy:  # a lazy device has one transfer for a list
-            found = [torch.cat(found)]
-        return torch.cat(self.replica.fetch(found))[:count].numpy()
+        if self.replica.is_lazy:
+            return torch.cat(self.replica.fetch(found))[:count].numpy()
+        rows = self.rows[:count]
+        return (rows if self.replica.is_host else self.replica.fetch([rows])[0]).numpy()
 
     def _values(self, inputs: Any, targets: Any, given: Given) -> torch.Tensor:
         """Returns the mean over the models, ``(block_size, *width)`` float32."""
@@ -294,6 +318,6 @@ class _Share:
             with noted(f"while {given} of the pool were {self.run.contents.computed}"):
                 each.append(label(self.run.values, scorer, inputs, targets).float())
             self.replica.sync()
-        mean = sum(each[1:], each[0]) / len(each)
+        mean = each[0] if len(each) == 1 else sum(each[1:], each[0]) / len(each)
         self.replica.sync()
         return mean

@@ -106,8 +106,14 @@ def test_a_part_is_one_transfer(monkeypatch):
         return fetch(self, tensors)
 
     monkeypatch.setattr(xla_replica.LocalReplica, "fetch", counted)
-    scores(dense_model(), part_size=2 * BLOCK)
-    assert fetched == [[(16,)], [(16,)], [(16,)]]
+    truth = scores(dense_model(), part_size=2 * BLOCK)
+    assert not fetched  # there is nothing to transfer on a host
+    monkeypatch.setattr(xla_replica.LocalReplica, "is_host", False)
+    monkeypatch.setattr(
+        xla_replica.LocalReplica, "loader", lambda self, batches: batches
+    )
+    assert_same_bits(scores(dense_model(), part_size=2 * BLOCK), truth)
+    assert fetched == [[(16,)], [(16,)], [(9,)]]
 
 
 def on_replicas(rank: int, batch_size: int, rows: list) -> list[np.ndarray]:
