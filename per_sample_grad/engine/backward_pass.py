@@ -52,6 +52,7 @@ class BackwardPass:
             may take half of it.
         called: Whether any module with a selected parameter was called.
         enclosing: Calls that a fallback may run again.
+        reasons: Why operations do not account for what rules do not, by name.
         modules: The modules of all calls that the losses depend on.
         problems: Why parameters have no contributions, by name.
         compared: The comparison with autograd; None: none was due.
@@ -66,6 +67,7 @@ class BackwardPass:
     frees: bool
     called: bool
     enclosing: Sequence[EnclosingCall]
+    reasons: Mapping[str, str]
 
     def __post_init__(self) -> None:
         self.modules: list[RecordedModule] = []
@@ -98,13 +100,22 @@ class BackwardPass:
         outside = {
             name: [
                 f"{number} use(s) outside any module with a rule ("
-                f"{recording.why_outside(model, self._params[name])})"
+                f"{recording.why_outside(model, self._params[name])}; "
+                f"{self.reasons[name]})"
             ]
             for name, number in reached.outside.items()
         }
+        proof = comparison.PROVEN.get(model, {}).get(key)
+        if self.capture.check == "never" and proof is None:
+            # That shapes say where samples are is only believed when compared.
+            unproven = [call for call in calls if call.owner.is_operation]
+            calls[:] = [call for call in calls if not call.owner.is_operation]
+            for call in unproven:
+                for name in call.owner.params.values():
+                    reason = f'{call.owner} is only believed without check="never"'
+                    outside.setdefault(name, []).append(reason)
         if outside and not has_fallback and not self.reported:
             self._raise_uncovered(outside)
-        proof = comparison.PROVEN.get(model, {}).get(key)
         is_lazy = xla_replica.traits(self.losses).is_lazy
         if is_lazy and proof is None:
             names = graph.inventory(self.losses).names
@@ -289,12 +300,7 @@ class BackwardPass:
         gradient, num_samples = call.call.batch_first(gradient), len(self.losses)
         rows = gradient.shape[0]
         if rows == 0 or rows % num_samples:
-            raise Refusal(
-                f"dimension {call.call.batch_dim} of its output {tuple(call.shape)} "
-                f"counts {rows}, not a multiple of the {num_samples} samples; set "
-                "batch_dim, or give the module a batch dimension (position ids: expand "
-                "them to one row per sample)"
-            )
+            raise Refusal(recording.why_no_samples(call, num_samples))
         if rows != num_samples and self.capture.check == "never":
             raise Refusal(
                 f"it was called with {rows} rows for {num_samples} samples; that "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar, get_args
 
@@ -13,6 +14,8 @@ from per_sample_grad.engine import graph, recording
 from per_sample_grad.engine.backward_pass import Accumulate, BackwardPass
 from per_sample_grad.engine.comparison import CHECKS, Check
 from per_sample_grad.engine.fallback import FALLBACKS, Fallback
+from per_sample_grad.engine.operation_calls import operation_calls
+from per_sample_grad.engine.rerunning import repeated_calls
 from per_sample_grad.factors.factors import Factors
 from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.factors.plan import METHODS, Method
@@ -40,7 +43,9 @@ class Capture:
             that require grad.
         batch_dim: The dimension that counts samples in what modules take and return;
             or a dict of it by module name, with ``""`` for all others. A dimension of
-            k times B numbers counts as k consecutive rows of each sample.
+            k times B numbers counts as k consecutive rows of each sample. None says
+            that what a module returns is the same for all samples, as a table of
+            positions; that is believed where the number of rows is no multiple of B.
         fallback: What to do about parameters that no rule accounts for: ``"error"``,
             ``"batched"`` (the modules that use them run once more, vectorised by
             torch; where that cannot be, B backward passes of the batch) or ``"loop"``
@@ -84,7 +89,7 @@ class Capture:
         model: nn.Module,
         params: Selection = None,
         *,
-        batch_dim: int | Mapping[str, int] = 0,
+        batch_dim: int | Mapping[str, int | None] = 0,
         fallback: Fallback = "error",
         check: Check = "first",
         method: Method = "auto",
@@ -261,7 +266,9 @@ class Capture:
                 "recorded.backward(losses)"
             )
         recording.refuse_hooked(self.params)
-        recorded = self._recorder.calls
+        # Calls without a row for each sample, as that of a table of positions, are a
+        # part of what is computed from parameters alone.
+        recorded, dropped = self._recorder.split(len(losses))
         reached = graph.walk(
             losses,
             [each.region for each in recorded],
@@ -271,7 +278,43 @@ class Capture:
         calls = [recorded[number] for number in sorted(reached.regions)]
         recording.check_versions(calls)
         recording.refuse_hidden(self._recorder.unrecorded, calls, reached)
-        recorded.clear()
+        outside = {name: self.params[name] for name in reached.outside}
+        reasons = dict.fromkeys(outside, "it was called outside of the capture")
+        if outside and self._recorder.called:
+            operations, reasons = operation_calls(
+                self.model,
+                losses,
+                reached,
+                outside,
+                [each.region for each in dropped if not each.has_batch],
+                self._recorder.batch_dim,
+                not self._recorder.saved_by_hooks,
+            )
+            # In the order of the forward pass as far as it matters: what comes after
+            # all modules is last.
+            top = graph.reachable(
+                losses.grad_fn,
+                [each.region.output.node for each in operations],
+                reached.outputs,
+            )
+            last = [each for each in operations if each.region.output.node in top]
+            first = [each for each in operations if each.region.output.node not in top]
+            calls = [*first, *calls, *last]
+        reasons |= recording.why_dropped(dropped, len(losses), reasons)
+        enclosing = self._recorder.enclosing
+        if reasons and enclosing:
+            wanted = {name: self.params[name] for name in reasons}
+            repeated = repeated_calls(losses, wanted, enclosing)
+            calls += repeated
+            for each in repeated:
+                for name in each.call.wanted:
+                    reasons.pop(name, None)
+        rest = {name: reached.outside[name] for name in reasons}
+        reached = dataclasses.replace(
+            reached, outside=rest, consumers={}, outputs=frozenset()
+        )
+        for kept in (recorded, dropped, self._recorder.calls):
+            kept.clear()
         backward_pass = BackwardPass(
             self,
             losses,
@@ -282,6 +325,7 @@ class Capture:
             frees,
             self._recorder.called,
             self._recorder.enclosing,
+            reasons,
         )
         self._recorder.enclosing = []
         self._answered = True

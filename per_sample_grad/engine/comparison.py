@@ -179,7 +179,7 @@ class Comparer:
         plain = size * (_ROUNDINGS * eps)
         scaled = plain
         forward = inspect.signature(type(call.module).forward)
-        given = forward.bind(call.module, *call.args, **call.kwargs).arguments
+        given = forward.bind_partial(call.module, *call.args, **call.kwargs).arguments
         # Masks are not multiplied, and may be -inf.
         multiplied = [value for name, value in given.items() if "mask" not in name]
         for value in tensors_in(multiplied):
@@ -275,7 +275,9 @@ def judge(found: Comparison) -> None:
             "samples that influence each other's losses (batch statistics, losses that "
             "compare samples, attention across the batch), a batch that is not in "
             "dimension batch_dim of these modules, global forward hooks, a registered "
-            "rule that is wrong. Say where the batch is (batch_dim=), make the samples "
+            "rule that is wrong, a table of positions that has as many rows as the "
+            "batch or a multiple. Say where the batch is (batch_dim=; None for a "
+            "module that returns the same for all samples), make the samples "
             "independent, leave these parameters out (params=), or pass "
             'fallback="loop", which is exact for each loss as it is'
         )

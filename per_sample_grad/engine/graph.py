@@ -83,6 +83,9 @@ class Reached:
     custom: str | None  # an autograd.Function: its forward pass may have run anything
     # Samples are taken in an order that is data: two orders have the same structure.
     reordered: bool
+    # What takes a node's tensor: a node, or a call (its position), and as which input.
+    consumers: Mapping[Node, Sequence[tuple[Node | int, int]]]
+    outputs: frozenset[Node]  # of the calls
 
 
 def walk(
@@ -107,6 +110,7 @@ def walk(
     seen: set[Node] = set()
     # Numbers in the order of first mention, which is the same for graphs alike.
     numbers: dict[Node | None, int | None] = {None: None}
+    consumers: dict[Node, list[tuple[Node | int, int]]] = {}
     operations: list[tuple[object, ...]] = []
     custom: str | None = None
     reordered, several = False, len(losses) > 1
@@ -118,6 +122,7 @@ def walk(
         if node in by_output:
             number, region = by_output[node]
             reached.add(number)
+            taker: Node | int = number
             following: Sequence[Node | None] = region.inputs
             described: list[object] = [number]
         else:
@@ -133,12 +138,15 @@ def walk(
                 custom = name
             if several and name in _BY_INDICES and not reordered:
                 reordered = _reorders(node, batch_dims)
-            following = [below for below, _ in functions]
+            taker, following = node, [below for below, _ in functions]
             described = [name, *_settings(node), *(output for _, output in functions)]
-        for below in following:
+        for slot, below in enumerate(following):
             number = numbers.setdefault(below, len(numbers))
             described.append(number)
-            if below is None or below in seen:
+            if below is None:
+                continue
+            consumers.setdefault(below, []).append((taker, slot))
+            if below in seen:
                 continue
             # A parameter that is the input of a module is a use, too.
             variable = getattr(below, "variable", None)
@@ -149,7 +157,15 @@ def walk(
         operations.append(tuple(described))
     # A digest and not `hash`, which is the same for -1 and -2.
     structure = hashlib.sha256(repr(operations).encode()).hexdigest()
-    return Reached(frozenset(reached), outside, structure, custom, reordered)
+    return Reached(
+        frozenset(reached),
+        outside,
+        structure,
+        custom,
+        reordered,
+        consumers,
+        frozenset(by_output),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,13 +195,30 @@ def inventory(losses: torch.Tensor) -> Inventory:
     return Inventory(frozenset(names), frozenset(dtypes))
 
 
-def reachable(root: Node | None, nodes: Collection[Node]) -> set[Node]:
-    """Returns those of the nodes that a backward pass from ``root`` comes by."""
+def inside(region: Region) -> set[Node]:
+    """Returns the nodes that a call made."""
+    seen: set[Node] = set(region.inputs)
+    stack: list[Node] = [region.output.node]
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack += [below for below, _ in node.next_functions if below is not None]
+    return seen.difference(region.inputs)
+
+
+def reachable(
+    root: Node | None, nodes: Collection[Node], ends: Collection[Node] = ()
+) -> set[Node]:
+    """Returns those of the nodes that a backward pass from ``root`` comes by.
+
+    It goes no further at ``ends``.
+    """
     seen = {None, root}
     stack = [root]
     while stack:
         node = stack.pop()
-        if node is not None:
+        if node is not None and node not in ends:
             new = {below for below, _ in node.next_functions} - seen
             seen |= new
             stack.extend(new)

@@ -15,7 +15,14 @@ from per_sample_grad.engine import graph, wrong_operations
 from per_sample_grad.engine.uncompiled import uncompiled
 from per_sample_grad.errors import CoverageError, PerSampleError
 from per_sample_grad.layers import batch_norm
-from per_sample_grad.layers.registry import Call, Rule, rule_of, why_no_rule
+from per_sample_grad.layers.registry import (
+    Call,
+    Rule,
+    memories,
+    memory,
+    rule_of,
+    why_no_rule,
+)
 from xla_replica import AccumulationHook
 from xla_replica.common.arguments import check_integer
 from xla_replica.common.trees import map_tensors, tensors_in
@@ -32,6 +39,8 @@ class RecordedModule:
     kind: str
     rule: Rule | None
     params: Mapping[str, str]  # selected ones, from names in it to those in the model
+    # What happens in it, operations or another run, and not one layer with a rule.
+    is_operation: bool = False
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name!r}"
@@ -46,6 +55,14 @@ class RecordedCall:
     region: graph.Region
     shape: torch.Size  # of its output
     versions: tuple[int, ...]  # how often each tensor was changed in place before
+    has_batch: bool = True  # whether its output may have rows for samples
+
+    def counts(self, num_samples: int) -> bool:
+        """Returns whether its output has the same number of rows for each sample."""
+        dim = self.call.batch_dim
+        if not self.has_batch or not -len(self.shape) <= dim < len(self.shape):
+            return False
+        return self.shape[dim] > 0 and self.shape[dim] % num_samples == 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +74,7 @@ class EnclosingCall:
     # One for each tensor that it returned and that has a graph, and which that is.
     regions: tuple[graph.Region, ...]
     positions: tuple[int, ...]
+    shapes: tuple[torch.Size, ...]  # of these tensors
     autocast: Mapping[str, Any]  # the state of autocast then, arguments of it
 
 
@@ -71,7 +89,7 @@ class Recorder:
         self,
         model: nn.Module,
         names: Mapping[int, str],
-        batch_dim: int | Mapping[str, int],
+        batch_dim: int | Mapping[str, int | None],
         enclosing: bool = False,
     ) -> None:
         self.enclosing: list[EnclosingCall] = []
@@ -80,13 +98,19 @@ class Recorder:
         self.called = False  # whether any of the modules was called
         # Selected parameters of modules called while gradients were off.
         self.unrecorded: set[str] = set()
+        # Whether hooks keep what operations save, as those of checkpoints, so that it
+        # must not be read twice.
+        self.saved_by_hooks = False
         self._model = model
         self._names = names
         if not isinstance(batch_dim, Mapping):
             batch_dim = {"": check_integer("batch_dim", batch_dim)}
         # By module name, and under "" of all others.
-        self._batch_dims = {"": 0, **batch_dim}
-        unknown = self._batch_dims.keys() - {""}
+        self._batch_dims = {n: d for n, d in batch_dim.items() if d is not None}
+        self.batch_dim = self._batch_dims.setdefault("", 0)
+        # Modules that return the same for all samples.
+        self._without_batch = {n for n, d in batch_dim.items() if d is None}
+        unknown = (self._batch_dims.keys() | self._without_batch) - {""}
         unknown = sorted(unknown and unknown - dict(model.named_modules()).keys())
         if unknown:
             raise ValueError(
@@ -109,6 +133,22 @@ class Recorder:
     def stop(self) -> None:
         """Removes the hooks."""
         self._placed.close()
+
+    def split(self, num_samples: int) -> tuple[list[RecordedCall], list[RecordedCall]]:
+        """Returns the calls that have rules to be applied, and others.
+
+        The latter return the same for all samples: what rows of a table or buffers of
+        the model are computed from, and not what may be computed from the samples.
+        """
+        kept, dropped = [], []
+        known: set[int] | None = None
+        for each in self.calls:
+            same = not each.has_batch
+            if not same and not each.counts(num_samples):
+                known = memories(self._model) if known is None else known
+                same = _is_constant(each, known)
+            (dropped if same else kept).append(each)
+        return kept, dropped
 
     def _place_hooks(self, name: str, module: nn.Module) -> None:
         hooks: list[Callable[..., Any]] = []
@@ -142,6 +182,9 @@ class Recorder:
         out: Any,
     ) -> None:
         self.called = True
+        if not torch.compiler.is_compiling():
+            hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            self.saved_by_hooks |= hooks is not None
         if not torch.is_grad_enabled():
             self.unrecorded.update(owner.params.values())
         output = out[0] if isinstance(out, (tuple, list)) else out
@@ -165,7 +208,10 @@ class Recorder:
         call = self._call(owner.name, module, args, kwargs)
         region = graph.region_of(tensors, output)
         versions = tuple(tensor._version for tensor in tensors)
-        self.calls.append(RecordedCall(owner, call, region, output.shape, versions))
+        has_batch = owner.name not in self._without_batch
+        self.calls.append(
+            RecordedCall(owner, call, region, output.shape, versions, has_batch)
+        )
 
     def _enclose(
         self,
@@ -189,7 +235,14 @@ class Recorder:
             "enabled": torch.is_autocast_enabled(kind),
         }
         self.enclosing.append(
-            EnclosingCall(name, call, regions, tuple(outputs), autocast)
+            EnclosingCall(
+                name,
+                call,
+                regions,
+                tuple(outputs),
+                tuple(each.shape for each in outputs.values()),
+                autocast,
+            )
         )
 
     def _call(
@@ -202,6 +255,21 @@ class Recorder:
         detached: Any = map_tensors((args, kwargs), torch.Tensor.detach)
         batch_dim = self._batch_dims.get(name, self._batch_dims[""])
         return Call(module, *detached, batch_dim)
+
+
+def _is_constant(recorded: RecordedCall, known: Collection[int]) -> bool:
+    """Returns whether a call took no numbers of unknown origin.
+
+    Known are integers, such as the ids of positions, what has a graph, which is looked
+    at later, and memory that the model owns.
+    """
+    tensors = tensors_in((recorded.call.args, recorded.call.kwargs))
+    unknown = [
+        each
+        for each in tensors
+        if each.is_floating_point() and memory(each) not in known
+    ]
+    return len(unknown) <= len(recorded.region.inputs)
 
 
 def check_versions(calls: Sequence[RecordedCall]) -> None:
@@ -234,6 +302,30 @@ def refuse_hidden(
             "if the losses really do not depend on them, leave these parameters out "
             "(params=)"
         )
+
+
+def why_no_samples(recorded: RecordedCall, num_samples: int) -> str:
+    """Returns why a call whose output has no row for each sample is not believed."""
+    dim, shape = recorded.call.batch_dim, tuple(recorded.shape)
+    count = shape[dim] if -len(shape) <= dim < len(shape) else "nothing"
+    return (
+        f"dimension {dim} of its output {shape} counts {count}, not a multiple of the "
+        f"{num_samples} samples; set batch_dim (None for a module that returns the "
+        "same for all samples), or give the module a batch dimension (position ids: "
+        "expand them to one row per sample)"
+    )
+
+
+def why_dropped(
+    calls: Sequence[RecordedCall], num_samples: int, names: Collection[str]
+) -> dict[str, str]:
+    """Returns why calls of modules with rules do not account for their parameters."""
+    return {
+        name: f"{each.owner}: {why_no_samples(each, num_samples)}"
+        for each in calls
+        for name in each.owner.params.values()
+        if name in names
+    }
 
 
 def why_outside(model: nn.Module, param: nn.Parameter) -> str:

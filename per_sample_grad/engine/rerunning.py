@@ -9,6 +9,7 @@ gives every sample's gradient at the cost of one more pass through that module.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -18,12 +19,82 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import xla_replica
 from per_sample_grad.engine import graph
-from per_sample_grad.engine.recording import EnclosingCall
+from per_sample_grad.engine.recording import (
+    EnclosingCall,
+    RecordedCall,
+    RecordedModule,
+)
 from per_sample_grad.errors import Refusal
 from per_sample_grad.factors import forms
+from per_sample_grad.factors.forms import Contribution, Dense
+from per_sample_grad.layers.registry import Call
 from xla_replica.common.trees import map_tensors, tensors_in
 
 Calls = dict[str, list[EnclosingCall]]  # by the module's name
+
+
+@dataclasses.dataclass(frozen=True)
+class RepeatedCall(Call):
+    """A call that runs once more, as a `Call`, which `by_repetition` is the rule of.
+
+    Attributes:
+        enclosing: The call.
+        wanted: The parameters that it accounts for, by name.
+        num_samples: B.
+    """
+
+    enclosing: EnclosingCall
+    wanted: Mapping[str, torch.nn.Parameter]
+    num_samples: int
+
+
+def by_repetition(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
+    """Returns the contributions of a `RepeatedCall`, by the parameter's name."""
+    assert isinstance(call, RepeatedCall)
+    [position] = call.enclosing.positions
+    gradients = {position: grad.movedim(0, call.batch_dim)}
+    try:
+        found = _of_call(call.enclosing, call.wanted, gradients, call.num_samples)
+    except Exception as error:  # whatever the module's own code raises
+        raise Refusal(f"it cannot be vectorised, {error!r}") from error
+    return {name: Dense(grad) for name, grad in found.items()}
+
+
+def repeated_calls(
+    losses: torch.Tensor,
+    params: Mapping[str, torch.nn.Parameter],
+    calls: Sequence[EnclosingCall],
+) -> list[RecordedCall]:
+    """Returns calls that account for parameters in the one backward pass.
+
+    They are those of the smallest module that holds a parameter, where these calls hold
+    all its uses and return one tensor each.
+    """
+    by_module, untried = _candidates(params, calls)
+    chosen: dict[str, list[str]] = defaultdict(list)
+    for name, modules in untried.items():
+        if modules and all(len(each.regions) == 1 for each in by_module[modules[0]]):
+            chosen[modules[0]].append(name)
+    outside = _used_outside(losses, params, by_module, chosen)
+    found = []
+    for module, names in chosen.items():
+        wanted = {name: params[name] for name in names if name not in outside}
+        for each in by_module[module] if wanted else ():
+            call = each.call
+            owner = RecordedModule(
+                module,
+                type(call.module).__name__,
+                by_repetition,
+                {name: name for name in wanted},
+                is_operation=True,
+            )
+            repeated = RepeatedCall(
+                call.module, call.args, call.kwargs, call.batch_dim, each, wanted,
+                len(losses),
+            )  # fmt: skip
+            [region], [shape] = each.regions, each.shapes
+            found.append(RecordedCall(owner, repeated, region, shape, ()))
+    return found
 
 
 def by_running_again(
@@ -35,19 +106,7 @@ def by_running_again(
 
     For each parameter the smallest module is tried first, then what encloses it.
     """
-    by_module: Calls = defaultdict(list)
-    for call in calls:
-        by_module[call.name].append(call)
-    held = {
-        module: {id(param) for param in of_module[0].call.module.parameters()}
-        for module, of_module in by_module.items()
-    }
-    # Of modules with the same parameters the innermost comes first.
-    ordered = sorted(held, key=lambda module: (len(held[module]), -_depth(module)))
-    untried = {
-        name: [module for module in ordered if id(param) in held[module]]
-        for name, param in params.items()
-    }
+    by_module, untried = _candidates(params, calls)
     found: dict[str, torch.Tensor] = {}
     reasons: dict[str, str] = {}
     while untried := {name: modules for name, modules in untried.items() if modules}:
@@ -77,6 +136,26 @@ def by_running_again(
                 untried[name] = []
                 found[name] = forms.summed(term[name] for term in terms)
     return found, {name: why for name, why in reasons.items() if name not in found}
+
+
+def _candidates(
+    params: Mapping[str, torch.nn.Parameter], calls: Sequence[EnclosingCall]
+) -> tuple[Calls, dict[str, list[str]]]:
+    """Returns calls by module, and each parameter's modules, the smallest first."""
+    by_module: Calls = defaultdict(list)
+    for call in calls:
+        by_module[call.name].append(call)
+    held = {
+        module: {id(param) for param in of_module[0].call.module.parameters()}
+        for module, of_module in by_module.items()
+    }
+    # Of modules with the same parameters the innermost comes first.
+    ordered = sorted(held, key=lambda module: (len(held[module]), -_depth(module)))
+    untried = {
+        name: [module for module in ordered if id(param) in held[module]]
+        for name, param in params.items()
+    }
+    return by_module, untried
 
 
 def _depth(module: str) -> int:

@@ -18,7 +18,7 @@ from per_sample_grad.factors.forms import Contribution, accumulation_dtype
 from per_sample_grad.layers.registry import Call, affine, register_rule
 
 
-@register_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+@register_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 def batch_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes ``input`` and ``grad`` of shape ``(N, C, *)``."""
     module = call.module

@@ -7,6 +7,11 @@ from per_sample_grad.errors import Refusal
 from per_sample_grad.factors.forms import Contribution, Lookup
 from per_sample_grad.layers.registry import Call, register_rule
 
+COUNTS_OF_THE_BATCH = (
+    "scale_grad_by_freq divides by counts over the whole batch, so that a sample has "
+    "no gradient of its own; set it to False"
+)
+
 
 @register_rule(nn.Embedding)
 def embedding(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
@@ -18,13 +23,15 @@ def embedding(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     module, index = call.module, call.input
     assert isinstance(module, nn.Embedding)
     if module.scale_grad_by_freq:
-        raise Refusal(
-            "scale_grad_by_freq divides by counts over the whole batch, so that a "
-            "sample has no gradient of its own; set it to False"
-        )
+        raise Refusal(COUNTS_OF_THE_BATCH)
+    return {"weight": rows(index, grad, module.padding_idx)}
+
+
+def rows(index: torch.Tensor, grad: torch.Tensor, padding_idx: int | None) -> Lookup:
+    """Returns what ``grad`` ``(N, *, q)`` adds at ``index`` ``(N, *)``."""
     index = index.reshape(len(index), -1)
     values = grad.reshape(*index.shape, grad.shape[-1])
-    if module.padding_idx is not None:
-        counts = (index != module.padding_idx).unsqueeze(-1)
+    if padding_idx is not None:
+        counts = (index != padding_idx).unsqueeze(-1)
         values = torch.where(counts, values, torch.zeros_like(values))
-    return {"weight": Lookup(index, values)}
+    return Lookup(index, values)

@@ -59,7 +59,9 @@ Rule = Callable[[Call, torch.Tensor], Mapping[str, Contribution]]
 RULES: dict[type[nn.Module], Rule] = {}
 
 
-def register_rule(*module_types: type[nn.Module]) -> Callable[[Rule], Rule]:
+def register_rule(
+    *module_types: type[nn.Module], like: type[nn.Module] | None = None
+) -> Callable[[Rule], Rule]:
     """A decorator that makes a function the rule of exactly these module types.
 
     The function gets a `Call` and the gradient of the summed losses with respect to
@@ -70,10 +72,13 @@ def register_rule(*module_types: type[nn.Module]) -> Callable[[Rule], Rule]:
     model compares the result with autograd, so a wrong rule raises an error.
 
     A subclass of a module that has a rule has none until it is registered: it may
-    compute something else. Registering a type again replaces its rule.
+    compute something else. If it does not, ``register_rule(Subclass, like=nn.Linear)``
+    is enough, and decorates nothing. Registering a type again replaces its rule.
 
     Raises:
-        TypeError: One of the arguments is not a subclass of `torch.nn.Module`.
+        TypeError: One of the arguments is not a subclass of `torch.nn.Module`, or
+            ``module_types`` are not subclasses of ``like``.
+        ValueError: ``like`` has no rule.
 
     >>> from torch import nn
     >>> from per_sample_grad import Dense
@@ -100,6 +105,19 @@ def register_rule(*module_types: type[nn.Module]) -> Callable[[Rule], Rule]:
         RULES.update(dict.fromkeys(module_types, rule))
         return rule
 
+    if like is not None:
+        if like not in RULES:
+            raise ValueError(
+                "register_rule: like must be a module type that has a rule, got "
+                f"{like!r}"
+            )
+        others = [each.__name__ for each in module_types if not issubclass(each, like)]
+        if others:
+            raise TypeError(
+                f"register_rule: {', '.join(others)} must be subclasses of "
+                f"{like.__name__}, whose rule reads its attributes; write a rule"
+            )
+        register(RULES[like])
     return register
 
 
@@ -123,7 +141,12 @@ def why_no_rule(module: nn.Module) -> str | None:
         )
     if type(module) not in RULES:
         known = [base.__name__ for base in type(module).__mro__[1:] if base in RULES]
-        remark = f", and as a {known[0]} it may compute something else" if known else ""
+        remark = (
+            f", and as a {known[0]} it may compute something else; if not, "
+            f"register_rule({kind}, like={known[0]})"
+            if known
+            else ""
+        )
         return f"no rule is registered for {kind}{remark}"
     return None
 
@@ -149,16 +172,33 @@ def affine(
         kept: The dimensions of weight and bias.
         normalize: Maps the input of any number of samples to a new tensor x̂.
     """
-    inputs, size = call.input, len(grad)
+    inputs, size = call.input, rows_in_cache(grad)
     dtype = accumulation_dtype(inputs.dtype, grad.dtype)
-    if traits(grad).is_host:  # new memory takes it longer than what is computed
-        size = max(1, _CACHED // max(1, grad[0].numel()))
     weight = [
         over_positions(normalize(some.to(dtype)).mul_(deltas), kept)
         for some, deltas in zip(inputs.split(size), grad.split(size))
     ]
     bias = over_positions(grad, kept)
     return {"weight": Dense(torch.cat(weight)), "bias": Dense(bias)}
+
+
+def memory(tensor: torch.Tensor) -> int | None:
+    """Returns where a tensor is stored; None: that cannot be told."""
+    return None if traits(tensor).is_lazy else tensor.untyped_storage().data_ptr()
+
+
+def memories(model: nn.Module) -> set[int]:
+    """Returns where a model's parameters and buffers are stored, as `memory` does."""
+    found = {memory(each) for each in (*model.parameters(), *model.buffers())}
+    return {each for each in found if each is not None}
+
+
+def rows_in_cache(grad: torch.Tensor) -> int:
+    """Returns how many rows of ``grad`` to compute at a time."""
+    if not traits(grad).is_host:
+        return max(1, len(grad))
+    # New memory takes a CPU longer than what is computed.
+    return max(1, _CACHED // max(1, grad[0].numel()))
 
 
 def wide_input(call: Call) -> torch.Tensor:

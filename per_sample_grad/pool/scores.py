@@ -151,13 +151,15 @@ class Scorer:
                 logits = self.logits(inputs)
             losses = logits.flatten(1).sum(1)
             found = recorded._run(losses, lambda _: None, reported=True)
-            if not found.modules or found.problems:
-                unknown = ", ".join(found.problems) or "the model"
+            last = found.modules[-1] if found.modules else None
+            if last is None or last.is_operation or found.problems:
+                names = last.params if last is not None and last.is_operation else ()
+                unknown = ", ".join([*found.problems, *names]) or "the model"
                 raise ValueError(
                     f"no rule accounts for {unknown}, so which layer is the last is "
                     "not known; name the module with last_layer="
                 )
-            self.last_layer = found.modules[-1].name
+            self.last_layer = last.name
             self.replica.sync()
         return self.last_layer
 

@@ -7,11 +7,13 @@ import types
 import torch
 import torch.nn.functional as F
 from support.documents import block, blocks
+from support.gradient_oracle import rules_kept
 from support.pool import CLASSES, Vectors, dense_model
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import per_sample_grad as psg
+from per_sample_grad.layers.registry import RULES
 
 PAGE = "docs/per_sample_grad.md"
 COUNT = 1000  # the pages ask for the highest thousand
@@ -138,5 +140,16 @@ def test_a_pool_with_split_and_forward():
     exec(block(PAGE, "python", "return_features"), names)
 
 
+def test_a_class_like_another():
+    class MyLinear(nn.Linear):
+        pass
+
+    with rules_kept():
+        exec(
+            block(PAGE, "python", "like="), {"psg": psg, "nn": nn, "MyLinear": MyLinear}
+        )
+        assert RULES[MyLinear] is RULES[nn.Linear]
+
+
 def test_no_other_example_is_shown():
-    assert len(blocks(PAGE, "python")) == 7
+    assert len(blocks(PAGE, "python")) == 8

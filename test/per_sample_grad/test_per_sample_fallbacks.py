@@ -6,15 +6,23 @@ import pytest
 import torch
 from support.gradient_oracle import Case, error, flat, fold, oracle, rules_kept
 from support.layer_cases import Apply
-from support.refused_models import NO_GRU, UNSEEN, Doubling, Positions, Raw
+from support.refused_models import (
+    BY_OPERATIONS,
+    NO_GRU,
+    UNSEEN,
+    Cube,
+    Doubling,
+    Positions,
+)
 from test_per_sample_family import agree
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import per_sample_grad as psg
 from per_sample_grad.engine import comparison
+from per_sample_grad.layers import registry
 
-BY_NAME = {case.name: case for case in UNSEEN}
+BY_NAME = {case.name: case for case in (*BY_OPERATIONS, *UNSEEN)}
 
 
 @pytest.mark.parametrize(
@@ -36,7 +44,7 @@ def test_what_no_rule_accounts_for_is_an_error(case):
 @pytest.mark.parametrize("fallback", ["loop", "batched"])
 @pytest.mark.parametrize(
     "case",
-    [c for c in UNSEEN if c.name not in ("pruned", "lstm", "gru")],
+    [c for c in UNSEEN if c.name not in ("lstm", "gru")],
     ids=lambda case: case.name,
 )
 def test_and_exact_by_a_fallback(case, fallback):
@@ -76,7 +84,7 @@ def test_a_wrong_rule_is_replaced_by_the_fallback_and_remembered(rows, monkeypat
 
 
 def test_a_fallback_in_a_stream():
-    case = BY_NAME["raw-parameter"]
+    case = BY_NAME["cube"]
     model, inputs = case.make(torch.float64)
     truth = oracle(case, model, inputs)
     norms = psg.per_sample_grad_norms(model, fold, inputs, fallback="loop")
@@ -88,21 +96,30 @@ def test_a_fallback_in_a_stream():
     [
         ("lstm", "no rule is registered for LSTM"),
         pytest.param("gru", "no rule is registered for GRU", marks=NO_GRU),
-        ("raw-parameter", "no rule is registered for Raw"),
-        ("patched-forward", "the forward method of this Linear was replaced"),
-        ("pruned", "the weight of this Linear is not a parameter, but a tensor"),
-        ("functional-use", "Linear 'inner' has a rule, but this use is not its own"),
-        ("weight-norm", "no rule is registered for"),
-        ("subclass", "for Doubling, and as a Linear it may compute something else"),
+        ("cube", "no rule is registered for Cube; PowBackward1 mixes it with samples"),
     ],
 )
 def test_errors_say_why_there_is_no_rule(name, reason):
-    subclass = Case("subclass", lambda: nn.Sequential(Doubling(3, 2)), (3,))
-    model, inputs = {**BY_NAME, "subclass": subclass}[name].make(torch.float32)
+    model, inputs = BY_NAME[name].make(torch.float32)
     with psg.capture(model) as recorded:
         losses = fold(model, *inputs)
     with pytest.raises(psg.CoverageError, match=reason):
         recorded.backward(losses)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("patched-forward", "the forward method of this Linear was replaced"),
+        ("pruned", "the weight of this Linear is not a parameter, but a tensor"),
+        ("weight-norm", "no rule is registered for"),
+        ("subclass", "for Doubling, and as a Linear it may compute something else"),
+    ],
+)
+def test_modules_that_look_like_known_ones_have_no_rule(name, reason):
+    subclass = Case("subclass", lambda: nn.Sequential(Doubling(3, 2)), (3,))
+    model, _ = {**BY_NAME, "subclass": subclass}[name].make(torch.float32)
+    assert reason in registry.why_no_rule(model[0])
 
 
 @pytest.mark.parametrize("name", ["lstm", pytest.param("gru", marks=NO_GRU)])
@@ -142,19 +159,21 @@ def test_a_parameter_without_dimensions(way):
 
 
 class VisionTransformer(nn.Module):
-    """A class token and places are parameters that no rule accounts for."""
+    """A class token, places and a slope are parameters; no rule knows the slope."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.patches = nn.Conv2d(2, 8, 2, 2)
         self.token = nn.Parameter(torch.randn(1, 1, 8))
         self.places = nn.Parameter(torch.randn(1, 5, 8))
+        self.slope = nn.Parameter(torch.ones(8))
         self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout, batch_first=True)
         self.head = nn.Linear(8, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.patches(x).flatten(2).transpose(1, 2)
         x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.places
+        x = (1 + x.square()) ** self.slope
         return self.head(self.block(x)[:, 0])
 
 
@@ -181,35 +200,36 @@ def test_a_batched_fallback_costs_in_proportion_to_the_batch():
 
 def test_modules_that_run_once_more_are_as_small_as_they_can_be():
     """Only the small one runs again, and not the model around it."""
-    model = nn.Sequential(nn.Linear(3, 64), nn.Linear(64, 3), Raw(), nn.Linear(4, 64))
+    model = nn.Sequential(nn.Linear(3, 64), nn.Linear(64, 3), Cube(), nn.Linear(4, 64))
     x, runs = torch.randn(5, 3), []
     for module in model:
         module.register_forward_hook(lambda module, *_: runs.append(type(module)))
     for repeated in (False, True):
         runs.clear()
         psg.per_sample_grad_norms(model, fold, (x,), fallback="batched")
-        assert runs == [nn.Linear, nn.Linear, Raw, nn.Linear, Raw], repeated
+        assert runs == [nn.Linear, nn.Linear, Cube, nn.Linear, Cube], repeated
 
 
 def twice(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return m.b(m.a(m.a(x[:, :3])[:, :3])) * m.c.token
+    return m.b(m.a(m.a(x[:, :3])[:, :3])) + x.square().mean(1, True) ** m.c.exponent
 
 
 ENCLOSED = [
     VISION,
-    Case("called-twice", lambda: Apply(twice, a=Raw(), b=nn.Linear(4, 4), c=Raw()),
+    Case("called-twice", lambda: Apply(twice, a=Cube(), b=nn.Linear(4, 4), c=Cube()),
          (3,)),
     Case("time-first", lambda: Apply(
-        lambda m, x: m.a(x.transpose(0, 1)).transpose(0, 1), a=Raw()), (5, 3),
+        lambda m, x: m.a(x.transpose(0, 1)).transpose(0, 1), a=Cube()), (5, 3),
         {"batch_dim": 1}),
     Case("folded", lambda: Apply(
-        lambda m, x: m.a(x.flatten(0, 1)).unflatten(0, (len(x), -1)), a=Raw()), (4, 3)),
+        lambda m, x: m.a(x.flatten(0, 1)).unflatten(0, (len(x), -1)), a=Cube()),
+        (4, 3)),
     Case("mask-beside", lambda: Apply(
         lambda m, x: m.a(x, torch.ones(6, 6).triu().to(x)),
-        a=Apply(lambda m, x, mask: m.b(mask @ x), b=Raw())), (6, 3)),
+        a=Apply(lambda m, x, mask: m.b(mask @ x), b=Cube())), (6, 3)),
     Case("several-outputs", lambda: Apply(
         lambda m, x: sum(m.a(x).values()),
-        a=Apply(lambda m, x: {"y": m.b(x), "z": m.b(2 * x)}, b=Raw())), (3,)),
+        a=Apply(lambda m, x: {"y": m.b(x), "z": m.b(2 * x)}, b=Cube())), (3,)),
 ]  # fmt: skip
 
 
@@ -239,7 +259,7 @@ def test_what_cannot_be_run_once_more_is_told_and_still_exact():
     found = {}
     for fallback in ("loop", "batched"):
         torch.manual_seed(1)
-        with psg.capture(model, ["token", "places"], fallback=fallback) as recorded:
+        with psg.capture(model, ["slope"], fallback=fallback) as recorded:
             losses = fold(model, x)
         if fallback == "batched":
             with pytest.warns(UserWarning, match="grows with the square of the batch"):
@@ -250,7 +270,7 @@ def test_what_cannot_be_run_once_more_is_told_and_still_exact():
 
 
 def test_errors_recommend_what_is_cheapest_first():
-    case = BY_NAME["raw-parameter"]
+    case = BY_NAME["cube"]
     model, inputs = case.make(torch.float32)
     with pytest.raises(psg.CoverageError) as caught:
         psg.per_sample_grad_norms(model, fold, inputs)

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from support.gradient_oracle import error, flat, fold, oracle
 from support.layer_cases import CASES
-from support.refused_models import UNSEEN, time_first
+from support.refused_models import BY_OPERATIONS, UNSEEN, time_first
 from torch import nn
 
 import per_sample_grad as psg
 from per_sample_grad.layers.patches import Unfolding
 
-BY_NAME = {case.name: case for case in (*CASES, *UNSEEN)}
+BY_NAME = {case.name: case for case in (*CASES, *BY_OPERATIONS, *UNSEEN)}
 
 
 def test_coverage_of_a_transformer_is_complete():
@@ -32,11 +32,18 @@ def test_coverage_of_a_transformer_is_complete():
 def test_coverage_names_what_is_missing_and_what_is_wrong():
     model, inputs = BY_NAME["functional-use"].make(torch.float32)
     report = psg.coverage(model, fold, inputs)
+    assert report.complete
+    assert report.parameters["inner.weight"].uses == (
+        "Linear 'inner'",
+        "Mm in Linear 'inner'",
+    )
+    model, inputs = BY_NAME["cube"].make(torch.float32)
+    report = psg.coverage(model, fold, inputs)
     assert not report.complete
-    found = report.parameters["inner.weight"]
+    found = report.parameters["exponent"]
     assert found.problems == (
-        "1 use(s) outside any module with a rule (Linear 'inner' has a rule, but this "
-        "use is not its own call)",
+        "1 use(s) outside any module with a rule (no rule is registered for Cube; "
+        "PowBackward1 mixes it with samples, and has no rule)",
     )
     assert found.correct  # the loop's answer
     assert not report.parameters["inner.bias"].problems

@@ -229,8 +229,9 @@ def test_every_rule_is_drawn():
     drawn = {kind for kind in registry.RULES if kind.__module__.startswith("torch.nn")}
     names = {
         "Linear", "Bilinear", "Embedding", "LayerNorm", "RMSNorm", "GroupNorm", "PReLU",
-        "MultiheadAttention",
+        "MultiheadAttention", "SyncBatchNorm",
     }  # fmt: skip
+    drawn -= {nn.EmbeddingBag}  # which XLA computes on the host; a few rows test it
     for family in ("Conv", "ConvTranspose", "InstanceNorm", "BatchNorm"):
         names |= {f"{family}{rank}d" for rank in (1, 2, 3)}
     assert {kind.__name__ for kind in drawn} == names

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from support.drawn_layers import KINDS
 from support.gradient_oracle import BATCH, HALF, Case, error, flat, fold, oracle
 from support.layer_cases import CASES, transformer_block
-from support.refused_models import COUPLED, UNSEEN
+from support.refused_models import BY_OPERATIONS, COUPLED, UNSEEN
 from support.replicas import Backend, needs_xla
 from test_per_sample_family import METHODS, agree
 from test_per_sample_shapes import identities
@@ -31,6 +31,7 @@ SOME = [
     "linear-3d", "conv2d-groups", "conv2d-reflect", "transposed2d-groups",
     "embedding-padding", "batch-norm-2d", "batch-norm-keyword", "time-first-in-part",
     "linear-twice", "inplace-relu-tokens", "layer-norm", "attention",
+    "raw-parameter", "positions", "functional-use",
 ]  # fmt: skip
 ALL = [case.name for case in CASES]
 LONG = 900.0
@@ -115,7 +116,8 @@ def wrong_with(
 
 
 def compared(rank: int, names: list[str], whole: bool) -> list[str]:
-    cases = [(case, BATCH, "auto") for case in CASES if case.name in names]
+    every = (*CASES, *BY_OPERATIONS)
+    cases = [(case, BATCH, "auto") for case in every if case.name in names]
     return wrong_with(cases, whole=whole)
 
 
@@ -313,7 +315,7 @@ def accumulated_wrong(replica: xla_replica.Replica) -> list[str]:
 def other_things(rank: int) -> list[str]:
     """Checks reports, refusals, half precision and sketches of tiny models."""
     replica = xla_replica.current()
-    cases = {case.name: case for case in (*CASES, *UNSEEN, *COUPLED)}
+    cases = {case.name: case for case in (*CASES, *BY_OPERATIONS, *UNSEEN, *COUPLED)}
     wrong = []
 
     def made(name: str, dtype: torch.dtype = torch.float32):
@@ -321,7 +323,7 @@ def other_things(rank: int) -> list[str]:
         return model, inputs, moved(copy.deepcopy(model), replica.device)
 
     for name, error_type in (
-        ("raw-parameter", psg.CoverageError),
+        ("cube", psg.CoverageError),
         ("time-first-square", psg.CouplingError),
         ("batch-mean", psg.CouplingError),
     ):

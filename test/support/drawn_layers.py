@@ -151,9 +151,10 @@ def batch_norms(draw) -> Case:
     rank, channels = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     least = 0 if rank == 1 else rank
     space = sizes(draw, draw(st.integers(least, rank)), 1, 4)
+    kind = draw(st.sampled_from([BATCH_NORMS[rank - 1], nn.SyncBatchNorm]))
     return Case(
-        f"frozen batch norm of {channels} channels and {space}",
-        lambda: BATCH_NORMS[rank - 1](channels),
+        f"frozen {kind.__name__} of {channels} channels and {space}",
+        lambda: kind(channels),
         (channels, *space),
     )
 

@@ -37,7 +37,8 @@ class Positions(nn.Module):
         self.embed, self.inner = nn.Embedding(5, 3), nn.Linear(3, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(torch.tanh(x + self.embed(torch.arange(x.shape[1]))))
+        places = self.embed(torch.arange(x.shape[1], device=x.device))
+        return self.inner(torch.tanh(x + places))
 
 
 def functional(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -70,15 +71,32 @@ def patched() -> nn.Module:
     return model
 
 
-UNSEEN = [
+class Cube(nn.Module):
+    """A module whose parameter meets samples in an operation that has no rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.exponent = nn.Linear(3, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.inner(x)) ** (3 * self.exponent)
+
+
+# What rules of operations account for, and no module's rule.
+BY_OPERATIONS = [
     Case("raw-parameter", Raw, (3,)),
     Case("functional-use", lambda: Apply(functional, inner=nn.Linear(3, 3)), (3,)),
     Case("positions", Positions, (5, 3)),
-    Case("positions-square", Positions, (3, 3)),
     Case("weight-norm", weight_norm, (3,)),
     Case("pruned", pruned, (3,)),
     Case("weight-as-input", weight_as_input, (3,)),
     Case("patched-forward", patched, (3,)),
+]
+
+UNSEEN = [
+    Case("cube", Cube, (3,)),
+    Case("cube-on-positions", Cube, (5, 3)),
+    Case("positions-square", Positions, (3, 3)),
     Case("lstm", lambda: Apply(
         lambda m, x: m.inner(x)[0], inner=nn.LSTM(3, 2, batch_first=True)), (4, 3)),
     Case("gru", lambda: Apply(

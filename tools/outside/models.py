@@ -34,10 +34,11 @@ class Case:
     batch: Callable[[], tuple[torch.Tensor, ...]]
     losses: Callable[..., torch.Tensor]
 
-    def built(self) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    def built(self, dtype: torch.dtype) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
         """Returns the model, always with the same weights, and the batch."""
         torch.manual_seed(0)
-        return self.make().eval(), self.batch()
+        batch = (x.to(dtype) if x.is_floating_point() else x for x in self.batch())
+        return self.make().eval().to(dtype), tuple(batch)
 
 
 # --- batches and losses ---------------------------------------------------------------

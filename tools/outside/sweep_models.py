@@ -3,8 +3,8 @@
     python tools/outside/sweep_models.py
     python tools/outside/sweep_models.py --library timm --output result.json
 
-Every model has random weights and three samples. Its norms, by one backward pass, are
-compared with a loop over the samples. A model is
+Every model has random weights, in float64, and three samples. Its norms, by one
+backward pass, are compared with a loop over the samples. A model is
 
 - 'covered' if layer rules account for all parameters;
 - 'fallback' if some need a backward pass for each sample (``fallback="loop"``);
@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
@@ -41,7 +42,9 @@ RESULT = ROOT / "docs" / "benchmarks" / "outside_models.json"
 PAGE = ROOT / "docs" / "outside.md"
 BEGIN, END = "<!-- sweep: begin -->", "<!-- sweep: end -->"
 OUTCOMES = ("refused", "fallback", "covered")  # from worst to best
-TOLERANCE = 1e-5  # of the loop's norm; float32
+TOLERANCE = 1e-9  # of the loop's norm
+# The same for models that compute a part in float32 whatever their dtype, as norms do.
+FLOAT32_TOLERANCE = 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,20 +84,41 @@ def loop_norms(case: Case, model: nn.Module, batch: tuple[Any, ...]) -> torch.Te
     return torch.stack(norms)
 
 
+class _Float32Seen(TorchDispatchMode):
+    """Notices whether anything is computed in float32 or less."""
+
+    seen = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for each in found if isinstance(found, (tuple, list)) else [found]:
+            if isinstance(each, torch.Tensor) and each.is_floating_point():
+                self.seen |= each.dtype != torch.float64
+        return found
+
+
 def examine(case: Case) -> Found:
     """Returns what becomes of a model.
 
     Raises:
         WrongNorms: Its norms are wrong.
     """
-    model, batch = case.built()
+    model, batch = case.built(torch.float64)
     count = sum(param.requires_grad for param in model.parameters())
-    expected = loop_norms(case, model, batch)
+    try:
+        with _Float32Seen() as narrow:
+            expected = loop_norms(case, model, batch)
+        tolerance = FLOAT32_TOLERANCE if narrow.seen else TOLERANCE
+    except RuntimeError:  # an operation that has no float64
+        model, batch = case.built(torch.float32)
+        expected, tolerance = loop_norms(case, model, batch), FLOAT32_TOLERANCE
 
     def compare(fallback: str) -> None:
         norms = psg.per_sample_grad_norms(model, case.losses, batch, fallback=fallback)
         error = ((norms - expected).abs() / expected).max().item()
-        if not error < TOLERANCE:
+        if not error < tolerance:
             raise WrongNorms(
                 f"norms {norms.tolist()} differ from {expected.tolist()} by {error:.1e}"
             )

@@ -1,0 +1,338 @@
+"""What single operations contribute, where a parameter is used outside a known module.
+
+Each rule takes a node of the autograd graph and the gradient of its output, and returns
+what the tensor at one of its inputs gets from every sample. What the node has saved for
+its own backward pass is enough, so that nothing is run again. The tensor is one that
+does not depend on samples: a parameter, or what is computed from parameters alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+from per_sample_grad.errors import Refusal
+from per_sample_grad.factors import forms
+from per_sample_grad.factors.forms import Contribution, Dense, Outer
+from per_sample_grad.layers import embedding, registry
+from per_sample_grad.layers.patches import Unfolding, windows
+
+# torch gives an integer that may be negative without its sign.
+_NEGATIVE = 2**63
+
+# From a node, the position of the tensor among its inputs, the gradient of its output
+# with the batch first, ``(N, ...)``, and the dimension that the batch was in.
+OperationRule = Callable[[Node, int, torch.Tensor, int], Contribution]
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """A row of `OPERATIONS`.
+
+    Attributes:
+        rule: Returns the contribution to one of the operation's inputs.
+        slots: The inputs that the rule knows.
+        broadcasts: The batch is a dimension that the input does not have, or that has
+            one row. Elsewhere it is a dimension of the operation's other input.
+        feature_dims: How many of the output's last dimensions are no samples.
+        first: Samples are counted by the output's first dimension, or not at all.
+        reads: Whether the rule reads what the operation has saved.
+    """
+
+    rule: OperationRule
+    slots: tuple[int, ...] = (0, 1)
+    broadcasts: bool = True
+    feature_dims: int = 0
+    first: bool = False
+    reads: bool = True
+
+    def meets_samples(
+        self, node: Node, slot: int, num_samples: int, batch_dim: int
+    ) -> bool:
+        """Returns whether the input at ``slot`` meets tensors of samples here.
+
+        Shapes decide; the comparison with autograd judges whether that was right.
+        """
+        output = output_shape(node)
+        at = batch_dim if batch_dim >= 0 else batch_dim + len(output)
+        if slot not in self.slots or not 0 <= at < len(output) - self.feature_dims:
+            return False
+        if not output[at] or output[at] % num_samples or (self.first and at):
+            return False
+        return (
+            not self.broadcasts or _aligned(source_shape(node, slot), output)[at] == 1
+        )
+
+
+def output_shape(node: Node) -> tuple[int, ...]:
+    """Returns the shape of the (first) tensor that the node's operation returned."""
+    return tuple(node._input_metadata[0].shape)
+
+
+def source_shape(node: Node, slot: int) -> tuple[int, ...]:
+    """Returns the shape of the tensor that the operation took."""
+    below, number = node.next_functions[slot]
+    assert below is not None
+    return tuple(below._input_metadata[number].shape)
+
+
+def _aligned(shape: tuple[int, ...], output: tuple[int, ...]) -> tuple[int, ...]:
+    return (1,) * (len(output) - len(shape)) + shape
+
+
+def _saved(node: Node, name: str) -> Any:
+    value = getattr(node, f"_saved_{name}")
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _summed_to_source(
+    values: torch.Tensor, node: Node, slot: int, batch_dim: int
+) -> Dense:
+    """Returns ``values`` of the output's shape, batch first, summed over positions."""
+    shape = source_shape(node, slot)
+    own = list(_aligned(shape, output_shape(node)))
+    own.pop(batch_dim)
+    kept = [dim for dim, size in enumerate(own, start=1) if size != 1]
+    found = registry.over_positions(values, kept)
+    return Dense(found.reshape(len(values), *shape))
+
+
+def _moved(operand: torch.Tensor, node: Node, batch_dim: int) -> torch.Tensor:
+    """Returns an operand as it is multiplied with the output's gradient."""
+    shape = _aligned(tuple(operand.shape), output_shape(node))
+    return operand.reshape(shape).movedim(batch_dim, 0)
+
+
+def _added(node: Node, slot: int, grad: torch.Tensor, batch_dim: int) -> Contribution:
+    found = _summed_to_source(grad, node, slot, batch_dim)
+    if slot == 0 or not hasattr(node, "_saved_alpha"):
+        return found
+    sign = -1 if node.name() == "SubBackward0" else 1
+    return forms.multiplied(found, sign * float(_saved(node, "alpha")))
+
+
+def _expanded(
+    node: Node, slot: int, grad: torch.Tensor, batch_dim: int
+) -> Contribution:
+    return _summed_to_source(grad, node, slot, batch_dim)
+
+
+def _repeated(
+    node: Node, slot: int, grad: torch.Tensor, batch_dim: int
+) -> Contribution:
+    shape = source_shape(node, slot)
+    own = list(_aligned(shape, output_shape(node)))
+    own.pop(batch_dim)
+    grad = grad.to(forms.accumulation_dtype(grad.dtype))
+    for dim, size in enumerate(own, start=1):
+        if grad.shape[dim] != size:
+            grad = grad.unflatten(dim, (-1, size)).sum(dim)
+    return Dense(grad.reshape(len(grad), *shape))
+
+
+def _products(
+    factor: Callable[[int, int], torch.Tensor],
+    node: Node,
+    slot: int,
+    grad: torch.Tensor,
+    batch_dim: int,
+) -> Contribution:
+    parts = [
+        _summed_to_source(grad[start:stop] * factor(start, stop), node, slot, batch_dim)
+        for start, stop in forms.chunks(len(grad), registry.rows_in_cache(grad))
+    ]
+    return Dense(torch.cat([part.values for part in parts]))
+
+
+def _multiplied(
+    node: Node, slot: int, grad: torch.Tensor, batch_dim: int
+) -> Contribution:
+    other = _saved(node, "self" if slot else "other")
+    return _elementwise(other, node, slot, grad, batch_dim)
+
+
+def _elementwise(
+    factor: torch.Tensor, node: Node, slot: int, grad: torch.Tensor, batch_dim: int
+) -> Contribution:
+    dtype = forms.accumulation_dtype(grad.dtype, factor.dtype)
+    moved = _moved(factor, node, batch_dim)
+
+    def of_rows(start: int, stop: int) -> torch.Tensor:
+        return (moved[start:stop] if len(moved) == len(grad) else moved).to(dtype)
+
+    return _products(of_rows, node, slot, grad, batch_dim)
+
+
+def _divided(node: Node, slot: int, grad: torch.Tensor, batch_dim: int) -> Contribution:
+    below = _saved(node, "other")
+    factor = 1 / below if slot == 0 else -_saved(node, "self") / below.square()
+    return _elementwise(factor, node, slot, grad, batch_dim)
+
+
+def _chosen(node: Node, slot: int, grad: torch.Tensor, batch_dim: int) -> Contribution:
+    condition = _saved(node, "condition")
+    factor = condition if slot == 0 else ~condition
+    return _elementwise(factor.to(grad.dtype), node, slot, grad, batch_dim)
+
+
+def _matrix_product(
+    node: Node, slot: int, grad: torch.Tensor, batch_dim: int
+) -> Contribution:
+    """The second matrix of ``x @ W``: rows of x are samples, or rows of samples."""
+    if node.name() == "MmBackward0":
+        inputs, number = _saved(node, "self"), 1.0
+    elif slot == 0:
+        bias = _summed_to_source(grad, node, slot, batch_dim)
+        return forms.multiplied(bias, float(_saved(node, "beta")))
+    else:
+        inputs, number = _saved(node, "mat1"), float(_saved(node, "alpha"))
+    left, right = inputs[:, None, None], grad[:, None, None]
+    return forms.multiplied(Outer(left, right), number)
+
+
+def _looked_up(
+    node: Node, slot: int, grad: torch.Tensor, batch_dim: int
+) -> Contribution:
+    return lookup(node, _saved(node, "indices").movedim(batch_dim, 0), grad)
+
+
+def lookup(node: Node, index: torch.Tensor, grad: torch.Tensor) -> Contribution:
+    """Returns what an embedding's node adds to its table at ``index`` ``(N, *)``."""
+    if _saved(node, "scale_grad_by_freq"):
+        raise Refusal(embedding.COUNTS_OF_THE_BATCH)
+    padding = _saved(node, "padding_idx")
+    return embedding.rows(index, grad, None if padding >= _NEGATIVE else padding)
+
+
+def _layer_normalized(
+    node: Node, slot: int, grad: torch.Tensor, batch_dim: int
+) -> Contribution:
+    if slot == 2:
+        return _summed_to_source(grad, node, slot, batch_dim)
+    inputs, mean, rstd = (
+        _saved(node, name).movedim(batch_dim, 0)
+        for name in ("input", "result1", "result2")
+    )
+    dtype = forms.accumulation_dtype(inputs.dtype, grad.dtype)
+
+    def normalized(start: int, stop: int) -> torch.Tensor:
+        some = inputs[start:stop].to(dtype)
+        return (some - mean[start:stop]) * rstd[start:stop]
+
+    return _products(normalized, node, slot, grad, batch_dim)
+
+
+def _group_normalized(
+    node: Node, slot: int, grad: torch.Tensor, batch_dim: int
+) -> Contribution:
+    return _by_channel(node, slot, grad, _of_groups)
+
+
+def _of_groups(node: Node, inputs: torch.Tensor, first: int) -> torch.Tensor:
+    mean, rstd = _saved(node, "result1"), _saved(node, "result2")
+    groups = inputs.reshape(*inputs.shape[:1], mean.shape[1], -1)
+    own = slice(first, first + len(inputs))
+    normalized = (groups - mean[own].unsqueeze(2)) * rstd[own].unsqueeze(2)
+    return normalized.view(inputs.shape)
+
+
+def _batch_normalized(
+    node: Node, slot: int, grad: torch.Tensor, batch_dim: int
+) -> Contribution:
+    if _saved(node, "training"):
+        raise Refusal("it normalises by statistics of the batch")
+    return _by_channel(node, slot, grad, _of_running_statistics)
+
+
+def _of_running_statistics(
+    node: Node, inputs: torch.Tensor, first: int
+) -> torch.Tensor:
+    shape = (1, -1) + (1,) * (inputs.dim() - 2)
+    mean, variance = (
+        _saved(node, name).to(inputs.dtype).view(shape)
+        for name in ("running_mean", "running_var")
+    )
+    return (inputs - mean) * torch.rsqrt(variance + _saved(node, "eps"))
+
+
+def _by_channel(
+    node: Node,
+    slot: int,
+    grad: torch.Tensor,
+    normalized: Callable[[Node, torch.Tensor, int], torch.Tensor],
+) -> Contribution:
+    """Returns those of channels, the second dimension."""
+    if slot == 2:
+        return Dense(registry.over_positions(grad, kept=[1]))
+    inputs = _saved(node, "input")
+    dtype = forms.accumulation_dtype(inputs.dtype, grad.dtype)
+    parts = [
+        registry.over_positions(
+            normalized(node, inputs[start:stop].to(dtype), start) * grad[start:stop],
+            kept=[1],
+        )
+        for start, stop in forms.chunks(len(grad), registry.rows_in_cache(grad))
+    ]
+    return Dense(torch.cat(parts))
+
+
+def _convolved(
+    node: Node, slot: int, grad: torch.Tensor, batch_dim: int
+) -> Contribution:
+    if _saved(node, "transposed"):
+        raise Refusal("it is a transposed convolution of a weight that is computed")
+    if slot == 2:
+        return Dense(registry.over_positions(grad, kept=[1]))
+    stride, padding, dilation = (
+        tuple(_saved(node, name)) for name in ("stride", "padding", "dilation")
+    )
+    kernel = source_shape(node, slot)[2:]
+    widths = [(width, width) for width in padding]
+    unfolding = Unfolding(
+        widths, "zeros", kernel, stride, dilation, grad.shape[2:],
+        _saved(node, "groups"),
+    )  # fmt: skip
+    return windows(grad, _saved(node, "input"), unfolding)
+
+
+def formed(contribution: Contribution, shape: tuple[int, ...]) -> torch.Tensor:
+    """Returns the gradients of a tensor of this shape, ``(N, *shape)``."""
+    match contribution:
+        case Dense(values):
+            found = values
+        case Outer(left, right):
+            found = left.transpose(2, 3) @ right
+        case forms.Windows():
+            rows = forms.num_rows(contribution)
+            found = contribution.gradients(0, rows, 0, contribution.width)
+        case _:
+            index, values = contribution.index, contribution.values
+            found = values.new_zeros(len(values), shape[0], math.prod(shape[1:]))
+            places = index.long().unsqueeze(2).expand_as(values)
+            found = found.scatter_add(1, places, values)
+    return found.reshape(-1, *shape)
+
+
+# By the name of the node. Channels are the second dimension, so that the batch of
+# operations on channels is the first one; of products it is among the rows.
+OPERATIONS: dict[str, Operation] = {
+    "AddBackward0": Operation(_added, reads=False),
+    "SubBackward0": Operation(_added, reads=False),
+    "ExpandBackward0": Operation(_expanded, reads=False),
+    "RepeatBackward0": Operation(_repeated, reads=False),
+    "MulBackward0": Operation(_multiplied),
+    "DivBackward0": Operation(_divided),
+    "WhereBackward0": Operation(_chosen),
+    "MmBackward0": Operation(_matrix_product, (1,), False, 1, True),
+    "AddmmBackward0": Operation(_matrix_product, (0, 2), False, 1, True),
+    "EmbeddingBackward0": Operation(_looked_up, (0,), False, 1),
+    "NativeLayerNormBackward0": Operation(_layer_normalized, (1, 2), False, 1),
+    "NativeGroupNormBackward0": Operation(_group_normalized, (1, 2), False, 1, True),
+    "NativeBatchNormBackward0": Operation(_batch_normalized, (1, 2), False, 1, True),
+    "ConvolutionBackward0": Operation(_convolved, (1, 2), False, 2, True),
+}

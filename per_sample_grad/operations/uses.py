@@ -1,0 +1,338 @@
+"""Uses of parameters outside known modules, as operations that have a rule.
+
+From a parameter the search climbs the graph towards the losses. What is computed from
+parameters alone, such as a table of positions, a normalised weight or ``1 + weight``,
+does not depend on samples. It meets samples in an operation that broadcasts it over
+them, looks rows up in it or multiplies with it. There the gradient still has a row for
+each sample, and a rule of that operation says what each contributes. From there the
+contribution goes down to the parameter: unchanged, transposed, or, for what else is
+computed, by autograd, vectorised over the samples.
+
+That shapes alone decide where samples are met may be wrong. The comparison with
+autograd notices that, as it does for rules of modules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node
+
+import xla_replica
+from per_sample_grad.errors import Refusal
+from per_sample_grad.factors import forms
+from per_sample_grad.factors.forms import Contribution, Dense, Outer
+from per_sample_grad.layers import registry
+from per_sample_grad.layers.registry import Call
+from per_sample_grad.operations import rules
+from per_sample_grad.operations.rules import OPERATIONS
+from xla_replica.common.trees import tensors_in
+
+# How many operations the search climbs, at most, for one parameter.
+_LONGEST_SEARCH = 1000
+# Nodes that change a tensor's shape, and neither its numbers nor their order; and its
+# dtype.
+_UNCHANGED = (
+    "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0",
+    "UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1", "AliasBackward0",
+    "CloneBackward0", "ToCopyBackward0",
+)  # fmt: skip
+# Nodes that depend on more than their inputs in the graph.
+_BY_DATA = (
+    "EmbeddingBackward0", "IndexBackward0", "IndexSelectBackward0", "GatherBackward0",
+    "IndexPutBackward0",
+)  # fmt: skip
+# What takes a node's tensor, and as which input: a node, or a call with a rule, which
+# is an integer.
+Consumers = Mapping[Node, Sequence[tuple[Node | int, int]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class OperationUse:
+    """An operation in which what is computed from parameters meets samples.
+
+    Attributes:
+        node: The operation.
+        params: Names of parameters, by the input through which it depends on them.
+    """
+
+    node: Node
+    params: Mapping[int, tuple[str, ...]]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all parameters."""
+        return list(dict.fromkeys(n for names in self.params.values() for n in names))
+
+
+@dataclasses.dataclass(frozen=True)
+class OperationCall(Call):
+    """An operation as a `Call`, which `by_operation` is the rule of.
+
+    Attributes:
+        use: The operation.
+        params: All parameters that it may depend on, by name.
+        num_samples: B.
+    """
+
+    use: OperationUse
+    params: Mapping[str, nn.Parameter]
+    num_samples: int
+
+
+def by_operation(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
+    """Returns the contributions of an `OperationCall`, by the parameter's name."""
+    assert isinstance(call, OperationCall)
+    use, parts = call.use, defaultdict(list)
+    operation = OPERATIONS[use.node.name()]
+    for slot, names in use.params.items():
+        found = operation.rule(use.node, slot, grad, call.batch_dim)
+        found = forms.regroup(forms.widened(found), call.num_samples)
+        below, number = use.node.next_functions[slot]
+        assert below is not None
+        wanted = {name: call.params[name] for name in names}
+        for name, part in _down(GradientEdge(below, number), found, wanted).items():
+            parts[name].append(part)
+    return {name: _one(each, call.params[name]) for name, each in parts.items()}
+
+
+def _one(parts: list[Contribution], param: nn.Parameter) -> Contribution:
+    if len(parts) == 1:
+        return parts[0]
+    shape = tuple(param.shape)
+    return Dense(forms.summed(rules.formed(each, shape) for each in parts))
+
+
+def _down(
+    edge: GradientEdge, found: Contribution, wanted: Mapping[str, nn.Parameter]
+) -> dict[str, Contribution]:
+    """Takes what a tensor gets of each sample to the parameters that it depends on."""
+    while True:
+        node, number = edge.node, edge.output_nr
+        shape = tuple(node._input_metadata[number].shape)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            [name] = wanted
+            if isinstance(found, Dense):
+                found = Dense(found.values.reshape(-1, *shape))
+            return {name: found}
+        name = node.name()
+        following = [each for each in node.next_functions if each[0] is not None]
+        if len(following) > 1:
+            break
+        [(below, number)] = following
+        assert below is not None
+        if _transposes(node):
+            if not isinstance(found, Outer) or found.groups > 1:
+                break
+            found = Outer(found.right, found.left)
+        elif name == "EmbeddingBackward0" and isinstance(found, Dense):
+            index = rules._saved(node, "indices")
+            index = index.expand(len(found.values), *index.shape)
+            values = found.values.reshape(*index.shape, -1)
+            found = rules.lookup(node, index, values)
+        elif name == "AddBackward0" and node.next_functions[0][0] is not None:
+            if rules.source_shape(node, 0) != shape:
+                break
+        elif name not in _UNCHANGED or not isinstance(found, Dense):
+            break
+        edge = GradientEdge(below, number)
+    dtype = edge.node._input_metadata[edge.output_nr].dtype
+    values, inputs = rules.formed(found, shape).to(dtype), list(wanted.values())
+    with xla_replica.AccumulationHook.paused(inputs):
+        gradients = torch.autograd.grad(
+            [edge],
+            inputs,
+            [values],
+            retain_graph=True,
+            allow_unused=True,
+            is_grads_batched=True,
+        )
+    missing = [name for name, grad in zip(wanted, gradients) if grad is None]
+    if missing:
+        raise Refusal(f"it does not depend on {', '.join(missing)}")
+    return {name: Dense(grad) for name, grad in zip(wanted, gradients)}
+
+
+@dataclasses.dataclass
+class Search:
+    """The search for uses of parameters, from each to where it meets samples.
+
+    On the way nothing may come in that depends on samples, such as their mean: what
+    is taken down that way is each loss's gradient, coupled or not, and the comparison
+    would not notice.
+
+    Attributes:
+        losses: ``(B,)``.
+        consumers: What takes the tensor of each node; integers are calls with rules.
+        outputs: The nodes that made what calls with rules returned.
+        constant: Nodes that are known not to depend on samples.
+        batch_dim: The dimension that counts samples.
+        known: Where the model's tensors are stored, see `registry.memory`.
+        may_read: Whether operations may be asked for what they have saved.
+    """
+
+    losses: torch.Tensor
+    consumers: Consumers
+    outputs: Collection[Node]
+    constant: Collection[Node]
+    batch_dim: int
+    known: Collection[int]
+    may_read: bool
+
+    def __post_init__(self) -> None:
+        # Nodes that may depend on samples, as far as that was looked at.
+        self._of_data: set[Node] = set()
+
+    def of(
+        self, params: Mapping[str, nn.Parameter]
+    ) -> tuple[list[OperationUse], dict[str, str]]:
+        """Returns uses by operations with rules, and why other parameters have none."""
+        by_node: dict[Node, dict[int, list[str]]] = {}
+        reasons: dict[str, str] = {}
+        for name, param in params.items():
+            met: list[tuple[Node, int]] = []
+            leaf = torch.autograd.graph.get_gradient_edge(param).node
+            if (reason := self._climb(leaf, met)) is not None:
+                reasons[name] = reason
+                continue
+            for node, slot in met:
+                by_node.setdefault(node, {}).setdefault(slot, []).append(name)
+        found = [
+            OperationUse(node, {slot: tuple(names) for slot, names in slots.items()})
+            for node, slots in by_node.items()
+        ]
+        return found, reasons
+
+    def _climb(self, leaf: Node, met: list[tuple[Node, int]]) -> str | None:
+        """Adds nodes and inputs to ``met``; returns what is in the way, if anything."""
+        stack, seen = [leaf], {leaf}
+        while stack:
+            for taker, slot in self.consumers.get(stack.pop(), ()):
+                if isinstance(taker, int):
+                    return "what is computed from it is the input of a module"
+                if self._meets(taker, slot):
+                    if OPERATIONS[taker.name()].reads and not self.may_read:
+                        return "what its operation has saved is kept by hooks"
+                    met.append((taker, slot))
+                    continue
+                if taker is self.losses.grad_fn or len(seen) > _LONGEST_SEARCH:
+                    return "no operation that meets samples has a rule"
+                if isinstance(taker, BackwardCFunction):
+                    return f"{taker.name()} may do anything with it"
+                if self._mixes(taker, slot):
+                    return f"{taker.name()} mixes it with samples, and has no rule"
+                if taker.name() in _BY_DATA and not self._is_constant(taker):
+                    return f"{taker.name()} may take rows by samples' indices"
+                if None in (n for n, _ in taker.next_functions):
+                    if not self.may_read:
+                        return "what its operation has saved is kept by hooks"
+                    if not self._is_known(taker):
+                        return f"{taker.name()} mixes it with what may be samples"
+                if taker not in seen:
+                    seen.add(taker)
+                    stack.append(taker)
+        return None
+
+    def _mixes(self, node: Node, slot: int) -> bool:
+        """Returns whether another input of a node depends on samples, as is known."""
+        below = [n for i, (n, _) in enumerate(node.next_functions) if i != slot]
+        stack, seen = below, set(below)
+        where = (len(self.losses), self.batch_dim)
+        while stack:
+            current = stack.pop()
+            if current is None:
+                continue
+            operation = OPERATIONS.get(current.name())
+            if (
+                current in self.outputs
+                or len(seen) > _LONGEST_SEARCH
+                or isinstance(current, BackwardCFunction)
+                or (
+                    operation is not None
+                    and any(
+                        operation.meets_samples(current, i, *where)
+                        for i in operation.slots
+                        if i < len(current.next_functions)
+                        and current.next_functions[i][0] is not None
+                    )
+                    and not _of_parameters_alone(current, -1, self._of_data)
+                )
+            ):
+                return True
+            new = {n for n, _ in current.next_functions} - seen
+            seen |= new
+            stack.extend(new)
+        return False
+
+    def _is_constant(self, node: Node) -> bool:
+        """Returns whether rows that were taken by indices are no rows of samples."""
+        shape = rules.output_shape(node)
+        dim = self.batch_dim + (len(shape) if self.batch_dim < 0 else 0)
+        rows, count = shape[dim] if dim < len(shape) else 1, len(self.losses)
+        if count == 1 or rows % count:
+            return True
+        saved = (getattr(node, n) for n in dir(node) if n.startswith("_saved_"))
+        return node in self.constant or all(
+            registry.memory(each) in self.known for each in tensors_in(list(saved))
+        )
+
+    def _is_known(self, node: Node) -> bool:
+        """Returns whether what an operation has saved can be told from samples.
+
+        That are single numbers, integers, and what the model owns.
+        """
+        saved = (getattr(node, n) for n in dir(node) if n.startswith("_saved_"))
+        return all(
+            each.numel() == 1
+            or not each.is_floating_point()
+            or registry.memory(each) in self.known
+            for each in saved
+            if isinstance(each, torch.Tensor)
+        )
+
+    def _meets(self, node: Node, slot: int) -> bool:
+        operation = OPERATIONS.get(node.name())
+        where = (len(self.losses), self.batch_dim)
+        if node in self.constant or operation is None:
+            return False
+        if not operation.meets_samples(node, slot, *where):
+            return False
+        return not _of_parameters_alone(node, slot, self._of_data)
+
+
+def _transposes(node: Node) -> bool:
+    """Returns whether a node's operation is the transposition of a matrix."""
+    name = node.name()
+    if len(node._input_metadata[0].shape) != 2:
+        return False
+    if name == "TransposeBackward0":
+        return node._saved_dim0 % 2 != node._saved_dim1 % 2  # type: ignore[attr-defined]
+    if name == "PermuteBackward0":
+        return node._saved_dims[0] % 2 == 1  # type: ignore[attr-defined]
+    return name == "TBackward0"
+
+
+def _of_parameters_alone(node: Node, slot: int, of_data: set[Node]) -> bool:
+    """Returns whether all other inputs are certainly computed from parameters alone.
+
+    ``of_data`` has nodes that are known not to be, and takes new ones.
+    """
+    others = [n for i, (n, _) in enumerate(node.next_functions) if i != slot]
+    stack, seen = list(others), set(others)
+    while stack:
+        below = stack.pop()
+        # An input without a graph may be data, and so may indices.
+        known = below is None or below in of_data or below.name() in _BY_DATA
+        if known or len(seen) > _LONGEST_SEARCH:
+            of_data.add(node)
+            return False
+        new = {n for n, _ in below.next_functions} - seen
+        seen |= new
+        stack.extend(new)
+    return len(others) > 0
