@@ -1,0 +1,119 @@
+"""Scikit-learn's handwritten digits, and many small networks trained at once."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call, stack_module_state, vmap
+from torch.utils.data import TensorDataset
+
+CLASSES = 10
+
+
+@functools.cache
+def _digits() -> tuple[torch.Tensor, torch.Tensor]:
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    return torch.from_numpy(pixels / 16).float(), torch.from_numpy(labels).long()
+
+
+def digits(seed: int, *counts: int) -> list[TensorDataset]:
+    """Returns disjoint random sets of so many digits: pixels ``(n, 64)`` and labels."""
+    pixels, labels = _digits()
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    return [
+        TensorDataset(pixels[i], labels[i])
+        for i in order.split([*counts, len(order) - sum(counts)])[:-1]
+    ]
+
+
+def network() -> nn.Sequential:
+    """Returns a new network of 64, 32 and 10 units."""
+    return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, CLASSES))
+
+
+def logits_of(models: Sequence[nn.Module], pixels: torch.Tensor) -> torch.Tensor:
+    """Returns the logits of every model, ``(M, n, 10)``, without a graph."""
+    with torch.no_grad():
+        return torch.stack([model(pixels) for model in models])
+
+
+def losses_of(models: Sequence[nn.Module], data: TensorDataset) -> torch.Tensor:
+    """Returns every model's loss of every sample, ``(M, n)``."""
+    pixels, labels = data.tensors
+    logits = logits_of(models, pixels).transpose(1, 2)
+    return F.cross_entropy(logits, labels.expand(len(models), -1), reduction="none")
+
+
+def trained(
+    weights: torch.Tensor, data: TensorDataset, seed: int, steps: int = 200
+) -> list[nn.Module]:
+    """Returns M networks with one beginning, trained at once on weighted samples.
+
+    Args:
+        weights: ``(M, n)``, the weight of every sample for every network; 0 leaves it
+            out. Each loss is a weighted mean, with weight decay.
+        data: n samples.
+        seed: The seed of the first weights, which all networks share.
+        steps: Steps of Adam on the whole set.
+    """
+    torch.manual_seed(seed)
+    base = network()
+    models = [network() for _ in weights]
+    for model in models:
+        model.load_state_dict(base.state_dict())
+    params, _ = stack_module_state(models)
+    pixels, labels = data.tensors
+    forward = vmap(lambda p: functional_call(base, p, (pixels,)))
+    optimizer = torch.optim.Adam(params.values(), lr=0.01)
+    shares = weights / weights.sum(1, keepdim=True)
+    for _ in range(steps):
+        losses = F.cross_entropy(
+            forward(params).transpose(1, 2),
+            labels.expand(len(weights), -1),
+            reduction="none",
+        )
+        decay = sum(value.square().sum() for value in params.values())
+        optimizer.zero_grad()
+        ((losses * shares).sum() + 1e-3 * decay).backward()
+        optimizer.step()
+    for number, model in enumerate(models):
+        model.load_state_dict({n: p[number].detach() for n, p in params.items()})
+    return models
+
+
+def chosen(count: int, *rows: Iterable[int]) -> torch.Tensor:
+    """Returns weights ``(M, count)``: 1 for the samples in each row, 0 for others."""
+    weights = torch.zeros(len(rows), count)
+    for weight, row in zip(weights, rows):
+        weight[torch.as_tensor(np.array(row))] = 1
+    return weights
+
+
+def table(title: str, columns: Sequence[str], found: Mapping[str, np.ndarray]) -> None:
+    """Prints means and standard errors of rows ``(seeds, columns)`` by name."""
+    width = max(map(len, [*found, title]))
+    print(f"{title:<{width}}  " + "  ".join(f"{column:>18}" for column in columns))
+    for name, rows in found.items():
+        errors = (
+            rows.std(0, ddof=1) / len(rows) ** 0.5 if len(rows) > 1 else 0 * rows[0]
+        )
+        cells = (f"{m:9.3f} ± {e:.3f}" for m, e in zip(rows.mean(0), errors))
+        print(f"{name:<{width}}  " + "  ".join(f"{cell:>18}" for cell in cells))
+
+
+def parser(description: str | None, seeds: int) -> argparse.ArgumentParser:
+    """Returns a parser whose help is the script's docstring, with --seeds."""
+    found = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    text = f"runs, each with its own samples and first weights (default {seeds})"
+    found.add_argument("--seeds", type=int, default=seeds, help=text)
+    return found
