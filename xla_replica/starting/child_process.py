@@ -16,7 +16,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from multiprocessing import forkserver, reduction, resource_tracker
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -53,8 +52,7 @@ def run_in_children(
     ``watch(processes, folder)`` returns when the replicas have ended, with the error if
     they ended badly; a process that still runs is then killed. ``variables`` are set in
     the environment of the children alone. ``start_method`` is "spawn" for a runtime
-    that does not survive a fork and that importing torch loads, and "fork" for children
-    that begin with all that this process has in memory.
+    that does not survive a fork and that importing torch loads.
     """
     context = _context(start_method)
     with tempfile.TemporaryDirectory(prefix="xla_replica") as folder:
@@ -69,8 +67,7 @@ def run_in_children(
         try:
             with forwarding(folder):
                 for process in processes:
-                    # A forked one has the script already.
-                    with nullcontext() if start_method == "fork" else main_held_back():
+                    with main_held_back():
                         process.start()
                 death = watch(processes, folder)
         finally:  # also on Ctrl-C, which may reach this process alone
@@ -104,8 +101,6 @@ def cause_of_death(exit_code: int) -> str:
 
 def _context(start_method: str) -> BaseContext:
     """Returns what starts processes that must begin with `_Surroundings.enter`."""
-    if start_method == "fork":
-        return mp.get_context("fork")
     # Other systems: forking after an import is not always safe there.
     if start_method == "spawn" or sys.platform != "linux":
         return mp.get_context("spawn")

@@ -98,7 +98,6 @@ def run_emulated(
     args: tuple[Any, ...],
     num_replicas: int,
     timeout: float,
-    start_method: str = "forkserver",
     prepare: Callable[[], None] | None = None,
 ) -> list[Any]:
     """Runs ``fn(rank, *args)`` on emulated replicas; returns or raises as `launch`.
@@ -114,7 +113,6 @@ def run_emulated(
         shared.watch,
         num_replicas,
         environment(num_replicas),
-        start_method,
     )
 
 

@@ -70,7 +70,11 @@ class ScriptRunner:
         start_method: str = "spawn",
         **kwargs: Any,
     ) -> dict[int, Any]:
-        """Does what torch_xla's function of this name does."""
+        """Does what torch_xla's function of this name does.
+
+        The script is imported anew, whatever the ``start_method``.
+        """
+        del start_method
         if _is_initialised():
             raise RuntimeError(
                 "this process has used an XLA device before it starts replicas, which "
@@ -84,8 +88,7 @@ class ScriptRunner:
                 (functools.partial(fn, *args, **kwargs),),
                 self._num_replicas,
                 self._timeout,
-                "fork" if start_method == "fork" else "forkserver",
-                self._prepare,
+                prepare=self._prepare,
             )
         except ReplicaError as error:
             if error.__cause__ is None:
