@@ -55,8 +55,9 @@ setup(
         "report": ["plotly>=6"],
         # PoolScores.to_parquet, BlockDataset.from_parquet.
         "parquet": ["pyarrow"],
+        # variable_batch_size.integrations.hugging_face;
         # examples/ordering/causal_language_model.py --model gpt-neox.
-        "transformers": ["transformers"],
+        "transformers": ["accelerate>=1.15,<1.16", "transformers>=5.23,<5.24"],
         # variable_batch_size.integrations.lightning
         "lightning": ["lightning>=2.6,<2.7"],
         "examples": ["torchvision", "scikit-learn", "matplotlib", "numba"],
@@ -74,6 +75,7 @@ setup(
         ],
         # Other people's tests and models (docs/outside.md), on torch 2.13.
         "outside": [
+            "accelerate==1.15.0",
             "jsonschema==4.26.0",
             "kubeflow-trainer-api==2.3.0",
             "lightning==2.6.6",

@@ -102,6 +102,10 @@ class ElasticOptimizer(OptimizerProxy):
             epoch.
         replica: Default: the one the caller runs in.
 
+    Attributes:
+        grad_norm: With ``max_grad_norm``: the global norm of the last update's gradient
+            before it was clipped, a tensor of shape ``()``; None before the first.
+
     Raises:
         ValueError, TypeError: An argument is out of range or of the wrong type.
         ReplicaError: Replicas have other samplers, rules or models.
@@ -136,6 +140,7 @@ class ElasticOptimizer(OptimizerProxy):
         self.ref_weight = ref_weight
         self.log_steps = log_steps
         self.max_grad_norm = max_grad_norm
+        self.grad_norm: torch.Tensor | None = None
         self._lockstep = check_flag("lockstep", lockstep)
         checks.check_optimizer(optimizer, self.rule)
         checks.check_sampler(sampler, self.replica)
@@ -639,7 +644,7 @@ class ElasticOptimizer(OptimizerProxy):
                 self._gradients.divide_(divisor)
             factors = self.noise.update(total) if self.noise else None
             if self.max_grad_norm is not None:
-                self._gradients.clip_(self.max_grad_norm)
+                self.grad_norm = self._gradients.clip_(self.max_grad_norm)
             with self.stepping():
                 lrs = step(factors if self.rule.measured else None, ratio)
             return lrs, total

@@ -194,11 +194,14 @@ class StepGradients:
         """See `GradientSum.divide_`."""
         self._sum.divide_(divisor)
 
-    def clip_(self, max_norm: float) -> None:
-        """Scales all gradients so that their global norm is at most ``max_norm``."""
+    def clip_(self, max_norm: float) -> torch.Tensor:
+        """Scales all gradients to a global norm of at most ``max_norm``.
+
+        Returns the norm that they had.
+        """
         # In an order that no replica and no resumed run has for itself.
         trained = [p for p in self._parameters() if p in self._gradients]
-        self._sum.clip_(trained, max_norm)
+        return self._sum.clip_(trained, max_norm)
 
     def discard(self) -> None:
         """Zeroes the gradients, and forgets what was measured of the step."""

@@ -117,12 +117,15 @@ class GradientSum:
         """
         divide_(self.tensors, divisor)
 
-    def clip_(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
+    def clip_(
+        self, parameters: Sequence[nn.Parameter], max_norm: float
+    ) -> torch.Tensor:
         """Scales these parameters' gradients to a global norm of ``max_norm`` at most.
 
-        Their order is that in which squares are added up.
+        Their order is that in which squares are added up. Returns the norm that they
+        had, ``()``.
         """
-        nn.utils.clip_grad_norm_(parameters, max_norm)
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def forget(self) -> None:
         """Ends a step: gradients are zero, or None until the next backward pass."""

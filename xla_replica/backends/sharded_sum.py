@@ -285,12 +285,15 @@ class ShardedSum(GradientSum):
         if divisor is not None:
             self.divide_(divisor)
 
-    def clip_(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
+    def clip_(
+        self, parameters: Sequence[nn.Parameter], max_norm: float
+    ) -> torch.Tensor:
         squares = [_square(local(parameter.grad)) for parameter in parameters]
         squares = self._replica.sum_over_shards(squares, parameters)
         norm = torch.stack(squares).sum().sqrt()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(self.tensors, factor)
+        return norm
 
     def forget(self) -> None:
         with torch.no_grad():

@@ -1,0 +1,674 @@
+"""`ElasticTrainer`: Hugging Face's `Trainer` under a trace, on any number of processes.
+
+One iteration of the trainer's loop is one step of the trace, on every process: it
+brings the list of the process's minibatches, which is empty where it is idle. So what
+the trainer does once per update (schedulers, callbacks, logs, evaluation, checkpoints,
+collectives of its own) happens at the same updates everywhere.
+
+Needs the extra ``transformers``. It overrides methods that are not public, as they are
+in transformers 5.23 with Accelerate 1.15.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import is_torch_xla_available
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+from transformers import Trainer, TrainerState, TrainingArguments, set_seed
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, seed_worker
+
+import xla_replica
+from variable_batch_size.checkpoint.save_and_stop import agreed_request
+from variable_batch_size.data.sampler import CustomSampler, OrderProvider
+from variable_batch_size.gradient_noise.meter import NoiseOptions
+from variable_batch_size.optimizer import ElasticOptimizer
+from variable_batch_size.rules.rule import Rule
+from variable_batch_size.step.attached import Update
+from variable_batch_size.traces.batch_trace import TraceSource
+from xla_replica import Replica
+from xla_replica.stopping import listening
+
+logger = logging.getLogger(__name__)
+
+# After how many updates every process of an accelerator looks for requests to stop.
+LOOK_EVERY = 100
+
+# Methods of the trainer that are overridden and not public.
+_OVERRIDDEN = (
+    "_clip_grad_norm",
+    "_finalize_training",
+    "_get_grad_norm",
+    "_get_num_items_in_batch",
+    "_init_training_state",
+    "_load_rng_state",
+    "_maybe_log_save_evaluate",
+    "_run_epoch",
+    "_save_checkpoint",
+    "_save_rng_state",
+    "_track_num_input_tokens",
+    "_wrap_model",
+)
+
+# What of `TrainingArguments` would break the run: when, and what to do instead.
+_Args = TrainingArguments
+REFUSED: dict[str, tuple[Callable[[_Args], bool], str]] = {
+    "gradient_accumulation_steps": (
+        lambda args: args.gradient_accumulation_steps != 1,
+        "leave it at 1: the trace says how many minibatches a step has, each of "
+        "per_device_train_batch_size samples",
+    ),
+    "accelerator_config": (
+        lambda args: any(
+            getattr(args.accelerator_config, name)
+            for name in (
+                "split_batches",
+                "dispatch_batches",
+                "gradient_accumulation_kwargs",
+            )
+        ),
+        "leave out split_batches, dispatch_batches and gradient_accumulation_kwargs: "
+        "CustomSampler deals minibatches, and the optimizer accumulates them",
+    ),
+    "train_sampling_strategy": (
+        lambda args: args.train_sampling_strategy != "random",
+        "leave it at 'random' and pass ElasticTrainer(order=...), which any number of "
+        "processes resumes",
+    ),
+    "dataloader_in_order": (
+        lambda args: not args.dataloader_in_order,
+        "leave it at True: a step's minibatches are those that come next",
+    ),
+    "ignore_data_skip": (
+        lambda args: args.ignore_data_skip,
+        "leave it at False: a resumed run continues at its sample, and skipping costs "
+        "nothing, since nothing that was seen is loaded",
+    ),
+    "auto_find_batch_size": (
+        lambda args: args.auto_find_batch_size,
+        "choose per_device_train_batch_size yourself: processes would find different "
+        "ones, and a trace must divide by it",
+    ),
+    "fp16": (
+        lambda args: args.fp16,
+        "train with bf16=True, which needs no loss scaling: GradScaler would unscale "
+        "gradients that are accumulated, on each process separately",
+    ),
+    "fsdp": (
+        lambda args: bool(args.fsdp),
+        "leave it out: for a sharded model write a loop with ElasticOptimizer, which "
+        "supports fully_shard",
+    ),
+    "deepspeed": (
+        lambda args: bool(args.deepspeed),
+        "leave it out: its engine accumulates, sums and steps itself",
+    ),
+    "parallelism_config": (
+        lambda args: args.parallelism_config is not None,
+        "leave it out: every process must have a whole model",
+    ),
+    "enable_jit_checkpoint": (
+        lambda args: args.enable_jit_checkpoint,
+        "leave it out: on SIGTERM and SIGINT ElasticTrainer saves after an update that "
+        "all processes agree on, and raises xla_replica.Stopped",
+    ),
+    "optim": (
+        lambda args: "lomo" in args.optim or "layerwise" in args.optim,
+        "choose an optimizer whose step() makes the update, such as 'adamw_torch': "
+        "this one updates weights within every backward pass",
+    ),
+}
+
+
+class ElasticTrainer(Trainer):
+    """A `transformers.Trainer` whose global batch size follows a trace.
+
+    ``args.per_device_train_batch_size`` is the size of a minibatch, and
+    ``args.max_grad_norm`` bounds the gradient of a whole step. Every step's gradient is
+    the mean over its tokens (labels other than -100), or over its samples where there
+    are no labels to count, whatever process ran which minibatch; so is the logged loss.
+
+    The learning rate of the trainer's scheduler is the reference learning rate, which
+    the rule scales. Logs have both, and the batch size.
+
+    A checkpoint of the trainer is one of the elastic run, too: ``optimizer.pt`` has the
+    sampler's place. `train` resumes it on any number of processes. On SIGTERM and
+    SIGINT it saves and raises `xla_replica.Stopped`, as `Checkpointer` does.
+
+    For a subclass of `Trainer`, such as ``Seq2SeqTrainer``, put this class first among
+    the bases: ``class Mine(ElasticTrainer, Seq2SeqTrainer)``.
+
+    Args:
+        model, args, *others, **options: As for `Trainer`; ``args`` is needed.
+        trace: The global batch size of every step; see `Trace`.
+        rule, ref_batchsize, ref_weight, noise: See `ElasticOptimizer`; weights are
+            numbers of tokens.
+        order, on_end: See `CustomSampler`, whose seed is ``args.data_seed``, or
+            ``args.seed``.
+
+    Attributes:
+        sampler: The `CustomSampler`.
+        optimizer: When `train` has begun: the `ElasticOptimizer`.
+
+    Raises:
+        TypeError, ValueError: An argument of this class is wrong, or one of the
+            trainer's (`REFUSED`) would break the run.
+        TraceError: The trace is bad or does not fit the dataset.
+    """
+
+    optimizer: Any
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        *others: Any,
+        trace: TraceSource,
+        rule: str | Rule = "linear",
+        ref_batchsize: int | None = None,
+        ref_weight: float | None = None,
+        noise: NoiseOptions | bool = False,
+        order: OrderProvider | None = None,
+        on_end: str = "stop",
+        **options: Any,
+    ) -> None:
+        _check_library()
+        if args is None:
+            raise TypeError(
+                "ElasticTrainer needs args=TrainingArguments(...), whose "
+                "per_device_train_batch_size is the size of a minibatch"
+            )
+        _check_arguments(args)
+        args = copy.copy(args)  # what is changed below is not the caller's
+        args.average_tokens_across_devices = False  # the optimizer does
+        args.device  # noqa: B018 (joins the process group, where torchrun has started)
+        self.replica = xla_replica.current()
+        _tell_accelerate(args, self.replica)
+        super().__init__(model, args, *others, **options)
+        self._check_trainer()
+        self.sampler = CustomSampler(
+            self.train_dataset,
+            trace,
+            args.seed if args.data_seed is None else args.data_seed,
+            self.replica.num_replicas,
+            self.replica.rank,
+            args.per_device_train_batch_size,
+            order=order,
+            on_end=on_end,
+        )
+        self._elastic = {
+            "rule": rule,
+            "ref_batchsize": ref_batchsize,
+            "ref_weight": ref_weight,
+            "noise": noise,
+        }
+        self._begun = False
+        self._update: Update | None = None
+        self._num_items: torch.Tensor | None = None  # within `training_step`
+
+    def _check_trainer(self) -> None:
+        """Raises unless the trainer that was built is one that can be elastic."""
+        if self.accelerator.scaler is not None:  # accelerate launch
+            raise ValueError(f"fp16: {REFUSED['fp16'][1]}")
+        for is_enabled, name in (
+            (self.is_fsdp_enabled, "fsdp"),
+            (self.is_deepspeed_enabled, "deepspeed"),
+        ):
+            if is_enabled:
+                raise ValueError(f"{name}: {REFUSED[name][1]}")
+        if self.is_model_parallel or self.is_distributed_loading_by_transformers:
+            raise ValueError(
+                "the model is spread over devices (device_map, DistributedConfig): "
+                "load it without them; every process must have a whole model"
+            )
+        if isinstance(self.optimizer, ElasticOptimizer):
+            raise TypeError(
+                "optimizers=: pass a torch optimizer; ElasticTrainer wraps it"
+            )
+        dataset = self.train_dataset
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise TypeError(
+                f"train_dataset={dataset!r} has no length or no indices, and a trace "
+                "is dealt from a dataset that has both"
+            )
+
+    # --- data and steps -------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Returns a loader of steps: each is a list of this process's minibatches."""
+        args, dataset, collate = self.args, self.train_dataset, self.data_collator
+        if hasattr(dataset, "column_names"):  # of the package datasets
+            dataset = self._remove_unused_columns(dataset, "training")
+        else:
+            collate = self._get_collator_with_removed_columns(collate, "training")
+        return DataLoader(
+            Minibatches(dataset, collate),
+            batch_sampler=StepSampler(self.sampler),
+            collate_fn=list,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and not self.replica.is_host,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+            worker_init_fn=functools.partial(
+                seed_worker,
+                num_workers=args.dataloader_num_workers,
+                rank=args.process_index,
+            ),
+        )
+
+    def set_initial_training_values(
+        self, args: TrainingArguments, dataloader: DataLoader[Any]
+    ) -> tuple[int, int, int, int, int, int, int]:
+        """Returns what the trainer counts with; epochs may differ in their steps."""
+        del dataloader
+        schedule = self.sampler.schedule
+        whole = int(args.num_train_epochs)
+        max_steps = schedule.steps(whole - 1).stop if whole else 0
+        if part := args.num_train_epochs - whole:
+            max_steps += math.ceil(part * len(schedule.steps(whole)))
+        lacks = args.num_train_epochs > schedule.num_epochs
+        if args.max_steps > 0:
+            lacks = schedule.num_epochs < math.inf and args.max_steps > len(
+                schedule.trace
+            )
+            max_steps = len(schedule.trace) if lacks else args.max_steps
+        if lacks:
+            logger.warning(
+                "the trace ends after %d steps, %d epochs; training ends there too",
+                len(schedule.trace),
+                schedule.num_epochs,
+            )
+        num_samples = schedule.samples_before(max_steps)
+        return (
+            self._place_of(max_steps - 1)[0] + 1,
+            len(schedule.steps(0)),
+            schedule.num_samples,
+            num_samples,
+            round(num_samples / max_steps),
+            len(schedule.steps(0)),
+            max_steps,
+        )
+
+    def _place_of(self, num_updates: int) -> tuple[int, int]:
+        """Returns the epoch after so many updates, and its steps that are done."""
+        schedule, epoch = self.sampler.schedule, 0
+        while len(steps := schedule.steps(epoch)) and num_updates >= steps.stop:
+            epoch += 1
+        return epoch, num_updates - steps.start
+
+    def _init_training_state(self, *arguments: Any, **named: Any) -> tuple[int, int]:
+        super()._init_training_state(*arguments, **named)
+        return self._place_of(self.state.global_step)
+
+    def _run_epoch(self, *, epoch: int, **arguments: Any) -> None:
+        self.sampler.set_epoch(epoch)
+        self.optimizer.set_epoch(epoch)
+        if hasattr(self.train_dataset, "set_epoch"):
+            self.train_dataset.set_epoch(epoch)
+        plan, state = self.sampler.plan, self.state
+        if plan.first_step + plan.start_step != state.global_step:
+            raise ValueError(
+                f"the checkpoint was saved after {state.global_step} updates, and its "
+                f"optimizer is at step {plan.first_step + plan.start_step} of the "
+                "trace: it was saved by another trainer than ElasticTrainer, or with "
+                "save_only_model=True, which leaves out what a run continues with"
+            )
+        arguments["steps_in_epoch"] = plan.num_steps
+        arguments["num_update_steps_per_epoch"] = plan.num_steps
+        super()._run_epoch(epoch=epoch, **arguments)
+
+    # --- a step ---------------------------------------------------------------------
+
+    def create_optimizer(self, model: nn.Module | None = None) -> ElasticOptimizer:
+        """Returns the elastic optimizer around the one that the trainer creates."""
+        if not isinstance(self.optimizer, ElasticOptimizer):
+            self.optimizer = _StepOptimizer(
+                super().create_optimizer(model),
+                self.sampler,
+                reduction="sum",
+                max_grad_norm=self.args.max_grad_norm or None,
+                lockstep=True,
+                replica=self.replica,
+                **self._elastic,
+            )
+            self.optimizer.attach(self._after_update)
+        return self.optimizer
+
+    def _wrap_model(
+        self, model: nn.Module, training: bool = True, dataloader: Any = None
+    ) -> nn.Module:
+        if not training:
+            return super()._wrap_model(model, training, dataloader)
+        # Autocast and torch.compile, without DistributedDataParallel. The model is on
+        # its device; to move it again, to "cpu:0", would copy the kept gradients.
+        model = self.accelerator.prepare_model(
+            model, device_placement=False, evaluation_mode=True
+        )
+        model._is_accelerate_prepared = True
+        return model
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: Sequence[Mapping[str, Any]],
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """Runs and accumulates this process's minibatches of a step.
+
+        Returns the mean of their losses; zero where it has none.
+        """
+        del num_items_in_batch  # of this process, and the step has others
+        self._loss_before = self._tr_loss.clone()
+        self._loss_sum = torch.zeros_like(self._tr_loss)
+        num_items = torch.zeros_like(self._tr_loss)
+        for number, minibatch in enumerate(inputs, 1):
+            weight = counted = self._get_num_items_in_batch(
+                [minibatch], self.args.device
+            )
+            if weight is None:
+                weight = torch.full_like(num_items, self.sampler.minibatch_size)
+            self._num_items = weight.clamp(min=1)  # a sum over no token is zero
+            if counted is not None:
+                counted = self._num_items
+            try:
+                self._loss_sum += super().training_step(model, minibatch, counted)
+            finally:
+                self._num_items = None
+            num_items += weight
+            self.optimizer.accumulate(weight, is_last=number == len(inputs))
+        return self._loss_sum / num_items.clamp(min=1)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """Returns the mean loss, as the trainer does; in training, the sum."""
+        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self._num_items is None:
+            return found
+        if return_outputs:
+            return found[0] * self._num_items, found[1]
+        return found * self._num_items
+
+    def _after_update(self, update: Update) -> None:
+        """Makes the trainer's sum of losses that of the step's mean over all tokens."""
+        self._update = update
+        weight = torch.as_tensor(update.weight).clamp(min=1).reshape(())
+        # The trainer averages it over processes when it logs.
+        loss = self._loss_sum * self.replica.num_replicas / weight
+        if self.args.logging_nan_inf_filter:
+            num_logged = self.state.global_step - self._globalstep_last_logged
+            mean = self._loss_before / (1 + num_logged)
+            loss = torch.where(loss.isfinite(), loss, mean)
+        self._tr_loss.copy_(self._loss_before + loss)
+        if self.optimizer.grad_norm is not None:
+            self._grad_norm.copy_(self.optimizer.grad_norm)
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """Does nothing: the optimizer clips the whole step's gradient."""
+
+    def _get_grad_norm(
+        self, model: nn.Module, grad_norm: Any = None
+    ) -> torch.Tensor | None:
+        """Returns the norm of the step's gradient, which the update fills in."""
+        if self.optimizer.max_grad_norm is None:
+            return None
+        self._grad_norm = torch.zeros((), device=self.args.device)
+        return self._grad_norm
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Returns the operations of a step's minibatches on this process."""
+        return sum(super(ElasticTrainer, self).floating_point_ops(m) for m in inputs)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        name = getattr(self.model, "main_input_name", "input_ids")
+        merged = {
+            key: torch.cat([m[key].reshape(-1) for m in inputs] or [torch.empty(0)])
+            for key in (name, "attention_mask")
+            if all(key in m for m in inputs)
+        }
+        super()._track_num_input_tokens(merged)
+
+    def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
+        """Logs as the trainer does, and the step's batch size and learning rate."""
+        if "loss" in logs and self._update is not None:
+            logs["batch_size"] = self._update.batch_size
+            logs["effective_learning_rate"] = float(self._update.lr[0])
+        super().log(logs, *arguments, **named)
+
+    # --- the run --------------------------------------------------------------------
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, **options: Any
+    ) -> Any:
+        """Trains, once; as `Trainer.train`.
+
+        Args:
+            resume_from_checkpoint: A folder; True for `last_checkpoint`, and an error
+                if there is none.
+            options: See `Trainer.train`.
+
+        Raises:
+            Stopped: It was asked to stop, and has saved a checkpoint.
+            RuntimeError: It has trained before.
+            ValueError: The checkpoint is of another run.
+        """
+        if self._begun:
+            raise RuntimeError(
+                "train() was called before, and sampler and optimizer are where it "
+                "ended: build another ElasticTrainer"
+            )
+        self._begun = True
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = self.last_checkpoint() or True
+        with listening():
+            try:
+                xla_replica.catch_signals()
+            except RuntimeError as error:  # in a thread of another library
+                logger.warning("signals will not ask this run to stop: %s", error)
+            return super().train(resume_from_checkpoint, **options)
+
+    def last_checkpoint(self) -> str | None:
+        """Returns the newest whole checkpoint in ``args.output_dir``. Collective.
+
+        One in which a kill has interrupted the trainer is left out, with a warning.
+        Returns None if there is none.
+        """
+        found = None
+        folders = Path(self.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*[0-9]")
+        for folder in sorted(folders, key=_number_of, reverse=True):
+            try:  # it is written last
+                TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
+            except (OSError, ValueError, TypeError):
+                logger.warning("%s is not whole, and is not resumed", folder)
+                continue
+            found = str(folder)
+            break
+        return self.replica.all_gather_object(found)[0]
+
+    def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> None:
+        """Also stops, after saving, where all processes have agreed to."""
+        control, request = self.control, None
+        look = control.should_save or self.state.global_step % LOOK_EVERY == 0
+        if self.optimizer.asked_to_stop(look):
+            request = agreed_request(self.replica)
+            control.should_save, control.should_evaluate = True, False
+        if control.should_save or control.should_evaluate:
+            self.optimizer.average_buffers(self.model)
+        super()._maybe_log_save_evaluate(*arguments, **named)
+        if request is not None:
+            self.replica.barrier()  # nobody leaves while process 0 writes
+            raise xla_replica.Stopped(request.reason, request.exit_status)
+
+    def _finalize_training(self, *arguments: Any, **named: Any) -> Any:
+        # What was not logged is averaged over processes, as what was.
+        self.replica.all_reduce_([self._tr_loss])
+        self._tr_loss /= self.replica.num_replicas
+        return super()._finalize_training(*arguments, **named)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self.args.should_save:  # an older one of the same number is no longer whole
+            name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            folder = Path(self._get_output_dir(trial), name)
+            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.replica.barrier()  # the trainer's state is written after all of these
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restores random numbers; a process that is new is seeded from those saved."""
+        is_alone, rank = self.args.world_size <= 1, self.args.process_index
+        own = "rng_state.pth" if is_alone else f"rng_state_{rank}.pth"
+        saved = (own, "rng_state_0.pth", "rng_state.pth")
+        found = [n for n in saved if checkpoint and Path(checkpoint, n).is_file()]
+        if not found or found[0] == own:
+            super()._load_rng_state(checkpoint)
+            return
+        digest = hashlib.sha256(Path(checkpoint, found[0]).read_bytes()).digest()
+        set_seed((int.from_bytes(digest[:4], "little") + rank) % 2**32)
+
+
+class _StepOptimizer(ElasticOptimizer):
+    """Makes one update when the trainer calls `step`, on every process.
+
+    The trainer runs callbacks between the last backward pass and that call.
+    """
+
+    # What Accelerate asks of an optimizer that it need not wrap.
+    _is_accelerate_prepared = True
+    step_was_skipped = False
+
+    _last_weight: Any = None
+
+    def accumulate(self, weight: torch.Tensor, is_last: bool) -> None:
+        """Ends a minibatch, but that of the step's last one is left to `step`."""
+        if is_last:
+            self._last_weight = weight
+        else:
+            super().step(weight=weight)
+
+    def step(  # type: ignore[override]
+        self, closure: None = None, *, weight: None = None
+    ) -> int:
+        """Makes the update of the step under way; returns 1."""
+        if self.is_idle:
+            return self.join_step()
+        weight, self._last_weight = self._last_weight, None
+        return super().step(closure, weight=weight)
+
+    def change_batch_size(self, batch_size: int) -> int:
+        """Raises TypeError: the trainer has been told how many steps there are."""
+        raise TypeError(
+            f"change_batch_size({batch_size!r}): the trainer counts the steps of the "
+            "trace before it trains. Write the change into the trace, or train in a "
+            "loop of your own"
+        )
+
+
+class StepSampler(Sampler[list[list[int]]]):
+    """Yields, for every step of the epoch, this process's minibatches of it.
+
+    Each item is a list of lists of dataset indices; empty where the process is idle,
+    and for steps that a resumed run has done: the trainer skips so many items.
+    """
+
+    def __init__(self, sampler: CustomSampler) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[list[int]]]:
+        plan = self.sampler.plan
+        minibatches = iter(self.sampler)
+        for step, number in enumerate(plan.num_substeps(self.sampler.rank).tolist()):
+            number = number if step >= plan.start_step else 0
+            yield [next(minibatches) for _ in range(number)]
+
+    def __len__(self) -> int:
+        return self.sampler.plan.num_steps
+
+
+class Minibatches(Dataset[Any]):
+    """A dataset of minibatches; an index is the list of a minibatch's samples."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset = dataset
+        self.collate = collate
+
+    def __getitem__(self, samples: list[int]) -> Any:
+        many = getattr(self.dataset, "__getitems__", None)
+        return self.collate(
+            many(samples) if many else [self.dataset[sample] for sample in samples]
+        )
+
+
+def _check_library() -> None:
+    """Raises ImportError or TypeError if this trainer cannot be made elastic."""
+    missing = [name for name in _OVERRIDDEN if not hasattr(Trainer, name)]
+    if missing:
+        raise ImportError(
+            "ElasticTrainer is written for transformers 5.23, and the Trainer of this "
+            f"version has no {', '.join(missing)}: pip install transformers==5.23.0"
+        )
+    if is_torch_xla_available():
+        raise TypeError(
+            "transformers' Trainer trains on torch_xla where that is installed, and "
+            "Accelerate's optimizer then sums gradients itself: use an environment "
+            "without torch_xla, or write a loop with ElasticOptimizer"
+        )
+
+
+def _check_arguments(args: TrainingArguments) -> None:
+    """Raises ValueError if an argument of the trainer would break the run."""
+    for name, (is_wrong, remedy) in REFUSED.items():
+        if is_wrong(args):
+            raise ValueError(
+                f"TrainingArguments({name}={getattr(args, name)!r}) does not work with "
+                f"ElasticTrainer: {remedy}"
+            )
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"this process sees {args.n_gpu} GPUs, which the trainer would use through "
+            "DataParallel: start one process for each, by torchrun or "
+            "xla_replica.launch"
+        )
+
+
+def _tell_accelerate(args: TrainingArguments, replica: Replica) -> None:
+    """Makes Accelerate find the process group that `xla_replica.launch` has joined.
+
+    Raises ValueError if the trainer would run elsewhere, or on its own.
+    """
+    if args.world_size == 1 and replica.num_replicas > 1:
+        rank, number = str(replica.rank), str(replica.num_replicas)
+        os.environ |= {"RANK": rank, "WORLD_SIZE": number}
+        os.environ.setdefault("LOCAL_RANK", rank)  # launch starts them on one host
+        os.environ.setdefault("LOCAL_WORLD_SIZE", number)
+        vars(args).pop("_setup_devices")
+    there = args.device.type, args.world_size, args.process_index
+    here = replica.device.type, replica.num_replicas, replica.rank
+    if there != here:
+        raise ValueError(
+            f"the trainer would run on {there[0]} as process {there[2]} of {there[1]}, "
+            f"but this is {replica}: on a CPU pass TrainingArguments(use_cpu=True), "
+            "and start processes by torchrun or xla_replica.launch"
+        )
+
+
+def _number_of(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])
