@@ -216,7 +216,6 @@ def text_run(rank: int, folder: str, **changes: Any) -> dict[str, Any]:
     return {
         "weights": [p.detach().clone() for p in trainer.model.parameters()],
         "logs": trainer.state.log_history,
-        "tokens": trainer.state.num_input_tokens_seen,
     }
 
 

@@ -26,6 +26,7 @@ from accelerate.utils import is_torch_xla_available
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer, TrainerState, TrainingArguments, set_seed
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, seed_worker
 
@@ -57,7 +58,6 @@ _OVERRIDDEN = (
     "_run_epoch",
     "_save_checkpoint",
     "_save_rng_state",
-    "_track_num_input_tokens",
     "_wrap_model",
 )
 
@@ -122,6 +122,12 @@ REFUSED: dict[str, tuple[Callable[[_Args], bool], str]] = {
         lambda args: args.enable_jit_checkpoint,
         "leave it out: on SIGTERM and SIGINT ElasticTrainer saves after an update that "
         "all processes agree on, and raises xla_replica.Stopped",
+    ),
+    "include_num_input_tokens_seen": (
+        lambda args: args.include_num_input_tokens_seen != "no",
+        "leave it at 'no': it is a collective between the last backward pass and the "
+        "update, whose sums are under way; attach a function to trainer.optimizer that "
+        "adds up update.weight",
     ),
     "optim": (
         lambda args: "lomo" in args.optim or "layerwise" in args.optim,
@@ -197,6 +203,11 @@ class ElasticTrainer(Trainer):
         _tell_accelerate(args, self.replica)
         super().__init__(model, args, *others, **options)
         self._check_trainer()
+        config = getattr(self.model, "config", None)
+        if not getattr(config, "is_encoder_decoder", False):
+            # Models that fall back to this loss, as GPT-2 does, shift labels too.
+            loss = getattr(self.model, "loss_function", None)
+            self._loss_shifts_labels |= loss is ForCausalLMLoss
         self.sampler = CustomSampler(
             self.train_dataset,
             trace,
@@ -434,15 +445,6 @@ class ElasticTrainer(Trainer):
     def floating_point_ops(self, inputs: Any) -> int:
         """Returns the operations of a step's minibatches on this process."""
         return sum(super(ElasticTrainer, self).floating_point_ops(m) for m in inputs)
-
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        name = getattr(self.model, "main_input_name", "input_ids")
-        merged = {
-            key: torch.cat([m[key].reshape(-1) for m in inputs] or [torch.empty(0)])
-            for key in (name, "attention_mask")
-            if all(key in m for m in inputs)
-        }
-        super()._track_num_input_tokens(merged)
 
     def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
         """Logs as the trainer does, and the step's batch size and learning rate."""
