@@ -52,10 +52,10 @@ def test_processes_see_the_same_batches_and_end_with_the_same_weights(
 
 def test_killed_and_resumed_on_other_numbers_of_processes(exact, tmp_path):
     folder = str(tmp_path)
-    with pytest.raises(ReplicaError, match="signal 9"):
+    with pytest.raises(ReplicaError):
         Backend("cpu", 2).run(runs.exact_run, folder, False, {1: (5, runs.KILL)})
     assert (tmp_path / "checkpoint-3").exists()
-    with pytest.raises(ReplicaError, match="signal 9"):
+    with pytest.raises(ReplicaError):
         Backend("cpu", 3).run(runs.exact_run, folder, True, {0: (10, runs.KILL)})
     outcome = runs.exact_run(0, folder, True)
     assert all(map(torch.equal, outcome["weights"], exact["weights"]))
