@@ -163,12 +163,15 @@ def test_several_gpus_in_a_process_and_no_arguments_are_refused(tmp_path):
         ElasticTrainer(runs.ExactModel(), trace=[4])
 
 
-def test_a_version_without_the_methods_and_torch_xla_are_refused(tmp_path, monkeypatch):
+def test_a_version_without_the_methods_and_xla_devices_are_refused(
+    tmp_path, monkeypatch
+):
     from variable_batch_size.integrations import hugging_face
 
-    monkeypatch.setattr(hugging_face, "is_torch_xla_available", lambda: True)
-    with pytest.raises(TypeError, match="without torch_xla"):
-        runs.exact_trainer(tmp_path)
+    arguments = runs.arguments(tmp_path)
+    vars(arguments)["_setup_devices"] = torch.device("xla")
+    with pytest.raises(TypeError, match="on XLA devices"):
+        runs.exact_trainer(tmp_path, args=arguments)
     monkeypatch.setattr(hugging_face, "_OVERRIDDEN", ("_gone",))
     with pytest.raises(ImportError, match="has no _gone"):
         runs.exact_trainer(tmp_path)

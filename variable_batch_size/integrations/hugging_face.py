@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import is_torch_xla_available
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer, TrainerState, TrainingArguments, set_seed
@@ -620,29 +619,29 @@ class Minibatches(Dataset[Any]):
 
 
 def _check_library() -> None:
-    """Raises ImportError or TypeError if this trainer cannot be made elastic."""
+    """Raises ImportError if this trainer cannot be made elastic."""
     missing = [name for name in _OVERRIDDEN if not hasattr(Trainer, name)]
     if missing:
         raise ImportError(
             "ElasticTrainer is written for transformers 5.23, and the Trainer of this "
             f"version has no {', '.join(missing)}: pip install transformers==5.23.0"
         )
-    if is_torch_xla_available():
-        raise TypeError(
-            "transformers' Trainer trains on torch_xla where that is installed, and "
-            "Accelerate's optimizer then sums gradients itself: use an environment "
-            "without torch_xla, or write a loop with ElasticOptimizer"
-        )
 
 
 def _check_arguments(args: TrainingArguments) -> None:
-    """Raises ValueError if an argument of the trainer would break the run."""
+    """Raises ValueError or TypeError if an argument of the trainer would break the run."""
     for name, (is_wrong, remedy) in REFUSED.items():
         if is_wrong(args):
             raise ValueError(
                 f"TrainingArguments({name}={getattr(args, name)!r}) does not work with "
                 f"ElasticTrainer: {remedy}"
             )
+    if args.device.type == "xla":
+        raise TypeError(
+            "on XLA devices Accelerate's optimizer sums gradients itself: write a loop "
+            "with ElasticOptimizer, or use an environment in which the trainer finds "
+            "none"
+        )
     if args.n_gpu > 1:
         raise ValueError(
             f"this process sees {args.n_gpu} GPUs, which the trainer would use through "
