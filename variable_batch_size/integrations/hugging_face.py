@@ -629,7 +629,7 @@ def _check_library() -> None:
 
 
 def _check_arguments(args: TrainingArguments) -> None:
-    """Raises ValueError or TypeError if an argument of the trainer would break the run."""
+    """Raises ValueError or TypeError if a trainer's argument would break the run."""
     for name, (is_wrong, remedy) in REFUSED.items():
         if is_wrong(args):
             raise ValueError(
