@@ -125,7 +125,7 @@ if __name__ == "__main__":
     if how == "uses a device":
         torch.zeros(1, device="xla")
     if how == "no launch":
-        xmp.spawn = print
+        xmp.spawn = lambda fn, **options: None
     if how == "nprocs":
         nprocs = 8
     try:
