@@ -124,7 +124,7 @@ def searched(folder: str) -> None:
 def search() -> dict[str, Any]:
     """Returns what a search of a large index takes in a process of its own."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 80), nn.Tanh(), nn.Linear(80, CLASSES))
+    model = nn.Sequential(nn.Linear(64, 1024), nn.Tanh(), nn.Linear(1024, CLASSES))
     with tempfile.TemporaryDirectory() as folder:
         options = {"size": SIZE, "block_size": 256, "folder": folder}
         psg.index_pool(model, Drawn(POOL), **options)
