@@ -214,9 +214,8 @@ def _check_weights(
         {name: own.get(name) for name in differing[:3]},
         "Their scores would be mixed. Build the model once, before launch, load the "
         "same checkpoint on every replica, or call replica.broadcast_("
-        "[*model.parameters(), *model.buffers()]). Emulated replicas are threads that "
-        "draw from one generator: torch.manual_seed(0) does not give them the same "
-        "model, `with replica.seeded(0):` does.",
+        "[*model.parameters(), *model.buffers()]); `with replica.seeded(0):` builds "
+        "the same model on every replica.",
     )
 
 

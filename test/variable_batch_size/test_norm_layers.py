@@ -140,16 +140,17 @@ def train(rank: int, trace: list[int], model=None, state=None, **options):
         batch = [each[indices].to(replica.device) for each in (x, y)]
         losses(model, *batch).mean().backward()
         optimizer.step()
-    return optimizer.noise.measure(), optimizer.noise.state_dict()
+    measured = optimizer.noise.measure()
+    return measured, optimizer.noise.state_dict(), optimizer.noise.estimator
 
 
 @pytest.mark.parametrize("backend", FEW_BACKENDS)
 def test_one_minibatch_a_step_has_a_noise_scale_and_a_gain(backend):
     """On several replicas most of them are idle."""
     variance, square = expected(of_each_sample(net(), *data(4)))
-    for found, _ in backend.run(train, [4]):
-        assert found.estimator == "norm layers"
-        assert found.norm_factor is None
+    for found, _, estimator in backend.run(train, [4]):
+        assert estimator == "norm layers, factor unknown"
+        assert found.norm_factor == 1
         assert found.variance == pytest.approx(variance, rel=1e-6)
         assert found.square == pytest.approx(square, rel=1e-6)
         statistics = torch.tensor([[variance], [square], [1.0]], dtype=torch.float64)
@@ -173,19 +174,20 @@ def test_the_factor_is_measured_where_a_step_has_several_minibatches(backend):
     whole = 4 * variance, square
     assert min(*part, *whole) > 0
     factor = (whole[0] / whole[1]) / (part[0] / part[1])
-    for found, _ in backend.run(train, [12]):
+    for found, _, estimator in backend.run(train, [12]):
+        assert estimator == "norm layers"
         assert found.norm_factor == pytest.approx(factor, rel=1e-6)
         assert found.noise_scale == pytest.approx(whole[0] / whole[1], rel=1e-6)
         assert found.square == pytest.approx(part[1], rel=1e-6)
 
 
 def test_the_factor_serves_later_steps_and_is_saved():
-    _, state = train(0, [12])
-    again, _ = train(0, [4], state=state)
-    together, _ = train(0, [12])
+    _, state, _ = train(0, [12])
+    again, _, _ = train(0, [4], state=state)
+    together, _, _ = train(0, [12])
     assert again.norm_factor == pytest.approx(together.norm_factor)
     del state["norm layers"]  # a state of before
-    assert train(0, [4], state=state)[0].norm_factor is None
+    assert train(0, [4], state=state)[2] == "norm layers, factor unknown"
 
 
 @pytest.mark.parametrize("backend", XLA_BACKENDS)

@@ -69,7 +69,7 @@ def outcome(run: Run, shape: tuple[int, ...] | None = None) -> dict[str, Any]:
         return {
             "weights": whole(model.parameters()),
             "norms": norms,
-            "noise": optimizer.noise.measure()[:6] if optimizer.noise else (),
+            "noise": optimizer.noise.measure() if optimizer.noise else (),
             "buffers": whole(model.buffers()),
             "num_samples": training.num_samples,
         }

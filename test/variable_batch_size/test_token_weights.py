@@ -305,7 +305,7 @@ def measured(rank: int, weighted: bool) -> tuple[list[float], list[torch.Tensor]
             else:
                 (loss / 4).backward()
                 optimizer.step()
-    numbers = [*optimizer.noise.measure()[:6], *optimizer.current_lr()]
+    numbers = [*optimizer.noise.measure(), *optimizer.current_lr()]
     return numbers, replica.fetch([p.detach() for p in model.parameters()])
 
 

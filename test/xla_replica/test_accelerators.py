@@ -25,7 +25,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 # Replica r brings r + 1, so that the sum over two replicas is 3.
 SCRIPT = """
-import multiprocessing.forkserver, os, torch, torch.distributed.nn, xla_replica
+import multiprocessing.forkserver, os, time, torch, torch.distributed.nn, xla_replica
 from concurrent.futures import ThreadPoolExecutor
 from support import fake_accelerator
 
@@ -49,6 +49,8 @@ def draws_again(rank):
     return str(replica.device), before.dtype == torch.uint8, torch.equal(first, again)
 
 def aborts(rank):
+    xla_replica.current().barrier()
+    time.sleep(0.5)  # nobody is still joining the group that the first one leaves
     os.abort()
 
 def nested(rank):

@@ -297,6 +297,21 @@ def test_what_comes_too_late_for_a_sum_is_an_error():
         assert "while it is summed over replicas" in thrown_away
 
 
+def moved_after_it_was_wrapped(rank: int) -> str:
+    model = nn.Linear(3, 3)
+    sampler = vbs.CustomSampler(range(32), 8, minibatch_size=4, verbose=False)
+    vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), 0.1), sampler)
+    model.to("cpu:0")  # to torch another device than "cpu", so gradients are copied
+    with pytest.raises(ValueError, match="before the optimizer is built") as caught:
+        model(torch.ones(1, 3)).sum().backward()
+    return str(caught.value)
+
+
+def test_a_model_that_is_moved_after_it_was_wrapped_is_an_error():
+    for message in Backend("cpu", 2).run(moved_after_it_was_wrapped):
+        assert "was given other memory" in message
+
+
 class Sums(list[tuple[str, int]]):
     """All sums over processes that Python begins: where, and of how many numbers."""
 

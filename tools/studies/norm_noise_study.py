@@ -85,8 +85,8 @@ def compared(args: argparse.Namespace) -> dict[str, Any]:
         next(training.updates)
         if update >= args.skip and update % args.every == 0:
             found = training.optimizer.noise.measure()
-            factor = found.norm_factor or np.nan
-            rows.append((update, found.noise_scale, found.noise_scale / factor))
+            norm_layers = found.noise_scale / found.norm_factor
+            rows.append((update, found.noise_scale, norm_layers))
     update, whole, norm_layers = np.array(rows).T
     known = np.isfinite(whole) & np.isfinite(norm_layers)
     update, whole, norm_layers = update[known], whole[known], norm_layers[known]

@@ -80,11 +80,9 @@ class Measurements(NamedTuple):
         progress: Steps at the reference batch size that training is worth so far.
         variance: tr Sigma of one sample.
         square: |G|^2.
-        estimator: What these numbers are of: ``'minibatches'`` of a step, ``'norm
-            layers'`` alone, ``'differences'`` of successive steps, or ``'nothing'``.
         norm_factor: The noise scale of all parameters over that of the normalisation
-            layers' weights, which is in the numbers already; None as long as the two
-            have not been measured together, when it is taken for one.
+            layers' weights, which is in the numbers already; one as long as the two
+            have not been measured together. See `NoiseMeter.estimator`.
     """
 
     gain: float
@@ -93,8 +91,7 @@ class Measurements(NamedTuple):
     progress: float
     variance: float
     square: float
-    estimator: str = "minibatches"
-    norm_factor: float | None = None
+    norm_factor: float = 1.0
 
 
 class NoiseMeter:
@@ -120,6 +117,9 @@ class NoiseMeter:
             host knows: each update adds between 1 and its batch ratio.
         weighted: Whether minibatches have weights. `progress_bounds` then have no most.
         last_read_progress: What `progress` was when the device was last read.
+        estimator: Whose numbers `measure` returned last: those of a step's
+            ``'minibatches'``, of ``'norm layers'``, also with ``', factor unknown'``,
+            of ``'differences'`` between steps, or ``'nothing'``.
 
     Raises:
         TypeError: An option needs minibatches that all count the same.
@@ -163,6 +163,7 @@ class NoiseMeter:
         self._fraction = torch.zeros(1, dtype=self.dtype, device=replica.device)
         self.progress_bounds = (0.0, 0.0)
         self.last_read_progress = 0.0
+        self.estimator = "nothing"
         self.watch(groups)
 
     def use_norm_layers(self, model: torch.nn.Module) -> None:
@@ -339,9 +340,9 @@ class NoiseMeter:
         overall = estimators.overall(estimators.unbiased(statistics))
         variance, square = overall[:2, 0].tolist()
         factor = noise_factor(norm_layers, estimators.overall(whole)).item()
+        self.estimator = self._estimator(factor, whole, differences, norm_layers)
         return Measurements(
-            estimator=self._estimator(whole, differences, norm_layers),
-            norm_factor=None if math.isnan(factor) else factor,
+            norm_factor=1.0 if math.isnan(factor) else factor,
             gain=self._gains_of(overall, None)[0],
             noise_scale=estimators.noise_scale(variance, square),
             efficiency=self._efficiency(overall, None),
@@ -478,11 +479,12 @@ class NoiseMeter:
         state = self.state_dict()
         return [state[name].double() for name in _STATE[:3]]
 
-    def _estimator(self, *statistics: torch.Tensor) -> str:
+    def _estimator(self, factor: float, *statistics: torch.Tensor) -> str:
         """Returns the name of the estimator whose numbers `_best` returns."""
         whole, differences, norm_layers = [bool((s[2] > 0).any()) for s in statistics]
         if norm_layers and self._norm_layers.in_use:
-            return "norm layers"
+            unknown = ", factor unknown" if math.isnan(factor) else ""
+            return f"norm layers{unknown}"
         if whole:
             return "minibatches"
         return "differences" if differences else "nothing"

@@ -267,6 +267,7 @@ class RunLog:
         noise = self._optimizer.noise
         if noise and self._replica.is_primary:
             line |= noise.measure()._asdict()
+            line["noise_estimator"] = noise.estimator
 
     def _tell(self, lines: list[dict[str, Any]]) -> None:
         if not (lines and self._replica.is_primary):

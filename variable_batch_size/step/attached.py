@@ -54,9 +54,9 @@ def log_line(update: Update, noise: NoiseMeter | None, replica: Replica) -> str:
     lrs = ", ".join(f"{lr:.6g}" for lr in as_floats(update.lr, replica))
     line += f"learning rate {lrs}"
     for name, value in (noise.measure()._asdict() if noise else {}).items():
-        if value is not None:
-            value = value if isinstance(value, str) else f"{value:.6g}"
-            line += f", {name.replace('_', ' ')} {value}"
+        line += f", {name.replace('_', ' ')} {value:.6g}"
+    if noise:
+        line += f", by {noise.estimator}"
     return line
 
 

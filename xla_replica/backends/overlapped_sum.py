@@ -16,6 +16,7 @@ from torch import nn
 
 from xla_replica.backends.gradient_sum import GradientSum, divide_
 from xla_replica.backends.replica import Replica
+from xla_replica.device.device_traits import traits
 from xla_replica.device.gradients import AccumulationNote, weak_hook
 
 # A small bucket begins early; a large one has fewer collectives to wait for. A model
@@ -92,6 +93,13 @@ class Place:
         """Makes ``.grad`` the view in the bucket, of what it holds times ``factor``."""
         view, gradient = self.view, self.parameter.grad
         if gradient is view:
+            if not traits(view).is_lazy and view.data_ptr() != self.part.data_ptr():
+                raise ValueError(
+                    f"the gradient of a parameter of shape {tuple(view.shape)} was "
+                    "given other memory, as model.to(...) and model.half() do, and "
+                    "would not be summed over replicas: call them before the optimizer "
+                    "is built"
+                )
             if factor is not None:
                 self.part.mul_(factor)
             return

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from multiprocessing import forkserver, reduction, resource_tracker
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -44,6 +45,7 @@ def run_in_children(
     num_replicas: int,
     variables: Mapping[str, str] | None = None,
     start_method: str = "forkserver",
+    script_later: bool = False,
 ) -> list[Any]:
     """Runs replicas in child processes and returns or raises as `collect_results` does.
 
@@ -52,7 +54,9 @@ def run_in_children(
     ``watch(processes, folder)`` returns when the replicas have ended, with the error if
     they ended badly; a process that still runs is then killed. ``variables`` are set in
     the environment of the children alone. ``start_method`` is "spawn" for a runtime
-    that does not survive a fork and that importing torch loads.
+    that does not survive a fork and that importing torch loads. With ``script_later``
+    the children import the script when they call `exit_results.load_task`; otherwise
+    before all else, since it may register the device that they compute on.
     """
     context = _context(start_method)
     with tempfile.TemporaryDirectory(prefix="xla_replica") as folder:
@@ -67,7 +71,8 @@ def run_in_children(
         try:
             with forwarding(folder):
                 for process in processes:
-                    with main_held_back():
+                    held_back = main_held_back if script_later else nullcontext
+                    with held_back():
                         process.start()
                 death = watch(processes, folder)
         finally:  # also on Ctrl-C, which may reach this process alone

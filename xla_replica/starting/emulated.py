@@ -113,6 +113,7 @@ def run_emulated(
         shared.watch,
         num_replicas,
         environment(num_replicas),
+        script_later=True,
     )
 
 
