@@ -28,9 +28,7 @@ PACKAGE = "opacus.tests.grad_samples"
 # Tests of layers with parameters that no rule accounts for, and why. They pass with
 # fallback="loop", and are refused without it: what is covered is taken out of here.
 NEED_FALLBACK = {
-    "MultiHeadAttention_test": "add_bias_kv",
     "RNN_test": "it uses weights of layers that it does not call",
-    "SequenceBias_test": "SequenceBias, a layer of Opacus, has no rule",
 }
 
 
