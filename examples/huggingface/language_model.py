@@ -45,7 +45,7 @@ class Paragraphs(Dataset):
 
 
 def collate(texts: list[list[int]]) -> dict[str, torch.Tensor]:
-    """Returns a minibatch in which what fills up shorter texts is no target."""
+    """Returns a minibatch; the padding of shorter texts is not predicted."""
     length = max(map(len, texts))
     tokens = torch.tensor([t + [END] * (length - len(t)) for t in texts])
     lengths = torch.tensor([len(t) for t in texts])[:, None]

@@ -11,8 +11,8 @@ and so are all of the target's. The table has the accuracy on unseen turned digi
 networks that are trained on what each way takes, the same number of samples, and the
 share of turned digits among them.
 
-What is known against it: with larger pools and budgets many such methods fall behind
-random samples, and the cosine of hidden features, which costs a forward pass, does
+What is known against it: with larger pools and budgets many of these methods do worse
+than random samples, and the cosine of hidden features, which costs a forward pass, does
 better (Ivison et al. 2025, arXiv:2503.01807). It is a row of the table. LESS scales
 gradients as Adam does and adds several checkpoints; this is one checkpoint and SGD.
 """

@@ -45,7 +45,7 @@ class Capture:
             or a dict of it by module name, with ``""`` for all others. A dimension of
             k times B numbers counts as k consecutive rows of each sample. None says
             that what a module returns is the same for all samples, as a table of
-            positions; that is believed where the number of rows is no multiple of B.
+            positions; that is believed where the number of rows is not a multiple of B.
         fallback: What to do about parameters that no rule accounts for: ``"error"``,
             ``"batched"`` (the modules that use them run once more, vectorised by
             torch; where that cannot be, B backward passes of the batch) or ``"loop"``

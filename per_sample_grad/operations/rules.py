@@ -39,7 +39,7 @@ class Operation:
         slots: The inputs that the rule knows.
         broadcasts: The batch is a dimension that the input does not have, or that has
             one row. Elsewhere it is a dimension of the operation's other input.
-        feature_dims: How many of the output's last dimensions are no samples.
+        feature_dims: How many of the output's last dimensions are features.
         first: Samples are counted by the output's first dimension, or not at all.
         reads: Whether the rule reads what the operation has saved.
     """

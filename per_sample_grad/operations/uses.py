@@ -271,7 +271,7 @@ class Search:
         return False
 
     def _is_constant(self, node: Node) -> bool:
-        """Returns whether rows that were taken by indices are no rows of samples."""
+        """Returns whether the rows of a lookup do not belong to samples."""
         shape = rules.output_shape(node)
         dim = self.batch_dim + (len(shape) if self.batch_dim < 0 else 0)
         rows, count = shape[dim] if dim < len(shape) else 1, len(self.losses)

@@ -364,7 +364,7 @@ def open_index(folder: str | os.PathLike[str], *, verify: bool = True) -> Gradie
             once.
 
     Raises:
-        FileNotFoundError: There is no index, or a part of it is missing.
+        FileNotFoundError: The folder has no index, or a part of it is missing.
         ValueError: The folder has something else, such as scores, or a part is damaged.
     """
     check_flag("open_index: verify", verify)

@@ -318,7 +318,7 @@ class NoiseMeter:
         """Forgets the minibatches of the step."""
         self._gradients.discard()
         self._unseen = False
-        self._norm_layers.discard(whole_step=True)
+        self._norm_layers.end_step()
         with torch.no_grad():
             self._squares.zero_()
             self._count.zero_()

@@ -10,7 +10,6 @@ arXiv:2411.00999).
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.nn import functional as F
 from variable_batch_size.gradient_noise import estimators
 from variable_batch_size.gradient_noise.squares import square
 from xla_replica import Replica
+from xla_replica.device.gradients import weak_hook
 
 Tensor = torch.Tensor
 # From a layer and its input to what its weight multiplies.
@@ -108,21 +108,15 @@ class NormLayerSquares:
                 "weight the optimizer trains, so normalisation layers tell nothing of "
                 "its noise: leave use_norm_layers out"
             )
-        hook = _weak_forward_hook(self)
+        hook = weak_hook(self.see)
         self._handles = [layer.register_forward_hook(hook) for layer in self._kinds]
 
     def take(self) -> Tensor:
         """Returns the sum of the samples' squared gradients, once: ``(1,)``."""
         gradients, self._gradients = self._gradients, {}
-        found = [
-            square(gradients[layer], self._dtype)
-            for layer in self._kinds
-            if layer in gradients
-        ]
-        if not found:
-            return self._nothing
         # Each is a part of the minibatch's mean.
-        return torch.stack(found).sum(0, keepdim=True) * self._minibatch_size**2
+        ordered = [gradients[layer] for layer in self._kinds if layer in gradients]
+        return self._total(ordered) * self._minibatch_size**2
 
     def discard(self) -> None:
         """Forgets the minibatch."""
@@ -130,11 +124,12 @@ class NormLayerSquares:
 
     def of_gradients(self) -> Tensor:
         """Returns ||gradient||^2 of what ``.grad`` of the weights holds: ``(1,)``."""
-        found = [
-            square(layer.weight.grad, self._dtype)
-            for layer in self._kinds
-            if layer.weight.grad is not None
-        ]
+        weights = [layer.weight.grad for layer in self._kinds]
+        return self._total(weight for weight in weights if weight is not None)
+
+    def _total(self, tensors: Iterable[Tensor]) -> Tensor:
+        """Returns the sum of all squares: ``(1,)``."""
+        found = [square(tensor, self._dtype) for tensor in tensors]
         return torch.stack(found).sum(0, keepdim=True) if found else self._nothing
 
     def see(self, layer: Any, args: tuple[Any, ...], output: Any) -> None:
@@ -271,13 +266,12 @@ class NormLayerNoise:
         )
         self.beside_whole = estimators.average(self.beside_whole, new, weight_of_whole)
 
-    def discard(self, whole_step: bool) -> None:
-        """Forgets the minibatch, or the step."""
+    def end_step(self) -> None:
+        """Forgets the minibatches of the step."""
         if self._layers is not None:
             self._layers.discard()
-        if whole_step:
-            with torch.no_grad():
-                self._squares.zero_()
+        with torch.no_grad():
+            self._squares.zero_()
 
     def state(self) -> Tensor:
         """Returns both statistics: ``(6, 1)``."""
@@ -312,15 +306,3 @@ def of_model(norm_layers: Tensor, whole: Tensor) -> Tensor:
     factor = noise_factor(norm_layers, whole)
     factor = torch.where(factor == factor, factor, torch.ones_like(factor))
     return torch.cat([norm_layers[:1] * factor, norm_layers[1:3]])
-
-
-def _weak_forward_hook(owner: NormLayerSquares) -> Callable[..., None]:
-    """Returns a hook that does nothing once ``owner`` is gone."""
-    found = weakref.ref(owner)
-
-    def hook(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        living = found()
-        if living is not None:
-            living.see(layer, args, output)
-
-    return hook

@@ -90,9 +90,7 @@ class AccumulationNote:
         return all(isinstance(hook, AccumulationNote) for hook in hooks.values())
 
 
-def weak_hook(
-    method: Callable[..., Any], *arguments: Any
-) -> Callable[[torch.Tensor], Any]:
+def weak_hook(method: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
     """Returns a hook that calls a method, and does not keep its object alive.
 
     The method is given the arguments, and then what the hook is given. Once the object
@@ -100,9 +98,9 @@ def weak_hook(
     """
     found = weakref.WeakMethod(method)
 
-    def hook(tensor: torch.Tensor) -> Any:
+    def hook(*given: Any) -> Any:
         living = found()
-        return None if living is None else living(*arguments, tensor)
+        return None if living is None else living(*arguments, *given)
 
     return hook
 
