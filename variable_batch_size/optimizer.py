@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -11,28 +10,25 @@ from torch.optim import Optimizer
 
 import xla_replica
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.data.schedule import Schedule
-from variable_batch_size.device_scalars import DeviceScalars, as_floats, dtype_for
+from variable_batch_size.device_scalars import DeviceScalars, as_floats
 from variable_batch_size.gradient_noise.meter import NoiseOptions, meter_for
 from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.rules.rule import Rule, with_options
-from variable_batch_size.rules.scaling import Scaling
 from variable_batch_size.step import checks
-from variable_batch_size.step.agreement import (
-    Agreement,
-    hyperparameters,
-    settings_in_common,
-)
-from variable_batch_size.step.attached import Attached, Update, log_line
+from variable_batch_size.step.attached import Attached
 from variable_batch_size.step.buffers import average_buffers
 from variable_batch_size.step.elastic_state import ElasticState
-from variable_batch_size.step.gradients import StepGradients
+from variable_batch_size.step.programs import StepPrograms
+from variable_batch_size.step.replica_steps import ReplicaSteps
+from variable_batch_size.step.settings import Settings
 from variable_batch_size.step.step_counter import StepCounter
-from variable_batch_size.step.weights import SampleMask, StepWeight, is_zero
 from xla_replica import Replica, ReplicaError
 from xla_replica.common.arguments import check_flag
 
-logger = logging.getLogger(__name__)
+
+def _setting(name: str) -> property:
+    """Returns a setting of the wrapper, which cannot be assigned."""
+    return property(lambda self: getattr(self._settings, name))
 
 
 class ElasticOptimizer(OptimizerProxy):
@@ -102,10 +98,6 @@ class ElasticOptimizer(OptimizerProxy):
             epoch.
         replica: Default: the one the caller runs in.
 
-    Attributes:
-        grad_norm: With ``max_grad_norm``: the global norm of the last update's gradient
-            before it was clipped, a tensor of shape ``()``; None before the first.
-
     Raises:
         ValueError, TypeError: An argument is out of range or of the wrong type.
         ReplicaError: Replicas have other samplers, rules or models.
@@ -113,6 +105,13 @@ class ElasticOptimizer(OptimizerProxy):
 
     # For code that would skip a step: `step` must be called after every backward pass.
     steps_by_itself = True
+
+    rule = _setting("rule")
+    ref_batchsize = _setting("ref_batchsize")
+    ref_weight = _setting("ref_weight")
+    reduction = _setting("reduction")
+    log_steps = _setting("log_steps")
+    max_grad_norm = _setting("max_grad_norm")
 
     def __init__(
         self,
@@ -134,26 +133,16 @@ class ElasticOptimizer(OptimizerProxy):
     ) -> None:
         self.sampler = sampler
         self.replica = xla_replica.current() if replica is None else replica
-        self.rule = with_options(rule, momentum_correction, decay_per_sample)
-        self.ref_batchsize = ref_batchsize
-        self.reduction = reduction
-        self.ref_weight = ref_weight
-        self.log_steps = log_steps
-        self.max_grad_norm = max_grad_norm
-        self.grad_norm: torch.Tensor | None = None
-        self._lockstep = check_flag("lockstep", lockstep)
-        checks.check_optimizer(optimizer, self.rule)
-        checks.check_sampler(sampler, self.replica)
-        checks.check_reduction(
-            reduction, ref_weight, ref_batchsize, self.rule, sampler.schedule
+        self._settings = Settings(
+            with_options(rule, momentum_correction, decay_per_sample),
+            ref_batchsize,
+            ref_weight,
+            reduction,
+            log_steps,
+            max_grad_norm,
+            check_flag("lockstep", lockstep),
         )
-        checks.check_numbers(
-            self.rule,
-            ref_batchsize if ref_weight is None else ref_weight,
-            log_steps=log_steps,
-            max_grad_norm=max_grad_norm,
-        )
-        self._check_groups(optimizer.param_groups)
+        self._settings.check(optimizer, sampler, self.replica)
         groups = optimizer.param_groups
         self._sharded = self.replica.is_sharded(
             [p for g in groups for p in g["params"]]
@@ -163,53 +152,39 @@ class ElasticOptimizer(OptimizerProxy):
         if ref_weight is None and not self.rule.measured:
             sampler.follow_rule(self.rule.lr_factor, ref_batchsize or 1)
         super().__init__(optimizer)
-        self._scalars = DeviceScalars(self.replica)
-        self._scaling = Scaling(
-            self.rule, self.replica, self._scalars, late_ratio=ref_weight is not None
-        )
-        self._weight = None
-        if reduction == "sum":
-            groups = optimizer.param_groups
-            dtype = dtype_for(p for group in groups for p in group["params"])
-            self._weight = StepWeight(self.replica, dtype)
-        self._agreement = Agreement(self.replica, self._scalars, self._lockstep)
+        scalars = DeviceScalars(self.replica)
         weighted = reduction == "sum"
         self.noise = meter_for(
             noise,
             self.rule.measured,
-            optimizer.param_groups,
+            groups,
             None if weighted else sampler.minibatch_size,
             ref_weight if weighted else ref_batchsize,
             self.replica,
-            self._scalars,
+            scalars,
+        )
+        self._settings.check_agreement(sampler, groups, self.noise, self.replica)
+        self._programs = StepPrograms(
+            self, sampler, self._settings, self.replica, scalars, self.noise, overlap
         )
         self._attached = Attached(self.noise)
+        self._steps = ReplicaSteps(
+            sampler,
+            self._settings,
+            self.replica,
+            self._programs,
+            self._attached,
+            self.noise,
+            self._sharded,
+        )
         self._saved = ElasticState(
-            self.rule, ref_batchsize, self._scaling, self.noise, self._attached, sampler
+            self.rule,
+            ref_batchsize,
+            self._programs.scaling,
+            self.noise,
+            self._attached,
+            sampler,
         )
-        self.replica.check_agreement(
-            "the settings of the run",
-            settings_in_common(
-                sampler,
-                self.rule,
-                optimizer.param_groups,
-                ref_batchsize=ref_batchsize,
-                reduction=reduction,
-                ref_weight=ref_weight,
-                max_grad_norm=max_grad_norm,
-                noise=self.noise.options if self.noise else None,
-                lockstep=self._lockstep,
-            ),
-            "Each would train another model: build sampler, model and optimizer alike "
-            "on every replica, without the rank in seeds, files or conditions.",
-        )
-        self._gradients = StepGradients(optimizer, self.replica, self.noise, overlap)
-        self._counter = StepCounter(sampler.plan, self.replica.rank, announced=False)
-        self._expect()
-        self._num_minibatches_seen = 0  # since buffers were averaged
-        self._num_minibatches = 0  # of all epochs
-        self._last_lr: tuple[Any, ...] = self.get_lr()
-        self._mask = SampleMask(sampler.minibatch_size, self.replica, self._scalars)
 
     # --- the training loop's calls --------------------------------------------------
 
@@ -244,12 +219,7 @@ class ElasticOptimizer(OptimizerProxy):
                 "accumulated, on each replica separately. Train in bfloat16, which "
                 "needs no scaling"
             )
-        on_device = self._checked_weight(weight)
-        if not self._end_minibatch(on_device, needs_backward=not is_zero(weight)):
-            self._expect()
-            return 0
-        self._update()
-        return 1 + self._join_idle_steps()
+        return self._steps.end_minibatch(weight)
 
     def join_step(self) -> int:
         """Takes part in a step in which this replica has no minibatch; returns 1.
@@ -259,14 +229,14 @@ class ElasticOptimizer(OptimizerProxy):
         Raises:
             ValueError: It has minibatches in the step, or there is no ``lockstep``.
         """
-        if not (self._lockstep and self.is_idle):
+        if not (self._settings.lockstep and self.is_idle):
             raise ValueError(
                 f"join_step() in step {self._counter.cursor.step} of epoch {self.epoch}"
-                f", with lockstep={self._lockstep}: it is for wrappers with "
+                f", with lockstep={self._settings.lockstep}: it is for wrappers with "
                 "lockstep=True, in steps in which this replica has no minibatch; "
                 "call backward() and step() for every one that it has"
             )
-        return self._join_idle_step()
+        return self._steps.join()
 
     def set_epoch(self, epoch: int) -> int:
         """Begins an epoch; call it, like the sampler's, before iterating.
@@ -279,35 +249,7 @@ class ElasticOptimizer(OptimizerProxy):
             TraceExhausted: The trace has ended and ``on_end='error'``.
             ReplicaError: The epoch under way has steps left, which other replicas take.
         """
-        counter = self._counter
-        if counter.announced and counter.plan.epoch == epoch:
-            if not counter.begun:
-                return 0  # a second call: idle steps are joined already
-            if counter.ended and self.replica.num_replicas > 1:
-                # One that idled all epoch takes the repetition for a second call.
-                raise ReplicaError(
-                    f"epoch {epoch} has been trained; another pass needs another "
-                    "number, on several replicas",
-                    self.replica.rank,
-                )
-        plan = self.sampler.plan_of(epoch)
-        if counter.begun and not counter.ended:
-            left = (
-                f"epoch {counter.plan.epoch} is abandoned after {counter.cursor.step} "
-                f"of {counter.plan.num_steps} steps"
-            )
-            if self.replica.num_replicas > 1:
-                raise ReplicaError(
-                    f"{left}, and the other replicas would wait for this one: run "
-                    "every minibatch of the sampler; to train less, shorten the trace",
-                    self.replica.rank,
-                )
-            logger.warning(left)
-            self._discard()
-        self._counter = StepCounter(plan, self.replica.rank, announced=True)
-        self._gradients.refresh()
-        self._agreement.remember(self.param_groups)
-        return self._join_idle_steps()
+        return self._steps.begin_epoch(epoch)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: gradients are zeroed, in place, after every update."""
@@ -363,7 +305,7 @@ class ElasticOptimizer(OptimizerProxy):
                 )
             first = 1 + max(step for _, step in told)
             new = sampler.schedule.changed(first, batch_size)
-            self._check_groups(self.inner.param_groups, new)
+            self._settings.check_groups(self.inner.param_groups, new, self.replica)
             sampler.change_from(first, batch_size)
             counter.replan(sampler.replanned(counter.plan))
         return first
@@ -380,9 +322,9 @@ class ElasticOptimizer(OptimizerProxy):
             ReplicaError: Replicas have used different hyperparameters; on an
                 accelerator this is where it is found.
         """
-        self._agreement.check()
-        average_buffers(model, self._num_minibatches_seen, self.replica)
-        self._num_minibatches_seen = 0
+        self._programs.agreement.check()
+        average_buffers(model, self._steps.num_seen, self.replica)
+        self._steps.num_seen = 0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group. Collective: its parameters become those of replica 0."""
@@ -392,7 +334,8 @@ class ElasticOptimizer(OptimizerProxy):
         params = [params] if isinstance(params, torch.Tensor) else list(params)
         param_group = {**param_group, "params": params}
         unnamed = [p[1] if isinstance(p, tuple) else p for p in params]
-        self._check_groups([{**self.defaults, **param_group, "params": unnamed}])
+        group = {**self.defaults, **param_group, "params": unnamed}
+        self._settings.check_groups([group], self.sampler.schedule, self.replica)
         if self.replica.is_sharded(unnamed) and not self._sharded:
             raise ValueError(
                 "add_param_group: these parameters are sharded, and the wrapper was "
@@ -400,7 +343,7 @@ class ElasticOptimizer(OptimizerProxy):
                 "minibatches: build it with a sharded parameter too"
             )
         super().add_param_group(param_group)
-        self._gradients.add(self.param_groups[-1]["params"])
+        self._programs.add(self.param_groups[-1]["params"])
 
     # --- what can be asked ----------------------------------------------------------
 
@@ -433,7 +376,15 @@ class ElasticOptimizer(OptimizerProxy):
         count. It is data on the device, not read and not compiled anew.
         """
         counter = self._counter.follow(self.sampler.plan)
-        return self._mask.weights(counter.num_real_samples)
+        return self._programs.mask.weights(counter.num_real_samples)
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """With ``max_grad_norm``: the last update's global norm before it was clipped.
+
+        A tensor of shape ``()``; None before the first update.
+        """
+        return self._programs.grad_norm
 
     def get_bs(self) -> int:
         """Returns the global batch size of the step under way; 0 after the last."""
@@ -446,7 +397,7 @@ class ElasticOptimizer(OptimizerProxy):
         `Checkpointer` does. They agree without a collective or, unless ``look``, a
         transfer of their own; see `Agreement.stop_agreed`.
         """
-        return self._agreement.stop_agreed(look)
+        return self._programs.agreement.stop_agreed(look)
 
     def current_lr(self) -> float:
         """Returns the first group's effective learning rate in the step under way.
@@ -497,192 +448,22 @@ class ElasticOptimizer(OptimizerProxy):
         self._saved.check(elastic, allow_changes)
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "elastic"})
         self._saved.load(elastic, allow_changes)
-        if "sampler" not in elastic:
-            return
-        rank = self.replica.rank
-        self._counter = StepCounter(self.sampler.plan, rank, announced=False)
-        self._num_minibatches_seen = 0
-        self._discard()  # of minibatches without an update
-        self._expect()
-        self._agreement.allow_change()
-
-    # --- one minibatch, one update --------------------------------------------------
-
-    def _checked_weight(self, weight: Any) -> torch.Tensor | None:
-        """Returns the minibatch's weight on the device; None if all count the same."""
-        if self._weight is None:
-            if weight is not None:
-                raise TypeError(
-                    "step(weight=...) needs reduction='sum': build the optimizer with "
-                    "it, and let the loss be the sum over tokens, not their mean"
-                )
-            return None
-        if self.sampler.schedule.pad_minibatches:
-            num_real = self._counter.follow(self.sampler.plan).num_real_samples
-            self._mask.end_minibatch(num_real)
-            weight = num_real if weight is None else weight
-        if self.is_padding:
-            weight = 0
-        if weight is None:
-            raise TypeError(
-                "step() with reduction='sum' needs weight=, the number of tokens whose "
-                "losses the minibatch's loss sums: optimizer.step(weight=num_tokens)"
-            )
-        return self._weight.on_device(weight)
-
-    def _end_minibatch(self, weight: torch.Tensor | None, needs_backward: bool) -> bool:
-        """Takes in a minibatch; returns whether an update is due after it."""
-        counter = self._counter.follow(self.sampler.plan)
-        if counter is not self._counter:
-            self._agreement.allow_change()  # hyperparameters may change between epochs
-        self._counter = counter
-        checks.check_yielded(self.sampler, self._num_minibatches + 1)
-        self._gradients.accept(counter.substep, weight, needs_backward)
-        if self._weight is not None:
-            self._weight.add(weight)
-        self._agreement.check_unchanged(self.inner.param_groups, counter)
-        self._num_minibatches_seen += not counter.is_padding
-        self._num_minibatches += 1
-        is_last = counter.count_minibatch()
-        self.replica.sync()  # the minibatch graph ends here, on every replica alike
-        if not is_last:
-            self._agreement.remember(self.inner.param_groups)
-        return is_last
-
-    def _join_idle_steps(self) -> int:
-        """Takes part in the steps in which this replica has no minibatch."""
-        joined = 0
-        self._expect()
-        while self.is_idle and not self._lockstep:
-            joined += self._join_idle_step()
-        return joined
-
-    def _join_idle_step(self) -> int:
-        self._gradients.stand_in()
-        self.replica.sync()  # keeps what the user left pending out of the update
-        self._update()
-        self._expect()
-        return 1
-
-    def _expect(self) -> None:
-        """Says what the next minibatch is to the sum of the gradients."""
-        counter = self._counter
-        if counter.plan.padded != self._sharded:
-            raise ValueError(
-                "a wrapper of sharded parameters and one of whole ones share a "
-                "sampler, but need different numbers of minibatches: give each its own"
-            )
-        self._gradients.expect(
-            counter.substep == 0,
-            counter.is_at_last,
-            counter.num_minibatches,
-            counter.num_minibatches if self._weight is None else None,
-            not counter.is_padding,
-        )
-
-    def _update(self) -> None:
-        """Makes the update of the step under way, and runs what is attached.
-
-        If an exception ends the update, the step is lost and gradients are zero.
-        """
-        counter, plan = self._counter, self._counter.plan
-        batch_size, step, idle = counter.batch_size, counter.cursor.step, counter.idle
-        try:
-            self._last_lr, weight = self._update_weights(
-                counter.num_minibatches, batch_size
-            )
-        finally:
-            counter.next_step()  # whatever became of this update
-            self._discard()
-            self.replica.sync()
-        self._opt_called = True  # what torch's schedulers look at before their step
-        self.sampler.commit(plan.epoch, step + 1)
-        update = Update(
-            epoch=plan.epoch,
-            step=plan.first_step + step,
-            batch_size=batch_size,
-            minibatch_size=plan.minibatch_size,
-            lr=self._last_lr,
-            idle=idle,
-            ends_epoch=step + 1 == plan.num_steps,
-            weight=weight,
-        )
-        self._attached.run(update)
-        self._gradients.refresh()  # callbacks may have frozen or unfrozen parameters
-        self._agreement.remember(self.inner.param_groups)
-        if self.log_steps and update.step % self.log_steps == 0:
-            self._log(update)
-
-    def _update_weights(
-        self, num_minibatches: int, batch_size: int
-    ) -> tuple[tuple[Any, ...], Any]:
-        """Sums over replicas, divides, measures, clips, scales and steps.
-
-        It is one program on every replica, for every batch size. Returns the effective
-        learning rate of each parameter group, and the step's weight.
-        """
-        # Changing numbers go to the device before the collective is traced.
-        groups = self.inner.param_groups
-        used = (*hyperparameters(groups), *self._scaling.state_dict())
-        order = self.sampler.order_digest(self._counter.plan.epoch)
-        ballots = self._agreement.ballots(used, order)
-        squares = []
-        if self.noise:
-            squares = self.noise.begin_update(num_minibatches, batch_size)
-        weights = [] if self._weight is None else [self._weight.to_sum()]
-        divisor: Any = num_minibatches if self._weight is None else None
-        if divisor is not None and self.replica.is_lazy:
-            divisor = self._scalars.get("divisor", num_minibatches)
-        ratio = None if self.ref_weight else batch_size / (self.ref_batchsize or 1)
-        with torch.no_grad():
-            step = self._scaling.prepare(self.inner, ratio)
-            self._gradients.sum_(ballots, *squares, *weights, divisor=divisor)
-            self._agreement.count(ballots)
-            total = None
-            if self._weight is not None:
-                total, divisor, ratio = self._weight.count(self.ref_weight)
-                self._gradients.divide_(divisor)
-            factors = self.noise.update(total) if self.noise else None
-            if self.max_grad_norm is not None:
-                self.grad_norm = self._gradients.clip_(self.max_grad_norm)
-            with self.stepping():
-                lrs = step(factors if self.rule.measured else None, ratio)
-            return lrs, total
-
-    def _discard(self) -> None:
-        """Forgets what the step under way has accumulated."""
-        self._gradients.discard()
-        if self._weight is not None:
-            self._weight.discard()
+        if "sampler" in elastic:
+            self._steps.restart()
 
     # --- how ------------------------------------------------------------------------
 
-    def _check_groups(
-        self, groups: list[dict[str, Any]], schedule: Schedule | None = None
-    ) -> None:
-        checks.check_groups(groups, self.replica)
-        checks.check_rule(
-            groups,
-            self.rule,
-            schedule or self.sampler.schedule,
-            self.ref_batchsize,
-            late_ratio=self.ref_weight is not None,
-        )
+    @property
+    def _counter(self) -> StepCounter:
+        return self._steps.counter
 
     def _current_lrs(self) -> tuple[float, ...]:
         """Returns the learning rates of the step under way, or of the last update."""
+        lrs, batch_size = self.get_lr(), self.get_bs()
         if self._counter.ended or (self.ref_weight and not self.rule.measured):
-            return as_floats(self._last_lr, self.replica)
-        lrs, batch_size = self.get_lr(), self._counter.batch_size
+            return as_floats(self._steps.last_lrs or lrs, self.replica)
         if self.rule.measured:
             inputs = self.noise.lr_factors(batch_size)
         else:
-            inputs = (batch_size / (self.ref_batchsize or 1),) * len(lrs)
+            inputs = (self._settings.batch_ratio(batch_size),) * len(lrs)
         return tuple(lr * self.rule.lr_factor(each) for lr, each in zip(lrs, inputs))
-
-    def _log(self, update: Update) -> None:
-        """Logs one line on replica 0; every replica reads its device."""
-        self._agreement.check()
-        line = log_line(update, self.noise, self.replica)
-        if self.replica.is_primary:
-            logger.info(line)

@@ -60,6 +60,7 @@ class OptimizerProxy(Optimizer):
             yield
         finally:
             self._steps_inner = False
+        self._opt_called = True  # what torch's schedulers look at before their step
 
     def _guard_step(self) -> None:
         """Makes calls of ``inner.step()`` an error while this proxy lives."""

@@ -152,7 +152,7 @@ def test_a_frozen_group_added_later():
 
 def test_a_failed_update_is_not_progress():
     [parameter], optimizer = make(trace=(4,))
-    optimizer._agreement.count = lambda *ballots: 1 / 0
+    optimizer._programs.agreement.count = lambda *ballots: 1 / 0
     for _ in range(3):
         step(optimizer, parameter, [[1.0, 0, 0]])
     with pytest.raises(ZeroDivisionError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -49,6 +50,26 @@ def test_what_can_be_asked():
     assert wrapper.epoch == 0
     wrapper.set_lr((0.5,))
     assert wrapper.get_lr() == (0.5,)
+
+
+def test_settings_that_replicas_have_compared_cannot_be_assigned():
+    _, _, wrapper = make(max_grad_norm=0.5)
+    with pytest.raises(AttributeError):
+        wrapper.max_grad_norm = 1.0
+    assert wrapper.max_grad_norm == 0.5
+
+
+def test_a_wrapper_that_is_dropped_is_gone_at_once():
+    """So that the inner optimizer may step itself again."""
+    gc.disable()
+    try:
+        model, _, wrapper = make()
+        inner, gone = wrapper.inner, weakref.ref(wrapper)
+        del wrapper
+        assert gone() is None
+        inner.step()
+    finally:
+        gc.enable()
 
 
 def test_it_is_an_optimizer():

@@ -137,7 +137,7 @@ def add_a_group(loop: Loop) -> None:
 
 def fail_once(loop: Loop) -> None:
     """The third update fails, before the sum and on every replica."""
-    step, prepare = loop.optimizer.step, loop.optimizer._scaling.prepare
+    step, prepare = loop.optimizer.step, loop.optimizer._programs.scaling.prepare
     num_calls = iter(range(100))
 
     def prepare_twice(*args):
@@ -149,7 +149,7 @@ def fail_once(loop: Loop) -> None:
         with contextlib.suppress(OverflowError):
             step()
 
-    loop.optimizer._scaling.prepare = prepare_twice
+    loop.optimizer._programs.scaling.prepare = prepare_twice
     loop.optimizer.step = caught_step
 
 

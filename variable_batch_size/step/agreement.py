@@ -15,7 +15,6 @@ anybody waiting. A replica that hears of it asks too, so that in the next sum al
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -24,9 +23,7 @@ from typing import Any
 import torch
 
 import xla_replica
-from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.device_scalars import DeviceScalars
-from variable_batch_size.rules.rule import Rule
 from variable_batch_size.step.step_counter import StepCounter
 from xla_replica import Replica, ReplicaError
 
@@ -183,25 +180,6 @@ class Agreement:
             return False
         votes = self._replica.fetch([self._votes])[0].item()
         return votes > 0 if everybody else votes == self._replica.num_replicas
-
-
-def settings_in_common(
-    sampler: CustomSampler, rule: Rule, groups: Groups, **others: Any
-) -> dict[str, Any]:
-    """Returns what replicas must have in common to train one model."""
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    kinds = repr([(*p.shape, p.dtype, p.requires_grad) for p in parameters])
-    return {
-        **sampler.fingerprint(),
-        "rule": rule.name,
-        "momentum_correction": rule.momentum_correction,
-        "decay_per_sample": rule.decay_per_sample,
-        **others,
-        "hyperparameters": hyperparameters(groups),
-        "parameters": f"{len(parameters)} tensors of "
-        f"{sum(p.numel() for p in parameters)} numbers, sha256 "
-        f"{hashlib.sha256(kinds.encode()).hexdigest()[:16]}",
-    }
 
 
 def hyperparameters(groups: Groups) -> tuple[Any, ...]:

@@ -57,7 +57,7 @@ def check_optimizer(optimizer: Optimizer, rule: Rule) -> None:
             f"rule {rule.name!r} is derived for SGD, whose step is proportional to the "
             f"gradient; for {name}, whose step is normalised, noise calls for the "
             "square root: rule 'root', or 'adam-root' for Adam and AdamW",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
