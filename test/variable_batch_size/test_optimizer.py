@@ -63,7 +63,7 @@ def test_a_wrapper_that_is_dropped_is_gone_at_once():
     """So that the inner optimizer may step itself again."""
     gc.disable()
     try:
-        model, _, wrapper = make()
+        _, _, wrapper = make()
         inner, gone = wrapper.inner, weakref.ref(wrapper)
         del wrapper
         assert gone() is None
