@@ -104,6 +104,13 @@ def imports(path: Path) -> list[tuple[str, bool]]:
     return found
 
 
+TESTS = sorted((ROOT / "test").rglob("test_*.py"))
+HELPERS = [
+    path
+    for path in sorted((ROOT / "test" / "support").rglob("*.py"))
+    if path.name != "__init__.py"
+]
+
 IMPORTED = {
     module: {name for name, _ in imports(path)} & MODULES.keys() - {module}
     for module, path in MODULES.items()
@@ -242,8 +249,41 @@ def test_the_tests_are_not_a_package():
 
 def test_files_of_tests_have_different_names():
     """pytest imports them by their bare names."""
-    count = Counter(path.name for path in (ROOT / "test").rglob("test_*.py"))
+    count = Counter(path.name for path in TESTS)
     assert max(count.values()) == 1, count.most_common(3)
+
+
+def test_folders_of_tests_are_those_of_the_packages():
+    """Or, elsewhere, few: CONTRIBUTING.md says which tests are where."""
+    for package in PACKAGES:
+        known = {path.parent for path in MODULES.values()}
+        inner = {path.parent.relative_to(ROOT / "test") for path in TESTS}
+        for name in inner:
+            if name.parts[:1] == (package,):
+                assert ROOT / name in known, f"test/{name} is no folder of a package"
+    helpers = {path.parent for path in HELPERS} - {ROOT / "test" / "support"}
+    assert {path.name for path in helpers} == set(PACKAGES)
+
+
+def test_folders_of_tests_are_small_enough_to_be_read():
+    count = Counter(path.parent.relative_to(ROOT).as_posix() for path in TESTS)
+    count += Counter(path.parent.relative_to(ROOT).as_posix() for path in HELPERS)
+    crowded = {name: n for name, n in count.items() if n > MODULES_PER_FOLDER}
+    assert not crowded
+
+
+def test_tests_import_helpers_that_exist_and_no_other_tests():
+    """A test's folder is not on the path when another folder's tests run alone."""
+    helpers = {".".join(p.relative_to(ROOT / "test").with_suffix("").parts)
+               for p in HELPERS}  # fmt: skip
+    for path in [*TESTS, *HELPERS]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or not node.module:
+                continue
+            assert not node.module.startswith("test_"), f"{path}: {node.module}"
+            if node.module.split(".")[0] == "support":
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                assert node.module in helpers or names <= helpers, f"{path}: {names}"
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from support.documents import ROOT, read
-from support.replicas import needs_xla
+from support.xla_replica.replicas import needs_xla
 
 README = read("README.md")
 

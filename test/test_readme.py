@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.documents import ROOT, block, blocks, patched, read, sides
 from support.readers import on_replicas, run_script_of_reader
-from support.torchrun import LAUNCHER
+from support.xla_replica.torchrun import LAUNCHER
 from torch import nn
 from torch.utils.data import TensorDataset
 

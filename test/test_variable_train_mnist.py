@@ -10,9 +10,9 @@ import handwritten_digits
 import pandas as pd
 import pytest
 import variable_train_mnist
-from support.replicas import HAS_XLA, needs_xla
 from support.scripts import run_script
-from support.torchrun import LAUNCHER
+from support.xla_replica.replicas import HAS_XLA, needs_xla
+from support.xla_replica.torchrun import LAUNCHER
 
 import variable_batch_size as vbs
 

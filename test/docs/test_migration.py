@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from support.documents import blocks, sides
 from support.readers import on_replicas, run_script_of_reader
-from support.replicas import HAS_XLA, needs_xla
-from support.torchrun import LAUNCHER
+from support.xla_replica.replicas import HAS_XLA, needs_xla
+from support.xla_replica.torchrun import LAUNCHER
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 

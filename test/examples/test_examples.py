@@ -10,10 +10,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from support.gradient_oracle import rules_kept
-from support.replicas import HAS_XLA, needs_xla
+from support.per_sample_grad.gradient_oracle import rules_kept
 from support.scripts import run_script, words
-from support.torchrun import LAUNCHER
+from support.xla_replica.replicas import HAS_XLA, needs_xla
+from support.xla_replica.torchrun import LAUNCHER
 
 import per_sample_grad as psg
 import xla_replica

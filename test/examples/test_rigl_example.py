@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.torchrun import LAUNCHER
+from support.xla_replica.torchrun import LAUNCHER
 
 ROOT = Path(__file__).resolve().parents[2]
 

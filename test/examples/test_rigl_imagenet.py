@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.replicas import needs_xla
 from support.scripts import run_script, words
-from support.torchrun import LAUNCHER
+from support.xla_replica.replicas import needs_xla
+from support.xla_replica.torchrun import LAUNCHER
 
 import xla_replica
 from examples.sparse import imagenet_data, rigl_imagenet

@@ -7,9 +7,9 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from support import ordering
-from support.ordering import KINDS
-from support.replicas import SEVERAL_REPLICAS
+from support.grab_xla import ordering
+from support.grab_xla.ordering import KINDS
+from support.xla_replica.replicas import SEVERAL_REPLICAS
 from torch import nn
 from torch.utils.data import TensorDataset
 

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support import ordering
-from support.ordering import KINDS, TIE_FREE
-from support.replicas import row
+from support.grab_xla import ordering
+from support.grab_xla.ordering import KINDS, TIE_FREE
+from support.xla_replica.replicas import row
 from torch import nn
 
 import variable_batch_size as vbs

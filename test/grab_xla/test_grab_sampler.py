@@ -9,8 +9,8 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from support import ordering
-from support.ordering import KINDS
+from support.grab_xla import ordering
+from support.grab_xla.ordering import KINDS
 from torch import nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset

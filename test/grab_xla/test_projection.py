@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from support.replicas import ONE_XLA_BACKEND
+from support.xla_replica.replicas import ONE_XLA_BACKEND
 
 import xla_replica
 from grab_xla import random_projections

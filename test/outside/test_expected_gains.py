@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.noise import make, step
 from support.outside import package
+from support.variable_batch_size.noise import make, step
 from torch import nn
 from torch.optim import SGD
 

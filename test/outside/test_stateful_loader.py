@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from support.outside import package
-from support.replicas import Backend
+from support.xla_replica.replicas import Backend
 from torch.utils.data import Dataset
 
 import variable_batch_size as vbs

@@ -7,8 +7,8 @@ import types
 import torch
 import torch.nn.functional as F
 from support.documents import block, blocks
-from support.gradient_oracle import rules_kept
-from support.pool import CLASSES, Vectors, dense_model
+from support.per_sample_grad.gradient_oracle import rules_kept
+from support.per_sample_grad.pool import CLASSES, Vectors, dense_model
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 

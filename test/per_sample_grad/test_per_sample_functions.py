@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from support.gradient_oracle import error, flat, fold, oracle
-from support.layer_cases import CASES
-from support.refused_models import BY_OPERATIONS, UNSEEN, time_first
+from support.per_sample_grad.gradient_oracle import error, flat, fold, oracle
+from support.per_sample_grad.layer_cases import CASES
+from support.per_sample_grad.refused_models import BY_OPERATIONS, UNSEEN, time_first
 from torch import nn
 
 import per_sample_grad as psg

@@ -9,13 +9,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, settings
-from support.drawn_layers import KINDS
-from support.gradient_oracle import BATCH, HALF, Case, error, flat, fold, oracle
-from support.layer_cases import CASES, transformer_block
-from support.refused_models import BY_OPERATIONS, COUPLED, UNSEEN
-from support.replicas import Backend, needs_xla
-from test_per_sample_family import METHODS, agree
-from test_per_sample_shapes import identities
+from support.per_sample_grad.agreement import METHODS, agree, identities
+from support.per_sample_grad.drawn_layers import KINDS
+from support.per_sample_grad.gradient_oracle import (
+    BATCH,
+    HALF,
+    Case,
+    error,
+    flat,
+    fold,
+    oracle,
+)
+from support.per_sample_grad.layer_cases import CASES, transformer_block
+from support.per_sample_grad.refused_models import BY_OPERATIONS, COUPLED, UNSEEN
+from support.xla_replica.replicas import Backend, needs_xla
 from torch import nn
 
 import per_sample_grad as psg

@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from support.replicas import Backend
-from support.sparse import batch, convnet, equal, pruned, sgd
+from support.rigl_xla.sparse import batch, convnet, equal, pruned, sgd
+from support.xla_replica.replicas import Backend
 from torch import nn
 
 import variable_batch_size as vbs

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from support.sparse import (
+from support.rigl_xla.sparse import (
     OPTIMIZERS,
     batch,
     convnet,

@@ -8,8 +8,8 @@ import io
 import numpy as np
 import pytest
 import torch
-from support import sparse
-from support.sparse import OPTIMIZERS, convnet, equal, pruned, train
+from support.rigl_xla import sparse
+from support.rigl_xla.sparse import OPTIMIZERS, convnet, equal, pruned, train
 from torch import nn
 
 from rigl_xla import Layer, RigLScheduler

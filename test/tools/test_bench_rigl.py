@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.resnet import RESNET50_WEIGHTS
+from support.rigl_xla.resnet import RESNET50_WEIGHTS
 
 from rigl_xla import RigLScheduler
 from tools.benchmarks import bench_rigl

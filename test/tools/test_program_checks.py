@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.documents import ROOT, read
-from support.replicas import needs_xla
+from support.xla_replica.replicas import needs_xla
 
 import xla_replica
 from tools.tpu import compile_programs, program_checks

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from support.elastic import OPTIMIZERS
-from support.replicas import XLA_BACKENDS, needs_xla
+from support.variable_batch_size.elastic import OPTIMIZERS
+from support.xla_replica.replicas import XLA_BACKENDS, needs_xla
 from torch import nn
 
 import variable_batch_size as vbs
@@ -130,7 +130,7 @@ def a_fetch_is_one_transfer(rank: int) -> tuple[int, int]:
 
 
 def test_the_counter_sees_transfers():
-    from support.replicas import Backend
+    from support.xla_replica.replicas import Backend
 
     assert Backend("xla", 1).run(a_fetch_is_one_transfer) == [(1, 1)]
 
@@ -146,6 +146,6 @@ def a_number_in_the_graph(rank: int) -> int:
 
 
 def test_the_counter_sees_compilations():
-    from support.replicas import Backend
+    from support.xla_replica.replicas import Backend
 
     assert Backend("xla", 1).run(a_number_in_the_graph) == [3]

@@ -9,8 +9,13 @@ from __future__ import annotations
 import pytest
 import torch
 from support.compiled import GraphCounter, needs_cxx
-from support.elastic import Case, elastic_run, large_batch_run, loss_of
-from support.replicas import row
+from support.variable_batch_size.elastic import (
+    Case,
+    elastic_run,
+    large_batch_run,
+    loss_of,
+)
+from support.xla_replica.replicas import row
 from torch import nn
 
 import variable_batch_size as vbs

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.elastic import OPTIMIZERS
-from support.wrapping import CPU
+from support.variable_batch_size.elastic import OPTIMIZERS
+from support.variable_batch_size.wrapping import CPU
 
 from variable_batch_size.device_scalars import DeviceScalars, TensorScalars
 

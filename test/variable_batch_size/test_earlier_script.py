@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.replicas import Backend, needs_xla
+from support.xla_replica.replicas import Backend, needs_xla
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -6,8 +6,14 @@ import itertools
 
 import pytest
 import torch
-from support.elastic import OPTIMIZERS, Case, batches, elastic_run, large_batch_run
-from support.replicas import BACKENDS, SEVERAL_REPLICAS
+from support.variable_batch_size.elastic import (
+    OPTIMIZERS,
+    Case,
+    batches,
+    elastic_run,
+    large_batch_run,
+)
+from support.xla_replica.replicas import BACKENDS, SEVERAL_REPLICAS
 
 import variable_batch_size as vbs
 import xla_replica

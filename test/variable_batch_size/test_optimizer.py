@@ -8,7 +8,13 @@ import weakref
 
 import pytest
 import torch
-from support.wrapping import CPU, backward, idle_replica, make, run_epoch
+from support.variable_batch_size.wrapping import (
+    CPU,
+    backward,
+    idle_replica,
+    make,
+    run_epoch,
+)
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader, TensorDataset

@@ -10,8 +10,8 @@ import copy
 
 import pytest
 import torch
-from support import noise
-from support.wrapping import make, run_epoch
+from support.variable_batch_size import noise
+from support.variable_batch_size.wrapping import make, run_epoch
 from torch.optim import AdamW
 
 import variable_batch_size as vbs

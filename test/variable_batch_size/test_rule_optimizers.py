@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.wrapping import CPU, make, run_epoch
+from support.variable_batch_size.wrapping import CPU, make, run_epoch
 from torch import nn
 from torch.optim import SGD
 

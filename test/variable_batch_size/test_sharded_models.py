@@ -8,9 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.elastic import OPTIMIZERS, Case, batches
-from support.replicas import Backend
-from support.sharded import HEAD_LR, TRACE, Model, Run, Training, data, whole
+from support.variable_batch_size.elastic import OPTIMIZERS, Case, batches
+from support.variable_batch_size.sharded import (
+    HEAD_LR,
+    TRACE,
+    Model,
+    Run,
+    Training,
+    data,
+    whole,
+)
+from support.xla_replica.replicas import Backend
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.elastic import OPTIMIZERS
+from support.variable_batch_size.elastic import OPTIMIZERS
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from support.documents import ROOT
-from support.replicas import needs_xla
+from support.xla_replica.replicas import needs_xla
 
 import xla_replica
 from xla_replica import ReplicaError

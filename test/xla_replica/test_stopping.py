@@ -11,8 +11,15 @@ import time
 
 import pytest
 import torch
-from support.replicas import SEVERAL_REPLICAS, Backend, needs_xla, row
-from support.stopping import AS_A_TPU, EMULATED, GLOO, LOCAL, TORCHRUN, is_running
+from support.xla_replica.replicas import SEVERAL_REPLICAS, Backend, needs_xla, row
+from support.xla_replica.stopping import (
+    AS_A_TPU,
+    EMULATED,
+    GLOO,
+    LOCAL,
+    TORCHRUN,
+    is_running,
+)
 
 import xla_replica
 from xla_replica import ReplicaError, Stopped

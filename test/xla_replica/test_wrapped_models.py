@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from support.replicas import Backend
+from support.xla_replica.replicas import Backend
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -1,0 +1,173 @@
+"""Every balance type keeps the same promises. `KINDS` has a row for each type."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.grab_xla import ordering
+from support.grab_xla.ordering import (
+    BALANCING,
+    INVARIANT,
+    KINDS,
+    PERMUTING,
+    WITH_ORACLE,
+)
+
+from grab_xla import BALANCE_TYPES, GraBWarning
+
+each = pytest.mark.parametrize
+
+
+def test_every_type_is_a_row():
+    ntk = {"ntk", "ntk-fixed", "ntk-eigen", "ntk-fixed-eigen"}
+    assert {kind.name for kind in KINDS.values()} | ntk >= BALANCE_TYPES.keys()
+
+
+@each("tile_size", [None, 3])
+@each("size", [1, 7, 16, 24])
+@each("name", WITH_ORACLE)
+def test_orders_are_the_oracles(name, size, tile_size):
+    """Runs five epochs of changing gradients; `None` is the compiled loop on a CPU."""
+    kind = KINDS[name]
+    sampler, memory = kind.sampler(tile_size=tile_size), {}
+    steps = [
+        (start, min(start + size, ordering.NUM_SAMPLES))
+        for start in range(0, ordering.NUM_SAMPLES, size)
+    ]
+    expected = None
+    for epoch in range(5):
+        order = ordering.run_epoch(sampler, epoch, size)
+        assert expected is None or order == expected, epoch
+        rows = ordering.gradients(epoch)[order].numpy()
+        expected = kind.oracle(order, rows, memory, steps)
+
+
+@each("name", ["ema", "adaema"])
+def test_moving_averages_balance_around_what_they_say(name):
+    """Compares every sign, given the sampler's own earlier signs.
+
+    The first batch sums to zero around its own mean, so exact ties are decided by
+    rounding and orders cannot be compared (see docs/grab_xla.md).
+    """
+    sampler = KINDS[name].sampler(tile_size=1)
+    (beta, beta_2), power, power_2 = (0.9, 0.999), 1.0, 1.0
+    average = square = np.zeros(ordering.NUM_PARAMETERS)
+    for epoch in range(3):
+        order = list(sampler)
+        rows = ordering.gradients(epoch)[order].numpy()
+        signs, total = [], np.zeros(ordering.NUM_PARAMETERS)
+        for start in range(0, len(order), 8):
+            part = rows[start : start + 8]
+            sampler.step(ordering.as_dict(torch.from_numpy(part)))
+            placements = sampler._balancer.placements()[start:]
+            average = beta * average + (1 - beta) * part.mean(0)
+            power *= beta
+            z = part - average / (1 - power)
+            if name == "adaema":
+                square = beta_2 * square + (1 - beta_2) * part.mean(0) ** 2
+                power_2 *= beta_2
+                z = z / (np.sqrt(square / (1 - power_2)) + 1e-8)
+            for placement, vector in zip(placements, z):
+                product = total @ vector
+                if abs(product) > 1e-9 * (vector @ vector):
+                    assert placement == (1 if product < 0 else -1)
+                signs.append(placement)
+                total = total + placement * vector
+            kept = sampler._balancer.state["sums"][0].numpy()
+            np.testing.assert_allclose(kept, total, rtol=1e-9, atol=1e-9)
+        assert set(signs) == {-1, 1}
+
+
+@settings(
+    deadline=None,
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+@each("name", PERMUTING)
+def test_every_order_is_a_permutation(name, data):
+    """This holds for any n, any batch sizes, and epochs that end early."""
+    n = data.draw(st.integers(1, 40))
+    sampler = KINDS[name].sampler(n)
+    for epoch in range(4):
+        order = list(sampler)
+        assert sorted(order) == list(range(n))
+        done = 0
+        stop = data.draw(st.integers(0, n))
+        while done < stop:
+            size = data.draw(st.integers(1, n - done))
+            batch = order[done : done + size]
+            rows = ordering.gradients(epoch, n)[batch]
+            sampler.step(ordering.as_dict(rows), indices=batch)
+            done += size
+
+
+def test_with_replacement_draws_anew():
+    sampler = KINDS["swr"].sampler(2000)
+    first, second = list(sampler), list(sampler)
+    assert first != second
+    assert 1100 < len(set(first)) < 1400  # 1 - 1/e of them
+
+
+@each("name", INVARIANT)
+def test_neither_batches_nor_tiles_change_an_order(name):
+    orders = []
+    for size, tile_size in [(48, None), (48, 5), (1, None), (7, 2), (5, 64), (16, 16)]:
+        sampler = KINDS[name].sampler(tile_size=tile_size)
+        orders.append([ordering.run_epoch(sampler, epoch, size) for epoch in range(3)])
+    assert all(each == orders[0] for each in orders)
+
+
+@each("tile_size", [None, 4])
+@each("name", BALANCING)
+def test_what_is_not_finite_keeps_its_place(name, tile_size):
+    """The accumulators stay finite, and there is one warning, not one per epoch."""
+    sampler = KINDS[name].sampler(tile_size=tile_size)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for epoch in range(3):
+            order = list(sampler)
+            rows = ordering.gradients(epoch)[order]
+            rows[5, 2] = np.nan
+            rows[20:22, 12] = np.inf  # Their difference would be zero.
+            places = {place: order[place] for place in (5, 20, 21)}
+            for start in range(0, 48, 8):
+                sampler.step(ordering.as_dict(rows[start : start + 8]))
+            for value in sampler._balancer.state.values():
+                assert bool(torch.isfinite(value).all())
+            following = list(sampler)
+            assert {p: following[p] for p in places} == places
+            assert sorted(following) == list(range(48))
+    assert [each.category for each in caught] == [GraBWarning]
+    assert "not finite" in str(caught[0].message)
+
+
+@each("steps", [0, 2, 3, 6])
+@each("name", ordering.ALL)
+def test_a_saved_run_goes_on_where_it_was(name, steps, tmp_path):
+    kind = KINDS[name]
+    for options in ({}, {"prob_balance": True, "prob_balance_c": 3.0}):
+        undisturbed, sampler = kind.sampler(**options), kind.sampler(**options)
+        for each_sampler in (undisturbed, sampler):
+            ordering.run_epoch(each_sampler, 0, 8)
+            order = ordering.run_epoch(each_sampler, 1, 8, steps)
+        torch.save(sampler.state_dict(), tmp_path / "state.pt")
+        restored = kind.sampler(**options, seed=7)
+        restored.load_state_dict(torch.load(tmp_path / "state.pt"))
+        rows, left = ordering.gradients(1), order[8 * steps :]
+        for batch in ordering.batches(left, 8):
+            undisturbed.step(ordering.as_dict(rows[batch]), indices=batch)
+        # An order that needs no gradients counted no sample: the next one follows.
+        if left and (steps or BALANCE_TYPES[kind.name].needs_gradients):
+            assert len(restored) == len(left)
+            assert list(restored) == left
+            for batch in ordering.batches(left, 8):
+                restored.step(ordering.as_dict(rows[batch]), indices=batch)
+        for epoch in (2, 3, 4):
+            expected = ordering.run_epoch(undisturbed, epoch, 8)
+            assert ordering.run_epoch(restored, epoch, 8) == expected

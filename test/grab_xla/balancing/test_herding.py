@@ -1,0 +1,279 @@
+"""Herding: against brute force, batch by batch, over shards, and on a device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.xla_replica.replicas import ONE_XLA_BACKEND
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import xla_replica
+from grab_xla import herding as herding_of
+from grab_xla.balancing import prefix_sums
+from grab_xla.balancing.prefix_sums import Herding, PrefixNorms, RunningHerding
+
+F64 = torch.float64
+
+
+def random_vectors(n: int, d: int, seed: int = 0, dtype=F64) -> torch.Tensor:
+    """Returns vectors with a mean far from zero, which must not count as herding."""
+    generator = torch.Generator().manual_seed(seed)
+    return (3 + torch.randn(n, d, generator=generator, dtype=F64)).to(dtype)
+
+
+def random_order(n: int, seed: int = 0) -> list[int]:
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def brute_force(
+    vectors: torch.Tensor, order: list[int], mean: torch.Tensor | None = None
+) -> tuple[float, float]:
+    """Sums every prefix again, one number at a time."""
+    rows = [[float(x) for x in row] for row in vectors]
+    columns = range(len(rows[0]))
+    if mean is None:
+        centre = [sum(row[c] for row in rows) / len(rows) for c in columns]
+    else:
+        centre = [float(x) for x in mean]
+    infinity = euclidean = 0.0
+    for k in range(1, len(order) + 1):
+        prefix = [sum(rows[i][c] - centre[c] for i in order[:k]) for c in columns]
+        infinity = max(infinity, max(abs(x) for x in prefix))
+        euclidean = max(euclidean, sum(x * x for x in prefix) ** 0.5)
+    return infinity, euclidean
+
+
+def numbers(found: Herding) -> tuple[float, float]:
+    assert found.infinity.shape == found.euclidean.shape == (1,)
+    return found.infinity.item(), found.euclidean.item()
+
+
+def run(
+    vectors: torch.Tensor, mean: torch.Tensor, sizes: list[int]
+) -> dict[str, torch.Tensor]:
+    """Returns the state after batches of these sizes."""
+    running = RunningHerding(vectors.dtype)
+    state = running.init(vectors.shape[1])
+    for rows in vectors.split(sizes):
+        state = running.update(state, rows, mean)
+    return state
+
+
+def test_a_case_by_hand():
+    """Prefixes around (1, 1) are (2, -1), (2, 2), (0, 0); in the other order (0, 3)."""
+    vectors = torch.tensor([[3.0, 0.0], [1.0, 4.0], [-1.0, -1.0]])
+    assert numbers(herding_of(vectors)) == (2.0, pytest.approx(8**0.5))
+    assert numbers(herding_of(vectors, [1, 0, 2])) == (3.0, 3.0)
+    assert numbers(herding_of(vectors, torch.tensor([1]))) == (3.0, 3.0)
+    assert numbers(herding_of(vectors, mean=torch.zeros(2))) == (
+        4.0,
+        pytest.approx(32**0.5),
+    )
+
+
+@pytest.mark.parametrize("n", [1, 2, 17, 64])
+@pytest.mark.parametrize("d", [1, 5])
+@pytest.mark.parametrize("centre", [None, -1.0])
+def test_brute_force_agrees(n, d, centre, monkeypatch):
+    monkeypatch.setattr(prefix_sums, "MAX_ROWS", 5)  # several chunks, one shorter
+    vectors, order = random_vectors(n, d), random_order(n)
+    mean = None if centre is None else torch.full((d,), centre, dtype=F64)
+    expected = brute_force(vectors, order, mean)
+    found = numbers(herding_of(vectors, order, mean))
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    assert numbers(herding_of(vectors[order], mean=mean)) == pytest.approx(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_narrow_vectors_are_summed_in_float32(dtype):
+    vectors, order = random_vectors(256, 3, dtype=dtype), random_order(256)
+    found = herding_of(vectors, order)
+    assert found.infinity.dtype == found.euclidean.dtype == torch.float32
+    expected = brute_force(vectors, order)
+    assert numbers(found) == pytest.approx(expected, rel=1e-5)
+
+
+def test_vectors_that_want_gradients_cost_no_more_and_stay_as_they_are():
+    vectors = random_vectors(8, 2).requires_grad_()
+    before = vectors.detach().clone()
+    assert not herding_of(vectors).infinity.requires_grad
+    assert torch.equal(vectors.detach(), before)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that is created."""
+
+    def __init__(self, given: torch.Tensor) -> None:
+        super().__init__()
+        self.storage = given.untyped_storage().data_ptr()
+        self.num_elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for made in result if isinstance(result, list | tuple) else [result]:
+            if not isinstance(made, torch.Tensor):
+                continue
+            if made.untyped_storage().data_ptr() != self.storage:
+                self.num_elements = max(self.num_elements, made.numel())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_vectors_are_never_copied_whole(dtype, monkeypatch):
+    monkeypatch.setattr(prefix_sums, "MAX_ELEMENTS", 100)
+    vectors = random_vectors(2000, 10, dtype=dtype)
+    for order in (None, random_order(2000)):
+        with LargestTensor(vectors) as largest:
+            herding_of(vectors, order)
+        assert largest.num_elements <= 2000  # the order itself
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    d=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+def test_the_running_form_is_the_exact_one_however_batches_are_cut(sizes, d, seed):
+    vectors = random_vectors(sum(sizes), d, seed)
+    mean = vectors.mean(0)
+    found = run(vectors, mean, sizes)
+    exact = herding_of(vectors, mean=mean)
+    assert RunningHerding().result(found) == exact  # bit for bit
+    whole = run(vectors, mean, [sum(sizes)])
+    assert all(torch.equal(found[key], whole[key]) for key in whole)
+    expected = brute_force(vectors, list(range(len(vectors))), mean)
+    assert numbers(exact) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+def test_any_centre_will_do():
+    """The mean of the previous epoch differs: the whole sum is not zero."""
+    vectors = random_vectors(20, 3)
+    mean = vectors.mean(0) + 0.1
+    state = run(vectors, mean, [7, 13])
+    expected = brute_force(vectors, list(range(20)), mean)
+    assert numbers(RunningHerding().result(state)) == pytest.approx(expected)
+    torch.testing.assert_close(state["prefix"], torch.full((3,), -2.0, dtype=F64))
+
+
+def test_a_state_is_not_changed_by_what_follows():
+    running = RunningHerding()
+    vectors = random_vectors(6, 2, dtype=torch.float32)
+    first = running.update(running.init(2), vectors[:3], vectors[0])
+    kept = {key: value.clone() for key, value in first.items()}
+    running.update(first, vectors[3:], vectors[0])
+    assert all(torch.equal(first[key], kept[key]) for key in kept)
+
+
+def test_rows_that_equal_the_mean_fill_a_batch():
+    vectors, mean = random_vectors(5, 2), torch.ones(2, dtype=F64)
+    filled = torch.cat([vectors, mean.expand(3, 2)])
+    assert RunningHerding().result(run(filled, mean, [4, 4])) == (
+        RunningHerding().result(run(vectors, mean, [4, 1]))
+    )
+
+
+@pytest.mark.parametrize("widths", [[7], [3, 4], [1, 0, 4, 2]])
+def test_shards_of_the_columns_complete_one_another(widths):
+    """Norms are completed row by row; the last line shows that maxima cannot be."""
+    vectors = random_vectors(24, 7)
+    mean = vectors.mean(0)
+    running = RunningHerding(F64)
+    kept: list[PrefixNorms] = []
+    alone = []
+    widths = [width for width in widths if width]
+    for columns, centre in zip(vectors.split(widths, 1), mean.split(widths)):
+        state = running.init(columns.shape[1])
+        batches = []
+        for rows in columns.split(8):
+            state, norms = running.advance(state, rows, centre)
+            batches.append(norms)
+        kept.append(PrefixNorms(*(torch.cat(parts) for parts in zip(*batches))))
+        alone.append(herding_of(columns, mean=centre).euclidean ** 2)
+    completed = PrefixNorms(
+        torch.stack([norms.infinity for norms in kept]).amax(0),
+        torch.stack([norms.squares for norms in kept]).sum(0),
+    )
+    found = numbers(running.result(running.record(state, completed)))
+    expected = herding_of(vectors, mean=mean)
+    assert found == pytest.approx(numbers(expected), rel=1e-12)
+    if len(widths) > 1:
+        assert sum(alone).sqrt() > 1.001 * expected.euclidean
+
+
+def test_a_nan_shows():
+    vectors = random_vectors(6, 2)
+    vectors[3, 1] = torch.nan
+    assert all(x != x for x in numbers(herding_of(vectors, mean=torch.zeros(2))))
+
+
+@pytest.mark.parametrize(
+    ("vectors", "order", "error", "message"),
+    [
+        (
+            torch.ones(3, 2, dtype=torch.int64),
+            None,
+            TypeError,
+            "floating vectors, got torch.int",
+        ),
+        (torch.ones(3), None, ValueError, r"shape \(n, d\).*got \(3,\)"),
+        (torch.ones(0, 2), None, ValueError, r"got \(0, 2\)"),
+        (torch.ones(3, 2), [0.0, 1.0], TypeError, "integers, got torch.float32"),
+        (torch.ones(3, 2), [], TypeError, "integers"),
+        (torch.ones(3, 2), [[0, 1]], ValueError, r"got \(1, 2\)"),
+        (torch.ones(3, 2), [0, 3], ValueError, "0 to 2, got 0 to 3"),
+        (torch.ones(3, 2), [-1, 2], ValueError, "got -1 to 2"),
+    ],
+)
+def test_what_is_no_order_of_vectors_is_refused(vectors, order, error, message):
+    with pytest.raises(error, match=message):
+        herding_of(vectors, order)
+
+
+def test_what_does_not_fit_a_state_is_refused():
+    running = RunningHerding()
+    state = running.init(3)
+    for rows, mean in (
+        (torch.ones(2, 4), torch.ones(3)),
+        (torch.ones(3), torch.ones(3)),
+        (torch.ones(0, 3), torch.ones(3)),
+        (torch.ones(2, 3), torch.ones(1)),
+    ):
+        with pytest.raises(ValueError, match="3 columns"):
+            running.update(state, rows, mean)
+
+
+def on_a_device(rank: int) -> tuple[list[tuple[int, int, int]], list[float]]:
+    """Returns counts of three epochs, the running result and the exact one."""
+    replica = xla_replica.current()
+    vectors = random_vectors(48, 5, dtype=torch.float32)
+    order = torch.tensor(random_order(48))
+    running = RunningHerding(device=replica.device)
+    counts = []
+    for epoch in range(3):
+        batches = [replica.send(rows) for rows in vectors[order].split(8)]
+        centre = replica.send(vectors.mean(0) + epoch - 2)
+        with xla_replica.count(replica) as count:
+            state = running.init(5)
+            for rows in batches:
+                state = running.update(state, rows, centre)
+                replica.sync()
+        counts.append((count.compilations, count.transfers, len(count.fallbacks)))
+    everything = replica.send(vectors)
+    with xla_replica.count(replica) as count:
+        exact = herding_of(everything, replica.send(order))
+        replica.sync()
+    assert count.transfers == 0
+    assert not count.fallbacks
+    found = replica.fetch([*running.result(state), *exact])
+    return counts, [value.item() for value in found]
+
+
+@pytest.mark.parametrize("backend", ONE_XLA_BACKEND)
+def test_a_device_is_never_read(backend):
+    expected = brute_force(random_vectors(48, 5, dtype=torch.float32), random_order(48))
+    for counts, found in backend.run(on_a_device):
+        assert counts[1:] == [(0, 0, 0)] * 2
+        assert counts[0][1:] == (0, 0)
+        assert found == pytest.approx([*expected, *expected], rel=1e-4)

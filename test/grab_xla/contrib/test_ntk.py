@@ -1,0 +1,244 @@
+"""The neural tangent kernel against autograd, one sample at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.xla_replica.replicas import ONE_XLA_BACKEND
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import Dataset, TensorDataset
+
+import xla_replica
+from grab_xla.contrib.ntk import empirical_ntk, ntk_kernel, per_sample_gradients
+from grab_xla.contrib.offline import ntk_fixed_order
+
+F64 = torch.float64
+SAMPLES = 21
+
+
+def mlp(dtype=F64, norm=nn.BatchNorm1d) -> nn.Module:
+    """Returns a model that flattens, so it needs a batch axis, and has buffers."""
+    with xla_replica.LocalReplica("cpu").seeded(0):
+        model = nn.Sequential(
+            nn.Flatten(), nn.Linear(6, 5), norm(5), nn.Tanh(), nn.Linear(5, 3)
+        )
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                buffer.uniform_(0.5, 2)
+    return model.to(dtype).eval()
+
+
+def dataset() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(SAMPLES, 2, 3, generator=generator, dtype=F64)
+    return TensorDataset(inputs, torch.randint(0, 3, (SAMPLES,), generator=generator))
+
+
+def state(model: nn.Module) -> tuple[dict, dict]:
+    return dict(model.named_parameters()), dict(model.named_buffers())
+
+
+def gradients_by_autograd(model, loss_fn=cross_entropy, data=None) -> torch.Tensor:
+    rows = []
+    for x, y in data or dataset():
+        loss = loss_fn(model(x[None]), y[None])
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("batch_size", [1, 8, SAMPLES, 128])
+def test_gradients_are_those_of_autograd(batch_size):
+    model = mlp()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    drawn = torch.random.get_rng_state()
+    found = per_sample_gradients(
+        model, *state(model), cross_entropy, dataset(), batch_size, F64
+    )
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    assert not found.requires_grad
+    torch.testing.assert_close(found, gradients_by_autograd(model))
+    assert all(torch.equal(before[name], v) for name, v in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_frozen_and_unused_parameters_have_columns_too():
+    """Whether gradients are enabled where it is called makes no difference."""
+    model = mlp()
+    expected = gradients_by_autograd(model)
+    model[1].requires_grad_(False)
+    model.register_parameter("unused", nn.Parameter(torch.ones(3, dtype=F64)))
+    with torch.no_grad():
+        found = per_sample_gradients(
+            model, *state(model), cross_entropy, dataset(), 8, F64
+        )
+    unused = torch.zeros(SAMPLES, 3, dtype=F64)
+    torch.testing.assert_close(found, torch.cat([unused, expected], 1))
+
+
+def test_gradients_by_some_parameters_are_their_columns():
+    model = mlp()
+    params, buffers = state(model)
+    whole = gradients_by_autograd(model)
+    names = ["4.bias", "1.weight"]
+    found = per_sample_gradients(
+        model, params, buffers, cross_entropy, dataset(), dtype=F64, names=names
+    )
+    torch.testing.assert_close(found, torch.cat([whole[:, -3:], whole[:, :30]], 1))
+
+
+def test_a_dtype_is_that_of_the_whole_computation():
+    """A bfloat16 model and float64 data in float32 are as exact as float32."""
+    model = mlp(torch.bfloat16)
+    wide = mlp(torch.bfloat16).double()
+    found = per_sample_gradients(model, *state(model), cross_entropy, dataset())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(
+        found.double(), gradients_by_autograd(wide), rtol=1e-3, atol=1e-5
+    )
+
+
+def test_targets_may_be_real_numbers():
+    model = mlp()
+    inputs, targets = dataset().tensors
+    data = TensorDataset(inputs, torch.stack([targets] * 3, 1).float())
+    found = per_sample_gradients(model, *state(model), mse_loss, data, dtype=F64)
+    expected = gradients_by_autograd(
+        model, lambda out, y: mse_loss(out, y.double()), data
+    )
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("centered", [True, False])
+def test_the_kernel_is_that_of_autograd(centered):
+    model = mlp()
+    features = gradients_by_autograd(model)
+    if centered:
+        features = features - features.mean(0)
+    expected = torch.tensor([[float(a @ b) for b in features] for a in features])
+    for max_columns in (None, 1, 20, 33, 10**6):
+        kernel = empirical_ntk(
+            model,
+            *state(model),
+            cross_entropy,
+            dataset(),
+            8,
+            F64,
+            centered,
+            max_columns,
+        )
+        torch.testing.assert_close(kernel, expected.double(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, F64])
+@pytest.mark.parametrize("chunk_size", [1, 7, 38, 10**6])
+def test_chunks_and_blocks_change_rounding_only(chunk_size, dtype):
+    generator = torch.Generator().manual_seed(0)
+    features = (3 + torch.randn(11, 38, generator=generator, dtype=F64)).to(dtype)
+    expected = features.double() - features.double().mean(0)
+    expected = expected @ expected.T
+    blocks = iter(features.split([1, 30, 7], dim=1))
+    for given in (features, blocks):
+        kernel = ntk_kernel(given, chunk_size=chunk_size)
+        assert kernel.dtype == (F64 if dtype == F64 else torch.float32)
+        assert torch.equal(kernel, kernel.T)
+        tolerance = 100 * torch.finfo(kernel.dtype).eps * expected.diagonal().max()
+        assert (kernel.double() - expected).abs().max() < tolerance
+    assert ntk_kernel(features, dtype=F64).dtype == F64
+
+
+def test_its_order_herds_the_gradients_of_a_model():
+    model = mlp()
+    kernel = empirical_ntk(model, *state(model), cross_entropy, dataset())
+    features = gradients_by_autograd(model)
+    features = features - features.mean(0)
+
+    def herding(order) -> float:
+        return float(features[order].cumsum(0).norm(dim=1).max())
+
+    generator = torch.Generator().manual_seed(0)
+    by_chance = [
+        herding(torch.randperm(SAMPLES, generator=generator)) for _ in range(50)
+    ]
+    assert herding(ntk_fixed_order(kernel)) < 0.8 * sum(by_chance) / 50
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_refused_by_name(bad):
+    model, data = mlp(), dataset()
+    data.tensors[0][[3, 20], 0, 0] = bad
+    with pytest.raises(ValueError, match=r"features must be finite.*\[3, 20\] of 21"):
+        empirical_ntk(model, *state(model), cross_entropy, data)
+
+
+def test_kernels_that_are_refused():
+    rows = torch.ones(3, 2)
+    with pytest.raises(ValueError, match=r"\(n, d\), got \(2,\)"):
+        ntk_kernel(rows[0])
+    with pytest.raises(ValueError, match=r"\(3, d\), got \(2, 2\)"):
+        ntk_kernel([rows, rows[:2]])
+    with pytest.raises(ValueError, match="got none"):
+        ntk_kernel([])
+    with pytest.raises(ValueError, match="chunk_size must be an integer >= 1, got 0"):
+        ntk_kernel(rows, chunk_size=0)
+    with pytest.raises(ValueError, match=r"float32, torch.float64, got torch.float16"):
+        ntk_kernel(rows, dtype=torch.float16)
+
+
+class Items(Dataset):
+    def __init__(self, *items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index]
+
+
+@pytest.mark.parametrize(
+    ("items", "error", "message"),
+    [
+        ([], ValueError, "the dataset is empty"),
+        ([torch.ones(2, 3)], TypeError, r"pairs \(input, target\).*\['Tensor'\]"),
+        ([{"x": torch.ones(2, 3)}], TypeError, r"collate to \['dict'\]"),
+        ([(torch.ones(2, 3), "cat")], TypeError, r"collate to \['Tensor', '\w+'\]"),
+    ],
+)
+def test_datasets_that_are_refused(items, error, message):
+    model = mlp()
+    with pytest.raises(error, match=message):
+        per_sample_gradients(model, *state(model), cross_entropy, Items(*items))
+
+
+@pytest.mark.parametrize("names", [[], ["5.weight"]])
+def test_names_that_are_refused(names):
+    model = mlp()
+    with pytest.raises(ValueError, match=r"names must be some of \['1.weight'.*got \["):
+        per_sample_gradients(
+            model, *state(model), cross_entropy, dataset(), names=names
+        )
+
+
+def kernel_on_the_device(rank: int) -> tuple[torch.Tensor, dict, tuple[int, int]]:
+    replica = xla_replica.current()
+    # Not BatchNorm, which torch_xla 2.9 does not differentiate in evaluation mode.
+    model = mlp(torch.float32, nn.LayerNorm).to(replica.device)
+    with xla_replica.count(replica) as count:
+        kernel = empirical_ntk(model, *state(model), cross_entropy, dataset(), 2)
+        found = replica.fetch([kernel])[0]
+    return found, count.fallbacks, (count.compilations, count.transfers)
+
+
+@pytest.mark.parametrize("backend", ONE_XLA_BACKEND[:1])
+def test_a_compiled_backend_makes_the_same_kernel(backend):
+    model = mlp(norm=nn.LayerNorm)
+    expected = empirical_ntk(model, *state(model), cross_entropy, dataset(), dtype=F64)
+    kernel, fallbacks, (compilations, transfers) = backend.run(kernel_on_the_device)[0]
+    torch.testing.assert_close(kernel.double(), expected, rtol=1e-4, atol=1e-5)
+    assert fallbacks == {}
+    # Eleven batches share one program.
+    assert compilations <= 5
+    # The comparison with autograd, whether the features are finite, and the fetch.
+    assert transfers == 3

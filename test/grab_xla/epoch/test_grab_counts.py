@@ -1,0 +1,59 @@
+"""What an epoch costs on XLA: no transfer, and no compilation after the first."""
+
+from __future__ import annotations
+
+import pytest
+from support.grab_xla import ordering
+from support.grab_xla.ordering import BALANCING, KINDS
+from support.xla_replica.replicas import ONE_XLA_BACKEND
+
+import xla_replica
+
+OPTIONS = [
+    {},
+    {"prob_balance": True},
+    {"record_norm": True, "record_herding": True, "stale_mean_herding": True},
+    {"normalize_grads": True, "tile_size": 5},
+]
+NUM_SAMPLES = 44  # with steps of 16: two whole ones and one of 12
+
+
+def count_epochs(rank: int, runs: list[tuple[str, dict]]) -> list[list]:
+    """Returns, for each run and epoch, counts of its beginning and of its steps."""
+    del rank
+    replica = xla_replica.current()
+    own_batch = 16 // replica.num_replicas
+    counted = []
+    for name, options in runs:
+        sampler = KINDS[name].sampler(NUM_SAMPLES, **options)
+        epochs = []
+        for epoch in range(4):
+            rows = ordering.gradients(epoch, NUM_SAMPLES)
+            with xla_replica.count(replica) as beginning:
+                order = list(sampler)
+            with xla_replica.count(replica) as steps:
+                for batch in ordering.batches(order, own_batch):
+                    grads = replica.send(ordering.as_dict(rows[batch]))
+                    sampler.step(grads, indices=batch)
+                    replica.sync()
+            epochs.append((beginning, steps))
+        counted.append(epochs)
+    return counted
+
+
+@pytest.mark.parametrize("backend", ONE_XLA_BACKEND)
+def test_steps_read_nothing_and_compile_nothing_new(backend):
+    runs = [(name, {}) for name in BALANCING]
+    runs += [("mean", options) for options in OPTIONS[1:]]
+    for replica in backend.run(count_epochs, runs, timeout=120):
+        for (name, options), epochs in zip(runs, replica, strict=True):
+            for epoch, (beginning, steps) in enumerate(epochs):
+                what = (name, options, epoch)
+                assert steps.transfers == 0, what
+                assert beginning.transfers <= backend.num_replicas, what
+                assert steps.fallbacks == {}, what
+                assert beginning.fallbacks == {}, what
+                if epoch > 0:
+                    assert steps.compilations == 0, what
+                    # The placements' transfer does not cut a new program either.
+                    assert beginning.compilations == 0, what

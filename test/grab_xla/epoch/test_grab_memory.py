@@ -1,0 +1,153 @@
+"""What a sampler holds, and what a step forms beyond the gradients that it is given."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from support.grab_xla import ordering
+from support.grab_xla.ordering import ALL, BALANCING, INVARIANT, KINDS
+
+from grab_xla import BALANCE_TYPES, GraBSampler
+from grab_xla.epoch import gradient_matrix
+from tools.benchmarks.bench_per_sample import peak_memory
+
+SHAPES = {"weight": (100, 100), "bias": (100,), "other": (9000,)}
+PARAMETERS = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+NUM_BYTES = 4 * sum(value.numel() for value in PARAMETERS.values())
+BATCH = 40
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """Pieces of 13 rows, as many as of a model with 320,000 parameters."""
+    monkeypatch.setattr(gradient_matrix, "PIECE_ON_HOST", 2**18)
+
+
+def gradients(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(BATCH, *shape, generator=generator).to(dtype)
+        for name, shape in SHAPES.items()
+    }
+
+
+def peak_of_step(sampler: GraBSampler, grads: dict[str, torch.Tensor]) -> int:
+    list(sampler)
+    sampler.step(grads)
+    return peak_memory(lambda: sampler.step(grads))
+
+
+def sampler_of(name: str, **options) -> GraBSampler:
+    kind = KINDS[name]
+    options = {**kind.options, **options}
+    return GraBSampler(range(3 * BATCH), PARAMETERS, kind.name, **options)
+
+
+@pytest.mark.parametrize("tile_size", [None, 4])
+@pytest.mark.parametrize("name", BALANCING)
+def test_a_step_does_not_copy_its_gradients(name, tile_size):
+    """Only 'batch' has to look at all of them before it balances the first."""
+    peak = peak_of_step(sampler_of(name, tile_size=tile_size), gradients())
+    most = 1.5 if BALANCE_TYPES[KINDS[name].name].piece_size is None else 0.9
+    assert peak <= most * BATCH * NUM_BYTES
+
+
+@pytest.mark.parametrize("layout", ["bfloat16", "transposed"])
+def test_gradients_that_must_be_converted_are_not_copied_either(layout):
+    grads = gradients(torch.bfloat16 if layout == "bfloat16" else torch.float32)
+    if layout == "transposed":
+        grads["weight"] = grads["weight"].mT.contiguous().mT
+    assert peak_of_step(sampler_of("mean"), grads) <= 0.8 * BATCH * NUM_BYTES
+
+
+@pytest.mark.parametrize("tile_size", [None, 4])
+@pytest.mark.parametrize("kind", ["kron", "jl_sparse"])
+@pytest.mark.parametrize("name", ["mean", "pair", "batch"])
+def test_a_projection_saves_memory(name, kind, tile_size):
+    """The tables and the state count, too; 'jl' itself holds a large matrix."""
+    totals = []
+    for projection in ("none", kind):
+        options = {"random_projection": projection, "tile_size": tile_size}
+        sampler = sampler_of(name, pi_eps=0.5, **options)
+        kept = [*sampler._project.tables, *sampler._balancer.state.values()]
+        held = sum(value.numel() * value.element_size() for value in kept)
+        totals.append(held + peak_of_step(sampler, gradients()))
+    # Where the compiled loop visits gradients in place, nothing else is there to save.
+    piece = 4 * 2**18 if tile_size is None and name != "batch" else 0
+    assert totals[1] < totals[0] + piece
+
+
+@pytest.mark.parametrize("name", ["mean", "pair"])
+def test_gradients_are_balanced_where_they_are(name):
+    assert peak_of_step(sampler_of(name), gradients()) < NUM_BYTES / 10
+
+
+def test_an_epoch_begins_without_a_copy_of_the_accumulators():
+    sampler = GraBSampler(range(BATCH), PARAMETERS, "recursive")
+    list(sampler)
+    sampler.step(gradients())
+    assert peak_memory(lambda: list(sampler)) <= 3 * NUM_BYTES
+
+
+def epochs_in_pieces(name: str, monkeypatch, numbers: int, **options):
+    """Returns orders and the last state, with so many numbers in a piece."""
+    monkeypatch.setattr(gradient_matrix, "PIECE_ON_HOST", numbers)
+    sampler = KINDS[name].sampler(**options)
+    orders = [ordering.run_epoch(sampler, epoch, 16 + epoch) for epoch in range(4)]
+    return orders, sampler.state_dict()["engine"]["state"], sampler.scalars()
+
+
+@pytest.mark.parametrize("tile_size", [None, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"prob_balance": True, "prob_balance_c": 3.0},
+        {"normalize_grads": True, "record_norm": True, "record_herding": True},
+    ],
+    ids=["plain", "drawn", "measured"],
+)
+@pytest.mark.parametrize("name", BALANCING)
+def test_pieces_change_nothing(name, options, tile_size, monkeypatch):
+    """Bits are equal, but for the sums of means over a step's pieces."""
+    options = {**options, "tile_size": tile_size}
+    whole = epochs_in_pieces(name, monkeypatch, 10**6, **options)
+    for numbers in (1, 4 * ordering.NUM_PARAMETERS):
+        pieces = epochs_in_pieces(name, monkeypatch, numbers, **options)
+        rounding = {} if name in INVARIANT else {"rtol": 1e-12, "atol": 1e-12}
+        for key, value in whole[1].items():
+            close = rounding or {"rtol": 0, "atol": 0}
+            torch.testing.assert_close(pieces[1][key], value, **close)
+        assert pieces[0] == whole[0]
+        assert pieces[2] == pytest.approx(whole[2])
+
+
+@pytest.mark.parametrize("name", ["mean", "recursive-pair", "ema"])
+@pytest.mark.parametrize("kind", ["jl", "jl_sparse", "kron"])
+def test_projecting_in_pieces_changes_rounding_only(name, kind, monkeypatch):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*reduces nothing")
+        options = {"random_projection": kind, "pi_eps": 0.9}
+        whole = epochs_in_pieces(name, monkeypatch, 10**6, **options)
+        pieces = epochs_in_pieces(name, monkeypatch, 3 * 4 * 13, **options)
+    assert pieces[0] == whole[0]
+    for key, value in whole[1].items():
+        torch.testing.assert_close(pieces[1][key], value, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_state_has_the_vectors_that_its_type_says(name):
+    sampler = KINDS[name].sampler(**({"tile_size": 3} if name in BALANCING else {}))
+    most = 0
+    for epoch in range(2):
+        order = list(sampler)
+        rows = ordering.gradients(epoch)
+        for batch in ordering.batches(order, 5):
+            sampler.step(ordering.as_dict(rows[batch]))
+            state = sampler._balancer.state.values()
+            most = max(most, sum(len(value) for value in state if value.dim() == 2))
+    kind = KINDS[name]
+    options = {"orders": order} if kind.name == "fixed" else kind.options
+    assert most == BALANCE_TYPES[kind.name](**options).num_vectors

@@ -1,0 +1,135 @@
+"""Any number of replicas gives the orders and accumulators of one replica."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from support.grab_xla import ordering
+from support.grab_xla.ordering import KINDS, TIE_FREE
+from support.xla_replica.replicas import row
+
+import xla_replica
+
+# 13 columns and 50 samples: neither is a multiple of 2, 3, 4 or 8.
+NUM_SAMPLES, GLOBAL_BATCH = 50, 24
+EPOCHS, SAVED_AFTER = 6, 1  # saved in the middle of epoch 3
+
+
+class Outcome(NamedTuple):
+    """What a replica saw of a run, which must be the same on all replicas."""
+
+    orders: list[list[int]]
+    accumulators: dict[str, torch.Tensor]
+    resumed: list[list[int]]
+    state: dict[str, Any]
+
+
+def train(sampler, first: int, last: int, steps: int | None = None) -> list[list[int]]:
+    """Returns the whole orders of the epochs; ``steps`` cuts the last one short."""
+    replica = xla_replica.current()
+    own_batch = GLOBAL_BATCH // replica.num_replicas
+    orders = []
+    for epoch in range(first, last):
+        cut = steps if epoch == last - 1 else None
+        ordering.run_epoch(sampler, epoch, own_batch, cut)
+        orders.append(sampler.order.tolist())
+    return orders
+
+
+def finish_epoch(sampler, epoch: int) -> None:
+    """Continues a restored epoch."""
+    replica = xla_replica.current()
+    own = list(sampler)
+    rows = ordering.gradients(epoch, NUM_SAMPLES)
+    for batch in ordering.batches(own, GLOBAL_BATCH // replica.num_replicas):
+        sampler.step(ordering.as_dict(rows[batch].to(sampler.device)), indices=batch)
+
+
+def run(name: str, saved: dict[str, Any] | None, **options: Any) -> Outcome:
+    kind = KINDS[name]
+    sampler = kind.sampler(NUM_SAMPLES, **options)
+    orders = train(sampler, 0, EPOCHS)
+    accumulators = sampler.state_dict()["engine"]["state"]
+    stopped = kind.sampler(NUM_SAMPLES, **options)
+    train(stopped, 0, 4, SAVED_AFTER)
+    state = stopped.state_dict()
+    resumed = []
+    if saved is not None:
+        restored = kind.sampler(NUM_SAMPLES, **options)
+        restored.load_state_dict(saved)
+        finish_epoch(restored, 3)
+        resumed = train(restored, 4, 7)
+    return Outcome(orders, accumulators, resumed, state)
+
+
+def run_all(
+    rank: int, saved: dict[str, Any], options: dict[str, Any]
+) -> dict[str, Outcome]:
+    del rank
+    return {name: run(name, saved[name], **options) for name in TIE_FREE}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Outcome]:
+    """The outcomes of one replica on the CPU, and what a resumed run must give."""
+    outcomes = {}
+    for name in TIE_FREE:
+        outcome = run(name, None)
+        whole = train(KINDS[name].sampler(NUM_SAMPLES), 0, 7)
+        outcomes[name] = outcome._replace(resumed=whole[4:])
+    return outcomes
+
+
+def _case(scheme: str, device: str, num_replicas: int, slow: bool = False):
+    marked = row(device, num_replicas, slow)
+    case = (scheme, marked.values[0])
+    return pytest.param(case, marks=marked.marks, id=f"{scheme}-{marked.id}")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        _case("sharded", "cpu", 3),
+        _case("sharded", "xla", 1, slow=True),
+        _case("sharded", "xla", 2),
+        _case("sharded", "xla", 4, slow=True),
+        _case("sharded", "xla", 8, slow=True),
+        _case("gather", "cpu", 3),
+        _case("gather", "xla", 2, slow=True),
+    ],
+)
+def together(request, alone):
+    scheme, backend = request.param
+    saved = {name: outcome.state for name, outcome in alone.items()}
+    return backend.run(run_all, saved, {"scheme": scheme}, timeout=180)
+
+
+@pytest.mark.parametrize("name", TIE_FREE)
+def test_orders_are_those_of_one_replica(together, alone, name):
+    for outcome in together:
+        assert outcome[name].orders == alone[name].orders
+
+
+@pytest.mark.parametrize("name", TIE_FREE)
+def test_accumulators_are_those_of_one_replica(together, alone, name):
+    for outcome in together:
+        assert outcome[name].accumulators.keys() == alone[name].accumulators.keys()
+        for key, value in alone[name].accumulators.items():
+            received = outcome[name].accumulators[key]
+            torch.testing.assert_close(received, value, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", TIE_FREE)
+def test_a_run_saved_by_one_replica_goes_on_with_several(together, alone, name):
+    for outcome in together:
+        assert outcome[name].resumed == alone[name].resumed
+
+
+@pytest.mark.parametrize("name", TIE_FREE)
+def test_a_run_saved_by_several_goes_on_with_one(together, alone, name):
+    sampler = KINDS[name].sampler(NUM_SAMPLES)
+    sampler.load_state_dict(together[0][name].state)
+    finish_epoch(sampler, 3)
+    assert train(sampler, 4, 7) == alone[name].resumed

@@ -1,0 +1,310 @@
+"""Samples enter the balance with the weights that they have in their updates."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support.grab_xla import balancing, ordering
+from support.grab_xla.ordering import KINDS, NUM_SAMPLES, counted_orders
+from support.xla_replica.replicas import row
+from torch import nn
+
+import variable_batch_size as vbs
+import xla_replica
+from grab_xla import GraBSampler
+
+
+def weights_of(epoch: int) -> np.ndarray:
+    """Returns weights of steps of 6 samples; sums of signs times them are exact."""
+    drawn = np.random.default_rng(epoch).integers(10, 100, 8) / 1024
+    return np.repeat(drawn, 6)
+
+
+class Centre:
+    """The weighted mean of the epoch before."""
+
+    def __init__(self) -> None:
+        self.mean = np.zeros(ordering.NUM_PARAMETERS)
+
+    def deviations(self, rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        before, self.mean = self.mean, (weights @ rows) / weights.sum()
+        return weights[:, None] * (rows - before)
+
+
+def expected(name, order, rows, weights, steps, centre: Centre) -> list[int]:
+    if name == "sign":
+        rows = np.sign(rows)
+    if name in ("mean", "sign"):
+        return balancing.mean(order, centre.deviations(rows, weights), 0)
+    if name == "recursive":
+        return balancing.recursive(order, centre.deviations(rows, weights), 0, 2)
+    if name == "batch":
+        return balancing.batch(order, centre.deviations(rows, weights), 0, steps)
+    return KINDS[name].oracle(order, weights[:, None] * rows, {}, steps)
+
+
+@pytest.mark.parametrize("tile_size", [None, 3])
+@pytest.mark.parametrize(
+    "name",
+    ["mean", "sign", "recursive", "batch", "pair", "coordinated pair",
+     "recursive-pair"],
+)  # fmt: skip
+def test_weighted_orders_are_the_oracles(name, tile_size):
+    sampler = KINDS[name].sampler(tile_size=tile_size, weights=weights_of)
+    centre = Centre()
+    steps = [(i, i + 6) for i in range(0, NUM_SAMPLES, 6)]
+    orders = [ordering.run_epoch(sampler, epoch, 6) for epoch in range(5)]
+    unweighted = KINDS[name].sampler(tile_size=tile_size)
+    assert orders != [ordering.run_epoch(unweighted, epoch, 6) for epoch in range(5)]
+    for epoch, (order, following) in enumerate(pairwise(orders)):
+        rows = ordering.gradients(epoch)[order].numpy()
+        found = expected(name, order, rows, weights_of(epoch), steps, centre)
+        assert following == found, epoch
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_herding_is_that_of_weighted_gradients(stale):
+    options = {"record_herding": True, "stale_mean_herding": stale}
+    sampler = KINDS["mean"].sampler(**options, weights=weights_of)
+    centre = Centre()
+    for epoch in range(3):
+        rows = ordering.gradients(epoch)[ordering.run_epoch(sampler, epoch, 6)].numpy()
+        weights = weights_of(epoch)
+        deviations = centre.deviations(rows, weights)
+        if not stale:
+            deviations = weights[:, None] * (rows - centre.mean)
+        prefixes = deviations.cumsum(0)
+        assert sampler.herding == pytest.approx(np.abs(prefixes).max())
+        longest = np.linalg.norm(prefixes, axis=1).max()
+        assert sampler.avg_grad_error == pytest.approx(longest)
+
+
+def test_equal_weights_of_any_size_change_no_order():
+    orders = []
+    same = [lambda epoch, w=w: [w] * NUM_SAMPLES for w in (1.0, 2.0**-20, 2.0**10)]
+    for weights in ("equal", *same):
+        sampler = KINDS["mean"].sampler(weights=weights)
+        orders.append([ordering.run_epoch(sampler, epoch, 7) for epoch in range(4)])
+    assert all(each == orders[0] for each in orders)
+
+
+@pytest.mark.parametrize("wrong", [[1.0], [-1.0] * NUM_SAMPLES, [np.inf] * NUM_SAMPLES])
+def test_weights_that_are_none_are_named(wrong):
+    sampler = KINDS["mean"].sampler(weights=lambda epoch: wrong)
+    with pytest.raises(ValueError, match="must be 48 finite numbers of at least 0"):
+        iter(sampler)
+
+
+def test_options_that_cannot_be_are_named():
+    with pytest.raises(ValueError, match="weights must be one of 'equal', 'update'"):
+        KINDS["mean"].sampler(weights="mean")
+    with pytest.raises(ValueError, match="weights='update' needs an elastic sampler"):
+        iter(KINDS["mean"].sampler(weights="update"))
+
+
+# Two epochs of 24 samples, and again.
+TRACE, MINIBATCH, N, EPOCHS, LR, REFERENCE = [8, 16, 4, 12, 8], 4, 24, 5, 0.3, 8
+RULES = {"root": lambda ratio: ratio**0.5, "constant": lambda ratio: 1.0}
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(N, 6, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(0, 3, (N,), generator=generator)
+
+
+def model_of(replica: xla_replica.Replica) -> nn.Module:
+    with replica.seeded(0):
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    return model.to(replica.device)
+
+
+def recomputed(rule: str) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """Returns orders and weights of a loop that knows no elastic training."""
+    model = model_of(xla_replica.current())
+    params = list(model.parameters())
+    x, y = data()
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(42)).tolist()
+    orders, centre, number = [], 0.0, 0
+    for _ in range(EPOCHS):
+        orders.append(order)
+        rows, weights = [], []
+        while len(rows) < N:
+            size = TRACE[number % len(TRACE)]
+            batch, number = order[len(rows) : len(rows) + size], number + 1
+            weight = LR * RULES[rule](size / REFERENCE) / size
+            for sample in batch:
+                loss = F.cross_entropy(model(x[[sample]]), y[[sample]])
+                grads = torch.autograd.grad(loss, params)
+                rows.append(torch.cat([grad.flatten() for grad in grads]).numpy())
+                weights.append(weight)
+            step = weight * sum(rows[-size:])
+            with torch.no_grad():
+                for part, p in zip(
+                    torch.from_numpy(step).split([p.numel() for p in params]), params
+                ):
+                    p -= part.view_as(p)
+        gradients, factors = np.stack(rows), np.array(weights)
+        vectors = factors[:, None] * (gradients - centre)
+        centre = factors @ gradients / factors.sum()
+        order = balancing.mean(order, vectors, 0.0)
+    return orders, [p.detach() for p in params]
+
+
+def cross_entropies(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def trained(rank: int, rules: tuple[str, ...]) -> dict:
+    """Returns orders, weights and the counts of every epoch."""
+    del rank
+    replica = xla_replica.current()
+    x, y = data()
+    found = {}
+    for rule in rules:
+        model = model_of(replica)
+        grab = GraBSampler(
+            range(N), dict(model.named_parameters()), dtype=torch.float64,
+            weights="update",
+        )  # fmt: skip
+        dealt = vbs.CustomSampler(
+            range(N), TRACE, minibatch_size=MINIBATCH, on_end="cycle", order=grab,
+            verbose=False,
+        )  # fmt: skip
+        optimizer = vbs.ElasticOptimizer(
+            torch.optim.SGD(model.parameters(), LR), dealt, rule, REFERENCE
+        )
+        optimizer.attach(grab.after_update)
+        orders, counts = counted_orders(
+            EPOCHS, grab, optimizer, model, (x, y), cross_entropies
+        )
+        values = replica.fetch([p.detach() for p in model.parameters()])
+        found[rule] = orders, values, counts
+    return found
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [row("cpu", 1), row("cpu", 3), row("xla", 1, slow=True), row("xla", 2),
+     row("xla", 8, slow=True)],
+)  # fmt: skip
+def test_under_a_trace_samples_weigh_what_their_updates_gave_them(backend):
+    rules = ("root", "constant") if backend.num_replicas == 1 else ("root",)
+    oracle = {rule: recomputed(rule) for rule in rules}
+    for found in backend.run(trained, rules, timeout=180):
+        for rule, (orders, values, counts) in found.items():
+            assert orders == oracle[rule][0]
+            for value, wanted in zip(values, oracle[rule][1]):
+                torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-12)
+            if backend.device == "xla":
+                # The signs of an epoch are one transfer of each replica.
+                assert counts[1:] == [(0, backend.num_replicas)] * (EPOCHS - 1)
+
+
+def test_only_the_linear_rule_weighs_all_samples_alike():
+    dealt = vbs.CustomSampler(range(N), TRACE, minibatch_size=MINIBATCH, verbose=False)
+    assert dealt.update_weights(0) is None
+    for rule, weights in {
+        "linear": None,
+        "root": [1] * 8 + [0.5**0.5] * 16,
+        "constant": [1] * 8 + [0.5] * 16,
+    }.items():
+        inner = torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1)
+        vbs.ElasticOptimizer(inner, dealt, rule, REFERENCE)
+        found = dealt.update_weights(0)
+        if weights is None:
+            assert found is None
+        else:
+            np.testing.assert_allclose(found, weights, rtol=1e-15)
+
+
+def test_weights_go_on_in_a_restored_epoch():
+    whole, stopped, restored = (
+        KINDS["mean"].sampler(weights=weights_of) for _ in range(3)
+    )
+    ordering.run_epoch(whole, 0, 6)
+    order = ordering.run_epoch(stopped, 0, 6, steps=3)
+    restored.load_state_dict(stopped.state_dict())
+    rows = ordering.gradients(0)
+    for batch in ordering.batches(list(restored), 6):
+        restored.step(ordering.as_dict(rows[batch]), indices=batch)
+    assert order == whole.order.tolist()
+    assert list(restored) == list(whole)
+
+
+def test_losses_that_are_sums_leave_the_gradient_of_the_sum():
+    model = nn.Linear(6, 3).double()
+    x, y = data()
+    grab = GraBSampler(range(N), dict(model.named_parameters()))
+    list(grab)
+    with grab.record(model):
+        losses = cross_entropies(model, x, y)
+    grab.backward(losses, reduction="sum")
+    received = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    F.cross_entropy(model(x), y, reduction="sum").backward()
+    for gradient, p in zip(received, model.parameters()):
+        assert torch.equal(gradient, p.grad)
+    with grab.record(model):
+        losses = cross_entropies(model, x, y)
+    with pytest.raises(ValueError, match="accumulate must be one of 'mean', 'sum'"):
+        grab.backward(losses, reduction="none")
+
+
+def counting_tokens(reduction: str) -> tuple[list, list]:
+    """Returns orders where losses are sums over tokens, and the oracle's.
+
+    The linear rule counts tokens, so that all gradients weigh the same.
+    """
+    inputs, tokens = data()[0], torch.arange(N) % 5 + 1
+    model = nn.Linear(6, 1, bias=False).double()
+    nn.init.ones_(model.weight)
+    params = dict(model.named_parameters())
+    grab = GraBSampler(range(N), params, dtype=torch.float64, weights="update")
+    dealt = vbs.CustomSampler(
+        range(N), TRACE, minibatch_size=MINIBATCH, on_end="cycle", order=grab,
+        verbose=False,
+    )  # fmt: skip
+    optimizer = vbs.ElasticOptimizer(
+        torch.optim.SGD(model.parameters(), LR), dealt, "linear", reduction="sum",
+        ref_weight=100,
+    )  # fmt: skip
+    optimizer.attach(grab.after_update)
+    weight, order, centre = np.ones(6), grab(0).tolist(), 0.0
+    orders, expected, number = [], [], 0
+    for epoch in range(EPOCHS):
+        dealt.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        for batch in dealt:
+            with grab.record(model):
+                losses = model(inputs[batch])[:, 0] ** 2 * tokens[batch] / 2
+            grab.backward(losses, reduction=reduction)
+            optimizer.step(weight=tokens[batch].sum())
+        orders.append(grab.order.tolist())
+        expected.append(order)
+        rows = []
+        while len(rows) < N:
+            size, number = TRACE[number % len(TRACE)], number + 1
+            batch = order[len(rows) : len(rows) + size]
+            x = inputs[batch].numpy()
+            rows += list((x @ weight * tokens[batch].numpy())[:, None] * x)
+            weight = weight - LR / 100 * sum(rows[-size:])
+        order = balancing.mean(order, np.stack(rows), centre)
+        centre = np.mean(rows, axis=0)
+    torch.testing.assert_close(model.weight.detach()[0], torch.from_numpy(weight))
+    return orders, expected
+
+
+def test_sums_over_tokens_are_balanced_as_the_linear_rule_weighs_them():
+    orders, expected = counting_tokens("sum")
+    assert orders == expected
+    assert len(set(map(tuple, orders))) == EPOCHS
+
+
+def test_the_mean_of_losses_where_the_optimizer_counts_tokens_is_an_error():
+    with pytest.raises(ValueError, match="optimizer's reduction is 'sum', but"):
+        counting_tokens("mean")

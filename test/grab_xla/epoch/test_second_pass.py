@@ -1,0 +1,167 @@
+"""A second pass over a loader never credits gradients to the wrong samples silently."""
+
+from __future__ import annotations
+
+import pytest
+from support.grab_xla import ordering
+from support.grab_xla.ordering import KINDS
+from torch.utils.data import DataLoader, Dataset
+
+from grab_xla import GraBSampler
+from xla_replica.device.loader import DeviceLoader
+
+N, BATCH = 22, 4  # six batches, the last one of two samples
+REFUSED = "began before another one had taken all its steps"
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        return index
+
+
+LOADERS = {
+    "plain": lambda sampler: DataLoader(Numbers(), BATCH, sampler=sampler),
+    "drop_last": lambda sampler: DataLoader(
+        Numbers(), BATCH, sampler=sampler, drop_last=True
+    ),
+    # Draws five batches ahead of the first step.
+    "workers": lambda sampler: DataLoader(
+        Numbers(), BATCH, sampler=sampler, num_workers=1, prefetch_factor=4
+    ),
+    "all drawn ahead": lambda sampler: DataLoader(
+        Numbers(), BATCH, sampler=sampler, num_workers=1, prefetch_factor=9
+    ),
+    "device loader": lambda sampler: DeviceLoader(
+        DataLoader(Numbers(), BATCH, sampler=sampler), lambda batch: batch
+    ),
+}
+
+
+def evaluate(loader) -> None:
+    for _ in loader:
+        pass
+
+
+def look(loader) -> None:
+    next(iter(loader))
+
+
+def step(sampler: GraBSampler, batch, epoch: int, **options) -> None:
+    rows = ordering.gradients(epoch, N)[batch]
+    sampler.step(ordering.as_dict(rows), **options)
+
+
+def train(loader, sampler, epochs=3, at=None, when=None, between=evaluate):
+    """Returns the samples of every epoch; calls ``between`` once in the first one."""
+    seen = []
+    for epoch in range(epochs):
+        seen.append([])
+        for place, batch in enumerate(loader):
+            if (epoch, place, when) == (0, at, "before"):
+                between(loader)
+            step(sampler, batch, epoch)
+            if (epoch, place, when) == (0, at, "after"):
+                between(loader)
+            seen[-1] += batch.tolist()
+    return seen
+
+
+@pytest.mark.parametrize("between", [evaluate, look])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_pass_inside_another_one_is_refused_or_changes_nothing(kind, between):
+    expected = train(LOADERS["drop_last" if kind == "drop_last" else "plain"](
+        sampler := KINDS["mean"].sampler(N)), sampler)  # fmt: skip
+    num_batches = len(expected[0]) // BATCH + (kind != "drop_last")
+    slow = "workers" in kind or "ahead" in kind
+    for at in (0, 1, num_batches - 1) if slow else range(num_batches):
+        for when in ("before", "after"):
+            sampler = KINDS["mean"].sampler(N)
+            arguments = (LOADERS[kind](sampler), sampler, 3, at, when, between)
+            # Where no step, or every step, of the epoch has been taken, the pass is the
+            # beginning of an epoch, which is repeated.
+            if (at, when) in ((0, "before"), (num_batches - 1, "after")):
+                assert train(*arguments) == expected, (at, when)
+            else:
+                with pytest.raises(ValueError, match=REFUSED):
+                    train(*arguments)
+                assert sampler.num_seen == 0, (at, when)
+
+
+# Nothing tells an epoch that is left early from an evaluation where every sample has
+# been drawn before the first step; see the next test.
+@pytest.mark.parametrize("kind", sorted(LOADERS.keys() - {"all drawn ahead"}))
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("used", [1, 3, 5])
+def test_an_epoch_that_is_left_early_is_not_refused(kind, used, evaluates):
+    sampler = KINDS["mean"].sampler(N)
+    loader = LOADERS[kind](sampler)
+    for epoch in range(3):
+        for place, batch in enumerate(loader):
+            if place == used:
+                break
+            step(sampler, batch, epoch)
+        assert sampler.epoch == epoch
+        if evaluates:
+            evaluate(loader)  # on the next order
+            assert sampler.epoch == epoch + 1
+
+
+def test_indices_tell_passes_apart():
+    """Every sample was drawn before the first step of its pass."""
+    sampler = KINDS["mean"].sampler(N)
+    loader = LOADERS["all drawn ahead"](sampler)
+    for epoch in range(3):
+        for place, batch in enumerate(loader):
+            if place == 2:
+                break
+            if epoch == 1 and place == 0:
+                with pytest.raises(ValueError, match=f"{REFUSED}.*pass indices="):
+                    step(sampler, batch, epoch)
+            step(sampler, batch, epoch, indices=batch)
+
+
+def test_single_batches_of_new_passes_are_taken():
+    sampler = KINDS["mean"].sampler(N)
+    loader = LOADERS["plain"](sampler)
+    for epoch in range(5):
+        step(sampler, next(iter(loader)), epoch)
+    assert sampler.epoch == 4
+
+
+def test_a_pass_does_not_go_on_after_another_state_is_loaded():
+    sampler = KINDS["mean"].sampler(N)
+    loader = LOADERS["plain"](sampler)
+    first = iter(loader)
+    step(sampler, next(first), 0)
+    saved = sampler.state_dict()
+    step(sampler, next(first), 0)
+    waiting = next(first)
+    sampler.load_state_dict(saved)
+    with pytest.raises(ValueError, match=REFUSED):
+        step(sampler, waiting, 0)
+    rest = list(loader)
+    assert sum(map(len, rest)) == N - BATCH
+    with pytest.raises(ValueError, match=REFUSED):
+        step(sampler, next(first), 0)
+    for batch in loader:
+        step(sampler, batch, 0)
+    assert sampler.num_seen == N
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_passes_that_need_no_gradients_are_told_apart_too(steps):
+    def use(batch):
+        step(sampler, batch, 0) if steps else sampler.count(len(batch))
+
+    sampler = KINDS["rr"].sampler(N)
+    loader = LOADERS["plain"](sampler)
+    for place, batch in enumerate(loader):
+        if place == 2:
+            evaluate(loader)
+            with pytest.raises(ValueError, match=REFUSED):
+                use(batch)
+            break
+        use(batch)

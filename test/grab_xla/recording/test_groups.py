@@ -1,0 +1,341 @@
+"""Fixed groups of samples are ordered by what a backward pass adds to ``.grad``."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from support.grab_xla import balancing
+from support.xla_replica.replicas import row
+from torch import nn
+from torch.utils.data import DataLoader
+
+import variable_batch_size as vbs
+import xla_replica
+from grab_xla import GraBSampler, GraBWarning
+
+N, GROUP, EPOCHS = 26, 4, 5
+
+
+def batch_norm_model() -> nn.Module:
+    """Statistics of the batch: no sample has a gradient of its own."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)
+    ).double()
+
+
+def samples() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(N, 6, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 3, (N,), generator=generator)
+
+
+def losses_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    x, y = samples()
+    return nn.functional.cross_entropy(model(x[batch]), y[batch], reduction="none")
+
+
+def grouped(model: nn.Module, balance: str = "mean", **options) -> GraBSampler:
+    options = {"fidelity": "group", "group_size": GROUP, "seed": 3} | options
+    params = dict(model.named_parameters())
+    return GraBSampler(range(N), params, balance, dtype=torch.float64, **options)
+
+
+def mean_gradient(model: nn.Module, group: list[int]) -> np.ndarray:
+    """Returns a group's gradient as a vector, and leaves the model as it is."""
+    model = copy.deepcopy(model)
+    loss = losses_of(model, torch.tensor(group)).mean()
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    return torch.cat([grad.flatten() for grad in grads]).numpy()
+
+
+def trained(balance: str, accumulated: int = 1, how: str = "recorded", **options):
+    """Returns every epoch's samples, the oracle's, and the model.
+
+    The oracle orders groups by materialised mean gradients.
+    """
+    model = batch_norm_model()
+    grab = grouped(model, balance, **options)
+    loader = DataLoader(range(N), GROUP, sampler=grab)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    orders, expected = [], []
+    groups, rest, centre = None, [], 0.0
+    for _ in range(EPOCHS):
+        batches, rows = [], []
+        for number, batch in enumerate(loader):
+            batches.append(batch.tolist())
+            rows.append(mean_gradient(model, batches[-1]))
+            if how == "given":
+                before = {n: p.grad for n, p in model.named_parameters()}
+                model.zero_grad()
+                losses_of(model, batch).mean().backward()
+                own = {n: p.grad.clone() for n, p in model.named_parameters()}
+                grab.step(own, batch=False, indices=batch)
+                for name, param in model.named_parameters():
+                    param.grad = own[name] + (
+                        0 if before[name] is None else before[name]
+                    )
+            else:
+                with grab.record(model):
+                    losses = losses_of(model, batch)
+                loss = losses.mean() if how == "mean loss" else losses
+                grab.backward(loss, indices=batch)
+            if (number + 1) % accumulated == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        orders.append([i for each in batches for i in each])
+        if groups is None:
+            groups, rest = batches[:-1], batches[-1]
+        expected.append([i for each in [*groups, rest] for i in each])
+        numbers, rows = list(range(len(groups))), np.stack(rows[:-1])
+        if balance == "mean":
+            following = balancing.mean(numbers, rows, centre)
+        elif balance == "recursive-pair":
+            following = balancing.recursive_pair(numbers, rows, 2)
+        else:
+            following = balancing.pair(numbers, rows)
+        centre = rows.mean(0)
+        groups = [groups[i] for i in following]
+    assert len({tuple(order) for order in orders}) > 2
+    return orders, expected, model
+
+
+@pytest.mark.parametrize("how", ["recorded", "mean loss", "given"])
+@pytest.mark.parametrize("accumulated", [1, 3])
+@pytest.mark.parametrize("balance", ["mean", "pair", "recursive-pair"])
+def test_groups_are_ordered_by_their_materialised_gradients(balance, accumulated, how):
+    options = {"batch_size": 2} if balance == "recursive-pair" else {}
+    orders, expected, _ = trained(balance, accumulated, how, **options)
+    assert orders == expected
+
+
+def test_grad_is_that_of_an_ordinary_backward_pass():
+    orders, _, model = trained("mean", 3)
+    plain = batch_norm_model()
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
+    for order in orders:
+        for number, batch in enumerate(torch.tensor(order).split(GROUP)):
+            losses_of(plain, batch).mean().backward()
+            if (number + 1) % 3 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    for mine, theirs in zip(model.state_dict().values(), plain.state_dict().values()):
+        assert torch.equal(mine, theirs)
+
+
+def test_shared_sparse_and_unused_parameters_are_balanced():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(N, 3, sparse=True)
+            self.unused = nn.Parameter(torch.ones(2))
+            self.head = nn.Linear(3, 3, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.head(self.embed(x))).square().mean(1)
+
+    model = Model()
+    grab = GraBSampler(
+        range(8), dict(model.named_parameters()), fidelity="group", group_size=8
+    )
+    batch = torch.tensor(list(grab))
+    with grab.record(model):
+        losses = model(batch)
+    grab.backward(losses)
+    sums = grab.state_dict()["engine"]["state"]["sums"][-1]
+    wanted = [
+        torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
+        for p in model.parameters()
+    ]
+    torch.testing.assert_close(sums, torch.cat([each.flatten() for each in wanted]))
+
+
+@pytest.mark.parametrize("stop", [2, 6, 7])
+def test_a_state_goes_on_after_any_group(stop):
+    """The seventh is the smaller one."""
+
+    def run(grab, batches):
+        for batch in batches:
+            with grab.record(model):
+                losses = losses_of(model, torch.tensor(batch))
+            grab.backward(losses, indices=batch)
+        return batches
+
+    def batches_of(grab):
+        return [each.tolist() for each in torch.tensor(list(grab)).split(GROUP)]
+
+    model = batch_norm_model()
+    grab = grouped(model)
+    for _ in range(2):
+        run(grab, batches_of(grab))
+    batches = batches_of(grab)
+    run(grab, batches[:stop])
+    saved = copy.deepcopy(grab.state_dict())
+    restored = grouped(model, seed=8)
+    restored.load_state_dict(saved)
+    run(grab, batches[stop:])
+    if stop < len(batches):
+        assert run(restored, batches_of(restored)) == batches[stop:]
+    for _ in range(2):
+        following = batches_of(grab)
+        assert batches_of(restored) == following
+        run(grab, following)
+        run(restored, following)
+    for other in (grouped(model, group_size=2), grouped(model, "rr", group_size=2)):
+        with pytest.raises(ValueError, match="group_size"):
+            other.load_state_dict(saved)
+
+
+def test_groups_can_be_reshuffled():
+    model = batch_norm_model()
+    grab = grouped(model, "rr", record_orders=True)
+    first, second = list(grab), list(grab)
+    assert first != second
+    assert sorted(second) == list(range(N))
+    assert {tuple(first[i : i + GROUP]) for i in range(0, N, GROUP)} == {
+        tuple(second[i : i + GROUP]) for i in range(0, N, GROUP)
+    }
+    assert grab.orders_history == [first, second]
+    grab.count(2 * GROUP)
+    with pytest.raises(ValueError, match="whole groups"):
+        grab.count(3)
+    restored = grouped(model, "rr")
+    restored.load_state_dict(grab.state_dict())
+    assert list(restored) == second[2 * GROUP :]
+
+
+def test_what_does_not_fit_groups_is_named():
+    model = batch_norm_model()
+    with pytest.raises(TypeError, match="needs group_size="):
+        grouped(model, group_size=None)
+    with pytest.raises(
+        ValueError, match="group_size must be an integer >= 1 and <= 26"
+    ):
+        grouped(model, group_size=27)
+    with pytest.raises(ValueError, match="group_size=4 is an option of fidelity='gr"):
+        grouped(model, fidelity="exact")
+    with pytest.raises(ValueError, match="cannot be combined with"):
+        grouped(model, "swr")
+    grab = grouped(model)
+    order = list(grab)
+    batch = torch.tensor(order[:GROUP])
+    with pytest.raises(RuntimeError, match=r"backward\(\) without record\(\)"):
+        grab.backward(losses_of(model, batch))
+    for wrong in (model[0], model.requires_grad_(False)):
+        with pytest.raises(ValueError, match=r"are not trainable parameters"):
+            grab.record(wrong)
+    model.requires_grad_(True)
+    with grab.record(model):
+        losses = losses_of(model, torch.tensor(order[: GROUP + 1]))
+    with pytest.raises(ValueError, match=r"group has 4 samples.*batch_size= to the D"):
+        grab.backward(losses)
+    with grab.record(model):
+        losses = losses_of(model, batch)
+    with pytest.raises(ValueError, match="indices are"):
+        grab.backward(losses, indices=order[1 : GROUP + 1])
+
+    class Update:
+        epoch, batch_size, minibatch_size = 0, 16, 8
+
+    with pytest.raises(ValueError, match="minibatch_size=4"):
+        grab.after_update(Update())
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_samples_that_are_always_left_out_are_reported(drop_last):
+    model = batch_norm_model()
+    grab = grouped(model)
+    loader = DataLoader(range(N), GROUP, sampler=grab, drop_last=drop_last)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", GraBWarning)
+        for _ in range(3):
+            for batch in loader:
+                with grab.record(model):
+                    losses = losses_of(model, batch)
+                grab.backward(losses)
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == drop_last
+    assert not drop_last or "left out 2 samples" in messages[0]
+
+
+@pytest.mark.filterwarnings("ignore::grab_xla.GraBWarning")
+def test_a_group_that_is_not_finite_keeps_its_place():
+    model = batch_norm_model()
+    grab = grouped(model)
+    for _ in range(3):
+        order = list(grab)
+        for number, batch in enumerate(torch.tensor(order).split(GROUP)):
+            with grab.record(model):
+                losses = losses_of(model, batch)
+            grab.backward(losses * (float("nan") if number == 2 else 1.0))
+            model.zero_grad()
+        following = grab.state_dict()["engine"]["state"]["sums"]
+        assert torch.isfinite(following).all()
+    assert list(grab)[2 * GROUP : 3 * GROUP] == order[2 * GROUP : 3 * GROUP]
+
+
+TRACE = [8, 16, 4, 12, 8]
+
+
+def elastic(rank: int, how: str) -> tuple[list, list]:
+    """Returns the orders of all epochs of a run on all replicas, and its counts."""
+    replica = xla_replica.current()
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    model = model.to(replica.device)
+    x, y = samples()
+    grab = grouped(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if how == "dealt":
+        loader = DataLoader(range(N), GROUP, sampler=grab)
+    else:
+        loader = vbs.CustomSampler(
+            range(N), TRACE, minibatch_size=GROUP, on_end="cycle", order=grab,
+            verbose=False,
+        )  # fmt: skip
+        optimizer = vbs.LinearRuleOptimizer(optimizer, loader, ref_batchsize=8)
+        optimizer.attach(grab.after_update)
+    orders, counts = [], []
+    for epoch in range(EPOCHS):
+        with xla_replica.count(replica) as count:
+            if how == "elastic":
+                loader.set_epoch(epoch)
+                optimizer.set_epoch(epoch)
+            for batch in loader:
+                inputs, targets = replica.send((x[batch], y[batch]))
+                with grab.record(model):
+                    losses = nn.functional.cross_entropy(
+                        model(inputs), targets, reduction="none"
+                    )
+                grab.backward(losses, indices=batch)
+                if how == "elastic":
+                    optimizer.step()
+                else:  # Replicas do not sum gradients: only orders are compared.
+                    optimizer.zero_grad()
+            replica.sync()
+        orders.append(grab.order.tolist())
+        counts.append((count.compilations, count.transfers))
+    return orders, counts
+
+
+@pytest.mark.filterwarnings("ignore::grab_xla.GraBWarning")
+@pytest.mark.parametrize("how", ["elastic", "dealt"])
+@pytest.mark.parametrize(
+    "backend",
+    [row("cpu", 3), row("xla", 1), row("xla", 2, slow=True), row("xla", 8, slow=True)],
+)
+def test_replicas_order_groups_as_one_does(backend, how):
+    orders, _ = elastic(0, how)
+    assert len({tuple(order) for order in orders}) > 2
+    for theirs, counts in backend.run(elastic, how):
+        assert theirs == orders
+        if backend.device == "xla":
+            # The epoch's signs are one transfer of each replica.
+            assert counts[1:] == [(0, backend.num_replicas)] * (EPOCHS - 1)

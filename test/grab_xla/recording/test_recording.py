@@ -1,0 +1,415 @@
+"""An ordinary module's ordinary backward pass orders its samples."""
+
+from __future__ import annotations
+
+import copy
+import math
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support.grab_xla.ordering import counted_orders
+from support.xla_replica.replicas import row
+from torch import nn
+
+import per_sample_grad as psg
+import variable_batch_size as vbs
+import xla_replica
+from grab_xla import GraBSampler
+from grab_xla.epoch.online_balancer import OnlineBalancer
+from grab_xla.recording import capturing
+
+N, BATCH, EPOCHS, VOCABULARY = 24, 4, 5, 11
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(),
+        nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(36, 3),
+    )  # fmt: skip
+
+
+class TiedTransformer(nn.Module):
+    """Two blocks; the output layer's weight is that of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.blocks = nn.Sequential(
+            *(nn.TransformerEncoderLayer(8, 2, 12, 0.0) for _ in range(2))
+        )
+        self.head = nn.Linear(8, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens).transpose(0, 1)
+        return self.head(self.blocks(hidden).transpose(0, 1))
+
+
+def samples(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    if name == "transformer":
+        tokens = torch.randint(0, VOCABULARY, (N, 6), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+    shape = {"mlp": (6,), "cnn": (2, 5, 5)}[name]
+    inputs = torch.randn(N, *shape, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(0, 3, (N,), generator=generator)
+
+
+def losses_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    outputs = model(x)
+    if y.dim() == 1:
+        return F.cross_entropy(outputs, y, reduction="none")
+    return psg.token_cross_entropy(outputs, y)
+
+
+MODELS = {"mlp": mlp, "cnn": cnn, "transformer": TiedTransformer}
+
+
+def options_of(name: str, model: nn.Module) -> dict[str, object]:
+    if name != "transformer":
+        return {}
+    inside = (n for n, _ in model.named_modules() if n.startswith("blocks"))
+    return {"batch_dim": {"": 0} | dict.fromkeys(inside, 1)}
+
+
+def trained(name: str, balance: str, how: str, **options) -> tuple[list, nn.Module]:
+    """Returns every epoch's order, and the model; ``how`` gradients are made."""
+    torch.manual_seed(0)
+    model = MODELS[name]().double()
+    x, y = samples(name)
+    params = dict(model.named_parameters())
+    grab = GraBSampler(range(N), params, balance, dtype=torch.float64, **options)
+    captured = options_of(name, model)
+    if how == "projected by hand":
+        projection = psg.Projection(params, options.pop("projection_size"), seed=42)
+        shapes = {n: torch.empty(math.prod(k)) for n, k in projection.kept.items()}
+        options.pop("fidelity")
+        grab = GraBSampler(range(N), shapes, balance, dtype=torch.float64, **options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    orders = []
+    for _ in range(EPOCHS):
+        order = list(grab)
+        orders.append(order)
+        for batch in torch.tensor(order).split(BATCH):
+            optimizer.zero_grad()
+            if how == "recorded":
+                with grab.record(model, **captured):
+                    losses = losses_of(model, x[batch], y[batch])
+                grab.backward(losses, indices=batch)
+            else:
+                grads = psg.per_sample_grads(
+                    model, losses_of, (x[batch], y[batch]), **captured
+                )
+                if how == "projected by hand":
+                    grads = {n: projected(projection, n, g) for n, g in grads.items()}
+                grab.step(grads, indices=batch)
+                losses_of(model, x[batch], y[batch]).mean().backward()
+            optimizer.step()
+    return orders, model
+
+
+def projected(projection: psg.Projection, name: str, gradients: torch.Tensor):
+    count = gradients[0].numel()
+    impulses = torch.eye(count, dtype=torch.float64).view(-1, *gradients.shape[1:])
+    places = projection.of(name, [psg.Dense(impulses)], 2**30)
+    return gradients.flatten(1) @ places
+
+
+def assert_same_training(one: tuple, other: tuple) -> None:
+    assert one[0] == other[0]
+    assert len({tuple(order) for order in one[0]}) == EPOCHS
+    for mine, theirs in zip(one[1].parameters(), other[1].parameters()):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("balance", ["mean", "pair", "recursive", "batch"])
+@pytest.mark.parametrize("name", MODELS)
+def test_exact_orders_are_those_of_formed_gradients(name, balance):
+    options = {"batch_size": BATCH} if balance == "batch" else {}
+    recorded = trained(name, balance, "recorded", **options)
+    assert_same_training(recorded, trained(name, balance, "formed", **options))
+
+
+@pytest.fixture
+def factored(monkeypatch):
+    """Factors are kept of all layers; returns how many steps were not formed."""
+    monkeypatch.setattr(capturing, "LEAST_COMPRESSION", 0)
+    monkeypatch.setattr(capturing, "LEAST_SPARED", 0)
+    steps = []
+    original = OnlineBalancer.balance_factored
+
+    def counted(self, rows):
+        steps.append(len(rows))
+        original(self, rows)
+
+    monkeypatch.setattr(OnlineBalancer, "balance_factored", counted)
+    return steps
+
+
+FACTORED = {
+    "mean": {},
+    "pair": {},
+    "recursive": {"depth": 2},
+    "recursive-pair": {"batch_size": BATCH},
+    "batch": {},
+    "batch-uncentred": {},
+    "norm": {},
+}
+
+
+@pytest.mark.parametrize("balance", FACTORED)
+@pytest.mark.parametrize("name", MODELS)
+def test_orders_of_factors_are_those_of_formed_gradients(name, balance, factored):
+    options = FACTORED[balance]
+    recorded = trained(name, balance, "recorded", **options)
+    assert factored == [BATCH] * (N // BATCH * EPOCHS)
+    assert_same_training(recorded, trained(name, balance, "formed", **options))
+
+
+def weights(epoch: int) -> np.ndarray:
+    return np.random.default_rng(epoch).uniform(0.5, 2.0, N)
+
+
+@pytest.mark.parametrize(
+    ("balance", "options"),
+    [
+        ("pair", {"num_workers": 2}),
+        ("pair", {"prob_balance": True, "num_workers": 2}),
+        ("recursive", {"prob_balance": True, "tie": "positive"}),
+        *((name, {"weights": weights}) for name in ("mean", "pair", "batch")),
+    ],
+)
+def test_workers_weights_and_drawn_signs_are_those_of_formed_gradients(
+    balance, options, factored
+):
+    recorded = trained("mlp", balance, "recorded", **options)
+    assert len(factored) == N // BATCH * EPOCHS
+    assert_same_training(recorded, trained("mlp", balance, "formed", **options))
+
+
+@pytest.mark.parametrize(
+    ("balance", "options"),
+    [
+        ("pair", {"num_workers": 4}),  # pairs over two steps
+        ("recursive-pair", {"batch_size": 2}),  # two blocks in a step
+        ("sign", {}),
+        ("adamean", {}),
+        ("mean", {"normalize_grads": True}),
+        ("mean", {"random_projection": "kron", "pi_eps": 0.9}),
+        ("mean", {"record_norm": True}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:random_projection")
+def test_what_factors_do_not_tell_is_formed(balance, options, factored):
+    recorded = trained("mlp", balance, "recorded", **options)
+    assert factored == []
+    assert_same_training(recorded, trained("mlp", balance, "formed", **options))
+
+
+@pytest.mark.parametrize(("width", "is_formed"), [(40, True), (1000, False)])
+def test_wide_layers_that_are_applied_once_are_not_formed(
+    width, is_formed, monkeypatch
+):
+    """The other layer holds as many factors as its gradient has numbers."""
+    model = nn.Sequential(nn.Linear(250, width), nn.Tanh(), nn.Linear(width, 1))
+    grab = sampler(model)
+    taken = []
+    balance = OnlineBalancer.balance_factored
+    monkeypatch.setattr(
+        OnlineBalancer,
+        "balance_factored",
+        lambda self, rows: (taken.append(rows), balance(self, rows)),
+    )
+    list(grab)
+    with grab.record(model):
+        losses = model(torch.randn(BATCH, 250)).sum(1)
+    grab.backward(losses)
+    assert grab.num_seen == BATCH
+    assert bool(taken) != is_formed
+    for rows in taken:
+        assert [set(each.shapes) for each in rows.factors] == [{"0.weight", "0.bias"}]
+        assert set(rows.formed) == {"2.weight", "2.bias"}
+
+
+@pytest.mark.parametrize("balance", FACTORED)
+@pytest.mark.filterwarnings("ignore::grab_xla.GraBWarning")
+def test_a_sample_that_is_not_finite_is_left_out_of_factors(balance, factored):
+    grab, other = (
+        sampler(mlp(), balance_type=balance, dtype=torch.float32, **FACTORED[balance])
+        for _ in range(2)
+    )
+    model = mlp()
+    for each in (grab, other):
+        list(each)
+    for batch in torch.tensor(grab.order).split(BATCH):
+        x = torch.randn(BATCH, 6)
+        x[1] = math.nan
+        gradients = psg.per_sample_grads(
+            model, lambda model, x: model(x).sum(1), (x,), check="never"
+        )
+        other.step(gradients, indices=batch)
+        with grab.record(model, check="never"):
+            losses = model(x).sum(1)
+        grab.backward(losses, indices=batch)
+        model.zero_grad()
+    assert len(factored) == N // BATCH
+    mine, theirs = (each.state_dict()["engine"] for each in (grab, other))
+    if balance != "norm":
+        assert torch.equal(mine["codes"], theirs["codes"])
+    for name, value in mine["state"].items():
+        assert torch.isfinite(value).all()
+        torch.testing.assert_close(value, theirs["state"][name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("balance", ["mean", "pair"])
+@pytest.mark.parametrize("name", MODELS)
+def test_projected_orders_are_those_of_projected_gradients(name, balance):
+    options = {"fidelity": "projected", "projection_size": 60}
+    recorded = trained(name, balance, "recorded", **options)
+    assert_same_training(
+        recorded, trained(name, balance, "projected by hand", **options)
+    )
+    assert recorded[0] != trained(name, balance, "formed")[0]
+
+
+def sampler(model: nn.Module, **options) -> GraBSampler:
+    return GraBSampler(range(N), dict(model.named_parameters()), **options)
+
+
+def test_what_is_balanced_has_the_size_of_the_projection():
+    model = mlp()
+    grab = sampler(model, fidelity="projected", projection_size=30)
+    assert grab.projection.size <= 30
+    state = grab.state_dict()
+    assert state["num_columns"] == grab.projection.size
+    other = sampler(model, fidelity="projected", projection_size=30, seed=1)
+    for wrong in (other, sampler(model)):
+        with pytest.raises(ValueError, match="the state of another sampler"):
+            wrong.load_state_dict(state)
+    sampler(model, fidelity="projected", projection_size=30).load_state_dict(state)
+    assert sampler(model).projection is None
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "fidelity"),
+    [
+        (2**20, {}, "exact"),
+        (2**20 + 1, {}, "projected"),
+        (2**20 + 1, {"fidelity": "exact"}, "exact"),
+        (2**20 + 1, {"random_projection": "kron", "pi_eps": 0.9}, "exact"),
+        (2**20 + 1, {"balance_type": "rr"}, "exact"),
+        (8, {"fidelity": "projected"}, "projected"),
+    ],
+)
+def test_the_size_of_the_model_chooses_the_fidelity(size, options, fidelity):
+    grab = GraBSampler(range(N), {"weight": torch.zeros(size)}, **options)
+    assert grab.fidelity == fidelity
+    same = GraBSampler(range(N), {"weight": torch.zeros(size)}, **options)
+    same.load_state_dict(grab.state_dict())
+    list(grab)
+    if grab.projection is not None and size > 8:
+        with pytest.raises(ValueError, match="pass fidelity='exact' to give gradients"):
+            grab.step({"weight": torch.zeros(2, size)})
+        other = GraBSampler(range(N), {"weight": torch.zeros(size)}, fidelity="exact")
+        with pytest.raises(ValueError, match="the state of another sampler"):
+            other.load_state_dict(grab.state_dict())
+
+
+def test_mistakes_are_named():
+    model = mlp()
+    with pytest.raises(ValueError, match="fidelity must be one of 'exact', 'proj"):
+        sampler(model, fidelity="rough")
+    grab = sampler(model)
+    list(grab)
+    losses = model(torch.randn(BATCH, 6)).sum(1)
+    with pytest.raises(RuntimeError, match=r"backward\(\) without record\(\)"):
+        grab.backward(losses)
+    with grab.record(model):
+        losses = model(torch.randn(BATCH, 6)).sum(1)
+    grab.backward(losses)
+    with pytest.raises(RuntimeError, match="once for every backward"):
+        grab.backward(losses)
+    with pytest.raises(ValueError, match=r"0\.weight, 2\.bias, 2\.weight are not"):
+        grab.record(copy.deepcopy(model[0]))
+
+
+@pytest.mark.parametrize("options", [{}, {"fidelity": "group", "group_size": BATCH}])
+def test_an_order_that_needs_no_gradients_forms_none(options):
+    """So any model will do: this one's samples have no gradients of their own."""
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    other = copy.deepcopy(model)
+    x, y = torch.randn(BATCH, 6), torch.randint(0, 3, (BATCH,))
+    grab = sampler(model, balance_type="rr", **options)
+    list(grab)
+    with grab.record(model):
+        losses = losses_of(model, x, y)
+    grab.backward(losses, indices=grab.order[:BATCH])
+    losses_of(other, x, y).mean().backward()
+    for mine, theirs in zip(model.parameters(), other.parameters()):
+        assert torch.equal(mine.grad, theirs.grad)
+    assert grab.num_seen == BATCH
+    losses = losses_of(model, x, y)
+    with pytest.raises(ValueError, match="indices are"):
+        grab.backward(losses, indices=grab.order[:BATCH])
+    with pytest.raises(ValueError, match="reduction must be one of 'mean', 'sum'"):
+        grab.backward(losses_of(model, x, y), reduction="max")
+    if not options:
+        with pytest.raises(ValueError, match="give one number per sample"):
+            grab.backward(losses_of(model, x, y).mean())
+
+
+TRACE = [8, 16, 4, 12, 8]
+
+
+def elastic(rank: int, fidelity: str) -> tuple[list, list, list]:
+    """Returns the orders, weights, and counts of every epoch of an elastic run.
+
+    ``"factored"`` is exact and keeps factors wherever it can: on one replica.
+    """
+    if fidelity == "factored":
+        limits = {"LEAST_SPARED": 0, "LEAST_COMPRESSION": 0}
+        with mock.patch.multiple(capturing, **limits):
+            return elastic(rank, "exact")
+    replica = xla_replica.current()
+    with replica.seeded(0):
+        model = mlp()
+    model = model.double().to(replica.device)
+    x, y = samples("mlp")
+    grab = GraBSampler(
+        range(N), dict(model.named_parameters()), dtype=torch.float64,
+        fidelity=fidelity, projection_size=40,
+    )  # fmt: skip
+    dealt = vbs.CustomSampler(
+        range(N), TRACE, minibatch_size=BATCH, on_end="cycle", order=grab, verbose=False
+    )
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = vbs.LinearRuleOptimizer(inner, dealt, ref_batchsize=8)
+    optimizer.attach(grab.after_update)
+    orders, counts = counted_orders(EPOCHS, grab, optimizer, model, (x, y), losses_of)
+    return orders, replica.fetch([p.detach() for p in model.parameters()]), counts
+
+
+@pytest.mark.parametrize("fidelity", ["exact", "factored", "projected"])
+@pytest.mark.parametrize(
+    "backend",
+    [row("cpu", 3), row("xla", 1), row("xla", 2, slow=True), row("xla", 8, slow=True)],
+)
+def test_under_a_trace_replicas_order_as_one_does(backend, fidelity):
+    if fidelity == "factored" and backend.num_replicas > 1:
+        pytest.skip("several replicas exchange columns, which are formed")
+    orders, weights, _ = elastic(0, fidelity)
+    assert len({tuple(order) for order in orders}) == EPOCHS
+    for theirs, values, counts in backend.run(elastic, fidelity):
+        assert theirs == orders
+        for value, expected in zip(values, weights):
+            torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12)
+        if backend.device == "xla":
+            # The epoch's signs are one transfer of each replica.
+            assert counts[1:] == [(0, backend.num_replicas)] * (EPOCHS - 1)

@@ -1,0 +1,249 @@
+"""Recording beside clipping, hooks, masks, autocast, DDP, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.xla_replica.replicas import Backend
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import per_sample_grad as psg
+import variable_batch_size as vbs
+import xla_replica
+from grab_xla import GraBSampler
+from rigl_xla import RigLScheduler
+
+N, BATCH, EPOCHS = 24, 8, 4
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)
+    return nn.Sequential(*layers).to(dtype)
+
+
+def samples(dtype: torch.dtype = torch.float64) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(N, 6, generator=generator, dtype=dtype)
+    return TensorDataset(inputs, torch.randint(0, 3, (N,), generator=generator))
+
+
+def losses_of(
+    model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    return F.cross_entropy(model(inputs), targets, reduction="none")
+
+
+class Loop:
+    """A training loop with something that looks at ``.grad`` or changes it."""
+
+    def __init__(self, beside: str) -> None:
+        dtype = torch.float32 if beside == "autocast" else torch.float64
+        self.beside = beside
+        self.model = network(dtype)
+        self.x, self.y = samples(dtype).tensors
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
+        self.seen: list[float] = []
+        if beside == "hooks":
+            for parameter in self.model.parameters():
+                parameter.register_post_accumulate_grad_hook(self._halve)
+        self.may_step = lambda: True
+        if beside == "masks":
+            self.may_step = RigLScheduler(
+                self.model, self.optimizer, dense_allocation=0.3, T_end=12, delta=3,
+                ignore_linear_layers=False, dense_first=False,
+            )  # fmt: skip
+        self.context = contextlib.nullcontext
+        if beside == "autocast":
+            self.context = lambda: torch.autocast("cpu", torch.bfloat16)
+
+    def _halve(self, parameter: torch.Tensor) -> None:
+        self.seen.append(float(parameter.grad.sum()))
+        parameter.grad *= 0.5
+
+    def losses(self, model: nn.Module, x: torch.Tensor, y: torch.Tensor):
+        with self.context():
+            return losses_of(model, x, y)
+
+    def batch(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[rows], self.y[rows]
+
+    def update(self) -> None:
+        if self.beside == "clipping":
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+            self.seen.append(float(norm))
+        if self.may_step():
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+BESIDE = ("clipping", "hooks", "masks", "autocast")
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_others_see_the_gradients_of_an_ordinary_pass(beside):
+    """Orders are those of gradients that were formed; weights are equal to the bit."""
+    recorded, plain = Loop(beside), Loop(beside)
+    samplers = [
+        GraBSampler(range(N), dict(each.model.named_parameters()), dtype=torch.float64)
+        for each in (recorded, plain)
+    ]
+    orders = []
+    for _ in range(EPOCHS):
+        order = list(samplers[0])
+        orders.append(order)
+        assert list(samplers[1]) == order
+        for rows in torch.tensor(order).split(BATCH):
+            with samplers[0].record(recorded.model):
+                losses = recorded.losses(
+                    recorded.model, recorded.x[rows], plain.y[rows]
+                )
+            samplers[0].backward(losses)
+            recorded.update()
+            batch = plain.batch(rows)
+            # The hooks are those of `.grad`, which is not formed here.
+            grads = psg.per_sample_grads(plain.model, plain.losses, batch)
+            samplers[1].step(grads)
+            plain.losses(plain.model, *batch).mean().backward()
+            plain.update()
+    assert len(set(map(tuple, orders))) == EPOCHS
+    assert recorded.seen == plain.seen
+    for one, other in zip(recorded.model.parameters(), plain.model.parameters()):
+        assert torch.equal(one, other)
+    if beside == "masks":
+        assert 0.2 < float((recorded.model[0].weight == 0).double().mean()) < 0.9
+
+
+def trained(
+    called: nn.Module, recorded: nn.Module, named: nn.Module, passes: int, **options
+) -> tuple[list, list]:
+    """Returns orders and weights of training with some backward passes per update."""
+    dataset = samples()
+    grab = GraBSampler(
+        dataset, dict(named.named_parameters()), dtype=torch.float64, **options
+    )
+    parameters = list(called.parameters())
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    num_samples = BATCH // (passes * xla_replica.current().num_replicas)
+    orders = []
+    for _ in range(EPOCHS):
+        for number, batch in enumerate(DataLoader(dataset, num_samples, sampler=grab)):
+            with grab.record(recorded):
+                losses = losses_of(called, *batch)
+            grab.backward(losses)
+            if (number + 1) % passes == 0:
+                for parameter in parameters:
+                    parameter.grad /= passes
+                optimizer.step()
+                optimizer.zero_grad()
+        orders.append(grab.order.tolist())
+    return orders, [p.detach().clone() for p in parameters]
+
+
+GROUPS = {"fidelity": "group", "group_size": BATCH // 2}
+
+
+def under_ddp(rank: int) -> list[tuple[list, list]]:
+    del rank
+    model = network()
+    wrapper = DistributedDataParallel(model)
+    for recorded, named in ((model, wrapper), (wrapper, model)):
+        with pytest.raises(ValueError, match="names and the model from one of the two"):
+            trained(wrapper, recorded, named, 1)
+    found = []
+    for options in ({}, GROUPS):
+        for wrapped in (False, True):
+            model = network()
+            wrapper = DistributedDataParallel(model)
+            named = wrapper if wrapped else model
+            found.append(trained(wrapper, named, named, 1, **options))
+    return found
+
+
+def test_ddp_orders_and_trains_as_one_process_does():
+    """The names are those of the model, or of the wrapper, but not of both."""
+    alone = []
+    for passes, options in ((1, {}), (2, GROUPS)):
+        model = network()
+        alone += [trained(model, model, model, passes, **options)] * 2
+        assert len(set(map(tuple, alone[-1][0]))) > 2  # there are only six groups
+    for outcomes in Backend("cpu", 2).run(under_ddp):
+        for (orders, values), expected in zip(outcomes, alone, strict=True):
+            assert orders == expected[0]
+            for value, wanted in zip(values, expected[1]):
+                torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-12)
+
+
+def sharded(rank: int) -> list[str]:
+    del rank
+    model = network()
+    torch.distributed.fsdp.fully_shard(
+        model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    )
+    parameters, said = dict(model.named_parameters()), []
+    for makes in (
+        lambda: GraBSampler(range(N), parameters),
+        lambda: psg.capture(model),
+        lambda: psg.per_sample_grad_norms(model, losses_of, samples()[:4]),
+    ):
+        with pytest.raises(TypeError) as caught:
+            makes()
+        said.append(str(caught.value))
+    list(GraBSampler(range(N), parameters, "rr"))
+    return said
+
+
+def test_sharded_models_are_refused_at_construction():
+    for sampler, *captures in Backend("cpu", 2).run(sharded):
+        says = "are DTensors, sharded as by FSDP2's fully_shard"
+        assert sampler.startswith("GraBSampler: '0.weight', '0.bias', '2.weight' and 1")
+        assert says in sampler
+        assert "order such as 'rr'" in sampler
+        for message in captures:
+            assert says in message
+            assert "leave these out (params=)" in message
+
+
+def clipped(rank: int, records: bool) -> tuple[list, list[float]]:
+    """Trains an elastic run with clipping and a noise meter, in recorded orders."""
+    del rank
+    replica = xla_replica.current()
+    model = network().to(replica.device)
+    x, y = samples().tensors
+    orders = iter(clipped(0, True)[0]) if not records else None
+    grab = GraBSampler(range(N), dict(model.named_parameters()), dtype=torch.float64)
+    order = grab if records else (lambda epoch, found=list(orders or ()): found[epoch])
+    dealt = vbs.CustomSampler(
+        range(N), [8, 16, 4, 12, 8], minibatch_size=4, on_end="cycle", order=order,
+        verbose=False,
+    )  # fmt: skip
+    optimizer = vbs.ElasticOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), dealt, "root", 8,
+        max_grad_norm=0.2, noise=True,
+    )  # fmt: skip
+    if records:
+        optimizer.attach(grab.after_update)
+    found = []
+    for epoch in range(EPOCHS):
+        dealt.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        for rows in dealt:
+            if records:
+                with grab.record(model):
+                    losses = losses_of(model, x[rows], y[rows])
+                grab.backward(losses)
+            else:
+                losses_of(model, x[rows], y[rows]).mean().backward()
+            optimizer.step()
+        found.append(grab.order.tolist())
+    values = [float(p.detach().sum()) for p in model.parameters()]
+    return found, [*values, *optimizer.noise.measure()]
+
+
+def test_the_elastic_wrapper_clips_and_measures_as_without_recording():
+    assert clipped(0, True)[1] == clipped(0, False)[1]

@@ -1,0 +1,135 @@
+"""One backward pass gives ``.grad`` and the factors of every sample's gradient."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from support.per_sample_grad.gradient_oracle import error, flat, fold, oracle
+from support.per_sample_grad.layer_cases import CASES
+from torch import nn
+
+import per_sample_grad as psg
+import xla_replica
+
+
+@pytest.mark.parametrize("accumulate", ["mean", "sum"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even")
+def test_grad_is_that_of_an_ordinary_pass_to_the_bit(case, accumulate):
+    model, inputs = case.make(torch.float64)
+    plain = copy.deepcopy(model)
+    reduce = torch.mean if accumulate == "mean" else torch.sum
+    for _ in range(2):  # the second pass adds to the first
+        reduce(case.loss(plain, *inputs)).backward()
+        with psg.capture(model, **case.options) as recorded:
+            losses = case.loss(model, *inputs)
+        factors = recorded.backward(losses, accumulate=accumulate)
+    for one, other in zip(model.parameters(), plain.parameters()):
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or torch.equal(one.grad, other.grad)
+    truth = oracle(case, model, inputs)
+    assert error(flat(factors.materialize()), flat(truth)) <= 1e-10
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+@pytest.mark.parametrize("fallback", ["error", "batched", "loop"])
+def test_streams_and_fallbacks_accumulate_once(fallback):
+    model, x = network(), torch.randn(4, 5)
+    fold(model, x).mean().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    for answers in range(2):
+        model.zero_grad()
+        with psg.capture(model, fallback=fallback, check="always") as recorded:
+            losses = fold(model, x)
+        recorded.stream(losses, lambda f: f.norms(squared=True), accumulate="mean")
+        for parameter, gradient in zip(model.parameters(), expected):
+            assert torch.equal(parameter.grad, gradient), answers
+
+
+def test_a_frozen_parameter_stays_without_a_gradient():
+    model, x = network(), torch.randn(4, 5)
+    model[0].weight.requires_grad_(False)
+    with psg.capture(model, ["2.weight"]) as recorded:
+        losses = fold(model, x)
+    factors = recorded.backward(losses, accumulate="mean")
+    assert model[0].weight.grad is None
+    assert model[0].bias.grad is not None  # it is trained, although not captured
+    assert list(factors.shapes) == ["2.weight"]
+
+
+def test_hooks_of_the_ordinary_pass_run():
+    model, x, ran = network(), torch.randn(4, 5), []
+    hook = xla_replica.AccumulationHook(lambda gradient: gradient * 0)
+    model[0].weight.register_hook(hook)
+    model[2].bias.register_post_accumulate_grad_hook(lambda p: ran.append(p.shape))
+    with psg.capture(model) as recorded:
+        losses = fold(model, x)
+    norms = recorded.backward(losses, accumulate="mean").norms_by_parameter()
+    assert (model[0].weight.grad == 0).all()
+    assert (norms["0.weight"] > 0).all()
+    assert ran == [(3,)]
+
+
+def test_a_scale_multiplies_what_is_accumulated():
+    model, x = network(), torch.randn(4, 5)
+    norms = psg.per_sample_grad_norms(model, fold, (x,))
+    fold(model, x).mean().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with psg.capture(model, scale=2.0**6) as recorded:
+        losses = fold(model, x)
+    factors = recorded.backward(losses, accumulate="mean")
+    torch.testing.assert_close(factors.norms(), norms)
+    for parameter, gradient in zip(model.parameters(), expected):
+        assert torch.equal(parameter.grad, gradient * 2.0**6)
+
+
+def test_every_answer_is_that_of_the_samples_own_losses():
+    """The pass is of the mean loss, times a scale, and its gradients are smaller."""
+    model = nn.Sequential(
+        nn.Conv1d(2, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)
+    ).double()
+    x, found = torch.randn(6, 2, 5, dtype=torch.float64), []
+    vectors = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    for options, accumulate in (({}, None), ({"scale": 8.0}, "mean")):
+        with psg.capture(model, **options) as recorded:
+            losses = fold(model, x)
+        factors = recorded.backward(losses, accumulate=accumulate)
+        totals = {name: torch.ones(2, *p.shape).double() for name, p in vectors.items()}
+        weights = torch.arange(12.0).double().view(2, 6)
+        factors.add_weighted_sum_(totals, weights)
+        found.append(
+            {
+                "norms": factors.norms(),
+                "squares": factors.norms(squared=True),
+                "gram": factors.gram(),
+                "dot": factors.dot(vectors),
+                "sketch": factors.sketch(16),
+                **{f"norms {n}": v for n, v in factors.norms_by_parameter().items()},
+                **{f"sum {n}": v for n, v in factors.weighted_sum(weights).items()},
+                **{f"total {n}": v for n, v in totals.items()},
+                **{
+                    f"projection {n}": v
+                    for n, v in factors.project(psg.Projection(vectors, 20)).items()
+                },
+                **{f"gradients {n}": v for n, v in factors.materialize().items()},
+            }
+        )
+        (bias,) = factors.contributions("3.bias")
+        found[-1]["contributions"] = bias.values
+        found[-1]["cross gram"] = psg.cross_gram(factors, factors)
+    torch.testing.assert_close(found[0], found[1])
+    crossed = psg.cross_gram(psg.per_sample_factors(model, fold, (x,)), factors)
+    torch.testing.assert_close(crossed, found[0]["gram"])
+
+
+def test_an_unknown_reduction_is_refused():
+    with psg.capture(nn.Linear(2, 1)) as recorded:
+        losses = fold(recorded.model, torch.ones(1, 2))
+    with pytest.raises(ValueError, match="accumulate must be one of 'mean', 'sum'"):
+        recorded.backward(losses, accumulate="max")

@@ -1,0 +1,286 @@
+"""What no rule accounts for is an error that says why, or exact by a fallback."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.per_sample_grad.agreement import agree
+from support.per_sample_grad.gradient_oracle import (
+    Case,
+    error,
+    flat,
+    fold,
+    oracle,
+    rules_kept,
+)
+from support.per_sample_grad.layer_cases import Apply
+from support.per_sample_grad.refused_models import (
+    BY_OPERATIONS,
+    NO_GRU,
+    UNSEEN,
+    Cube,
+    Doubling,
+    Positions,
+)
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import per_sample_grad as psg
+from per_sample_grad.engine import comparison
+from per_sample_grad.layers import registry
+
+BY_NAME = {case.name: case for case in (*BY_OPERATIONS, *UNSEEN)}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=NO_GRU if case.name == "gru" else ())
+        for case in UNSEEN
+    ],
+)
+def test_what_no_rule_accounts_for_is_an_error(case):
+    model, inputs = case.make(torch.float64)
+    with psg.capture(model) as recorded:
+        losses = case.loss(model, *inputs)
+    expected = psg.CouplingError if "square" in case.name else psg.CoverageError
+    with pytest.raises(expected):
+        recorded.backward(losses)
+
+
+@pytest.mark.parametrize("fallback", ["loop", "batched"])
+@pytest.mark.parametrize(
+    "case",
+    [c for c in UNSEEN if c.name not in ("lstm", "gru")],
+    ids=lambda case: case.name,
+)
+def test_and_exact_by_a_fallback(case, fallback):
+    model, inputs = case.make(torch.float64)
+    truth = oracle(case, model, inputs)
+    with psg.capture(model, fallback=fallback) as recorded:
+        losses = case.loss(model, *inputs)
+    factors = recorded.backward(losses)
+    for name, values in factors.materialize().items():
+        assert error(values, truth[name]) <= 1e-10
+    grads = flat(truth)
+    assert error(factors.gram(), grads @ grads.T) <= 1e-10
+    assert error(factors.norms(), grads.norm(dim=1)) <= 1e-10
+
+
+@pytest.mark.parametrize("rows", [3, 6])
+def test_a_wrong_rule_is_replaced_by_the_fallback_and_remembered(rows, monkeypatch):
+    """As many positions as samples, or a multiple, look like rows of samples."""
+    model, inputs = BY_NAME["positions-square"].make(torch.float64)
+    model.embed, inputs = nn.Embedding(rows, 3).double(), (torch.randn(3, rows, 3),)
+    inputs = (inputs[0].double(),)
+    truth = oracle(Case("", Positions, ()), model, inputs)
+    for repeated in (False, True):
+        if repeated:  # the second time nothing is compared
+            monkeypatch.setattr(comparison.Comparer, "expect", None)
+        with psg.capture(model, fallback="loop") as recorded:
+            losses = fold(model, *inputs)
+        for name, values in recorded.backward(losses).materialize().items():
+            assert error(values, truth[name]) <= 1e-10
+    monkeypatch.undo()
+    with psg.capture(model) as recorded:
+        losses = fold(model, *inputs)
+    with pytest.raises(psg.CouplingError, match=r"embed\.weight: off by"):
+        recorded.backward(losses)
+    report = psg.coverage(model, fold, inputs)
+    assert not report.parameters["embed.weight"].correct
+
+
+def test_a_fallback_in_a_stream():
+    case = BY_NAME["cube"]
+    model, inputs = case.make(torch.float64)
+    truth = oracle(case, model, inputs)
+    norms = psg.per_sample_grad_norms(model, fold, inputs, fallback="loop")
+    assert error(norms, flat(truth).norm(dim=1)) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("lstm", "no rule is registered for LSTM"),
+        pytest.param("gru", "no rule is registered for GRU", marks=NO_GRU),
+        ("cube", "no rule is registered for Cube; PowBackward1 mixes it with samples"),
+    ],
+)
+def test_errors_say_why_there_is_no_rule(name, reason):
+    model, inputs = BY_NAME[name].make(torch.float32)
+    with psg.capture(model) as recorded:
+        losses = fold(model, *inputs)
+    with pytest.raises(psg.CoverageError, match=reason):
+        recorded.backward(losses)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("patched-forward", "the forward method of this Linear was replaced"),
+        ("pruned", "the weight of this Linear is not a parameter, but a tensor"),
+        ("weight-norm", "no rule is registered for"),
+        ("subclass", "for Doubling, and as a Linear it may compute something else"),
+    ],
+)
+def test_modules_that_look_like_known_ones_have_no_rule(name, reason):
+    subclass = Case("subclass", lambda: nn.Sequential(Doubling(3, 2)), (3,))
+    model, _ = {**BY_NAME, "subclass": subclass}[name].make(torch.float32)
+    assert reason in registry.why_no_rule(model[0])
+
+
+@pytest.mark.parametrize("name", ["lstm", pytest.param("gru", marks=NO_GRU)])
+def test_a_recurrent_network_by_a_loop(name):
+    case = BY_NAME[name]
+    model, inputs = case.make(torch.float64)
+    truth = oracle(case, model, inputs)
+    norms = psg.per_sample_grad_norms(model, fold, inputs, fallback="loop")
+    assert error(norms, flat(truth).norm(dim=1)) <= 1e-10
+
+
+class Scale(nn.Module):
+    """A module whose parameter is a single number without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.factor * x
+
+
+@pytest.mark.parametrize("way", ["rule", "loop", "batched"])
+@rules_kept()
+def test_a_parameter_without_dimensions(way):
+    if way == "rule":
+
+        @psg.register_rule(Scale)
+        def scale(call: psg.Call, grad: torch.Tensor) -> dict[str, psg.Dense]:
+            return {"factor": psg.Dense((grad * call.input).flatten(1).sum(1))}
+
+    case = Case("", lambda: nn.Sequential(nn.Linear(3, 4), Scale()), (5, 3))
+    model, inputs = case.make(torch.float64)
+    truth = oracle(case, model, inputs)
+    options = {} if way == "rule" else {"fallback": way}
+    agree(psg.per_sample_factors(model, fold, inputs, **options), truth, 1e-10)
+
+
+class VisionTransformer(nn.Module):
+    """A class token, places and a slope are parameters; no rule knows the slope."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(2, 8, 2, 2)
+        self.token = nn.Parameter(torch.randn(1, 1, 8))
+        self.places = nn.Parameter(torch.randn(1, 5, 8))
+        self.slope = nn.Parameter(torch.ones(8))
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.places
+        x = (1 + x.square()) ** self.slope
+        return self.head(self.block(x)[:, 0])
+
+
+VISION = Case("vision-transformer", VisionTransformer, (2, 4, 4))
+
+
+def flops_of(run, *args, **kwargs) -> int:
+    with FlopCounterMode(display=False) as counter:
+        run(*args, **kwargs)
+    return counter.get_total_flops()
+
+
+def test_a_batched_fallback_costs_in_proportion_to_the_batch():
+    counts = []
+    for batch in (4, 16):
+        model, inputs = VISION.make(torch.float32, batch)
+        call = (psg.per_sample_grad_norms, model, fold, inputs)
+        psg.per_sample_grad_norms(model, fold, inputs, fallback="batched")
+        training = flops_of(lambda m, x: fold(m, x).sum().backward(), model, *inputs)
+        counts.append(flops_of(*call, fallback="batched"))
+        assert counts[-1] < 3 * training
+    assert counts[1] <= 4.01 * counts[0]
+
+
+def test_modules_that_run_once_more_are_as_small_as_they_can_be():
+    """Only the small one runs again, and not the model around it."""
+    model = nn.Sequential(nn.Linear(3, 64), nn.Linear(64, 3), Cube(), nn.Linear(4, 64))
+    x, runs = torch.randn(5, 3), []
+    for module in model:
+        module.register_forward_hook(lambda module, *_: runs.append(type(module)))
+    for repeated in (False, True):
+        runs.clear()
+        psg.per_sample_grad_norms(model, fold, (x,), fallback="batched")
+        assert runs == [nn.Linear, nn.Linear, Cube, nn.Linear, Cube], repeated
+
+
+def twice(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return m.b(m.a(m.a(x[:, :3])[:, :3])) + x.square().mean(1, True) ** m.c.exponent
+
+
+ENCLOSED = [
+    VISION,
+    Case("called-twice", lambda: Apply(twice, a=Cube(), b=nn.Linear(4, 4), c=Cube()),
+         (3,)),
+    Case("time-first", lambda: Apply(
+        lambda m, x: m.a(x.transpose(0, 1)).transpose(0, 1), a=Cube()), (5, 3),
+        {"batch_dim": 1}),
+    Case("folded", lambda: Apply(
+        lambda m, x: m.a(x.flatten(0, 1)).unflatten(0, (len(x), -1)), a=Cube()),
+        (4, 3)),
+    Case("mask-beside", lambda: Apply(
+        lambda m, x: m.a(x, torch.ones(6, 6).triu().to(x)),
+        a=Apply(lambda m, x, mask: m.b(mask @ x), b=Cube())), (6, 3)),
+    Case("several-outputs", lambda: Apply(
+        lambda m, x: sum(m.a(x).values()),
+        a=Apply(lambda m, x: {"y": m.b(x), "z": m.b(2 * x)}, b=Cube())), (3,)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [1, 3, 6])
+@pytest.mark.parametrize("case", ENCLOSED, ids=lambda case: case.name)
+def test_modules_are_run_once_more_whatever_they_take_and_return(case, batch):
+    model, inputs = case.make(torch.float64, batch)
+    truth = oracle(case, model, inputs)
+    options = {"fallback": "batched", **case.options}
+    for _ in range(2):
+        agree(psg.per_sample_factors(model, fold, inputs, **options), truth, 1e-10)
+
+
+def test_modules_are_run_once_more_under_the_autocast_of_their_calls():
+    model, inputs = VISION.make(torch.float32)
+    truth = flat(oracle(VISION, model, inputs))
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+    with psg.capture(model, fallback="batched") as recorded, autocast:
+        losses = fold(model, *inputs)
+    assert error(recorded.backward(losses).norms(), truth.norm(dim=1)) <= 2e-2
+
+
+def test_what_cannot_be_run_once_more_is_told_and_still_exact():
+    """Another dropout mask would be another model."""
+    torch.manual_seed(0)
+    model, x = VisionTransformer(dropout=0.5), torch.randn(4, 2, 4, 4)
+    found = {}
+    for fallback in ("loop", "batched"):
+        torch.manual_seed(1)
+        with psg.capture(model, ["slope"], fallback=fallback) as recorded:
+            losses = fold(model, x)
+        if fallback == "batched":
+            with pytest.warns(UserWarning, match="grows with the square of the batch"):
+                found[fallback] = recorded.backward(losses).norms()
+        else:
+            found[fallback] = recorded.backward(losses).norms()
+    torch.testing.assert_close(found["batched"], found["loop"])
+
+
+def test_errors_recommend_what_is_cheapest_first():
+    case = BY_NAME["cube"]
+    model, inputs = case.make(torch.float32)
+    with pytest.raises(psg.CoverageError) as caught:
+        psg.per_sample_grad_norms(model, fold, inputs)
+    text = str(caught.value)
+    order = ["register_rule", 'fallback="batched"', 'fallback="loop"']
+    assert [text.index(way) for way in order] == sorted(map(text.index, order))

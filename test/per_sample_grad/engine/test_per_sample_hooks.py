@@ -1,0 +1,188 @@
+"""Captures are exact or an error beside hooks, checkpoints, compilers and tracers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.per_sample_grad.gradient_oracle import Case, error, fold, oracle
+from support.per_sample_grad.layer_cases import Apply
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import per_sample_grad as psg
+from per_sample_grad.engine import graph
+
+
+def test_gradient_hooks_on_parameters_are_refused():
+    """They change the summed gradient; what that means for a sample is unknown."""
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    with psg.capture(model) as recorded:
+        losses = model(x).square().sum(1)
+        handle = model.weight.register_hook(lambda grad: 2 * grad)
+    with pytest.raises(psg.PerSampleError, match="weight have gradient hooks"):
+        recorded.backward(losses)
+    with pytest.raises(psg.PerSampleError, match="weight have gradient hooks"):
+        psg.capture(model)
+    psg.capture(model, ["bias"])
+    handle.remove()
+    # Hooks that see `.grad` do not run, because it does not change.
+    ran = []
+    model.weight.register_post_accumulate_grad_hook(ran.append)
+    with psg.capture(model) as recorded:
+        losses = model(x).square().sum(1)
+    recorded.backward(losses)
+    assert not ran
+
+
+def test_reentrant_checkpoints_hide_parameters():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
+    with psg.capture(model) as recorded:
+        hidden = model[0](torch.randn(3, 3))
+        losses = checkpoint(model[1], hidden, use_reentrant=True).sum(1)
+    with pytest.raises(psg.CoverageError, match="use_reentrant=False"):
+        recorded.backward(losses)
+
+
+def test_checkpoints_that_are_not_reentrant_are_exact():
+    case = Case(
+        "checkpointed",
+        lambda: Apply(
+            lambda m, x: checkpoint(m.b, torch.tanh(m.a(x)), use_reentrant=False),
+            a=nn.Linear(3, 4),
+            b=nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)),
+        ),
+        (3,),
+    )
+    model, inputs = case.make(torch.float64)
+    truth = oracle(case, model, inputs)
+    with psg.capture(model) as recorded:
+        losses = case.loss(model, *inputs)
+    found = recorded.backward(losses).materialize()
+    assert all(error(found[name], truth[name]) <= 1e-10 for name in truth)
+
+
+@pytest.fixture
+def compiled_nothing():
+    """Forgets what is compiled, before and after."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def in_place(model: nn.Module) -> nn.Module:
+    # torch does not compile its own modules in this way.
+    model = Apply(lambda m, x: m.inner(x), inner=model)
+    model.compile(backend="aot_eager")
+    return model
+
+
+COMPILED = {
+    "wrapper": lambda model: torch.compile(model, backend="aot_eager"),
+    "in place": in_place,
+    "parts": lambda model: nn.Sequential(
+        torch.compile(model[:2], backend="aot_eager"), in_place(model[2])
+    ),
+}
+
+
+from_dynamo = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+
+@from_dynamo
+@pytest.mark.parametrize("kind", COMPILED)
+@pytest.mark.parametrize("called_before", [False, True])
+def test_compiled_models_run_as_written_in_captures(
+    kind, called_before, compiled_nothing
+):
+    """What was compiled before calls no hooks; and it is compiled again afterwards."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    inputs = (torch.randn(5, 3),)
+    truth = psg.per_sample_grad_norms(model, fold, inputs)
+    compiled = COMPILED[kind](model)
+    if called_before:
+        compiled(*inputs)
+    for _ in range(2):
+        found = psg.per_sample_grad_norms(compiled, fold, inputs)
+        torch.testing.assert_close(found, truth)
+    output = compiled(*inputs)
+    assert "CompiledFunctionBackward" in graph.inventory(output).names
+
+
+@from_dynamo
+@pytest.mark.parametrize("called_before", [False, True])
+def test_compiled_functions_are_exact_or_an_error(called_before, compiled_nothing):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x = torch.randn(5, 3)
+    truth = psg.per_sample_grad_norms(model, fold, (x,))
+    function = torch.compile(lambda x: fold(model, x), backend="aot_eager")
+    if called_before:
+        function(x)
+    for _ in range(2):
+        with psg.capture(model) as recorded:
+            losses = function(x)
+        if called_before:
+            with pytest.raises(psg.CoverageError, match="not a compiled function"):
+                recorded.backward(losses)
+        else:
+            torch.testing.assert_close(recorded.backward(losses).norms(), truth)
+    calls = len(recorded._recorder.calls)
+    function(x)
+    assert len(recorded._recorder.calls) == calls
+
+
+class Traced(torch.Tensor):
+    """A subclass of tensors such as tracers pass to modules."""
+
+
+def test_what_is_traced_is_refused_and_what_is_transformed_is_right():
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    with (
+        pytest.raises(psg.CoverageError, match="a Traced: hooks cannot record"),
+        psg.capture(model),
+    ):
+        model(x.as_subclass(Traced))
+    with psg.capture(model) as recorded:
+        losses = torch.func.vmap(model)(x).sum(1)
+    truth = psg.per_sample_grad_norms(model, lambda m, x: m(x).sum(1), (x,))
+    torch.testing.assert_close(recorded.backward(losses).norms(), truth)
+
+
+def test_hooks_leave_no_trace():
+    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.ReLU(inplace=True), nn.Linear(3, 2))
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    keys = list(model.state_dict())
+    model[2].weight.grad = torch.ones_like(model[2].weight)
+    with psg.capture(model) as recorded:
+        losses = fold(model, torch.randn(4, 2, 4))
+    recorded.backward(losses)
+    with pytest.raises(RuntimeError, match="weight"), psg.capture(model):
+        model(torch.randn(4, 9, 4))  # fails in the middle of the block
+    with psg.capture(model) as recorded:
+        losses = fold(model, torch.randn(4, 2, 4))
+    with pytest.raises(ZeroDivisionError):  # and in the middle of the backward pass
+        recorded.stream(losses, lambda factors: 1 / 0)
+    assert list(model.state_dict()) == keys
+    for name, module in model.named_modules():
+        assert set(vars(module)) == before[name]
+        for value in vars(module).values():
+            if isinstance(value, dict):
+                assert not any(
+                    callable(item) and not isinstance(item, nn.Module)
+                    for item in value.values()
+                )
+        assert not module._forward_hooks
+        assert not module._forward_hooks_with_kwargs
+    assert model[0].weight.grad is None
+    assert torch.equal(model[2].weight.grad, torch.ones_like(model[2].weight))
+    assert all(not param._backward_hooks for param in model.parameters())
+
+
+def test_other_hooks_change_outputs_after_ours():
+    case = Case("hooked", lambda: nn.Sequential(nn.Linear(3, 2)), (3,))
+    model, inputs = case.make(torch.float64)
+    model[0].register_forward_hook(lambda module, args, out: 3 * out)
+    truth = oracle(case, model, inputs)
+    with psg.capture(model) as recorded:
+        losses = case.loss(model, *inputs)
+    found = recorded.backward(losses).materialize()
+    assert all(error(found[name], truth[name]) <= 1e-10 for name in truth)

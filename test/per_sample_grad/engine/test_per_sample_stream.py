@@ -1,0 +1,299 @@
+"""Answers during the backward pass are the same and need the memory of training."""
+
+from __future__ import annotations
+
+import functools
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.per_sample_grad.gradient_oracle import (
+    Case,
+    error,
+    flat,
+    fold,
+    oracle,
+    rules_kept,
+)
+from support.per_sample_grad.layer_cases import CASES, Apply
+from torch import nn
+
+import per_sample_grad as psg
+from tools.benchmarks.bench_per_sample import peak_memory
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_answer_is_that_of_the_factors(case):
+    """One pass gives several answers."""
+    model, inputs = case.make(torch.float64)
+    vectors = {n: torch.cos(p.detach()) for n, p in model.named_parameters()}
+    weights = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+
+    def answers(factors: psg.Factors):
+        own = {name: vectors[name] for name in factors.shapes}
+        return (
+            [factors.norms(squared=True), factors.gram(), factors.sketch(7)],
+            factors.dot(own),
+            factors.weighted_sum(weights),
+            factors.materialize(),
+        )
+
+    found = []
+    for streamed in (True, False):
+        with psg.capture(model, **case.options) as recorded:
+            losses = case.loss(model, *inputs)
+        if streamed:
+            found.append(recorded.stream(losses, answers))
+        else:
+            factors = recorded.backward(losses)
+            vectors = {name: vectors[name] for name in factors.shapes}
+            found.append(answers(factors))
+    one, other = found
+    for a, b in zip([*one[0], one[1]], [*other[0], other[1]]):
+        torch.testing.assert_close(a, b)
+    for a, b in zip(one[2:], other[2:]):
+        assert a.keys() == b.keys()
+        for name in a:
+            torch.testing.assert_close(a[name], b[name])
+
+
+def deep_mlp() -> nn.Module:
+    return nn.Sequential(
+        *(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh()))
+    )
+
+
+def deep_cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(),
+        *(layer for _ in range(4) for layer in (
+            nn.Conv2d(16, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU())),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+    )  # fmt: skip
+
+
+DEEP = {
+    "tokens": (deep_mlp, (64, 128, 64)),
+    "images": (deep_cnn, (32, 3, 24, 24)),
+    "flat": (
+        lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))),
+        (64, 512),
+    ),
+}
+
+
+def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).flatten(1).square().sum(1)
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_norms_and_gram_need_the_memory_of_training(name):
+    build, shape = DEEP[name]
+    model, x = build(), torch.randn(shape)
+
+    def train() -> torch.Tensor:
+        losses = squares(model, x)
+        losses.sum().backward()
+        return losses.detach()
+
+    peak_memory(train)
+    model.zero_grad()
+    training = peak_memory(train)
+    model.zero_grad()
+    for answer in (psg.per_sample_grad_norms, psg.per_sample_gram):
+        answer(model, squares, (x,))  # compared with autograd
+        step = functools.partial(answer, model, squares, (x,))
+        assert peak_memory(step) <= 1.1 * training
+    kept = peak_memory(lambda: psg.per_sample_factors(model, squares, (x,)).norms())
+    if name == "tokens":  # streaming helps where factors are larger than activations
+        assert kept > 1.1 * training
+
+
+def test_gradients_are_made_when_the_activations_have_gone():
+    """The head's gradients, the largest, would be kept during the whole pass."""
+    model = nn.Sequential(deep_cnn(), nn.Linear(16, 512), nn.Linear(512, 100))
+    x = torch.randn(32, 3, 24, 24)
+
+    def train() -> None:
+        squares(model, x).sum().backward()
+
+    peak_memory(train)
+    model.zero_grad()
+    training = peak_memory(train)
+    model.zero_grad()
+    found = psg.per_sample_grads(model, squares, (x,))
+    answer = sum(grad.nbytes for grad in found.values())
+    assert answer > 0.4 * training
+    del found
+    step = functools.partial(psg.per_sample_grads, model, squares, (x,))
+    assert peak_memory(step) <= 1.1 * training
+
+
+@pytest.mark.parametrize("method", ["factored", "materialized"])
+@pytest.mark.parametrize("name", ["conv", "conv-fast", "linear", "embedding", "twice"])
+def test_a_plan_says_what_temporaries_take(name, method):
+    build, shape = {
+        "conv": (lambda: nn.Conv2d(3, 8, 5, padding=2), (16, 3, 8, 8)),
+        "conv-fast": (lambda: nn.Conv2d(16, 8, 3, padding=1), (16, 16, 8, 8)),
+        "linear": (lambda: nn.Linear(64, 96), (16, 48, 64)),
+        "embedding": (lambda: nn.Embedding(50, 64), (32, 48)),
+        "twice": (
+            lambda: Apply(lambda m, x: m.a(torch.tanh(m.a(x))), a=nn.Linear(64, 64)),
+            (16, 48, 64),
+        ),
+    }[name]
+    model = build()
+    x = torch.randint(0, 50, shape) if name == "embedding" else torch.randn(shape)
+    budget = 2**17
+    factors = psg.per_sample_factors(
+        model, squares, (x,), params=lambda n, _: n.endswith("weight"), method=method,
+        budget=budget,
+    )  # fmt: skip
+    (weight,) = factors.shapes
+    for quantity, answer in (("norms", factors.norms), ("gram", factors.gram)):
+        choice = factors.plan(quantity).choices[weight]
+        assert choice.form == method
+        assert choice.num_chunks > 1
+        assert choice.bytes <= budget
+        answer()
+        # Beside the budget: an answer, and a matrix product's copies of its operands.
+        assert peak_memory(answer) <= 1.5 * budget + 2**14
+
+
+@pytest.mark.parametrize("size", [64, 1024])
+def test_tables_of_a_sketch_are_temporaries_too(size):
+    model, x = nn.Linear(512, 512), torch.randn(4, 512)
+    factors = psg.per_sample_factors(model, squares, (x,), budget=2**18)
+    assert peak_memory(lambda: factors.sketch(size)) <= 1.5 * 2**18 + 16 * 4 * 4 * size
+
+
+def test_branches_that_do_not_meet_are_all_seen():
+    case = Case(
+        "branches",
+        lambda: Apply(
+            lambda m, x: m.c(torch.tanh(m.a(x))) * m.b(x.detach()) + m.d(x[:, :2]),
+            a=nn.Linear(3, 4), b=nn.Linear(3, 2), c=nn.Linear(4, 2), d=nn.Linear(2, 2),
+        ),
+        (3,),
+    )  # fmt: skip
+    model, inputs = case.make(torch.float64)
+    truth = oracle(case, model, inputs)
+    norms = psg.per_sample_grad_norms(model, fold, inputs)
+    assert error(norms, flat(truth).norm(dim=1)) <= 1e-10
+
+
+class Gate(nn.Module):
+    """A module whose second input takes no gradient, although it has a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * torch.sigmoid(y.detach())
+
+
+@rules_kept()
+def test_an_input_that_takes_no_gradient_hides_no_call():
+    """The graph says which calls are lowest, not the modules' inputs."""
+
+    @psg.register_rule(Gate)
+    def gate(call: psg.Call, grad: torch.Tensor):
+        x, y = call.args
+        left = grad * torch.sigmoid(y)
+        return {
+            "inner.weight": psg.Outer(left[:, None, None], x[:, None, None]),
+            "inner.bias": psg.Dense(left),
+        }
+
+    case = Case(
+        "gated",
+        lambda: Apply(lambda m, x: m.gate(x, m.below(x)), gate=Gate(),
+                      below=nn.Linear(3, 3)), (3,),
+    )  # fmt: skip
+    model, inputs = case.make(torch.float64)
+    truth = oracle(case, model, inputs)
+    norms = psg.per_sample_grad_norms(model, fold, inputs)
+    assert error(norms, flat(truth).norm(dim=1)) <= 1e-10
+
+
+def test_the_graph_keeps_no_hooks():
+    """Hooks are removed after an answer, also after one that fails."""
+    model, x = deep_mlp(), torch.randn(4, 64)
+    with psg.capture(model) as recorded:
+        losses = squares(model, x)
+    asked = []
+
+    def failing(factors: psg.Factors) -> torch.Tensor:
+        asked.append(factors)
+        if len(asked) == 3:
+            raise KeyError("no answer")
+        return factors.norms()
+
+    with pytest.raises(KeyError, match="no answer"):
+        recorded.stream(losses, failing, retain_graph=True)
+    expected = torch.autograd.grad(squares(model, x).sum(), list(model.parameters()))
+    found = torch.autograd.grad(losses.sum(), list(model.parameters()))
+    assert len(asked) == 3
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b)
+    assert all(not module._forward_hooks for module in model.modules())
+    assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_nothing_is_kept_by_a_cycle(streamed):
+    """On a lazy device every tensor that is alive is an output of the program."""
+    model, x = nn.Sequential(nn.Conv1d(3, 4, 3), nn.Flatten()), torch.randn(4, 3, 9)
+
+    def step() -> None:
+        with psg.capture(model) as recorded:
+            losses = squares(model, x)
+        if streamed:
+            recorded.stream(losses, lambda factors: factors.gram())
+        else:
+            recorded.backward(losses).gram()
+
+    step()
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+        step()
+        after = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+    finally:
+        gc.enable()
+    assert after <= before
+
+
+def test_answers_have_one_form():
+    model, x = deep_mlp(), torch.randn(4, 64)
+    with psg.capture(model) as recorded:
+        losses = squares(model, x)
+    with pytest.raises(TypeError, match="tuples, lists and dicts"):
+        recorded.stream(losses, lambda factors: "no number")
+
+
+def test_a_convolution_is_unfolded_when_it_is_asked():
+    model = nn.Conv2d(4, 8, 5, padding=2)
+    x = torch.randn(8, 4, 20, 20)
+    with psg.capture(model, ["weight"], check="never") as recorded:
+        losses = squares(model, x)
+    factors = None
+
+    def backward() -> None:
+        nonlocal factors
+        factors = recorded.backward(losses)
+
+    unfolded = 25 * x.numel() * 4
+    assert peak_memory(backward) < unfolded / 4
+    (windows,) = factors.contributions("weight")
+    assert isinstance(windows, psg.Windows)
+    expected = F.unfold(x, 5, padding=2).transpose(1, 2)
+    torch.testing.assert_close(windows.outer(0, 8).right[:, 0], expected)
+    torch.testing.assert_close(
+        windows.outer(2, 4, 25, 75).right[:, 0], expected[2:4, :, 25:75]
+    )

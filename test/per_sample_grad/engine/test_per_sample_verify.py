@@ -1,0 +1,418 @@
+"""What the comparison with autograd sees, and when it is repeated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.per_sample_grad.gradient_oracle import fold, rules_kept
+from support.per_sample_grad.layer_cases import Apply
+from support.per_sample_grad.refused_models import Raw
+from torch import nn
+
+import per_sample_grad as psg
+from per_sample_grad.engine import comparison
+from per_sample_grad.layers.registry import RULES
+
+
+def squares(out: torch.Tensor) -> torch.Tensor:
+    return out.flatten(1).square().sum(1)
+
+
+@pytest.mark.parametrize("lowest", [-torch.inf, -1e9])
+@rules_kept()
+def test_a_mask_hides_no_wrong_rule(lowest):
+    right = RULES[nn.MultiheadAttention]
+
+    def wrong(call: psg.Call, grad: torch.Tensor):
+        found = dict(right(call, grad))
+        found["out_proj.bias"] = psg.Dense(1.01 * found["out_proj.bias"].values)
+        return found
+
+    psg.register_rule(nn.MultiheadAttention)(wrong)
+    model, x = nn.MultiheadAttention(4, 2, batch_first=True), torch.randn(3, 5, 4)
+    mask = torch.full((5, 5), lowest).triu(1)
+    with psg.capture(model) as recorded:
+        losses = squares(model(x, x, x, attn_mask=mask, need_weights=False)[0])
+    with pytest.raises(psg.CouplingError, match=r"out_proj\.bias: off by 0\.0"):
+        recorded.backward(losses)
+
+
+def test_a_bias_that_cancels_is_no_error():
+    """The bias is the only parameter, so that the whole gradient is rounding."""
+    model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.GroupNorm(4, 4))
+    with psg.capture(model, ["0.bias"]) as recorded:
+        losses = squares(torch.sin(model(torch.randn(3, 2, 9))))
+    assert recorded.backward(losses).norms().max() < 1e-3
+
+
+def test_a_head_of_zeros_proves_nothing_of_what_is_below():
+    """The batch's mean couples the samples; a head of zeros hides it."""
+
+    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        hidden = m.body(x)
+        return m.head(hidden - hidden.mean(0, keepdim=True))
+
+    model = Apply(forward, body=nn.Linear(3, 4), head=nn.Linear(4, 2))
+    nn.init.zeros_(model.head.weight)
+    x = torch.randn(6, 3)
+    for _ in range(2):
+        with psg.capture(model, ["body.weight", "body.bias"]) as recorded:
+            losses = squares(model(x) - 1)
+        assert recorded.backward(losses).norms().max() == 0
+    nn.init.ones_(model.head.weight)
+    with psg.capture(model) as recorded:
+        losses = squares(model(x) - 1)
+    with pytest.raises(psg.CouplingError, match=r"body\.weight"):
+        recorded.backward(losses)
+
+
+def comparisons(monkeypatch, model: nn.Module, steps: list) -> list[bool]:
+    """Returns whether each of these captures was compared."""
+    made = []
+    expect = comparison.Comparer.expect
+    monkeypatch.setattr(
+        comparison.Comparer,
+        "expect",
+        lambda *args, **kw: made.append(True) or expect(*args, **kw),
+    )
+    found = []
+    for step in steps:
+        made.clear()
+        with psg.capture(model) as recorded:
+            losses = step(model)
+        recorded.backward(losses)
+        found.append(bool(made))
+    return found
+
+
+def test_a_comparison_that_said_something_is_not_repeated(monkeypatch):
+    """That includes a bias that cancels before a normalisation."""
+    model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.GroupNorm(4, 4))
+    x = torch.randn(3, 2, 9)
+    steps = [lambda m: squares(torch.sin(m(x)))] * 3
+    assert comparisons(monkeypatch, model, steps) == [True, False, False]
+
+
+def test_a_comparison_of_small_gradients_is_not_repeated(monkeypatch):
+    """Small beside those of other layers, as in deep networks with random weights."""
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(5, 3)
+    with torch.no_grad():
+        model[1].weight.mul_(1e-9)
+    steps = [lambda m: squares(m(x) - 1)] * 3
+    assert comparisons(monkeypatch, model, steps) == [True, False, False]
+
+
+def test_a_zero_that_is_learnt_is_compared_as_soon_as_it_is_none(monkeypatch):
+    """While a layer stays dead, no backward pass is spent on it."""
+    model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 3, bias=False))
+    nn.init.zeros_(model[1].weight)
+    x = torch.randn(4, 3)
+
+    def step(m: nn.Module) -> torch.Tensor:
+        return squares(m(x) - 1)
+
+    def later(m: nn.Module) -> torch.Tensor:
+        nn.init.ones_(m[1].weight)
+        return step(m)
+
+    made = comparisons(monkeypatch, model, [step, step, later, step])
+    assert made == [True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("own", "other"),
+    [
+        (lambda out: out - out.mean(1, True), lambda out: out - out.mean(0, True)),
+        (lambda out: out - out.mean(-1, True), lambda out: out - out.mean(-2, True)),
+        (
+            lambda out: out * out.unbind(1)[0][:, None],
+            lambda out: out * out.unbind()[0],
+        ),
+        (lambda out: out[:, :1] * out, lambda out: out[:1] * out),
+    ],
+    ids=["mean", "mean-from-the-end", "unbind", "slice"],
+)
+def test_a_dimension_is_structure(own, other):
+    model, x = nn.Linear(4, 4), torch.randn(4, 4)
+    for form in (own, other):
+        with psg.capture(model) as recorded:
+            losses = squares(form(model(x)))
+        if form is own:
+            recorded.backward(losses)
+    with pytest.raises(psg.CouplingError):
+        recorded.backward(losses)
+
+
+def by_matrix(losses: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    return nn.functional.one_hot(order, len(losses)).to(losses.dtype) @ losses
+
+
+ORDERS = {
+    "index": lambda losses, order: losses[order],
+    "index_select": lambda losses, order: losses.index_select(-1, order),
+    "gather": lambda losses, order: losses.gather(0, order),
+    "take": lambda losses, order: losses.take(order),
+    "index_put": lambda losses, order: losses.index_put((order,), losses),
+    "index_copy": lambda losses, order: losses.index_copy(0, order, losses),
+    "scatter": lambda losses, order: losses.scatter(0, order, losses),
+}
+
+
+def reordered(
+    model: nn.Module, x: torch.Tensor, by, order: torch.Tensor, check: str
+) -> psg.Factors:
+    with psg.capture(model, check=check) as recorded:
+        losses = by(squares(model(x)), order)
+    return recorded.backward(losses)
+
+
+@pytest.mark.parametrize(
+    ("by", "check"),
+    [*((by, "first") for by in ORDERS.values()), (by_matrix, "always")],
+    ids=[*ORDERS, "matrix"],
+)
+def test_losses_in_an_order_that_is_data_are_compared_every_time(by, check):
+    model, x, same = nn.Linear(4, 4), torch.randn(5, 4), torch.arange(5)
+    reordered(model, x, by, same, check)
+    with pytest.raises(psg.CouplingError):
+        reordered(model, x, by, same.roll(2), check)
+
+
+def test_sorted_losses_are_compared_every_time():
+    model, x = nn.Linear(4, 4), torch.randn(5, 4)
+    x = x[squares(model(x)).argsort()]
+    for inputs in (x, x.roll(2, 0)):
+        with psg.capture(model) as recorded:
+            losses = squares(model(inputs)).sort().values
+        if inputs is x:
+            recorded.backward(losses)
+    with pytest.raises(psg.CouplingError):
+        recorded.backward(losses)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_so_are_activations_wherever_their_batch_is(dim):
+    model = Apply(
+        lambda m, x, order: m.b(m.a(x)[order] if dim == 0 else m.a(x)[:, order]),
+        a=nn.Linear(4, 4),
+        b=nn.Linear(4, 2),
+    )
+    x = torch.randn(5, 5, 4)
+    same = torch.arange(5)
+    for order in (same, same.roll(1)):
+        with psg.capture(model, batch_dim=dim) as recorded:
+            losses = model(x, order).transpose(0, dim).square().sum((1, 2))
+        if order is same:
+            recorded.backward(losses)
+    with pytest.raises(psg.CouplingError):
+        recorded.backward(losses)
+
+
+def test_each_samples_own_numbers_are_no_order(monkeypatch):
+    """The indexing in usual losses costs no comparison."""
+    model, x = nn.Linear(4, 4), torch.randn(4, 4)
+    target, rows = torch.tensor([1, 0, 3, 3]), torch.arange(4)
+    table = nn.Parameter(torch.randn(9, 4), requires_grad=False)
+    for losses in (
+        lambda m: m(x).square()[rows, target],
+        lambda m: m(x).square().gather(-1, target[:, None])[:, 0],
+        lambda m: m(x).square().sort().values.sum(1),
+        lambda m: m(x).square()[:, target].sum(1),
+        lambda m: nn.functional.cross_entropy(m(x), target, reduction="none"),
+        lambda m: squares(m(x) * table.detach().requires_grad_()[target]),
+    ):
+        made = comparisons(monkeypatch, model, [losses, losses])
+        assert made == [True, False]
+        model = nn.Linear(4, 4)
+
+
+@rules_kept()
+def test_another_rule_is_compared():
+    model, x = nn.Linear(4, 2), torch.randn(3, 4)
+
+    def rule(factor: float):
+        def linear(call: psg.Call, grad: torch.Tensor):
+            return {
+                "weight": psg.Outer(
+                    factor * grad[:, None, None], call.input[:, None, None]
+                ),
+                "bias": psg.Dense(grad),
+            }
+
+        return linear
+
+    def backward() -> None:
+        with psg.capture(model) as recorded:
+            losses = squares(model(x))
+        recorded.backward(losses)
+
+    psg.register_rule(nn.Linear)(rule(1.0))
+    backward()
+    psg.register_rule(nn.Linear)(rule(2.0))
+    with pytest.raises(psg.CouplingError):
+        backward()
+
+
+@rules_kept()
+def test_an_answer_that_is_not_finite_is_wrong():
+    def rule(call: psg.Call, grad: torch.Tensor):
+        weight = grad[:, None, None] * torch.nan
+        return {
+            "weight": psg.Outer(weight, call.input[:, None, None]),
+            "bias": psg.Dense(grad),
+        }
+
+    psg.register_rule(nn.Linear)(rule)
+    model = nn.Linear(4, 2)
+    with psg.capture(model) as recorded:
+        losses = squares(model(torch.randn(3, 4)))
+    with pytest.raises(psg.CouplingError, match="weight: off by inf"):
+        recorded.backward(losses)
+
+
+@pytest.mark.parametrize("check", ["always", "never"])
+def test_queries_without_keys_take_no_gradient(check):
+    model, x = nn.MultiheadAttention(4, 2, batch_first=True), torch.randn(3, 5, 4)
+    mask = torch.zeros(5, 5, dtype=torch.bool)
+    mask[1] = True
+    mask[3, 2:] = True
+    with psg.capture(model, check=check) as recorded:
+        out, _ = model(x, x, x, attn_mask=mask, need_weights=False)
+        losses = squares(out)
+    found = recorded.backward(losses, retain_graph=True)
+    params = list(model.parameters())
+    for i, norm in enumerate(found.norms()):
+        grads = torch.autograd.grad(losses[i], params, retain_graph=True)
+        expected = torch.cat([grad.flatten() for grad in grads]).norm()
+        torch.testing.assert_close(norm, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_default_epsilon_is_torchs_own(dtype):
+    """The inputs are so small that the epsilon matters."""
+    model, x = nn.RMSNorm(64, dtype=dtype), (1e-3 * torch.randn(3, 64)).to(dtype)
+    with psg.capture(model, check="never") as recorded:
+        losses = model(x).float().sum(1)
+    found = recorded.backward(losses).materialize()["weight"]
+    expected = nn.functional.rms_norm(x.float(), (64,))
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3)
+
+
+class Hiding(torch.autograd.Function):
+    """Runs a module inside, and its backward pass in another graph."""
+
+    @staticmethod
+    def forward(ctx, module, x):
+        ctx.module = module
+        ctx.save_for_backward(x)
+        return module(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            inside = x.detach().requires_grad_()
+            ctx.module(inside).backward(grad)
+        return None, inside.grad
+
+
+@pytest.mark.parametrize("inner", [nn.Linear(4, 4), Raw()], ids=["rule", "no-rule"])
+def test_functions_that_hide_modules_are_an_error(inner):
+    first = nn.Linear(3, inner.inner.in_features if isinstance(inner, Raw) else 4)
+    model = Apply(lambda m, x: Hiding.apply(m.b, m.a(x)), a=first, b=inner)
+    for options in ({}, {"fallback": "loop"}):
+        with psg.capture(model, **options) as recorded:
+            losses = fold(model, torch.randn(5, 3))
+        with pytest.raises(psg.CoverageError, match="Function HidingBackward"):
+            recorded.backward(losses)
+    assert all(param.grad is None for param in model.parameters())
+    with psg.capture(model, lambda name, _: name.startswith("a")) as recorded:
+        losses = fold(model, torch.randn(5, 3))
+    recorded.backward(losses)
+
+
+def test_a_function_beside_a_pass_without_gradients_is_none():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    with psg.capture(model) as recorded:
+        with torch.no_grad():
+            target = model(x + 1)
+        losses = (Double.apply(model(x)) - target).square().sum(1)
+    assert recorded.backward(losses).norms().min() > 0
+
+
+def test_backward_once_and_after_a_forward_pass():
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    with pytest.raises(RuntimeError, match="nothing was recorded"):
+        psg.capture(model).backward(model(x).sum(1))
+    before = model(x).sum(1)
+    with psg.capture(model) as recorded:
+        pass
+    with pytest.raises(psg.CoverageError, match="run before it"):
+        recorded.backward(before)
+    with psg.capture(model) as recorded:
+        losses = model(x).sum(1)
+    recorded.backward(losses, retain_graph=True)
+    with pytest.raises(RuntimeError, match="had its backward pass"):
+        recorded.backward(losses)
+    with pytest.raises(RuntimeError, match="used already"), recorded:
+        pass
+
+
+class SingleRMSNorm(nn.Module):
+    """A norm that computes in float32 whatever the model's dtype, as Gemma 2's does."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        return (normed * (1 + self.weight.float())).type_as(x)
+
+
+def single_rms_norm(call: psg.Call, grad: torch.Tensor) -> dict[str, psg.Dense]:
+    x = call.input
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+    return {"weight": psg.Dense((normed * grad).sum(1))}
+
+
+@pytest.mark.parametrize("way", ["rule", "loop"])
+@rules_kept()
+def test_float64_models_that_compute_in_float32_are_compared_as_such(way):
+    """Also where that is within the call of a module that has a rule."""
+    if way == "rule":
+        psg.register_rule(SingleRMSNorm)(single_rms_norm)
+    model = nn.Sequential(nn.Linear(8, 8), SingleRMSNorm(8), nn.Linear(8, 3)).double()
+    with psg.capture(model, fallback="error" if way == "rule" else way) as recorded:
+        losses = squares(model(torch.randn(4, 6, 8).double()))
+    assert recorded.backward(losses).norms().dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hidden", "told"),
+    [(torch.float32, 1e-4, 1e-2), (torch.float64, 1e-10, 1e-6)],
+    ids=str,
+)
+def test_couplings_are_told_from_rounding_down_to_the_documented_size(
+    dtype, hidden, told
+):
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 2).to(dtype), torch.randn(6, 4).to(dtype)
+    for size in (hidden, told):
+        with psg.capture(model, check="always") as recorded:
+            losses = squares(model(x))
+            losses = losses + size * losses.mean()
+        if size == hidden:
+            recorded.backward(losses)
+    with pytest.raises(psg.CouplingError):
+        recorded.backward(losses)

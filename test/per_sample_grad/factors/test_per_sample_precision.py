@@ -1,0 +1,150 @@
+"""Answers in half precision and under autocast are as precise as the dtype allows."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.per_sample_grad.gradient_oracle import HALF, Case, error, flat, oracle
+from support.per_sample_grad.layer_cases import CASES, Apply
+from torch import nn
+
+import per_sample_grad as psg
+from per_sample_grad.factors.forms import Dense
+
+STACKED = Case("stacked", lambda: nn.Sequential(
+    nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)), (5, 6))  # fmt: skip
+
+
+def test_autocast():
+    case = Case(
+        "autocast",
+        lambda: nn.Sequential(
+            nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)
+        ),
+        (6,),
+    )
+    model, inputs = case.make(torch.float32)
+    truth = flat(oracle(case, model, inputs))
+    for _ in range(2):  # first with the comparison, then without
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            with psg.capture(model) as recorded:
+                losses = case.loss(model, *inputs)
+            factors = recorded.backward(losses)
+            assert error(factors.norms(), truth.norm(dim=1)) <= 2e-2
+        assert error(factors.gram(), truth @ truth.T) <= 4e-2
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(),
+        nn.Conv2d(8, 16, 3, groups=2, bias=False), nn.Flatten(), nn.Linear(256, 5),
+    )  # fmt: skip
+
+
+def attentive() -> nn.Module:
+    def forward(m: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        x = m.embed(ids)
+        q = m.mix(m.norm(x))
+        x = x + F.scaled_dot_product_attention(q, q, q)
+        return F.linear(x.mean(1), m.embed.weight)[:, :5] + m.head(x[:, 0])
+
+    parts = {"embed": nn.Embedding(11, 8), "norm": nn.LayerNorm(8)}
+    return Apply(forward, **parts, mix=nn.Linear(8, 8), head=nn.Linear(8, 5))
+
+
+@pytest.mark.parametrize("accumulate", ["mean", "sum"])
+@pytest.mark.parametrize(
+    ("build", "draw", "left_out"),
+    [
+        (convolutional, lambda: torch.randn(4, 3, 6, 6), ()),
+        (attentive, lambda: torch.randint(0, 11, (4, 7)), ("embed.weight",)),
+    ],
+    ids=["convolutional", "attentive"],
+)
+def test_a_pass_that_accumulates_under_autocast(build, draw, left_out, accumulate):
+    """The forward pass is in bfloat16, the losses and everything after in float32.
+
+    Every sample's own backward pass through the same graph has the same gradients of
+    activations to the bit, since 1 / 4 scales without rounding. It rounds gradients of
+    weights to bfloat16, by at most 2**-8 of every number; the factors' are not rounded.
+    """
+    torch.manual_seed(0)
+    model, x, y = build(), draw(), torch.tensor([0, 3, 1, 4])
+    plain = copy.deepcopy(model)
+    names = [name for name, _ in model.named_parameters() if name not in left_out]
+    reduce = torch.mean if accumulate == "mean" else torch.sum
+
+    def losses_of(model: nn.Module) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = model(x)
+        return F.cross_entropy(logits.float(), y, reduction="none")
+
+    for _ in range(2):  # first with the comparison, then without
+        plain.zero_grad()
+        reduce(losses_of(plain)).backward()
+        model.zero_grad()
+        with psg.capture(model, names) as recorded:
+            losses = losses_of(model)
+        params = list(recorded.params.values())
+        rows = [torch.autograd.grad(each, params, retain_graph=True) for each in losses]
+        truth = {name: torch.stack(g) for name, g in zip(names, zip(*rows))}
+        factors = recorded.backward(losses, accumulate=accumulate)
+        for one, other in zip(model.parameters(), plain.parameters()):
+            assert one.grad.dtype == torch.float32
+            assert torch.equal(one.grad, other.grad)
+        wide = flat(truth).double()
+        assert error(flat(factors.materialize()), wide) <= 2**-8
+        assert error(factors.gram(), wide @ wide.T) <= 2**-7
+        projection = psg.Projection(recorded.params, 100)
+        expected = {
+            name: projection.of(name, [Dense(gradients)], 2**30)
+            for name, gradients in truth.items()
+        }
+        # A projection keeps norms, but only on average.
+        found = flat(factors.project(projection))
+        assert error(found, flat(expected).double()) <= 2**-7
+
+
+@pytest.mark.parametrize("size", [1e-7, 1e-5])
+def test_float16_that_underflows_is_told_and_can_be_scaled(size):
+    """Losses are in float32, activations in float16, whose least number is 6e-8."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)).half()
+    x = torch.randn(4, 16).half()
+
+    def losses_of(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return size * m(x).float().square().sum(1)
+
+    wide = copy.deepcopy(model).float()
+    truth = psg.per_sample_grad_norms(wide, losses_of, (x.float(),)).double()
+    if size < 1e-6:
+        with pytest.raises(psg.PerSampleError, match=r"are lost: .*scale="):
+            psg.per_sample_grad_norms(model, losses_of, (x,))
+    else:
+        with pytest.warns(UserWarning, match=r"digits are lost.*scale="):
+            psg.per_sample_grad_norms(model, losses_of, (x,))
+    for _ in range(2):
+        found = psg.per_sample_grad_norms(model, losses_of, (x,), scale=2.0**20)
+        assert error(found, truth) <= 5e-3
+    with pytest.raises(ValueError, match=r"scale must be .* > 0, got 0\.0"):
+        psg.capture(model, scale=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [*CASES, STACKED], ids=lambda case: case.name)
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even")
+def test_every_layer_in_half_precision(case, dtype):
+    """Answers agree with the same model in float64, as far as the dtype allows."""
+    model, inputs = case.make(dtype)
+    truth = oracle(case, model, inputs)
+    with psg.capture(model, **case.options) as recorded:
+        losses = case.loss(model, *inputs)
+    factors = recorded.backward(losses)
+    grads, tolerance = flat(truth), HALF[dtype]
+    assert error(flat(factors.materialize()), grads) <= tolerance
+    assert error(factors.norms(), grads.norm(dim=1)) <= tolerance
+    assert error(factors.gram(), grads @ grads.T) <= 2 * tolerance
+    assert factors.norms().dtype == torch.float32

@@ -1,0 +1,147 @@
+"""Projections from factors are those of gradients, and keep inner products."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.per_sample_grad.gradient_oracle import error, flat, fold, oracle
+from support.per_sample_grad.layer_cases import CASES
+from torch import nn
+
+import per_sample_grad as psg
+from per_sample_grad.factors.forms import Dense, Outer
+
+WIDE = 2**30
+
+
+def by_hand(gradients: dict[str, torch.Tensor], projection: psg.Projection):
+    """Returns every gradient times the map's matrix, made of where impulses go."""
+    found = {}
+    for name, values in gradients.items():
+        count = values[0].numel()
+        impulses = torch.eye(count, dtype=torch.float64).reshape(-1, *values.shape[1:])
+        if values.dim() == 1:
+            impulses = impulses.reshape(1, 1)
+        places = projection.of(name, [Dense(impulses)], WIDE)
+        found[name] = values.flatten(1) @ places
+    return found
+
+
+@pytest.mark.parametrize(("share", "budget"), [(0.3, 1), (0.3, WIDE), (1, WIDE)])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even")
+def test_a_projection_is_a_linear_map_of_the_gradient(case, share, budget):
+    model, inputs = case.make(torch.float64)
+    truth = oracle(case, model, inputs)
+    factors = psg.per_sample_factors(
+        model, case.loss, inputs, budget=budget, **case.options
+    )
+    total = sum(map(math.prod, factors.shapes.values()))
+    size = max(len(factors.shapes), int(share * total))
+    projection = psg.Projection(factors.shapes, size, seed=3)
+    assert projection.size <= size
+    found, expected = factors.project(projection), by_hand(truth, projection)
+    assert found.keys() == expected.keys()
+    for name, values in found.items():
+        assert values.shape == (len(factors), math.prod(projection.kept[name]))
+    assert error(flat(found), flat(expected)) <= 1e-10
+    if share == 1:  # all numbers are kept
+        assert error(flat(found), flat(truth)) <= 1e-10
+
+
+SHAPES = {"w": (12, 10), "deep": (6, 4, 3, 3), "bias": (12,), "number": ()}
+
+
+def test_inner_products_are_right_in_expectation():
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    uses = {
+        "w": Outer(draw(3, 1, 5, 12), draw(3, 1, 5, 10)),
+        "deep": Outer(draw(3, 2, 7, 3), draw(3, 2, 7, 36)),
+        "bias": Dense(draw(3, 12)),
+        "number": Dense(draw(3, 1)),
+    }
+    grams: dict[int, torch.Tensor] = {}
+    for size in (60, 10**6):
+        found = 0
+        for seed in range(400):
+            projection = psg.Projection(SHAPES, size, seed=seed)
+            rows = [projection.of(name, [use], WIDE) for name, use in uses.items()]
+            projected = torch.cat(rows, 1)
+            found = found + projected @ projected.T / 400
+        grams[size] = found
+    scale = grams[10**6].diagonal().max()
+    assert (grams[60] - grams[10**6]).abs().max() < 0.15 * scale
+    assert (grams[60] - grams[10**6]).abs().mean() > 0  # they are projections
+
+
+def test_parameters_keep_one_share_and_few_numbers_of_the_shorter_side():
+    projection = psg.Projection({"a": (100, 50), "b": (100,), "c": (3, 2)}, 700)
+    assert projection.kept == {"a": (81, 8), "b": (36, 1), "c": (1, 1)}
+    assert projection.size == 81 * 8 + 36 + 1
+    assert "to 685, seed 0" in str(projection)
+    projection = psg.Projection({"a": (50, 100), "b": (32, 16, 3, 3)}, 1500)
+    assert projection.kept == {"a": (8, 100), "b": (32, 9)}  # one channel
+    assert psg.Projection(SHAPES, 10**6).kept["deep"] == (6, 36)
+
+
+def test_the_map_depends_on_seed_name_and_nothing_else():
+    def of(name, **options):
+        projection = psg.Projection({name: (9, 8), "other": (4,)}, 20, **options)
+        return projection.of(name, [Dense(torch.ones(1, 9, 8))], WIDE)
+
+    assert torch.equal(of("w"), of("w", seed=0))
+    assert not torch.equal(of("w"), of("w", seed=1))
+    assert not torch.equal(of("w"), of("v"))
+
+
+def test_a_parameter_without_uses_has_projections_of_zero():
+    model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)})
+    with psg.capture(model) as recorded:
+        losses = model["a"](torch.randn(4, 3)).sum(1)
+    projection = psg.Projection(recorded.params, 10)
+    found = recorded.backward(losses).project(projection)
+    assert (found["b.weight"] == 0).all()
+    assert (found["a.weight"] != 0).any()
+
+
+def test_streamed_projections_are_those_of_all_factors():
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    x = torch.randn(4, 5, dtype=torch.float64)
+    projection, answers = psg.Projection(dict(model.named_parameters()), 30), []
+    for ask in ("backward", "stream"):
+        with psg.capture(model) as recorded:
+            losses = fold(model, x)
+        if ask == "stream":
+            found = recorded.stream(losses, lambda f: f.project(projection))
+        else:
+            found = recorded.backward(losses).project(projection)
+        answers.append(found)
+    one, other = answers
+    assert one.keys() == other.keys() == projection.shapes.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "size", "options", "error", "text"),
+    [
+        ({"w": (3, 2), "v": (2,)}, 1, {}, ValueError, "at least 2, a number for each"),
+        ({"w": (3, 2)}, 0, {}, ValueError, "size must be an integer >= 1, got 0"),
+        ({"w": (3, 2)}, 2, {"seed": 0.5}, TypeError, "seed must be an integer, got"),
+    ],
+)
+def test_bad_arguments(parameters, size, options, error, text):
+    with pytest.raises(error, match=text):
+        psg.Projection(parameters, size, **options)
+
+
+def test_a_projection_of_another_model_is_refused():
+    model = nn.Linear(2, 2)
+    factors = psg.per_sample_factors(model, fold, (torch.ones(1, 2),))
+    with pytest.raises(ValueError, match=r"weight of shape \(2, 2\) is captured.*\(3,"):
+        factors.project(psg.Projection({"weight": (3, 2), "bias": (2,)}, 5))

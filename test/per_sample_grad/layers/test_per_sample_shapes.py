@@ -1,0 +1,224 @@
+"""Layers with rules agree with the loop for drawn shapes, options and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
+from support.per_sample_grad.agreement import METHODS, TOLERANCES, agree, identities
+from support.per_sample_grad.drawn_layers import KINDS, convolutions
+from support.per_sample_grad.gradient_oracle import (
+    HALF,
+    Case,
+    Gradients,
+    error,
+    flat,
+    oracle,
+)
+from torch import nn
+
+import per_sample_grad as psg
+from per_sample_grad.engine import comparison
+from per_sample_grad.layers import registry
+from per_sample_grad.layers.convolution import padding_widths
+from per_sample_grad.layers.patches import Unfolding, padded
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even")
+
+
+def examples(number: int) -> hypothesis.settings:
+    return hypothesis.settings(
+        max_examples=number, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+
+
+def drawn(
+    number: int, kind: str, dtypes: Iterable[torch.dtype], **more: st.SearchStrategy
+) -> Callable[[Callable[..., None]], Callable[[], None]]:
+    """Runs a check on this number of drawn layers of a kind, with batches for them."""
+    strategies = given(
+        case=KINDS[kind],
+        batch=st.integers(1, 4),
+        dtype=st.sampled_from(list(dtypes)),
+        method=st.sampled_from(METHODS),
+        **more,
+    )
+    return lambda check: examples(number)(strategies(check))
+
+
+NUMBERS = [20, pytest.param(200, marks=pytest.mark.slow)]
+
+
+def strided(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """Returns the same values in another memory layout."""
+    match layout:
+        case "reversed":  # the last dimension varies slowest
+            order = list(range(x.dim()))[::-1]
+            return x.permute(order).contiguous().permute(order)
+        case "sliced":  # every other number of a larger tensor
+            return torch.stack([x, torch.full_like(x, 7)], -1)[..., 0]
+        case "shifted":  # not at the beginning of its memory
+            return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
+    return x
+
+
+LAYOUTS = ["contiguous", "reversed", "sliced", "shifted"]
+
+
+def lost(
+    case: Case, model: nn.Module, inputs: tuple[torch.Tensor, ...], truth: Gradients
+) -> float:
+    """Returns the loop's own error in this dtype, where a parameter's terms cancel."""
+    rows = by_autograd(case, model, inputs)
+    sizes = [gradient[0].numel() for gradient in truth.values()]
+    size = flat(truth).norm()
+    return max(
+        error(found.view_as(expected), expected, size)
+        for found, expected in zip(rows.split(sizes, 1), truth.values())
+    )
+
+
+def wrong_by_itself(
+    case: Case,
+    model: nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    laid_out: tuple[torch.Tensor, ...],
+) -> bool:
+    """Returns whether autograd's gradient depends on the memory layout.
+
+    That of BatchNorm in evaluation mode does, in torch 2.9 and 2.13: inputs of shape
+    (1, 2, 1, 2) and strides (1, 1, 2, 2) have other weight gradients than contiguous
+    ones.
+    """
+    params = [param for param in model.parameters() if param.requires_grad]
+    one, other = (
+        torch.autograd.grad(case.loss(model, *x).sum(), params, materialize_grads=True)
+        for x in (inputs, laid_out)
+    )
+    # A gradient that cancels to nothing is rounding, whatever the layout.
+    floor = 1e-3 * torch.stack([a.norm() for a in one]).norm()
+    return any(
+        not torch.allclose(a, b, rtol=1e-3, atol=1e-3 * float(max(a.norm(), floor)))
+        for a, b in zip(one, other)
+    )
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_drawn_layers_equal_the_loop(kind, number):
+    @drawn(
+        number,
+        kind,
+        TOLERANCES,
+        budget=st.sampled_from([1, 1000, 2**28]),
+        layout=st.sampled_from(LAYOUTS),
+        seed=st.integers(0, 3),
+    )
+    def check(case, batch, dtype, method, budget, layout, seed):
+        model, inputs = case.make(dtype, batch, seed)
+        truth = oracle(case, model, inputs)
+        tolerance = max(TOLERANCES[dtype], 2 * lost(case, model, inputs, truth))
+        laid_out = tuple(strided(x, layout) for x in inputs)
+        options = {"method": method, "budget": budget, **case.options}
+        with psg.capture(model, **options) as recorded:
+            losses = case.loss(model, *laid_out)
+        if wrong_by_itself(case, model, inputs, laid_out):
+            with pytest.raises(psg.CouplingError):
+                recorded.backward(losses)
+            return
+        factors = recorded.backward(losses)
+        agree(factors, truth, tolerance)
+        identities(case, model, laid_out, factors, tolerance)
+
+    check()
+
+
+def by_autograd(
+    case: Case, model: nn.Module, inputs: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """Returns the loop's gradients in the model's own dtype, ``(B, D)``."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    rows = []
+    for i in range(len(inputs[0])):
+        loss = case.loss(model, *(x[i : i + 1] for x in inputs)).sum()
+        grads = torch.autograd.grad(loss, params, materialize_grads=True)
+        rows.append(torch.cat([grad.double().flatten() for grad in grads]))
+    return torch.stack(rows)
+
+
+def error_of_sum(
+    case: Case, model: nn.Module, inputs: tuple[torch.Tensor, ...], truth: Gradients
+) -> float:
+    """Returns the error of autograd's sum, whose terms may cancel."""
+    losses = case.loss(model, *inputs)
+    weights = comparison._weights(losses)
+    params = [param for param in model.parameters() if param.requires_grad]
+    sums = torch.autograd.grad((losses * weights).sum(), params, materialize_grads=True)
+    expected = [torch.tensordot(weights.double(), g, 1) for g in truth.values()]
+    return max(error(found, right) for found, right in zip(sums, expected))
+
+
+@pytest.mark.parametrize("number", [10, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drawn_layers_in_half_precision_are_as_close_as_autograd(kind, number):
+    """Digits that the activations' gradients have lost cannot be recovered."""
+
+    @drawn(number, kind, HALF)
+    def check(case, batch, dtype, method):
+        model, inputs = case.make(dtype, batch)
+        truth = oracle(case, model, inputs)
+        grads = flat(truth)
+        lost = error(by_autograd(case, model, inputs), grads)
+        allowed = max(HALF[dtype], 2 * lost)
+
+        def factors_of(**options) -> psg.Factors:
+            with psg.capture(model, method=method, **options) as recorded:
+                losses = case.loss(model, *inputs)
+            return recorded.backward(losses)
+
+        try:
+            factors = factors_of(**case.options)
+        except psg.CouplingError:  # then autograd is wrong
+            assert error_of_sum(case, model, inputs, truth) > comparison._HALF_TOLERANCE
+            factors = factors_of(**case.options, check="never")
+        norms = factors.norms()
+        assert norms.dtype == torch.float32
+        assert torch.isfinite(norms).all()
+        assert (norms >= 0).all()
+        assert error(flat(factors.materialize()), grads) <= allowed
+        assert error(norms, grads.norm(dim=1)) <= allowed
+        assert error(factors.gram(), grads @ grads.T) <= 3 * allowed
+
+    check()
+
+
+def test_every_rule_is_drawn():
+    drawn = {kind for kind in registry.RULES if kind.__module__.startswith("torch.nn")}
+    names = {
+        "Linear", "Bilinear", "Embedding", "LayerNorm", "RMSNorm", "GroupNorm", "PReLU",
+        "MultiheadAttention", "SyncBatchNorm",
+    }  # fmt: skip
+    drawn -= {nn.EmbeddingBag}  # which XLA computes on the host; a few rows test it
+    for family in ("Conv", "ConvTranspose", "InstanceNorm", "BatchNorm"):
+        names |= {f"{family}{rank}d" for rank in (1, 2, 3)}
+    assert {kind.__name__ for kind in drawn} == names
+
+
+@given(case=convolutions(), batch=st.integers(1, 3))
+@examples(25)
+def test_slices_see_what_views_see(case, batch):
+    """Slices are what XLA runs; they are compared here."""
+    model, (x,) = case.make(torch.float32, batch)
+    with torch.no_grad():
+        positions = model(x).shape[2:]
+    unfolding = Unfolding(
+        padding_widths(model), model.padding_mode, model.kernel_size, model.stride,
+        model.dilation, positions, model.groups,
+    )  # fmt: skip
+    around = padded(x, unfolding.widths, unfolding.mode)
+    views, slices = unfolding.by_views(around), unfolding.by_slices(around)
+    torch.testing.assert_close(views, slices, rtol=0, atol=0)

@@ -1,0 +1,311 @@
+"""Parameters used outside known modules: rules of operations, against a loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.per_sample_grad.agreement import agree
+from support.per_sample_grad.gradient_oracle import (
+    Case,
+    error,
+    flat,
+    fold,
+    oracle,
+    rules_kept,
+)
+from support.per_sample_grad.layer_cases import Apply
+from support.per_sample_grad.refused_models import BY_OPERATIONS, Positions
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import per_sample_grad as psg
+
+
+class Norm(nn.Module):
+    """An RMSNorm under a name of its own; ``offset`` 1 is Gemma's."""
+
+    def __init__(self, width: int = 3, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight, self.offset = nn.Parameter(torch.ones(width)), offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+        return x * (self.offset + self.weight) if self.offset else self.weight * x
+
+
+class OfChannels(nn.LayerNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.transpose(1, -1)).transpose(1, -1)
+
+
+class Scaled(nn.Embedding):
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        return 3 * super().forward(index + 1)
+
+
+class Transposed(nn.Module):
+    """A Linear with its weight transposed, as GPT-2's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.randn(s)) for s in ((3, 4), (4,)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight)
+        return found.view(*x.shape[:-1], 4)
+
+
+class Standardised(nn.Conv2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        w = self.weight
+        w = (w - w.mean((1, 2, 3), True)) / (w.std((1, 2, 3), keepdim=True) + 0.1)
+        return F.conv2d(x, w, self.bias, self.stride, self.padding)
+
+
+class Activated(nn.BatchNorm2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(super().forward(x))
+
+
+class Groups(nn.GroupNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(super().forward(x))
+
+
+class Raw(nn.Module):
+    """Whatever a function does with parameters ``p`` and samples."""
+
+    def __init__(self, function, *shape: int, **modules: nn.Module) -> None:
+        super().__init__()
+        self.function, self.p = function, nn.Parameter(torch.randn(shape))
+        for name, module in modules.items():
+            setattr(self, name, module)
+        self.register_buffer("places", torch.linspace(-1, 1, 14).view(7, 2))
+        relative = torch.arange(4)[:, None] - torch.arange(4) + 3
+        self.register_buffer("relative", relative.flatten())
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.function(self, *inputs)
+
+
+def windowed(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Attention within windows, with a table of biases: rows are windows of samples."""
+    x = m.a(x).unflatten(1, (2, -1)).flatten(0, 1)  # (2 B, 4, 3)
+    biases = m.p[m.relative].view(4, 4, 1).permute(2, 0, 1)
+    scores = x @ x.transpose(1, 2) + biases
+    return (scores.softmax(-1) @ x).unflatten(0, (-1, 2))
+
+
+def ids(*shape: int):
+    def make(batch: int) -> tuple[torch.Tensor, ...]:
+        generator = torch.Generator().manual_seed(0)
+        return (torch.randint(4, (batch, *shape), generator=generator),)
+
+    return make
+
+
+def weighted_bag(m: nn.Module, index: torch.Tensor) -> torch.Tensor:
+    return m.a(index, per_sample_weights=((1.0 + index) / 3).to(m.a.weight))
+
+
+def after_linear(module: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), module)
+
+
+CASES = [
+    *(case for case in BY_OPERATIONS if case.name != "pruned"),  # not to be copied
+    Case("rms-norm", lambda: after_linear(Norm()), (5, 3)),
+    Case("rms-norm-first", lambda: nn.Sequential(Norm(), nn.Linear(3, 2)), (5, 3)),
+    Case("rms-norm-plus-one", lambda: after_linear(Norm(offset=1.0)), (5, 3)),
+    Case("rms-norm-2d", lambda: after_linear(Norm()), (3,)),
+    Case("channels-first", lambda: nn.Sequential(
+        nn.Conv2d(2, 3, 1), OfChannels(3)), (2, 4, 4)),
+    Case("scaled-embedding", lambda: Scaled(6, 3), ids(5)),
+    Case("scaled-padding", lambda: Scaled(6, 3, padding_idx=2), ids(5)),
+    Case("transposed", lambda: nn.Sequential(Transposed(), nn.Tanh()), (5, 3)),
+    Case("standardised", lambda: nn.Sequential(
+        Standardised(2, 4, 3, 2, 1), nn.Tanh(), Standardised(4, 3, 1)), (2, 5, 5)),
+    Case("synchronised-batch-norm", lambda: nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.SyncBatchNorm(3)), (2, 5, 5)),
+    Case("bag", lambda: nn.EmbeddingBag(6, 3, mode="sum"), ids(5)),
+    Case("bag-mean", lambda: nn.EmbeddingBag(6, 3, padding_idx=2), ids(5)),
+    Case("bag-weighted", lambda: Apply(
+        weighted_bag, a=nn.EmbeddingBag(6, 3, mode="sum")),
+        lambda batch: ids(5)(batch)),
+    Case("bags-joined", lambda: Apply(
+        lambda m, index: m.a(index.flatten(), torch.arange(len(index)) * 5),
+        a=nn.EmbeddingBag(6, 3, padding_idx=2)), ids(5)),
+    Case("batch-norm", lambda: nn.Sequential(
+        nn.Conv2d(2, 3, 3), Activated(3)), (2, 5, 5)),
+    Case("group-norm", lambda: nn.Sequential(
+        nn.Conv2d(2, 4, 3), Groups(2, 4)), (2, 5, 5)),
+    Case("layer-scale", lambda: Raw(
+        lambda m, x: x + m.p * torch.tanh(m.a(x)), 3, a=nn.Linear(3, 3)), (5, 3)),
+    Case("layer-scale-of-channels", lambda: Raw(
+        lambda m, x: m.a(x) * m.p, 3, 1, 1, a=nn.Conv2d(2, 3, 1)), (2, 4, 4)),
+    Case("class-token", lambda: Raw(
+        lambda m, x: m.a(torch.cat([m.p.expand(len(x), -1, -1), x], 1)),
+        1, 1, 3, a=nn.Linear(3, 2)), (5, 3)),
+    Case("repeated", lambda: Raw(
+        lambda m, x: m.a(torch.cat([m.p.repeat(len(x), 3, 1), x], 1)),
+        2, 3, a=nn.Linear(3, 2)), (5, 3)),
+    Case("token-and-places", lambda: Raw(
+        lambda m, x: m.a(torch.cat([(m.p[:, :1] + m.p[:, 1:2]).expand(
+            len(x), -1, -1), x + m.p[:, 1:]], 1)), 1, 6, 3, a=nn.Linear(3, 2)), (5, 3)),
+    Case("difference", lambda: Raw(
+        lambda m, x: torch.sub(m.a(x), m.p, alpha=3), 5, 2, a=nn.Linear(3, 2)), (5, 3)),
+    Case("quotients", lambda: Raw(
+        lambda m, x: m.a(x) / (2 + m.p.square()) + m.p / (2 + x.square()), 3,
+        a=nn.Linear(3, 3)), (5, 3)),
+    Case("mask-token", lambda: Raw(
+        lambda m, x: m.a(torch.where(x[..., :1] > 0, m.p, x)), 3,
+        a=nn.Linear(3, 2)), (5, 3)),
+    Case("windows", lambda: Raw(windowed, 7, 1, a=nn.Linear(3, 3)), (8, 3)),
+    Case("one-row-of-places", lambda: Raw(
+        lambda m, x: m.a(x) + m.b(torch.arange(5)[None]), 3,
+        a=Norm(), b=nn.Embedding(7, 3)), (5, 3)),
+    Case("places-by-a-network", lambda: Raw(
+        lambda m, x: m.a(x) + m.b(m.places) * m.p, 3,
+        a=nn.Linear(3, 3), b=nn.Sequential(nn.Linear(2, 4), nn.Tanh(),
+                                           nn.Linear(4, 3))), (7, 3)),
+    Case("low-rank", lambda: Raw(
+        lambda m, x: F.linear(x, m.a.weight + m.b.weight @ m.p, m.a.bias), 2, 3,
+        a=nn.Linear(3, 4), b=nn.Linear(2, 4, bias=False)), (5, 3)),
+    Case("one-plus", lambda: Raw(
+        lambda m, x: (x @ m.a.weight.T + m.p.exp()) @ m.a.weight, 4,
+        a=nn.Linear(3, 4, bias=False)), (3,)),
+    Case("same-for-all", lambda: Raw(
+        lambda m, x: m.a(x) * m.b(torch.arange(6)), 1,
+        a=nn.Linear(3, 3), b=nn.Embedding(6, 3)), (6, 3),
+        {"batch_dim": {"b": None}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_operations_account_for_parameters(case, batch):
+    model, inputs = case.make(torch.float64, batch)
+    if case.name == "weight-as-input" and batch == 1:
+        # A weight of two rows looks like two rows of the sample.
+        with pytest.raises(psg.PerSampleError, match="is the input of a module"):
+            psg.per_sample_factors(model, fold, inputs, **case.options)
+        return
+    truth = oracle(case, model, inputs)
+    for _ in range(2):  # compared, and proven
+        factors = psg.per_sample_factors(model, fold, inputs, **case.options)
+        agree(factors, truth, 1e-10)
+
+
+def test_a_stream_and_accumulated_gradients():
+    case = next(case for case in CASES if case.name == "rms-norm-plus-one")
+    model, inputs = case.make(torch.float64)
+    norms = flat(oracle(case, model, inputs)).norm(dim=1)
+    fold(model, *inputs).mean().backward()
+    expected = [param.grad.clone() for param in model.parameters()]
+    model.zero_grad()
+    with psg.capture(model) as recorded:
+        losses = fold(model, *inputs)
+    squares = recorded.stream(
+        losses, lambda f: f.norms(squared=True), accumulate="mean"
+    )
+    assert error(squares.sqrt(), norms) <= 1e-10
+    for param, grad in zip(model.parameters(), expected):
+        assert torch.equal(param.grad, grad)
+
+
+def test_weights_that_autocast_casts():
+    model, inputs = Case("", lambda: after_linear(Norm()), (5, 3)).make(torch.float32)
+    truth = flat(oracle(Case("", lambda: model, ()), model, inputs)).norm(dim=1)
+    with psg.capture(model) as recorded, torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = fold(model, *inputs)
+    assert error(recorded.backward(losses).norms(), truth) <= 2e-2
+
+
+def test_what_a_checkpoint_keeps_is_not_read_twice():
+    model = after_linear(Norm()).double()
+    x = torch.randn(4, 5, 3).double()
+
+    def loss(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(m, x, use_reentrant=False).flatten(1).sum(1)
+
+    truth = flat(oracle(Case("", lambda: model, (), loss=loss), model, (x,)))
+    with pytest.raises(psg.CoverageError, match="saved is kept by hooks"):
+        psg.per_sample_grad_norms(model, loss, (x,))
+    norms = psg.per_sample_grad_norms(model, loss, (x,), fallback="batched")
+    assert error(norms, truth.norm(dim=1)) <= 1e-10
+
+
+def test_operations_are_not_believed_before_a_comparison():
+    case = next(case for case in CASES if case.name == "rms-norm")
+    model, inputs = case.make(torch.float64)
+    with pytest.raises(psg.CoverageError, match='only believed without check="never"'):
+        psg.per_sample_grads(model, fold, inputs, check="never")
+    truth = oracle(case, model, inputs)
+    agree(psg.per_sample_factors(model, fold, inputs), truth, 1e-10)
+    agree(psg.per_sample_factors(model, fold, inputs, check="never"), truth, 1e-10)
+
+
+class Thin(nn.Linear):
+    pass
+
+
+@rules_kept()
+def test_one_line_says_that_a_class_computes_what_its_base_does():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Thin(4, 2)).double()
+    x = torch.randn(4, 5, 3).double()
+
+    def loss(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(m, x, use_reentrant=False).flatten(1).sum(1)
+
+    with pytest.raises(psg.CoverageError, match=r"register_rule\(Thin, like=Linear\)"):
+        psg.per_sample_grad_norms(model, loss, (x,))
+    psg.register_rule(Thin, like=nn.Linear)
+    truth = oracle(Case("", lambda: model, (), loss=loss), model, (x,))
+    agree(psg.per_sample_factors(model, loss, (x,)), truth, 1e-10)
+    for wrong, error_type in ((nn.Tanh, ValueError), (nn.Conv1d, TypeError)):
+        with pytest.raises(error_type, match="register_rule"):
+            psg.register_rule(Thin, like=wrong)
+
+
+COUPLED = [
+    ("a-module-of-the-mean", lambda: Apply(
+        lambda m, x: m.a(x) + m.b(m.a(x).mean(0, keepdim=True)),
+        a=nn.Linear(3, 4), b=nn.Linear(4, 4))),
+    ("a-module-of-the-inputs'-mean", lambda: Apply(
+        lambda m, x: m.a(x) + m.b(x.mean(0, keepdim=True)),
+        a=nn.Linear(3, 4), b=nn.Linear(3, 4))),
+    ("a-parameter-times-the-mean", lambda: Raw(
+        lambda m, x: m.a(x) + m.p * m.a(x).mean(0, keepdim=True), 4,
+        a=nn.Linear(3, 4))),
+    ("a-parameter-times-the-first", lambda: Raw(
+        lambda m, x: x @ m.p + (x @ m.p)[:1], 3, 4)),
+    ("a-parameter-times-the-inputs'-mean", lambda: Raw(
+        lambda m, x: m.a(x) + m.p * x.mean(0, keepdim=True), 3, a=nn.Linear(3, 3))),
+    ("a-product-with-the-inputs'-mean", lambda: Raw(
+        lambda m, x: m.a(x) + x.mean(0, keepdim=True) @ m.p, 3, 3,
+        a=nn.Linear(3, 3))),
+    ("rows-by-samples'-indices", lambda: Raw(
+        lambda m, x: m.a(x) + m.p[x.argmax(1)].mean(0, True), 3, 4,
+        a=nn.Linear(3, 4))),
+    ("a-norm-of-the-first", lambda: Raw(
+        lambda m, x: x + m.a((x * m.p)[:1]), 3, a=Norm())),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [2, 4, 6])
+@pytest.mark.parametrize(("name", "build"), COUPLED, ids=[n for n, _ in COUPLED])
+def test_samples_that_meet_below_are_an_error(name, build, batch):
+    """What goes down from there adds up to autograd's gradient, coupled or not."""
+    model, inputs = Case(name, build, (3,)).make(torch.float64, batch)
+    with pytest.raises(psg.PerSampleError):
+        psg.per_sample_grad_norms(model, fold, inputs)
+
+
+def test_the_remedy_for_a_table_of_as_many_rows_as_samples_is_named():
+    model, inputs = Case("", Positions, (3, 3)).make(torch.float64)
+    with pytest.raises(psg.CouplingError, match="None for a module that returns the"):
+        psg.per_sample_grad_norms(model, fold, inputs)
+    truth = oracle(Case("", Positions, ()), model, inputs)
+    factors = psg.per_sample_factors(model, fold, inputs, batch_dim={"embed": None})
+    agree(factors, truth, 1e-10)

@@ -1,0 +1,204 @@
+"""Scores have the same bits for any batch size, part size and number of replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.per_sample_grad.pool import (
+    BLOCK,
+    CLASSES,
+    Vectors,
+    assert_same_bits,
+    dense_model,
+)
+from support.xla_replica.replicas import Backend, row
+from torch import nn
+from torch.utils.data import DataLoader
+
+import per_sample_grad as psg
+import xla_replica
+from per_sample_grad.pool.parts import deal
+
+COUNT = 41
+ROWS = [
+    ("grad_norm", "given"), ("grad_norm", "pseudo"), ("egl", "expected"),
+    ("last_layer_grad_norm", "given"), ("last_layer_grad_norm", "expected"),
+    ("el2n", "given"), ("el2n", "pseudo"), ("loss", "given"), ("loss", "expected"),
+]  # fmt: skip
+
+
+def scores(model: nn.Module, pool=None, **options) -> np.ndarray:
+    options = {"block_size": BLOCK, "progress": False, **options}
+    return psg.score_pool(model, pool or Vectors(COUNT), **options).scores
+
+
+@pytest.mark.parametrize(("score", "labels"), ROWS)
+def test_bits_do_not_depend_on_the_batch_size(score, labels):
+    model = dense_model()
+    kind = {"score": score, "labels": labels}
+    truth = scores(model, **kind)
+    for batch_size, part_size in [(1, 4096), (7, 16), (8, 8), (20, 4096), (1000, 1)]:
+        loader = DataLoader(Vectors(COUNT), batch_size=batch_size, shuffle=True)
+        found = scores(model, loader, part_size=part_size, **kind)
+        assert_same_bits(found, truth)
+
+
+def test_bits_do_depend_on_the_block_size():
+    """Otherwise the tests in this file would prove nothing."""
+    model = dense_model()
+    truth = scores(model)
+    found = scores(model, block_size=1)
+    assert (found != truth).any()
+    np.testing.assert_allclose(found, truth, rtol=1e-5)
+
+
+def test_bits_do_not_depend_on_the_pool_around_a_block():
+    model = dense_model()
+    assert_same_bits(scores(model, Vectors(24)), scores(model)[:24])
+
+
+def test_blocks_are_collated_whatever_the_batches():
+    """A collator that pads to the longest sample needs that."""
+    seen = []
+
+    def collate(samples):
+        seen.append([float(x[0]) for x, _ in samples])
+        return torch.utils.data.default_collate(samples)
+
+    for batch_size in (1, 30):
+        pool = DataLoader(Vectors(COUNT), batch_size=batch_size, collate_fn=collate)
+        scores(dense_model(), pool, score="loss")
+    half = len(seen) // 2
+    assert {len(block) for block in seen} == {BLOCK}
+    assert seen[:half] == seen[half:]
+    assert set(seen[-1][1:]) == {seen[-1][0]}  # one sample, and copies of it
+
+
+def test_loading_processes_change_no_bit():
+    loader = DataLoader(Vectors(COUNT), batch_size=16, num_workers=2)
+    model = dense_model()
+    assert_same_bits(scores(model, loader), scores(model))
+
+
+@dataclasses.dataclass
+class Announce:
+    """Writes a line for every loading process that starts."""
+
+    path: Path
+
+    def __call__(self, number: int) -> None:
+        with open(self.path, "a") as file:
+            file.write(f"{number}\n")
+
+
+def test_loading_processes_start_once_for_all_parts(tmp_path):
+    announce = Announce(tmp_path / "started")
+    options = {"num_workers": 1, "batch_size": 8, "worker_init_fn": announce}
+    loader = DataLoader(Vectors(COUNT), **options)
+    scores(dense_model(), loader, part_size=BLOCK)
+    assert announce.path.read_text() == "0\n"
+
+
+def test_a_part_is_one_transfer(monkeypatch):
+    fetched = []
+    fetch = xla_replica.LocalReplica.fetch
+
+    def counted(self, tensors):
+        fetched.append([tuple(tensor.shape) for tensor in tensors])
+        return fetch(self, tensors)
+
+    monkeypatch.setattr(xla_replica.LocalReplica, "fetch", counted)
+    truth = scores(dense_model(), part_size=2 * BLOCK)
+    assert not fetched  # there is nothing to transfer on a host
+    monkeypatch.setattr(xla_replica.LocalReplica, "is_host", False)
+    monkeypatch.setattr(
+        xla_replica.LocalReplica, "loader", lambda self, batches: batches
+    )
+    assert_same_bits(scores(dense_model(), part_size=2 * BLOCK), truth)
+    assert fetched == [[(16,)], [(16,)], [(9,)]]
+
+
+def on_replicas(rank: int, batch_size: int, rows: list) -> list[np.ndarray]:
+    replica = xla_replica.current()
+    with replica.seeded(0):  # threads share a generator
+        models = [dense_model(seed).to(replica.device) for seed in (0, 1)]
+    found = []
+    for score, labels in rows:
+        chosen = models if score == "grand" else models[0]
+        options = {"batch_size": batch_size, "part_size": BLOCK}
+        found.append(scores(chosen, score=score, labels=labels, **options))
+    return found
+
+
+@pytest.mark.parametrize("backend", [row("cpu", 3), row("xla", 3, slow=True)])
+def test_bits_do_not_depend_on_the_number_of_replicas(backend):
+    rows = [*ROWS[:4], ROWS[5], ROWS[7], ("grand", "given")]
+    alone = Backend(backend.device, 1).run(on_replicas, COUNT, rows)[0]
+    for found in backend.run(on_replicas, 2 * BLOCK, rows):
+        for one, truth in zip(found, alone):
+            assert_same_bits(one, truth)
+
+
+def test_the_compared_block_is_computed_again():
+    """Otherwise the comparison would be part of its program, and of no other's."""
+    model, calls = dense_model(), []
+    model.register_forward_hook(lambda *_: calls.append(None))
+    counts = []
+    for pool in (Vectors(BLOCK), Vectors(BLOCK), Vectors(3 * BLOCK)):
+        calls.clear()
+        scores(model, pool)
+        counts.append(len(calls))
+    assert counts == [2, 1, 3]
+    calls.clear()
+    # Other parameters are compared again, once.
+    scores(model, Vectors(2 * BLOCK), last_layer="0", score="last_layer_grad_norm")
+    assert len(calls) == 3
+
+
+class Certain(nn.Module):
+    """A model whose losses are -0.0 and NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sign = torch.where(x[:, :1] > 0, torch.nan, -1.0)
+        return sign * (self.weight + torch.zeros(len(x), CLASSES, device=x.device))
+
+
+def first(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    del targets
+    return logits[:, 0]
+
+
+def signed(rank: int) -> np.ndarray:
+    model = Certain().to(xla_replica.current().device)
+    return scores(model, score="loss", loss=first, part_size=BLOCK)
+
+
+def test_negative_zeros_and_nan_pass_between_replicas():
+    alone = signed(0)
+    assert np.isnan(alone).any()
+    assert np.signbit(alone[~np.isnan(alone)]).all()
+    for found in Backend("cpu", 2).run(signed):
+        assert_same_bits(found, alone)
+
+
+def test_missing_parts_are_dealt_evenly_and_found_ones_read_once():
+    generator = np.random.default_rng(0)
+    for num_replicas in (1, 2, 5):
+        kept = generator.random((num_replicas, 37)) < 0.2
+        dealt = [deal(kept, rank) for rank in range(num_replicas)]
+        read = sorted(number for own, _ in dealt for number in own)
+        assert read == np.flatnonzero(kept.any(axis=0)).tolist()
+        scored = sorted(number for _, own in dealt for number in own)
+        assert scored == np.flatnonzero(~kept.any(axis=0)).tolist()
+        sizes = [len(own) for _, own in dealt]
+        assert max(sizes) - min(sizes) <= 1
+        for rank, (own, _) in enumerate(dealt):
+            assert all(kept[rank, number] for number in own)

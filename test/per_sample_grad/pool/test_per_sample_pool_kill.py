@@ -1,0 +1,200 @@
+"""A run that is killed continues with another number of replicas: scores, an index."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.per_sample_grad.pool import BLOCK, Vectors, assert_same_bits, dense_model
+from support.xla_replica.replicas import Backend, needs_xla
+
+import per_sample_grad as psg
+import xla_replica
+
+COUNT, PART = 800, 2 * BLOCK
+PATIENCE = 120.0
+# The items that are read to describe the pool, besides being scored.
+IDENTITY = {0, COUNT // 2, COUNT - 1}
+
+
+class Slow(Vectors):
+    """A pool that takes a while for a sample, and logs which were asked for."""
+
+    def __init__(self, log: str) -> None:
+        super().__init__(COUNT)
+        self.log = log
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        with open(self.log, "ab", buffering=0) as file:
+            file.write(b"%d\n" % index)
+        time.sleep(2e-3)
+        return super().__getitem__(index)
+
+
+def job(rank: int, folder: str, log: str, batch_size: int) -> np.ndarray:
+    """Scores the pool on one replica, or indexes it in a folder of that name."""
+    replica = xla_replica.current()
+    with replica.seeded(0):
+        model = dense_model().to(replica.device)
+    options = {"batch_size": batch_size, "block_size": BLOCK, "part_size": PART}
+    options |= {"folder": folder, "progress": False}
+    if Path(folder).name.startswith("index"):
+        index = psg.index_pool(model, Slow(log), size=64, **options)
+        # In memory every replica has all rows.
+        options |= {"folder": None}
+        in_memory = psg.index_pool(model, Vectors(5 * PART), size=64, **options)
+        return np.concatenate([index[:], in_memory[:]])
+    return psg.score_pool(model, Slow(log), **options).scores
+
+
+def asked(log: Path) -> Counter[int]:
+    """Returns how often each index was asked for, except by the description."""
+    counts = Counter(map(int, log.read_text().split())) if log.exists() else Counter()
+    return Counter({i: n for i, n in counts.items() if i not in IDENTITY})
+
+
+def parts_in(folder: Path) -> dict[int, np.ndarray]:
+    """Returns the parts in a folder; asserts that each is complete."""
+    found = {}
+    for path in folder.glob("part-*.npy"):
+        number = int(path.stem.split("-")[1])
+        found[number] = np.load(path)
+        size = min((number + 1) * PART, COUNT) - number * PART
+        assert len(found[number]) == size
+        assert found[number].reshape(size, -1).any(axis=1).all()
+    return found
+
+
+def indices(parts: dict[int, np.ndarray]) -> set[int]:
+    """Returns the indices of all samples in these parts."""
+    return {
+        index
+        for number in parts
+        for index in range(number * PART, min((number + 1) * PART, COUNT))
+    }
+
+
+def killed(folder: Path, log: Path, backend: Backend) -> None:
+    """Runs the job in another process, and kills it while it is working."""
+    code = "import sys, test_per_sample_pool_kill as t; "
+    code += "from support.xla_replica.replicas import Backend; "
+    code += "device, number, *args = sys.argv[1:]; "
+    code += "Backend(device, int(number)).run(t.job, *args, 3 * t.BLOCK)"
+    arguments = [backend.device, str(backend.num_replicas), str(folder), str(log)]
+    before = len(parts_in(folder))
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        end = time.monotonic() + PATIENCE
+        while len(parts_in(folder)) == before:
+            assert process.poll() is None, "the job ended before it kept a part"
+            assert time.monotonic() < end
+            time.sleep(1e-3)
+        end = time.monotonic() + random.uniform(0.0, 0.2)
+        while time.monotonic() < end:
+            parts_in(folder)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == -signal.SIGKILL, "the job ended before it was killed"
+
+
+@pytest.mark.parametrize(
+    ("what", "device", "killings", "last"),
+    [
+        pytest.param("index", "cpu", [1], 2, id="index-cpu-1-2"),
+        *(
+            pytest.param(
+                what, "cpu", [3, 1, 2], last, id=f"{what}-gloo-3-1-2-{last}",
+                marks=pytest.mark.slow,
+            )
+            for what, last in [("scores", 1), ("index", 3)]
+        ),
+        *(
+            pytest.param(
+                what, "xla", [2, 1], 3, id=f"{what}-xla-2-1-3",
+                marks=[pytest.mark.slow, pytest.mark.xla, needs_xla],
+            )
+            for what in ("scores", "index")
+        ),
+    ],
+)  # fmt: skip
+def test_a_killed_run_loses_a_part_and_no_bit(tmp_path, what, device, killings, last):
+    folder = tmp_path / what
+    folder.mkdir()
+    for number, replicas in enumerate(killings):
+        log, before = tmp_path / f"log{number}", indices(parts_in(folder))
+        killed(folder, log, Backend(device, replicas))
+        after = indices(parts_in(folder))
+        assert before < after < set(range(COUNT))
+        done = asked(log)
+        assert not set(done) & before  # nothing is scored twice
+        # A lazy device also loads ahead: two batches, and one in hand.
+        ahead = 0 if device == "cpu" else 4 * 3 * BLOCK
+        assert len(set(done) - after) <= replicas * (PART + ahead)
+    log, before = tmp_path / "log", indices(parts_in(folder))
+    for found in Backend(device, last).run(job, str(folder), str(log), 1):
+        alone = found
+    done = asked(log)
+    assert set(done) == set(range(COUNT)) - before - IDENTITY
+    assert set(done.values()) == {1}
+    undisturbed = Backend(device, 1).run(
+        job, str(tmp_path / f"{what}-again"), str(tmp_path / "quiet"), 7
+    )[0]
+    assert_same_bits(alone, undisturbed)
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_a_damaged_part_is_set_aside_and_scored_again(tmp_path):
+    options = {"block_size": BLOCK, "part_size": 8, "progress": False}
+    options |= {"folder": tmp_path}
+    truth = psg.score_pool(dense_model(), Vectors(20), **options).scores
+    path = tmp_path / "part-00000001.npy"
+    whole = path.read_bytes()
+    np.testing.assert_array_equal(np.load(path), truth[8:16])
+    flipped = [bytearray(whole) for _ in range(4)]
+    for content, bit in zip(flipped, (0, 8 * 128 + 3, 8 * 150, 8 * len(whole) - 1)):
+        content[bit // 8] ^= 1 << bit % 8
+    other = (tmp_path / "part-00000000.npy").read_bytes()
+    for damaged in (b"", whole[:-1], whole[:64], bytes(len(whole)), other, *flipped):
+        path.write_bytes(damaged)
+        with pytest.warns(UserWarning, match=r"part-00000001\.npy is damaged: .* aga"):
+            found = psg.score_pool(dense_model(), Vectors(20), **options)
+        assert_same_bits(found.scores, truth)
+        assert path.read_bytes() == whole
+        assert path.with_suffix(".damaged").read_bytes() == damaged
+
+
+def test_a_part_of_another_model_is_damaged(tmp_path):
+    options = {"block_size": BLOCK, "part_size": 8, "progress": False}
+    folders = [tmp_path / str(seed) for seed in range(2)]
+    truth = [
+        psg.score_pool(dense_model(seed), Vectors(20), folder=folder, **options).scores
+        for seed, folder in enumerate(folders)
+    ]
+    name = "part-00000002.npy"
+    (folders[0] / name).write_bytes((folders[1] / name).read_bytes())
+    with pytest.warns(UserWarning, match="is damaged"):
+        found = psg.score_pool(dense_model(), Vectors(20), folder=folders[0], **options)
+    assert_same_bits(found.scores, truth[0])
+
+
+def test_what_a_killed_run_was_writing_is_deleted(tmp_path):
+    left = tmp_path / "part-00000000.0123.tmp"
+    left.write_bytes(b"half")
+    psg.score_pool(dense_model(), Vectors(20), folder=tmp_path, progress=False)
+    assert not left.exists()

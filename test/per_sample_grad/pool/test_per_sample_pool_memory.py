@@ -1,0 +1,166 @@
+"""Scoring a pool takes the memory of one part, and a search that of some blocks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.per_sample_grad.pool import CLASSES, Pool, assert_same_bits, make_model
+from support.xla_replica.replicas import Backend
+from torch import nn
+from torch.utils.data import Dataset
+
+import per_sample_grad as psg
+import xla_replica
+from per_sample_grad.pool import gradient_index
+from per_sample_grad.pool.gradient_index import GradientIndex
+
+
+class Counting(Pool):
+    """A pool that counts the live tensors whenever a part begins."""
+
+    def __init__(self, count: int, part_size: int) -> None:
+        super().__init__(count)
+        self.part_size = part_size
+        self.alive: list[int] = []
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index % self.part_size == 0:
+            gc.collect()
+            kinds = (type(value) for value in gc.get_objects())
+            self.alive.append(sum(issubclass(kind, torch.Tensor) for kind in kinds))
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    "score",
+    ["el2n", *(pytest.param(s, marks=pytest.mark.slow) for s in ("grad_norm", "egl"))],
+)
+def test_no_tensor_outlives_its_part(score, tmp_path):
+    options = {"score": score, "block_size": 8, "part_size": 32, "progress": False}
+    pool = Counting(10 * 32, 32)
+    psg.score_pool(make_model(), pool, folder=tmp_path, **options)
+    counts = pool.alive[-8:]  # without the first parts' and the description's
+    assert len(set(counts)) == 1, counts
+
+
+class Numbers(Dataset):
+    """A pool of any size that takes no memory."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((8,), (index % 97) / 97.0), index % CLASSES
+
+
+LARGE = 100_000
+
+
+def of_numbers(rank: int, batch_size: int, folder: str | None, count: int = LARGE):
+    """Scores a large pool on one replica."""
+    replica = xla_replica.current()
+    with replica.seeded(0):
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, CLASSES))
+    options = {"batch_size": batch_size, "folder": folder, "progress": False}
+    return psg.score_pool(model.to(replica.device), Numbers(count), **options)
+
+
+def grown_by_a_large_pool(folder: str) -> int:
+    """Returns the KiB that a large pool takes beyond a small one; checks its scores."""
+    of_numbers(0, 500, None, LARGE // 10)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = of_numbers(0, 500, folder)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    # The pool repeats itself, and so do its scores.
+    assert len(found) == LARGE
+    period = 97 * CLASSES
+    np.testing.assert_allclose(
+        found.scores[:-period], found.scores[period:], rtol=1e-5, atol=1e-7
+    )
+    return grown
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> tuple[Path, int]:
+    """Returns a folder of scores, and how much memory they took.
+
+    They are computed in a new process, since the high-water mark is the process's.
+    """
+    folder = tmp_path_factory.mktemp("large")
+    code = "import sys, test_per_sample_pool_memory as t; "
+    code += "print(t.grown_by_a_large_pool(sys.argv[1]))"
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert run.returncode == 0, run.stderr
+    return folder, int(run.stdout.split()[-1])
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_take_no_more_memory_than_ten(large):
+    # In KiB: 352 for the scores, and what a process drifts by.
+    assert large[1] < 4 * 1024
+
+
+def large_scores(rank: int, batch_size: int, folder: str) -> np.ndarray:
+    """Returns the scores of a large pool on one replica."""
+    return of_numbers(rank, batch_size, folder).scores
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_half_of_a_hundred_thousand_is_scored_again_with_the_same_bits(
+    large, num_replicas
+):
+    """Missing parts are scored in other batches, and by other replicas if there are."""
+    parts = sorted(large[0].glob("part-*.npy"))
+    truth = np.concatenate([np.load(path) for path in parts])
+    assert truth.shape == (LARGE,)
+    for path in parts[::2]:
+        path.unlink()
+    kept = {path: path.stat().st_mtime_ns for path in parts[1::2]}
+    assert len(kept) > 10
+    backend = Backend("cpu", num_replicas)
+    for found in backend.run(large_scores, 1000, str(large[0]), timeout=300.0):
+        assert_same_bits(found, truth)
+    assert sorted(large[0].glob("part-*.npy")) == parts
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+
+
+def test_a_search_takes_the_memory_of_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(gradient_index, "_BLOCK_BYTES", 2**16)
+    count, size, num_queries = 4000, 256, 50
+    rows = np.random.default_rng(0).normal(size=(count, size)).astype(np.float32)
+    np.save(tmp_path / "rows.npy", rows)
+    mapped, queries = np.load(tmp_path / "rows.npy", mmap_mode="r"), rows[:num_queries]
+
+    def part(number: int) -> np.ndarray:
+        return mapped[number * 1000 : (number + 1) * 1000]
+
+    index = GradientIndex({"seed": 0, "kept.w": [1, size]}, 1000, part, count)
+    found = {}
+    for by in gradient_index.MEASURES:
+        tracemalloc.start()
+        found[by] = index.search(queries, top=5, by=by).indices[:, 0]
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        # The queries twice (as they are, divided by their norms), and some blocks.
+        assert most < 2 * queries.nbytes + 8 * 2**16, most
+        assert most < rows.nbytes / 6
+    np.testing.assert_array_equal(found["cosine"], np.arange(num_queries))

@@ -1,0 +1,212 @@
+"""Kept scores of a pool: any replicas continue them, and no other job does."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+from typing import BinaryIO
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support.per_sample_grad.pool import COUNT, Pool, by_hand, make_model
+from support.xla_replica.replicas import Backend, needs_xla, row
+from torch import nn
+
+import per_sample_grad as psg
+import xla_replica
+from per_sample_grad.pool import parts as part_files
+
+
+def test_a_run_that_failed_continues_where_it_was(tmp_path):
+    model = make_model()
+    options = {"block_size": 4, "part_size": 8, "folder": tmp_path, "progress": False}
+    with pytest.raises(OSError, match="disk"):
+        psg.score_pool(model, Pool(fail_at=18), **options)
+    pool = Pool()
+    found = psg.score_pool(model, pool, **options)
+    identity = {0, COUNT // 2, COUNT - 1}
+    assert set(pool.asked) == set(range(16, COUNT)) | identity
+    whole = psg.score_pool(model, Pool(), block_size=4, progress=False)
+    np.testing.assert_array_equal(found.scores, whole.scores)
+    nothing = Pool()
+    psg.score_pool(model, nothing, **options)
+    assert set(nothing.asked) == identity
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_another_models_parts_are_an_error(tmp_path):
+    options = {"batch_size": 4, "folder": tmp_path, "progress": False}
+    psg.score_pool(make_model(), Pool(), **options)
+    with pytest.raises(ValueError, match=r"else: model\.0\.weight was"):
+        psg.score_pool(make_model(1), Pool(), **options)
+    with pytest.raises(ValueError, match=r"; and \d+ more\. Give another folder"):
+        psg.score_pool(nn.Sequential(make_model()), Pool(), **options)
+    with pytest.raises(ValueError, match="score was 'grad_norm' and is 'loss'"):
+        psg.score_pool(make_model(), Pool(), score="loss", **options)
+    with pytest.raises(ValueError, match="count was 23 and is 9"):
+        psg.score_pool(make_model(), Pool(9), **options)
+    with pytest.raises(ValueError, match="block_size was 64 and is 8"):
+        psg.score_pool(make_model(), Pool(), block_size=8, **options)
+
+
+class Shifted(Pool):
+    """Another pool of the same length."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        inputs, target = super().__getitem__(index)
+        return inputs + 1, target
+
+
+def other_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, targets, reduction="none", label_smoothing=0.1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [
+        ({"params": ["5.weight"]}, "params[0]"),
+        ({"loss": other_loss}, "loss"),
+        ({"fallback": "loop"}, "options"),
+        ({"loader": Shifted()}, "pool"),
+        (
+            {"model": make_model().requires_grad_(False).append(nn.Linear(4, 4))},
+            "model.6",
+        ),
+    ],
+    ids=["params", "loss", "options", "pool", "model"],
+)
+def test_another_jobs_parts_are_an_error(tmp_path, changed, key):
+    job = {"model": make_model(), "loader": Pool(), "batch_size": 4}
+    job |= {"folder": tmp_path, "progress": False}
+    psg.score_pool(**job)
+    with pytest.raises(ValueError, match=rf" {re.escape(key)} was"):
+        psg.score_pool(**{**job, **changed})
+
+
+def test_frozen_parameters_are_another_job(tmp_path):
+    model = make_model()
+    options = {"batch_size": 4, "folder": tmp_path, "progress": False}
+    psg.score_pool(model, Pool(), **options)
+    model[0].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"params\[0\] was"):
+        psg.score_pool(model, Pool(), **options)
+
+
+def test_the_parts_of_an_earlier_version_are_an_error(tmp_path):
+    options = {"folder": tmp_path, "progress": False}
+    (tmp_path / "pool.json").write_text(json.dumps({"score": "grad_norm", "count": 23}))
+    with pytest.raises(ValueError, match="by an earlier version, which kept no"):
+        psg.score_pool(make_model(), Pool(), **options)
+    (tmp_path / "pool.json").write_text('{"format": 2,')
+    with pytest.raises(ValueError, match=r"pool\.json is damaged .*Give another"):
+        psg.score_pool(make_model(), Pool(), **options)
+
+
+class FullDisk:
+    """A file on a disk that has room for some bytes only."""
+
+    def __init__(self, file: BinaryIO, room: int) -> None:
+        self.file, self.room = file, room
+
+    def write(self, data: bytes) -> int:
+        if len(data) > self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.room -= len(data)
+        return self.file.write(data)
+
+
+def test_a_full_disk_names_the_path_and_what_is_kept(tmp_path, monkeypatch):
+    write_whole, written = part_files.write_whole, []
+
+    def write_until_full(unfinished, write):
+        written.append(unfinished)
+        room = 10 if len(written) == 3 else 1 << 20  # the second part's
+        return write_whole(unfinished, lambda file: write(FullDisk(file, room)))
+
+    options = {"block_size": 4, "part_size": 8, "folder": tmp_path, "progress": False}
+    with monkeypatch.context() as patched:
+        patched.setattr(part_files, "write_whole", write_until_full)
+        with pytest.raises(
+            OSError, match="The parts that are finished are kept"
+        ) as full:
+            psg.score_pool(make_model(), Pool(), **options)
+    assert full.value.errno == errno.ENOSPC
+    assert full.value.filename == str(tmp_path / "part-00000001.npy")
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"pool.json", "part-00000000.npy"}
+    pool = Pool()
+    psg.score_pool(make_model(), pool, **options)
+    assert set(pool.asked) == set(range(8, COUNT)) | {0}
+
+
+class Drawn(Pool):
+    """A pool that is augmented at random."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        inputs, target = super().__getitem__(index)
+        return inputs + torch.randn(inputs.shape), target
+
+
+def test_a_pool_that_is_drawn_at_random_continues_too(tmp_path):
+    options = {"batch_size": 4, "folder": tmp_path, "progress": False}
+    first = psg.score_pool(make_model(), Drawn(), **options)
+    again = psg.score_pool(make_model(), Drawn(), **options)
+    np.testing.assert_array_equal(first.scores, again.scores)
+
+
+def scored(rank: int, folder: str | None) -> np.ndarray:
+    """Returns the scores of the pool on one replica."""
+    replica = xla_replica.current()
+    with replica.seeded(0):  # threads share a generator
+        model = make_model().to(replica.device)
+    options = {"block_size": 4, "part_size": 4, "progress": False}
+    return psg.score_pool(model, Pool(), folder=folder, **options).scores
+
+
+@pytest.mark.parametrize("backend", [row("xla", 3)])
+def test_replicas_continue_where_another_number_stopped(backend, tmp_path):
+    alone = Backend(backend.device, 1).run(scored, None)[0]
+    np.testing.assert_allclose(
+        alone, by_hand(make_model(), "grad_norm", "given"), rtol=1e-4
+    )
+    for found in backend.run(scored, str(tmp_path)):
+        np.testing.assert_array_equal(found, alone)
+    # It also continues what another number of replicas has kept.
+    (tmp_path / "part-00000003.npy").unlink()
+    again = Backend(backend.device, 1).run(scored, str(tmp_path))[0]
+    np.testing.assert_array_equal(again, alone)
+
+
+def counted(rank: int) -> list[tuple[int, int, dict[str, int]]]:
+    """Returns compilations, transfers and fallbacks of a second run, by labels."""
+    replica = xla_replica.current()
+    model = make_model().to(replica.device)
+    found = []
+    for labels in ("given", "expected"):
+        options = {"labels": labels, "block_size": 4, "part_size": 8}
+        options |= {"progress": False}
+        psg.score_pool(model, Pool(16), **options)
+        with xla_replica.count() as counts:
+            psg.score_pool(model, Pool(), **options)
+        found.append((counts.compilations, counts.transfers, counts.fallbacks))
+    return found
+
+
+@needs_xla
+@pytest.mark.xla
+def test_a_short_last_batch_compiles_nothing_and_a_part_takes_one_transfer():
+    assert Backend("xla", 1).run(counted) == [[(0, 3, {}), (0, 3, {})]]
+
+
+def test_a_bar_shows_what_is_done(tmp_path, capsys):
+    options = {"block_size": 4, "part_size": 8, "folder": tmp_path}
+    with pytest.raises(OSError, match="disk"):
+        psg.score_pool(make_model(), Pool(fail_at=18), **options)
+    assert f"16/{COUNT}" in capsys.readouterr().err
+    psg.score_pool(make_model(), Pool(), **options)
+    shown = capsys.readouterr().err
+    assert f"16/{COUNT}" in shown  # where it continues
+    assert f"{COUNT}/{COUNT}" in shown

@@ -1,0 +1,246 @@
+"""Which weights RigL makes sparse."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from support.rigl_xla.sparse import pruned, sgd
+from torch import nn
+
+from rigl_xla import weights_of
+from rigl_xla.contrib import rigl_torch
+
+
+class Everything(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(12, 8)
+        self.positions = nn.Parameter(torch.zeros(5, 8))
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.other = nn.MultiheadAttention(8, 2, kdim=4, vdim=6)
+        self.lstm = nn.LSTM(8, 4)
+        self.cell = nn.GRUCell(8, 4)
+        self.conv = nn.Conv2d(4, 4, 3, groups=2)
+        self.up = nn.ConvTranspose1d(4, 2, 3)
+        self.bilinear = nn.Bilinear(3, 4, 5)
+        self.norms = nn.ModuleList(
+            [nn.LayerNorm((4, 8)), nn.GroupNorm(2, 4), nn.BatchNorm1d(4), nn.PReLU(4)]
+        )
+        self.norms.append(nn.InstanceNorm2d(4))  # has a weight of None
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.head = nn.Linear(8, 12)
+
+
+KINDS = [
+    "attention.in_proj_weight",
+    "attention.out_proj.weight",
+    "other.q_proj_weight",
+    "other.k_proj_weight",
+    "other.v_proj_weight",
+    "other.out_proj.weight",
+    "lstm.weight_ih_l0",
+    "lstm.weight_hh_l0",
+    "cell.weight_ih",
+    "cell.weight_hh",
+    "conv.weight",
+    "up.weight",
+    "bilinear.weight",
+    "head.weight",
+]
+
+
+def names(weights):
+    return [weight.name for weight in weights]
+
+
+def test_matrices_and_kernels_but_never_norms_biases_or_embeddings():
+    weights = weights_of(Everything())
+    assert names(weights) == KINDS
+    assert [w.name for w in weights if w.is_conv] == ["conv.weight", "up.weight"]
+
+
+def test_shared_weights_are_found_once():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    assert names(weights_of(model)) == ["0.weight"]
+    model = Everything()
+    model.head.weight = model.embedding.weight
+    [*others, tied] = weights_of(model)
+    assert names(others) == KINDS[:-1]
+    assert tied.name == "embedding.weight"  # as named_parameters has it
+    assert tied.names == ("embedding.weight", "head.weight")
+    assert tied.module is model.head
+    assert tied.name in dict(model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("exclude", "gone"),
+    [
+        (["head"], {"head.weight"}),
+        (["other.*"], {name for name in KINDS if name.startswith("other")}),
+        ([nn.RNNBase], {"lstm.weight_ih_l0", "lstm.weight_hh_l0"}),
+        ([lambda name, p: p.dim() == 3], {"up.weight", "bilinear.weight"}),
+        (["head", nn.GRUCell], {"head.weight", "cell.weight_ih", "cell.weight_hh"}),
+        ([nn.MultiheadAttention], set(KINDS[:6])),
+        (["attention"], set(KINDS[:2])),
+        ("head", {"head.weight"}),
+        (nn.RNNBase, {"lstm.weight_ih_l0", "lstm.weight_hh_l0"}),
+        (lambda name, p: name == "up.weight", {"up.weight"}),
+    ],
+)
+def test_exclusion_by_name_type_or_function(exclude, gone):
+    found = names(weights_of(Everything(), exclude=exclude))
+    assert found == [name for name in KINDS if name not in gone]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.last = nn.Linear(4, 4)
+
+
+def test_to_exclude_a_module_is_to_exclude_all_inside_it():
+    model = nn.Sequential(Block(), Block(), nn.Linear(4, 4))
+    assert names(weights_of(model, exclude=[Block])) == ["2.weight"]
+    assert names(weights_of(model, exclude=["1", "0.mlp"])) == [
+        "0.last.weight",
+        "2.weight",
+    ]
+    assert names(weights_of(model, exclude=["*.mlp", "2"])) == [
+        "0.last.weight",
+        "1.last.weight",
+    ]
+
+
+@pytest.mark.parametrize("exclude", ["0", "2", "4", "2.weight"])
+def test_any_name_of_a_shared_weight_excludes_it(exclude):
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4), shared)
+    model[2].weight = shared.weight
+    assert names(weights_of(model)) == ["0.weight", "3.weight"]
+    assert names(weights_of(model, exclude=[exclude])) == ["3.weight"]
+
+
+def test_inclusion():
+    found = names(weights_of(Everything(), include=["positions", nn.Embedding]))
+    assert set(found) == {*KINDS, "positions", "embedding.weight"}
+
+
+@pytest.mark.parametrize("include", [nn.Linear, "*", "head", ["1", nn.Linear]])
+def test_a_module_with_a_bias_is_included(include):
+    model = nn.Sequential(OrderedDict(head=nn.Linear(4, 4)))
+    model.add_module("1", nn.Embedding(4, 4))
+    found = names(weights_of(model, include=include))
+    assert "head.weight" in found
+    assert ("1.weight" in found) == (include in ("*", ["1", nn.Linear]))
+    for alone in ("head.bias", lambda name, p: "head" in name):
+        with pytest.raises(ValueError, match=r"include selects 'head.bias'"):
+            weights_of(model, include=alone)
+
+
+class Conv1D(nn.Module):
+    """A linear layer with a transposed weight, as transformers' GPT-2 has it."""
+
+    def __init__(self, outputs, inputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+def test_a_report_says_what_is_left_out_and_counts_it():
+    model = nn.Sequential(
+        nn.Embedding(10, 20),
+        Conv1D(20, 20),
+        nn.utils.parametrizations.weight_norm(nn.Linear(20, 20)),
+        nn.Linear(20, 20),
+        nn.Linear(20, 20, bias=False),
+        nn.Linear(20, 20).requires_grad_(False),
+        nn.Linear(20, 100),
+        nn.LayerNorm(100),
+    )
+    with pytest.warns(FutureWarning):
+        model.append(nn.utils.weight_norm(nn.Linear(100, 10)))
+    pruner = pruned(model, sgd(model), dense_allocation=0.1, exclude="4")
+    report = pruner.report()
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert (report.sparsity, report.num_parameters) == (0.9, total)
+    assert report.model_sparsity == 1800 / total
+    computed = "a weight is computed from it, as by weight_norm"
+    reasons = {
+        "0.weight": "an embedding; include= makes it sparse",
+        "1.weight": "Conv1D is not known to multiply by it; include= makes it sparse",
+        "2.parametrizations.weight.original0": computed,
+        "2.parametrizations.weight.original1": computed,
+        "3.weight": "by dense_first, ignore_linear_layers, sparsities= or the "
+        "distribution",
+        "4.weight": "exclude= names it",
+        "5.weight": "it is frozen",
+        "8.weight_g": computed,
+        "8.weight_v": computed,
+    }
+    assert report.dense == reasons
+    text = str(report).splitlines()
+    assert f"of all {total} parameters {1800 / total:.2%} are inactive" in text
+    for lines in (text, str(pruner).splitlines()):
+        assert f"dense: 1.weight ({reasons['1.weight']})" in lines
+        [line] = [line for line in lines if computed in line]
+        assert line.endswith(f"8.weight_g and 1 more ({computed})")
+    pruner.close()
+    pruner = pruned(model, sgd(model), include=Conv1D, dense_first=False)
+    assert "1.weight" in pruner.masks
+
+
+@pytest.mark.parametrize(
+    ("selectors", "error", "says"),
+    [
+        ({"exclude": ["heads"]}, ValueError, "'heads', but the model has no such"),
+        ({"include": ["norms.1"]}, ValueError, "two or more dimensions"),
+        ({"include": ["frozen"]}, ValueError, "requires_grad=False"),
+        ({"exclude": [3]}, TypeError, "a pattern of names"),
+        ({"exclude": [nn.Linear(2, 2)]}, TypeError, "a pattern of names"),
+        ({"exclude": nn.Sequential()}, TypeError, "a pattern of names"),
+        ({"exclude": [nn.Conv3d]}, ValueError, "Conv3d'>, but the model has no such"),
+        ({"include": nn.EmbeddingBag}, ValueError, "the model has no such"),
+    ],
+)
+def test_errors_say_what_is_allowed(selectors, error, says):
+    with pytest.raises(error, match=says):
+        weights_of(Everything(), **selectors)
+
+
+def test_names_are_without_wrappers():
+    model = nn.Sequential(nn.Linear(4, 4))
+    assert names(weights_of(nn.DataParallel(model))) == ["0.weight"]
+    compiled = torch.compile(model, backend="eager")
+    assert names(weights_of(compiled)) == ["0.weight"]
+    assert names(weights_of(nn.DataParallel(compiled))) == ["0.weight"]
+
+
+def test_names_are_without_wrappers_inside():
+    part = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    part[1] = torch.compile(part[1], backend="eager")
+    model = nn.Sequential(nn.Linear(4, 4), torch.compile(part, backend="eager"))
+    assert names(weights_of(model)) == ["0.weight", "1.0.weight", "1.1.weight"]
+    assert names(weights_of(model, exclude=["1.1"])) == ["0.weight", "1.0.weight"]
+    assert names(rigl_torch.weights_of(model)) == [
+        "0.weight",
+        "1.0.weight",
+        "1.1.weight",
+    ]
+
+
+def test_rigl_torch_also_takes_norms_and_embeddings():
+    model = nn.Sequential(
+        nn.Embedding(4, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm2d(4)
+    )
+    assert names(rigl_torch.weights_of(model)) == [
+        "0.weight",
+        "1.weight",
+        "2.weight",
+    ]

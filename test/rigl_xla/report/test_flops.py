@@ -1,0 +1,162 @@
+"""Operations and sizes are those of the published table of ResNet-50."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+
+import pytest
+import torch
+from support.rigl_xla.resnet import RESNET50_WEIGHTS, resnet50
+from torch import nn
+
+from rigl_xla.report.costs import (
+    LayerCost,
+    gradual_training_ratio,
+    inference_flops,
+    inference_macs,
+    inference_ratio,
+    size_in_bytes,
+    training_ratio,
+)
+from rigl_xla.report.positions import costs_of
+from rigl_xla.topology.distribution import allocate
+from rigl_xla.topology.update_schedule import gradual_sparsity
+
+
+def resnet_costs(conv1_side: int = 224) -> dict[str, LayerCost]:
+    """Returns costs; Google counts the first convolution at 230 pixels, with pads."""
+    costs = {}
+    for name, (shape, stride, side) in resnet50().items():
+        side = conv1_side if name == "conv1.weight" else side
+        costs[name] = LayerCost(shape, math.ceil(side / stride) ** 2)
+    return costs
+
+
+# sparsity, distribution, conv1 dense: size in MB, inference counted at 224 and at 230
+# pixels, RigL training and five times longer training at 230
+TABLE = {
+    (0.8, "erk", False): (23.684, 0.4146, 0.4153, 0.4172, 2.086),
+    (0.8, "uniform", True): (23.729, 0.2241, 0.2254, 0.2279, 1.140),
+    (0.9, "erk", False): (13.499, 0.2429, 0.2431, 0.2456, 1.228),
+    (0.9, "uniform", True): (13.532, 0.1272, 0.1285, 0.1314, 0.657),
+    (0.95, "erk", False): (8.399, 0.1229, 0.1230, 0.1259, 0.630),
+    (0.95, "uniform", True): (8.433, 0.0787, 0.0801, 0.0831, 0.416),
+    (0.965, "uniform", True): (6.904, 0.0641, 0.0656, 0.0687, 0.343),
+    (0.965, "erk", False): (6.869, 0.0864, None, None, None),
+    (0.965, "erk", True): (6.904, 0.1111, 0.1125, 0.1154, 0.577),
+    (0.99, "erk", True): (4.354, 0.0533, 0.0548, 0.0579, 0.290),
+}
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_resnet50_costs_what_was_published(row):
+    sparsity, distribution, dense_first = row
+    size, at_224, at_230, training, five_times = TABLE[row]
+    found = allocate(RESNET50_WEIGHTS, sparsity, distribution, dense_first=dense_first)
+    costs, published = resnet_costs(), resnet_costs(230)
+    assert size_in_bytes(costs, found) / 1e6 == pytest.approx(size, abs=1e-3)
+    assert inference_ratio(costs, found) == pytest.approx(at_224, abs=1e-4)
+    if at_230 is not None:
+        assert inference_ratio(published, found) == pytest.approx(at_230, abs=1e-4)
+        ratio = training_ratio(published, found, "rigl", delta=100)
+        assert ratio == pytest.approx(training, abs=1e-4)
+        assert 5 * ratio == pytest.approx(five_times, abs=1e-3)
+
+
+def test_dense_resnet50():
+    costs = resnet_costs()
+    assert inference_macs(costs) / 1e9 == pytest.approx(4.0892, abs=1e-4)
+    assert inference_flops(costs) / 1e9 == pytest.approx(8.189, abs=1e-3)
+    assert inference_flops(resnet_costs(230)) / 1e9 == pytest.approx(8.202, abs=1e-3)
+    assert size_in_bytes(costs) / 1e6 == pytest.approx(102.122, abs=1e-3)
+    assert costs["layer2.0.conv1.weight"].macs() == 102_760_448
+    assert costs["conv1.weight"].macs() == 118_013_952
+    cubes = [c.macs() for c in costs.values() if c.shape[2:] == (3, 3)]
+    assert set(cubes) == {115_605_504}
+
+
+@pytest.mark.parametrize(("sparsity", "published"), [(0.8, 0.61), (0.9, 0.50)])
+def test_snfs_costs_what_was_published(sparsity, published):
+    found = allocate(RESNET50_WEIGHTS, sparsity, "erk")
+    ratio = training_ratio(resnet_costs(230), found, "snfs")
+    assert ratio == pytest.approx({0.8: 0.6102, 0.9: 0.4954}[sparsity], abs=1e-4)
+    assert round(ratio, 2) == published
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "published", "of_33", "of_32"),
+    [(0.8, 0.56, 0.5603, 0.5707), (0.9, 0.51, 0.5053, 0.5171)],
+)
+def test_gradual_pruning_costs_what_was_published(sparsity, published, of_33, of_32):
+    found, costs = allocate(RESNET50_WEIGHTS, sparsity), resnet_costs(230)
+
+    def ratio_at(step: int) -> float:
+        now = {n: gradual_sparsity(step, s, 10_000, 25_000) for n, s in found.items()}
+        return inference_ratio(costs, now)
+
+    # The authors average 33 readings, both ends included; masks change 32 times.
+    readings = [ratio_at(step) for step in range(0, 33_000, 1_000)]
+    assert sum(readings) / 33 == pytest.approx(of_33, abs=1e-4)
+    assert round(sum(readings) / 33, 2) == published
+    ratio = gradual_training_ratio(costs, found, 10_000, 25_000, 1_000, 32_000)
+    assert ratio == pytest.approx(sum(readings[:-1]) / 32)
+    assert ratio == pytest.approx(of_32, abs=1e-4)
+
+
+def test_methods_that_never_see_a_dense_gradient_train_at_the_cost_of_inference():
+    costs = {"a": LayerCost((10, 20), 3), "b": LayerCost((4, 5))}
+    sparsities = {"a": 0.5}
+    for method in ("static", "set"):
+        ratio = training_ratio(costs, sparsities, method)
+        assert ratio == inference_ratio(costs, sparsities)
+    assert training_ratio(costs, sparsities, "dense") == 1
+    with pytest.raises(ValueError, match="gradual_training_ratio for 'gmp'"):
+        training_ratio(costs, sparsities, "gmp")
+
+
+def test_positions_are_watched():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3, stride=2, padding=1)
+            self.up = nn.ConvTranspose2d(4, 2, 2, stride=2)
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.lstm = nn.LSTM(8, 5, batch_first=True)
+            self.twice = nn.Linear(5, 5)
+            self.never = nn.Linear(5, 5)
+
+        def forward(self, x):
+            tokens = self.up(self.conv(x)).flatten(2).reshape(len(x), -1, 8)
+            tokens, _ = self.attention(tokens, tokens, tokens)
+            tokens, _ = self.lstm(tokens)
+            return self.twice(self.twice(tokens[:, -1]))
+
+    model = Model().train()
+    costs = costs_of(model, torch.zeros(6, 3, 8, 8))
+    assert {name: cost.positions for name, cost in costs.items()} == {
+        "conv.weight": 16,
+        "up.weight": 16,
+        "attention.in_proj_weight": 16,
+        "attention.out_proj.weight": 16,
+        "lstm.weight_ih_l0": 16,
+        "lstm.weight_hh_l0": 16,
+        "twice.weight": 2,
+        "never.weight": 0,
+    }
+    assert model.training
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is None, reason="needs torchvision"
+)
+def test_torchvisions_resnet50_is_the_one_that_was_counted():
+    from torchvision.models import resnet50 as model
+
+    costs = costs_of(model(), torch.zeros(1, 3, 224, 224))
+    expected = resnet_costs()
+    assert costs.keys() == expected.keys()
+    for name, cost in costs.items():
+        assert cost == dataclasses.replace(expected[name]), name

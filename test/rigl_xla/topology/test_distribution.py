@@ -1,0 +1,195 @@
+"""Sparsities per layer, against a slow solver and the paper's published numbers."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.rigl_xla.resnet import RESNET50_WEIGHTS
+
+from rigl_xla.topology.distribution import DISTRIBUTIONS, allocate, num_inactive
+
+SHAPES = {
+    "stem": (8, 3, 3, 3),
+    "wide": (64, 8, 3, 3),
+    "thin": (16, 64, 1, 1),
+    "body": (64, 256),
+    "head": (10, 64),
+}
+
+
+def num_active(shapes, sparsities):
+    numbers = {name: math.prod(shape) for name, shape in shapes.items()}
+    return sum(n - num_inactive(sparsities[name], n) for name, n in numbers.items())
+
+
+def proportional(shapes, sparsity, ratio):
+    """Returns sparsities of densities min(1, epsilon p), epsilon by bisection."""
+    numbers = {name: math.prod(shape) for name, shape in shapes.items()}
+    budget = sum(n - math.floor(Fraction(str(sparsity)) * n) for n in numbers.values())
+    low, high = 0.0, 1e9
+    for _ in range(200):
+        epsilon = (low + high) / 2
+        used = sum(min(1, epsilon * ratio(shapes[n])) * numbers[n] for n in shapes)
+        low, high = (epsilon, high) if used < budget else (low, epsilon)
+    return {name: 1 - min(1, low * ratio(shapes[name])) for name in shapes}
+
+
+RATIOS = {
+    "er": lambda shape: (shape[0] + shape[1]) / (shape[0] * shape[1]),
+    "erk": lambda shape: sum(shape) / math.prod(shape),
+}
+
+
+@pytest.mark.parametrize("kind", RATIOS)
+@pytest.mark.parametrize("sparsity", [0.3, 0.5, 0.8, 0.9, 0.99])
+def test_erdos_renyi_solves_for_the_budget(kind, sparsity):
+    expected = proportional(SHAPES, sparsity, RATIOS[kind])
+    assert allocate(SHAPES, sparsity, kind) == pytest.approx(expected, abs=1e-9)
+
+
+def test_names_in_upper_case():
+    assert allocate(SHAPES, 0.9, "ERK") == allocate(SHAPES, 0.9, "erk")
+
+
+def test_uniform_keeps_the_first_layer_dense():
+    assert list(allocate(SHAPES, 0.9).values()) == [0, 0.9, 0.9, 0.9, 0.9]
+    assert allocate({"only": (4, 4)}, 0.5) == {"only": 0.5}
+    assert set(allocate(SHAPES, 0.9, dense_first=False).values()) == {0.9}
+
+
+def test_erk_with_a_dense_first_layer_leaves_it_out_of_the_budget():
+    rest = {name: shape for name, shape in SHAPES.items() if name != "stem"}
+    found = allocate(SHAPES, 0.9, "erk", dense_first=True)
+    assert found == {"stem": 0.0, **allocate(rest, 0.9, "erk")}
+
+
+@pytest.mark.parametrize("sparsity", [0.5, 0.9, 0.95])
+def test_adjusted_uniform_reaches_the_sparsity_of_the_whole(sparsity):
+    found = allocate(SHAPES, sparsity, "adjusted-uniform", {"head": 0.0})
+    numbers = {name: math.prod(shape) for name, shape in SHAPES.items()}
+    inactive = sum(found[name] * n for name, n in numbers.items())
+    assert inactive == pytest.approx(sparsity * sum(numbers.values()))
+    assert found["stem"] == found["head"] == 0
+
+
+def test_adjusted_uniform_says_when_dense_layers_are_too_large():
+    shapes = {"stem": (8, 3, 3, 3), "body": (64, 256)}
+    with pytest.raises(ValueError, match="16384 of 16600 weights"):
+        allocate(shapes, 0.9, "adjusted-uniform", {"body": 0.0}, dense_first=False)
+
+
+def test_overrides_are_outside_of_the_budget():
+    rest = {name: shape for name, shape in SHAPES.items() if name != "body"}
+    found = allocate(SHAPES, 0.8, "erk", {"body": 0.5})
+    assert found["body"] == 0.5
+    assert {n: s for n, s in found.items() if n != "body"} == allocate(rest, 0.8, "erk")
+
+
+def test_a_function_can_distribute():
+    found = allocate(SHAPES, 0.5, lambda free, s, dense: dict.fromkeys(free, s / 2))
+    assert set(found.values()) == {0.25}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ((SHAPES, 1.0), ValueError, ">= 0 and < 1"),
+        ((SHAPES, -0.1), ValueError, ">= 0 and < 1"),
+        ((SHAPES, "0.5"), TypeError, "number >= 0"),
+        (
+            (SHAPES, 0.5, "erq"),
+            ValueError,
+            "must be one of .* or a function of .*, got 'erq'",
+        ),
+        ((SHAPES, 0.5, 3), ValueError, "must be one of"),
+        ((SHAPES, 0.5, "erk", {"hed": 0.1}), ValueError, "'hed', which is not a layer"),
+        ((SHAPES, 0.5, "erk", {"head": 1}), ValueError, "sparsity of 'head'"),
+        ((SHAPES, 0.5, lambda f, s, d: dict.fromkeys(f, 2)), ValueError, "gives"),
+    ],
+)
+def test_errors_say_what_is_allowed(arguments, error, says):
+    with pytest.raises(error, match=says):
+        allocate(*arguments)
+
+
+@given(
+    percent=st.integers(1, 99), size=st.sampled_from([10, 50, 100, 1000, 9408, 10**6])
+)
+def test_counts_are_those_of_the_decimal_that_was_meant(percent, size):
+    exact = min(percent * size // 100, size - 1)
+    assert num_inactive(percent / 100, size) == exact
+    assert num_inactive(1 - (100 - percent) / 100, size) == exact
+
+
+@given(
+    shapes=st.lists(
+        st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=6
+    ),
+    sparsity=st.floats(0, 0.99),
+    kind=st.sampled_from(sorted(set(DISTRIBUTIONS) - {"adjusted-uniform"})),
+)
+def test_every_distribution_stays_in_range_and_budget(shapes, sparsity, kind):
+    named = {str(index): shape for index, shape in enumerate(shapes)}
+    found = allocate(named, sparsity, kind, dense_first=False)
+    assert all(0 <= value < 1 for value in found.values())
+    total = sum(math.prod(shape) for shape in shapes)
+    excess = num_active(named, found) - (1 - sparsity) * total
+    assert -1 <= excess <= 2 * len(shapes)  # each layer rounds, and keeps one
+
+
+PUBLISHED = {  # (kernel, in, out): sparsity at 0.8, 0.9, 0.95; Evci et al. 2020
+    (7, 3, 64): (0.1428, 0.5800, 0.7902),
+    (1, 64, 64): (0, 0, 0.2265),
+    (3, 64, 64): (0.6381, 0.8227, 0.9114),
+    (1, 64, 256): (0, 0.0412, 0.5210),
+    (1, 256, 64): (0, 0.0412, 0.5210),
+    (1, 256, 128): (0, 0.4253, 0.7129),
+    (3, 128, 128): (0.8231, 0.9133, 0.9567),
+    (1, 128, 512): (0.0247, 0.5221, 0.7612),
+    (1, 512, 128): (0.0247, 0.5221, 0.7612),
+    (1, 256, 512): (0.4151, 0.7134, 0.8568),
+    (1, 512, 256): (0.4151, 0.7134, 0.8568),
+    (3, 256, 256): (0.9126, 0.9572, 0.9786),
+    (1, 256, 1024): (0.5131, 0.7614, 0.8808),
+    (1, 1024, 256): (0.5131, 0.7614, 0.8808),
+    (1, 512, 1024): (0.7079, 0.8569, 0.9285),
+    (1, 1024, 512): (0.7079, 0.8569, 0.9285),
+    (3, 512, 512): (0.9565, 0.9787, 0.9894),
+    (1, 512, 2048): (0.7567, 0.8808, 0.9405),
+    (1, 2048, 512): (0.7567, 0.8808, 0.9405),
+    (1, 1024, 2048): (0.8541, 0.9285, 0.9643),
+    (1, 2048, 1000): (0.8518, 0.9274, 0.9637),
+}
+
+
+@pytest.mark.parametrize("column", [0, 1, 2])
+def test_resnet50_has_the_published_erk_sparsities(column):
+    sparsity = (0.8, 0.9, 0.95)[column]
+    assert len(RESNET50_WEIGHTS) == 54
+    assert sum(math.prod(s) for s in RESNET50_WEIGHTS.values()) == 25_502_912
+    found = allocate(RESNET50_WEIGHTS, sparsity, "erk")
+    seen = set()
+    for name, (out, into, *kernel) in RESNET50_WEIGHTS.items():
+        key = (kernel[0] if kernel else 1, into, out)
+        seen.add(key)
+        assert found[name] == pytest.approx(PUBLISHED[key][column], abs=1e-4), name
+    assert seen == set(PUBLISHED)
+    assert sum(value == 0 for value in found.values()) == (8, 1, 0)[column]
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "erk", "uniform"),
+    [
+        (0.8, 5_100_630, 5_108_133),
+        (0.9, 2_550_353, 2_558_785),
+        (0.95, 1_275_200, 1_284_111),
+    ],
+)
+def test_resnet50_has_the_published_number_of_connections(sparsity, erk, uniform):
+    for kind, expected in [("erk", erk), ("uniform", uniform)]:
+        found = allocate(RESNET50_WEIGHTS, sparsity, kind)
+        assert num_active(RESNET50_WEIGHTS, found) == expected

@@ -1,0 +1,398 @@
+"""What every method keeps true, RigL and its relatives, and a user's scores."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.rigl_xla.sparse import (
+    batch,
+    convnet,
+    counts,
+    equal,
+    inactive_are_zero,
+    pruned,
+    sgd,
+    train,
+)
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rigl_xla import METHODS, Layer
+from rigl_xla.topology import masks
+from rigl_xla.topology.distribution import num_inactive
+from rigl_xla.topology.structure import row_pattern
+from rigl_xla.update import topology_update
+from xla_replica import DeviceTraits
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("distribution", ["uniform", "erk"])
+def test_every_method_ends_at_the_sparsity_asked_for(method, distribution):
+    model = convnet()
+    optimizer = sgd(model)
+    options = {"method": method, "sparsity_distribution": distribution}
+    pruner = pruned(model, optimizer, **options)
+    first = copy.deepcopy(pruner.masks)
+    train(model, optimizer, pruner, range(14))
+    expected = [
+        weight.numel() - num_inactive(sparsity, weight.numel())
+        for weight, sparsity in zip(pruner.W, pruner.S)
+        if sparsity
+    ]
+    assert counts(pruner) == expected
+    assert inactive_are_zero(pruner)
+    assert equal(first, pruner.masks) == (method == "static")
+
+
+@pytest.mark.parametrize("method", ["rigl", "set", "snfs", "static"])
+def test_static_topo_is_the_static_method(method):
+    model = convnet()
+    optimizer = sgd(model)
+    pruner = pruned(model, optimizer, method=method, static_topo=True, T_end=None)
+    first = copy.deepcopy(pruner.masks)
+    for step in range(8):
+        F.cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
+        assert pruner()
+        optimizer.step()
+    assert equal(first, pruner.masks)
+    state = pruner.state_dict()
+    pruner.load_state_dict(state, T_end=100, delta=1)
+    train(model, optimizer, pruner, range(3))
+    assert equal(first, pruner.masks)
+
+
+def test_set_grows_from_seed_and_update_alone():
+    """Other gradients change nothing, another seed changes what grows."""
+    found = []
+    for seed, loss in [(0, 1.0), (0, -1.0), (1, 1.0)]:
+        layer = nn.Linear(30, 30)
+        nn.init.ones_(layer.weight)
+        optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+        pruner = pruned(layer, optimizer, method="set", delta=1, seed=seed)
+        for _ in range(3):
+            (layer(torch.randn(2, 30)).sum() * loss).backward()
+            assert not pruner()
+        found.append(pruner.masks["weight"])
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+def test_snfs_grows_where_the_running_mean_of_gradients_is_large():
+    """It collects from step 3 on: step 2 is like those after the last update."""
+    model = convnet()
+    optimizer = sgd(model)
+    pruner = pruned(model, optimizer, method="snfs", momentum=0.5, delta=5)
+    mean = {name: torch.zeros_like(mask, dtype=torch.float) for name, mask in
+            pruner.masks.items()}  # fmt: skip
+    for step in range(5):
+        before = copy.deepcopy(pruner.masks)
+        twin = copy.deepcopy(model)
+        F.cross_entropy(twin(batch(step)[0]), batch(step)[1]).backward()
+        for name in mean if step >= 2 else ():
+            mean[name] = mean[name] * 0.5 + 0.5 * twin.get_parameter(name).grad
+        train(model, optimizer, pruner, range(step, step + 1))
+    for name, new in pruner.masks.items():
+        grown, never = new & ~before[name], ~new & ~before[name]
+        score = mean[name].abs()
+        assert grown.any()
+        assert score[grown].min() >= score[never].max()
+
+
+def test_gradual_pruning_begins_dense_and_only_loses():
+    model = convnet()
+    optimizer = sgd(model)
+    pruner = pruned(model, optimizer, method="gmp")
+    assert counts(pruner) == [1152, 4096, 160]
+    for step in range(14):
+        before = copy.deepcopy(pruner.masks)
+        train(model, optimizer, pruner, range(step, step + 1))
+        for name, mask in pruner.masks.items():
+            assert not (mask & ~before[name]).any()
+    assert counts(pruner) == [231, 820, 32]
+
+
+@pytest.mark.parametrize("bad_step", [2, 11])
+def test_gradual_pruning_counts_what_the_masks_have_after_a_refused_update(bad_step):
+    model = convnet()
+    optimizer = sgd(model)
+    pruner = pruned(model, optimizer, method="gmp", drop="sensitivity")
+    for step in range(14):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch(step)[0]), batch(step)[1])
+        (loss * float("nan") if step == bad_step else loss).backward()
+        if pruner():
+            optimizer.step()
+        state = pruner.state_dict()["layers"]
+        active = counts(pruner)
+        assert [layer["num_active"] for layer in state.values()] == active
+        assert f"{active[0]}/1152, {active[1]}/4096, {active[2]}/160" in str(pruner)
+    assert (active == [231, 820, 32]) == (
+        bad_step == 2
+    )  # or the last update was refused
+
+
+def test_magnitude_masks_keep_the_largest_weights():
+    model = convnet()
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    pruner = pruned(model, sgd(model), initial_masks="magnitude")
+    for name, mask in pruner.masks.items():
+        strength = weights[name].abs()
+        assert strength[mask].min() >= strength[~mask].max()
+    assert counts(pruner) == [231, 820, 32]
+
+
+def test_rescaled_weights_are_the_models_over_the_root_of_the_density():
+    model = convnet()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    pruner = pruned(model, sgd(model), initial_weights="rescale")
+    for name, mask in pruner.masks.items():
+        expected = before[name] * mask / mask.float().mean().sqrt()
+        assert torch.allclose(model.get_parameter(name), expected)
+    assert torch.equal(model[5].bias, before["5.bias"])
+
+
+def test_fan_in_weights_have_the_variance_of_their_inputs():
+    layer = nn.Linear(2000, 50)
+    pruner = pruned(layer, sgd(layer), initial_weights="fan-in")
+    mask = pruner.masks["weight"]
+    for row, active in zip(layer.weight.detach(), mask):
+        assert not row[~active].any()
+        variance = row[active].square().mean() * int(active.sum())
+        assert 1.4 < float(variance) < 2.7  # 2, of 400 numbers
+    again = nn.Linear(2000, 50)
+    pruned(again, sgd(again), initial_weights="fan-in")
+    assert torch.equal(layer.weight, again.weight)
+
+
+def test_a_resumed_run_keeps_its_weights():
+    model = convnet()
+    pruner = pruned(model, sgd(model))
+    state, before = pruner.state_dict(), copy.deepcopy(model.state_dict())
+    pruner.close()
+    pruned(model, sgd(model), initial_weights="fan-in", state_dict=state)
+    assert equal(before, model.state_dict())
+
+
+def test_scores_of_a_user():
+    """Here the lowest index stays and the highest index grows."""
+    seen = []
+
+    def last(layer: Layer) -> torch.Tensor:
+        seen.append((layer.name, layer.step, layer.update, layer.gradient is None))
+        return torch.arange(layer.weight.numel()).reshape(layer.weight.shape)
+
+    layer = nn.Linear(5, 4)
+    optimizer = sgd(layer)
+    pruner = pruned(
+        layer, optimizer, dense_allocation=0.5, alpha=0.5, delta=1, T_end=100,
+        drop=lambda layer: -last(layer), grow=last,
+    )  # fmt: skip
+    active = pruner.masks["weight"].flatten().nonzero().flatten().tolist()
+    layer(torch.ones(1, 5)).sum().backward()
+    assert not pruner()
+    dropped = pruner.schedule.num_dropped(1, 10)
+    keep = active[: 10 - dropped]
+    grow = [index for index in range(19, -1, -1) if index not in keep][:dropped]
+    expected = sorted([*keep, *grow])
+    assert pruner.masks["weight"].flatten().nonzero().flatten().tolist() == expected
+    assert seen == [("weight", 1, 1, False)] * 2
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf"), float("inf")])
+@pytest.mark.parametrize("structure", [None, "constant-fan-in"])
+def test_scores_where_they_do_not_count_may_be_anything(bad, structure):
+    """Scores of inactive connections to drop, or of kept ones to grow, are not used."""
+
+    def drop(layer: Layer) -> torch.Tensor:
+        return torch.where(layer.mask, layer.weight.abs(), bad)
+
+    def grow(layer: Layer) -> torch.Tensor:
+        strongest = layer.weight.abs() >= layer.weight.abs().max()
+        return torch.where(strongest, bad, layer.gradient.abs())
+
+    found = []
+    for options in ({}, {"drop": drop, "grow": grow}):
+        model = convnet()
+        pruner = pruned(model, sgd(model), delta=1, structure=structure, **options)
+        before = copy.deepcopy(pruner.masks)
+        F.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
+        assert not pruner()
+        found.append(pruner.masks)
+    assert equal(*found)
+    assert not equal(found[0], before)
+
+
+def only_in_1(score: float, inactive: bool):
+    """Returns a function whose scores count one ``score`` in the layer '1.weight'."""
+
+    def scored(layer: Layer) -> torch.Tensor:
+        found = layer.random()
+        if layer.name == "1.weight":
+            places = (layer.mask != inactive).flatten().nonzero()
+            found.view(-1)[places[0]] = score
+        return found
+
+    return scored
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("what", ["drop", "grow"])
+def test_scores_that_count_must_be_finite_in_their_own_layer(bad, what):
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    score = only_in_1(bad, inactive=what == "grow")
+    options = {what: score, "dense_first": False, "delta": 1}
+    pruner = pruned(model, sgd(model), **options)
+    before = copy.deepcopy(pruner.masks)
+    model(torch.randn(4, 16)).square().sum().backward()
+    assert not pruner()
+    same = [name for name in before if torch.equal(before[name], pruner.masks[name])]
+    assert same == ["1.weight"]
+
+
+def test_a_score_of_the_wrong_shape_is_refused():
+    layer = nn.Linear(5, 4)
+    pruner = pruned(
+        layer, sgd(layer), dense_allocation=0.5, delta=1, grow=lambda _: torch.ones(3)
+    )
+    layer(torch.ones(1, 5)).sum().backward()
+    with pytest.raises(ValueError, match=r"weight's shape, \(4, 5\)"):
+        pruner()
+
+
+@pytest.mark.parametrize("method", ["rigl", "set", "snfs"])
+@pytest.mark.parametrize("initial", ["random", "magnitude"])
+@pytest.mark.parametrize("structure", ["2:4", "1:8", "constant-fan-in"])
+def test_patterns_are_kept_while_connections_move(structure, initial, method):
+    model = convnet()
+    optimizer = sgd(model)
+    dense = 0.2 if structure == "constant-fan-in" else 1
+    options = {"structure": structure, "initial_masks": initial, "method": method}
+    pruner = pruned(
+        model, optimizer, dense_allocation=dense, exclude=["7"], T_end=30, **options
+    )
+    first = copy.deepcopy(pruner.masks)
+    for step in range(12):
+        train(model, optimizer, pruner, range(step, step + 1))
+        for name, mask in pruner.masks.items():
+            assert in_rows(structure, name, mask)
+    assert inactive_are_zero(pruner)
+    for name, mask in pruner.masks.items():
+        assert not torch.equal(first[name], mask)
+
+
+def in_rows(structure: str, name: str, mask: torch.Tensor) -> bool:
+    """Returns whether a mask keeps a pattern, by loops over single weights."""
+    if structure == "constant-fan-in":
+        return {int(row.sum()) for row in mask} == {round(0.2 * mask[0].numel())}
+    n, m = map(int, structure.split(":"))
+    flat = mask.reshape(*mask.shape[:2], -1)
+    return all(
+        int(flat[out, first : first + m, place].sum()) == n
+        for out in range(len(flat))
+        for first in range(0, flat.shape[1], m)
+        for place in range(flat.shape[2])
+    )
+
+
+@pytest.mark.parametrize("structure", ["2:4", "constant-fan-in"])
+@pytest.mark.parametrize("initial", ["random", "magnitude"])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_inputs_of_transposed_convolutions_lie_along_the_first_dimension(
+    structure, initial, groups
+):
+    layer = nn.ConvTranspose2d(12, 6, (2, 3), stride=2, groups=groups)
+    dense = 0.25 if structure == "constant-fan-in" else 1
+    options = {"structure": structure, "initial_masks": initial, "T_end": 30}
+    pruner = pruned(layer, sgd(layer), dense_allocation=dense, **options)
+    first = pruner.masks["weight"].clone()
+    for _ in range(6):
+        layer.zero_grad()
+        layer(torch.randn(2, 12, 3, 3)).square().sum().backward()
+        if pruner():
+            pruner.optimizer.step()
+    mask = pruner.masks["weight"]
+    assert not torch.equal(first, mask)
+    fan = 12 // groups
+    for group in range(groups):
+        inputs = mask[group * fan : (group + 1) * fan]  # all that an output sees
+        for out in range(6 // groups):
+            if dense == 0.25:
+                assert int(inputs[:, out].sum()) == round(0.25 * fan * 6)
+                continue
+            for start in range(0, fan, 4):
+                assert (inputs[start : start + 4, out].sum(0) == 2).all()
+
+
+def test_inputs_of_a_transposed_convolution_are_counted_in_the_first_dimension():
+    layer = nn.ConvTranspose1d(6, 8, 3)
+    with pytest.raises(ValueError, match="its 6 inputs are not a multiple of 4"):
+        pruned(layer, sgd(layer), structure="2:4", dense_allocation=1)
+
+
+@pytest.mark.parametrize(("stride", "groups"), [(1, 1), (2, 1), (1, 4)])
+def test_transposed_fan_in_weights_keep_the_size_of_their_inputs(stride, groups):
+    """Squares of outputs, after a ReLU, have the mean that those of inputs have."""
+    layer = nn.ConvTranspose1d(400, 40, 2, stride=stride, groups=groups, bias=False)
+    pruned(layer, sgd(layer), initial_weights="fan-in", dense_allocation=0.5)
+    draw = torch.Generator().manual_seed(0)
+    inputs = torch.randn(8, 400, 50, generator=draw)
+    with torch.no_grad():
+        inner = layer(inputs)[:, :, 2:-2]
+    assert float(inner.relu().square().mean()) == pytest.approx(1, rel=0.1)
+
+
+@pytest.mark.parametrize("structure", ["2:4", "constant-fan-in"])
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [
+        ((6, 8), None),
+        ((6, 8, 3), None),
+        ((6, 8, 3, 5), None),
+        ((8, 6, 3), 1),
+        ((8, 3, 3, 5), 2),
+    ],
+)
+def test_rows_are_joined_as_they_were_cut(structure, shape, groups):
+    rows = row_pattern(structure, "w", shape, 0.5, groups)
+    weight = torch.randn(shape)
+    assert torch.equal(rows.join(rows.cut(weight)), weight)
+    assert rows.num_active == int(rows.random_mask(0, "w").sum())
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the size of the largest tensor that an operation has made."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        for result in results if isinstance(results, (tuple, list)) else [results]:
+            if isinstance(result, torch.Tensor):
+                self.size = max(self.size, result.numel())
+        return results
+
+
+@pytest.mark.parametrize("method", ["rigl", "set", "gmp"])
+def test_layers_of_one_size_are_stacked_up_to_a_limit(method, monkeypatch):
+    """As on an accelerator, where an update would otherwise need a multiple of them."""
+    assert 2**24 <= topology_update._WEIGHTS_IN_GROUP <= 2**26
+    for module in (masks, topology_update):
+        monkeypatch.setattr(module, "traits", lambda tensor: DeviceTraits())
+    found, largest = [], []
+    for limit in (10**9, 3 * 64, 1):
+        monkeypatch.setattr(topology_update, "_WEIGHTS_IN_GROUP", limit)
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+        optimizer = sgd(model)
+        pruner = pruned(model, optimizer, method=method, delta=1, T_end=3)
+        model(torch.randn(4, 8)).square().sum().backward()
+        with LargestTensor() as tensors:
+            assert not pruner()
+        found.append(pruner.masks)
+        largest.append(tensors.size)
+    assert largest == [7 * 64, 3 * 64, 64]  # the first layer is dense
+    assert equal(found[0], found[1])
+    assert equal(found[0], found[2])

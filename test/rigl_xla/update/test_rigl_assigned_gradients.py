@@ -1,0 +1,302 @@
+"""Gradients that are assigned to ``.grad`` move the topology as backward passes do."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.rigl_xla.sparse import (
+    batch,
+    convnet,
+    counts,
+    equal,
+    inactive_are_zero,
+    pruned,
+    sgd,
+)
+from support.xla_replica.replicas import Backend, needs_xla
+from torch import nn
+
+import per_sample_grad as psg
+import variable_batch_size as vbs
+import xla_replica
+from grab_xla import GraBSampler
+from xla_replica import LocalReplica
+
+STEPS = 13
+
+
+def by_backward(model, images, labels):
+    F.cross_entropy(model(images), labels).backward()
+
+
+def assign(model, gradients):
+    for name, parameter in model.named_parameters():
+        parameter.grad = gradients[name]
+
+
+def by_functions(model, images, labels):
+    def loss(parameters):
+        return F.cross_entropy(
+            torch.func.functional_call(model, parameters, (images,)), labels
+        )
+
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    assign(model, torch.func.grad(loss)(parameters))
+
+
+def by_capture(model, images, labels):
+    with psg.capture(model) as recorded:
+        losses = F.cross_entropy(model(images), labels, reduction="none")
+    gradients = recorded.backward(losses).materialize()
+    assign(model, {name: rows.mean(0) for name, rows in gradients.items()})
+
+
+def by_autograd(model, images, labels):
+    loss = F.cross_entropy(model(images), labels)
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    assign(model, dict(zip(dict(model.named_parameters()), found)))
+
+
+def by_passes(model, images, labels):
+    """Takes the gradient of each sample away and assigns the mean."""
+    rows: dict[str, list[torch.Tensor]] = {}
+    for image, label in zip(images, labels):
+        model.zero_grad()
+        F.cross_entropy(model(image[None]), label[None]).backward()
+        for name, parameter in model.named_parameters():
+            rows.setdefault(name, []).append(parameter.grad)
+    assign(model, {name: torch.stack(found).mean(0) for name, found in rows.items()})
+
+
+def run_of(gradients, device="cpu", **options):
+    """Returns masks after every step, and the pruner."""
+    model = convnet().double().to(device)
+    optimizer = sgd(model)
+    pruner = pruned(model, optimizer, **options)
+    found = []
+    for step in range(STEPS):
+        images, labels = batch(step)
+        optimizer.zero_grad()
+        gradients(model, images.double().to(device), labels.to(device))
+        if pruner():
+            optimizer.step()
+        found.append({name: mask.clone() for name, mask in pruner.masks.items()})
+    return found, pruner
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"skip_step": False}, {"grad_accumulation_n": 3}, {"method": "snfs"}],
+    ids=["rigl", "single-call", "window", "snfs"],
+)
+@pytest.mark.parametrize(
+    "gradients", [by_functions, by_capture, by_autograd, by_passes]
+)
+def test_topology_and_weights_are_those_of_backward_passes(gradients, options):
+    expected, other = run_of(by_backward, **options)
+    found, pruner = run_of(gradients, **options)
+    for step, (masks, others) in enumerate(zip(found, expected)):
+        assert equal(masks, others), step
+    assert not equal(found[0], found[-1])
+    assert pruner.rigl_steps == other.rigl_steps == 4
+    assert inactive_are_zero(pruner)
+    theirs = dict(other.model.named_parameters())
+    for name, parameter in pruner.model.named_parameters():
+        torch.testing.assert_close(parameter, theirs[name], rtol=0, atol=1e-12)
+
+
+def test_a_gradient_that_is_masked_before_it_is_clipped_is_collected_first():
+    model, other = convnet(), convnet()
+    pruner = pruned(model, sgd(model), delta=1)
+    expected = pruned(other, sgd(other), delta=1)
+    by_capture(model, *batch(0))
+    pruner.apply_mask_to_gradients()
+    for name, mask in pruner.masks.items():
+        assert not model.get_parameter(name).grad[~mask].any()
+    by_backward(other, *batch(0))
+    assert not pruner()
+    assert not expected()
+    assert equal(pruner.masks, expected.masks)
+
+
+@pytest.mark.parametrize("kind", ["nothing", "zeros", "masked"])
+@pytest.mark.parametrize("skip_step", [True, False])
+def test_an_update_without_a_dense_gradient_is_an_error(kind, skip_step):
+    model = convnet()
+    optimizer = sgd(model)
+    pruner = pruned(model, optimizer, skip_step=skip_step)
+    active = counts(pruner)
+
+    def step():
+        for parameter in model.parameters() if kind != "nothing" else ():
+            parameter.grad = torch.full_like(parameter, float(kind == "masked"))
+        for name, mask in pruner.masks.items() if kind == "masked" else ():
+            model.get_parameter(name).grad.mul_(mask)
+        if pruner():
+            optimizer.step()
+
+    step()
+    step()
+    with pytest.raises(RuntimeError, match=r"apply_mask_to_gradients\(\) before"):
+        step()
+    assert (pruner.step, pruner.rigl_steps) == (2, 0)
+    assert counts(pruner) == active
+
+
+def test_a_capture_neither_collects_nor_masks():
+    model = convnet().double()
+    pruner = pruned(model, sgd(model), delta=1)
+    images, labels = batch(0)
+    for check, fallback in (("always", "error"), ("never", "loop")):
+        found = []
+        for _ in range(2):  # with the pruner, and without
+            with psg.capture(model, check=check, fallback=fallback) as recorded:
+                logits = model(images.double())
+                losses = F.cross_entropy(logits, labels, reduction="none")
+            found.append(recorded.backward(losses).materialize())
+            pruner.close()
+        assert equal(*found)
+    assert all(layer.pending is None for layer in pruner._layers)
+    model[0].weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(psg.PerSampleError, match=r"0.weight have gradient hooks"):
+        psg.capture(model)
+
+
+# --- five packages in one loop ------------------------------------------------------
+
+NUM_SAMPLES = 96
+TRACE = [8, 24, 12, 4]
+EPOCHS = 3
+
+
+def network():
+    with LocalReplica("cpu").seeded(0):
+        parts = [nn.Flatten(), nn.Linear(64, 24), nn.Tanh(), nn.Linear(24, 10)]
+    return nn.Sequential(*parts).double()
+
+
+def pruner_of(model, optimizer):
+    options = {"skip_step": False, "T_end": 30, "delta": 2, "dense_first": False}
+    return pruned(model, optimizer, **options)
+
+
+def dataset():
+    images, labels = batch(0, NUM_SAMPLES)
+    return torch.utils.data.TensorDataset(images.double(), labels)
+
+
+def composed_run(rank: int, hand: bool):
+    """Returns masks by update, minibatches by update, and counts by epoch.
+
+    With ``hand`` the only backward pass is that of the capture.
+    """
+    replica = xla_replica.current()
+    model = network().to(replica.device)
+    samples = dataset()
+    grab = GraBSampler(samples, dict(model.named_parameters()), dtype=torch.float64)
+    sampler = vbs.CustomSampler(
+        samples, TRACE, minibatch_size=4, on_end="cycle", order=grab
+    )
+    optimizer = vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=8)
+    pruner = pruner_of(model, optimizer)
+    optimizer.attach(grab.after_update)
+    masks, minibatches, totals = [], [[]], []
+
+    def note(update):
+        masks.append([mask.clone() for mask in pruner.masks.values()])
+        minibatches.append([])
+
+    optimizer.attach(note)
+    for epoch in range(EPOCHS):
+        with xla_replica.count(replica) as count:
+            sampler.set_epoch(epoch)
+            optimizer.set_epoch(epoch)
+            for indices in sampler:
+                minibatches[-1].append(list(indices))
+                x, y = replica.send(samples[indices])
+                with psg.capture(model) as recorded:
+                    losses = F.cross_entropy(model(x), y, reduction="none")
+                factors = recorded.backward(losses, retain_graph=not hand)
+                gradients = factors.materialize()
+                grab.step(gradients)
+                for name, parameter in model.named_parameters() if hand else ():
+                    parameter.grad.add_(gradients[name].mean(0))
+                if not hand:
+                    losses.mean().backward()
+                pruner()
+                optimizer.step()
+        totals.append((count.compilations, count.transfers, count.fallbacks))
+    pruner.check_replicas()
+    return [replica.fetch(each) for each in masks], minibatches, totals
+
+
+@functools.cache
+def composed_run_of_one(hand: bool):
+    return composed_run(0, hand)
+
+
+def plain_masks(minibatches):
+    """Returns masks by update of a loop in torch on the same minibatches."""
+    model = network()
+    optimizer = sgd(model)
+    pruner = pruner_of(model, optimizer)
+    samples, found = dataset(), []
+    for step in minibatches:
+        optimizer.zero_grad()
+        for indices in step:
+            by_backward(model, *samples[indices])
+        for parameter in model.parameters():
+            parameter.grad /= len(step)
+        optimizer.param_groups[0]["lr"] = 0.1 * 4 * len(step) / 8
+        optimizer.step()
+        found.append([mask.clone() for mask in pruner.masks.values()])
+    return found
+
+
+def same(some, others) -> bool:
+    pairs = zip(some, others, strict=True)
+    return all(torch.equal(a, b) for x, y in pairs for a, b in zip(x, y, strict=True))
+
+
+@pytest.mark.parametrize("hand", [False, True], ids=["backward", "assigned"])
+def test_with_grab_captures_and_the_elastic_wrapper_as_in_a_plain_loop(hand):
+    masks, minibatches, _ = composed_run_of_one(hand)
+    *minibatches, left = minibatches
+    assert left == []
+    sizes = [4 * len(step) for step in minibatches]
+    assert sizes == TRACE * 2 * EPOCHS
+    first, *_, last = ([i for part in step for i in part] for step in minibatches[::8])
+    assert first != last  # the order moves
+    assert same(masks, plain_masks(minibatches))
+    assert not same(masks[:1], masks[-1:])  # and so does the topology
+
+
+@pytest.mark.parametrize("hand", [False, True], ids=["backward", "assigned"])
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_on_replicas_of_which_some_are_idle(num_replicas, hand):
+    for masks, _, _ in Backend("cpu", num_replicas).run(composed_run, hand):
+        assert same(masks, composed_run_of_one(hand)[0])
+
+
+@needs_xla
+@pytest.mark.xla
+@pytest.mark.parametrize(
+    ("num_replicas", "hand"),
+    [
+        pytest.param(1, True, marks=pytest.mark.slow),
+        (2, True),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        pytest.param(8, True, marks=pytest.mark.slow),
+    ],
+)
+def test_on_xla_nothing_compiles_after_the_first_epoch(num_replicas, hand):
+    backend = Backend("xla", num_replicas)
+    for masks, _, totals in backend.run(composed_run, hand, timeout=300.0):
+        assert same(masks, composed_run_of_one(hand)[0])
+        compilations, transfers, fallbacks = zip(*totals[1:])
+        assert (compilations, fallbacks) == ((0,) * (EPOCHS - 1), ({},) * (EPOCHS - 1))
+        # GraB's signs, once an epoch on each replica, whose epochs overlap.
+        assert sum(transfers) <= num_replicas * EPOCHS

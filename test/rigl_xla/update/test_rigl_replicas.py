@@ -1,0 +1,340 @@
+"""Replicas choose the masks of one process on all their data; XLA compiles once."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.rigl_xla.sparse import batch, convnet, equal, pruned
+from support.xla_replica.replicas import (
+    FEW_BACKENDS,
+    SEVERAL_REPLICAS,
+    Backend,
+    needs_xla,
+    row,
+)
+
+import variable_batch_size as vbs
+import xla_replica
+from rigl_xla.update import drift as drift_of
+from xla_replica import ReplicaError
+
+STEPS = 13
+SIZE = 120  # samples of a step, over all replicas: equal shares of 1, 2, 3, 5 and 8
+OPTIONS = {
+    "rigl": {},
+    "window": {"delta": 4, "grad_accumulation_n": 3},
+    "set": {"method": "set"},
+    "snfs": {"method": "snfs"},
+    "2:4": {"structure": "2:4", "dense_allocation": 1, "exclude": ["7"]},
+}
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-3)
+
+
+def run_of(
+    rank: int, kind: str, ddp: bool = False, parts: int = 1
+) -> dict[str, torch.Tensor]:
+    """Returns masks after every update; each replica has its part of every batch.
+
+    In float64, so that rounding does not decide which connection is larger.
+    """
+    replica = xla_replica.current()
+    model = convnet().double().to(replica.device)
+    called = torch.nn.parallel.DistributedDataParallel(model) if ddp else model
+    optimizer = sgd(model)
+    pruner = pruned(called, optimizer, **OPTIONS[kind])
+    found = {}
+    for step in range(STEPS):
+        images, labels = batch(step, SIZE)
+        share = slice(replica.rank, None, replica.num_replicas)
+        x, y = replica.send((images[share].double(), labels[share]))
+        optimizer.zero_grad()
+        for part in range(parts):
+            alone = ddp and part < parts - 1  # only the last backward pass reduces
+            with called.no_sync() if alone else contextlib.nullcontext():
+                loss = F.cross_entropy(called(x[part::parts]), y[part::parts])
+                (loss / parts).backward()
+        if pruner():
+            gradients = [parameter.grad for parameter in model.parameters()]
+            if not ddp:
+                replica.sync()
+                replica.all_reduce_(gradients)
+                for gradient in gradients:
+                    gradient /= replica.num_replicas
+            optimizer.step()
+        else:
+            for name, mask in pruner.masks.items():
+                found[f"{name} after update {pruner.rigl_steps}"] = mask.clone()
+        replica.sync()
+    pruner.check_replicas()
+    assert pruner.rigl_steps >= 3
+    replica.barrier()  # no replica leaves the process group while others reduce
+    return dict(zip(found, replica.fetch(list(found.values()))))
+
+
+@functools.cache
+def run_of_one(kind: str) -> dict[str, torch.Tensor]:
+    return run_of(0, kind)
+
+
+def check_run(backend: Backend, kind: str, ddp: bool = False, parts: int = 1) -> None:
+    expected = run_of_one(kind)
+    first, *others = expected.values()
+    same = [torch.equal(first, mask) for mask in others if mask.shape == first.shape]
+    assert not all(same)  # connections move
+    for masks in backend.run(run_of, kind, ddp, parts):
+        assert equal(masks, expected)
+
+
+# The default tests of XLA replicas are those of the elastic wrapper and of counts.
+SLOW_XLA_BACKENDS = [row("xla", n, slow=True) for n in (1, 2, 8)]
+
+
+@pytest.mark.parametrize("backend", [row("cpu", 1), row("cpu", 3), *SLOW_XLA_BACKENDS])
+def test_replicas_choose_as_one_process_on_all_their_data(backend):
+    check_run(backend, "rigl")
+
+
+@pytest.mark.parametrize("backend", [row("cpu", 3), row("xla", 2, slow=True)])
+@pytest.mark.parametrize("kind", sorted(set(OPTIONS) - {"rigl"}))
+def test_so_do_the_other_methods(backend, kind):
+    check_run(backend, kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [("rigl", 1), ("rigl", 2), pytest.param("window", 2, marks=pytest.mark.slow)],
+)
+def test_under_ddp_with_gradients_accumulated_in_parts(kind, parts):
+    check_run(Backend("cpu", 2), kind, ddp=True, parts=parts)
+
+
+def elastic_run(rank: int) -> dict[str, torch.Tensor]:
+    """Returns masks of a run with batches of 4 to 24 samples, and idle replicas."""
+    replica = xla_replica.current()
+    model = convnet().double().to(replica.device)
+    images, labels = batch(0, 256)
+    dataset = torch.utils.data.TensorDataset(images.double(), labels)
+    sampler = vbs.CustomSampler(
+        dataset, [4, 24, 12, 8], minibatch_size=4, on_end="cycle"
+    )
+    optimizer = vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=16)
+    pruner = pruned(model, optimizer, skip_step=False, T_end=30, delta=2)
+    sampler.set_epoch(0)
+    optimizer.set_epoch(0)
+    for minibatch in sampler:
+        x, y = replica.send((images[minibatch].double(), labels[minibatch]))
+        F.cross_entropy(model(x), y).backward()
+        if pruner():
+            optimizer.step()
+    assert pruner.step == sampler.plan.num_steps
+    assert pruner.rigl_steps == min(pruner.step, 29) // 2 > 5
+    pruner.check_replicas()
+    masks = replica.fetch(list(pruner.masks.values()))
+    return dict(zip(pruner.masks, masks))
+
+
+@functools.cache
+def elastic_run_of_one() -> dict[str, torch.Tensor]:
+    return elastic_run(0)
+
+
+@pytest.mark.parametrize("backend", FEW_BACKENDS)
+def test_inside_the_elastic_wrapper_with_idle_replicas(backend):
+    for masks in backend.run(elastic_run):
+        assert equal(masks, elastic_run_of_one())
+
+
+def change_weights(model, what: str, scale: torch.Tensor) -> None:
+    """Changes weights of a layer, most kinds only where ``scale`` is not 1."""
+    weight = model[5].weight
+    if what == "weights":
+        weight.mul_(scale)
+    elif what == "signs":
+        weight.copy_(torch.where(scale > 1, -weight, weight))
+    elif what == "places":
+        weight.copy_(torch.where(scale > 1, weight.flip(1), weight))
+    elif what == "nan":
+        weight.fill_(float("nan"))
+    elif what == "some nan":
+        weight[0].copy_(torch.where(scale > 1, torch.nan, weight[0]))
+
+
+def drift(rank: int) -> dict[str, str]:
+    """Returns messages of the check for equal replicas, other weights, other masks."""
+    replica = xla_replica.current()
+    messages = {}
+    for what in ("", "nan", "weights", "signs", "places", "some nan", "masks"):
+        model = convnet().to(replica.device)
+        options = {"seed": rank if what == "masks" else 0, "method": "static"}
+        if what == "places":  # a mask would have to be symmetric
+            options |= {"sparsities": {"5": 0.0001}}
+        pruner = pruned(model, sgd(model), **options)
+        with torch.no_grad():
+            change_weights(model, what, replica.scalar(1 + rank))
+        try:
+            pruner.check_replicas()
+            messages[what] = ""
+        except ReplicaError as error:
+            messages[what] = str(error)
+    return messages
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_drift_is_found(backend):
+    for messages in backend.run(drift):
+        assert messages.pop("") == ""
+        assert messages.pop("nan") == ""  # the same on every replica
+        masks = messages.pop("masks")
+        assert masks.startswith("masks differ between replicas in ['2.weight', '5")
+        for what, message in messages.items():
+            kind = "weights that are not finite" if what == "some nan" else "weights"
+            assert message.startswith(f"{kind} differ between replicas in ['5."), what
+
+
+@pytest.mark.parametrize("distance", [1, 65_519, 65_521, 2 * 65_521])
+@pytest.mark.parametrize("part", [1000, 2**24])
+def test_a_connection_that_has_moved_is_found_at_any_distance(
+    distance, part, monkeypatch
+):
+    monkeypatch.setattr(drift_of, "_PART", part)
+    layer = torch.nn.Linear(2**9, 2**9)
+    pruner = pruned(layer, sgd(layer), dense_allocation=0.5)
+    [state] = pruner._layers
+    before = drift_of._numbers(state)[0]
+    flat = state.mask.view(-1)
+    place = int((flat[:-distance] & ~flat[distance:]).nonzero()[0])
+    flat[place], flat[place + distance] = False, True
+    assert int(drift_of._numbers(state)[0]) != int(before)
+
+
+COUNTED = {
+    **OPTIONS,
+    "window": {"grad_accumulation_n": 3},
+    "gmp": {"method": "gmp"},
+    "single-call": {"skip_step": False},
+    "adam": {},
+}
+
+
+def counted_run(rank: int, kind: str):
+    """Returns compilations, transfers and fallbacks by 10 of 110 steps, and masks.
+
+    Updates are at 10, 20, ..., 100; the last 10 steps come after all of them.
+    """
+    replica = xla_replica.current()
+    size = 2 * (
+        4 + list(COUNTED).index(kind)
+    )  # another shape for every kind, so other programs
+    model = convnet().double().to(replica.device)
+    optimizer = sgd(model)
+    if kind == "adam":  # its count of steps must not be a number in the program
+        compiles = replica.is_lazy
+        optimizer = torch.optim.Adam(model.parameters(), 0.01, capturable=compiles)
+    pruner = pruned(model, optimizer, **{**COUNTED[kind], "delta": 10, "T_end": 102})
+    counts, masks = [], []
+    for first in range(0, 110, 10):
+        with xla_replica.count(replica) as count:
+            for step in range(first, first + 10):
+                images, labels = batch(step, size)
+                share = slice(replica.rank, None, replica.num_replicas)
+                x, y = replica.send((images[share].double(), labels[share]))
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                if pruner():
+                    gradients = [parameter.grad for parameter in model.parameters()]
+                    replica.all_reduce_(gradients)
+                    for gradient in gradients:
+                        gradient /= replica.num_replicas
+                    optimizer.step()
+                replica.sync()
+        counts.append((count.compilations, count.transfers, count.fallbacks))
+        masks.append(replica.fetch(list(pruner.masks.values())))
+    assert pruner.rigl_steps == 10
+    return counts, masks
+
+
+def counted_runs(rank: int, kinds: list[str]):
+    return {kind: counted_run(rank, kind) for kind in kinds}
+
+
+@needs_xla
+@pytest.mark.xla
+@pytest.mark.parametrize(
+    ("num_replicas", "kinds"),
+    [
+        pytest.param(1, ["rigl"], marks=pytest.mark.slow),
+        (2, ["rigl"]),
+        pytest.param(1, [*COUNTED][1:], marks=pytest.mark.slow, id="others-1"),
+        pytest.param(2, ["window", "snfs"], marks=pytest.mark.slow, id="others-2"),
+        pytest.param(8, ["rigl"], marks=pytest.mark.slow),
+    ],
+)
+def test_after_the_first_update_nothing_compiles_and_nothing_is_read(
+    num_replicas, kinds
+):
+    for found in Backend("xla", num_replicas).run(counted_runs, kinds, timeout=300.0):
+        for kind, (counts, masks) in found.items():
+            _, on_cpu = counted_run(0, kind)
+            # The sum of a step that collects but does not update is one more program.
+            apart = num_replicas > 1 and kind in ("window", "snfs")
+            assert 2 <= counts[0][0] <= 4 + apart, (kind, counts)
+            assert [count[0] for count in counts[1:]] == [0] * 10, (kind, counts)
+            assert all(count[1:] == (0, {}) for count in counts), (kind, counts)
+            for update, (some, others) in enumerate(zip(masks, on_cpu)):
+                for one, other in zip(some, others):
+                    assert torch.equal(one, other), (kind, update)
+
+
+def saved_run(rank: int):
+    """Returns transfers of a state inside a window, and the error for two devices."""
+    replica = xla_replica.current()
+    model = convnet().to(replica.device)
+    pruner = pruned(model, sgd(model), delta=3, grad_accumulation_n=2)
+    for step in range(2):
+        x, y = replica.send(batch(step))
+        F.cross_entropy(model(x), y).backward()
+        assert pruner()
+        replica.sync()
+    with xla_replica.count(replica) as count:
+        state = pruner.state_dict()
+    assert all("gradient" in layer for layer in state["layers"].values())
+    pruner.close()
+    model[5].to("cpu")
+    try:
+        pruned(model, sgd(model))
+    except ValueError as error:
+        return count.transfers, str(error)
+    return count.transfers, ""
+
+
+def moved_run(rank: int) -> str:
+    """Returns the error for a model that is moved after its pruner was built."""
+    replica = xla_replica.current()
+    model = convnet()
+    pruner = pruned(model, sgd(model))
+    model.to(replica.device)
+    try:
+        pruner()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def misplaced_runs(rank: int):
+    return saved_run(rank), moved_run(rank)
+
+
+@needs_xla
+@pytest.mark.xla
+def test_a_state_is_one_transfer_and_misplaced_weights_are_errors():
+    [((transfers, two), moved)] = xla_replica.launch(misplaced_runs, (), 1, "xla")
+    assert transfers == 1
+    assert "on several devices" in two
+    assert "build optimizer and pruner after the move" in moved

@@ -1,0 +1,1 @@
+"""What several test modules of grab_xla share."""

@@ -1,0 +1,174 @@
+"""Every balance type under test, and epochs of made-up gradients for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+import variable_batch_size as vbs
+import xla_replica
+from grab_xla import BALANCE_TYPES, GraBSampler
+from support.grab_xla import balancing
+
+NUM_SAMPLES, NUM_PARAMETERS = 48, 13
+
+
+class Kind(NamedTuple):
+    """A balance type with options, and its promises.
+
+    Attributes:
+        invariant: The order does not depend on how the epoch is cut into steps.
+        oracle: ``(order, rows, memory, steps) -> next order``, rows in the order
+            visited; ``memory`` is a dict that lives as long as the run. None for types
+            that need no gradients.
+    """
+
+    name: str
+    options: dict[str, Any]
+    invariant: bool = True
+    oracle: Callable[..., list[int]] | None = None
+
+    def sampler(self, num_samples: int = NUM_SAMPLES, **options: Any) -> GraBSampler:
+        """Returns a sampler for `NUM_PARAMETERS` float64 parameters."""
+        parameters = {"w": torch.zeros(2, 5), "b": torch.zeros(NUM_PARAMETERS - 10)}
+        options = {"dtype": torch.float64, **self.options, **options}
+        if self.name == "fixed":
+            options = {"orders": list(range(num_samples))[::-1], **options}
+        return GraBSampler(range(num_samples), parameters, self.name, **options)
+
+
+def stale_mean(rows, memory):
+    centre = memory.get("mean", np.zeros(rows.shape[1]))
+    memory["mean"] = rows.mean(0)
+    return centre
+
+
+def _mean(order, rows, memory, steps):
+    return balancing.mean(order, rows, stale_mean(rows, memory))
+
+
+def _sign(order, rows, memory, steps):
+    return _mean(order, np.sign(rows), memory, steps)
+
+
+def _recursive(depth):
+    def oracle(order, rows, memory, steps):
+        return balancing.recursive(order, rows, stale_mean(rows, memory), depth)
+
+    return oracle
+
+
+def _batch(centred_update):
+    def oracle(order, rows, memory, steps):
+        centre = stale_mean(rows, memory)
+        return balancing.batch(order, rows, centre, steps, centred_update)
+
+    return oracle
+
+
+def _workers(num_workers):
+    def oracle(order, rows, memory, steps):
+        return balancing.pair(order, rows, num_workers=num_workers)
+
+    return oracle
+
+
+def _recursive_pair(order, rows, memory, steps):
+    return balancing.recursive_pair(order, rows, 8)
+
+
+def _norm(order, rows, memory, steps):
+    return [order[i] for i in np.argsort(-(rows**2).sum(1), kind="stable")]
+
+
+KINDS = {
+    "mean": Kind("mean", {}, oracle=_mean),
+    "pair": Kind("pair", {}, oracle=_workers(1)),
+    "coordinated pair": Kind("pair", {"num_workers": 4}, oracle=_workers(4)),
+    "recursive": Kind("recursive", {"depth": 2}, oracle=_recursive(2)),
+    "recursive-pair": Kind("recursive-pair", {"batch_size": 8}, oracle=_recursive_pair),
+    "sign": Kind("sign", {}, oracle=_sign),
+    "adamean": Kind("adamean", {}, oracle=_mean),
+    "batch": Kind("batch", {}, False, _batch(True)),
+    "batch-uncentred": Kind("batch-uncentred", {}, False, _batch(False)),
+    "norm": Kind("norm", {}, oracle=_norm),
+    "ema": Kind("ema", {}, False),
+    "adaema": Kind("adaema", {}, False),
+    "rr": Kind("rr", {}),
+    "so": Kind("so", {}),
+    "fixed": Kind("fixed", {}),
+    "swr": Kind("swr", {}),
+}  # fmt: skip
+ALL = list(KINDS)
+BALANCING = [
+    name for name, kind in KINDS.items() if BALANCE_TYPES[kind.name].needs_gradients
+]
+PERMUTING = [
+    name for name, kind in KINDS.items() if BALANCE_TYPES[kind.name].is_permutation
+]
+WITH_ORACLE = [name for name, kind in KINDS.items() if kind.oracle]
+INVARIANT = [name for name in BALANCING if KINDS[name].invariant]
+# The first batch sums to zero around its own mean: moving averages meet exact ties,
+# which rounding decides, and so the number of shards.
+TIE_FREE = [name for name in BALANCING if name not in ("ema", "adaema")]
+
+
+def gradients(epoch: int, num_samples: int = NUM_SAMPLES) -> torch.Tensor:
+    """Returns ``(n, NUM_PARAMETERS)`` float64 gradients, which drift by epoch."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (num_samples, NUM_PARAMETERS)
+    base = torch.randn(shape, generator=generator, dtype=torch.float64) + 0.3
+    generator.manual_seed(1 + epoch)
+    drift = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return base + 0.3 * drift
+
+
+def as_dict(rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns rows as per-sample gradients of the parameters of `Kind.sampler`."""
+    return {"w": rows[:, :10].reshape(-1, 2, 5), "b": rows[:, 10:]}
+
+
+def batches(order: list[int], size: int) -> Iterator[list[int]]:
+    for start in range(0, len(order), size):
+        yield order[start : start + size]
+
+
+def run_epoch(
+    sampler: GraBSampler, epoch: int, size: int, steps: int | None = None
+) -> list[int]:
+    """Runs an epoch (or its first ``steps`` steps); returns this replica's samples."""
+    order = list(sampler)
+    rows = gradients(epoch, sampler.num_samples)
+    for batch in list(batches(order, size))[:steps]:
+        sampler.step(as_dict(rows[batch].to(sampler.device)), indices=batch)
+    return order
+
+
+def counted_orders(
+    num_epochs: int,
+    grab: GraBSampler,
+    optimizer: vbs.ElasticOptimizer,
+    model: torch.nn.Module,
+    data: tuple[torch.Tensor, torch.Tensor],
+    losses_of: Callable[..., torch.Tensor],
+) -> tuple[list[list[int]], list[tuple[int, int]]]:
+    """Trains, and returns every epoch's order, and its compilations and transfers."""
+    replica, (x, y) = optimizer.replica, data
+    orders, counts = [], []
+    for epoch in range(num_epochs):
+        optimizer.sampler.set_epoch(epoch)
+        with xla_replica.count(replica) as count:
+            optimizer.set_epoch(epoch)
+            for batch in optimizer.sampler:
+                inputs, targets = replica.send((x[batch], y[batch]))
+                with grab.record(model):
+                    losses = losses_of(model, inputs, targets)
+                grab.backward(losses, indices=batch)
+                optimizer.step()
+            replica.sync()
+        orders.append(grab.order.tolist())
+        counts.append((count.compilations, count.transfers))
+    return orders, counts

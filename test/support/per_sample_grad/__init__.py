@@ -1,0 +1,1 @@
+"""What several test modules of per_sample_grad share."""

@@ -1,0 +1,123 @@
+"""All answers about per-sample gradients, compared with a loop and with one another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import per_sample_grad as psg
+from support.per_sample_grad.gradient_oracle import Case, error, flat
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
+METHODS = ["auto", "factored", "materialized"]
+
+
+def answers(factors: psg.Factors, weights: torch.Tensor) -> dict[str, Any]:
+    """Returns every answer, by name; ``weights`` are ``(2, B)``."""
+    sums = factors.weighted_sum(weights)
+    # Views of one matrix, as the state of an optimizer may have.
+    sizes = [math.prod(shape) for shape in factors.shapes.values()]
+    matrix = weights.new_ones(2, sum(sizes), dtype=next(iter(sums.values())).dtype)
+    totals = {
+        name: part.view(2, *factors.shapes[name])
+        for name, part in zip(factors.shapes, matrix.split(sizes, 1))
+    }
+    factors.add_weighted_sum_(totals, weights)
+    return {
+        "gradients": factors.materialize(),
+        "norms": factors.norms(),
+        "squared norms": factors.norms(squared=True),
+        "norms by parameter": factors.norms_by_parameter(),
+        "gram": factors.gram(),
+        "sums": sums,
+        "totals": totals,
+        "dots": factors.dot(sums),
+        "dot": factors.dot({name: values[0] for name, values in sums.items()}),
+        "cross gram": factors.cross_gram(factors),
+    }
+
+
+def agree(
+    factors: psg.Factors,
+    truth: dict,
+    tolerance: float,
+    fetch: Callable[[Any], Any] = lambda found: found,
+) -> None:
+    """Checks all answers against the oracle, and the identities between them.
+
+    ``fetch`` brings them to the host, all at once.
+    """
+    grads = flat(truth)
+    size = grads.norm()
+    gram = grads @ grads.T
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(2, len(grads), generator=generator, dtype=torch.float64)
+    found = fetch(answers(factors, weights.to(factors.losses.device)))
+    assert found["gradients"].keys() == truth.keys()
+    for name, values in found["gradients"].items():
+        assert error(values, truth[name], size) <= tolerance, name
+    norms = found["norms"]
+    assert torch.isfinite(norms).all()
+    assert (norms >= 0).all()
+    assert error(norms, grads.norm(dim=1)) <= tolerance
+    assert error(found["squared norms"], grads.norm(dim=1) ** 2) <= tolerance
+    for name, values in found["norms by parameter"].items():
+        # Where positions cancel, the square root enlarges rounding errors.
+        expected = truth[name].reshape(len(grads), -1).norm(dim=1)
+        assert error(values, expected, 1e6 * tolerance * size) <= max(
+            1.0 if expected.norm() <= tolerance**0.5 * size else tolerance, tolerance
+        ), name
+    K = found["gram"]
+    assert error(K, gram) <= tolerance
+    assert error(K.diagonal(), norms.cpu().double() ** 2) <= 4 * tolerance
+    for name, values in found["sums"].items():
+        expected = torch.einsum("kb,b...->k...", weights, truth[name])
+        assert error(values, expected, size) <= tolerance, name
+        scale = max(size, expected.numel() ** 0.5)
+        assert error(found["totals"][name], expected + 1, scale) <= tolerance, name
+    # The Gram matrix times the weights equals the dot with the weighted sum.
+    assert error(found["dots"], (weights @ gram).T) <= 4 * tolerance
+    assert error(found["dot"], gram @ weights[0]) <= 4 * tolerance
+    assert error(found["cross gram"], gram) <= tolerance
+    lowest = torch.linalg.eigvalsh(K.cpu().double())[0]
+    assert lowest >= -10 * tolerance * float(gram.norm())
+
+
+def identities(
+    case: Case,
+    model: nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    factors: psg.Factors,
+    tolerance: float,
+) -> None:
+    """Checks the identities that need a batch gradient or drawn vectors."""
+    generator = torch.Generator().manual_seed(2)
+    count, dtype = len(factors), torch.float64
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype)
+
+    params = [p for p in model.parameters() if p.requires_grad]
+    batch = torch.autograd.grad(
+        case.loss(model, *inputs).sum(), params, allow_unused=True
+    )
+    batch = [torch.zeros_like(p) if g is None else g for p, g in zip(params, batch)]
+    ones = factors.weighted_sum(torch.ones(count))
+    size = torch.cat([g.double().flatten() for g in batch]).norm()
+    floor = torch.stack([g.double().norm() for g in batch]).sum()
+    for found, truth in zip(ones.values(), batch):
+        assert float((found - truth).norm()) <= 4 * tolerance * float(
+            torch.maximum(size, factors.norms().double().sum() + floor)
+        )
+    vectors = {name: draw(*shape) for name, shape in factors.shapes.items()}
+    weights = draw(count)
+    sums = factors.weighted_sum(weights)
+    left = weights @ factors.dot(vectors).double()
+    terms = [(vectors[name] * sums[name].double()).sum() for name in vectors]
+    length = torch.stack([v.norm() for v in vectors.values()]).norm()
+    bound = (weights.abs() @ factors.norms().double()) * length
+    assert float((left - torch.stack(terms).sum()).abs()) <= tolerance * float(bound)

@@ -1,0 +1,236 @@
+"""Layers of drawn shapes and options: `KINDS` has a strategy for each kind."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import assume
+from hypothesis import strategies as st
+from torch import nn
+
+from support.per_sample_grad.gradient_oracle import Case
+from support.per_sample_grad.layer_cases import Apply
+
+CONVOLUTIONS = [nn.Conv1d, nn.Conv2d, nn.Conv3d]
+TRANSPOSED = [nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d]
+INSTANCE_NORMS = [nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d]
+BATCH_NORMS = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d]
+MODES = ["zeros", "reflect", "replicate", "circular"]
+
+
+def sizes(draw, rank: int, low: int, high: int) -> tuple[int, ...]:
+    return tuple(draw(st.integers(low, high)) for _ in range(rank))
+
+
+@st.composite
+def convolutions(draw) -> Case:
+    rank, groups = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    size, kernel = sizes(draw, rank, 3, 6 - rank), sizes(draw, rank, 1, 3)
+    mode = draw(st.sampled_from(MODES))
+    dilation = sizes(draw, rank, 1, 2)
+    padding = draw(st.sampled_from(["same", "valid", "numbers"]))
+    stride = (1,) * rank if padding == "same" else sizes(draw, rank, 1, 3)
+    reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel)]
+    if padding == "numbers":
+        padding = sizes(draw, rank, 0, 2)
+        assume(all(s + 2 * p >= r for s, p, r in zip(size, padding, reach)))
+    elif padding == "valid":
+        assume(all(s >= r for s, r in zip(size, reach)))
+    channels = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2))
+    options = {
+        "stride": stride, "padding": padding, "dilation": dilation, "groups": groups,
+        "padding_mode": mode, "bias": draw(st.booleans()),
+    }  # fmt: skip
+    return Case(
+        f"conv{rank}d {channels} {kernel} of {size}, {options}",
+        lambda: CONVOLUTIONS[rank - 1](*channels, kernel, **options),
+        (channels[0], *size),
+    )
+
+
+@st.composite
+def transposed(draw) -> Case:
+    rank, groups = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    size, kernel = sizes(draw, rank, 1, 4 - rank), sizes(draw, rank, 1, 3)
+    stride, dilation = sizes(draw, rank, 1, 3), sizes(draw, rank, 1, 2)
+    padding = sizes(draw, rank, 0, 2)
+    more = tuple(draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation))
+    out = [
+        (n - 1) * s - 2 * p + d * (k - 1) + m + 1
+        for n, s, p, d, k, m in zip(size, stride, padding, dilation, kernel, more)
+    ]
+    assume(min(out) >= 1)
+    channels = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2))
+    options = {
+        "stride": stride, "padding": padding, "output_padding": more,
+        "dilation": dilation, "groups": groups, "bias": draw(st.booleans()),
+    }  # fmt: skip
+    return Case(
+        f"transposed{rank}d {channels} {kernel} of {size}, {options}",
+        lambda: TRANSPOSED[rank - 1](*channels, kernel, **options),
+        (channels[0], *size),
+    )
+
+
+@st.composite
+def linears(draw) -> Case:
+    shape = sizes(draw, draw(st.integers(1, 4)), 1, 4)
+    width, bias = draw(st.integers(1, 4)), draw(st.booleans())
+    return Case(
+        f"linear {shape} to {width}, bias={bias}",
+        lambda: nn.Linear(shape[-1], width, bias=bias),
+        shape,
+    )
+
+
+@st.composite
+def embeddings(draw) -> Case:
+    entries, width = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    padding = draw(st.none() | st.integers(0, entries - 1))
+    shape = sizes(draw, draw(st.integers(0, 2)), 1, 4)
+    return Case(
+        f"embedding {entries} x {width}, padding_idx={padding}, of {shape}",
+        lambda: nn.Embedding(entries, width, padding_idx=padding),
+        lambda batch: (torch.randint(0, entries, (batch, *shape)),),
+    )
+
+
+@st.composite
+def layer_norms(draw) -> Case:
+    outer = sizes(draw, draw(st.integers(0, 2)), 1, 3)
+    shape = (*sizes(draw, draw(st.integers(0, 1)), 1, 3), draw(st.integers(2, 5)))
+    bias, eps = draw(st.booleans()), draw(st.sampled_from([1e-5, 1e-3]))
+    return Case(
+        f"layer norm of {shape} in {outer}, bias={bias}, eps={eps}",
+        lambda: nn.LayerNorm(shape, eps=eps, bias=bias),
+        (*outer, *shape),
+    )
+
+
+@st.composite
+def rms_norms(draw) -> Case:
+    outer = sizes(draw, draw(st.integers(0, 2)), 1, 3)
+    shape = sizes(draw, draw(st.integers(1, 2)), 1, 4)
+    eps = draw(st.sampled_from([None, 1e-5, 1e-2]))
+    return Case(
+        f"RMS norm of {shape} in {outer}, eps={eps}",
+        lambda: nn.RMSNorm(shape, eps=eps),
+        (*outer, *shape),
+    )
+
+
+@st.composite
+def group_norms(draw) -> Case:
+    groups, each = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    space = sizes(draw, draw(st.integers(0, 3)), 1, 3)
+    # A single number minus its mean is zero; torch refuses groups of one number.
+    assume(each * torch.Size(space).numel() > 1)
+    return Case(
+        f"group norm of {groups} x {each} channels and {space}",
+        lambda: nn.GroupNorm(groups, groups * each),
+        (groups * each, *space),
+    )
+
+
+@st.composite
+def instance_norms(draw) -> Case:
+    rank, channels = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    running, space = draw(st.booleans()), sizes(draw, rank, 1, 4)
+    assume(running or torch.Size(space).numel() > 1)
+    return Case(
+        f"instance norm of {channels} channels and {space}, running={running}",
+        lambda: INSTANCE_NORMS[rank - 1](
+            channels, affine=True, track_running_stats=running
+        ),
+        (channels, *space),
+    )
+
+
+@st.composite
+def batch_norms(draw) -> Case:
+    """Draws BatchNorms with frozen statistics; others are refused."""
+    rank, channels = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    least = 0 if rank == 1 else rank
+    space = sizes(draw, draw(st.integers(least, rank)), 1, 4)
+    kind = draw(st.sampled_from([BATCH_NORMS[rank - 1], nn.SyncBatchNorm]))
+    return Case(
+        f"frozen {kind.__name__} of {channels} channels and {space}",
+        lambda: kind(channels),
+        (channels, *space),
+    )
+
+
+@st.composite
+def prelus(draw) -> Case:
+    channels, each = draw(st.integers(1, 4)), draw(st.booleans())
+    space = sizes(draw, draw(st.integers(0, 3)), 1, 3)
+    return Case(
+        f"PReLU of {channels} channels and {space}, one slope each={each}",
+        lambda: nn.PReLU(channels if each else 1),
+        (channels, *space),
+    )
+
+
+@st.composite
+def bilinears(draw) -> Case:
+    first, second, width = sizes(draw, 3, 1, 4)
+    inner, bias = sizes(draw, draw(st.integers(0, 2)), 1, 3), draw(st.booleans())
+    return Case(
+        f"bilinear {first} x {second} to {width} in {inner}, bias={bias}",
+        lambda: nn.Bilinear(first, second, width, bias=bias),
+        lambda batch: (
+            torch.randn(batch, *inner, first),
+            torch.randn(batch, *inner, second),
+        ),
+    )
+
+
+@st.composite
+def attentions(draw) -> Case:
+    heads, width = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    length, keys = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    kdim, vdim = draw(st.sampled_from([(None, None), (3, 3), (3, 2)]))
+    bias, first = draw(st.booleans()), draw(st.booleans())
+    weights, causal = draw(st.booleans()), draw(st.booleans())
+    size = heads * width
+
+    def attend(m: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+        query, key, value = (x if first else x.transpose(0, 1) for x in inputs)
+        mask = None
+        if causal:
+            after = torch.ones(length, keys, device=query.device).triu(1).bool()
+            mask = torch.where(after, -torch.inf, 0.0).to(query.dtype)
+        out = m.inner(query, key, value, attn_mask=mask, need_weights=weights)[0]
+        return out if first else out.transpose(0, 1)
+
+    return Case(
+        f"attention, {heads} heads of {width}, {length} to {keys}, {kdim=} {vdim=} "
+        f"{bias=} batch_first={first} {weights=} {causal=}",
+        lambda: Apply(
+            attend,
+            inner=nn.MultiheadAttention(
+                size, heads, bias=bias, kdim=kdim, vdim=vdim, batch_first=first
+            ),
+        ),
+        lambda batch: (
+            torch.randn(batch, length, size),
+            torch.randn(batch, keys, kdim or size),
+            torch.randn(batch, keys, vdim or size),
+        ),
+        {"batch_dim": 0 if first else 1},
+    )
+
+
+KINDS = {
+    "attention": attentions(),
+    "batch-norm": batch_norms(),
+    "bilinear": bilinears(),
+    "convolution": convolutions(),
+    "embedding": embeddings(),
+    "group-norm": group_norms(),
+    "instance-norm": instance_norms(),
+    "layer-norm": layer_norms(),
+    "linear": linears(),
+    "prelu": prelus(),
+    "rms-norm": rms_norms(),
+    "transposed": transposed(),
+}

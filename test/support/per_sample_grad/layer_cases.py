@@ -1,0 +1,242 @@
+"""Every kind of layer, and traps that make some other libraries err: one row each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from support.per_sample_grad.gradient_oracle import Case
+
+
+class Apply(nn.Module):
+    """A module that applies a function to its submodules and inputs."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], **modules: nn.Module):
+        super().__init__()
+        self.function = function
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.function(self, *inputs)
+
+
+def tokens(length: int, vocabulary: int) -> Callable[[int], tuple[torch.Tensor, ...]]:
+    return lambda batch: (torch.randint(0, vocabulary, (batch, length)),)
+
+
+def sequential(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*(layer() for layer in layers))
+
+
+def linear(rank: int, bias: bool = True) -> Case:
+    name = f"linear-{rank}d" + ("" if bias else "-nobias")
+    shape = (*range(2, rank), 3)
+    return Case(name, lambda: nn.Linear(3, 2, bias=bias), shape)
+
+
+def conv(name: str, size: tuple[int, ...], *args: object, **kwargs: object) -> Case:
+    kind = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[len(size)]
+    return Case(
+        f"conv{len(size)}d-{name}", lambda: kind(*args, **kwargs), (args[0], *size)
+    )
+
+
+def transposed(name: str, size: tuple[int, ...], *args: object, **kw: object) -> Case:
+    kinds = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+    kind = kinds[len(size)]
+    return Case(
+        f"transposed{len(size)}d-{name}", lambda: kind(*args, **kw), (args[0], *size)
+    )
+
+
+def tied() -> nn.Module:
+    model = Apply(
+        lambda m, ids: m.head(torch.tanh(m.embed(ids))),
+        embed=nn.Embedding(7, 4, padding_idx=2),
+        head=nn.Linear(4, 7, bias=False),
+    )
+    model.head.weight = model.embed.weight
+    return model
+
+
+def twice(module: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: Apply(lambda m, x: m.inner(torch.tanh(m.inner(x))), inner=module())
+
+
+def shared_convolution() -> nn.Module:
+    """Returns a model with one weight in two convolutions of different groups."""
+    model = Apply(
+        lambda m, x: m.a(x[:, :2]) * m.b(x),
+        a=nn.Conv1d(2, 4, 3, bias=False),
+        b=nn.Conv1d(4, 4, 3, groups=2, bias=False),
+    )
+    model.b.weight = model.a.weight
+    return model
+
+
+def transformer_block() -> nn.Module:
+    def attend(m: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        x = m.embed(ids)
+        q, k, v = m.qkv(m.norm(x)).chunk(3, -1)
+        x = x + m.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return m.head(m.norm2(x))
+
+    return Apply(
+        attend,
+        embed=nn.Embedding(11, 4, padding_idx=0),
+        norm=nn.LayerNorm(4),
+        qkv=nn.Linear(4, 12),
+        out=nn.Linear(4, 4),
+        norm2=nn.RMSNorm(4),
+        head=nn.Linear(4, 11),
+    )
+
+
+def frozen_first() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    return model
+
+
+def partly_unused() -> nn.Module:
+    return Apply(lambda m, x: m.used(x), used=nn.Linear(3, 2), unused=nn.Linear(3, 2))
+
+
+LAYERS = [
+    linear(2), linear(3), linear(4), linear(3, bias=False),
+    conv("plain", (6,), 2, 3, 3),
+    conv("stride-padding-dilation", (9,), 2, 4, 3, stride=2, padding=2, dilation=2),
+    conv("circular", (7,), 2, 3, 3, padding=2, padding_mode="circular"),
+    conv("same", (6,), 2, 3, 4, padding="same"),
+    conv("valid", (6,), 2, 3, 4, padding="valid"),
+    conv("groups", (5, 6), 4, 6, (3, 2), groups=2, padding=(1, 0), stride=(2, 1)),
+    conv("depthwise", (5, 4), 3, 6, 3, groups=3, padding=1, bias=False),
+    conv("depthwise-strides", (7, 6), 4, 4, (3, 2), groups=4, padding=(1, 0),
+         stride=(2, 1), dilation=(1, 2)),
+    conv("depthwise-circular", (6,), 3, 3, 3, groups=3, padding=1,
+         padding_mode="circular"),
+    conv("depthwise-same", (5, 6), 2, 2, 4, groups=2, padding="same"),
+    conv("reflect", (5, 4), 2, 2, 3, padding=2, padding_mode="reflect"),
+    conv("replicate", (4, 4), 2, 2, 3, padding=2, padding_mode="replicate"),
+    conv("same-circular", (4, 5), 2, 2, (2, 3), padding="same",
+         padding_mode="circular"),
+    conv("plain", (3, 4, 3), 2, 2, 2, dilation=(1, 2, 1)),
+    conv("replicate", (3, 3, 3), 2, 2, 3, padding=1, padding_mode="replicate"),
+    conv("pointwise-stride", (5, 5), 3, 2, 1, stride=2),
+    transposed("plain", (4,), 2, 3, 3),
+    transposed("strides", (4,), 2, 4, 3, stride=3, padding=1, output_padding=2,
+               dilation=2, groups=2),
+    transposed("groups", (3, 4), 4, 6, (3, 2), groups=2, stride=2, padding=1),
+    transposed("depthwise", (3, 4), 3, 3, 3, groups=3, stride=2, padding=1,
+               output_padding=1),
+    transposed("no-padding", (3, 2), 2, 3, 2, stride=3, output_padding=1),
+    transposed("plain", (2, 3, 2), 2, 2, 2, stride=(1, 2, 1), bias=False),
+    Case("embedding", lambda: nn.Embedding(5, 3), tokens(6, 5)),
+    Case("embedding-padding", lambda: nn.Embedding(4, 3, padding_idx=1), tokens(6, 4)),
+    Case("embedding-one-id", lambda: nn.Embedding(5, 3),
+         lambda batch: (torch.randint(0, 5, (batch,)),)),
+    Case("layer-norm", lambda: nn.LayerNorm(5), (4, 5)),
+    Case("layer-norm-2", lambda: nn.LayerNorm((3, 4)), (2, 3, 4)),
+    Case("layer-norm-flat", lambda: nn.LayerNorm(6, bias=False), (6,)),
+    Case("rms-norm", lambda: nn.RMSNorm(5), (4, 5)),
+    Case("rms-norm-2", lambda: nn.RMSNorm((2, 5), eps=1e-3), (4, 2, 5)),
+    Case("group-norm", lambda: nn.GroupNorm(2, 4), (4, 3, 3)),
+    Case("group-norm-flat", lambda: nn.GroupNorm(2, 6), (6,)),
+    Case("instance-norm", lambda: nn.InstanceNorm1d(3, affine=True), (3, 5)),
+    Case("instance-norm-running", lambda: nn.InstanceNorm2d(
+        3, affine=True, track_running_stats=True), (3, 4, 3)),
+    Case("batch-norm-flat", lambda: nn.BatchNorm1d(4), (4,)),
+    Case("batch-norm-1d", lambda: nn.BatchNorm1d(4), (4, 5)),
+    Case("batch-norm-2d", lambda: nn.BatchNorm2d(3), (3, 4, 4)),
+    Case("batch-norm-3d", lambda: nn.BatchNorm3d(2), (2, 2, 3, 2)),
+    Case("batch-norm-keyword", lambda: Apply(
+        lambda m, x: m.norm(input=x), norm=nn.BatchNorm1d(4)), (4, 5)),
+    Case("prelu", lambda: nn.PReLU(), (4, 3)),
+    Case("prelu-channels", lambda: nn.PReLU(4), (4, 3)),
+    Case("bilinear", lambda: nn.Bilinear(3, 4, 2),
+         lambda batch: (torch.randn(batch, 5, 3), torch.randn(batch, 5, 4))),
+]  # fmt: skip
+
+
+def attention(**options: object) -> nn.Module:
+    """Returns self-attention with a causal mask and padded keys."""
+
+    def attend(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[1]
+        causal = torch.ones(length, length, device=x.device).triu(1).bool()
+        padded = (torch.arange(length, device=x.device) > length - 2).expand(len(x), -1)
+        padding = torch.where(padded, -torch.inf, 0.0).to(x.dtype)
+        causal = torch.where(causal, -torch.inf, 0.0).to(x.dtype)
+        out, _ = m.inner(
+            x, x, x, attn_mask=causal, key_padding_mask=padding, need_weights=False
+        )
+        return out
+
+    return Apply(attend, inner=nn.MultiheadAttention(4, 2, batch_first=True, **options))
+
+
+def cross_attention(**options: object) -> nn.Module:
+    def attend(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x, y = x.transpose(0, 1), y.transpose(0, 1)
+        return m.inner(x, key=y, value=torch.tanh(y))[0].transpose(0, 1)
+
+    return Apply(attend, inner=nn.MultiheadAttention(4, 2, **options))
+
+
+def pairs(second: int, width: int) -> Callable[[int], tuple[torch.Tensor, ...]]:
+    return lambda batch: (torch.randn(batch, 5, 4), torch.randn(batch, second, width))
+
+
+TRAPS = [
+    Case("attention", attention, (5, 4)),
+    Case("attention-nobias", lambda: attention(bias=False), (5, 4)),
+    Case("attention-cross", cross_attention, pairs(3, 4), {"batch_dim": 1}),
+    Case("attention-widths", lambda: cross_attention(kdim=3, vdim=3), pairs(7, 3),
+         {"batch_dim": 1}),
+    Case("encoder-layer", lambda: nn.TransformerEncoderLayer(
+        4, 2, 8, batch_first=True), (5, 4)),
+    Case("encoder-layer-time-first", lambda: Apply(
+        lambda m, x: m.inner(x.transpose(0, 1)).transpose(0, 1),
+        inner=nn.TransformerEncoderLayer(4, 2, 8, norm_first=True)), (3, 4),
+        {"batch_dim": 1}),
+    Case("linear-twice", twice(lambda: nn.Linear(3, 3)), (3,)),
+    Case("linear-twice-tokens", twice(lambda: nn.Linear(3, 3)), (4, 3)),
+    Case("conv-twice", twice(lambda: nn.Conv2d(2, 2, 3, padding=1)), (2, 4, 4)),
+    Case("layer-norm-twice", twice(lambda: nn.LayerNorm(4)), (3, 4)),
+    Case("tied-embedding-head", tied, tokens(5, 7)),
+    Case("one-weight-two-groupings", shared_convolution, (4, 6)),
+    Case("inplace-relu-conv", sequential(
+        lambda: nn.Conv2d(2, 3, 3), lambda: nn.ReLU(inplace=True),
+        nn.Flatten, lambda: nn.Linear(12, 2)), (2, 4, 4)),
+    Case("inplace-relu-tokens", sequential(
+        lambda: nn.Linear(3, 4), lambda: nn.ReLU(inplace=True),
+        lambda: nn.Linear(4, 2)), (5, 3)),
+    Case("time-first", lambda: Apply(
+        lambda m, x: m.b(torch.tanh(m.a(x.transpose(0, 1)))).transpose(0, 1),
+        a=nn.Linear(3, 4), b=nn.LayerNorm(4)), (5, 3), {"batch_dim": 1}),
+    Case("time-first-square", lambda: Apply(
+        lambda m, x: m.a(x.transpose(0, 1)).transpose(0, 1),
+        a=nn.Linear(3, 4)), (3, 3), {"batch_dim": 1}),
+    Case("time-first-in-part", lambda: Apply(
+        lambda m, x: m.b(torch.tanh(m.a(x.transpose(0, 1))).transpose(0, 1)),
+        a=nn.Linear(3, 4), b=nn.Linear(4, 2)), (5, 3), {"batch_dim": {"a": 1}}),
+    Case("folded-batch", lambda: Apply(
+        lambda m, x: m.norm(m.conv(x.flatten(0, 1))).unflatten(0, (len(x), -1)),
+        conv=nn.Conv1d(2, 4, 3, groups=2), norm=nn.GroupNorm(2, 4)), (4, 2, 5)),
+    Case("folded-embedding", lambda: Apply(
+        lambda m, x: m.embed(x.flatten()).unflatten(0, (len(x), -1)),
+        embed=nn.Embedding(5, 3)), tokens(4, 5)),
+    Case("frozen-part", frozen_first, (3,)),
+    Case("unused-part", partly_unused, (3,)),
+    Case("transformer", transformer_block, tokens(5, 11)),
+    Case("cnn", sequential(
+        lambda: nn.Conv2d(2, 4, 3, padding=1), lambda: nn.GroupNorm(2, 4),
+        nn.ReLU, lambda: nn.MaxPool2d(2), lambda: nn.Conv2d(4, 4, 3, groups=4),
+        nn.Flatten, lambda: nn.Linear(16, 3)), (2, 8, 8)),
+]  # fmt: skip
+
+CASES = LAYERS + TRAPS

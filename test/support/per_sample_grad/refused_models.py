@@ -1,0 +1,139 @@
+"""Models that no rule, or a wrong rule, accounts for: one row each."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+from support.per_sample_grad.gradient_oracle import Case
+from support.per_sample_grad.layer_cases import Apply
+from support.xla_replica.replicas import HAS_XLA
+
+# torch_xla 2.9 replaces nn.GRU by one that needs an XLA device, wherever it computes.
+NO_GRU = pytest.mark.skipif(HAS_XLA, reason="torch_xla replaces nn.GRU")
+
+
+class Raw(nn.Module):
+    """A module that uses a parameter directly, beside a Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(4))
+        self.inner = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x)) * self.token
+
+
+class Positions(nn.Module):
+    """A module with position ids that have no batch dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner = nn.Embedding(5, 3), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = self.embed(torch.arange(x.shape[1], device=x.device))
+        return self.inner(torch.tanh(x + places))
+
+
+def functional(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Uses a module once, and its weight once more directly."""
+    return nn.functional.linear(torch.tanh(m.inner(x)), m.inner.weight)
+
+
+def weight_norm() -> nn.Module:
+    return nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 2)))
+
+
+def pruned() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
+    prune.random_unstructured(model[0], "weight", 0.5)
+    return model
+
+
+def weight_as_input() -> nn.Module:
+    return Apply(
+        lambda m, x: m.inner(x) @ m.inner(m.outer.weight).T,
+        inner=nn.Linear(3, 4),
+        outer=nn.Linear(3, 2, bias=False),
+    )
+
+
+def patched() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 2))
+    double = types.MethodType(lambda m, x: 2 * nn.Linear.forward(m, x), model[0])
+    model[0].forward = double
+    return model
+
+
+class Cube(nn.Module):
+    """A module whose parameter meets samples in an operation that has no rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.exponent = nn.Linear(3, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.inner(x)) ** (3 * self.exponent)
+
+
+# What rules of operations account for, and no module's rule.
+BY_OPERATIONS = [
+    Case("raw-parameter", Raw, (3,)),
+    Case("functional-use", lambda: Apply(functional, inner=nn.Linear(3, 3)), (3,)),
+    Case("positions", Positions, (5, 3)),
+    Case("weight-norm", weight_norm, (3,)),
+    Case("pruned", pruned, (3,)),
+    Case("weight-as-input", weight_as_input, (3,)),
+    Case("patched-forward", patched, (3,)),
+]
+
+UNSEEN = [
+    Case("cube", Cube, (3,)),
+    Case("cube-on-positions", Cube, (5, 3)),
+    Case("positions-square", Positions, (3, 3)),
+    Case("lstm", lambda: Apply(
+        lambda m, x: m.inner(x)[0], inner=nn.LSTM(3, 2, batch_first=True)), (4, 3)),
+    Case("gru", lambda: Apply(
+        lambda m, x: m.inner(x)[0], inner=nn.GRU(3, 2, batch_first=True)), (4, 3)),
+    Case("unbatched-conv", lambda: Apply(
+        lambda m, x: torch.stack([m.inner(item) for item in x]),
+        inner=nn.Conv1d(3, 3, 1)), (3, 4)),
+]  # fmt: skip
+
+
+def time_first() -> nn.Module:
+    return Apply(
+        lambda m, x: m.inner(x.transpose(0, 1)).transpose(0, 1), inner=nn.Linear(3, 4)
+    )
+
+
+def mixing() -> nn.Module:
+    """Returns a model in which every sample sees the batch's mean."""
+    return Apply(
+        lambda m, x: m.b(m.a(x) - m.a(x).mean(0, keepdim=True)),
+        a=nn.Linear(3, 4),
+        b=nn.Linear(4, 2),
+    )
+
+
+class Doubling(nn.Linear):
+    """A Linear that the rule of Linear is wrong for."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(2 * x)
+
+
+COUPLED = [
+    Case("time-first-square", time_first, (3, 3)),
+    Case("batch-mean", mixing, (3,)),
+    Case("wrong-rule", lambda: nn.Sequential(Doubling(3, 2)), (3,)),
+    Case("swapped-fold", lambda: Apply(
+        lambda m, x: m.inner(x.transpose(0, 1).flatten(0, 1))
+        .unflatten(0, (-1, len(x))).transpose(0, 1), inner=nn.Linear(3, 2)), (4, 3)),
+]  # fmt: skip

@@ -1,0 +1,1 @@
+"""What several test modules of variable_batch_size share."""

@@ -1,0 +1,113 @@
+"""A run of a model that processes share, as a user writes it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import variable_batch_size as vbs
+from support.variable_batch_size.elastic import OPTIMIZERS, Case, sampler_of
+
+# Steps of 1 to 9 minibatches.
+TRACE = (4, 36, 8, 4, 12, 32, 20, 4)
+HEAD_LR = 0.03
+
+
+class Run(NamedTuple):
+    """A training run, and what about it is not as usual."""
+
+    case: Case
+    options: tuple[tuple[str, Any], ...] = ()
+    has_whole_part: bool = False
+    has_batch_norm: bool = False
+    on_device: bool = False  # pretends that numbers must not be read
+
+
+class Model(nn.Module):
+    """A model whose dimensions two, three and four processes share unevenly.
+
+    Args:
+        run: The run that it is for.
+        shape: Of the mesh of processes that shard it; None for a whole model.
+    """
+
+    def __init__(self, run: Run, shape: tuple[int, ...] | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 7))
+        if run.has_batch_norm:
+            self.body.append(nn.BatchNorm1d(7))
+        self.head = nn.Linear(7, 3)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.double()
+        if shape is None:
+            return
+        names = ("copies", "shards")[-len(shape) :]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        fully_shard(self.body[2], mesh=mesh)
+        fully_shard(self.body if run.has_whole_part else self, mesh=mesh)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.body(x)))
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x)
+
+    def groups(self) -> list[dict[str, Any]]:
+        head = [*self.head.parameters(), self.unused]
+        return [{"params": [*self.body.parameters()]}, {"params": head, "lr": HEAD_LR}]
+
+
+def data(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(case.num_samples, 6, generator=generator).double()
+    return inputs, torch.randint(0, 3, (case.num_samples,), generator=generator)
+
+
+def whole(tensors: Any) -> list[torch.Tensor]:
+    """Returns tensors that may be sharded, on every process."""
+    return [getattr(t.detach(), "full_tensor", t.detach)().clone() for t in tensors]
+
+
+class Training:
+    """A run as a user writes it, on the replica that it runs in."""
+
+    def __init__(self, run: Run, shape: tuple[int, ...] | None = None) -> None:
+        case, options = run.case, dict(run.options)
+        self.run = run
+        self.model = Model(run, shape)
+        self.inputs, self.targets = data(case)
+        self.sampler = sampler_of(case, self.inputs)
+        self.is_sum = options.get("reduction") == "sum"
+        self.optimizer = vbs.ElasticOptimizer(
+            OPTIMIZERS[case.optimizer](self.model.groups(), case.lr),
+            self.sampler,
+            case.rule,
+            None if self.is_sum else case.ref_batchsize,
+            max_grad_norm=case.max_grad_norm,
+            **options,
+        )
+        self.num_samples = 0
+
+    def train(self) -> None:
+        for epoch in range(self.sampler.epoch, self.run.case.epochs):
+            self.sampler.set_epoch(epoch)
+            self.optimizer.set_epoch(epoch)
+            for rows in self.sampler:
+                self.num_samples += 0 if self.optimizer.is_padding else len(rows)
+                self.minibatch(self.inputs[rows], self.targets[rows])
+
+    def minibatch(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        losses = F.cross_entropy(self.model(x), y, reduction="none")
+        if self.is_sum:
+            counts = y > 0
+            (losses * counts).sum().backward()
+            self.optimizer.step(weight=counts.sum())
+        else:
+            losses.mean().backward()
+            self.optimizer.step()

@@ -1,0 +1,1 @@
+"""What test modules of all packages know of replicas: backends, scripts, signals."""

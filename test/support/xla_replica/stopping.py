@@ -1,0 +1,134 @@
+"""A script that receives real signals, started in every way there is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from support.xla_replica.torchrun import LAUNCHER
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+import torch, xla_replica
+
+def train(rank, folder, arms):
+    replica = xla_replica.current()
+    if arms:
+        xla_replica.catch_signals()
+    for update in range(100_000):
+        request = xla_replica.stop_requested()
+        flags = [torch.zeros(1, device=replica.device) + replica.scalar(bool(request))]
+        replica.sync()
+        replica.all_reduce_(flags)
+        [total] = replica.fetch(flags)
+        if total.item():
+            Path(folder, f"saved-{rank}").write_text(f"{update} {request}")
+            raise xla_replica.Stopped("a test has stopped it", 143)
+        if update == 2:
+            Path(folder, f"ready-{rank}").touch()
+        time.sleep(0.01)
+
+if __name__ == "__main__":
+    folder, arms, device, num_replicas = sys.argv[1:5]
+    args = folder, arms == "arms"
+    if device == "as a TPU":  # the way torch_xla starts replicas there; here, only one
+        from xla_replica.starting import xla
+        os.environ["PJRT_DEVICE"] = "CPU"
+        xla.run_on_tpu(train, args, None)
+    xla_replica.launch(train, args, int(num_replicas) or None, device, timeout=60)
+"""
+
+
+class Starter(NamedTuple):
+    """How a script is started; with ``num_replicas`` 0 torchrun sets the number."""
+
+    command: tuple[str, ...]
+    device: str
+    num_replicas: int
+
+    def start(self, folder: Path, arms: bool) -> Run:
+        """Starts the script and returns when all its replicas train."""
+        script = folder / "script.py"
+        script.write_text(SCRIPT)
+        process = subprocess.Popen(
+            [*self.command, script, folder, "arms" if arms else "", self.device,
+             str(self.num_replicas)],
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # a separate group, to be signalled as a whole
+        )  # fmt: skip
+        run = Run(process, folder, self.num_replicas or 2)
+        run.wait_until(lambda: len(run.files("ready")) == run.num_replicas)
+        return run
+
+
+class Run:
+    """A script that is running."""
+
+    def __init__(
+        self, process: subprocess.Popen[str], folder: Path, num_replicas: int
+    ) -> None:
+        self.process = process
+        self.folder = folder
+        self.num_replicas = num_replicas
+
+    def files(self, kind: str) -> list[Path]:
+        return sorted(self.folder.glob(f"{kind}-*"))
+
+    def wait_until(self, condition) -> None:
+        deadline = time.monotonic() + 90
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.process.kill()
+                raise AssertionError(self.process.communicate()[1])
+            time.sleep(0.05)
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """Signals the script and all its processes, as a terminal or scheduler does."""
+        os.killpg(self.process.pid, number)
+
+    def ends(self) -> tuple[int, str]:
+        """Waits for the end; returns the exit status and what was written to stderr."""
+        try:
+            error = self.process.communicate(timeout=60)[1]
+        finally:
+            self.process.kill()
+        return self.process.returncode, error
+
+    def children(self) -> list[int]:
+        """Returns the ids of all processes that descend from the script's."""
+        parents = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                pid, rest = stat.parent.name, stat.read_text().rsplit(")", 1)[1]
+            except OSError:
+                continue
+            parents[int(pid)] = int(rest.split()[1])
+        found, fresh = [], [self.process.pid]
+        while fresh:
+            fresh = [pid for pid, parent in parents.items() if parent in fresh]
+            found += fresh
+        return found
+
+
+def is_running(pid: int) -> bool:
+    """Returns whether the process exists and is not a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+PYTHON = (sys.executable,)
+LOCAL = Starter(PYTHON, "cpu", 1)
+GLOO = Starter(PYTHON, "cpu", 2)
+EMULATED = Starter(PYTHON, "xla", 2)
+TORCHRUN = Starter(LAUNCHER, "cpu", 0)
+AS_A_TPU = Starter(PYTHON, "as a TPU", 1)

@@ -1,0 +1,270 @@
+"""`Checkpointer(asynchronous=True)`: files are written beside the training, whole."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import logging
+import random
+import re
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from support.variable_batch_size.checkpointed import CASE, Training, train
+from support.xla_replica.replicas import row
+from torch import nn
+
+import variable_batch_size as vbs
+import xla_replica
+from variable_batch_size.checkpoint import files
+from xla_replica.starting import child_process
+
+PATIENCE = 60.0
+# Adam's count of steps is on the host also where the weights are on a device.
+ADAM = dataclasses.replace(CASE, optimizer="adamw", rule="root")
+
+
+class SlowDisk:
+    """Replaces `files.write` by one that waits until it may go on."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.entered, self.may_go_on = threading.Event(), threading.Event()
+        self._write = files.write
+
+    def write(self, *args) -> Path:
+        self.events.append("writing")
+        self.entered.set()
+        assert self.may_go_on.wait(PATIENCE), "the training waits for the writer"
+        path = self._write(*args)
+        self.events.append("written")
+        return path
+
+
+class Seen:
+    """A part whose state is a container that it goes on to change."""
+
+    def __init__(self) -> None:
+        self.steps: set[int] = set()
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
+def beside_the_training(rank: int, folder: Path):
+    """Trains on while the first checkpoint is written, after update 4, until update 7.
+
+    Returns what that file must hold; on replica 0, whether nothing was written then.
+    """
+    seen, disk = Seen(), SlowDisk()
+    training = Training(folder, ADAM, asynchronous=True, keep=9, parts={"seen": seen})
+    training.optimizer.attach(lambda update: seen.steps.add(update.step))
+    expected, unwritten = [], []
+
+    def remember(update: vbs.Update) -> None:
+        if update.step == 3:
+            state = {"model": training.model, "optimizer": training.optimizer.inner}
+            state = {name: part.state_dict() for name, part in state.items()}
+            expected.append(copy.deepcopy(training.replica.to_host(state)))
+
+    def go_on(update: vbs.Update) -> None:
+        if update.step == 6 and rank == 0:
+            assert disk.entered.wait(PATIENCE)
+            unwritten.append(files.saved_files(folder) == [])
+            disk.may_go_on.set()
+
+    training.optimizer.attach(remember)
+    training.optimizer.attach(training.checkpointer)
+    training.optimizer.attach(go_on)
+    # Replicas may be threads of one process, of which the first one writes.
+    patched = mock.patch.object(files, "write", disk.write)
+    with patched if rank == 0 else contextlib.nullcontext():
+        for epoch in range(ADAM.epochs):
+            training.train_epoch(epoch)
+        path = training.checkpointer.wait()
+    return expected[0], unwritten, path and path.name
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [row("cpu", 1), row("cpu", 3, slow=True), row("xla", 3, slow=True)],
+)
+def test_a_step_does_not_wait_and_the_state_does_not_change(backend, tmp_path):
+    expected, unwritten, newest = backend.run(beside_the_training, tmp_path)[0]
+    assert unwritten == [True]
+    saved = files.saved_files(tmp_path)
+    assert [file.num_updates for file in saved] == [24, 20, 16, 12, 8, 4]
+    assert saved[0].path.name == newest
+    state = saved[-1].read()
+    assert state["parts"]["seen"]["steps"] == {0, 1, 2, 3}
+    received = state["parts"]["model"], state["optimizer"]["state"]
+    correct = expected["model"], expected["optimizer"]["state"]
+    torch.testing.assert_close(received, correct, rtol=0, atol=0)
+    assert {float(one["step"]) for one in state["optimizer"]["state"].values()} == {4.0}
+
+
+def counted(rank: int, folder: Path):
+    """Returns compilations and transfers of epochs that end with a save."""
+    found = {}
+    for asynchronous in (False, True):
+        training = Training(
+            folder / str(asynchronous), ADAM, asynchronous=asynchronous,
+            every_updates=1000,
+        )  # fmt: skip
+        training.optimizer.attach(training.checkpointer)
+        found[asynchronous] = []
+        for epoch in range(3):
+            with xla_replica.count(training.replica) as counts:
+                training.train_epoch(epoch)
+                training.checkpointer.save()
+                training.checkpointer.wait()
+            found[asynchronous].append((counts.compilations, counts.transfers))
+    return found
+
+
+@pytest.mark.parametrize("backend", [row("xla", 1), row("xla", 3, slow=True)])
+def test_it_compiles_nothing_and_transfers_as_a_synchronous_one(backend, tmp_path):
+    for found in backend.run(counted, tmp_path):
+        assert found[True][1:] == found[False][1:]
+        assert [compilations for compilations, _ in found[True][1:]] == [0, 0]
+
+
+def test_the_next_save_waits_before_it_copies_another_state(tmp_path, monkeypatch):
+    disk = SlowDisk()
+    monkeypatch.setattr(files, "write", disk.write)
+    training = Training(tmp_path, asynchronous=True)
+    replica = training.checkpointer.replica
+    to_host = replica.to_host
+
+    def copied(state):
+        disk.events.append("copied")
+        return to_host(state)
+
+    monkeypatch.setattr(replica, "to_host", copied)
+    assert training.checkpointer.save() is None
+    assert disk.entered.wait(PATIENCE)
+    threading.Timer(0.2, disk.may_go_on.set).start()
+    training.checkpointer.save()
+    assert training.checkpointer.wait() == files.saved_files(tmp_path)[0].path
+    assert disk.events == ["copied", "writing", "written"] * 2
+
+
+class FullDisk(files._Hashed):
+    def write(self, data) -> int:
+        raise OSError(28, "No space left on device")
+
+
+LATER = {
+    "an update": lambda checkpointer: checkpointer(None),
+    "save": lambda checkpointer: checkpointer.save(),
+    "wait": lambda checkpointer: checkpointer.wait(),
+    "load": lambda checkpointer: checkpointer.load(),
+}
+
+
+@pytest.mark.parametrize("later", LATER)
+def test_errors_of_the_writer_reach_the_loop_once(later, tmp_path, monkeypatch, caplog):
+    training = Training(tmp_path, asynchronous=True)
+    checkpointer = training.checkpointer
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "_Hashed", FullDisk)
+        checkpointer.save()
+        assert checkpointer._writer._running.exception(PATIENCE)
+    message = rf"No space left on device: '{tmp_path}/update-00000000-.*\.unfinished'"
+    assert re.search(f"was not written: .*{message}", caplog.text)
+    with pytest.raises(OSError, match=message):
+        LATER[later](checkpointer)
+    assert checkpointer.wait() is None
+    checkpointer.num_updates = 0
+    checkpointer.save()
+    assert [checkpointer.wait()] == [f.path for f in files.saved_files(tmp_path)]
+
+
+def train_until_asked(rank: int, folder: Path) -> None:
+    train(rank, folder, 6, (rank,), asynchronous=True)
+
+
+def test_a_request_to_stop_waits_for_the_file(tmp_path, monkeypatch):
+    write = files.write
+
+    def slowly(*args):
+        time.sleep(0.2)
+        return write(*args)
+
+    monkeypatch.setattr(files, "write", slowly)
+    with pytest.raises(xla_replica.Stopped):
+        xla_replica.launch(train_until_asked, (tmp_path,), 1, "cpu")
+    assert files.saved_files(tmp_path)[0].num_updates == 8
+
+
+def test_only_true_and_false_say_whether(tmp_path):
+    with pytest.raises(TypeError, match="asynchronous must be True or False, got 'no'"):
+        Training(tmp_path, asynchronous="no")
+
+
+# --- kills ----------------------------------------------------------------------------
+
+
+class HesitantFile(files._Hashed):
+    def write(self, data) -> int:
+        time.sleep(0.0005)
+        return super().write(data)
+
+
+def announce(folder: str, log: Path) -> None:
+    """Trains for ever, saves all the time, and tells of each checkpoint in ``log``."""
+    files._Hashed = HesitantFile
+    logging.basicConfig(filename=log, level=logging.INFO, format="%(message)s")
+    endless = dataclasses.replace(CASE, epochs=10**9)
+    parts = {"ballast": nn.Linear(300, 300)}
+    training = Training(
+        Path(folder), endless, every_updates=1, asynchronous=True, parts=parts
+    )
+    training.checkpointer.load()
+    training.train()
+
+
+def lines(log: Path, what: str) -> list[str]:
+    """Returns the last word of every complete line that begins with ``what``."""
+    text = log.read_text() if log.exists() else ""
+    return re.findall(rf"^{what} (\S+):.*\n", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("num_kills", [4, pytest.param(50, marks=pytest.mark.slow)])
+def test_killed_at_any_moment_the_newest_announced_one_is_whole(num_kills, tmp_path):
+    folder, at = tmp_path / "run", random.Random(num_kills)
+    context, announced = child_process._context(True), None
+    for kill in range(num_kills):
+        log = tmp_path / f"log-{kill}"
+        own = child_process._Surroundings(None), announce, str(folder), log
+        process = context.Process(target=child_process._run_child, args=own)
+        process.start()
+        try:
+            deadline = time.monotonic() + PATIENCE
+            while not lines(log, "saved"):
+                assert process.is_alive()
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            time.sleep(0.1 * at.random())
+        finally:
+            process.kill()
+            process.join()
+        if announced is not None:  # what was announced before is not lost
+            resumed = files._NAME.fullmatch(Path(lines(log, "resuming")[0]).name)
+            assert int(resumed[2]) >= announced.num_updates
+        [announced] = [
+            file
+            for file in files.saved_files(folder)
+            if str(file.path) == lines(log, "saved")[-1]
+        ]
+        announced.read()  # which raises unless it is whole
+    assert not list(folder.glob("damaged-*"))
+    assert list(folder.glob("*.unfinished"))  # some were killed while they wrote

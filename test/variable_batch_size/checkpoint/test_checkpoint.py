@@ -1,0 +1,231 @@
+"""`Checkpointer`: a run that stops and is resumed ends as if it had not stopped."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from support.variable_batch_size.checkpointed import CASE, Training, train
+from support.variable_batch_size.elastic import Case
+from support.variable_batch_size.resuming import loss_of
+from support.xla_replica.replicas import SEVERAL_REPLICAS, XLA_BACKENDS, row
+
+import variable_batch_size as vbs
+import xla_replica
+from variable_batch_size.checkpoint import files
+
+
+def train_case(rank: int, folder: Path, case: Case, ask_at: int):
+    return train(rank, folder, ask_at, (rank,), case=case)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    weights, updates, _ = xla_replica.launch(train, (folder,), 1, "cpu")[0]
+    return weights, updates
+
+
+def asked_at(name: str, backend, asked: tuple[int, ...], steps: Iterable[int]) -> list:
+    """Returns a row for every step at which these ranks are asked to stop."""
+    return [
+        pytest.param(*backend.values, asked, n, marks=backend.marks, id=f"{name}-{n}")
+        for n in steps
+    ]
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked", "ask_at"),
+    [
+        *asked_at("local", row("cpu", 1), (0,), (0, 6, 11)),
+        *asked_at("gloo, one is asked", row("cpu", 3), (2,), (0, 6, 11)),
+        *asked_at("xla", row("xla", 3), (1,), (0, 6)),
+    ],
+)
+def test_replicas_stop_within_an_update_and_resume(
+    backend, asked, ask_at, undisturbed, tmp_path
+):
+    """Replicas asked to stop in update ``ask_at`` make one more and save it."""
+    with pytest.raises(xla_replica.Stopped) as stopped:
+        xla_replica.launch(
+            train, (tmp_path, ask_at, asked), backend.num_replicas, backend.device
+        )
+    # Also if replica 0, which raises it, was not asked itself.
+    assert (stopped.value.reason, stopped.value.code) == ("maintenance", 75)
+    newest = files.saved_files(tmp_path)[0]
+    assert newest.num_updates == ask_at + 2
+    # The run is resumed on one replica, without torch_xla.
+    weights, updates, restored = xla_replica.launch(train, (tmp_path,), 1, "cpu")[0]
+    assert restored == ask_at + 2
+    assert updates == undisturbed[1][ask_at + 2 :]
+    assert all(torch.equal(*pair) for pair in zip(weights, undisturbed[0]))
+
+
+def test_a_run_that_has_ended_has_nothing_left(undisturbed, tmp_path):
+    training = Training(tmp_path)
+    training.train()
+    training.checkpointer.save()
+    again = Training(tmp_path)
+    restored = again.checkpointer.load()
+    assert restored.num_updates == len(undisturbed[1])
+    assert restored.epoch == CASE.epochs  # the loop is over
+    weights = again.train()
+    assert again.updates == []
+    assert all(torch.equal(*pair) for pair in zip(weights, undisturbed[0]))
+
+
+def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path):
+    assert Training(tmp_path / "none").checkpointer.load() is None
+
+
+def test_minibatches_of_an_unfinished_step_are_run_again(undisturbed, tmp_path):
+    training = Training(tmp_path)
+    training.optimizer.attach(training.checkpointer)
+    minibatches = iter(training.sampler)
+    for _ in range(1 + 9 + 1):  # two steps, and one minibatch of the third
+        rows = next(minibatches)
+        loss_of(
+            training.model, training.inputs[rows], training.targets[rows]
+        ).backward()
+        training.optimizer.step()
+    next(minibatches)  # one that a loader has prefetched
+    training.checkpointer.save()
+    again = Training(tmp_path)
+    again.checkpointer.load()
+    weights = again.train()
+    assert again.updates == undisturbed[1][2:]
+    assert all(torch.equal(*pair) for pair in zip(weights, undisturbed[0]))
+
+
+def dropped_out(rank: int, folder: Path, num_updates: int) -> list[torch.Tensor]:
+    training = Training(folder, dropout=0.5, every_updates=num_updates)
+    training.checkpointer.load()
+    return training.train()
+
+
+@pytest.mark.parametrize(
+    "backend", [row("cpu", 1), *SEVERAL_REPLICAS, row("xla", 1, slow=True)]
+)
+def test_random_numbers_are_resumed(backend, tmp_path):
+    """On the same number of replicas; the last checkpoint is that of update 14."""
+    whole = backend.run(dropped_out, tmp_path, 14)
+    assert [f.num_updates for f in files.saved_files(tmp_path)] == [14]
+    resumed = backend.run(dropped_out, tmp_path, 14)
+    for expected, received in zip(whole, resumed):
+        for pair in zip(received, expected):
+            torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-12)
+
+
+def counted(rank: int, folder: Path):
+    """Returns the compilations and transfers of epochs without a save."""
+    training = Training(folder, every_updates=1000, every_minutes=None)
+    replica, found = training.replica, []
+    training.optimizer.attach(training.checkpointer)
+    for epoch in range(3):
+        with xla_replica.count(replica) as counts:
+            training.sampler.set_epoch(epoch)
+            training.optimizer.set_epoch(epoch)
+            for rows in training.sampler:
+                x, y = replica.send((training.inputs[rows], training.targets[rows]))
+                loss_of(training.model, x, y).backward()
+                training.optimizer.step()
+        found.append((counts.compilations, counts.transfers, counts.fallbacks))
+    return found
+
+
+@pytest.mark.parametrize("backend", XLA_BACKENDS)
+def test_updates_between_saves_read_nothing_and_compile_nothing(backend, tmp_path):
+    for found in backend.run(counted, tmp_path):
+        assert found[1:] == [(0, 0, {}), (0, 0, {})]
+
+
+def test_a_damaged_checkpoint_is_passed_over(undisturbed, tmp_path, caplog):
+    training = Training(tmp_path)
+    training.train()
+    newest, before = files.saved_files(tmp_path)[:2]
+    newest.path.write_bytes(newest.path.read_bytes()[:-100])
+    weights, _updates, restored = train(0, tmp_path)
+    assert restored == before.num_updates
+    assert "damaged" in caplog.text
+    assert all(torch.equal(*pair) for pair in zip(weights, undisturbed[0]))
+
+
+def test_changes_can_be_allowed(tmp_path):
+    """A trace whose later steps have changed: the steps that are done stay done."""
+    planned = Case(CASE.trace * 4, epochs=3, exact=True)
+    with pytest.raises(xla_replica.Stopped):
+        xla_replica.launch(train_case, (tmp_path, planned, 12), 1, "cpu")
+    changed = Case((*planned.trace[:14], *[64] * 8), epochs=3, exact=True)
+    with pytest.raises(ValueError, match=r"trace was '32 steps.*allow_changes"):
+        Training(tmp_path, changed).checkpointer.load()
+    other = Training(tmp_path, changed, settings={"width": 3})
+    restored = other.checkpointer.load(allow_changes=True)
+    assert restored.num_updates == 14
+    other.train()
+    end = changed.epochs
+    assert other.updates == list(
+        range(14, other.sampler.schedule.plan(end, 1).first_step)
+    )
+
+
+def polled(rank: int, folder: Path) -> None:
+    answers = iter([None, RuntimeError("no answer"), "maintenance of the host"])
+
+    def poll():
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    training = Training(folder, case=Case(CASE.trace, epochs=10_000, exact=True),
+                        stop_poll=poll, poll_seconds=0.05)  # fmt: skip
+    training.train()
+
+
+def test_a_poll_can_ask_to_stop(tmp_path, caplog):
+    caplog.set_level(logging.ERROR)
+    with pytest.raises(xla_replica.Stopped, match="maintenance of the host"):
+        xla_replica.launch(polled, (tmp_path,), 1, "cpu")
+    assert "stop_poll failed" in caplog.text
+    assert files.saved_files(tmp_path)
+
+
+def epochs_of(training: Training, folder: Path) -> list[float]:
+    """Trains with the usual loop: a scheduler and a save at the end of each epoch."""
+    inner = training.optimizer.inner
+    by_epoch = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+    checkpointer = vbs.Checkpointer(
+        folder, training.optimizer, model=training.model, by_epoch=by_epoch
+    )
+    checkpointer.load()
+    training.optimizer.attach(checkpointer)
+    rates = []
+    for epoch in range(training.sampler.epoch, CASE.epochs):
+        training.sampler.set_epoch(epoch)
+        training.optimizer.set_epoch(epoch)
+        for rows in training.sampler:
+            x, y = training.inputs[rows], training.targets[rows]
+            loss_of(training.model, x, y).backward()
+            training.optimizer.step()
+        by_epoch.step()
+        checkpointer.save()
+        rates.append(inner.param_groups[0]["lr"])
+        if epoch == 0 and folder.name == "parts":
+            break
+    return rates
+
+
+def test_what_ends_an_epoch_is_not_repeated(tmp_path):
+    def fresh() -> Training:
+        training = Training(tmp_path / "unused")
+        training.optimizer._attached._callbacks.clear()
+        return training
+
+    whole = epochs_of(fresh(), tmp_path / "whole")
+    parts = tmp_path / "parts"
+    first = epochs_of(fresh(), parts)
+    parts.rename(tmp_path / "rest")
+    assert first + epochs_of(fresh(), tmp_path / "rest") == whole

@@ -1,0 +1,241 @@
+"""`Checkpointer`: what it refuses to save and to resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from support.variable_batch_size.checkpointed import CASE, Training
+from support.variable_batch_size.elastic import Case
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+import variable_batch_size as vbs
+import xla_replica
+from variable_batch_size.checkpoint import checkpointer, files
+
+
+def test_a_metric_needs_to_know_what_is_best(tmp_path):
+    with pytest.raises(ValueError, match="best='max' or 'min'"):
+        Training(tmp_path).checkpointer.save(0.5)
+
+
+OTHER_RUNS = {
+    "trace": (
+        {"case": Case((4, 36, 8), epochs=3, exact=True)},
+        "trace was '8 step",
+    ),
+    "minibatch": (
+        {"case": Case(CASE.trace, exact=True, minibatch_size=2)},
+        "minibatch_size was 4 and is 2",
+    ),
+    "samples": (
+        {"case": Case(CASE.trace, exact=True, num_samples=160)},
+        "num_samples was 128 and is 160",
+    ),
+    "settings": ({"settings": {"width": 3}}, "width was None and is 3"),
+    "parts": (
+        {"parts": {"other": nn.Linear(1, 1)}},
+        r"parts was \['model', 'scheduler'\] and is \['model', 'other'",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_RUNS)
+def test_another_run_is_refused_and_nothing_is_touched(what, tmp_path):
+    options, message = OTHER_RUNS[what]
+    training = Training(tmp_path)
+    training.train()
+    other = Training(tmp_path, **options)
+    with pytest.raises(ValueError, match=message):
+        other.checkpointer.load()
+    assert other.sampler.state_dict()["step"] == 0
+    assert not other.optimizer.inner.state
+
+
+class Unsafe:
+    def state_dict(self):
+        return {"path": Path("/somewhere")}
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+def test_a_state_that_would_not_load_is_an_error_when_it_is_saved(tmp_path):
+    training = Training(tmp_path, parts={"unsafe": Unsafe()})
+    with pytest.raises(TypeError, match="weights_only"):
+        training.checkpointer.save()
+    assert files.saved_files(tmp_path) == []
+
+
+def apart(rank: int, folder: Path) -> None:
+    checkpointer.STALE_SECONDS = 0.0
+    training = Training(folder / str(rank))
+    if training.replica.is_primary:
+        path = files.write(folder / "0", 3, {"version": 1})
+        assert path.exists()
+    training.checkpointer.load()
+
+
+def test_hosts_that_do_not_share_the_folder_are_told(tmp_path):
+    with pytest.raises(xla_replica.ReplicaError, match="all hosts must share") as error:
+        xla_replica.launch(apart, (tmp_path,), 2, "cpu")
+    assert isinstance(error.value.__cause__, vbs.CheckpointError)
+
+
+def resumed_from_stale_listings(rank: int, folder: Path) -> list[int]:
+    """Returns the updates of a run on whose replica s a listing is late, for each s."""
+    checkpointer._LOOK_SECONDS = 0.01
+    listing, found = files.saved_files, []
+    for stale, num_seen in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        looks = iter(range(3))
+
+        def late(*args, num_seen=num_seen, looks=looks):
+            saved = listing(*args)
+            return saved if next(looks, None) is None else saved[-1:] * num_seen
+
+        seen = late if rank == stale else listing
+        with mock.patch.object(files, "saved_files", seen):
+            found.append(Training(folder).checkpointer.load().num_updates)
+    return found
+
+
+def test_the_listing_of_a_network_folder_may_be_late(tmp_path):
+    """One host still sees it as it was when it was empty, or had one file."""
+    training = Training(tmp_path)
+    training.train()
+    newest, *earlier = files.saved_files(tmp_path)
+    assert earlier
+    outcomes = xla_replica.launch(resumed_from_stale_listings, (tmp_path,), 2, "cpu")
+    assert outcomes == [[newest.num_updates] * 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"keep": 0}, ValueError, "keep must be an integer >= 1, got 0"),
+        ({"look_every": 0}, ValueError, "look_every"),
+        ({"best": "highest"}, ValueError, "best must be one of 'max', 'min', None"),
+        ({"parts": {"x": 3}}, TypeError, "x=3 has no state_dict"),
+        ({"every_updates": -1}, ValueError, "every_updates"),
+        ({"stop_on": ["SIGNAL"]}, ValueError, "SIGNAL"),
+        ({"stop_poll": "http"}, TypeError, "stop_poll"),
+    ],
+)
+def test_bad_arguments_are_named(options, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        Training(tmp_path, **options)
+
+
+def test_what_the_wrapper_saves_is_not_saved_twice(tmp_path):
+    training = Training(tmp_path)
+    for part in (training.optimizer.inner, training.sampler):
+        with pytest.raises(ValueError, match="leave it out"):
+            vbs.Checkpointer(tmp_path, training.optimizer, part=part)
+    with pytest.raises(TypeError, match="elastic wrapper"):
+        vbs.Checkpointer(tmp_path, training.optimizer.inner)
+
+
+def test_a_scheduler_attached_after_the_checkpointer_is_refused(tmp_path):
+    training = Training(tmp_path)
+    training.optimizer.attach(training.checkpointer)
+    late = CosineAnnealingLR(training.optimizer.inner, 30)
+    with pytest.raises(ValueError, match="attach it before"):
+        training.optimizer.attach(late)
+
+
+def test_resuming_with_another_order_is_an_error(tmp_path):
+    def sampler(seed: int) -> vbs.CustomSampler:
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.utils.data.RandomSampler(range(128), generator=generator)
+        return vbs.CustomSampler(
+            dataset_size=128, trace=16, minibatch_size=4, order=order, verbose=False
+        )
+
+    first = sampler(0)
+    list(first)
+    first.commit(0, 3)
+    same, other = sampler(0), sampler(1)
+    same.load_state_dict(first.state_dict())
+    assert len(list(same)) == 32 - 3 * 4
+    other.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match="its order differs from the saved one"):
+        list(other)
+
+
+def test_an_epoch_before_the_restored_one_is_an_error():
+    sampler = vbs.CustomSampler(
+        dataset_size=128, trace=16, minibatch_size=4, verbose=False
+    )
+    sampler.commit(2, 3)
+    again = vbs.CustomSampler(
+        dataset_size=128, trace=16, minibatch_size=4, verbose=False
+    )
+    again.load_state_dict(sampler.state_dict())
+    with pytest.raises(ValueError, match=r"range\(sampler.epoch"):
+        again.set_epoch(0)
+    again.set_epoch(2)
+    assert len(again) == 5 * 4
+    again.set_epoch(3)
+    assert len(again) == 32
+
+
+def test_another_run_s_folder_is_not_written_to(tmp_path):
+    training = Training(tmp_path)
+    training.train()
+    forgetful = Training(tmp_path)
+    with pytest.raises(vbs.CheckpointError, match=r"call load\(\) before training"):
+        forgetful.train()
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_checkpointer_that_was_not_attached_does_not_save(loads, tmp_path):
+    """Every file would have the number of update 0, or of the one it has loaded."""
+    if loads:
+        before = Training(tmp_path)
+        before.optimizer.attach(before.checkpointer)
+        before.train_epoch(0)
+        before.checkpointer.save()
+    forgetful = Training(tmp_path)
+    restored = forgetful.checkpointer.load()
+    assert (restored is not None) == loads
+    found = files.saved_files(tmp_path)
+    forgetful.train_epoch(forgetful.sampler.epoch)
+    with pytest.raises(ValueError, match=r"optimizer\.attach\(checkpointer\)"):
+        forgetful.checkpointer.save()
+    assert files.saved_files(tmp_path) == found
+    assert forgetful.checkpointer.num_updates == (restored.num_updates if loads else 0)
+
+
+def test_a_run_that_has_not_begun_can_be_saved(tmp_path):
+    """So can one that begins in a later epoch, and one that was only loaded."""
+    training = Training(tmp_path)
+    training.sampler.set_epoch(1)
+    training.optimizer.set_epoch(1)
+    training.checkpointer.save()
+    training.optimizer.attach(training.checkpointer)
+    training.train_epoch(1)
+    training.checkpointer.save()
+    again = Training(tmp_path)
+    again.checkpointer.load()
+    again.checkpointer.save()
+
+
+def test_a_forgotten_model_is_noticed(tmp_path):
+    training = Training(tmp_path)
+    with pytest.raises(ValueError, match="pass model=model"):
+        vbs.Checkpointer(tmp_path, training.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("folder", "settings", "error", "message"),
+    [
+        ("gs://bucket/job", {}, ValueError, "mount the bucket"),
+        ("job", {"data": Path("x")}, TypeError, r"settings\['data'\]"),
+    ],
+)
+def test_what_a_file_could_not_hold_is_named(folder, settings, error, message):
+    with pytest.raises(error, match=message):
+        Training(folder, settings=settings)

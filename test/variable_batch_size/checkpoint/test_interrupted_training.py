@@ -1,0 +1,314 @@
+"""The MNIST script when it is killed, asked to stop, or resized under torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from support.xla_replica.replicas import needs_xla
+from support.xla_replica.torchrun import free_port, wait_for_server
+
+from variable_batch_size.checkpoint import files
+
+SCRIPT = Path(__file__).resolve().parents[2] / "variable_train_mnist.py"
+# Steps of up to 64 minibatches.
+ARGUMENTS = (
+    "--dataset", "fake", "--epochs", "60", "--batch-size", "16", "--log-steps", "1",
+    "--ref-batchsize", "64",
+)  # fmt: skip
+PATIENCE = 240.0
+
+
+def descendants(pid: int) -> list[int]:
+    """Returns all processes below this one; those of torchrun leave its group."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for child in map(int, children):
+            found += [child, *descendants(child)]
+    return found
+
+
+class Run:
+    """Runs the script in other processes, all of which end with the ``with`` block."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: object,
+        command=(sys.executable,),
+        script=(SCRIPT, "--no-progress", "--checkpoint"),
+        **variables,
+    ) -> None:
+        words = [*command, *script, folder, *arguments]
+        self.folder = folder
+        self._output = folder.parent / f"output-{time.monotonic_ns()}"
+        kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+        with self._output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [str(word) for word in words],
+                env={**kept, "OMP_NUM_THREADS": "1", **variables},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.kill()
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text(errors="replace")
+
+    def kill(self) -> None:
+        """Kills the script and every process that it has started, like a dying host."""
+        for pid in [self.process.pid, *descendants(self.process.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def wait(self) -> int:
+        """Returns the exit status."""
+        status = self.process.wait(PATIENCE)
+        assert status is not None
+        return status
+
+    def wait_for_update(self, number: int) -> bool:
+        """Waits until so many updates are saved; returns False if the script ends."""
+        deadline = time.monotonic() + PATIENCE
+        while num_updates(self.folder) < number:
+            if self.process.poll() is not None:
+                return False
+            assert time.monotonic() < deadline, f"no update {number}:\n{self.output}"
+            time.sleep(0.005)
+        return True
+
+
+def num_updates(folder: Path) -> int:
+    saved = files.saved_files(folder)
+    return saved[0].num_updates if saved else 0
+
+
+def restored(output: str) -> int | None:
+    """Returns the update after which a run resumed; None if it loaded nothing."""
+    found = re.findall(r"resuming .*: (\d+) updates", output)
+    return int(found[-1]) if found else None
+
+
+def history(folder: Path) -> pd.DataFrame:
+    return pd.read_csv(folder / "history.csv")
+
+
+def assert_same_training(received: pd.DataFrame, expected: pd.DataFrame) -> None:
+    """Compares every loss, which depends on all samples until its step."""
+    for column in ("step", "batch_size", "lr"):
+        np.testing.assert_array_equal(received[column], expected[column])
+    np.testing.assert_allclose(received["loss"], expected["loss"], rtol=2e-3, atol=2e-4)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> pd.DataFrame:
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    with Run(folder, *ARGUMENTS, "--device", "cpu", "--num-replicas", 1) as run:
+        assert run.wait() == 0, run.output
+    return history(folder)
+
+
+@pytest.mark.parametrize("num_kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_any_moment_it_finishes_as_if_undisturbed(
+    num_kills, undisturbed, tmp_path
+):
+    """It saves every other update, and is resumed on another number of replicas."""
+    folder, at = tmp_path / "run", random.Random(num_kills)
+    steps_between = len(undisturbed) / num_kills
+    kills = ended = 0
+    while not ended:
+        before = num_updates(folder)
+        replicas = 1 + kills % 3
+        with Run(
+            folder, *ARGUMENTS, "--device", "cpu", "--num-replicas", replicas,
+            "--checkpoint-steps", 2,
+        ) as run:  # fmt: skip
+            if kills == num_kills:
+                assert run.wait() == 0, run.output
+                ended = True
+            else:
+                # Some kills come before the first update; all leave something to do.
+                until = time.monotonic() + 8.0 * at.random()
+                goal = before + at.randrange(1, int(steps_between) - 1)
+                while time.monotonic() < until and num_updates(folder) < goal:
+                    time.sleep(0.002)
+                assert run.process.poll() is None, run.output
+                run.kill()
+                kills += 1
+        # Nothing that was saved is lost, even if the run was killed as it started.
+        if (began := restored(run.output)) is None:
+            assert before in (0, num_updates(folder))
+        else:
+            assert began == before
+        assert "damaged" not in run.output
+        for file in files.saved_files(folder):
+            file.read()  # which raises for a damaged one
+    assert_same_training(history(folder), undisturbed)
+
+
+def test_a_signal_to_the_whole_group_spares_the_loader_s_workers(tmp_path):
+    """As torchrun and a terminal do; a worker that died would end the training."""
+    folder = tmp_path / "run"
+    with Run(
+        folder, *ARGUMENTS, "--epochs", 10_000, "--device", "cpu", "--num-replicas", 1,
+        "--num-workers", 2,
+    ) as run:  # fmt: skip
+        assert run.wait_for_update(1), run.output
+        os.killpg(run.process.pid, signal.SIGTERM)
+        assert run.wait() == 143, run.output
+    assert "DataLoader worker" not in run.output
+
+
+@needs_xla
+@pytest.mark.xla
+@pytest.mark.slow
+def test_asked_to_stop_eight_replicas_save_and_resume_to_their_target(tmp_path):
+    folder = tmp_path / "run"
+    digits = ("--dataset", "digits", "--epochs", 12, "--device", "xla")
+    with Run(folder, *digits, "--num-replicas", 8) as run:
+        assert run.wait_for_update(1), run.output  # saved at the end of the first epoch
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.wait() == 143, run.output
+    newest = files.saved_files(folder)[0]
+    stopped_at = newest.num_updates
+    sampler = torch.load(newest.path)["optimizer"]["elastic"]["sampler"]
+    assert sampler["step"] > 0  # within an epoch, where only the signal saves
+    with Run(folder, *digits, "--num-replicas", 3, "--target-accuracy", 95) as run:
+        assert run.wait() == 0, run.output
+    assert restored(run.output) == stopped_at
+    assert history(folder)["step"].tolist() == list(range(len(history(folder))))
+
+
+class Node(Run):
+    """A node of an elastic job, with one worker."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        settings = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3"
+        super().__init__(
+            folder, *ARGUMENTS, "--epochs", 60, "--checkpoint-steps", 2,
+            "--device", "cpu",
+            command=(
+                sys.executable, "-m", "torch.distributed.run", "--nnodes", "2:3",
+                "--nproc_per_node", "1", "--max_restarts", "9", "--rdzv_id", "elastic",
+                "--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}",
+                "--rdzv_conf", settings,
+            ),
+            # Otherwise a node that joins later never learns the address of the others.
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+        )  # fmt: skip
+
+    @property
+    def worlds(self) -> list[int]:
+        """How many workers trained together, whenever this node's had rank 0."""
+        return [int(n) for n in re.findall(r"fake, on replica 0 of (\d)", self.output)]
+
+
+@pytest.mark.slow
+def test_under_torchrun_it_resumes_with_the_workers_there_are(tmp_path):
+    """Three nodes, then two because one dies, then three because one joins."""
+    whole, folder, port = tmp_path / "whole", tmp_path / "run", free_port()
+    with Run(whole, *ARGUMENTS, "--epochs", 60, "--device", "cpu") as run:
+        assert run.wait() == 0, run.output
+    nodes: list[Node] = []
+    try:
+        for _ in range(3):
+            nodes.append(Node(folder, port))
+            wait_for_server(port)  # the first node serves the rendezvous
+        assert nodes[0].wait_for_update(4)
+        nodes[2].kill()
+        saved = num_updates(folder)
+        assert nodes[0].wait_for_update(saved + 4)
+        nodes.append(Node(folder, port))
+        statuses = [node.wait() for node in (nodes[0], nodes[1], nodes[3])]
+    finally:
+        for node in nodes:
+            node.kill()
+    everything = "\n\n=====\n\n".join(node.output for node in nodes)
+    assert statuses == [0, 0, 0], everything
+    assert_same_training(history(folder), history(whole))
+    worlds = [world for node in nodes for world in node.worlds]
+    assert sorted(worlds) == [2, 3, 3], everything
+
+
+# On a CPU whose tensors are read as a GPU's are: not by everybody at every update.
+ON_GPUS = """
+import dataclasses, sys, time
+from pathlib import Path
+import torch, xla_replica
+from support.variable_batch_size.checkpointed import CASE, Training
+from xla_replica import Replica
+
+Replica.is_host = property(lambda self: False)
+Replica.has_streams = property(lambda self: True)
+Replica.wait = lambda self: None
+Replica.rng_state = lambda self: torch.get_rng_state()
+Replica.fetch_later = lambda self, tensor: (lambda copy=tensor.clone(): copy)
+
+def train(rank, folder):
+    endless = dataclasses.replace(CASE, epochs=10**9)
+    training = Training(Path(folder), endless, every_updates=None, every_minutes=9)
+
+    def tell(update):
+        if xla_replica.stop_requested() is None:
+            Path(folder, f"not-asked-{rank}").write_text(str(update.step + 1))
+        time.sleep(0.5)
+
+    training.optimizer.attach(tell)
+    training.train()
+
+xla_replica.launch(train, (sys.argv[1],), device="cpu")
+"""
+
+
+@pytest.mark.slow
+def test_one_preempted_node_of_two_is_saved_within_two_updates(tmp_path):
+    """Its agent kills the worker 30 seconds after the signal: 60 updates here."""
+    folder, script, port = tmp_path / "run", tmp_path / "script.py", free_port()
+    folder.mkdir()
+    script.write_text(ON_GPUS)
+    tests = Path(__file__).resolve().parents[2]
+    with contextlib.ExitStack() as nodes:
+        agents = [
+            nodes.enter_context(
+                Run(
+                    folder,
+                    command=(
+                        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
+                        "--nproc_per_node", "1", "--node_rank", rank, "--master_addr",
+                        "localhost", "--master_port", port,
+                    ),
+                    script=(script,),
+                    PYTHONPATH=f"{tests}:{tests.parent}",
+                )
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        deadline = time.monotonic() + PATIENCE
+        while not (folder / "not-asked-1").exists():
+            assert time.monotonic() < deadline, agents[1].output
+            time.sleep(0.01)
+        os.kill(agents[1].process.pid, signal.SIGTERM)
+        for agent in agents:
+            assert agent.wait() != 0
+    last_before = int((folder / "not-asked-1").read_text())
+    assert last_before <= num_updates(folder) <= last_before + 2, agents[1].output

@@ -1,0 +1,115 @@
+"""A run that is resumed after any update, on any number of replicas, ends the same.
+
+It is the same bit for bit: the data have sums that no order of summation rounds. With
+rules that measure or count, one replica reaches every later state bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from support.variable_batch_size.resuming import (
+    CASE,
+    global_samples,
+    resume_from_each,
+    run,
+)
+from support.xla_replica.replicas import row
+
+import xla_replica
+
+BACKENDS = [
+    row("cpu", 1),
+    row("cpu", 2, slow=True),
+    row("cpu", 3),
+    row("cpu", 5, slow=True),
+    row("cpu", 8, slow=True),
+    row("xla", 1, slow=True),
+    row("xla", 2, slow=True),
+    row("xla", 3, slow=True),
+    row("xla", 8),
+]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Returns the uninterrupted run on one replica, with a state for every update."""
+    with_local = xla_replica.launch(run, (CASE,), 1, "cpu")[0]
+    assert len(with_local["states"]) == len(with_local["updates"]) + 1 > 15
+    return with_local
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def backend(request):
+    return request.param
+
+
+def test_states_do_not_depend_on_the_number_of_replicas(backend, alone):
+    """States are equal, so the state of one replica can be resumed on any number."""
+    outcomes = backend.run(run, CASE, timeout=180)
+    assert global_samples(outcomes) == global_samples([alone])
+    states = outcomes[0]["states"]
+    assert len(states) == len(alone["states"])
+    for received, expected in zip(states, alone["states"]):
+        assert_equal(received, expected)
+
+
+def test_resumed_from_every_update_the_run_ends_the_same(backend, alone):
+    per_replica = backend.run(resume_from_each, CASE, alone["states"], timeout=180)
+    everything = global_samples([alone])
+    num_updates = len(alone["updates"])
+    for done, outcomes in enumerate(zip(*per_replica)):
+        for outcome in outcomes:
+            assert outcome["updates"] == list(range(done, num_updates))
+            assert_equal(outcome["weights"], alone["weights"])
+        assert global_samples(outcomes) == [
+            (step, samples) for step, samples in everything if step >= done
+        ]
+
+
+# Rules and schedulers that have states: (case, schedule).
+COUNTING = {
+    "adascale": (dataclasses.replace(CASE, rule="adascale"), None),
+    "adascale, scheduler in iterations": (
+        dataclasses.replace(CASE, rule="adascale", optimizer="sgd"),
+        ("iterations", 1.5),
+    ),
+    "adam-root": (
+        dataclasses.replace(CASE, rule="adam-root", optimizer="adamw"),
+        None,
+    ),
+    "linear, scheduler in samples": (CASE, ("samples", 20)),
+}
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_on_a_local_replica_every_later_state_is_the_same(name):
+    """Resumed from each state, with all learning rates and weights."""
+    case, schedule = COUNTING[name]
+    [whole] = xla_replica.launch(run, (case, None, True, schedule), 1, "cpu")
+    num_updates, states = len(whole["updates"]), whole["states"]
+    assert len(states) == num_updates + 1 > 15
+    for done, state in enumerate(states):
+        [rest] = xla_replica.launch(run, (case, state, True, schedule), 1, "cpu")
+        assert rest["updates"] == list(range(done, num_updates))
+        assert_equal(rest["states"], states[done + 1 :])
+        assert_equal(rest["weights"], whole["weights"])
+
+
+def assert_equal(received, expected):
+    """Asserts that two states are equal bit for bit, in tensors and other values."""
+    assert type(received) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(received, expected)
+    elif isinstance(expected, dict):
+        assert received.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_equal(received[key], value)
+    elif isinstance(expected, (list, tuple)):
+        assert len(received) == len(expected)
+        for one, other in zip(received, expected):
+            assert_equal(one, other)
+    else:
+        assert received == expected

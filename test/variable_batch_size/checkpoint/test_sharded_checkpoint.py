@@ -1,0 +1,217 @@
+"""Checkpoints of models that FSDP2 shards, loaded on other numbers of processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support.variable_batch_size.elastic import Case
+from support.variable_batch_size.sharded import TRACE, Run, Training, whole
+from support.xla_replica.replicas import Backend
+
+import variable_batch_size as vbs
+import xla_replica
+from variable_batch_size.checkpoint import files, shards
+from xla_replica.backends import replica as replica_module
+
+RUN = Run(
+    Case(TRACE, epochs=2, optimizer="adamw", rule="root", max_grad_norm=1.0),
+    (("noise", True),),
+    has_batch_norm=False,
+)
+
+
+def resumed(
+    rank: int,
+    folder: Path,
+    stop_at: int | None = None,
+    die_at: int | None = None,
+    asynchronous: bool = False,
+) -> dict[str, Any]:
+    """Trains from the newest checkpoint on, and saves after every third update.
+
+    Args:
+        rank: This process.
+        folder: The folder of the checkpoints.
+        stop_at: The step in whose update the run is asked to stop, if any.
+        die_at: The step in whose update the last process is killed, if any.
+        asynchronous: Write beside the training, which is to make a fourth update while
+            every process waits to write what it has of the first checkpoint.
+    """
+    replica = xla_replica.current()
+    shape = (replica.num_replicas,) if replica.num_replicas > 1 else None
+    training = Training(RUN, shape)
+    checkpointer = vbs.Checkpointer(
+        folder,
+        training.optimizer,
+        every_updates=3,
+        asynchronous=asynchronous,
+        model=training.model,
+    )
+    trained_on = threading.Event()
+    write_parts = replica_module.write_parts
+
+    def late(*args: Any) -> dict[str, str]:
+        assert trained_on.wait(60), "the training waits for the writer"
+        return write_parts(*args)
+
+    restored = checkpointer.load()
+    samples: list[tuple[int, ...]] = []
+    steps: list[int] = []
+
+    def after_update(update: vbs.Update) -> None:
+        steps.append(update.step)
+        if update.step >= 3:
+            trained_on.set()
+        if update.step == stop_at and rank == 0:
+            xla_replica.request_stop("test", 75)
+        if update.step == die_at and rank == replica.num_replicas - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    training.optimizer.attach(after_update)
+    training.optimizer.attach(checkpointer)
+    minibatch = training.minibatch
+
+    def noted(x: torch.Tensor, y: torch.Tensor) -> None:
+        if not training.optimizer.is_padding:
+            samples.append((len(steps), *x[:, 0].tolist()))
+        minibatch(x, y)
+
+    training.minibatch = noted
+    patch = mock.patch.object(replica_module, "write_parts", late)
+    with patch if asynchronous else contextlib.nullcontext():
+        training.train()
+        checkpointer.wait()
+    return {
+        "weights": whole(training.model.parameters()),
+        "progress": training.optimizer.noise.progress,
+        "steps": steps,
+        "samples": samples,
+        "num_updates": restored and restored.num_updates,
+    }
+
+
+def check_samples(found: list[dict], alone: dict[str, Any]) -> None:
+    """Every step after a resumption has the samples that one process gives it."""
+    first = found[0]["steps"][0]
+    expected = [(step - first, *s) for step, *s in alone["samples"] if step >= first]
+    together = [one for outcome in found for one in outcome["samples"]]
+    assert sorted(together) == sorted(expected)
+
+
+def run_on(num_replicas: int, folder: Path, *args: Any) -> Any:
+    return Backend("cpu", num_replicas).run(resumed, folder, *args)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> dict[str, Any]:
+    return resumed(0, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory) -> Path:
+    """A folder of a run that two processes have stopped after update 6."""
+    folder = tmp_path_factory.mktemp("stopped")
+    with pytest.raises(xla_replica.Stopped):
+        run_on(2, folder, 4)
+    return folder
+
+
+def copy_of(folder: Path, tmp_path: Path) -> Path:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            new = tmp_path / path.relative_to(folder)
+            new.parent.mkdir(exist_ok=True)
+            new.write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def check(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    check_samples(found, alone)
+    for outcome in found:
+        assert outcome["steps"][-1] == alone["steps"][-1]
+        torch.testing.assert_close(
+            outcome["weights"], alone["weights"], rtol=0, atol=1e-10
+        )
+        assert outcome["progress"] == pytest.approx(alone["progress"], rel=1e-9)
+
+
+def test_three_processes_continue_what_two_have_saved(stopped, alone, tmp_path):
+    found = run_on(3, copy_of(stopped, tmp_path))
+    assert found[0]["num_updates"] == 6
+    check(found, alone)
+    # Of the files, those of the checkpoints that are kept are left.
+    kept = [file.num_updates for file in files.saved_files(tmp_path)]
+    assert len(kept) == 3
+    folders = [int(path.name.split("-")[1]) for path in tmp_path.glob("*.shards")]
+    assert sorted(folders) == sorted(kept)
+
+
+def test_one_process_continues_with_the_whole_model(stopped, alone, tmp_path):
+    folder = copy_of(stopped, tmp_path)
+    check([resumed(0, folder)], alone)
+
+
+def test_parts_are_written_beside_the_training_as_they_were(alone, tmp_path):
+    with pytest.raises(xla_replica.Stopped):
+        run_on(2, tmp_path, 4, None, True)
+    newest, first = files.saved_files(tmp_path)
+    assert (newest.num_updates, first.num_updates) == (6, 3)
+    newest.read()  # whole, since a request to stop waits for it
+    newest.path.unlink()
+    found = resumed(0, tmp_path)
+    assert found["num_updates"] == 3
+    check([found], alone)
+
+
+def test_damaged_shards_make_the_checkpoint_before_count(stopped, tmp_path, caplog):
+    folder = copy_of(stopped, tmp_path)
+    newest, before = files.saved_files(folder)
+    name = newest.read()["shards"]["folder"]
+    parts = sorted((folder / name).glob("*.distcp"))
+    content = bytearray(parts[1].read_bytes())
+    content[len(content) // 2] ^= 1
+    parts[1].write_bytes(content)
+    assert files.newest_whole(folder)[0].path == before.path
+    assert f"the content of {name}/{parts[1].name} has changed" in caplog.text
+    parts = next(iter(folder.glob(f"update-{before.num_updates:08d}-*.shards")))
+    next(iter(parts.glob("*.distcp"))).unlink()
+    with pytest.raises(vbs.CheckpointError, match="all 2 checkpoints"):
+        files.newest_whole(folder)
+    assert "is missing" in caplog.text
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.mkdir, ("hostile",)
+
+
+def test_nothing_of_the_shards_is_run(stopped, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = copy_of(stopped, tmp_path)
+    state = files.saved_files(folder)[0].read()
+    metadata = folder / state["shards"]["folder"] / ".metadata"
+    metadata.write_bytes(pickle.dumps(Hostile()))
+    with pytest.raises(OSError, match=r"distributed\.checkpoint"):
+        shards.fill(folder, state, xla_replica.LocalReplica("cpu"), [])
+    assert not (tmp_path / "hostile").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_killed_and_resumed_on_four_two_and_three(asynchronous, alone, tmp_path):
+    for num_replicas, die_at in ((4, 7), (2, 13)):
+        with pytest.raises(xla_replica.ReplicaError):
+            run_on(num_replicas, tmp_path, None, die_at, asynchronous)
+    found = run_on(3, tmp_path)
+    # What a thread had not finished to write counts as not there.
+    assert found[0]["num_updates"] in ((9, 12) if asynchronous else (12,))
+    check(found, alone)

@@ -1,0 +1,139 @@
+"""`SeededDataset`: equal data for every number of replicas and loader workers."""
+
+from __future__ import annotations
+
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+from support.xla_replica.replicas import SEVERAL_REPLICAS
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import variable_batch_size as vbs
+import xla_replica
+
+NUM_SAMPLES = 12
+
+
+class Noisy(Dataset):
+    """A dataset whose samples are their number and a draw from three generators."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        draws = [index, torch.rand(()).item(), random.random(), np.random.rand()]
+        return torch.tensor(draws, dtype=torch.float64)
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        raise AssertionError("a batch has no seed")
+
+
+def load(dataset: vbs.SeededDataset, epochs: int = 2, **options) -> torch.Tensor:
+    """Returns what is loaded: ``(epochs, num_samples, 4)``."""
+    loader = DataLoader(dataset, batch_size=4, **options)
+    loaded = []
+    for epoch in range(epochs):
+        dataset.set_epoch(epoch)
+        loaded.append(torch.cat(list(loader)))
+    return torch.stack(loaded)
+
+
+def test_epochs_samples_and_seeds_differ_and_nothing_else():
+    first = load(vbs.SeededDataset(Noisy(), 1))
+    draws = torch.cat([first, load(vbs.SeededDataset(Noisy(), 2))])[..., 1:]
+    assert len(set(draws.flatten().tolist())) == draws.numel()
+    assert torch.equal(first, load(vbs.SeededDataset(Noisy(), 1)))
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_load_the_same(context, persistent):
+    options = {"num_workers": 2, "multiprocessing_context": context}
+    loaded = load(
+        vbs.SeededDataset(Noisy(), 1), persistent_workers=persistent, **options
+    )
+    assert torch.equal(loaded, load(vbs.SeededDataset(Noisy(), 1)))
+
+
+def load_my_part(rank: int, dataset: vbs.SeededDataset) -> torch.Tensor:
+    replica = xla_replica.current()
+    mine = range(rank, NUM_SAMPLES, replica.num_replicas)
+    parts = []
+    for epoch in range(2):
+        dataset.set_epoch(epoch)
+        parts.append(torch.cat(list(DataLoader(dataset, sampler=mine))))
+        replica.barrier()  # like the last update: emulated replicas share the dataset
+    return torch.stack(parts)
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_replicas_load_the_same(backend):
+    """Emulated replicas too, whose threads share the generators."""
+    parts = backend.run(load_my_part, vbs.SeededDataset(Noisy(), 1))
+    loaded = torch.stack(parts, dim=2).flatten(1, 2)
+    assert torch.equal(loaded, load(vbs.SeededDataset(Noisy(), 1)))
+
+
+class Faulty(Noisy):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        super().__getitem__(index)
+        raise KeyError(index)
+
+
+@pytest.mark.parametrize("inner", [Noisy(), Faulty()])
+def test_the_states_of_the_generators_are_restored(inner):
+    def states() -> tuple:
+        numpy_state = np.random.get_state()
+        return torch.get_rng_state().tolist(), random.getstate(), repr(numpy_state)
+
+    before = states()
+    try:
+        vbs.SeededDataset(inner, 1)[3]
+    except KeyError:
+        assert isinstance(inner, Faulty)
+    assert states() == before
+
+
+def test_a_sample_is_the_same_under_any_index():
+    dataset = vbs.SeededDataset(Noisy(), 1)
+    last = dataset[NUM_SAMPLES - 1]
+    assert torch.equal(dataset[-1][1:], last[1:])
+    assert torch.equal(dataset[np.int64(NUM_SAMPLES - 1)], last)
+    [same] = dataset.__getitems__([NUM_SAMPLES - 1])
+    assert torch.equal(same, last)
+    assert len(dataset) == NUM_SAMPLES
+
+
+def test_a_copy_has_its_own_epoch_and_shares_it_with_its_workers():
+    dataset = vbs.SeededDataset(Noisy(), 1)
+    dataset.set_epoch(3)
+    copy = pickle.loads(pickle.dumps(dataset))
+    dataset.set_epoch(4)
+    assert (copy.epoch, dataset.epoch) == (3, 4)
+    assert copy._epoch.is_shared()
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("action", "error", "text"),
+    [
+        (lambda: vbs.SeededDataset(Stream(), 1), TypeError,
+         "Stream has no numbered samples"),
+        (lambda: vbs.SeededDataset({1, 2}, 1), TypeError, "pass a map-style dataset"),
+        (lambda: vbs.SeededDataset([1], 0.5), TypeError, "seed must be an integer"),
+        (lambda: vbs.SeededDataset([1], 1).set_epoch("2"), TypeError,
+         "epoch must be an integer >= 0, got '2'"),
+        (lambda: vbs.SeededDataset([1], 1).set_epoch(-1), ValueError,
+         "epoch must be an integer >= 0, got -1"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(action, error, text):
+    with pytest.raises(error, match=text):
+        action()

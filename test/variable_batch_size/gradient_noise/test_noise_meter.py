@@ -1,0 +1,301 @@
+"""Gradient noise as training measures it, over any split of a step over replicas."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.variable_batch_size.noise import make, step
+from support.xla_replica.replicas import BACKENDS
+from torch import nn
+from torch.optim import SGD
+
+import variable_batch_size as vbs
+import xla_replica
+
+# Minibatch gradients (n, d); tr Sigma, |G|^2 and the gain over one minibatch.
+CLOSED_FORMS = {
+    "orthonormal": (torch.eye(4).tolist(), 1.0, 0.0, 4.0),
+    "1 and 3": ([[1.0], [3.0]], 2.0, 3.0, 1.25),
+    "1 to 8": ([[float(n)] for n in range(1, 9)], 6.0, 19.5, 1.259259),
+}
+
+
+def one_step(rank: int, rows: list[list[float]]) -> tuple[tuple[float, ...], int]:
+    """Makes one update whose minibatch gradients are ``rows``, one per minibatch."""
+    replica = xla_replica.current()
+    weight = nn.Parameter(torch.zeros(len(rows[0]), device=replica.device))
+    sampler = vbs.CustomSampler(
+        dataset_size=len(rows), trace=[len(rows)], minibatch_size=1, verbose=False
+    )
+    optimizer = vbs.AdaScaleOptimizer(SGD([weight], 1.0), sampler, ref_batchsize=1)
+    optimizer.set_epoch(0)
+    batches = [torch.tensor(rows[index]) for (index,) in sampler]
+    for row in replica.loader(batches):
+        (weight * row).sum().backward()
+        optimizer.step()
+    return optimizer.noise.measure(), len(batches)
+
+
+def all_steps(rank: int) -> dict[str, tuple[tuple[float, ...], int]]:
+    return {name: one_step(rank, case[0]) for name, case in CLOSED_FORMS.items()}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_closed_forms_for_every_split(backend):
+    """1 to 8 replicas with 8 to 0 substeps, some idle, find the same numbers."""
+    by_rank = backend.run(all_steps)
+    for name, (rows, variance, square, gain) in CLOSED_FORMS.items():
+        assert sum(outcome[name][1] for outcome in by_rank) == len(rows)
+        for outcome in by_rank:
+            found = outcome[name][0]
+            assert found.variance == pytest.approx(variance, abs=1e-5)
+            assert found.square == pytest.approx(square, abs=1e-5)
+            assert found.gain == pytest.approx(gain, abs=1e-5)
+            assert found.progress == pytest.approx(gain, abs=1e-5)
+            assert found.efficiency == pytest.approx(gain / len(rows), abs=1e-5)
+            scale = variance / square if square else math.inf
+            assert found.noise_scale == pytest.approx(scale, rel=1e-5)
+
+
+BASIS = torch.eye(3)
+
+
+def test_before_any_update_nothing_is_known():
+    _, optimizer = make()
+    found = optimizer.noise.measure()
+    assert found.gain == 1.0
+    assert found.progress == 0.0
+    assert math.isnan(found.noise_scale)
+    assert math.isnan(found.efficiency)
+    assert optimizer.gain(8) == 1.0
+    assert optimizer.current_lr() == (0.01,)
+
+
+def test_any_batch_size_can_be_asked_for():
+    [parameter], optimizer = make(trace=(2,))
+    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    assert optimizer.gain() == pytest.approx(1.25)
+    assert optimizer.gain(1) == 1.0
+    noise_scale = 2 / 3
+    assert optimizer.noise_scale() == pytest.approx(noise_scale)
+    for batch_size in (2, 7, 100):
+        efficiency = (1 + noise_scale) / (batch_size + noise_scale)
+        assert optimizer.efficiency(batch_size) == pytest.approx(efficiency)
+        assert optimizer.gain(batch_size) == pytest.approx(batch_size * efficiency)
+    assert optimizer.current_lr() == (pytest.approx(0.0125),)
+
+
+def test_squares_are_measured_before_clipping():
+    [parameter], optimizer = make(trace=(2,), max_grad_norm=1e-3)
+    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    assert optimizer.noise.measure().variance == pytest.approx(2.0)
+
+
+def test_gradients_that_are_not_finite_leave_the_statistics_alone():
+    [parameter], optimizer = make(trace=(2,))
+    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    before = optimizer.noise.measure()
+    step(optimizer, parameter, [[math.inf, 0, 0], [3.0, 0, 0]])
+    step(optimizer, parameter, [[1.0, math.nan, 0], [3.0, 0, 0]])
+    after = optimizer.noise.measure()
+    assert after[:3] == before[:3]
+    assert after.progress == pytest.approx(3 * before.gain)
+
+
+def test_a_single_minibatch_leaves_the_statistics_alone():
+    [parameter], optimizer = make(trace=(2, 1, 1))
+    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0], [7.0, 0, 0], [9.0, 0, 0]])
+    found = optimizer.noise.measure()
+    assert (found.variance, found.square) == pytest.approx((2.0, 3.0))
+    assert found.gain == 1.0
+
+
+def test_differences_serve_until_there_is_something_better():
+    [parameter], optimizer = make(trace=(1, 1, 2), single_minibatch="difference")
+    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    found = optimizer.noise.measure()  # |3 - 1|^2 / 2 and 3 * 1
+    assert (found.variance, found.square) == pytest.approx((2.0, 3.0))
+    step(optimizer, parameter, [[1.0, 0, 0], [2.0, 0, 0]])
+    found = optimizer.noise.measure()
+    assert (found.variance, found.square) == pytest.approx((0.5, 2.0))
+
+
+def test_a_copy_of_the_gradients_is_kept_only_for_differences():
+    for option, copies in (("skip", 0), ("difference", 1)):
+        [parameter], optimizer = make(single_minibatch=option)
+        step(optimizer, parameter, BASIS[[0, 1, 2, 0]])
+        assert len(optimizer.noise._differences._previous) == copies
+
+
+def test_a_parameter_group_added_later_starts_from_nothing():
+    [parameter], optimizer = make(trace=(2,))
+    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    other = nn.Parameter(torch.zeros(3))
+    optimizer.add_param_group({"params": [other], "lr": 0.5})
+    assert optimizer.noise.lr_factors(2) == pytest.approx((1.25, 1.0))
+    for scale in (1.0, 3.0):
+        ((parameter + 2 * other) * torch.tensor([scale, 0, 0])).sum().backward()
+        optimizer.step()
+    assert optimizer.noise.lr_factors(2) == pytest.approx((1.25, 1.25))
+    assert optimizer.noise.measure().variance == pytest.approx(2.0 + 4 * 2.0)
+
+
+def test_a_frozen_group_added_later():
+    [parameter], optimizer = make(trace=(2,))
+    frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+    optimizer.add_param_group({"params": frozen})
+    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    assert optimizer.noise.lr_factors() == pytest.approx((1.25, 1.0))
+
+
+def test_a_failed_update_is_not_progress():
+    [parameter], optimizer = make(trace=(4,))
+    optimizer._programs.agreement.count = lambda *ballots: 1 / 0
+    for _ in range(3):
+        step(optimizer, parameter, [[1.0, 0, 0]])
+    with pytest.raises(ZeroDivisionError):
+        step(optimizer, parameter, [[1.0, 0, 0]])
+    assert optimizer.noise.progress_bounds == (0.0, 0.0)
+
+
+def test_a_saved_state_answers_as_before():
+    [parameter], optimizer = make(trace=(2,))
+    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    _, other = make(trace=(2,))
+    other.load_state_dict(optimizer.state_dict())
+    assert other.noise.measure() == optimizer.noise.measure()
+    assert other.noise.progress_bounds == (optimizer.progress,) * 2
+
+
+def test_other_rules_measure_too():
+    [parameter], optimizer = make(
+        trace=(2,), cls=vbs.LinearRuleOptimizer, noise=vbs.NoiseOptions(per_group=False)
+    )
+    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    assert optimizer.noise.gain() == pytest.approx(1.25)
+    assert optimizer.noise.lr_factors() == (pytest.approx(1.25),)
+    assert optimizer.current_lr() == pytest.approx(0.02)
+
+
+def test_compat_is_the_gain_over_one_minibatch():
+    """lr * (b / B0) * gain, and at the reference batch size not lr."""
+    [parameter], optimizer = make(trace=(2,), ref_batchsize=2, compat="reference")
+    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    assert optimizer.gain() == pytest.approx(1.25)
+    assert optimizer.current_lr() == (pytest.approx(0.01 * 1.25 / 2),)
+    assert optimizer.progress == pytest.approx(1.25)
+
+
+def test_progress_lies_between_what_the_host_knows():
+    [parameter], optimizer = make(trace=(2, 8, 1, 4))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        step(optimizer, parameter, torch.randn(15, 3, generator=generator))
+    low, high = optimizer.noise.progress_bounds
+    assert low < high
+    progress = optimizer.progress
+    assert low <= progress <= high
+    assert optimizer.noise.progress_bounds == (progress, progress)
+
+
+def test_progress_keeps_its_fractions_when_it_is_large():
+    [parameter], optimizer = make(trace=(2,))
+    state = optimizer.state_dict()
+    state["elastic"]["noise"]["whole"] += 2**40
+    optimizer.load_state_dict(state)
+    for _ in range(4):
+        step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    assert optimizer.progress - 2**40 == pytest.approx(5.0, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"time_constant": 0}, ValueError, "time_constant must be a finite number > 0"),
+        ({"time_constant": "a"}, TypeError, "time_constant must be a finite number"),
+        ({"time_constant": math.inf}, ValueError, "time_constant must be a finite num"),
+        (
+            {"single_minibatch": "no"},
+            ValueError,
+            "'skip', 'difference', got 'no'",
+        ),
+        (
+            {"compat": "seed"},
+            ValueError,
+            "compat must be one of None, 'reference', got 'seed'",
+        ),
+    ],
+)
+def test_bad_options(options, error, message):
+    with pytest.raises(error, match=message):
+        make(**options)
+
+
+@pytest.mark.parametrize("noise", [None, {"time_constant": 10}, 1])
+def test_noise_is_a_switch_or_options(noise):
+    with pytest.raises(TypeError, match="noise must be a bool or NoiseOptions"):
+        make(cls=vbs.LinearRuleOptimizer, noise=noise)
+
+
+def test_batch_sizes_that_cannot_be():
+    [parameter], optimizer = make(trace=(2,))
+    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    for ask in (optimizer.gain, optimizer.efficiency):
+        with pytest.raises(ValueError, match="batch_size must be > 0, got 0"):
+            ask(0)
+
+
+def test_a_measured_rule_of_ones_own():
+    rule = vbs.Rule("sqrt-gain", lambda gain: gain**0.5, measured=True)
+    [parameter], optimizer = make(trace=(2,), cls=vbs.ElasticOptimizer, rule=rule)
+    updates = []
+    optimizer.attach(updates.append)
+    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    assert updates[0].lr == (pytest.approx(0.01 * 1.25**0.5),)
+    assert optimizer.current_lr() == pytest.approx(updates[0].lr[0])
+
+
+def test_a_measured_rule_that_would_read_the_gain_is_refused():
+    rule = vbs.Rule("sqrt-gain", math.sqrt, measured=True)
+    with pytest.raises(TypeError, match=r"gain \*\* 0.5, in place of math.sqrt"):
+        make(cls=vbs.ElasticOptimizer, rule=rule)
+
+
+def test_noise_needs_a_reference():
+    with pytest.raises(TypeError, match="noise= needs ref_batchsize="):
+        make(cls=vbs.ConstantOptimizer, ref_batchsize=None, noise=True)
+
+
+def test_a_state_of_other_parameter_groups_is_refused():
+    _, optimizer = make()
+    state = optimizer.noise.state_dict()
+    with pytest.raises(ValueError, match="not a state of a NoiseMeter"):
+        optimizer.noise.load_state_dict({"averages": state["averages"]})
+    with pytest.raises(ValueError, match="over 7 samples, and this meter's over 1"):
+        optimizer.noise.load_state_dict({**state, "base": torch.tensor([7.0])})
+    wide = {**state, "averages": torch.zeros(3, 2)}
+    with pytest.raises(
+        ValueError, match="of 2 parameter groups, and the optimizer has"
+    ):
+        optimizer.noise.load_state_dict(wide)
+
+
+def test_the_log_shows_what_was_measured(caplog):
+    [parameter], optimizer = make(trace=(2,), log_steps=1)
+    with caplog.at_level("INFO"):
+        step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    assert "learning rate 0.0125, gain 1.25, noise scale 0.6666" in caplog.text
+
+
+def test_an_epoch_that_was_not_expected_does_not_count_what_was_not_seen():
+    """The step under way had one minibatch, and now is one of two."""
+    [parameter], optimizer = make(trace=(1, 2))
+    assert optimizer.noise._gradients.paused
+    optimizer.noise.end_minibatch()
+    [squares] = optimizer.noise.begin_update(2, 2)
+    assert math.isnan(squares.item())
+    optimizer.noise.end_step()
+    step(optimizer, parameter, [[5.0, 0, 0], [1.0, 0, 0], [3.0, 0, 0]])
+    assert optimizer.noise.measure().variance == pytest.approx(2.0)

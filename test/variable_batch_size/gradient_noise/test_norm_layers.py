@@ -1,0 +1,239 @@
+"""Gradient noise out of the weights of normalisation layers, beside slow oracles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.variable_batch_size.noise import CPU
+from support.xla_replica.replicas import (
+    FEW_BACKENDS,
+    SLOW_XLA_BACKENDS,
+    XLA_BACKENDS,
+    row,
+)
+from torch import nn
+from torch.optim import SGD
+
+import variable_batch_size as vbs
+import xla_replica
+from variable_batch_size.gradient_noise import estimators
+from variable_batch_size.gradient_noise.norm_layers import NormLayerSquares
+
+
+class OtherRMSNorm(nn.Module):
+    """As the models of transformers write it."""
+
+    def __init__(self, width: int, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, width) - offset)
+        self.variance_epsilon, self.offset = 1e-3, offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean_square = x.pow(2).mean(-1, keepdim=True)
+        scaled = x * torch.rsqrt(mean_square + self.variance_epsilon)
+        return scaled * (self.offset + self.weight)
+
+
+class Scale(nn.Module):
+    """A vector that multiplies, and no normalisation."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+class Net(nn.Module):
+    """Inputs are ``(B, 6, 4)``; one layer is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images = nn.GroupNorm(2, 6)
+        self.norms = nn.Sequential(
+            nn.LayerNorm(4), nn.Linear(4, 4), nn.RMSNorm(4), nn.Linear(4, 4),
+            OtherRMSNorm(4), nn.Linear(4, 4), OtherRMSNorm(4, offset=1.0), Scale(4),
+        )  # fmt: skip
+        self.twice = nn.LayerNorm((6, 4))
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.twice(self.images(x))
+        return self.last(self.twice(self.norms(x).tanh())).mean(1).squeeze(1)
+
+    def weights(self) -> list[nn.Parameter]:
+        """Those that count: of every normalisation layer, once."""
+        norms = [self.norms[index] for index in (0, 2, 4, 6)]
+        return [layer.weight for layer in (self.images, *norms, self.twice)]
+
+
+def data(num: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draws = torch.Generator().manual_seed(num)
+    x = torch.randn(num, 6, 4, generator=draws, dtype=torch.float64)
+    return x, x.mean((1, 2)) + 3
+
+
+def net() -> Net:
+    with xla_replica.seeded(3):
+        return Net().double()
+
+
+def losses(model: Net, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (model(x) - y) ** 2
+
+
+def of_each_sample(model: Net, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Returns the gradient of every sample's loss, for the weights that count."""
+    rows = [
+        torch.autograd.grad(loss, model.weights(), retain_graph=True)
+        for loss in losses(model, x, y)
+    ]
+    return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+
+
+def expected(samples: torch.Tensor) -> tuple[float, float]:
+    """Returns tr Sigma and |G|^2 by the textbook's sums over single samples."""
+    mean = samples.mean(0)
+    variance = ((samples - mean) ** 2).sum() / (len(samples) - 1)
+    return variance.item(), (mean @ mean - variance / len(samples)).item()
+
+
+def test_every_layer_s_samples_are_those_of_a_loop():
+    model, (x, y) = net(), data(5)
+    seen = NormLayerSquares(model, model.parameters(), 5, torch.float64, CPU)
+    losses(model, x, y).mean().backward()
+    samples = of_each_sample(model, x, y)
+    seen.discard()  # those of the loop
+    model.zero_grad()
+    losses(model, x, y).mean().backward()
+    torch.testing.assert_close(seen.take(), (samples**2).sum().reshape(1))
+    square = (samples.mean(0) ** 2).sum().reshape(1)
+    torch.testing.assert_close(seen.of_gradients(), square)
+
+
+def test_half_precision_is_summed_in_float32():
+    model, (x, y) = net().bfloat16(), data(5)
+    seen = NormLayerSquares(model, model.parameters(), 5, torch.float32, CPU)
+    losses(model, x.bfloat16(), y.bfloat16()).mean().backward()
+    precise = net()
+    samples = of_each_sample(precise, x, y)
+    assert seen.take().item() == pytest.approx((samples**2).sum().item(), rel=0.1)
+
+
+def train(rank: int, trace: list[int], model=None, state=None, **options):
+    """Trains for an epoch; returns measurements, state and the optimizer's gains."""
+    replica = xla_replica.current()
+    model = net() if model is None else model
+    model.to(replica.device)
+    x, y = data(sum(trace))
+    sampler = vbs.CustomSampler(
+        range(len(x)),
+        trace,
+        minibatch_size=4,
+        order=lambda epoch: range(len(x)),
+        verbose=False,
+    )
+    optimizer = vbs.AdaScaleOptimizer(
+        SGD(model.parameters(), 1e-9), sampler, ref_batchsize=2, **options
+    )
+    optimizer.noise.use_norm_layers(model)
+    if state is not None:
+        optimizer.noise.load_state_dict(state)
+    optimizer.set_epoch(0)
+    for indices in sampler:
+        batch = [each[indices].to(replica.device) for each in (x, y)]
+        losses(model, *batch).mean().backward()
+        optimizer.step()
+    measured = optimizer.noise.measure()
+    return measured, optimizer.noise.state_dict(), optimizer.noise.estimator
+
+
+@pytest.mark.parametrize("backend", FEW_BACKENDS)
+def test_one_minibatch_a_step_has_a_noise_scale_and_a_gain(backend):
+    """On several replicas most of them are idle."""
+    variance, square = expected(of_each_sample(net(), *data(4)))
+    for found, _, estimator in backend.run(train, [4]):
+        assert estimator == "norm layers, factor unknown"
+        assert found.norm_factor == 1
+        assert found.variance == pytest.approx(variance, rel=1e-6)
+        assert found.square == pytest.approx(square, rel=1e-6)
+        statistics = torch.tensor([[variance], [square], [1.0]], dtype=torch.float64)
+        gain = estimators.gain(statistics, torch.tensor([2.0]), 2).item()
+        assert 1 < gain < 2
+        assert found.gain == pytest.approx(gain, rel=1e-6)
+        assert found.progress == pytest.approx(gain, rel=1e-6)
+
+
+@pytest.mark.parametrize("backend", [row("cpu", 1), row("cpu", 3), *SLOW_XLA_BACKENDS])
+def test_the_factor_is_measured_where_a_step_has_several_minibatches(backend):
+    """12 samples a step in three minibatches, whose whole gradients are compared."""
+    model, (x, y) = net(), data(12)
+    part = expected(of_each_sample(model, x, y))
+    rows = []
+    for index in range(0, 12, 4):
+        loss = losses(model, x[index : index + 4], y[index : index + 4]).mean()
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
+    variance, square = expected(torch.stack(rows))
+    whole = 4 * variance, square
+    assert min(*part, *whole) > 0
+    factor = (whole[0] / whole[1]) / (part[0] / part[1])
+    for found, _, estimator in backend.run(train, [12]):
+        assert estimator == "norm layers"
+        assert found.norm_factor == pytest.approx(factor, rel=1e-6)
+        assert found.noise_scale == pytest.approx(whole[0] / whole[1], rel=1e-6)
+        assert found.square == pytest.approx(part[1], rel=1e-6)
+
+
+def test_the_factor_serves_later_steps_and_is_saved():
+    _, state, _ = train(0, [12])
+    again, _, _ = train(0, [4], state=state)
+    together, _, _ = train(0, [12])
+    assert again.norm_factor == pytest.approx(together.norm_factor)
+    del state["norm layers"]  # a state of before
+    assert train(0, [4], state=state)[2] == "norm layers, factor unknown"
+
+
+@pytest.mark.parametrize("backend", XLA_BACKENDS)
+def test_nothing_compiles_and_nothing_is_read_after_two_steps(backend):
+    for counts in backend.run(counted):
+        assert counts == (0, 0)
+
+
+def counted(rank: int) -> tuple[int, int]:
+    replica = xla_replica.current()
+    model = net().float().to(replica.device)
+    x, y = (replica.send(each.float()) for each in data(64))
+    sampler = vbs.CustomSampler(
+        range(64), [8, 4, 12, 8, 4, 16, 12], minibatch_size=4, verbose=False
+    )
+    optimizer = vbs.AdaScaleOptimizer(SGD(model.parameters(), 0.1), sampler)
+    optimizer.noise.use_norm_layers(model)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        with xla_replica.count(replica) as counts:
+            optimizer.set_epoch(epoch)
+            for _ in sampler:
+                losses(model, x[:4], y[:4]).mean().backward()
+                optimizer.step()
+    return counts.compilations, counts.transfers
+
+
+def test_what_would_be_wrong_is_refused():
+    model = net()
+    arguments = list(model.parameters()), 4, torch.float64, CPU
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got 3"):
+        NormLayerSquares(3, *arguments)
+    with pytest.raises(ValueError, match="Linear has no LayerNorm, RMSNorm or GroupN"):
+        NormLayerSquares(nn.Linear(2, 2), *arguments)
+    seen = NormLayerSquares(model, *arguments)
+    with pytest.raises(ValueError, match="the minibatch has 4 samples: the first dim"):
+        model(data(5)[0])
+    assert seen.take().item() == 0
+    sampler = vbs.CustomSampler(range(8), [8], minibatch_size=4, verbose=False)
+    optimizer = vbs.AdaScaleOptimizer(
+        SGD(model.parameters(), 0.1), sampler, single_minibatch="difference"
+    )
+    with pytest.raises(TypeError, match="needs reduction='mean' and neither"):
+        optimizer.noise.use_norm_layers(model)

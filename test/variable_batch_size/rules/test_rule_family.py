@@ -1,0 +1,221 @@
+"""Every rule keeps the same promises.
+
+A new one is one row of support/variable_batch_size/rules.py.
+"""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from support.variable_batch_size.rules import (
+    BETAS,
+    DECAY,
+    EPS,
+    INNER,
+    LR,
+    REF,
+    ROWS,
+    TRACE,
+    Training,
+    by_hand,
+    gradients,
+    start,
+    train,
+)
+from support.xla_replica.replicas import FEW_BACKENDS, SLOW_XLA_BACKENDS, Backend
+
+import variable_batch_size as vbs
+import xla_replica
+
+EPOCHS = 4
+NAMES = list(ROWS)
+
+
+def train_all(rank: int) -> dict[str, dict[str, object]]:
+    return {name: train(rank, name, EPOCHS) for name in ROWS}
+
+
+@pytest.fixture(scope="module", params=FEW_BACKENDS)
+def outcomes(request):
+    """Returns every rule's results by rank; one launch for all."""
+    return request.param.run(train_all)
+
+
+def test_every_registered_rule_has_a_row():
+    assert {row.rule for row in ROWS.values()} >= vbs.RULES.keys()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_and_learning_rates_are_those_of_a_run_by_hand(outcomes, name):
+    """It holds for any number of replicas, some idle, some of them from the start."""
+    expected = by_hand(name, EPOCHS)
+    for outcome in outcomes:
+        for weight, reference in zip(outcome[name]["weights"], expected.weights()):
+            np.testing.assert_allclose(weight, reference, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(outcome[name]["lrs"], expected.lrs, rtol=1e-9)
+        if vbs.rule_named(ROWS[name].rule).measured:
+            progress = outcome[name]["progress"]
+            assert progress == pytest.approx(expected.progress, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_replicas_stay_equal_bit_for_bit(outcomes, name):
+    first = outcomes[0][name]
+    for outcome in outcomes[1:]:
+        assert outcome[name]["lrs"] == first["lrs"]
+        for weight, reference in zip(outcome[name]["weights"], first["weights"]):
+            assert torch.equal(weight, reference)
+
+
+def constant_batches(rank: int) -> dict[str, dict[str, object]]:
+    return {name: train(rank, name, 2, trace=(REF,)) for name in ROWS}
+
+
+def plain_torch(inner: str) -> list[torch.Tensor]:
+    """Returns the weights after two epochs at the reference size with torch alone."""
+    weights = [torch.nn.Parameter(torch.tensor(w)) for w in start()]
+    optimizer = INNER[inner]([{"params": weights[:2]}, {"params": weights[2:]}])
+    for epoch in range(2):
+        generator = torch.Generator().manual_seed(42 + epoch)
+        order = torch.randperm(256, generator=generator)
+        for step in order.split(REF):
+            optimizer.zero_grad()
+            for minibatch in step.split(4):
+                for w, g in zip(weights, gradients(int(minibatch[0]))):
+                    w.grad = torch.tensor(g) + (0 if w.grad is None else w.grad)
+            for w in weights:
+                w.grad /= 4
+            optimizer.step()
+    return [w.detach() for w in weights]
+
+
+@pytest.fixture(scope="module")
+def at_the_reference():
+    return Backend("cpu", 1).run(constant_batches)[0]
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if "compat" not in n])
+def test_identity_at_the_reference_batch(at_the_reference, name):
+    """If every batch is the reference, weights are torch's own bit for bit."""
+    expected = plain_torch(ROWS[name].inner)
+    found = at_the_reference[name]
+    assert set(found["lrs"]) == {(LR, LR)}
+    for weight, reference in zip(found["weights"], expected):
+        assert torch.equal(weight, reference)
+
+
+@pytest.mark.parametrize("backend", SLOW_XLA_BACKENDS)
+def test_identity_at_the_reference_batch_on_xla(backend):
+    """Rules that measure or change betas then do what the constant rule does."""
+    outcome = backend.run(constant_batches, timeout=120)[0]
+    for name, row in ROWS.items():
+        if "compat" in name:
+            continue
+        assert set(outcome[name]["lrs"]) == {(LR, LR)}
+        twin = {"sgd": "constant", "adamw": "root, adamw"}.get(row.inner)
+        for weight, reference in zip(
+            outcome[name]["weights"], outcome[twin]["weights"] if twin else []
+        ):
+            torch.testing.assert_close(weight, reference, rtol=1e-12, atol=0)
+
+
+def in_dtype(rank: int, name: str, dtype: torch.dtype) -> tuple[set, bool, object]:
+    training = Training(ROWS[name], dtype=dtype)
+    training.epoch(0)
+    replica = xla_replica.current()
+    finite = [torch.isfinite(w.detach().float()).all() for w in training.weights]
+    state = training.optimizer.noise.state_dict() if training.optimizer.noise else {}
+    return (
+        {w.dtype for w in training.weights},
+        all(each.item() for each in replica.fetch(finite)),
+        {t.dtype for k, t in state.items() if k in ("averages", "fraction")},
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_dtypes(name, dtype):
+    dtypes, finite, of_noise = xla_replica.launch(
+        in_dtype, (name, dtype), num_replicas=1, device="cpu"
+    )[0]
+    assert dtypes == {dtype}
+    assert finite
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert of_noise <= {wide}
+
+
+def stopped_and_resumed(rank: int) -> dict[str, tuple[object, object]]:
+    """Runs four epochs; and two, a checkpoint, and two more in a new run."""
+    found = {}
+    for name, row in ROWS.items():
+        straight = Training(row)
+        for epoch in range(4):
+            straight.epoch(epoch)
+        first, second = Training(row), Training(row)
+        for epoch in range(2):
+            first.epoch(epoch)
+        file = io.BytesIO()
+        weights = xla_replica.current().fetch([w.detach() for w in first.weights])
+        torch.save({"optimizer": first.optimizer.state_dict(), "w": weights}, file)
+        file.seek(0)
+        saved = torch.load(file)
+        with torch.no_grad():
+            for weight, value in zip(second.weights, saved["w"]):
+                weight.copy_(value.to(weight.device))
+        second.optimizer.load_state_dict(saved["optimizer"])
+        for epoch in range(2, 4):
+            second.epoch(epoch)
+        found[name] = (straight.result(), second.result())
+    return found
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(Backend("cpu", 1), id="cpu-1"),
+        pytest.param(Backend("cpu", 3), marks=pytest.mark.slow, id="gloo-3"),
+        *SLOW_XLA_BACKENDS[1:],
+    ],
+)
+def test_a_saved_state_goes_on_as_if_nothing_had_happened(backend):
+    for found in backend.run(stopped_and_resumed, timeout=120):
+        for name, (straight, resumed) in found.items():
+            assert straight["lrs"][-len(resumed["lrs"]) :] == resumed["lrs"], name
+            assert straight["progress"] == resumed["progress"]
+            for weight, reference in zip(resumed["weights"], straight["weights"]):
+                assert torch.equal(weight, reference), name
+
+
+def counted(rank: int) -> dict[str, list[tuple[int, int, int]]]:
+    replica, found = xla_replica.current(), {}
+    for name, row in ROWS.items():
+        training = Training(row, dtype=torch.float32)
+        found[name] = []
+        for epoch in range(6):
+            with xla_replica.count(replica) as count:
+                training.epoch(epoch)
+            found[name].append(
+                (count.compilations, count.transfers, len(count.fallbacks))
+            )
+    return found
+
+
+@pytest.mark.parametrize("backend", SLOW_XLA_BACKENDS)
+def test_after_warm_up_nothing_is_compiled_or_read_back(backend):
+    for found in backend.run(counted, timeout=120):
+        for name, epochs in found.items():
+            assert all(each[1:] == (0, 0) for each in epochs), name
+            assert all(each[0] == 0 for each in epochs[2:]), (name, epochs)
+        assert sum(epochs[0][0] for epochs in found.values()) > len(found)
+
+
+def test_the_rows_are_worth_running():
+    """It has idle replicas, also at first, ratios around one, and distinct betas."""
+    assert TRACE[0] < 8 * 4
+    assert min(TRACE) < REF < max(TRACE)
+    assert BETAS[0] > 1 - REF / max(TRACE)
+    assert DECAY > 0
+    assert EPS > 1e-8

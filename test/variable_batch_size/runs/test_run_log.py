@@ -1,0 +1,389 @@
+"""The log of a run tells what was trained, costs nothing, and survives kills."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.variable_batch_size.elastic import (
+    OPTIMIZERS,
+    Case,
+    large_batch_run,
+    loss_of,
+    make,
+)
+from support.variable_batch_size.reports import Writer
+from support.xla_replica.replicas import row
+from torch import nn
+
+import variable_batch_size as vbs
+import xla_replica
+from variable_batch_size.checkpoint import files
+
+# Steps of 1 to 8 minibatches, of which several replicas have none; three epochs.
+CASE = Case((4, 24, 12, 32, 8, 16), epochs=3, exact=True)
+LOG_STEPS = 5
+
+
+class Training:
+    """A run with a log, as a user writes it."""
+
+    def __init__(self, folder: Path, case: Case = CASE, log=True, **options) -> None:
+        self.replica, self.case = xla_replica.current(), case
+        self.model, self.inputs, self.targets = make(case)
+        self.model.to(self.replica.device)
+        self.sampler = vbs.CustomSampler(
+            self.inputs, case.trace, minibatch_size=4, on_end="cycle", verbose=False
+        )
+        self.optimizer = vbs.ElasticOptimizer(
+            OPTIMIZERS[case.optimizer](self.model.parameters(), case.lr),
+            self.sampler,
+            case.rule,
+            case.ref_batchsize,
+            **options,
+        )
+        self.log = None
+        self.sent: list[tuple[int, dict[str, float]]] = []  # to a sink
+        if log:
+            self.log = vbs.RunLog(
+                folder / "run.jsonl",
+                self.optimizer,
+                log_steps=LOG_STEPS,
+                settings={"name": "a run", "path": folder},
+                sinks=[lambda values, step: self.sent.append((step, values))],
+            )
+            self.optimizer.attach(self.log)
+        self.losses: list[tuple[int, torch.Tensor]] = []  # (step, loss) of minibatches
+
+    def epoch(self, epoch: int, until: float = math.inf) -> None:
+        """Trains what is left of an epoch, or its minibatches before step ``until``."""
+        self.sampler.set_epoch(epoch)
+        self.optimizer.set_epoch(epoch)
+        for rows in self.sampler:
+            step = self.sampler.plan.first_step + self.optimizer._counter.cursor.step
+            if step >= until:
+                return
+            x, y = self.replica.send((self.inputs[rows], self.targets[rows]))
+            loss = loss_of(self.case, self.model, x, y)
+            loss.backward()
+            if self.log:
+                self.log.add(loss)
+            self.losses.append((step, loss.detach()))
+            self.optimizer.step()
+
+
+def train(rank: int, folder: Path, case: Case, options: dict) -> dict[str, object]:
+    """Returns losses by step, what was measured, and what the last epoch cost."""
+    replica = xla_replica.current()
+    counts = []
+    for log in (True, False):
+        training = Training(folder, case, log, **options)
+        for epoch in range(case.epochs - 1):
+            training.epoch(epoch)
+        with xla_replica.count(replica) as count:
+            training.epoch(case.epochs - 1)
+        counts.append((count.compilations, count.transfers, count.fallbacks))
+        if log:
+            training.log.write(accuracy=70.5)
+            training.log.close()
+            steps, losses = zip(*training.losses)
+            losses = [loss.item() for loss in replica.fetch(losses)]
+            told = list(zip(steps, losses))
+            sent = training.sent
+    return {"losses": told, "sent": sent, "counts": counts}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        row("cpu", 1),
+        row("cpu", 3),
+        row("xla", 2),
+        row("xla", 8, slow=True),
+    ],
+)
+def adascale(request, tmp_path_factory):
+    """A run whose learning rates are known to the device alone."""
+    folder = tmp_path_factory.mktemp("adascale")
+    case = dataclasses.replace(CASE, rule="adascale")
+    outcomes = request.param.run(train, folder, case, {})
+    return request.param, outcomes, vbs.read_run(folder / "run.jsonl")
+
+
+def test_every_update_is_told_as_it_was(adascale):
+    backend, outcomes, run = adascale
+    _, updates = large_batch_run(dataclasses.replace(CASE, rule="constant"))
+    table = run.updates
+    assert table["step"].tolist() == [step for _, step, _, _ in updates]
+    assert table["epoch"].tolist() == [epoch for epoch, _, _, _ in updates]
+    sizes = [size for _, _, size, _ in updates]
+    assert table["batch_size"].tolist() == sizes
+    assert table["samples"].tolist() == list(torch.tensor(sizes).cumsum(0).tolist())
+    assert (table["lr"] >= CASE.lr * (table["batch_size"] / 16).clip(upper=1)).all()
+    # Losses are means over all minibatches since the last logging step.
+    measured = table[table["loss"].notna()]
+    assert measured["step"].tolist() == list(range(0, len(table), LOG_STEPS))
+    assert measured["noise_scale"].notna().tolist() == [False] + 4 * [True]
+    losses = [one for outcome in outcomes for one in outcome["losses"]]
+    first = 0
+    for step, loss in zip(measured["step"], measured["loss"]):
+        window = [value for at, value in losses if first <= at <= step]
+        assert loss == pytest.approx(sum(window) / len(window), rel=1e-12)
+        first = step + 1
+    for size, seconds, idle in zip(sizes, table["seconds"], table["idle_seconds"]):
+        substeps = math.ceil(size / 4 / backend.num_replicas)
+        unused = substeps * backend.num_replicas - size // 4
+        assert idle == pytest.approx(unused / substeps * seconds)
+    assert table["accuracy"].dropna().tolist() == [70.5]
+    assert table["accuracy"].notna().iloc[-1]
+
+
+def test_sinks_get_the_numbers_of_logging_steps_and_the_rates_between(adascale):
+    backend, outcomes, run = adascale
+    assert [outcome["sent"] for outcome in outcomes[1:]] == [[]] * (len(outcomes) - 1)
+    *sent, last = outcomes[0]["sent"]
+    table = run.updates
+    assert last == (table["step"].iloc[-1], {"accuracy": 70.5})
+    assert [step for step, _ in sent] == list(range(0, len(table), LOG_STEPS))
+    first = 0
+    for step, values in sent:
+        window, row = table.iloc[first : step + 1], table.iloc[step]
+        of_files = [
+            "step",
+            "time",
+            "seconds",
+            "idle_seconds",
+            "accuracy",
+            "noise_estimator",
+        ]
+        expected = row.drop(of_files)
+        expected = expected.dropna().to_dict()  # the first has no noise scale
+        seconds = window["seconds"].sum()
+        expected["samples_per_second"] = window["batch_size"].sum() / seconds
+        expected["idle_share"] = (
+            window["idle_seconds"].sum() / seconds / backend.num_replicas
+        )
+        assert values == pytest.approx(expected, rel=1e-9)
+        assert {type(value) for value in values.values()} <= {int, float}
+        first = step + 1
+
+
+class WeightsAndBiasesRun:
+    """Has the signature of ``wandb.Run.log``, and takes no step that is over."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.history: dict[int, dict[str, float]] = {}
+
+    def log(self, data: dict[str, float], step=None, commit=None) -> None:
+        assert step >= self.step
+        self.step = step
+        self.history.setdefault(step, {}).update(data)
+
+
+def test_a_log_without_a_file_has_sinks_alone(tmp_path):
+    writer, run = Writer(), WeightsAndBiasesRun()
+    training = Training(tmp_path, log=False)
+    training.log = vbs.RunLog(
+        None,
+        training.optimizer,
+        log_steps=4,
+        sinks=[vbs.tensorboard(writer), run.log],
+    )
+    training.optimizer.attach(training.log)
+    training.epoch(0)
+    training.log.write(accuracy=50.0)
+    training.log.close()
+    assert training.log.path is None
+    assert list(tmp_path.iterdir()) == []
+    sizes = [CASE.trace[step % len(CASE.trace)] for step in (0, 4)]
+    assert writer.scalars["batch_size"] == [(0, sizes[0]), (4, sizes[1])]
+    assert [step for step, _ in writer.scalars["loss"]] == [0, 4]
+    assert {**run.history[4], **run.history[run.step]} == {
+        name: values[-1][1] for name, values in writer.scalars.items()
+    }
+
+
+def test_the_header_tells_versions_and_settings(adascale):
+    backend, _, run = adascale
+    assert run.header["event"] == "start"
+    assert run.header["versions"]["torch"] == torch.__version__
+    assert run.header["settings"]["name"] == "a run"
+    assert run.header["num_replicas"] == backend.num_replicas
+    assert run.header["rule"] == "adascale"
+    assert run.header["minibatch_size"] == 4
+    assert [event["event"] for event in run.events] == ["start", "stop"]
+
+
+def test_it_compiles_nothing_and_reads_on_logging_steps_alone(adascale):
+    backend, outcomes, run = adascale
+    first = run.updates["epoch"].eq(CASE.epochs - 1)
+    num_logged = run.updates["loss"].notna()[first].sum()
+    assert num_logged == 2
+    for outcome in outcomes:
+        (compiled, transfers, fallbacks), (_, without, _) = outcome["counts"]
+        assert (compiled, len(fallbacks)) == (0, 0)
+        # One of each replica, and one for the gradient noise.
+        assert transfers - without <= num_logged * (backend.num_replicas + 1)
+
+
+# --- killed and resumed ------------------------------------------------------------
+
+
+def resumed(folder: Path, kill_at: int | None, resume_at: int | None, **options):
+    """Trains two epochs; None, or returns after a checkpoint at a chosen step."""
+    training = Training(folder, dataclasses.replace(CASE, epochs=2), **options)
+    checkpointer = vbs.Checkpointer(
+        folder, training.optimizer, every_updates=3, model=training.model,
+        log=training.log, stop_on=(),
+    )  # fmt: skip
+    restored = checkpointer.load()
+    assert (restored.num_updates if restored else None) == resume_at
+    training.optimizer.attach(checkpointer)
+    for epoch in range(training.sampler.epoch, 2):
+        training.epoch(epoch, math.inf if kill_at is None else kill_at)
+        if kill_at is not None and kill_at in training.sampler.schedule.steps(epoch):
+            return
+        training.log.write(accuracy=epoch)
+    training.log.close()
+
+
+def test_a_killed_run_that_is_resumed_tells_what_an_undisturbed_one_does(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    resumed(whole, None, None)
+    resumed(killed, 14, None)
+    with (killed / "run.jsonl").open("ab") as file:
+        file.write(b'{"step": 12, "batch_s')  # what a kill leaves
+    resumed(killed, None, 12)
+    expected = vbs.read_run(whole / "run.jsonl")
+    received = vbs.read_run(killed / "run.jsonl")
+    columns = ["step", "epoch", "batch_size", "samples", "lr", "loss", "accuracy"]
+    assert received.updates[columns].equals(expected.updates[columns])
+    assert len(received.updates) == len(expected.updates) > 10
+    [start, resume] = [e for e in received.events if e["event"] in ("start", "resume")]
+    assert (start["step"], start["num_lost"]) == (0, 0)
+    # The last logging step before the kill was step 10: neither 12 nor 13 was written.
+    assert (resume["event"], resume["step"], resume["num_lost"]) == ("resume", 12, 0)
+    saved = [e["step"] for e in received.events if e["event"] == "checkpoint"]
+    assert saved == list(range(3, len(received.updates) + 1, 3))
+
+
+def test_updates_that_were_made_again_are_told_once(tmp_path):
+    resumed(tmp_path, 14, None)  # the checkpoint of 12 updates has written them
+    newest, *_ = files.saved_files(tmp_path)
+    newest.path.unlink()
+    resumed(tmp_path, None, 9)
+    run = vbs.read_run(tmp_path / "run.jsonl")
+    assert run.updates["step"].tolist() == list(range(len(run.updates)))
+    assert run.header["num_lost"] == 3
+
+
+def test_a_stop_is_told_with_its_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        xla_replica, "stop_requested", lambda: xla_replica.StopRequest("maintenance", 7)
+    )
+    training = Training(tmp_path)
+    training.log.state_dict()
+    told = vbs.read_run(tmp_path / "run.jsonl").events[-1]
+    assert (told["event"], told["reason"]) == ("stop", "maintenance")
+
+
+# --- reading and refusals ----------------------------------------------------------
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+    return path
+
+
+def test_a_line_is_merged_with_those_of_its_update(tmp_path):
+    path = write(
+        tmp_path / "a",
+        {"event": "start", "step": 0, "format": 1},
+        {"step": 1, "loss": 2.0},
+        {"step": 0, "loss": None},
+        {"step": 1, "accuracy": 50.0},
+    )
+    table = vbs.read_run(path).updates
+    assert table["step"].tolist() == [0, 1]
+    assert table["loss"].isna().tolist() == [True, False]
+    assert table["accuracy"].tolist()[1] == 50.0
+
+
+def test_an_empty_file_is_a_run_without_updates(tmp_path):
+    run = vbs.read_run(write(tmp_path / "a"))
+    assert len(run.updates) == len(run.events) == 0
+    assert run.header == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"step": 0}\nstep,batchsize\n{"step": 1}\n', "line 2: 'step,batchsize' is"),
+        ('[1]\n{"step": 1}\n', "line 1"),
+        ('{"loss": 1}\n{"step": 1}\n', "not a JSON object with a 'step'"),
+        ('{"event": "start", "step": 0, "format": 9}\n', "line 1: the format 9"),
+    ],
+)
+def test_another_file_is_refused(tmp_path, text, message):
+    path = tmp_path / "a"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        vbs.read_run(path)
+
+
+def test_numbers_that_are_not_finite_stay_valid_json(tmp_path):
+    file = vbs.RunFile(tmp_path / "a", {"rate": math.inf})
+    file.begin(0)
+    file.write({"step": 0, "loss": math.nan, "lr": [math.inf, 1]})
+    for line in (tmp_path / "a").read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+
+
+def test_with_token_weights_the_loss_is_a_mean_over_tokens(tmp_path):
+    parameter = nn.Parameter(torch.ones(1))
+    sampler = vbs.CustomSampler(range(8), [4, 4], minibatch_size=2, verbose=False)
+    optimizer = vbs.ElasticOptimizer(
+        torch.optim.SGD([parameter], 0.0), sampler, "constant", reduction="sum"
+    )
+    log = vbs.RunLog(tmp_path / "a", optimizer, log_steps=1)
+    optimizer.attach(log)
+    for tokens, _ in zip((1, 3, 2, 4), sampler):
+        loss = (parameter * tokens**2).sum()
+        loss.backward()
+        log.add(loss)
+        optimizer.step(weight=tokens)
+    table = vbs.read_run(tmp_path / "a").updates
+    assert table["weight"].tolist() == [4, 6]
+    assert table["loss"].tolist() == pytest.approx([10 / 4, 20 / 6])
+
+
+def test_wrong_arguments_say_so(tmp_path):
+    with pytest.raises(ValueError, match="log_steps must be an integer >= 1, got 0"):
+        vbs.RunLog(tmp_path / "a", Training(tmp_path, log=False).optimizer, log_steps=0)
+    with pytest.raises(TypeError, match="sinks must be functions that take log"):
+        vbs.RunLog(None, Training(tmp_path, log=False).optimizer, sinks=["wandb"])
+    with pytest.raises(ValueError, match="there has been no update"):
+        Training(tmp_path).log.write(accuracy=1.0)
+
+
+def test_waiting_for_the_device_is_time_of_the_step_that_waits(tmp_path, monkeypatch):
+    """So the seconds from one logging step to the next are those of their updates."""
+    training = Training(tmp_path)
+    replica = training.optimizer.replica
+    fetch = replica.fetch
+
+    def slow(tensors):
+        time.sleep(0.05)
+        return fetch(tensors)
+
+    monkeypatch.setattr(replica, "fetch", slow)
+    training.epoch(0)
+    training.log.close()
+    table = vbs.read_run(training.log.path).updates
+    assert (table["seconds"][table["loss"].notna()] >= 0.05).all()

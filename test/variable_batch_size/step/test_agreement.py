@@ -1,0 +1,248 @@
+"""Replicas agree on when to stop, at whatever moments asked, and on their settings."""
+
+from __future__ import annotations
+
+import os
+import signal
+import types
+
+import pytest
+import torch
+from support.xla_replica.replicas import SEVERAL_REPLICAS
+
+import variable_batch_size as vbs
+import xla_replica
+from variable_batch_size.checkpoint.save_and_stop import agreed_request
+from variable_batch_size.step.agreement import Agreement
+
+
+class Replicas:
+    """Several replicas, of which some have been asked to stop."""
+
+    def __init__(
+        self, monkeypatch, num_replicas: int, device: str, late: tuple[int, ...] = ()
+    ) -> None:
+        self.asked: set[int] = set()
+        self.num_fetched = 0
+        self._rank = 0
+        self._num_updates = 0
+        # For each rank, how many updates its device is behind the host.
+        self._late = late or (0,) * num_replicas
+        monkeypatch.setattr(xla_replica, "stop_requested", self._request)
+        replica = types.SimpleNamespace(
+            device="cpu",
+            is_host=device == "cpu",
+            has_streams=device == "cuda",
+            num_replicas=num_replicas,
+            fetch=self._fetch,
+            fetch_later=self._fetch_later,
+        )
+        scalars = types.SimpleNamespace(get=lambda use, value: torch.tensor([value]))
+        self._agreements = [Agreement(replica, scalars) for _ in range(num_replicas)]
+
+    def _fetch_later(self, tensor):
+        arrives = self._num_updates + self._late[self._rank]
+        return lambda: tensor if self._num_updates >= arrives else None
+
+    def _request(self):
+        asked = self._rank in self.asked
+        return xla_replica.StopRequest("test", 143) if asked else None
+
+    def _fetch(self, tensors):
+        self.num_fetched += 1
+        return tensors
+
+    def update(self, look: bool = False) -> list[bool]:
+        """Returns what every replica finds after an update."""
+        ballots = []
+        for rank, agreement in enumerate(self._agreements):
+            self._rank = rank
+            ballots.append(agreement.ballots(("lr", 0.1)))
+        sums = torch.stack(ballots).sum(0)
+        for rank, agreement in enumerate(self._agreements):
+            self._rank = rank
+            agreement.count(sums.clone())
+        self._num_updates += 1
+        return [agreement.stop_agreed(look) for agreement in self._agreements]
+
+
+@pytest.mark.parametrize("device", ["xla", "cuda"])
+def test_on_accelerators_nobody_reads_until_asked(monkeypatch, device):
+    replicas = Replicas(monkeypatch, 3, device)
+    assert replicas.update() == [False] * 3
+    assert replicas.num_fetched == 0
+    replicas.asked = {0, 2}  # not yet all: those asked read the sum, and continue
+    assert replicas.update() == [False] * 3
+    assert replicas.num_fetched == 2
+    replicas.asked = {0, 1, 2}
+    assert replicas.update() == [True] * 3
+
+
+@pytest.mark.parametrize("late", [(1, 1, 1), (3, 1, 2)])
+def test_on_gpus_the_others_hear_of_one_that_was_asked_alone(monkeypatch, late):
+    """After a signal in update t all save at t + 2, or later if the device lags."""
+    replicas = Replicas(monkeypatch, 3, "cuda", late)
+    for _ in range(4):
+        assert replicas.update() == [False] * 3
+    assert replicas.num_fetched == 0
+    replicas.asked = {1}
+    until = 1 + max(late)
+    for _ in range(until - 1):
+        assert replicas.update() == [False] * 3
+    assert replicas.update() == [True] * 3
+    # Only those read that were asked, or have heard.
+    assert replicas.num_fetched == until + sum(until - late[rank] for rank in (0, 2))
+
+
+def test_one_that_was_asked_alone_is_found_where_all_look(monkeypatch):
+    replicas = Replicas(monkeypatch, 3, "xla")
+    replicas.asked = {1}
+    assert replicas.update() == [False] * 3
+    assert replicas.update(look=True) == [True] * 3
+
+
+def test_on_cpus_everybody_looks(monkeypatch):
+    replicas = Replicas(monkeypatch, 3, "cpu")
+    assert replicas.update() == [False] * 3
+    replicas.asked = {1}
+    assert replicas.update() == [True] * 3
+
+
+def stops_for_one_reason(rank: int) -> None:
+    """Asks two of three replicas, each in another way, and not the first."""
+    if rank == 1:
+        xla_replica.catch_signals()
+        os.kill(os.getpid(), signal.SIGINT)
+    if rank == 2:
+        xla_replica.request_stop("maintenance", 75)
+    request = agreed_request(xla_replica.current())
+    assert request == xla_replica.StopRequest("received SIGINT", 130)
+    raise xla_replica.Stopped(request.reason, request.exit_status)
+
+
+def test_all_replicas_stop_for_the_same_reason():
+    with pytest.raises(xla_replica.Stopped, match="received SIGINT") as stopped:
+        xla_replica.launch(stops_for_one_reason, (), 3, "cpu")
+    assert stopped.value.code == 130
+
+
+@pytest.mark.parametrize(
+    "reason", ["Wartung läuft", "", "x" * 9999 + "ü", "a lone \udc80 surrogate"]
+)
+def test_a_reason_is_any_text(monkeypatch, reason):
+    request = xla_replica.StopRequest(reason, 0)
+    monkeypatch.setattr(xla_replica, "stop_requested", lambda: request)
+    assert agreed_request(xla_replica.LocalReplica("cpu")) == (reason, 0)
+
+
+# --- settings, compared at construction ---------------------------------------------
+
+SAME = {
+    "trace": [8, 16, 8],
+    "seed": 1,
+    "minibatch_size": 4,
+    "dataset_size": 64,
+    "on_end": "stop",
+    "order": None,
+    "rule": "linear",
+    "ref_batchsize": 8,
+    "max_grad_norm": None,
+    "reduction": "mean",
+    "noise": False,
+    "momentum_correction": False,
+    "lr": 0.1,
+    "width": 3,
+    "frozen": False,
+}
+# What the last replica has in its place, and what the message says of it.
+OTHER = {
+    "trace": ([8, 8, 16], "'trace': '3 steps, sha256 "),
+    "seed": (2, "{'seed': 1}, replica 2 has {'seed': 2}, and 1 of 3 differ"),
+    "minibatch_size": (2, "{'minibatch_size': 4}, replica 2 has {'minibatch_size': 2}"),
+    "dataset_size": (60, "{'num_samples': 64}, replica 2 has {'num_samples': 60}"),
+    "on_end": ("cycle", "{'on_end': 'stop'}, replica 2 has {'on_end': 'cycle'}"),
+    "order": (range(64), "'order': 'given'"),
+    "rule": ("root", "{'rule': 'linear'}, replica 2 has {'rule': 'root'}"),
+    "ref_batchsize": (16, "{'ref_batchsize': 8}, replica 2 has {'ref_batchsize': 16}"),
+    "max_grad_norm": (1.0, "{'max_grad_norm': None}, replica 2 has {'max_grad_norm'"),
+    "reduction": ("sum", "{'reduction': 'mean'}, replica 2 has {'reduction': 'sum'}"),
+    "noise": (True, "{'noise': None}, replica 2 has {'noise': NoiseOptions("),
+    "momentum_correction": (True, "'momentum_correction': True"),
+    "lr": (0.2, "('lr', 0.2)"),
+    "width": (4, "{'parameters': '2 tensors of 4 numbers, "),
+    "frozen": (True, "'parameters': '2 tensors of 4 numbers, sha256 "),
+}
+
+
+def construct(settings: dict) -> None:
+    """Builds sampler and wrapper from values of `SAME` and `OTHER`."""
+    given = dict(settings)
+    for_sampler = ("trace", "seed", "minibatch_size", "dataset_size", "on_end", "order")
+    sampler = vbs.CustomSampler(
+        verbose=False, **{name: given.pop(name) for name in for_sampler}
+    )
+    replica = xla_replica.current()
+    model = torch.nn.Linear(given.pop("width"), 1).to(replica.device)
+    model.bias.requires_grad_(not given.pop("frozen"))
+    inner = torch.optim.SGD(model.parameters(), given.pop("lr"), momentum=0.5)
+    vbs.ElasticOptimizer(inner, sampler, **given)
+
+
+def disagreements(rank: int) -> dict[str, tuple[str, int]]:
+    """Returns what construction says where the last replica has another setting."""
+    construct(SAME)
+    is_last = rank == xla_replica.current().num_replicas - 1
+    found = {}
+    for name, (value, _) in OTHER.items():
+        try:
+            construct(SAME | ({name: value} if is_last else {}))
+        except xla_replica.ReplicaError as error:
+            found[name] = str(error), error.rank
+    construct(SAME)  # all have raised, so they can go on together
+    return found
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_settings_that_differ_are_named_at_construction(backend):
+    for found in backend.run(disagreements):
+        assert set(found) == set(OTHER)
+        for name, (_, expected) in OTHER.items():
+            message, rank = found[name]
+            assert expected in message
+            assert "build sampler, model and optimizer alike" in message
+            assert rank == 2
+
+
+def train_in_order(rank: int, seeds: list[int]) -> int:
+    """Trains two epochs in random orders of its own seed; returns its minibatches."""
+    replica = xla_replica.current()
+    generator = torch.Generator().manual_seed(seeds[rank])
+    order = torch.utils.data.RandomSampler(range(64), generator=generator)
+    # The last replica joins the first step before it knows the epoch's order.
+    sampler = vbs.CustomSampler(
+        range(64), [4, 24, 36], minibatch_size=4, order=order, on_end="cycle",
+        verbose=False,
+    )  # fmt: skip
+    model = torch.nn.Linear(1, 1).to(replica.device)
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = vbs.ConstantOptimizer(inner, sampler)
+    num_minibatches = 0
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        batches = [torch.tensor(m).float().reshape(4, 1) / 64 for m in sampler]
+        for x in replica.loader(batches):
+            model(x).mean().backward()
+            optimizer.step()
+            num_minibatches += 1
+        optimizer.average_buffers(model)
+    return num_minibatches
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_orders_that_differ_are_found(backend):
+    assert sum(backend.run(train_in_order, [7, 7, 7])) == 32
+    with pytest.raises(
+        xla_replica.ReplicaError, match="what order= returns must be the"
+    ):
+        backend.run(train_in_order, [7, 7, 8])

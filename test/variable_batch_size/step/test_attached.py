@@ -1,0 +1,380 @@
+"""Schedulers driven by updates, samples, epochs and scale-invariant iterations."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.variable_batch_size import wrapping
+from support.xla_replica.replicas import BACKENDS
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+import variable_batch_size as vbs
+import xla_replica
+from xla_replica import LocalReplica, ReplicaError
+
+# In samples; minibatches of 2, so 8 replicas take 4 substeps and idle, by turns.
+TRACE = (2, 64, 8, 22, 2, 30)
+NUM_SAMPLES = 100  # two epochs of the trace: 96 and, again, 96 + ...
+EVERY = {"updates": 2, "samples": 25, "epochs": 1, "iterations": 3.5}
+
+
+def train(rank: int, unit: str, every: float) -> dict[str, object]:
+    """Returns the reference learning rate of every update, 0.5 ** ticks, and more."""
+    replica = xla_replica.current()
+    weight = nn.Parameter(torch.zeros(3, device=replica.device))
+    sampler = vbs.CustomSampler(
+        dataset_size=NUM_SAMPLES, trace=TRACE, minibatch_size=2, on_end="cycle",
+        verbose=False,
+    )  # fmt: skip
+    optimizer = vbs.ElasticOptimizer(
+        SGD([weight], 1.0), sampler, "constant", 8, noise=unit == "iterations"
+    )
+    scheduler = ExponentialLR(optimizer, 0.5)
+    optimizer.attach(scheduler, unit, every)
+    updates: list[vbs.Update] = []
+    progress: list[float] = []
+    optimizer.attach(updates.append)
+    if unit == "iterations":
+        optimizer.attach(lambda update: progress.append(optimizer.noise.progress))
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        batches = [torch.tensor([1.0, m[0] % 5, m[0] % 3]) for m in sampler]
+        for row in replica.loader(batches):
+            (weight * row).sum().backward()
+            optimizer.step()
+    return {
+        "lrs": [update.lr[0] for update in updates],
+        "sizes": [update.batch_size for update in updates],
+        "ends": [update.ends_epoch for update in updates],
+        "progress": progress,
+        "last": optimizer.get_lr()[0],
+    }
+
+
+def train_all(rank: int) -> dict[str, dict[str, object]]:
+    return {unit: train(rank, unit, every) for unit, every in EVERY.items()}
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def outcomes(request):
+    return request.param.run(train_all)
+
+
+@pytest.mark.parametrize("unit", EVERY)
+def test_the_scheduler_has_ticked_as_often_as_units_have_passed(outcomes, unit):
+    for outcome in outcomes:
+        found = outcome[unit]
+        count = {
+            "updates": [1] * len(found["sizes"]),
+            "samples": found["sizes"],
+            "epochs": found["ends"],
+        }
+        done, ticks = 0.0, [0]
+        for index in range(len(found["sizes"])):
+            if unit == "iterations":
+                done = found["progress"][index]
+            else:
+                done += count[unit][index]
+            ticks.append(math.floor(done / EVERY[unit]))
+        assert [*found["lrs"], found["last"]] == [0.5**tick for tick in ticks]
+        assert ticks[-1] >= 3
+
+
+def test_epochs_end_where_they_end(outcomes):
+    assert sum(outcomes[0]["epochs"]["ends"]) == 4
+
+
+def make(unit: str = "updates", every: float = 1, noise: bool = True, **options):
+    weight = nn.Parameter(torch.zeros(1))
+    sampler = vbs.CustomSampler(
+        range(64), 8, num_replicas=1, rank=0, minibatch_size=2, verbose=False
+    )
+    sampler.num_yielded = 10_000  # `run` does not iterate it
+    optimizer = vbs.ElasticOptimizer(
+        SGD([weight], 1.0), sampler, "constant", 2, noise=noise,
+        replica=LocalReplica("cpu"),
+    )  # fmt: skip
+    return weight, optimizer
+
+
+def run(weight, optimizer, updates: int) -> None:
+    for index in range(4 * updates):
+        (weight * (1 + index % 4)).sum().backward()
+        optimizer.step()
+        if not optimizer.get_bs():
+            epoch = optimizer.epoch + 1
+            optimizer.sampler.set_epoch(epoch)
+            optimizer.set_epoch(epoch)
+
+
+def test_fractions_and_composed_schedulers():
+    weight, optimizer = make()
+    warm_up = LinearLR(optimizer, 0.5, total_iters=16)
+    chain = SequentialLR(
+        optimizer, [warm_up, CosineAnnealingLR(optimizer, 32)], milestones=[16]
+    )
+    optimizer.attach(chain, "samples", 0.5)  # 16 ticks an update
+    run(weight, optimizer, 2)
+    assert optimizer.get_lr()[0] == pytest.approx(0.5 + 0.5 * math.cos(math.pi / 2))
+
+
+def test_iterations_are_read_only_when_the_scheduler_may_be_due():
+    weight, optimizer = make()
+    optimizer.attach(StepLR(optimizer, 1, 0.5), "iterations", 100)
+    reads = []
+    fetch = optimizer.replica.fetch
+
+    def counting(tensors):
+        reads.extend(tensor for tensor in tensors if tensor.dtype == torch.int64)
+        return fetch(tensors)
+
+    optimizer.replica.fetch = counting
+    run(weight, optimizer, 24)  # between 24 and 96 iterations
+    assert len(reads) == 0
+    run(weight, optimizer, 400)
+    progress = optimizer.noise.progress
+    assert optimizer.get_lr()[0] == 0.5 ** math.floor(progress / 100)
+    assert progress / 100 > 3
+    assert len(reads) < 150
+
+
+@pytest.mark.parametrize("unit", EVERY)
+@pytest.mark.parametrize("attach_first", [False, True])
+def test_a_saved_state_knows_how_far_its_schedulers_are(unit, attach_first, tmp_path):
+    weight, optimizer = make()
+    scheduler = StepLR(optimizer, 1, 0.5)
+    optimizer.attach(scheduler, unit, EVERY[unit])
+    run(weight, optimizer, 9)
+    torch.save((optimizer.state_dict(), scheduler.state_dict()), tmp_path / "state")
+    run(weight, optimizer, 9)
+    again, other = make()
+    state, of_scheduler = torch.load(tmp_path / "state")
+    restored = StepLR(other, 1, 0.5)
+    if attach_first:
+        other.attach(restored, unit, EVERY[unit])
+    other.load_state_dict(state)
+    restored.load_state_dict(of_scheduler)
+    if not attach_first:
+        other.attach(restored, unit, EVERY[unit])
+    other.sampler.set_epoch(1)
+    other.set_epoch(1)
+    run(again, other, 1)  # where the first one stood: 9 updates, one into epoch 1
+    other.load_state_dict(state)
+    restored.load_state_dict(of_scheduler)
+    run(again, other, 9)
+    assert other.get_lr() == optimizer.get_lr()
+
+
+def test_a_scheduler_without_a_state_begins_where_the_meter_does():
+    weight, optimizer = make()
+    run(weight, optimizer, 12)
+    again, other = make()
+    other.attach(StepLR(other, 1, 0.5), "iterations", 1000)
+    other.load_state_dict(optimizer.state_dict())
+    run(again, other, 3)
+    assert other.get_lr() == (1.0,)
+    assert other.state_dict()["elastic"]["schedules"][0]["done"] <= 3 * 4
+
+
+def test_states_wait_for_their_schedulers_and_know_them():
+    weight, optimizer = make()
+    optimizer.attach(StepLR(optimizer, 1), "samples", 8)
+    run(weight, optimizer, 3)
+    _, other = make()
+    other.load_state_dict(optimizer.state_dict())
+    kept = [each.state_dict()["elastic"]["schedules"] for each in (optimizer, other)]
+    assert kept[0] == kept[1]
+    with pytest.raises(ValueError, match=r"counted samples by 8, .* epochs by 1"):
+        other.attach(StepLR(other, 1), "epochs")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("minutes",), ValueError, "'updates', 'samples', 'epochs', .* got 'minutes'"),
+        (("samples", 0), ValueError, "every must be a finite number > 0, got 0"),
+        (
+            ("samples", math.inf),
+            ValueError,
+            "every must be a finite number > 0, got in",
+        ),
+        (("samples", "9"), TypeError, "every must be a finite number > 0, got '9'"),
+        (("iterations",), TypeError, "use AdaScaleOptimizer, or .* noise=True"),
+    ],
+)
+def test_bad_units(arguments, error, message):
+    _, optimizer = make(noise=False)
+    with pytest.raises(error, match=message):
+        optimizer.attach(StepLR(optimizer, 1), *arguments)
+
+
+def test_a_function_has_no_unit_and_a_plateau_no_place():
+    _, optimizer = make()
+    with pytest.raises(TypeError, match="unit= and every= are for LR schedulers"):
+        optimizer.attach(print, "samples", 10)
+    with pytest.raises(TypeError, match="neither an LR scheduler nor a function"):
+        optimizer.attach(StepLR)
+    with pytest.raises(TypeError, match="ReduceLROnPlateau needs a metric"):
+        optimizer.attach(ReduceLROnPlateau(optimizer), "epochs")
+
+
+# --- stepped by the user, or attached; on idle replicas -----------------------------
+
+
+@pytest.mark.parametrize("on_inner", [False, True])
+def test_a_scheduler_sees_the_reference_learning_rate(on_inner):
+    model, sampler, wrapper = wrapping.make()
+    scheduler = StepLR(wrapper.inner if on_inner else wrapper, 1, gamma=0.5)
+    used = []
+    wrapper.register_step_pre_hook(lambda o, *_: used.append(o.param_groups[0]["lr"]))
+    for _ in sampler:
+        wrapping.backward(model)
+        if wrapper.step():
+            scheduler.step()
+    assert used == pytest.approx([0.2, 0.3 / 2, 0.3 / 4])
+    assert scheduler.get_last_lr() == [*wrapper.get_lr()] == pytest.approx([0.1 / 8])
+
+
+def test_one_cycle_on_the_wrapper():
+    model, sampler, wrapper = wrapping.make(
+        inner=lambda ps, lr: SGD(ps, lr, momentum=0.9), trace=32
+    )
+    scheduler = OneCycleLR(wrapper, max_lr=1.0, total_steps=8)
+    lrs = []
+    wrapper.attach(lambda update: lrs.append(update.lr[0]))
+    wrapper.attach(scheduler)
+    for _, _ in zip(range(7), sampler):
+        wrapping.backward(model)
+        wrapper.step()
+    assert lrs[0] == pytest.approx(1.0 / 25)
+    assert max(lrs) == pytest.approx(1.0, rel=0.1)
+
+
+def test_an_attached_scheduler_sees_every_update_on_an_idle_replica():
+    histories = []
+    for rank in (0, 1):
+        model, sampler, wrapper = wrapping.make(
+            trace=[32, 64, 32, 32, 64, 32], rank=rank, replicas=2
+        )
+        updates = []
+        wrapper.attach(updates.append)
+        wrapper.attach(LambdaLR(wrapper, lambda n: 1 / (n + 1)))
+        wrapper.set_epoch(0)
+        wrapping.run_epoch(model, sampler, wrapper)
+        histories.append([(u.epoch, u.step, u.batch_size, u.lr) for u in updates])
+        idle = [u.idle for u in updates]
+        assert idle == ([False] * 6, [True, False, True, True, False, True])[rank]
+    assert histories[0] == histories[1]
+    assert [lr for *_, (lr,) in histories[0]] == pytest.approx(
+        [0.1, 0.1, 0.1 / 3, 0.1 / 4, 0.2 / 5, 0.1 / 6]
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_scheduler_that_would_diverge_is_an_error_on_every_replica(rank):
+    """Stepped by hand it would miss the joined updates, so it is refused at once."""
+    model, sampler, wrapper = wrapping.make(
+        trace=[32, 64, 32, 32, 64, 32], rank=rank, replicas=2
+    )
+    scheduler = StepLR(wrapper, 1)
+    wrapper.set_epoch(0)
+
+    def stepped_by_hand() -> None:
+        for _ in sampler:
+            wrapping.backward(model)
+            if wrapper.step():
+                scheduler.step()
+
+    with pytest.raises(ReplicaError, match=r"call optimizer.attach\(scheduler\)"):
+        stepped_by_hand()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_scheduler_stepped_per_minibatch_is_an_error_on_several_replicas(rank):
+    """No replica is idle, but replica 0 runs two minibatches and replica 1 one."""
+    model, sampler, wrapper = wrapping.make(trace=96, rank=rank, replicas=2)
+    scheduler = StepLR(wrapper, 1)
+
+    def stepped_every_time() -> None:
+        for _ in sampler:
+            wrapping.backward(model)
+            wrapper.step()
+            scheduler.step()
+
+    if rank == 0:
+        with pytest.raises(ReplicaError, match="changed within step 0 of epoch 0"):
+            stepped_every_time()
+    else:
+        stepped_every_time()  # its own view is consistent; replica 0 ends the run
+
+
+def test_a_scheduler_stepped_in_a_step_hook_is_an_error():
+    model, _sampler, wrapper = wrapping.make(trace=[32, 32])
+    scheduler = StepLR(wrapper.inner, 1)
+    wrapper.register_step_post_hook(lambda *_: scheduler.step())
+    wrapping.backward(model)
+    with pytest.raises(ValueError, match=r"use optimizer.attach"):
+        wrapper.step()
+    assert wrapper.get_lr() == (0.1,)
+
+
+def test_attach_takes_schedulers_and_functions_only():
+    _, _, wrapper = wrapping.make()
+    with pytest.raises(TypeError, match="needs a metric"):
+        wrapper.attach(ReduceLROnPlateau(wrapper))
+    with pytest.raises(TypeError, match="neither an LR scheduler nor a function"):
+        wrapper.attach(3)
+
+
+def test_attaching_after_updates_were_joined_is_an_error():
+    """Replica 1 has made step 0 in set_epoch, and replica 0 has not."""
+    for rank in (0, 1):
+        _, _, wrapper = wrapping.make(
+            trace=[32, 64, 32, 32, 64, 32], rank=rank, replicas=2
+        )
+        wrapper.attach(print)
+        wrapper.set_epoch(0)
+        if rank == 0:
+            wrapper.attach(print)
+            continue
+        with pytest.raises(ReplicaError, match=r"is 1 updates into epoch 0 already"):
+            wrapper.attach(print)
+
+
+def test_attaching_between_epochs_is_allowed():
+    model, sampler, wrapper = wrapping.idle_replica()
+    wrapper.set_epoch(0)
+    wrapping.run_epoch(model, sampler, wrapper)
+    wrapper.attach(print)
+
+
+def test_attaching_where_a_replica_was_idle_all_epoch_warns(caplog):
+    """It may be before or after the loop over the epoch, which runs nothing here."""
+    _, _, wrapper = wrapping.make(trace=[32, 32], rank=1, replicas=2)
+    wrapper.set_epoch(0)
+    wrapper.attach(print)
+    assert "Call attach before optimizer.set_epoch" in caplog.text
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_attaching_within_an_epoch_without_idle_replicas_is_allowed(replicas):
+    model, _, wrapper = wrapping.make(trace=64, replicas=replicas)
+    wrapper.set_epoch(0)
+    for _ in range(2 // replicas):
+        wrapping.backward(model)
+        wrapper.step()
+    wrapper.attach(print)

@@ -1,0 +1,124 @@
+"""Averaged buffers: equal on all replicas, as good as a large-batch run's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.xla_replica.replicas import SEVERAL_REPLICAS
+from torch import nn
+
+import variable_batch_size as vbs
+import xla_replica
+from xla_replica import LocalReplica
+
+
+class Buffers(nn.Module):
+    def __init__(self, rank: int, weight: float) -> None:
+        super().__init__()
+        value = float("nan") if weight == 0 else float(rank)
+        self.register_buffer("vector", torch.full((3,), value))
+        self.register_buffer("scalar", torch.tensor(value))
+        self.register_buffer("wide", torch.full((2,), value, dtype=torch.float64))
+        self.register_buffer("narrow", torch.full((2,), value, dtype=torch.bfloat16))
+        self.register_buffer("table", torch.tensor([0.1, 1 / 3, -3e38, -torch.inf]))
+        self.register_buffer("count", torch.tensor(rank))
+        self.register_buffer("empty", torch.zeros(0))
+
+
+WEIGHTS = ((3.0, 0.0, 1.0), (0.0, 3.0, 1.0))  # also without replica 0
+MEANS = (0.5, 1.25)
+
+
+def averaged(rank: int) -> list[list[torch.Tensor]]:
+    replica = xla_replica.current()
+    outcomes = []
+    for weights in WEIGHTS:
+        model = Buffers(rank, weights[rank]).to(replica.device)
+        vbs.average_buffers(model, weights[rank], replica)
+        outcomes.append(replica.fetch(list(model.buffers())))
+    return outcomes
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_the_mean_is_weighted_and_ignores_replicas_without_samples(backend):
+    for rank, outcomes in enumerate(backend.run(averaged)):
+        for mean, buffers in zip(MEANS, outcomes, strict=True):
+            vector, scalar, wide, narrow, table, count, empty = buffers
+            assert torch.equal(vector, torch.full((3,), mean))
+            assert torch.equal(scalar, torch.tensor(mean))
+            assert torch.equal(wide, torch.full((2,), mean, dtype=torch.float64))
+            assert torch.equal(narrow, torch.full((2,), mean, dtype=torch.bfloat16))
+            assert torch.equal(table, Buffers(0, 1.0).table)  # equal: bit for bit
+            assert count == rank
+            assert empty.numel() == 0
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_without_samples_replica_0_has_the_say(backend):
+    for buffers in backend.run(averaged_without_samples):
+        assert torch.equal(buffers[0], torch.full((3,), 7.0))
+
+
+def averaged_without_samples(rank: int) -> list[torch.Tensor]:
+    replica = xla_replica.current()
+    model = nn.Module()
+    model.register_buffer("vector", torch.full((3,), 7.0 + rank))
+    model.to(replica.device)
+    vbs.average_buffers(model, 0, replica)
+    return replica.fetch(list(model.buffers()))
+
+
+def test_a_model_without_buffers_is_left_alone():
+    vbs.average_buffers(nn.Linear(1, 1), 1, LocalReplica("cpu"))
+
+
+TRACE = [4, 4, 8, 4, 12, 4]  # replicas 1 and 2 are idle most of the time
+
+
+def statistics(rank: int, minibatch_size: int) -> dict[str, torch.Tensor]:
+    """Returns BatchNorm's statistics after epochs in which replicas were idle."""
+    replica = xla_replica.current()
+    generator = torch.Generator().manual_seed(0)
+    inputs = 3 + 2 * torch.randn(512, 2, generator=generator)
+    model = nn.Sequential(nn.BatchNorm1d(2, momentum=0.05), nn.Linear(2, 1))
+    model.to(replica.device)
+    sampler = vbs.CustomSampler(
+        inputs,
+        [n * 8 for n in TRACE],
+        minibatch_size=minibatch_size,
+        on_end="cycle",
+    )
+    inner = torch.optim.SGD(model.parameters(), 0.0)
+    optimizer = vbs.ConstantOptimizer(inner, sampler)
+    for epoch in range(10):
+        sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        for x in replica.loader([inputs[m] for m in sampler]):
+            model(x).mean().backward()
+            optimizer.step()
+        drifted = replica.fetch([model[0].running_mean, model[0].running_var])
+        optimizer.average_buffers(model)  # every epoch, before its evaluation
+    averaged = replica.fetch([model[0].running_mean, model[0].running_var])
+    return {"drifted": torch.stack(drifted), "averaged": torch.stack(averaged)}
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_batchnorm_statistics_are_those_of_a_large_batch_run(backend):
+    """They agree up to noise: its steps see whole batches, ours minibatches of 32."""
+    outcomes = backend.run(statistics, 32)
+    averaged = [outcome["averaged"] for outcome in outcomes]
+    assert all(torch.equal(other, averaged[0]) for other in averaged)
+    drifted = [outcome["drifted"] for outcome in outcomes]
+    assert not torch.equal(drifted[0], drifted[2])  # else there was nothing to average
+
+    oracle = nn.BatchNorm1d(2, momentum=0.05)
+    generator = torch.Generator().manual_seed(0)
+    inputs = 3 + 2 * torch.randn(512, 2, generator=generator)
+    schedule = vbs.Schedule(vbs.Trace([n * 8 for n in TRACE]), 512, 32, "cycle")
+    for epoch in range(10):
+        order = torch.randperm(512, generator=torch.Generator().manual_seed(42 + epoch))
+        plan = schedule.plan(epoch, 1)
+        for start, n in zip(plan.starts, plan.num_minibatches):
+            oracle(inputs[order[32 * start : 32 * (start + n)]])
+    reference = torch.stack([oracle.running_mean, oracle.running_var])
+    torch.testing.assert_close(averaged[0], reference, rtol=0.08, atol=0.0)

@@ -1,0 +1,106 @@
+"""In lockstep, a replica's loop runs once per update, with or without minibatches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.variable_batch_size.elastic import (
+    OPTIMIZERS,
+    Case,
+    batches,
+    loss_of,
+    make,
+    sampler_of,
+)
+from support.xla_replica.replicas import HAS_XLA, Backend, row
+
+import variable_batch_size as vbs
+import xla_replica
+from xla_replica import ReplicaError
+
+# Steps of 1 to 5 minibatches on 3 replicas, in some of which two of them are idle, the
+# first and the last of an epoch among them.
+CASE = Case((4, 12, 20, 4, 8, 16), epochs=3, optimizer="sgd-heavy-ball", lr=2**-4)
+DECAY = 0.9
+
+
+def run(rank: int) -> dict[str, object]:
+    """Trains with a scheduler and a collective in the loop; returns what was seen."""
+    replica = xla_replica.current()
+    model, inputs, targets = make(CASE)
+    model.to(replica.device)
+    sampler = sampler_of(CASE, inputs)
+    inner = OPTIMIZERS[CASE.optimizer](model.parameters(), CASE.lr)
+    optimizer = vbs.ElasticOptimizer(
+        inner, sampler, CASE.rule, CASE.ref_batchsize, lockstep=True
+    )
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, DECAY)
+    met = []
+    for epoch in range(CASE.epochs):
+        sampler.set_epoch(epoch)
+        assert optimizer.set_epoch(epoch) == 0
+        plan, minibatches = sampler.plan, iter(sampler)
+        for step, num in enumerate(plan.num_substeps(rank).tolist()):
+            assert optimizer.is_idle == (num == 0)
+            for _ in range(num):
+                rows = next(minibatches)
+                x, y = replica.send((inputs[rows], targets[rows]))
+                loss_of(CASE, model, x, y).backward()
+                made = optimizer.step()
+            made = made if num else optimizer.join_step()
+            assert made == 1
+            scheduler.step()
+            here = (plan.first_step + step, optimizer.get_lr())
+            met.append(replica.all_gather_object(here))
+    weights = replica.fetch([p.detach() for p in model.parameters()])
+    return {"weights": weights, "met": met}
+
+
+def refusals(rank: int) -> list[str]:
+    """Returns what wrong calls say: of one with a minibatch, and of an idle one."""
+    _, inputs, _ = make(CASE)
+    sampler = sampler_of(CASE, inputs)
+    weight = torch.nn.Parameter(torch.ones(()))
+    inner = torch.optim.SGD([weight], 0.1)
+    optimizer = vbs.ElasticOptimizer(inner, sampler, "constant", lockstep=True)
+    optimizer.set_epoch(0)
+    wrong = optimizer.join_step if rank == 0 else optimizer.step
+    weight.backward()
+    with pytest.raises((ValueError, ReplicaError)) as raised:
+        wrong()
+    return [str(raised.value)]
+
+
+@pytest.mark.parametrize(
+    "backend", [row("cpu", 1), row("cpu", 3, slow=HAS_XLA), row("xla", 3)]
+)
+def test_loops_with_schedulers_and_collectives_train_as_one_large_batch(backend):
+    model, inputs, targets = make(CASE)
+    optimizer = OPTIMIZERS[CASE.optimizer](model.parameters(), CASE.lr)
+    lr = CASE.lr
+    for _, rows in batches(CASE):
+        optimizer.param_groups[0]["lr"] = lr * len(rows) / CASE.ref_batchsize
+        optimizer.zero_grad()
+        loss_of(CASE, model, inputs[rows], targets[rows]).backward()
+        optimizer.step()
+        lr *= DECAY
+    num_updates = len(list(batches(CASE)))
+    for outcome in backend.run(run):
+        torch.testing.assert_close(outcome["weights"], list(model.parameters()))
+        # Replicas met after the same updates, with the same learning rates.
+        assert [each for each in outcome["met"] if len({*each}) > 1] == []
+        assert [each[0][0] for each in outcome["met"]] == [*range(num_updates)]
+
+
+def test_each_of_the_two_calls_refuses_the_steps_of_the_other():
+    busy, *idle = Backend("cpu", 2).run(refusals)
+    assert "call backward() and step() for every one" in busy[0]
+    assert all("call join_step() in place of step()" in one[0] for one in idle)
+
+
+def test_without_lockstep_there_is_nothing_to_join():
+    weight = torch.nn.Parameter(torch.ones(()))
+    sampler = vbs.CustomSampler(range(16), [4, 8], minibatch_size=4)
+    optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD([weight], 0.1), sampler, 4)
+    with pytest.raises(ValueError, match="lockstep=False"):
+        optimizer.join_step()

@@ -1,0 +1,373 @@
+"""Batch sizes that are not multiples of the minibatch: means over real samples."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from support.variable_batch_size.elastic import OPTIMIZERS, make
+from support.variable_batch_size.elastic import Case as ElasticCase
+from support.xla_replica.replicas import HAS_XLA, row
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import variable_batch_size as vbs
+import xla_replica
+from grab_xla import GraBSampler
+
+# Less than a minibatch of 4, one sample more than some, and multiples.
+TRACE = (3, 17, 4, 30, 1, 13, 8, 22)
+NUM_SAMPLES, EPOCHS = 67, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Case(ElasticCase):
+    """A run whose sums are rounded, in float64."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64
+
+
+CASES = {
+    "linear": Case(TRACE, num_samples=NUM_SAMPLES, epochs=EPOCHS),
+    "adamw": Case(
+        TRACE, num_samples=NUM_SAMPLES, epochs=EPOCHS, optimizer="adamw", rule="root"
+    ),
+    "clipped": Case(TRACE, num_samples=NUM_SAMPLES, epochs=EPOCHS, max_grad_norm=0.05),
+}
+
+
+def losses_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x) * model.scale, y.long(), reduction="none")
+
+
+class Training:
+    """A padded run, as a user writes it."""
+
+    def __init__(self, case: Case, pad_minibatches: bool = True, **options) -> None:
+        self.replica = xla_replica.current()
+        self.model, self.inputs, self.targets = make(case)
+        self.model.to(self.replica.device)
+        self.sampler = vbs.CustomSampler(
+            self.inputs,
+            case.trace,
+            minibatch_size=case.minibatch_size,
+            on_end="cycle",
+            pad_minibatches=pad_minibatches,
+            verbose=False,
+        )
+        reference = {"ref_batchsize": case.ref_batchsize} | options
+        self.optimizer = vbs.ElasticOptimizer(
+            OPTIMIZERS[case.optimizer](self.model.parameters(), case.lr),
+            self.sampler,
+            case.rule,
+            reduction="sum",
+            max_grad_norm=case.max_grad_norm,
+            **reference,
+        )
+        self.updates: list[vbs.Update] = []
+        self.optimizer.attach(self.updates.append)
+
+    def epoch(self, epoch: int) -> None:
+        self.sampler.set_epoch(epoch)
+        self.optimizer.set_epoch(epoch)
+        for rows in self.sampler:
+            assert len(rows) == self.sampler.minibatch_size
+            x, y = self.replica.send((self.inputs[rows], self.targets[rows]))
+            losses = losses_of(self.model, x, y)
+            (losses * self.optimizer.sample_weights).sum().backward()
+            self.optimizer.step()
+
+    def weights(self) -> list[torch.Tensor]:
+        return self.replica.fetch([p.detach() for p in self.model.parameters()])
+
+
+def elastic_runs(rank: int) -> dict[str, dict[str, object]]:
+    found = {}
+    for name, case in CASES.items():
+        training = Training(case)
+        for epoch in range(EPOCHS - 1):
+            training.epoch(epoch)
+        with xla_replica.count(training.replica) as count:
+            training.epoch(EPOCHS - 1)
+        found[name] = {
+            "weights": training.weights(),
+            "updates": [(u.batch_size, float(u.weight)) for u in training.updates],
+            "count": (count.compilations, count.transfers, len(count.fallbacks)),
+        }
+    return found
+
+
+def epochs_of(sizes, num_samples: int, num_epochs: int) -> list[list[int]]:
+    """Returns the batch sizes of each epoch, one step at a time."""
+    epochs, step = [], 0
+    for _ in range(num_epochs):
+        epoch: list[int] = []
+        while sum(epoch) + sizes[step % len(sizes)] <= num_samples:
+            epoch.append(sizes[step % len(sizes)])
+            step += 1
+        epochs.append(epoch)
+    return epochs
+
+
+def one_process(case: Case) -> tuple[list[torch.Tensor], list[int]]:
+    """Trains in plain torch, with each step's samples in one batch."""
+    model, inputs, targets = make(case)
+    optimizer = OPTIMIZERS[case.optimizer](model.parameters(), case.lr)
+    sizes = []
+    for epoch, steps in enumerate(epochs_of(case.trace, NUM_SAMPLES, case.epochs)):
+        generator = torch.Generator().manual_seed(42 + epoch)
+        order, first = torch.randperm(NUM_SAMPLES, generator=generator), 0
+        for size in steps:
+            rows, first = order[first : first + size], first + size
+            optimizer.zero_grad()
+            losses_of(model, inputs[rows], targets[rows]).mean().backward()
+            if case.max_grad_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm)
+            ratio = size / case.ref_batchsize
+            [group] = optimizer.param_groups
+            group["lr"] = case.lr * (ratio if case.rule == "linear" else ratio**0.5)
+            optimizer.step()
+            sizes.append(size)
+    return [p.detach() for p in model.parameters()], sizes
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        row("cpu", 1),
+        row("cpu", 2, slow=HAS_XLA),
+        row("cpu", 3, slow=True),
+        row("xla", 1, slow=True),
+        row("xla", 3),
+        row("xla", 8, slow=True),
+    ],
+)
+def outcomes(request):
+    return request.param.run(elastic_runs, timeout=150)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_padded_run_equals_one_process_with_the_same_batches(outcomes, name):
+    weights, sizes = one_process(CASES[name])
+    for outcome in outcomes:
+        assert outcome[name]["updates"] == [(size, size) for size in sizes]
+        torch.testing.assert_close(
+            outcome[name]["weights"], weights, rtol=1e-12, atol=1e-12
+        )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_after_warm_up_nothing_is_compiled_or_read_back(outcomes, name):
+    for outcome in outcomes:
+        assert outcome[name]["count"] == (0, 0, 0)
+
+
+# --- the plan ------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    st.integers(40, 90),
+    st.integers(1, 9),
+    st.integers(1, 5),
+)
+def test_every_sample_of_a_step_counts_once(sizes, num_samples, unit, num_replicas):
+    schedule = vbs.Schedule(
+        vbs.Trace(sizes), num_samples, unit, "cycle", pad_minibatches=True
+    )
+    first = 0
+    for epoch, steps in enumerate(epochs_of(sizes, num_samples, 3)):
+        plan = schedule.plan(epoch, num_replicas)
+        assert [plan.batch_size(step) for step in range(plan.num_steps)] == steps
+        assert plan.num_dropped_samples == num_samples - sum(steps)
+        counted = []
+        for rank in range(num_replicas):
+            numbers = iter(plan.minibatches(rank))
+            for step, num_substeps in enumerate(plan.num_substeps(rank)):
+                for substep in range(num_substeps):
+                    rows = np.arange(num_samples)[plan.samples(next(numbers))]
+                    counted += [(step, sample) for sample in rows]
+                    assert len(rows) == plan.num_real_samples(rank, step, substep)
+            assert next(numbers, None) is None
+        ends = np.cumsum([0, *steps])
+        assert sorted(counted) == [
+            (step, sample)
+            for step in range(len(steps))
+            for sample in range(ends[step], ends[step + 1])
+        ]
+        assert plan.first_step == first
+        first += len(steps)
+        assert schedule.samples_before(first) == sum(
+            sizes[step % len(sizes)] for step in range(first)
+        )
+
+
+# --- resuming ------------------------------------------------------------------------
+
+
+def states_of(rank: int) -> list[dict]:
+    """Returns a state after every update, and last of all the weights."""
+    training = Training(CASES["linear"])
+    states: list[dict] = []
+
+    def save(update: vbs.Update | None) -> None:
+        state = {
+            "model": training.model.state_dict(),
+            "optimizer": training.optimizer.state_dict(),
+        }
+        states.append(copy.deepcopy(training.replica.to_host(state)))
+
+    save(None)
+    training.optimizer.attach(save)
+    for epoch in range(EPOCHS):
+        training.epoch(epoch)
+    return [*states, training.weights()]
+
+
+def resume_each(rank: int, states: list[dict]) -> list[list[torch.Tensor]]:
+    ends = []
+    for state in copy.deepcopy(states):
+        training = Training(CASES["linear"])
+        training.model.load_state_dict(state["model"])
+        training.optimizer.load_state_dict(state["optimizer"])
+        for epoch in range(training.sampler.epoch, EPOCHS):
+            training.epoch(epoch)
+        ends.append(training.weights())
+    return ends
+
+
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", [row("cpu", 2, slow=HAS_XLA), row("xla", 3, slow=True)]
+)
+def test_it_is_resumed_after_any_update_on_other_replicas(backend, every):
+    [[*states, weights]] = xla_replica.launch(states_of, (), 1, "cpu")
+    assert len(states) > 15
+    for ends in backend.run(resume_each, states[::every]):
+        for end in ends:
+            torch.testing.assert_close(end, weights, rtol=1e-12, atol=1e-12)
+
+
+# --- sharded models ------------------------------------------------------------------
+
+
+def sharded_run(rank: int, shards: bool) -> tuple[int, list[torch.Tensor]]:
+    """Returns how many minibatches were padding all through, and the weights."""
+    training = Training(CASES["linear"])
+    model = training.model
+    del model.scale
+    model.scale = 1.0
+    if shards:
+        fully_shard(model)
+    inner = OPTIMIZERS["sgd-momentum"](model.parameters(), 2**-4)
+    optimizer = vbs.ElasticOptimizer(
+        inner, training.sampler, "linear", 16, reduction="sum"
+    )
+    training.optimizer, num_padding = optimizer, 0
+    for epoch in range(2):
+        training.sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        for rows in training.sampler:
+            num_padding += optimizer.is_padding
+            losses = losses_of(model, training.inputs[rows], training.targets[rows])
+            (losses * optimizer.sample_weights).sum().backward()
+            optimizer.step()
+    weights = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
+    return num_padding, [weight.detach().clone() for weight in weights]
+
+
+@pytest.mark.slow
+def test_sharded_models_are_padded_by_samples_and_by_minibatches():
+    [[_, weights]] = xla_replica.launch(sharded_run, (False,), 1, "cpu")
+    for rank, (num_padding, received) in enumerate(
+        xla_replica.launch(sharded_run, (True,), 3, "cpu")
+    ):
+        assert (num_padding > 0) == (rank > 0)
+        torch.testing.assert_close(received, weights, rtol=1e-12, atol=1e-12)
+
+
+# --- noise, multiples, refusals ------------------------------------------------------
+
+
+def test_noise_is_that_of_minibatches_weighted_by_their_samples():
+    case = dataclasses.replace(CASES["linear"], rule="adascale", trace=(13, 22))
+    training = Training(case, ref_batchsize=None, ref_weight=16)
+    training.epoch(0)
+    measured = training.optimizer.noise.measure()
+    assert measured.noise_scale > 0
+    assert measured.progress >= len(training.updates)
+
+
+def test_multiples_of_the_minibatch_train_alike_with_and_without():
+    ends = []
+    for pad in (False, True):
+        case = dataclasses.replace(CASES["linear"], trace=(4, 16, 12))
+        training = Training(case, pad_minibatches=pad)
+        for epoch in range(2):
+            training.sampler.set_epoch(epoch)
+            for rows in training.sampler:
+                x, y = training.inputs[rows], training.targets[rows]
+                losses = losses_of(training.model, x, y)
+                (losses * training.optimizer.sample_weights).sum().backward()
+                training.optimizer.step(**({} if pad else {"weight": 4}))
+        ends.append(training.weights())
+    assert len(training.updates) > 10
+    torch.testing.assert_close(*ends, rtol=0, atol=0)
+
+
+def test_a_forgotten_mask_is_an_error():
+    training = Training(CASES["linear"])
+    rows = next(iter(training.sampler))
+    assert rows[3] in rows[:3]  # three real samples
+    x, y = training.inputs[rows], training.targets[rows]
+    losses_of(training.model, x, y).sum().backward()
+    with pytest.raises(ValueError, match="1 of the 4 samples of this minibatch are"):
+        training.optimizer.step()
+
+
+def test_an_order_from_gradients_refuses_padding():
+    """It would balance the samples that fill up a minibatch twice."""
+    grab = GraBSampler(range(8), {"w": nn.Parameter(torch.ones(3))})
+    update = vbs.Update(0, 0, 3, 2, (0.1,), False, False)
+    with pytest.raises(ValueError, match="batch size 3 is not a multiple"):
+        grab.after_update(update)
+
+
+def test_a_mean_over_the_minibatch_is_refused():
+    sampler = vbs.CustomSampler(
+        range(8), [3], minibatch_size=2, pad_minibatches=True, verbose=False
+    )
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    with pytest.raises(TypeError, match="reduction='sum', and let the loss"):
+        vbs.ElasticOptimizer(inner, sampler, "constant")
+
+
+def test_without_padding_the_error_names_the_nearest_sizes_and_the_way_out():
+    with pytest.raises(
+        vbs.TraceError,
+        match=r"batch size 40 is not a multiple of minibatch_size=32; nearest is 32 or "
+        r"64\. With pad_minibatches=True",
+    ):
+        vbs.CustomSampler(range(99), [40], minibatch_size=32)
+
+
+def test_a_run_that_pads_is_not_one_that_does_not():
+    states = [
+        Training(
+            dataclasses.replace(CASES["linear"], trace=(4, 8)), pad_minibatches=pad
+        ).sampler.state_dict()
+        for pad in (False, True)
+    ]
+    assert "pad_minibatches" not in states[0]["fingerprint"]  # as in earlier versions
+    training = Training(dataclasses.replace(CASES["linear"], trace=(4, 8)))
+    training.sampler.load_state_dict(states[1])
+    with pytest.raises(ValueError, match="pad_minibatches"):
+        training.sampler.load_state_dict(states[0])

@@ -1,0 +1,333 @@
+"""Gradients that stay allocated: zeroed, frozen, added and thrown away by users."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from support.kernels import Kernels
+from support.rigl_xla.resnet import RESNET50_WEIGHTS
+from support.variable_batch_size.wrapping import (
+    CPU,
+    backward,
+    idle_replica,
+    make,
+    run_epoch,
+)
+from support.xla_replica.replicas import SEVERAL_REPLICAS
+from torch import nn
+from torch.optim import SGD
+
+import variable_batch_size as vbs
+import xla_replica
+
+
+def test_gradients_keep_their_memory():
+    model, sampler, wrapper = make()
+    before = [p.grad.data_ptr() for p in model.parameters()]
+    run_epoch(model, sampler, wrapper)
+    assert [p.grad.data_ptr() for p in model.parameters()] == before
+
+
+def test_gradients_from_before_the_wrapper_do_not_count():
+    model, sampler, _ = make(trace=32)
+    backward(model)  # a learning-rate finder's, say
+    wrapper = vbs.ConstantOptimizer(SGD(model.parameters(), 0.1), sampler, replica=CPU)
+    assert torch.equal(model.weight.grad, torch.zeros(1, 2))
+    assert wrapper.get_lr() == (0.1,)
+
+
+def test_model_zero_grad_before_a_step_is_harmless():
+    model, sampler, wrapper = make(trace=[32, 32])
+    expected, other, plain = make(trace=[32, 32])
+    for _, _ in zip(sampler, other):
+        model.zero_grad()
+        backward(model)
+        wrapper.step()
+        backward(expected)
+        plain.step()
+    assert torch.equal(model.weight, expected.weight)
+
+
+def test_model_zero_grad_within_a_step_is_an_error():
+    model, _, wrapper = make()
+    backward(model)
+    wrapper.step()
+    model.zero_grad()
+    backward(model)
+    with pytest.raises(ValueError, match=r"remove model.zero_grad\(\)"):
+        wrapper.step()
+
+
+def test_a_parameter_outside_the_loss_takes_part_with_zero():
+    model, sampler, _ = make()
+    unused = nn.Parameter(torch.ones(3))
+    frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    inner = SGD([*model.parameters(), unused, frozen], 0.1)
+    wrapper = vbs.LinearRuleOptimizer(inner, sampler, 32, replica=CPU)
+    run_epoch(model, sampler, wrapper)
+    assert torch.equal(unused.data, torch.ones(3))
+    assert frozen.grad is None
+
+
+def test_a_group_added_later_is_trained_too():
+    model, sampler, wrapper = make(trace=[64])
+    late = nn.Parameter(torch.zeros(2))
+    wrapper.add_param_group({"params": [late], "lr": 1.0})
+    for _ in sampler:
+        (model(torch.ones(1, 2)).sum() + late.sum()).backward()
+        wrapper.step()
+    assert torch.equal(late.data, torch.full((2,), -2.0))
+    assert wrapper.get_lr() == (0.1, 1.0)
+
+
+def test_a_group_added_to_the_inner_optimizer_is_an_error():
+    model, _, wrapper = make()
+    wrapper.inner.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    backward(model)
+    with pytest.raises(ValueError, match="through the wrapper's add_param_group"):
+        wrapper.step()
+
+
+def test_freezing_and_unfreezing():
+    """A frozen parameter stays, whatever its momentum; an unfrozen one is averaged."""
+    model, sampler, wrapper = make(
+        trace=64, inner=lambda ps, lr: SGD(ps, lr, momentum=0.9, weight_decay=0.1)
+    )
+    run_epoch(model, sampler, wrapper)
+    model.bias.requires_grad_(False)
+    frozen = model.bias.detach().clone()
+    for epoch in (1, 2):
+        sampler.set_epoch(epoch)
+        run_epoch(model, sampler, wrapper)
+    assert torch.equal(model.bias, frozen)
+    assert model.bias.grad is None
+    model.bias.requires_grad_(True)
+    gradients = []
+    wrapper.register_step_pre_hook(lambda *_: gradients.append(model.bias.grad.item()))
+    sampler.set_epoch(3)
+    run_epoch(model, sampler, wrapper)
+    assert gradients == [1.0] * 4
+
+
+def test_an_idle_replica_joins_with_its_kept_gradients():
+    """It does so even if model.zero_grad() has put None in their place."""
+    model, _sampler, wrapper = idle_replica()
+    before = model.weight.grad
+    model.zero_grad()
+    wrapper.set_epoch(0)
+    assert model.weight.grad is before
+
+
+@pytest.mark.parametrize("rule", [vbs.LinearRuleOptimizer, vbs.RootRuleOptimizer])
+def test_parameters_without_dimensions(rule):
+    scale = nn.Parameter(torch.tensor(1.0))
+    sampler = vbs.CustomSampler(range(64), 64, num_replicas=1, rank=0, verbose=False)
+    wrapper = rule(SGD([scale], 0.25), sampler, 64, replica=CPU)
+    for _ in sampler:
+        (scale * 2).backward()
+        wrapper.step()
+    assert scale.item() == 0.5
+
+
+# --- gradients that are changed inside the loop -------------------------------------
+
+
+def clipped_between(model) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def clamped_between(model) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 0.5)
+
+
+def scaled_between(model) -> None:
+    model.weight.grad *= 0.5
+
+
+def replaced_between(model) -> None:
+    model.weight.grad = model.weight.grad * 0.5
+
+
+@pytest.mark.parametrize(
+    "change", [clipped_between, clamped_between, scaled_between, replaced_between]
+)
+@pytest.mark.parametrize("substep", [0, 1])
+def test_a_gradient_changed_before_step_is_an_error(change, substep):
+    model, _, wrapper = make(trace=64)
+    for _ in range(substep):
+        backward(model)
+        wrapper.step()
+    backward(model)
+    change(model)
+    with pytest.raises(ValueError, match=r"max_grad_norm=, .*register_step_pre_hook"):
+        wrapper.step()
+
+
+def test_zeroing_gradients_in_place_within_a_step_is_an_error():
+    model, _, wrapper = make(trace=96)
+    model.zero_grad(set_to_none=False)  # before the first minibatch it is harmless
+    backward(model)
+    wrapper.step()
+    model.zero_grad(set_to_none=False)
+    backward(model)
+    with pytest.raises(ValueError, match=r"first 1 minibatches would be lost: remove"):
+        wrapper.step()
+
+
+def test_zeroing_gradients_in_place_between_steps_is_harmless():
+    model, sampler, wrapper = make(trace=32)
+    expected, other, plain = make(trace=32)
+    for _, _ in zip(sampler, other):
+        model.zero_grad(set_to_none=False)
+        backward(model)
+        wrapper.step()
+        backward(expected)
+        plain.step()
+    assert torch.equal(model.weight, expected.weight)
+
+
+@pytest.mark.parametrize("how", ["add", "copy", "assign", "autograd.grad"])
+def test_gradients_made_by_hand_are_allowed(how):
+    """GraB, per-sample methods and torch.func make them so."""
+    model, sampler, wrapper = make(trace=[64, 32])
+    for _ in sampler:
+        for parameter in model.parameters():
+            one = torch.ones_like(parameter)
+            if how == "autograd.grad":
+                [one] = torch.autograd.grad((parameter * one).sum(), parameter)
+            with torch.no_grad():
+                if how == "copy":
+                    parameter.grad.copy_(parameter.grad + one)
+                elif how == "assign" and not wrapper._counter.substep:
+                    parameter.grad = one
+                else:
+                    parameter.grad.add_(one)
+        wrapper.step()
+    assert torch.allclose(model.weight, torch.full((1, 2), -0.2 - 0.1))
+
+
+def test_losses_may_be_passed_back_one_by_one():
+    model, sampler, wrapper = make(trace=64)
+    for _ in sampler:
+        for _ in range(2):
+            (model(torch.ones(1, 2)).sum() / 2).backward()
+        wrapper.step()
+    assert torch.allclose(model.weight, torch.full((1, 2), -0.2 * 4))
+
+
+def test_a_checkpointed_model_accumulates_several_times():
+    """Reentrant checkpointing runs backward passes inside the backward pass."""
+    model, sampler, wrapper = make(trace=64)
+    run = torch.utils.checkpoint.checkpoint
+    for _ in sampler:
+        x = torch.ones(1, 2, requires_grad=True)
+        (
+            run(model, x, use_reentrant=True) + run(model, x, use_reentrant=True)
+        ).backward()
+        wrapper.step()
+    assert torch.allclose(model.weight, torch.full((1, 2), -0.2 * 2 * 4))
+
+
+@pytest.mark.parametrize("substep", [0, 1])
+def test_a_step_without_a_backward_pass_is_an_error(substep):
+    model, _, wrapper = make(trace=64)
+    for _ in range(substep):
+        backward(model)
+        wrapper.step()
+    with pytest.raises(ValueError, match=r"Call loss.backward\(\) before every step"):
+        wrapper.step()
+    (0 * sum(p.sum() for p in model.parameters())).backward()  # as the message says
+    assert wrapper.step() == substep
+
+
+def test_a_minibatch_of_weight_zero_needs_no_backward_pass():
+    model, _, wrapper = make(trace=64, reduction="sum", cls=vbs.ConstantOptimizer)
+    assert wrapper.step(weight=0) == 0
+    with pytest.raises(ValueError, match="without backward"):
+        wrapper.step(weight=2)
+    backward(model)
+    assert wrapper.step(weight=2) == 1
+    assert wrapper.step(weight=torch.tensor(0.0)) == 0
+
+
+def test_a_model_that_is_wholly_frozen_needs_no_backward_pass():
+    model, _, wrapper = make(trace=32)
+    model.requires_grad_(False)
+    assert wrapper.step() == 1
+
+
+def test_a_hook_does_not_travel_with_a_copy_of_the_model():
+    model, _, wrapper = make(trace=32)
+    copied = copy.deepcopy(model)
+    assert pickle.loads(pickle.dumps(model)).weight.equal(copied.weight)
+    backward(copied)
+    clipped_between(copied)
+    with pytest.raises(ValueError, match="without backward"):
+        wrapper.step()
+
+
+def changed_in_the_loop(rank: int) -> list[str]:
+    """Returns what the wrapper says to a loop that clips, zeroes or forgets."""
+    found = []
+    for name in ("clip", "zero", "forget", "nothing"):
+        model = nn.Linear(2, 1).to(xla_replica.current().device)
+        sampler = vbs.CustomSampler(range(48), 48, minibatch_size=8, verbose=False)
+        wrapper = vbs.ConstantOptimizer(SGD(model.parameters(), 0.1), sampler)
+        try:
+            for minibatch in sampler:
+                if name == "zero":
+                    model.zero_grad(set_to_none=False)
+                if name != "forget":
+                    x = torch.full((8, 2), float(minibatch[0])).to(
+                        wrapper.replica.device
+                    )
+                    model(x).sum().backward()
+                if name == "clip":
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                wrapper.step()
+            found.append("no error")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_changes_in_the_loop_are_noticed_on_every_backend(backend):
+    for clip, zero, forget, nothing in backend.run(changed_in_the_loop):
+        assert "max_grad_norm=" in clip
+        assert "remove model.zero_grad()" in zero
+        assert "Call loss.backward()" in forget
+        assert nothing == "no error"
+
+
+# --- how many kernels an update takes -----------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["constant", "linear", "adascale", "adam-root"])
+def test_an_update_of_resnet_50_takes_few_kernels(rule):
+    """On the device ``meta`` nothing can be read: every read would raise."""
+    shapes = list(RESNET50_WEIGHTS.values())
+    shapes += [shape[:1] for shape in shapes for _ in range(1 + (len(shape) == 4))]
+    assert len(shapes) == 161
+    parameters = [nn.Parameter(torch.zeros(s, device="meta")) for s in shapes]
+    make = torch.optim.AdamW if rule == "adam-root" else SGD
+    inner = make(parameters, 0.1, foreach=True)
+    kernels = Kernels(inner)
+    sampler = vbs.CustomSampler(
+        range(64), [8, 16, 8, 16], minibatch_size=8, verbose=False
+    )
+    wrapper = vbs.ElasticOptimizer(
+        inner, sampler, rule, ref_batchsize=8, replica=xla_replica.LocalReplica("meta")
+    )
+    wrapper.attach(torch.optim.lr_scheduler.CosineAnnealingLR(inner, 100))
+    for index, _ in enumerate(sampler):
+        sum(parameter.sum() for parameter in parameters).backward()
+        kernels.clear()
+        with kernels:
+            updated = wrapper.step()
+        if updated and index >= 3:  # the batch size has been uploaded before
+            assert kernels.calls.total() <= 60, kernels.calls

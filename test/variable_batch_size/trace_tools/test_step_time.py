@@ -1,0 +1,174 @@
+"""The step-time model: fitted to seconds, it tells those of other steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.xla_replica.replicas import row
+
+import variable_batch_size as vbs
+import xla_replica
+from variable_batch_size.trace_tools.families import make
+from variable_batch_size.trace_tools.step_time import (
+    StepTime,
+    fit_step_time,
+    step_time_of,
+)
+
+POSITIVE = st.floats(1e-3, 10.0)
+
+
+@given(POSITIVE, POSITIVE, st.lists(st.integers(1, 20), min_size=2, max_size=9))
+def test_exact_seconds_give_the_model_back(per_update, per_substep, substeps):
+    model = StepTime(per_update, per_substep)
+    found = fit_step_time(model.seconds(np.array(substeps)), substeps)
+    if len(set(substeps)) > 1:
+        assert found == pytest.approx(model)
+    else:  # nothing tells the two apart, but these steps are told right
+        assert found.per_update == 0
+        assert found.seconds(substeps[0]) == pytest.approx(model.seconds(substeps[0]))
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(POSITIVE, st.integers(1, 20)), min_size=1, max_size=12),
+    st.data(),
+)
+def test_no_other_model_has_a_smaller_squared_error(steps, data):
+    seconds, substeps = map(np.array, zip(*steps))
+    found = fit_step_time(seconds, substeps)
+    assert min(found) >= 0
+
+    def error(model: StepTime) -> float:
+        return float(np.square(model.seconds(substeps) - seconds).sum())
+
+    other = StepTime(data.draw(st.floats(0, 10)), data.draw(st.floats(0, 10)))
+    assert error(found) <= error(other) + 1e-6
+
+
+def test_several_steps_may_be_timed_together():
+    """As where a device is waited for on logging steps alone."""
+    model = StepTime(0.5, 0.125)
+    substeps = np.array([[1, 2, 3], [4, 4, 4], [9, 1, 1]])
+    found = fit_step_time(model.seconds(substeps).sum(1), substeps.sum(1), 3)
+    assert found == pytest.approx(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([], []), "arrays of one length above 0, got shapes"),
+        (([1.0], [1, 2]), "arrays of one length above 0, got shapes"),
+        ((1.0, 1), "arrays of one length above 0, got shapes"),
+        (([1.0, np.nan], [1, 2]), "seconds must be finite and >= 0"),
+        (([1.0, -1.0], [1, 2]), "seconds must be finite and >= 0"),
+        (([1.0, 1.0], [1, 0]), "num_substeps must be finite and >= 1"),
+        (([1.0, 1.0], [1, 2], 0), "num_updates must be finite and >= 1"),
+    ],
+)
+def test_what_cannot_be_fitted_says_why(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        fit_step_time(*arguments)
+
+
+def updates(num: int, log_steps: int | None) -> pd.DataFrame:
+    """Returns lines of a log; what is timed late is told in the next logging step."""
+    substeps = 1 + np.arange(num) % 5
+    seconds = StepTime(0.5, 0.125).seconds(substeps)
+    table = {"step": np.arange(num), "batch_size": substeps * 24 - 3}
+    if log_steps is not None:
+        is_read = np.arange(num) % log_steps == 0
+        table["loss"] = np.where(is_read, 1.0, np.nan)
+        group = np.cumsum(is_read) - is_read
+        late = [seconds[group == group[n]].sum() for n in range(num)]
+        seconds = np.where(is_read, late, 0.0)
+    return pd.DataFrame({**table, "seconds": seconds})
+
+
+HEADER = {"event": "start", "step": 0, "num_replicas": 3, "minibatch_size": 8}
+
+
+@pytest.mark.parametrize("log_steps", [None, 1, 7, 61])
+def test_the_log_of_a_run_gives_its_model(log_steps):
+    table = updates(200, log_steps)
+    table.loc[:3, "seconds"] += 100  # compilation
+    run = vbs.Run(Path("run.jsonl"), table, [HEADER])
+    assert step_time_of(run) == pytest.approx((0.5, 0.125))
+
+
+def test_with_few_logging_steps_each_update_is_taken_as_it_was_timed():
+    table = updates(200, None)
+    table["loss"] = np.where(table["step"] % 150 == 0, 1.0, np.nan)
+    run = vbs.Run(Path("run.jsonl"), table, [HEADER])
+    assert step_time_of(run) == pytest.approx((0.5, 0.125))
+
+
+def test_only_the_part_since_the_last_start_counts():
+    table = updates(100, 1)
+    table.loc[:59, "seconds"] = 9.0
+    resumed = {**HEADER, "event": "resume", "step": 50}
+    run = vbs.Run(Path("run.jsonl"), table, [HEADER, resumed])
+    assert step_time_of(run) == pytest.approx((0.5, 0.125))
+    with pytest.raises(
+        ValueError, match=r"run.jsonl: no update is left after 50 since"
+    ):
+        step_time_of(run, num_warm_up=50)
+    for bad in (
+        vbs.Run(run.path, table, []),
+        vbs.Run(run.path, table[["step"]], [HEADER]),
+    ):
+        with pytest.raises(
+            ValueError, match=r"run.jsonl: a step time needs a log of vb"
+        ):
+            step_time_of(bad)
+
+
+def timed_run(rank: int, path: Path, num_steps: int) -> None:
+    """Trains on a random walk of batch sizes, with a log."""
+    replica = xla_replica.current()
+    trace = make(
+        "random-walk", steps=num_steps, first=256, least=32, most=1024,
+        multiple_of=32, spread=0.5, seed=0,
+    )  # fmt: skip
+    sizes = [784, 1024, 1024, 10]
+    layers = [torch.nn.Linear(n, m) for n, m in itertools.pairwise(sizes)]
+    model = torch.nn.Sequential(*layers).to(replica.device)
+    sampler = vbs.CustomSampler(
+        dataset_size=int(trace.batchsize.sum()), trace=trace, minibatch_size=32
+    )
+    optimizer = vbs.LinearRuleOptimizer(
+        torch.optim.SGD(model.parameters(), 1e-4), sampler, 256
+    )
+    log = vbs.RunLog(path, optimizer, log_steps=5)
+    optimizer.attach(log)
+    batch = replica.send(torch.randn(32, 784))
+    optimizer.set_epoch(0)
+    for _ in sampler:
+        loss = model(batch).square().mean()
+        loss.backward()
+        log.add(loss)
+        optimizer.step()
+    log.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [row("cpu", 1), row("cpu", 2), row("xla", 2)])
+def test_one_half_of_a_run_tells_the_seconds_of_the_other(backend, tmp_path):
+    path, num_steps = tmp_path / "run.jsonl", 200
+    backend.run(timed_run, path, num_steps, timeout=300)
+    run = vbs.read_run(path)
+    # Every other block of 20 updates, so that what else the machine does is in both.
+    is_first = (run.updates["step"] - 1) // 20 % 2 == 0
+    first, second = run.updates[is_first], run.updates[~is_first]
+    model = step_time_of(dataclasses.replace(run, updates=first))
+    substeps = -(-(second["batch_size"] // 32) // backend.num_replicas)
+    error = model.seconds(substeps).sum() / second["seconds"].sum() - 1
+    assert abs(error) < 0.15, (model, error)

@@ -1,0 +1,229 @@
+"""A simulated run has the steps, samples and learning rates of the real one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.variable_batch_size.elastic import Case, batches
+from support.xla_replica.replicas import HAS_XLA, row
+
+import variable_batch_size as vbs
+import xla_replica
+from variable_batch_size.data.schedule import Schedule
+from variable_batch_size.gradient_noise import gain
+from variable_batch_size.trace_tools.availability import Availability
+from variable_batch_size.trace_tools.conversion import POLICIES, convert_rows
+from variable_batch_size.trace_tools.simulation import (
+    epoch_table,
+    gain_at,
+    simulate,
+    totals,
+)
+from variable_batch_size.trace_tools.step_time import StepTime
+from variable_batch_size.trace_tools.summary import check, stats
+from variable_batch_size.traces.batch_trace import Trace
+
+TRACE = (4, 8, 12, 32, 64, 40, 20, 4)
+EVERY, GAMMA = 100, 0.5  # of the scheduler, in samples
+RULES = {
+    "constant": "sgd", "linear": "sgd", "linear-momentum": "sgd", "root": "adam",
+    "power:0.75": "sgd", "adam-root": "adam", "adam-half-life": "adam",
+}  # fmt: skip
+
+
+def schedule_of(case: Case) -> Schedule:
+    trace = Trace(case.trace)
+    return Schedule(trace, case.num_samples, case.minibatch_size, "cycle")
+
+
+def real_runs(rank: int, case: Case) -> dict[str, Any]:
+    """Trains one parameter under every rule, as a user writes it."""
+    replica = xla_replica.current()
+    runs = {}
+    for rule, name in RULES.items():
+        weight = torch.nn.Parameter(torch.ones(2, device=replica.device))
+        inner = {
+            "sgd": lambda ps: torch.optim.SGD(ps, case.lr, momentum=0.5),
+            "adam": lambda ps: torch.optim.Adam(ps, case.lr),
+        }[name]([weight])
+        sampler = vbs.CustomSampler(
+            range(case.num_samples),
+            case.trace,
+            minibatch_size=case.minibatch_size,
+            on_end="cycle",
+        )
+        optimizer = vbs.ElasticOptimizer(inner, sampler, rule, case.ref_batchsize)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, GAMMA)
+        updates: list[vbs.Update] = []
+        optimizer.attach(scheduler, unit="samples", every=EVERY)
+        optimizer.attach(updates.append)
+        for epoch in range(case.epochs):
+            sampler.set_epoch(epoch)
+            optimizer.set_epoch(epoch)
+            for _ in sampler:
+                weight.square().sum().backward()
+                optimizer.step()
+        told = [(u.epoch, u.step, u.batch_size, u.lr[0]) for u in updates]
+        runs[rule] = (told, sampler.num_yielded)
+    return runs
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [row("cpu", 2, slow=HAS_XLA), row("cpu", 3, slow=True), row("xla", 2)],
+)
+def test_it_is_the_run_that_replicas_make(backend):
+    case = Case(TRACE, epochs=4, lr=0.125)
+    runs = backend.run(real_runs, case)
+    devices = backend.num_replicas
+    for rule in RULES:
+        steps = simulate(
+            schedule_of(case),
+            case.epochs,
+            rule=rule,
+            ref_batchsize=case.ref_batchsize,
+            lr=lambda samples: case.lr * GAMMA ** (samples // EVERY),
+            devices=devices,
+        )
+        columns = ["epoch", "step", "batch_size", "lr"]
+        found = [*steps[columns].itertuples(index=False, name=None)]
+        assert found == runs[0][rule][0]
+        assert found == runs[-1][rule][0]
+        substeps = [run[rule][1] for run in runs]
+        assert substeps[0] == steps["num_substeps"].sum()
+        idle = sum(substeps[0] - others for others in substeps)
+        assert idle == steps["idle_substeps"].sum()
+    counted = check(schedule_of(case), devices, case.epochs)
+    assert counted["idle replica-substeps"] == idle
+    assert counted["steps"] == len(found)
+    assert counted["samples"] == sum(size for _, _, size, _ in found)
+    assert steps["samples"].iloc[-1] == counted["samples"]
+
+
+def test_epochs_are_those_of_an_obvious_loop():
+    case = Case(TRACE, epochs=5)
+    expected = [(epoch, len(rows)) for epoch, rows in batches(case)]
+    steps = simulate(schedule_of(case), case.epochs)
+    assert [*zip(steps["epoch"], steps["batch_size"])] == expected
+    table = epoch_table(schedule_of(case), case.epochs)
+    used = [sum(size for e, size in expected if e == n) for n in range(case.epochs)]
+    assert table["samples"].tolist() == used
+    assert table["dropped_samples"].tolist() == [case.num_samples - n for n in used]
+
+
+def test_padded_steps_have_the_samples_of_the_trace():
+    schedule = Schedule(Trace([10, 25, 13]), 60, 10, pad_minibatches=True)
+    steps = simulate(schedule, rule="linear", ref_batchsize=10, devices=2)
+    assert steps["batch_size"].tolist() == [10, 25, 13]
+    assert steps["samples"].tolist() == [10, 35, 48]
+    assert steps["lr"].tolist() == [1.0, 2.5, 1.3]
+    assert steps["num_substeps"].tolist() == [1, 2, 1]
+    assert epoch_table(schedule)["samples"].tolist() == [48]
+    assert check(schedule, 2)["samples of padding"] == 5 + 7
+
+
+def test_the_end_of_the_trace_is_not_a_dropped_sample():
+    """40 + 40 of 100 samples, 40 + 60, and then the trace ends after 20."""
+    schedule = Schedule(Trace([40, 40, 40, 60, 20]), 100, 20)
+    counted = check(schedule, 4, seconds_per_substep=0.5)
+    assert counted["epochs"] == 3
+    assert counted["dropped samples"] == 20
+    assert counted["dropped samples in per cent"] == 10
+    assert counted["samples of the last epoch after the trace's end"] == 80
+    assert counted["idle replica-substeps"] == 2 + 2 + 2 + 1 + 3
+    assert counted["idle replica-seconds"] == 5
+    assert counted["steps with a replica that is idle throughout"] == 5
+    first = check(schedule, 1, num_epochs=1)
+    assert first["steps of the trace that are not used"] == 3
+    assert first["dropped samples"] == 20
+    assert first["idle replica-substeps"] == 0
+
+
+def test_stats_are_those_of_the_numbers():
+    told = stats(Trace([64, 96, 96, 32]))
+    assert told["largest minibatch size"] == 32
+    assert (told["steps"], told["samples"], told["changes"]) == (4, 288, 2)
+    assert (told["mean batch size"], told["median batch size"]) == (72, 80)
+
+
+@pytest.mark.parametrize("noise", [0.0, 3.0, 500.0, np.inf])
+def test_the_gain_is_that_of_the_estimators(noise):
+    ratios = np.array([0.25, 1.0, 4.0, 16.0])
+    statistics = torch.tensor([[noise], [1.0], [1.0]], dtype=torch.float64)
+    if noise == np.inf:
+        statistics = torch.tensor([[1.0], [0.0], [1.0]], dtype=torch.float64)
+    expected = [gain(statistics, torch.tensor([r]).double(), 8).item() for r in ratios]
+    found = gain_at(np.full(4, noise), ratios, 8)
+    assert found.tolist() == pytest.approx(expected)
+
+
+def test_progress_follows_the_noise_scale():
+    """AdaScale's learning rate is the reference's times the gain."""
+    schedule = Schedule(Trace([8, 16, 32]), 56, 8)
+    noise = lambda samples: np.where(samples < 24, 8.0, 24.0)  # noqa: E731
+    steps = simulate(
+        schedule, rule="adascale", ref_batchsize=8, lr=0.5, noise_scale=noise
+    )
+    gains = [1, 2 * 16 / 24, 4 * 32 / 56]
+    assert steps["gain"].tolist() == pytest.approx(gains)
+    assert steps["progress"].tolist() == pytest.approx(np.cumsum(gains))
+    assert steps["lr"].tolist() == pytest.approx([0.5 * g for g in gains])
+    assert totals(steps)["progress in steps at the reference"] == pytest.approx(
+        sum(gains)
+    )
+
+
+def test_time_and_cost_with_and_without_restarts():
+    """Steps of 2, 2 and 1 devices: two starts, of which one is a restart."""
+    log = Availability(np.array([0.0, 1.0, 2.0, 3.0]), np.array([2, 2, 1, 0]))
+    table = convert_rows(log, POLICIES["fixed"](batch_size=40))
+    schedule = Schedule(Trace(table), 120, 10)
+    step_time = StepTime(per_update=1.0, per_substep=2.0)
+    steps = simulate(schedule, devices=table["devices"].to_numpy(), step_time=step_time)
+    assert steps["num_substeps"].tolist() == [2, 2, 4]
+    assert steps["seconds"].tolist() == [5, 5, 9]
+    told = totals(
+        steps, restart_seconds=30, compile_seconds=7, price=3.6, step_time=step_time
+    )
+    assert told["restarts"] == 1
+    without, also = "without restarts and compiling", "with restarts and compiling"
+    assert told[f"hours {without}"] * 3600 == pytest.approx(19)
+    assert told[f"device-hours {without}"] * 3600 == pytest.approx(2 * 10 + 9)
+    assert told[f"cost {without}"] * 1000 == pytest.approx(29)
+    assert told[f"hours {also}"] * 3600 == pytest.approx(19 + 7 + 30 + 7)
+    assert told[f"cost {also}"] * 1000 == pytest.approx(29 + 2 * 7 + 30 + 7)
+
+
+def test_devices_of_rows_are_followed_round_the_trace():
+    for on_end, expected in {"cycle": [1, 2, 1, 2], "hold": [1, 2, 2, 2]}.items():
+        schedule = Schedule(Trace([10, 10]), 20, 10, on_end)
+        steps = simulate(schedule, 2, devices=np.array([1, 2]))
+        assert steps["devices"].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rule": "linear"}, "rule 'linear' needs ref_batchsize, got None"),
+        ({"noise_scale": 9.0}, "noise_scale needs ref_batchsize, got None"),
+        ({"rule": "adascale", "ref_batchsize": 8}, "measures the gradients: pass noi"),
+        ({"rule": "adam-root", "ref_batchsize": 1}, "adam-root"),
+        ({"rule": "cubic"}, "rule='cubic' is unknown"),
+        ({"devices": 0}, "devices must be an integer >= 1, got 0"),
+        ({"devices": np.array([1])}, "for each of the 2 rows of the list"),
+        ({"lr": lambda samples: -samples}, "lr must give a number >= 0 for each of 2"),
+        ({"num_epochs": 0}, "num_epochs must be an integer >= 1, got 0"),
+    ],
+)
+def test_what_cannot_be_simulated_says_why(options, message):
+    with pytest.raises(ValueError, match=message):
+        simulate(Schedule(Trace([16, 32]), 48, 8), **options)
+
+
+def test_a_trace_without_end_needs_a_number_of_epochs():
+    with pytest.raises(ValueError, match="has no end with on_end='hold': num_epochs"):
+        simulate(Schedule(Trace(16), 48, 8))
+    assert len(simulate(Schedule(Trace(16), 48, 8), 2)) == 6

@@ -1,0 +1,387 @@
+"""`Trace` reads every sensible source; an error says what is wrong with the others."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.data.schedule import Schedule
+from variable_batch_size.traces.batch_trace import Trace, TraceError, TraceWarning
+from variable_batch_size.traces.trace_csv import integer_in
+
+
+def write(folder: Path, content: str | bytes) -> Path:
+    path = folder / "trace.csv"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+GOOD = {
+    "plain": "step,batchsize\n0,64\n1,96\n",
+    "leading spaces": " step,batchsize\n 0, 64\n 1, 96\n",
+    "space before the header": "step, batchsize\n0,64\n1,96",
+    "CRLF": "step,batchsize\r\n0,64\r\n1,96\r\n",
+    "old Mac line ends": "step,batchsize\r0,64\r1,96\r",
+    "byte order mark": b"\xef\xbb\xbfstep,batchsize\n0,64\n1,96\n",
+    "no final newline": "step,batchsize\n0,64\n1,96",
+    "blank lines": "\n\nstep,batchsize\n\n0,64\n  \n1,96\n\n",
+    "extra and reordered columns": "note,batchsize,step\nx,64,0\ny,96,1\n",
+    "quoted extra column": 'step,batchsize,note\n0,64,"a, b"\n1,96,"c"\n',
+    "no step column": "batchsize\n64\n96\n",
+    "floats": "step,batchsize\n0,64.0\n1,9.6e1\n",
+    "quoted numbers": 'step,batchsize\n0,"64"\n1,"96"\n',
+    "plus signs": "step,batchsize\n0,+64\n1,+96\n",
+}
+
+
+@pytest.mark.parametrize("content", GOOD.values(), ids=GOOD)
+def test_good_files_are_read(tmp_path, content):
+    path = write(tmp_path, content)
+    for source in (path, str(path)):
+        assert Trace(source).batch_sizes.tolist() == [64, 96]
+    with open(path, "rb") as binary, open(path, encoding="utf-8", newline="") as text:
+        assert Trace(binary).batch_sizes.tolist() == [64, 96]
+        assert Trace(text).batch_sizes.tolist() == [64, 96]
+
+
+# The content, and a part of the message. Lines are physical and count from 1.
+BAD = {
+    "blank cell": (
+        "step,batchsize\n0,64\n1,\n",
+        "line 3, batchsize: missing batchsize",
+    ),
+    "short row": ("step,batchsize\n0,64\n1\n", "line 3, batchsize: missing batchsize"),
+    "fraction": ("step,batchsize\n0,64.5\n", "line 2, batchsize: '64.5' is not an int"),
+    "text": ("step,batchsize\n0,abc\n", "line 2, batchsize: 'abc' is not an integer"),
+    "nan": ("step,batchsize\n0,nan\n", "line 2, batchsize: 'nan' is not an integer"),
+    "inf": ("step,batchsize\n0,inf\n", "line 2, batchsize: 'inf' is not an integer"),
+    "underscore": ("step,batchsize\n0,1_0\n", "line 2, batchsize: '1_0' is not an int"),
+    "boolean": ("step,batchsize\n0,True\n", "line 2, batchsize: 'True' is not an int"),
+    "thousands": ('step,batchsize\n0,"1,024"\n', "'1,024' is not an integer"),
+    "bare thousands": ("step,batchsize\n0,1,024\n", "line 2: 3 cells under 2 columns"),
+    "negative": ("step,batchsize\n0,64\n1,-32\n", "line 3, batchsize: -32 must be > 0"),
+    "zero": ("step,batchsize\n\n\n0,0\n", "line 4, batchsize: 0 must be > 0"),
+    "huge": (f"batchsize\n{2**70}\n", "is too large"),
+    "other columns": ("step,size\n0,64\n", "found none; columns are ['step', 'size']"),
+    "no header": ("0,64\n1,96\n", "seems to lack its header 'step,batchsize'"),
+    "twice": ("batchsize,batchsize\n64,96\n", "found several"),
+    "empty": ("", "no steps; the file is empty"),
+    "blank": (" \n\n", "no steps; the file is empty"),
+    "header only": ("step,batchsize\n", "no steps; a trace needs at least one row"),
+    "not text": (b"\xff\xfe\x00", "not UTF-8 text"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), BAD.values(), ids=BAD)
+def test_bad_files_say_where_and_why(tmp_path, content, message):
+    path = write(tmp_path, content)
+    with pytest.raises(TraceError) as caught:
+        Trace(path)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(str(path))
+
+
+@pytest.mark.parametrize("content", ["5,64\n2,64\n", "0,64\n2,64\n", "9,64\n9,64\n"])
+def test_steps_out_of_order_warn_or_raise(tmp_path, content):
+    path = write(tmp_path, "step,batchsize\n" + content)
+    with pytest.warns(TraceWarning, match="line 3, step: "):
+        trace = Trace(path)
+    assert trace.batch_sizes.tolist() == [64, 64]
+    for source in (path, trace):
+        with pytest.raises(TraceError, match="line 3, step: "):
+            Trace(source, strict_steps=True)
+
+
+def test_a_step_that_is_not_a_number_warns(tmp_path):
+    path = write(tmp_path, "step,batchsize\n0,64\nx,64\n")
+    with pytest.warns(TraceWarning, match="a cell that is not a number follows 0"):
+        Trace(path)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        [64, 96],
+        (64, 96),
+        range(64, 97, 32),
+        np.array([64, 96]),
+        np.array([64, 96], dtype=np.uint16),
+        np.array([64.0, 96.0]),
+        [np.int64(64), 96.0],
+        torch.tensor([64, 96]),
+        torch.tensor([64, 96], dtype=torch.bfloat16, requires_grad=True),
+        pd.Series([64, 96]),
+        pd.DataFrame({"step": [0, 1], " batchsize ": [64, 96], "x": ["a", "b"]}),
+        pd.DataFrame({"batchsize": [64.0, 96.0]}),
+        io.StringIO("batchsize\n64\n96\n"),
+        Trace([64, 96]),
+    ],
+    ids=lambda source: type(source).__name__,
+)
+def test_sources_in_memory(source):
+    trace = Trace(source)
+    assert trace.batch_sizes.tolist() == [64, 96]
+    assert trace.batch_sizes.dtype == np.int64
+    assert not trace.endless
+    assert len(trace) == 2
+
+
+@pytest.mark.parametrize("source", [64, np.int64(64)])
+def test_a_number_is_an_endless_trace(source):
+    assert Trace(source).endless
+    assert Trace(source).batch_sizes.tolist() == [64]
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        (True, TypeError, "trace=True of type bool"),
+        (None, TypeError, "of type NoneType"),
+        (6.4, TypeError, "of type float"),
+        (b"64", TypeError, "of type bytes"),
+        (0, ValueError, "0 must be > 0"),
+        (-1, ValueError, "-1 must be > 0"),
+        ("nofile.csv", FileNotFoundError, "nofile.csv"),
+        ([], TraceError, "the list: no steps"),
+        ([64, 0], TraceError, "the list, element 1, batchsize: 0 must be > 0"),
+        ([64, True], TraceError, "element 1, batchsize: True is not an integer"),
+        (["64"], TraceError, "element 0, batchsize: '64' is not an integer"),
+        ([64, None], TraceError, "element 1, batchsize: None is not an integer"),
+        ((64, 0.5), TraceError, "the tuple, element 1, batchsize: 0.5 is not an int"),
+        (np.array([64.5]), TraceError, "element 0, batchsize: 64.5 is not an integer"),
+        (np.array([np.nan]), TraceError, "element 0, batchsize: nan is not an integer"),
+        (torch.tensor([64, 0]), TraceError, "the Tensor, element 1, batchsize: 0 must"),
+        (torch.tensor([True]), TraceError, "element 0, batchsize: True is not an int"),
+        (torch.ones(2, 2), TraceError, "needs one dimension, has shape (2, 2)"),
+        (torch.tensor(64), TraceError, "needs one dimension, has shape ()"),
+        (np.ones((2, 2), int), TraceError, "needs one dimension, has shape (2, 2)"),
+        (pd.DataFrame({"size": [64]}), TraceError, "columns are ['size']"),
+        (pd.DataFrame({"batchsize": [64, None]}), TraceError, "element 1, batchsize"),
+    ],
+    ids=repr,
+)
+def test_bad_sources_in_memory(source, error, message):
+    with pytest.raises(error) as caught:
+        Trace(source)
+    assert message in str(caught.value)
+
+
+def test_errors_of_the_schedule_name_the_physical_line(tmp_path):
+    path = write(tmp_path, "step,batchsize\n\n0,64\n\n1,40\n2,512\n")
+    with pytest.raises(
+        TraceError, match=r"trace.csv, line 5: batch size 40 is not a m"
+    ):
+        Schedule(Trace(path), 256, 32)
+    path = write(tmp_path, "step,batchsize\n0,64\n1,512\n")
+    with pytest.raises(TraceError, match=r"line 3: batch size 512 exceeds epoch cap"):
+        Schedule(Trace(path), 256, 32)
+
+
+CELLS = st.one_of(
+    st.integers(-3, 10**6).map(str),
+    st.floats(allow_nan=True).map(repr),
+    st.sampled_from(["", " ", "abc", "1e3", "+5", "0x10", "1.0", '"7"', "1_0", "٣"]),
+)
+
+
+def read_row_by_row(text: str) -> list[int]:
+    """Returns the batch sizes as the csv module reads them, one row at a time."""
+    header, *rows = csv.reader(io.StringIO(text), skipinitialspace=True)
+    column = header.index("batchsize")
+    sizes = [integer_in(row[column]) for row in rows if any(map(str.strip, row))]
+    if not sizes or min(sizes) <= 0 or max(sizes) >= 2**62:
+        raise ValueError
+    return sizes
+
+
+@settings(deadline=None)  # a busy machine may be slow
+@given(st.lists(CELLS, max_size=6), st.booleans())
+def test_files_are_read_as_the_csv_module_reads_them(cells, with_steps):
+    """Whole columns are read at once; odd cells give the same result or an error."""
+    header = "step,batchsize" if with_steps else "batchsize"
+    rows = [f"{n},{cell}" if with_steps else cell for n, cell in enumerate(cells)]
+    text = "\n".join([header, *rows]) + "\n"
+    try:
+        expected = read_row_by_row(text)
+    except ValueError:
+        with pytest.raises(TraceError):
+            Trace(io.StringIO(text))
+    else:
+        assert Trace(io.StringIO(text)).batch_sizes.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('batchsize,note\n64,"two\nlines"\n-1,x\n', "line 4, batchsize: -1 must be"),
+        ('batchsize,note\n64,"two\nlines"\n1,x,\n', "line 4: 3 cells under 2 col"),
+        ('\nbatchsize\n64\n"96\n', "not CSV text (Error tokenizing data"),
+    ],
+)
+def test_lines_are_counted_through_quoted_cells(content, message):
+    with pytest.raises(TraceError) as caught:
+        Trace(io.StringIO(content))
+    assert message in str(caught.value)
+
+
+def thresholds(rows: list[tuple[int, int]], unit: str = "samples") -> Trace:
+    text = f"{unit},batchsize\n" + "".join(f"{start},{size}\n" for start, size in rows)
+    return Trace(io.StringIO(text), tokens_per_sample=10 if unit == "tokens" else None)
+
+
+def unrolled_by_hand(rows: list[tuple[int, int]], num_steps: int) -> list[int]:
+    """Returns the first batch sizes: each that of the last row that has begun."""
+    sizes, used = [], 0
+    for _ in range(num_steps):
+        sizes.append([size for start, size in rows if start <= used][-1])
+        used += sizes[-1]
+    return sizes
+
+
+ROWS = st.lists(st.integers(1, 300), max_size=5, unique=True).flatmap(
+    lambda starts: st.lists(
+        st.integers(1, 40), min_size=len(starts) + 1, max_size=len(starts) + 1
+    ).map(lambda sizes: list(zip([0, *sorted(starts)], sizes)))
+)
+
+
+@pytest.mark.filterwarnings("ignore::variable_batch_size.TraceWarning")
+@settings(deadline=None)
+@given(ROWS)
+def test_thresholds_are_unrolled_to_the_step(rows):
+    trace = thresholds(rows)
+    expected = unrolled_by_hand(rows, len(trace) + 5)
+    assert trace.endless
+    assert trace.batch_sizes.tolist() == expected[: len(trace)]
+    assert set(expected[len(trace) - 1 :]) == {rows[-1][1]}
+    begun = np.cumsum([0, *expected])  # the last row's first step is the last one
+    assert begun[len(trace) - 1] >= rows[-1][0]
+    assert len(trace) == 1 or begun[len(trace) - 2] < rows[-1][0]
+    schedule = Schedule(trace, 1000, 1)
+    assert schedule.num_epochs == np.inf
+    sizes = [schedule.plan(e, 1).num_minibatches for e in range(3)]
+    sizes = np.concatenate(sizes).tolist()
+    assert sizes == unrolled_by_hand(rows, len(sizes))
+
+
+@pytest.mark.filterwarnings("ignore::variable_batch_size.TraceWarning")
+@settings(deadline=None)
+@given(ROWS, st.integers(0, 9))
+def test_thresholds_in_tokens_are_those_in_samples(rows, fraction):
+    """With 10 tokens in a sample, 91 to 100 tokens are reached with the tenth."""
+    tokens = [(max(10 * start - fraction, 0), size) for start, size in rows]
+    found, expected = thresholds(tokens, "tokens"), thresholds(rows)
+    assert found.batch_sizes.tolist() == expected.batch_sizes.tolist()
+    assert found.endless
+
+
+@pytest.mark.parametrize("unit", ["samples", "tokens"])
+def test_a_sampler_runs_thresholds_as_it_runs_their_steps(unit):
+    per_sample = 1 if unit == "samples" else 10
+    rows = [(start * per_sample, size) for start, size in [(0, 8), (30, 4), (70, 12)]]
+    steps = [8] * 4 + [4] * 10 + [12]
+
+    def sampler(trace: Trace, on_end: str = "stop") -> CustomSampler:
+        return CustomSampler(
+            range(50), trace, num_replicas=2, rank=0, minibatch_size=4, on_end=on_end
+        )
+
+    trace = thresholds(rows, unit)
+    assert trace.batch_sizes.tolist() == steps
+    found, expected = sampler(trace), sampler(Trace(steps), "hold")
+    for epoch in range(6):
+        found.set_epoch(epoch)
+        expected.set_epoch(epoch)
+        assert list(found) == list(expected)
+        assert len(found.plan.num_minibatches)
+    found.commit(1, 2)
+    state = found.state_dict()
+    expected.load_state_dict(state)  # the same run, so it may be resumed
+    assert expected.fingerprint() == found.fingerprint()
+    assert expected.cursor == (1, 2)
+    for other in (sampler(Trace(steps)), sampler(Trace([*steps, 12]), "hold")):
+        with pytest.raises(ValueError, match="is of another run"):
+            other.load_state_dict(state)
+
+
+BAD_THRESHOLDS = {
+    "first": ("samples,batchsize\n5,64\n", "line 2, samples: 5 must be 0: "),
+    "order": (
+        "samples,batchsize\n0,64\n9,64\n9,32\n",
+        "line 4, samples: 9 must be > 9",
+    ),
+    "negative": (
+        "samples,batchsize\n0,64\n-9,32\n",
+        "line 3, samples: -9 must be >= 0; it is the samples after which the row holds",
+    ),
+    "fraction": (
+        "batchsize,tokens\n64,0\n\n64,0.5\n",
+        "line 4, tokens: '0.5' is not an integer; allowed are integers >= 0",
+    ),
+    "blank": ("samples,batchsize\n,64\n", "line 2, samples: missing samples: "),
+    "suffix": ("tokens,batchsize\n0,6\n1B,9\n", "line 3, tokens: '1B' is not an int"),
+    "huge": (f"tokens,batchsize\n0,6\n{2**63},9\n", "line 3, tokens"),
+    "size": ("samples,batchsize\n0,64\n9,0\n", "line 3, batchsize: 0 must be > 0"),
+    "two units": ("samples,tokens,batchsize\n0,0,64\n", "rows count one unit"),
+    "per sample": ("tokens,batchsize\n0,64\n", "vbs.Trace(source, tokens_per_sample="),
+    "too many": (
+        f"samples,batchsize\n0,1\n{2**40},2\n",
+        f"{2**40 + 1} steps lead to the last row",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), BAD_THRESHOLDS.values(), ids=BAD_THRESHOLDS
+)
+def test_bad_thresholds_say_where_and_why(tmp_path, content, message):
+    path = write(tmp_path, content)
+    with pytest.raises(TraceError) as caught:
+        Trace(path, tokens_per_sample=None if "per_sample" in message else 8)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_a_row_that_no_step_uses_warns(tmp_path):
+    path = write(tmp_path, "samples,batchsize\n0,64\n10,32\n20,96\n")
+    with pytest.warns(TraceWarning, match="line 3, batchsize: 32 is not used"):
+        trace = Trace(path)
+    assert trace.batch_sizes.tolist() == [64, 96]
+    with pytest.raises(TraceError, match="line 4: batch size 96 is not a multiple"):
+        Schedule(trace, 256, 64)
+
+
+def test_errors_of_the_schedule_name_the_line_of_a_threshold():
+    table = pd.DataFrame({"samples": [0, 100, 300], "batchsize": [32, 40, 64]})
+    with pytest.raises(TraceError, match="DataFrame, element 1: batch size 40 is not"):
+        Schedule(Trace(table), 256, 32)
+
+
+def test_where_there_are_steps_samples_and_tokens_are_columns_like_others(tmp_path):
+    path = write(tmp_path, "step,samples,tokens,batchsize\n0,7,,64\n1,7,x,96\n")
+    assert Trace(path).batch_sizes.tolist() == [64, 96]
+    assert not Trace(path).endless
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+def test_tokens_per_sample_is_a_positive_integer(value):
+    with pytest.raises((TypeError, ValueError), match="tokens_per_sample must be"):
+        Trace([64], tokens_per_sample=value)
+
+
+def test_the_shipped_trace_is_good():
+    path = Path(__file__).resolve().parents[2] / "variable_trace.csv"
+    trace = Trace(path, strict_steps=True)
+    assert (
+        np.diff(trace.batch_sizes) != 0
+    ).all()  # the batch size changes at every step
+    Schedule(trace, 1437, 32)  # it fits scikit-learn's digits

@@ -1,0 +1,396 @@
+"""Gradients are summed during the backward pass, and nobody can tell but by the time.
+
+All gradients are integers, so that no sum is rounded, and runs are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.kernels import Kernels
+from support.xla_replica.replicas import Backend, row
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import variable_batch_size as vbs
+import xla_replica
+from xla_replica.backends import overlapped_sum
+
+SHAPES = [(4, 3), (5,), (), (2, 3, 2, 2), (7,), (3, 3)]
+ELASTIC = (6, 2, 18, 12, 4, 10, 2, 6)
+ALL_BUSY = (10, 20, 16, 10, 20, 10)
+
+
+@dataclasses.dataclass
+class Loop:
+    """What a scenario may look at and change."""
+
+    parameters: list[nn.Parameter]
+    optimizer: vbs.ElasticOptimizer
+    rank: int
+    num_updates: int = 0
+    seen: list[Any] = dataclasses.field(default_factory=list)
+
+    def loss(self, x: torch.Tensor, used: list[int] | None = None) -> torch.Tensor:
+        """Returns one whose gradients are small integers, and depend on everything."""
+        total = torch.zeros(())
+        for index in range(len(self.parameters)) if used is None else used:
+            parameter = self.parameters[index]
+            factors = (parameter.detach() * 16).round() % 5 + (index + 1) * x
+            total = total + (factors * parameter).sum().float()
+        return total
+
+
+def backward(loop: Loop, x: torch.Tensor) -> None:
+    loop.loss(x).backward()
+
+
+def differs_between_replicas_and_steps(loop: Loop, x: torch.Tensor) -> None:
+    which = loop.num_updates + loop.rank
+    loop.loss(x, [i for i in range(6) if (i + which) % 3]).backward()
+
+
+def one_by_one(loop: Loop, x: torch.Tensor) -> None:
+    for index in (3, 1, 3, 0, 5, 1):
+        loop.loss(x, [index]).backward()
+
+
+def in_two_parts(loop: Loop, x: torch.Tensor) -> None:
+    """Each parameter is still in one of them only."""
+    loop.loss(x, [0, 2, 4]).backward()
+    loop.loss(x, [5, 3, 1]).backward()
+
+
+def other_order(loop: Loop, x: torch.Tensor) -> None:
+    order = list(range(6)) if (loop.rank + loop.num_updates) % 2 else [3, 0, 5, 2, 4, 1]
+    loop.loss(x, order).backward()
+
+
+def zeroed_before(loop: Loop, x: torch.Tensor) -> None:
+    if not loop.optimizer._counter.substep:
+        for parameter in loop.parameters:
+            parameter.grad = (
+                None
+                if loop.num_updates % 2
+                else torch.zeros(parameter.shape, dtype=parameter.dtype)
+            )
+    backward(loop, x)
+
+
+def freezes_in_the_loop(loop: Loop, x: torch.Tensor) -> None:
+    if not loop.optimizer._counter.substep:
+        loop.parameters[1].requires_grad_(loop.num_updates not in (2, 3))
+        loop.parameters[5].requires_grad_(loop.num_updates % 2 == 0)
+    backward(loop, x)
+
+
+def by_hand(loop: Loop, x: torch.Tensor) -> None:
+    """Every other step has gradients that no backward pass has made."""
+    if loop.num_updates % 2:
+        backward(loop, x)
+        return
+    for parameter in loop.parameters:
+        more = torch.full_like(parameter, float(x))
+        if loop.optimizer._counter.substep:
+            parameter.grad.add_(more)
+        else:
+            parameter.grad = more
+
+
+def sparse(loop: Loop, x: torch.Tensor) -> None:
+    rows = F.embedding(torch.tensor([1, 3, 1]), loop.parameters[0], sparse=True)
+    (loop.loss(x, [1, 2, 3, 4, 5]) + (x + 1) * rows.sum()).backward()
+
+
+def freeze_some(loop: Loop) -> None:
+    def after(update: vbs.Update) -> None:
+        for index, parameter in enumerate(loop.parameters):
+            parameter.requires_grad_((update.step + index) % 4 != 0)
+
+    loop.optimizer.attach(after)
+
+
+def look_at_gradients(loop: Loop) -> None:
+    """A gradient hook changes them; hooks after the accumulation look at them."""
+    loop.parameters[3].register_hook(lambda gradient: 2 * gradient)
+    for index in (1, 3, 5):
+        loop.parameters[index].register_post_accumulate_grad_hook(
+            lambda parameter: loop.seen.append(parameter.grad.clone())
+        )
+
+
+def add_a_group(loop: Loop) -> None:
+    def after(update: vbs.Update) -> None:
+        if update.step == 2:
+            late = nn.Parameter(torch.zeros(3))
+            loop.parameters.append(late)
+            loop.optimizer.add_param_group({"params": [late]})
+
+    loop.optimizer.attach(after)
+
+
+def fail_once(loop: Loop) -> None:
+    """The third update fails, before the sum and on every replica."""
+    step, prepare = loop.optimizer.step, loop.optimizer._programs.scaling.prepare
+    num_calls = iter(range(100))
+
+    def prepare_twice(*args):
+        if next(num_calls) == 2:
+            raise OverflowError
+        return prepare(*args)
+
+    def caught_step() -> None:
+        with contextlib.suppress(OverflowError):
+            step()
+
+    loop.optimizer._programs.scaling.prepare = prepare_twice
+    loop.optimizer.step = caught_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    run: Callable[[Loop, torch.Tensor], None] = backward
+    prepare: Callable[[Loop], None] | None = None
+    trace: tuple[int, ...] = ELASTIC
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    weighted: bool = False
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+SCENARIOS = {
+    "plain": Scenario(),
+    "no idle replicas": Scenario(trace=ALL_BUSY),
+    "clipped": Scenario(options={"max_grad_norm": 0.5}),
+    "adascale": Scenario(options={"rule": "adascale", "ref_batchsize": 4}),
+    "token weights": Scenario(weighted=True, options={"reduction": "sum"}),
+    "several dtypes": Scenario(
+        dtypes=(torch.float64, torch.bfloat16, torch.float16, torch.float32)
+    ),
+    "bfloat16": Scenario(dtypes=(torch.bfloat16,)),
+    "differs": Scenario(differs_between_replicas_and_steps),
+    "differs, no idle replicas": Scenario(
+        differs_between_replicas_and_steps, trace=ALL_BUSY
+    ),
+    "one by one": Scenario(one_by_one),
+    "in two parts": Scenario(in_two_parts),
+    "other order": Scenario(other_order),
+    "zeroed before": Scenario(zeroed_before),
+    "freezes in the loop": Scenario(freezes_in_the_loop, trace=ALL_BUSY),
+    "by hand": Scenario(by_hand),
+    "sparse": Scenario(sparse),
+    "an update fails": Scenario(prepare=fail_once, trace=ALL_BUSY),
+    "freezes after updates": Scenario(prepare=freeze_some),
+    "hooks": Scenario(prepare=look_at_gradients),
+    "hooks, no idle replicas": Scenario(prepare=look_at_gradients, trace=ALL_BUSY),
+    "a group more": Scenario(prepare=add_a_group),
+}
+
+
+def train(scenario: Scenario, overlap: bool) -> tuple[list[torch.Tensor], list[Any]]:
+    """Returns weights after every update and what hooks have seen."""
+    replica = xla_replica.current()
+    dtypes = scenario.dtypes * len(SHAPES)
+    parameters = [
+        nn.Parameter(torch.zeros(shape, dtype=dtype))
+        for shape, dtype in zip(SHAPES, dtypes)
+    ]
+    parameters[3].data = parameters[3].data.to(memory_format=torch.channels_last)
+    sampler = vbs.CustomSampler(
+        range(120), scenario.trace, minibatch_size=2, on_end="cycle", verbose=False
+    )
+    optimizer = vbs.ElasticOptimizer(
+        torch.optim.SGD(parameters, 2**-4, momentum=0.5),
+        sampler,
+        **{"rule": "constant", **scenario.options},
+        overlap=overlap,
+    )
+    loop = Loop(parameters, optimizer, replica.rank)
+    weights: list[torch.Tensor] = []
+
+    def after(update: vbs.Update) -> None:
+        del update
+        loop.num_updates += 1
+        weights.extend(p.detach().clone() for p in loop.parameters)
+
+    optimizer.attach(after)
+    if scenario.prepare is not None:
+        scenario.prepare(loop)
+    optimizer.set_epoch(0)
+    for samples in sampler:
+        x = torch.tensor(float(sum(samples) % 3))
+        scenario.run(loop, x)
+        optimizer.step(**({"weight": 1 + samples[0] % 3} if scenario.weighted else {}))
+    return weights, loop.seen
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def both_ways(rank: int) -> dict[str, str]:
+    """Returns what differs in each scenario, nothing in the end."""
+    overlapped_sum.FIRST_BUCKET_BYTES = 8
+    overlapped_sum.BUCKET_BYTES = 60
+    found = {}
+    for name, scenario in SCENARIOS.items():
+        (now, saw), (before, had_seen) = (train(scenario, o) for o in (True, False))
+        moved = not torch.equal(before[0], before[-6 if len(before) % 6 == 0 else -7])
+        found[name] = "".join(
+            text * wrong
+            for text, wrong in (
+                ("weights ", not equal(now, before)),
+                ("hooks ", not equal(saw, had_seen)),
+                ("nothing has moved", not moved),
+            )
+        )
+    return found
+
+
+@pytest.fixture(
+    scope="module",
+    params=[row("cpu", 2), row("cpu", 3, slow=True), row("cpu", 5, slow=True)],
+)
+def outcomes(request):
+    return request.param.run(both_ways)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_weights_are_those_without_overlap(outcomes, name):
+    assert [outcome[name] for outcome in outcomes] == [""] * len(outcomes)
+
+
+def replaced_or_accumulated_again(rank: int) -> list[str]:
+    """Returns what the wrapper says of both, after two steps that are in order."""
+    overlapped_sum.FIRST_BUCKET_BYTES = overlapped_sum.BUCKET_BYTES = 8
+    found = []
+    for wrong in ("again", "thrown away"):
+        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+        sampler = vbs.CustomSampler(range(32), 8, minibatch_size=4, verbose=False)
+        sampler.num_yielded = 3  # it is not iterated
+        optimizer = vbs.ConstantOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1), sampler
+        )
+        optimizer.set_epoch(0)
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        model(torch.ones(1, 3)).sum().backward()
+        if wrong == "again":
+            model(torch.ones(1, 3)).sum().backward()
+        else:
+            model.zero_grad()
+        with pytest.raises(ValueError, match="overlap=False") as caught:
+            optimizer.step()
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_comes_too_late_for_a_sum_is_an_error():
+    for again, thrown_away in Backend("cpu", 2).run(replaced_or_accumulated_again):
+        assert "accumulated twice in the last minibatch" in again
+        assert "while it is summed over replicas" in thrown_away
+
+
+def moved_after_it_was_wrapped(rank: int) -> str:
+    model = nn.Linear(3, 3)
+    sampler = vbs.CustomSampler(range(32), 8, minibatch_size=4, verbose=False)
+    vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), 0.1), sampler)
+    model.to("cpu:0")  # to torch another device than "cpu", so gradients are copied
+    with pytest.raises(ValueError, match="before the optimizer is built") as caught:
+        model(torch.ones(1, 3)).sum().backward()
+    return str(caught.value)
+
+
+def test_a_model_that_is_moved_after_it_was_wrapped_is_an_error():
+    for message in Backend("cpu", 2).run(moved_after_it_was_wrapped):
+        assert "was given other memory" in message
+
+
+class Sums(list[tuple[str, int]]):
+    """All sums over processes that Python begins: where, and of how many numbers."""
+
+    where = ""
+
+    def __enter__(self) -> Sums:
+        self.all_reduce = torch.distributed.all_reduce
+        torch.distributed.all_reduce = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.distributed.all_reduce = self.all_reduce
+
+    def __call__(self, tensor: torch.Tensor, *args, **kwargs):
+        self.append((self.where, tensor.numel()))
+        return self.all_reduce(tensor, *args, **kwargs)
+
+
+def small_model() -> tuple[nn.Module, torch.optim.Optimizer, Kernels]:
+    """Returns four layers and an optimizer whose own kernels are not counted."""
+    with xla_replica.current().seeded(0):
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+    return model, inner, Kernels(inner)
+
+
+def counted_steps(substeps: int) -> tuple[dict[str, int], Sums]:
+    """Returns what the fourth step writes, and sums."""
+    overlapped_sum.FIRST_BUCKET_BYTES = overlapped_sum.BUCKET_BYTES = 5000
+    model, inner, kernels = small_model()
+    sampler = vbs.CustomSampler(
+        range(64 * substeps), 2 * substeps, minibatch_size=1, verbose=False
+    )
+    optimizer = vbs.ConstantOptimizer(inner, sampler)
+    with Sums() as sums:
+        for index, _ in zip(range(4 * substeps), sampler):
+            if index == 3 * substeps:
+                sums.clear()
+                kernels.clear()
+            with kernels:
+                loss = model(torch.ones(4, 32)).sum()
+                sums.where = "backward"
+                loss.backward()
+                sums.where = "step"
+                optimizer.step()
+    return dict(kernels.written), list(sums)
+
+
+def counted_ddp_steps(substeps: int) -> dict[str, int]:
+    model, inner, kernels = small_model()
+    ddp = DistributedDataParallel(
+        model, gradient_as_bucket_view=True, bucket_cap_mb=5000 / 2**20
+    )
+    for _ in range(4):
+        kernels.clear()
+        with kernels:
+            for substep in range(substeps):
+                is_last = substep == substeps - 1
+                with contextlib.nullcontext() if is_last else ddp.no_sync():
+                    ddp(torch.ones(4, 32)).sum().backward()
+            inner.step()
+            inner.zero_grad()
+    return dict(kernels.written)
+
+
+def counts(rank: int) -> dict[int, tuple[dict[str, int], Any, dict[str, int]]]:
+    return {n: (*counted_steps(n), counted_ddp_steps(n)) for n in (1, 3)}
+
+
+def test_no_gradient_is_copied_more_often_than_ddp_does():
+    """With a divisor of two. Six is none of its powers, so the sum is divided."""
+    num_gradients = 4 * (32 * 32 + 32)
+    for by_substeps in Backend("cpu", 2).run(counts):
+        for substeps, (written, sums, expected) in by_substeps.items():
+            divided = written.pop("_foreach_div_", 0)
+            assert divided == (num_gradients if substeps == 3 else 0)
+            for name in ("mm", "mul", "copy_", "add_", "div_"):
+                few = written.get(name, 0) - expected.get(name, 0)
+                if substeps == 3 and name in ("copy_", "mul"):
+                    few += {"copy_": -1, "mul": 1}[name] * num_gradients
+                assert 0 <= few < 10, name
+            assert sums == [("backward", 2112), ("step", 2112 + overlapped_sum.TAIL)]

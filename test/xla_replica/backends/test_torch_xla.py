@@ -1,0 +1,71 @@
+"""Replicas as torch_xla itself starts and joins them, here on one XLA:CPU device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.xla_replica.replicas import needs_xla
+
+pytestmark = [needs_xla, pytest.mark.xla]
+
+# sys.exit(21) in a replica.
+ON_A_TPU = """
+import sys
+from xla_replica.starting import xla
+
+def train(rank):
+    sys.exit(21)
+
+if __name__ == "__main__":
+    xla.run_on_tpu(train, (), None)
+"""
+JOINED = """
+import torch, torch.distributed, torch_xla.distributed.xla_backend, xla_replica
+
+def train(rank):
+    return str(xla_replica.current())
+
+if __name__ == "__main__":
+    torch.distributed.init_process_group("xla", init_method="xla://")
+    print(xla_replica.current())
+    print(*xla_replica.launch(train))
+    try:
+        xla_replica.launch(train, num_replicas=2)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def run(folder: Path, source: str) -> tuple[int, list[str], str]:
+    """Returns the exit status, the printed lines and what is on standard error."""
+    script = folder / "script.py"
+    script.write_text(source)
+    done = subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PJRT_DEVICE": "CPU"},
+    )
+    return done.returncode, done.stdout.splitlines(), done.stderr
+
+
+def test_the_status_with_which_a_replica_on_a_tpu_exits_is_the_scripts(tmp_path):
+    status, _, errors = run(tmp_path, ON_A_TPU)
+    assert status == 21
+    assert "Traceback" not in errors
+
+
+def test_launch_uses_torch_xlas_process_group_that_the_script_has_joined(tmp_path):
+    status, printed, errors = run(tmp_path, JOINED)
+    assert status == 0, errors
+    assert printed == [
+        "replica 0 of 1 on xla:0 (torch.distributed is initialised with xla)",
+        "replica 0 of 1 on xla:0 (a process of this job)",
+        "num_replicas=2, but the process group that this process has joined has 1: "
+        "leave num_replicas out",
+    ]

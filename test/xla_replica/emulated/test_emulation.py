@@ -1,0 +1,265 @@
+"""Emulated replicas: every failure is a named error, and xm.* code runs as written.
+
+What all backends have in common is tested in test_replica_family.py.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+from support.xla_replica.replicas import Backend, needs_xla
+from support.xla_replica.stopping import is_running
+
+import xla_replica
+from xla_replica import ReplicaError
+
+pytestmark = [needs_xla, pytest.mark.xla]
+
+FOUR = Backend("xla", 4)
+
+
+def misbehaves(rank: int, how: str) -> torch.Tensor | None:
+    """Replica 2 deviates from its peers, which sum four numbers."""
+    replica = xla_replica.current()
+    tensor = torch.ones(4).to(replica.device)
+    other = None
+    if rank == 2:
+        if how == "hangs":
+            time.sleep(600)
+        if how == "leaves":
+            return None
+        if how == "aborts":
+            os.abort()
+        if how == "brings another shape":
+            tensor = torch.ones(3).to(replica.device)
+        if how == "hangs at the end":
+            replica.all_reduce_([tensor])
+            replica.sync()
+            time.sleep(600)
+        if how == "sums twice":
+            replica.all_reduce_([tensor])
+        if how == "bakes its rank":
+            tensor = tensor * 3.5
+        if how == "has other work pending":
+            other = torch.ones(5).to(replica.device) * tensor[0]
+    replica.all_reduce_([tensor])
+    replica.sync()
+    del other
+    return replica.fetch([tensor])[0]
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "seconds"),
+    [
+        ("hangs", r"replica 2 did not reach all_reduce\(sum, float32\[4\]\) at "
+         r"test_emulation.py:\d+ within 3 s (.|\n)*time.sleep\(600\)", 60),
+        ("hangs at the end", r"replica 2 did not reach the end of its run within 3 s "
+         r"of replicas 0, 1, 3(.|\n)*time.sleep\(600\)", 60),
+        ("leaves", r"replica 2 returned while replicas? [013, ]+ wait in all_reduce",
+         60),
+        ("aborts", r"died \(signal 6.*Last seen: replica 0: .*replica 2: computing",
+         60),
+        ("brings another shape", r"disagree about collective 1 .* replica 2: all_reduce"
+         r"\(sum, float32\[3\]\).* replicas 0, 1, 3: all_reduce\(sum, float32\[4\]\)",
+         60),
+        ("sums twice", r"disagree about collective 2 .* replica 2: all_reduce.*"
+         r"replicas 0, 1, 3: nothing", 60),
+        ("bakes its rank", r"replica \d compiled another program than its peers", 60),
+        ("has other work pending", r"replica \d compiled another program(.|\n)*"
+         r"TPUs have run some of this kind", 60),
+    ],
+)  # fmt: skip
+def test_a_replica_that_differs_ends_the_run(how, error, seconds):
+    """It ends within the timeout and a child's start-up, not by XLA's silent abort."""
+    start = time.monotonic()
+    with pytest.raises(ReplicaError, match=error):
+        FOUR.run(misbehaves, how, timeout=3)
+    assert time.monotonic() - start < seconds
+
+
+def test_well_behaved_replicas_give_results():
+    results = FOUR.run(misbehaves, "not at all")
+    assert all(torch.equal(result, torch.full((4,), 4.0)) for result in results)
+
+
+def slow_but_alive(rank: int) -> float:
+    """Replica 1 is later than the 15 s after which XLA itself would abort."""
+    replica = xla_replica.current()
+    tensor = torch.ones(1).to(replica.device)
+    if rank == 1:
+        time.sleep(17)
+    replica.all_reduce_([tensor])
+    return replica.fetch([tensor])[0].item()
+
+
+@pytest.mark.slow
+def test_a_slow_replica_is_waited_for():
+    assert Backend("xla", 2).run(slow_but_alive) == [2.0, 2.0]
+
+
+def fetches_before_the_sync(rank: int) -> list[object]:
+    """Reads a sum that has not run yet, in every way."""
+    replica = xla_replica.current()
+
+    def total() -> torch.Tensor:
+        tensor = torch.tensor([1.0, 2.0]).to(replica.device)
+        replica.all_reduce_([tensor])
+        return tensor
+
+    def of_rank_0(tensor: torch.Tensor) -> torch.Tensor:
+        if rank == 0:  # reading the host needs no peer
+            host[0] = torch.ones(1).item()
+            host[:1].copy_(torch.ones(1))
+        return tensor
+
+    host = torch.zeros(2)
+    of_rank_0(total()).tolist()
+    read: list[object] = [total().tolist(), total()[0].item(), float(total()[1])]
+    t = total()
+    read.append(t[t > 2].tolist())
+    t = total()
+    read.append(torch.where(t > 2)[0].tolist())
+    t = total()
+    read.append(t.repeat_interleave(t.long()).tolist())
+    host[1] = total()[0]
+    host[:1] = total()[1:]
+    read.append(host.tolist())
+    read.append(torch.zeros(2).copy_(total()).tolist())
+    read.append(total().to(device="cpu", dtype=torch.float64).tolist())
+    read.append(bool((total() > 1).all()))
+    return read
+
+
+def test_fetches_before_the_sync_are_safe():
+    expected = [
+        [2.0, 4.0], 2.0, 4.0, [4.0], [1], [2.0, 2.0, 4.0, 4.0, 4.0, 4.0], [4.0, 2.0],
+        [2.0, 4.0], [2.0, 4.0], True,
+    ]  # fmt: skip
+    assert Backend("xla", 2).run(fetches_before_the_sync) == [expected] * 2
+
+
+def returns_a_module(rank: int) -> dict[str, object]:
+    device = xla_replica.current().device
+    return {"model": torch.nn.Linear(2, 1).to(device), "rank": rank}
+
+
+def test_modules_come_back_on_the_cpu():
+    for rank, result in enumerate(Backend("xla", 2).run(returns_a_module)):
+        assert result["rank"] == rank
+        assert result["model"].weight.device.type == "cpu"
+        assert result["model"](torch.ones(1, 2)).shape == (1, 1)
+
+
+class Unpicklable(Exception):
+    def __init__(self, where: str, handle: object) -> None:
+        super().__init__(f"lost {where}")
+        self.handle = handle
+
+
+def raises_what_cannot_travel(rank: int) -> None:
+    raise Unpicklable("contact", open(os.devnull))  # noqa: SIM115
+
+
+def test_an_exception_that_cannot_travel_still_tells():
+    with pytest.raises(ReplicaError, match="raised Unpicklable: lost contact"):
+        Backend("xla", 2).run(raises_what_cannot_travel)
+
+
+def returns_what_cannot_travel(rank: int) -> object:
+    return lambda: rank
+
+
+def test_a_result_that_cannot_travel_is_an_error():
+    with pytest.raises(ReplicaError, match="result cannot be pickled"):
+        Backend("xla", 2).run(returns_what_cannot_travel)
+
+
+def written_with_xm(rank: int) -> dict[str, object]:
+    """Does what users of torch_xla write, with fetches before the sync."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    import torch_xla.runtime as xr
+
+    n, device = xr.world_size(), torch_xla.device()
+    model = torch.nn.Linear(2, 1, bias=False).to(device)
+    xm.broadcast_master_param(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.full((4, 2), 1.0).to(device) * torch.tensor([rank + 1.0]).to(device)
+    model(x).sum().backward()
+    xm.optimizer_step(optimizer)
+    torch_xla.sync()
+    total = xm.all_reduce(xm.REDUCE_SUM, torch.tensor([rank + 2.0]).to(device))
+    item = total.item()
+    gathered = xm.all_gather(torch.tensor([rank + 2.0]).to(device)).tolist()
+    scattered = xm.reduce_scatter(
+        xm.REDUCE_SUM,
+        torch.ones(n).to(device),
+        scale=1.0,
+        scatter_dim=0,
+        shard_count=n,
+        pin_layout=False,
+    )
+    xm.rendezvous("here")
+    return {
+        "weight": model.weight.detach().cpu(),
+        "item": item,
+        "gathered": gathered,
+        "scattered": scattered.cpu().tolist(),
+    }
+
+
+def test_xm_code_runs_as_written():
+    outcomes = FOUR.run(written_with_xm)
+    for outcome in outcomes:
+        assert torch.equal(outcome["weight"], outcomes[0]["weight"])
+        assert outcome["item"] == 2 + 3 + 4 + 5
+        assert outcome["gathered"] == [2, 3, 4, 5]
+        assert outcome["scattered"] == [4.0]
+
+
+def test_the_parent_stays_as_it_was():
+    """A run leaves no variable, no chosen device and no process."""
+    before = dict(os.environ)
+    Backend("xla", 2).run(misbehaves, "not at all")
+    assert dict(os.environ) == before
+    import multiprocessing
+
+    assert multiprocessing.active_children() == []
+
+
+def test_replicas_die_with_their_parent(tmp_path):
+    script = tmp_path / "orphans.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os, sys, time, xla_replica
+
+            def fn(rank, path):
+                if rank == 0:
+                    with open(path, "w") as file:
+                        file.write(str(os.getpid()))
+                time.sleep(600)
+
+            if __name__ == "__main__":
+                xla_replica.launch(fn, (sys.argv[1],), 2, "xla")
+            """
+        )
+    )
+    pid_file = tmp_path / "pid"
+    parent = subprocess.Popen([sys.executable, script, pid_file])
+    deadline = time.monotonic() + 60
+    while not (pid_file.exists() and pid_file.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    child = int(pid_file.read_text())
+    parent.kill()
+    parent.wait()
+    while is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not is_running(child)

@@ -1,0 +1,122 @@
+"""Forked processes have the surroundings that spawned ones would have, and no more."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pytest
+from support.xla_replica.replicas import SEVERAL_REPLICAS, Backend, row
+
+VARIABLE = "A_TEST_HAS_SET_THIS"
+
+
+def environment(rank: int) -> tuple[str | None, str, int]:
+    return os.environ.get(VARIABLE), str(Path.cwd()), os.getpid()
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_a_run_has_the_environment_and_folder_that_its_parent_has_now(
+    backend, monkeypatch, tmp_path
+):
+    """Not those that its parent had when the first run began."""
+    processes = set()
+    for value in ("1", "2", None):
+        if value is None:
+            monkeypatch.delenv(VARIABLE)
+        else:
+            monkeypatch.setenv(VARIABLE, value)
+        folder = tmp_path / str(value)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        for found, where, process in backend.run(environment):
+            assert (found, where) == (value, str(folder))
+            processes.add(process)
+    # XLA's replicas are threads of one process.
+    assert len(processes) == 3 * (1 if backend.device == "xla" else 3)
+    assert os.getpid() not in processes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes are spawned")
+def test_what_processes_are_forked_from_has_no_thread_and_no_driver():
+    """Neither a lock that a thread holds nor an open GPU survives a fork."""
+    Backend("cpu", 2).run(environment)
+    server = Path(f"/proc/{forkserver._forkserver._forkserver_pid}")
+    assert len(list((server / "task").iterdir())) == 1
+    mapped = (server / "maps").read_text()
+    assert "libtorch_cpu" in mapped
+    assert "libcuda.so" not in mapped
+
+
+PRINTS = """
+import os, sys, xla_replica
+
+def train(rank, text):
+    print(text, flush=True)
+    os.write(2, text.encode())
+
+if __name__ == "__main__":
+    device, folder = sys.argv[1:]
+    xla_replica.launch(train, ("first ",), 2, device)
+    for number, name in ((1, "out"), (2, "error")):
+        file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, number)
+    xla_replica.launch(train, ("second ",), 2, device)
+"""
+
+
+@pytest.mark.parametrize("backend", [row("cpu", 3), row("xla", 3, slow=True)])
+def test_a_run_writes_where_its_parent_writes_now(backend, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(PRINTS)
+    command = [sys.executable, script, backend.device, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    seen = {
+        "first": (done.stdout, done.stderr),
+        "second": [(tmp_path / name).read_text() for name in ("out", "error")],
+    }
+    for word, other in (("first", "second"), ("second", "first")):
+        assert [text.count(word) for text in seen[word]] == [2, 2]
+        assert [text.count(other) for text in seen[word]] == [0, 0]
+
+
+JOINED = """
+import os, xla_replica
+from xla_replica.starting import distributed
+
+def joins(*args, **where):
+    os.write(1, b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number\\n")
+    os.write(1, b"from a library\\n")
+    join(*args, **where)
+
+join, distributed._join_group = distributed._join_group, joins
+
+def train(rank):
+    os.write(1, b"from the replica\\n")
+
+if __name__ == "__main__":
+    xla_replica.launch(train, num_replicas=2, device="cpu")
+"""
+
+
+def test_what_gloo_prints_of_its_connections_is_left_out(tmp_path):
+    """torch 2.9's prints a line per process, which no setting silences."""
+    script = tmp_path / "script.py"
+    script.write_text(JOINED)
+    command = [sys.executable, script]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = ["from a library", "from the replica"]
+    assert sorted(done.stdout.splitlines()) == sorted(2 * lines)
+
+
+def imported(rank: int) -> bool:
+    return "torch_xla" in sys.modules
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_only_those_that_need_it_have_imported_torch_xla(backend):
+    """It replaces modules of torch, such as nn.GRU."""
+    assert set(backend.run(imported)) == {backend.device == "xla"}

@@ -1,0 +1,431 @@
+"""Other people's torch_xla scripts on N replicas of a CPU, and what they count on."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.documents import ROOT
+from support.scripts import environment, words
+from support.xla_replica.replicas import Backend, needs_xla
+
+from xla_replica.__main__ import main
+
+COMMAND = (sys.executable, "-W", "ignore", "-m", "xla_replica")
+
+
+def command(num_replicas: int, *options: object) -> list[str]:
+    """Returns the words before the script."""
+    return words([*COMMAND, "--num-replicas", num_replicas, *options])
+
+
+def run(
+    script: Path | str,
+    *arguments: object,
+    num_replicas: int = 2,
+    options: tuple[str, ...] = (),
+    cwd: Path = ROOT,
+) -> tuple[int, str]:
+    """Runs the command in a new process; returns its exit status and output."""
+    done = subprocess.run(
+        words([*command(num_replicas, *options), script, *arguments]),
+        cwd=cwd,
+        env={**environment(), "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    return done.returncode, done.stdout
+
+
+# --- the command line ---------------------------------------------------------------
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit) as exited:
+        main(["--help"])
+    assert exited.value.code == 0
+    shown = capsys.readouterr().out
+    assert "python -m xla_replica --num-replicas 8 train.py --lr 0.1" in shown
+    assert "torch_xla.launch(train, args=(0.1,))" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["train.py"], "the following arguments are required: --num-replicas"),
+        (["--num-replicas", "0", "train.py"], "--num-replicas must be at least 1, got"),
+        (["--num-replicas", "two", "train.py"], "invalid int value: 'two'"),
+        (["--num-replicas", "2"], "the following arguments are required: script"),
+        (["--num-replicas", "2", "--timeout", "0", "x.py"], "--timeout must be"),
+    ],
+)
+def test_a_wrong_command_line_says_what_is_allowed(arguments, error, capsys):
+    with pytest.raises(SystemExit) as exited:
+        main(arguments)
+    assert exited.value.code == 2
+    assert error in capsys.readouterr().err
+
+
+@needs_xla
+@pytest.mark.xla
+def test_a_script_for_torch_xla_alone_trains_on_eight_replicas(tmp_path):
+    script = ROOT / "test" / "support" / "torch_xla_training.py"
+    status, printed = run(script, "--out", tmp_path, num_replicas=8)
+    assert status == 0, printed
+    assert "trained on 8 devices" in printed
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    assert len(losses) == 3
+    assert losses[2] < 0.5 * losses[0]
+    weights = [torch.load(tmp_path / f"weights-{rank}.pt") for rank in range(8)]
+    names = [name for name, _ in weights[0].items() if "norm.running" not in name]
+    for other in weights[1:]:
+        for name in names:
+            assert torch.equal(other[name], weights[0][name]), name
+
+
+SCRIPT = """
+import sys, time, torch, torch_xla
+import torch_xla.distributed.xla_multiprocessing as xmp
+from torch_xla.core.xla_model import REDUCE_SUM, all_reduce, rendezvous, xla_device
+
+AT_IMPORT = torch.rand(1).item()
+SET_LATER = "not set"
+MODEL = xmp.MpModelWrapper(torch.nn.Linear(1, 1))
+
+def train(index, how):
+    rank = torch.tensor([float(index)], device=xla_device())
+    total = all_reduce(REDUCE_SUM, rank).item()
+    if how == "exits":
+        sys.exit(21)
+    if how == "exits well":
+        rendezvous("end")
+        sys.exit(0)
+    if how == "fails" and index == 1:
+        raise KeyError("a wrong name")
+    if how == "hangs":
+        print("ready", flush=True)
+        time.sleep(600)
+    model = MODEL.to(xla_device())
+    assert MODEL.to(xla_device()) is not model
+    rendezvous("all are here")
+    print(f"{total} of {index}: {how} {SET_LATER} {sys.argv[1:]} {__name__}\\n", end="")
+
+if __name__ == "__main__":
+    SET_LATER = "set"
+    how, nprocs = sys.argv[1], None
+    if how == "uses a device":
+        torch.zeros(1, device="xla")
+    if how == "no launch":
+        xmp.spawn = lambda fn, **options: None
+    if how == "nprocs":
+        nprocs = 8
+    try:
+        start = "fork" if how == "forks" else "spawn"
+        xmp.spawn(train, args=(how,), nprocs=nprocs, start_method=start)
+    except KeyError as error:
+        print("caught", error)
+        raise
+    print("afterwards")
+"""
+
+
+@pytest.fixture
+def script(tmp_path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@needs_xla
+@pytest.mark.xla
+@pytest.mark.parametrize(
+    ("how", "status", "expected"),
+    [
+        pytest.param("works", 0,
+                     ["1.0 of 0: works not set ['works', '--lr', '1'] __mp_main__",
+                      "1.0 of 1: works not set", "afterwards"],
+                     marks=pytest.mark.slow),
+        pytest.param("forks", 0, ["1.0 of 0: forks not set ['forks', '--lr', '1']",
+                                  "1.0 of 1: forks not set", "afterwards"],
+                     marks=pytest.mark.slow),
+        ("fails", 1, ["replica 1 raised KeyError: 'a wrong name'",
+                      'raise KeyError("a wrong name")', "caught 'a wrong name'"]),
+        pytest.param("exits", 21, [], marks=pytest.mark.slow),
+        pytest.param("exits well", 0, [], marks=pytest.mark.slow),
+        pytest.param("nprocs", 1, ["Unsupported nprocs (8)"], marks=pytest.mark.slow),
+        pytest.param("no launch", 0, ["has not called torch_xla.launch or xmp.spawn"],
+                     marks=pytest.mark.slow),
+        pytest.param("uses a device", 1,
+                     ["has used an XLA device before it starts replicas"],
+                     marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_a_script_ends_as_it_would_on_a_tpu(script, how, status, expected):
+    found, printed = run(script, how, "--lr", "1", cwd=script.parent)
+    assert found == status, printed
+    for line in expected:
+        assert line in printed
+    if status or how == "exits well":
+        assert "afterwards" not in printed
+
+
+@needs_xla
+@pytest.mark.xla
+@pytest.mark.slow
+def test_a_module_runs_as_with_python(tmp_path):
+    package = tmp_path / "a_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "training.py").write_text(SCRIPT)
+    status, printed = run("a_package.training", "works", options=("-m",), cwd=tmp_path)
+    assert status == 0, printed
+    assert "1.0 of 1: works not set ['works'] __mp_main__" in printed
+
+
+@needs_xla
+@pytest.mark.xla
+@pytest.mark.slow
+def test_a_script_that_launches_when_it_is_imported_is_told(tmp_path):
+    script = tmp_path / "unguarded.py"
+    script.write_text("import torch_xla\ntorch_xla.launch(print)\n")
+    status, printed = run(script, cwd=tmp_path)
+    assert status == 1
+    assert "if __name__ == '__main__':" in printed
+
+
+@needs_xla
+@pytest.mark.xla
+@pytest.mark.slow
+def test_ctrl_c_ends_everything(script):
+    process = subprocess.Popen(
+        [*command(2), str(script), "hangs"],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert "ready" in process.stdout.readline()
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)  # until nobody writes any more
+    assert time.monotonic() - start < 20
+    assert process.returncode in (-signal.SIGINT, 130)
+
+
+@needs_xla
+@pytest.mark.xla
+@pytest.mark.slow
+def test_a_script_that_asks_for_a_tpu_is_told_that_it_has_one(tmp_path):
+    script = tmp_path / "asks.py"
+    script.write_text(
+        "import torch_xla, torch_xla.core.xla_model as xm\n"
+        "def fn(index):\n"
+        "    print(xm.xla_device_hw(torch_xla.device()), '\\n', end='')\n"
+        "if __name__ == '__main__':\n"
+        "    torch_xla.launch(fn)\n"
+    )
+    for options, said in (((), "CPU"), (("--as-tpu",), "TPU")):
+        status, printed = run(script, options=options, cwd=tmp_path)
+        assert (status, printed.split()) == (0, [said, said])
+
+
+# --- what scripts count on ----------------------------------------------------------
+
+
+def uses_collectives(rank: int, folder: str) -> dict[str, object]:
+    """Calls every collective of torch_xla, where it can with its default arguments."""
+    import torch_xla.core.functions as xf
+    import torch_xla.core.xla_model as xm
+    import torch_xla.runtime as xr
+
+    n, device = xr.world_size(), xm.xla_device()
+
+    def mine(*more: float) -> torch.Tensor:
+        return torch.tensor([float(rank), *more], device=device)
+
+    found: dict[str, object] = {}
+    for kind in ("sum", "mul", "min", "max"):
+        found[kind] = xm.all_reduce(kind, mine(2.0)).tolist()
+    found["scaled"] = xm.all_reduce("sum", mine(), scale=0.5).tolist()
+    halves = [list(range(0, n, 2)), list(range(1, n, 2))]
+    found["by halves"] = xm.all_reduce("sum", mine(), groups=halves).tolist()
+    in_place = [mine(), mine(1.0)]
+    xm.all_reduce("sum", in_place)
+    found["in place"] = [tensor.tolist() for tensor in in_place]
+    found["gathered"] = xm.all_gather(mine()).tolist()
+    found["gathered halves"] = xm.all_gather(mine(), groups=halves).tolist()
+    listed = xm.all_gather([mine(), mine(5.0)], pin_layout=False)
+    found["gathered list"] = [tensor.tolist() for tensor in listed]
+    wide = torch.arange(2.0 * n).to(device) + mine()
+    found["scattered"] = xm.reduce_scatter("sum", wide, 1.0, 0, n).tolist()
+    buckets = xm.reduce_scatter_bucketized("sum", [wide, wide], 1.0, 0, n)
+    found["scattered list"] = [tensor.tolist() for tensor in buckets]
+    found["exchanged"] = xm.all_to_all(
+        torch.arange(n).to(device) + 10 * mine(), 0, 0, n
+    ).tolist()
+    ring = [[i, (i + 1) % n] for i in range(n)]
+    found["permuted"] = xm.collective_permute(mine(), ring).tolist()
+    sent = [mine()]
+    xm.collective_broadcast(sent, root_ordinal=2)
+    found["broadcast"] = sent[0].tolist()
+    found["mesh"] = xm.mesh_reduce("mesh", {"rank": rank}, list)
+    payloads = xm.rendezvous("payloads", b"x" * rank)
+    found["payloads"] = [len(payload) for payload in payloads]
+    gathered = xf.all_gather(mine().requires_grad_(), dim=0)
+    found["differentiable"] = gathered.tolist()
+    path = f"{folder}/saved.pt"
+    xm.save({"sum": xm.all_reduce("sum", mine())}, path)
+    xm.rendezvous("saved")
+    found["saved"] = torch.load(path)["sum"].tolist()
+    return found
+
+
+@needs_xla
+@pytest.mark.xla
+def test_collectives_give_what_they_promise(tmp_path):
+    n, ranks = 4, [0.0, 1.0, 2.0, 3.0]
+    for rank, found in enumerate(
+        Backend("xla", n).run(uses_collectives, str(tmp_path))
+    ):
+        half = [r for r in ranks if r % 2 == rank % 2]
+        own = [n * (2 * rank + i) + 6.0 for i in range(2)]
+        assert found == {
+            "sum": [6.0, 8.0],
+            "mul": [0.0, 16.0],
+            "min": [0.0, 2.0],
+            "max": [3.0, 2.0],
+            "scaled": [3.0],
+            "by halves": [sum(half)],
+            "in place": [[6.0], [6.0, 4.0]],
+            "gathered": ranks,
+            "gathered halves": half,
+            "gathered list": [ranks, [v for r in ranks for v in (r, 5.0)]],
+            "scattered": own,
+            "scattered list": [own, own],
+            "exchanged": [rank + 10 * r for r in ranks],
+            "permuted": [float((rank - 1) % n)],
+            "broadcast": [2.0],
+            "mesh": [{"rank": r} for r in range(n)],
+            "payloads": [0, 1, 2, 3],
+            "differentiable": ranks,
+            "saved": [6.0],
+        }
+
+
+def uses_groups(rank: int) -> dict[str, object]:
+    """Calls torch.distributed with torch_xla's backend, and trains under DDP."""
+    import torch.distributed as dist
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    import torch_xla.distributed.xla_backend
+
+    dist.init_process_group("xla", init_method="xla://")
+    n, device = dist.get_world_size(), torch_xla.device()
+
+    def mine() -> torch.Tensor:
+        return torch.tensor([float(dist.get_rank())], device=device)
+
+    found: dict[str, object] = {"rank": dist.get_rank()}
+    total = mine()
+    dist.all_reduce(total)
+    found["total"] = total.item()
+    parts = [torch.zeros(1, device=device) for _ in range(n)]
+    dist.all_gather(parts, mine())
+    found["parts"] = [part.item() for part in parts]
+    sent = mine()
+    dist.broadcast(sent, src=1)
+    found["sent"] = sent.item()
+    dist.new_group(list(range(n)))
+    torch.manual_seed(3)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2).to(device))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3).to(device) * mine()).square().mean().backward()
+        optimizer.step()
+        torch_xla.sync()
+    found["weight"] = xm.mesh_reduce("w", model.module.weight.detach().cpu(), list)
+    return found
+
+
+@needs_xla
+@pytest.mark.xla
+@pytest.mark.filterwarnings("ignore")
+def test_replicas_have_process_groups_of_their_own():
+    for rank, found in enumerate(Backend("xla", 3).run(uses_groups)):
+        weights = found.pop("weight")
+        assert all(torch.equal(weight, weights[0]) for weight in weights)
+        expected = {"rank": rank, "total": 3.0, "parts": [0.0, 1.0, 2.0], "sent": 1.0}
+        assert found == expected
+
+
+def draws(rank: int) -> list[object]:
+    """Draws in every way, beside others that draw at other times."""
+    time.sleep(random.Random(rank).random() / 10)
+    drawn: list[object] = [torch.rand(2).tolist()]
+    torch.manual_seed(5)
+    drawn.append(torch.initial_seed())
+    for _ in range(20):
+        time.sleep(random.Random(rank).random() / 500)
+        drawn.append(torch.randn(2).tolist())
+    drawn.append(torch.nn.Linear(2, 2).weight.tolist())
+    drawn.append(torch.nn.functional.dropout(torch.ones(8)).tolist())
+    drawn.append(torch.randperm(5).tolist())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(6)
+        drawn.append(torch.rand(1).item())
+    loader = torch.utils.data.DataLoader(torch.arange(6), shuffle=True)
+    drawn.append([batch.item() for batch in loader])
+    drawn.append(torch.empty(2).uniform_().tolist())
+    return drawn
+
+
+@needs_xla
+@pytest.mark.xla
+def test_every_replica_draws_what_a_process_would():
+    with torch.random.fork_rng(devices=[]):
+        expected = draws(0)
+    first, *others = Backend("xla", 3).run(draws)
+    assert others == [first, first]  # before the seed too, from the process's state
+    assert first[1:] == expected[1:]
+
+
+def logs_beside(rank: int) -> list[object]:
+    """Reads losses in torch_xla's asynchronous closures, which run in a thread."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    import torch_xla.runtime as xr
+
+    seen: list[object] = []
+    for step in range(3):
+        value = torch.tensor([10.0 * step + rank], device=torch_xla.device())
+        total = xm.all_reduce("sum", value)
+        xm.add_step_closure(
+            lambda x: seen.append((x.item(), xr.global_ordinal())),
+            args=(total,),
+            run_async=True,
+        )
+        torch_xla.sync()
+    deadline = time.monotonic() + 20
+    while len(seen) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return seen
+
+
+@needs_xla
+@pytest.mark.xla
+def test_threads_that_a_replica_starts_belong_to_it():
+    for rank, seen in enumerate(Backend("xla", 2).run(logs_beside)):
+        assert seen == [(20.0 * step + 1, rank) for step in range(3)]

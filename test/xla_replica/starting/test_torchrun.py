@@ -1,0 +1,84 @@
+"""Jobs that torchrun has started: restarts, several launches, exit statuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from support.xla_replica.torchrun import LAUNCHER, free_port
+
+# In the first attempt both replicas exit in their second launch.
+RESTARTED = """
+import os, sys, xla_replica
+
+def train(rank, fails):
+    replica = xla_replica.current()
+    total = replica.scalar(rank + 1)
+    replica.all_reduce_([total])
+    if fails:
+        sys.exit(21)
+    return total.item()
+
+if __name__ == "__main__":
+    fails = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    totals = []
+    for launch in range(3):
+        totals += xla_replica.launch(train, (fails and launch == 1,), device="cpu")
+    os.write(1, f"TOTALS {totals}\\n".encode())
+"""
+
+
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+def test_every_launch_of_every_restart_meets_its_own_peers(tmp_path, rendezvous):
+    """With torch's keys, a process may read a peer's address of the time before."""
+    script = tmp_path / "script.py"
+    script.write_text(RESTARTED)
+    port = free_port()
+    place = {
+        "static": ("--master_port", str(port)),
+        "c10d": ("--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}"),
+    }[rendezvous]
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
+    done = subprocess.run(
+        [*torchrun, "--max_restarts", "1", *place, script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("TOTALS [3.0, 3.0, 3.0]") == 2
+    assert "failed (exitcode: 21)" in done.stderr
+
+
+# nccl's group waits for its peers when it is destroyed; gloo's does not.
+RAISES = """
+import os, time, torch, torch.distributed, xla_replica
+
+torch.distributed.destroy_process_group = lambda: time.sleep(600)
+
+def train(rank):
+    replica = xla_replica.current()
+    for step in range(5):
+        if rank == 1 and step == 3:
+            raise KeyError("the cause")
+        replica.all_reduce_([torch.ones(1)])
+
+if __name__ == "__main__":
+    try:
+        xla_replica.launch(train, device="cpu")
+    finally:
+        joined = torch.distributed.is_initialized()
+        os.write(1, f"LEFT {not joined}\\n".encode())
+"""
+
+
+def test_an_exception_is_seen_although_peers_still_wait(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(RAISES)
+    done = subprocess.run(
+        [*LAUNCHER, script], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "KeyError: 'the cause'" in done.stderr
+    assert "LEFT True" in done.stdout
