@@ -378,7 +378,7 @@ class BackwardPass:
         )
         remark = "" if self.called else self._why_uncalled()
         fallback = (
-            'fallback="batched" (the modules that use them run once more, vectorised) '
+            'fallback="batched" (what uses them runs once more, vectorised) '
             'or, where that fails, fallback="loop" (B backward passes of the batch)'
         )
         if xla_replica.traits(self.losses).is_lazy:

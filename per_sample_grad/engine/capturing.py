@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar, get_args
@@ -14,7 +15,9 @@ from per_sample_grad.engine import graph, recording
 from per_sample_grad.engine.backward_pass import Accumulate, BackwardPass
 from per_sample_grad.engine.comparison import CHECKS, Check
 from per_sample_grad.engine.fallback import FALLBACKS, Fallback
-from per_sample_grad.engine.operation_calls import operation_calls
+from per_sample_grad.engine.function_calls import FunctionRecorder, function_calls
+from per_sample_grad.engine.operation_calls import operation_calls, owners_of
+from per_sample_grad.engine.recording import RecordedCall
 from per_sample_grad.engine.rerunning import repeated_calls
 from per_sample_grad.factors.factors import Factors
 from per_sample_grad.factors.forms import Contribution
@@ -47,8 +50,9 @@ class Capture:
             that what a module returns is the same for all samples, as a table of
             positions; that is believed where the number of rows is not a multiple of B.
         fallback: What to do about parameters that no rule accounts for: ``"error"``,
-            ``"batched"`` (the modules that use them run once more, vectorised by
-            torch; where that cannot be, B backward passes of the batch) or ``"loop"``
+            ``"batched"`` (the functions or, where that cannot be, the modules that use
+            them run once more, vectorised by torch; else B backward passes of the
+            batch) or ``"loop"``
             (B backward passes of the batch, for whatever autograd can do). A fallback
             also replaces rules that turn out wrong when checked.
         check: When to compare with autograd, for one more backward pass and, on a
@@ -119,18 +123,25 @@ class Capture:
             xla_replica.traits(each).is_lazy for each in self.params.values()
         )
         self._recorder = recording.Recorder(model, self._names, batch_dim, reruns)
+        without_rule = recording.without_rule(model, self._names) if reruns else []
+        self._functions = FunctionRecorder(model, without_rule)
+        self._placed = contextlib.ExitStack()
         self._entered = self._answered = False
 
     def __enter__(self) -> Capture:
         if self._entered:
             raise RuntimeError("this capture was used already; make another")
         self._recorder.start()
+        if self._functions.follows_any:  # a mode has its price
+            self._placed.enter_context(self._functions)
         self._entered = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._placed.close()
         self._recorder.stop()
         if kind is not None:
+            self._functions.stop()
             self._recorder.calls.clear()
             self._recorder.enclosing.clear()
             self._entered = False
@@ -301,14 +312,19 @@ class Capture:
             first = [each for each in operations if each.region.output.node not in top]
             calls = [*first, *calls, *last]
         reasons |= recording.why_dropped(dropped, len(losses), reasons)
-        enclosing = self._recorder.enclosing
-        if reasons and enclosing:
-            wanted = {name: self.params[name] for name in reasons}
-            repeated = repeated_calls(losses, wanted, enclosing)
-            calls += repeated
-            for each in repeated:
-                for name in each.call.wanted:
-                    reasons.pop(name, None)
+        # What is run once more is as small as it can be: functions, and then modules.
+        functions, enclosing = self._functions.calls, self._recorder.enclosing
+        for noted, rerun in (
+            (functions, self._functions_again),
+            (enclosing, self._modules_again),
+        ):
+            if reasons and noted:
+                repeated = rerun(losses, {name: self.params[name] for name in reasons})
+                calls += repeated
+                for each in repeated:
+                    for name in each.owner.params:
+                        reasons.pop(name, None)
+        self._functions.stop()
         rest = {name: reached.outside[name] for name in reasons}
         reached = dataclasses.replace(
             reached, outside=rest, consumers={}, outputs=frozenset()
@@ -332,6 +348,22 @@ class Capture:
         backward_pass.run(calls, reached)
         self.compared = backward_pass.compared is not None
         return backward_pass
+
+    def _functions_again(
+        self, losses: torch.Tensor, params: Mapping[str, nn.Parameter]
+    ) -> list[RecordedCall]:
+        return function_calls(
+            losses,
+            params,
+            self._functions.calls,
+            owners_of(self.model, params),
+            self._recorder.batch_dim,
+        )
+
+    def _modules_again(
+        self, losses: torch.Tensor, params: Mapping[str, nn.Parameter]
+    ) -> list[RecordedCall]:
+        return repeated_calls(losses, params, self._recorder.enclosing)
 
 
 capture = Capture

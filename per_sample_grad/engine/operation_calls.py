@@ -46,7 +46,7 @@ def operation_calls(
         may_read,
     )
     found, reasons = search.of(params)
-    owners = _owners(model, params)
+    owners = owners_of(model, params)
     calls = []
     for use in found:
         wanted = {n: params[n] for n in use.names if n not in reasons}
@@ -73,7 +73,7 @@ def operation_calls(
     return calls, reasons
 
 
-def _owners(
+def owners_of(
     model: nn.Module, wanted: Collection[str]
 ) -> dict[str, tuple[str, nn.Module]]:
     """Returns the module that owns each parameter, and its name."""

@@ -156,8 +156,12 @@ class Recorder:
         # A module with a rule is one layer, whatever modules are in it.
         own = module.named_parameters(recurse=rule is not None, remove_duplicate=False)
         params = {n: self._names[id(p)] for n, p in own if id(p) in self._names}
-        if self._records_enclosing and any(
-            id(param) in self._names for param in module.parameters()
+        # What is recorded anyway may run again, too.
+        recorded = params and rule is not None
+        if (
+            self._records_enclosing
+            and not recorded
+            and any(id(param) in self._names for param in module.parameters())
         ):
             hooks.append(functools.partial(self._enclose, name))
         if params:
@@ -212,6 +216,9 @@ class Recorder:
         self.calls.append(
             RecordedCall(owner, call, region, output.shape, versions, has_batch)
         )
+        if self._records_enclosing:
+            again = ((region,), (0,), (output.shape,), autocast_state(output))
+            self.enclosing.append(EnclosingCall(owner.name, call, *again))
 
     def _enclose(
         self,
@@ -228,12 +235,7 @@ class Recorder:
             return
         call = self._call(name, module, args, kwargs)
         regions = tuple(graph.region_of(inputs, each) for each in outputs.values())
-        kind = next(iter(outputs.values())).device.type
-        autocast = {
-            "device_type": kind,
-            "dtype": torch.get_autocast_dtype(kind),
-            "enabled": torch.is_autocast_enabled(kind),
-        }
+        autocast = autocast_state(next(iter(outputs.values())))
         self.enclosing.append(
             EnclosingCall(
                 name,
@@ -257,6 +259,16 @@ class Recorder:
         return Call(module, *detached, batch_dim)
 
 
+def autocast_state(tensor: torch.Tensor) -> dict[str, Any]:
+    """Returns the arguments of `torch.autocast` that hold for a tensor's device."""
+    kind = tensor.device.type
+    return {
+        "device_type": kind,
+        "dtype": torch.get_autocast_dtype(kind),
+        "enabled": torch.is_autocast_enabled(kind),
+    }
+
+
 def _is_constant(recorded: RecordedCall, known: Collection[int]) -> bool:
     """Returns whether a call took no numbers of unknown origin.
 
@@ -270,6 +282,19 @@ def _is_constant(recorded: RecordedCall, known: Collection[int]) -> bool:
         if each.is_floating_point() and memory(each) not in known
     ]
     return len(unknown) <= len(recorded.region.inputs)
+
+
+def without_rule(model: nn.Module, names: Collection[int]) -> list[nn.Parameter]:
+    """Returns the parameters, by id in ``names``, that modules without a rule own."""
+    found: dict[int, nn.Parameter] = {}
+    stack = [model]
+    while stack:
+        module = stack.pop()
+        if rule_of(module) is None:
+            own = module.parameters(recurse=False)
+            found |= {id(param): param for param in own if id(param) in names}
+            stack += module.children()
+    return list(found.values())
 
 
 def check_versions(calls: Sequence[RecordedCall]) -> None:

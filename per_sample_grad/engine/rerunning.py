@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.func import functional_call, grad, vmap
@@ -217,24 +217,15 @@ def _of_call(
             f"{num_samples} samples"
         )
 
-    def by_sample(tensor: torch.Tensor) -> torch.Tensor:
-        return call.batch_first(tensor).unflatten(0, (num_samples, -1))
-
     inputs = tensors_in((call.args, call.kwargs))
-    batched = [
-        -each.dim() <= dim < each.dim() and each.shape[dim] == rows for each in inputs
-    ]
+    samples, with_samples = by_sample(inputs, dim, rows, num_samples)
 
     def product(
         given: dict[str, torch.Tensor],
         samples: list[torch.Tensor],
         gradients: dict[int, torch.Tensor],
     ) -> torch.Tensor:
-        own = iter(samples)
-        replaced = iter(
-            next(own).movedim(0, dim) if is_batched else tensor
-            for is_batched, tensor in zip(batched, inputs)
-        )
+        replaced = iter(with_samples(samples))
         args, kwargs = map_tensors((call.args, call.kwargs), lambda _: next(replaced))
         named = {inner[id(param)]: given[name] for name, param in wanted.items()}
         output = tensors_in(functional_call(module, {**state, **named}, args, kwargs))
@@ -247,6 +238,43 @@ def _of_call(
     with torch.autocast(**enclosing.autocast), sdpa_kernel(SDPBackend.MATH):
         return vmap(grad(product), (None, 0, 0))(
             given,
-            [by_sample(tensor) for tensor, yes in zip(inputs, batched) if yes],
-            {i: by_sample(gradient) for i, gradient in gradients.items()},
+            samples,
+            {
+                i: call.batch_first(gradient).unflatten(0, (num_samples, -1))
+                for i, gradient in gradients.items()
+            },
         )
+
+
+def by_sample(
+    tensors: Sequence[torch.Tensor], dim: int, rows: int, num_samples: int
+) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]]:
+    """Returns those tensors of a call that count samples, cut at the samples.
+
+    Args:
+        tensors: What the call took.
+        dim: The dimension that counts samples.
+        rows: The number that it counts, a multiple of B.
+        num_samples: B.
+
+    Returns:
+        These tensors, ``(B, rows / B, *)``; and a function that takes one sample's of
+        them and returns all tensors of the call, for that sample.
+    """
+    batched = [
+        -each.dim() <= dim < each.dim() and each.shape[dim] == rows for each in tensors
+    ]
+
+    def with_samples(samples: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        own = iter(samples)
+        return [
+            next(own).movedim(0, dim) if is_batched else tensor
+            for is_batched, tensor in zip(batched, tensors)
+        ]
+
+    cut = [
+        each.movedim(dim, 0).unflatten(0, (num_samples, -1))
+        for each, is_batched in zip(tensors, batched)
+        if is_batched
+    ]
+    return cut, with_samples

@@ -96,7 +96,7 @@ def by_operation(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
         below, number = use.node.next_functions[slot]
         assert below is not None
         wanted = {name: call.params[name] for name in names}
-        for name, part in _down(GradientEdge(below, number), found, wanted).items():
+        for name, part in take_down(GradientEdge(below, number), found, wanted).items():
             parts[name].append(part)
     return {name: _one(each, call.params[name]) for name, each in parts.items()}
 
@@ -108,7 +108,7 @@ def _one(parts: list[Contribution], param: nn.Parameter) -> Contribution:
     return Dense(forms.summed(rules.formed(each, shape) for each in parts))
 
 
-def _down(
+def take_down(
     edge: GradientEdge, found: Contribution, wanted: Mapping[str, nn.Parameter]
 ) -> dict[str, Contribution]:
     """Takes what a tensor gets of each sample to the parameters that it depends on."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from support.per_sample_grad.agreement import agree
@@ -168,13 +170,13 @@ def test_a_parameter_without_dimensions(way):
 class VisionTransformer(nn.Module):
     """A class token, places and a slope are parameters; no rule knows the slope."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.patches = nn.Conv2d(2, 8, 2, 2)
         self.token = nn.Parameter(torch.randn(1, 1, 8))
         self.places = nn.Parameter(torch.randn(1, 5, 8))
         self.slope = nn.Parameter(torch.ones(8))
-        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout, batch_first=True)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
         self.head = nn.Linear(8, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -205,16 +207,182 @@ def test_a_batched_fallback_costs_in_proportion_to_the_batch():
     assert counts[1] <= 4.01 * counts[0]
 
 
+class Powered(torch.autograd.Function):
+    """A power, in a function that modes do not see."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+        return x**exponent
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs, output)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, exponent, output = ctx.saved_tensors
+        at_exponent = (grad * output * x.log()).sum_to_size(exponent.shape)
+        return grad * exponent * x ** (exponent - 1), at_exponent
+
+
+class Hidden(Cube):
+    """A module that computes with its parameter where nothing sees it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Powered.apply(torch.sigmoid(self.inner(x)), self.exponent)
+
+
+class Noisy(Hidden):
+    """A module that draws random numbers beside that."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.dropout(x, 0.5, True))
+
+
+def runs_of(model: nn.Module, x: torch.Tensor) -> list[type[nn.Module]]:
+    """Returns the kinds of the modules that run, in order, by a batched fallback."""
+    runs: list[type[nn.Module]] = []
+    for module in model.modules():
+        if module is not model:
+            module.register_forward_hook(lambda module, *_: runs.append(type(module)))
+    psg.per_sample_grad_norms(model, fold, (x,), fallback="batched")
+    first, runs[:] = runs.copy(), []
+    psg.per_sample_grad_norms(model, fold, (x,), fallback="batched")
+    assert runs == first
+    return runs
+
+
 def test_modules_that_run_once_more_are_as_small_as_they_can_be():
     """Only the small one runs again, and not the model around it."""
-    model = nn.Sequential(nn.Linear(3, 64), nn.Linear(64, 3), Cube(), nn.Linear(4, 64))
-    x, runs = torch.randn(5, 3), []
-    for module in model:
-        module.register_forward_hook(lambda module, *_: runs.append(type(module)))
-    for repeated in (False, True):
-        runs.clear()
-        psg.per_sample_grad_norms(model, fold, (x,), fallback="batched")
-        assert runs == [nn.Linear, nn.Linear, Cube, nn.Linear, Cube], repeated
+    model = nn.Sequential(nn.Linear(3, 64), nn.Linear(64, 3), Hidden(), nn.Linear(4, 8))
+    once = [nn.Linear, nn.Linear, nn.Linear, Hidden, nn.Linear]
+    assert runs_of(model, torch.randn(5, 3)) == [*once, nn.Linear, Hidden]
+
+
+def test_no_module_runs_once_more_where_a_function_will_do():
+    model = nn.Sequential(nn.Linear(3, 64), nn.Linear(64, 3), Cube(), nn.Linear(4, 8))
+    once = [nn.Linear, nn.Linear, nn.Linear, Cube, nn.Linear]
+    assert runs_of(model, torch.randn(5, 3)) == once
+
+
+def exponents(
+    function: Callable[[nn.Module, torch.Tensor, nn.Parameter], torch.Tensor],
+    *shape: int,
+) -> Callable[[], nn.Module]:
+    """Returns what makes a model that uses a parameter of its own directly."""
+
+    def make() -> nn.Module:
+        model = Apply(
+            lambda m, x: m.b(function(m, torch.sigmoid(m.a(x)), m.own)),
+            a=nn.Linear(3, 4),
+            b=nn.Linear(4, 4),
+        )
+        model.own = nn.Parameter(torch.rand(shape))
+        model.register_buffer("constant", torch.rand(4))
+        return model
+
+    return make
+
+
+def in_place(m: nn.Module, x: torch.Tensor, own: nn.Parameter) -> torch.Tensor:
+    """What is computed from the parameter alone comes to depend on samples."""
+    table = torch.stack([own] * len(x))
+    table.mul_(x)
+    return x.clone().pow_(1 + table)
+
+
+def two_outputs(m: nn.Module, x: torch.Tensor, own: nn.Parameter) -> torch.Tensor:
+    matrix = own + 2 * torch.eye(4, dtype=own.dtype)
+    return torch.linalg.solve_ex(matrix, x.unsqueeze(-1))[0].squeeze(-1)
+
+
+FUNCTIONS = [
+    Case("power", exponents(lambda m, x, p: x**p, 4), (3,)),
+    Case("power-of-places", exponents(lambda m, x, p: x**p, 5, 1), (5, 3)),
+    Case("number", exponents(lambda m, x, p: torch.atan2(p, x)), (3,)),
+    Case("first", exponents(lambda m, x, p: p**x, 4), (3,)),
+    Case("computed", exponents(
+        lambda m, x, p: x ** (3 * p[:4] - p[4:]).exp() + x, 8), (3,)),
+    Case("with-a-buffer", exponents(
+        lambda m, x, p: torch.maximum(x, p * m.constant), 4), (3,)),
+    Case("by-keyword", exponents(lambda m, x, p: x.clamp(min=p - 0.5, max=p), 4), (3,)),
+    Case("twice", exponents(lambda m, x, p: x**p + (2 * x) ** p.square(), 4), (3,)),
+    Case("beside-a-rule", exponents(lambda m, x, p: x**p + x * p, 4), (3,)),
+    Case("between-modules", exponents(lambda m, x, p: m.b(x**p) ** 2 * p, 4), (3,)),
+    Case("not-pointwise", exponents(
+        lambda m, x, p: torch.cdist(x, p.view(4, 4)), 16), (3,)),
+    Case("not-pointwise-of-places", exponents(
+        lambda m, x, p: torch.einsum("bti,oi,bto->bto", x, p.softmax(0), x), 4, 4),
+        (5, 3)),
+    Case("time-first", exponents(
+        lambda m, x, p: (x.transpose(0, 1) ** p).transpose(0, 1), 4), (5, 3),
+        {"batch_dim": {"": 1, "a": 0, "b": 0}}),
+    Case("time-first-not-pointwise", exponents(
+        lambda m, x, p: torch.cumsum(x.transpose(0, 1) ** p, 0).transpose(0, 1), 4),
+        (5, 3), {"batch_dim": {"": 1, "a": 0, "b": 0}}),
+    Case("folded", exponents(
+        lambda m, x, p: (x.flatten(0, 1) ** p).unflatten(0, (len(x), -1)), 4), (5, 3)),
+    Case("two-outputs", exponents(two_outputs, 4, 4), (3,)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4])
+@pytest.mark.parametrize("case", FUNCTIONS, ids=lambda case: case.name)
+def test_functions_are_run_once_more_whatever_they_take(case, batch):
+    model, inputs = case.make(torch.float64, batch)
+    truth = oracle(case, model, inputs)
+    with psg.capture(model, **case.options) as recorded:
+        losses = fold(model, *inputs)
+    with pytest.raises(psg.CoverageError, match="own: "):
+        recorded.backward(losses)
+    options = {"fallback": "batched", **case.options}
+    for _ in range(2):
+        agree(psg.per_sample_factors(model, fold, inputs, **options), truth, 1e-10)
+
+
+def test_what_samples_are_put_into_in_place_is_not_of_parameters_alone():
+    case = Case("", exponents(in_place, 4), (3,))
+    model, inputs = case.make(torch.float64)
+    with psg.capture(model, fallback="batched") as recorded:
+        losses = fold(model, *inputs)
+    with pytest.warns(UserWarning, match="own: the model cannot be vectorised"):
+        agree(recorded.backward(losses), oracle(case, model, inputs), 1e-10)
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in FUNCTIONS if c.name in ("power", "folded", "not-pointwise")],
+    ids=lambda case: case.name,
+)  # fmt: skip
+def test_a_parameter_of_the_model_itself_does_not_run_the_model_again(case):
+    model, inputs = case.make(torch.float64)
+    assert runs_of(model, *inputs) == [nn.Linear, nn.Linear]
+
+
+def test_functions_are_run_once_more_under_the_autocast_of_their_calls():
+    case = FUNCTIONS[0]
+    model, inputs = case.make(torch.float32)
+    truth = flat(oracle(case, model, inputs))
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+    with psg.capture(model, fallback="batched") as recorded, autocast:
+        losses = fold(model, *inputs)
+    assert error(recorded.backward(losses).norms(), truth.norm(dim=1)) <= 2e-2
+
+
+def test_an_argument_that_is_changed_in_place_afterwards_is_noticed():
+    def changed(m: nn.Module, x: torch.Tensor, own: nn.Parameter) -> torch.Tensor:
+        mask = (x.detach() > 0.5).to(x.dtype)
+        found = torch.addcmul(x, own.exp(), mask)  # torch keeps the mask
+        with torch.no_grad():
+            torch.autograd.graph.increment_version(mask)
+        return found
+
+    model, inputs = Case("", exponents(changed, 4), (3,)).make(torch.float64)
+    with psg.capture(model, fallback="batched") as recorded:
+        losses = fold(model, *inputs)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        recorded.backward(losses)
 
 
 def twice(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -261,12 +429,11 @@ def test_modules_are_run_once_more_under_the_autocast_of_their_calls():
 
 def test_what_cannot_be_run_once_more_is_told_and_still_exact():
     """Another dropout mask would be another model."""
-    torch.manual_seed(0)
-    model, x = VisionTransformer(dropout=0.5), torch.randn(4, 2, 4, 4)
+    model, x = Noisy(), torch.randn(4, 3)
     found = {}
     for fallback in ("loop", "batched"):
         torch.manual_seed(1)
-        with psg.capture(model, ["slope"], fallback=fallback) as recorded:
+        with psg.capture(model, ["exponent"], fallback=fallback) as recorded:
             losses = fold(model, x)
         if fallback == "batched":
             with pytest.warns(UserWarning, match="grows with the square of the batch"):
