@@ -232,12 +232,12 @@ def test_tools_and_examples_use_public_names_only():
                     assert module in PACKAGES, f"{path} imports {module}"
 
 
-def test_nothing_imports_an_adapter_and_adapters_alone_import_its_library():
+def test_nothing_else_imports_adapters_and_they_alone_import_their_libraries():
     adapters = {m for m in MODULES if m.startswith("variable_batch_size.integrations.")}
     libraries = ("lightning", "transformers", "accelerate", "mlflow", "wandb")
     for module, path in MODULES.items():
-        assert not IMPORTED[module] & adapters, module
         if module not in adapters:
+            assert not IMPORTED[module] & adapters, module
             names = {name.split(".")[0] for name, _ in imports(path)}
             assert not names & {*libraries}, module
 

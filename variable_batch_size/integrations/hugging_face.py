@@ -17,13 +17,13 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerState, TrainingArguments, set_seed
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer import TRAINER_STATE_NAME
@@ -33,6 +33,12 @@ import xla_replica
 from variable_batch_size.checkpoint.save_and_stop import agreed_request
 from variable_batch_size.data.sampler import CustomSampler, OrderProvider
 from variable_batch_size.gradient_noise.meter import NoiseOptions
+from variable_batch_size.integrations.hugging_face_steps import (
+    Minibatches,
+    StepOptimizer,
+    StepSampler,
+)
+from variable_batch_size.integrations.refusals import HUGGING_FACE
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.rules.rule import Rule
 from variable_batch_size.step.attached import Update
@@ -59,81 +65,6 @@ _OVERRIDDEN = (
     "_save_rng_state",
     "_wrap_model",
 )
-
-# What of `TrainingArguments` would break the run: when, and what to do instead.
-_Args = TrainingArguments
-REFUSED: dict[str, tuple[Callable[[_Args], bool], str]] = {
-    "gradient_accumulation_steps": (
-        lambda args: args.gradient_accumulation_steps != 1,
-        "leave it at 1: the trace says how many minibatches a step has, each of "
-        "per_device_train_batch_size samples",
-    ),
-    "accelerator_config": (
-        lambda args: any(
-            getattr(args.accelerator_config, name)
-            for name in (
-                "split_batches",
-                "dispatch_batches",
-                "gradient_accumulation_kwargs",
-            )
-        ),
-        "leave out split_batches, dispatch_batches and gradient_accumulation_kwargs: "
-        "CustomSampler deals minibatches, and the optimizer accumulates them",
-    ),
-    "train_sampling_strategy": (
-        lambda args: args.train_sampling_strategy != "random",
-        "leave it at 'random' and pass ElasticTrainer(order=...), which any number of "
-        "processes resumes",
-    ),
-    "dataloader_in_order": (
-        lambda args: not args.dataloader_in_order,
-        "leave it at True: a step's minibatches are those that come next",
-    ),
-    "ignore_data_skip": (
-        lambda args: args.ignore_data_skip,
-        "leave it at False: a resumed run continues at its sample, and skipping costs "
-        "nothing, since nothing that was seen is loaded",
-    ),
-    "auto_find_batch_size": (
-        lambda args: args.auto_find_batch_size,
-        "choose per_device_train_batch_size yourself: processes would find different "
-        "ones, and a trace must divide by it",
-    ),
-    "fp16": (
-        lambda args: args.fp16,
-        "train with bf16=True, which needs no loss scaling: GradScaler would unscale "
-        "gradients that are accumulated, on each process separately",
-    ),
-    "fsdp": (
-        lambda args: bool(args.fsdp),
-        "leave it out: for a sharded model write a loop with ElasticOptimizer, which "
-        "supports fully_shard",
-    ),
-    "deepspeed": (
-        lambda args: bool(args.deepspeed),
-        "leave it out: its engine accumulates, sums and steps itself",
-    ),
-    "parallelism_config": (
-        lambda args: args.parallelism_config is not None,
-        "leave it out: every process must have a whole model",
-    ),
-    "enable_jit_checkpoint": (
-        lambda args: args.enable_jit_checkpoint,
-        "leave it out: on SIGTERM and SIGINT ElasticTrainer saves after an update that "
-        "all processes agree on, and raises xla_replica.Stopped",
-    ),
-    "include_num_input_tokens_seen": (
-        lambda args: args.include_num_input_tokens_seen != "no",
-        "leave it at 'no': it is a collective between the last backward pass and the "
-        "update, whose sums are under way; attach a function to trainer.optimizer that "
-        "adds up update.weight",
-    ),
-    "optim": (
-        lambda args: "lomo" in args.optim or "layerwise" in args.optim,
-        "choose an optimizer whose step() makes the update, such as 'adamw_torch': "
-        "this one updates weights within every backward pass",
-    ),
-}
 
 
 class ElasticTrainer(Trainer):
@@ -168,7 +99,7 @@ class ElasticTrainer(Trainer):
 
     Raises:
         TypeError, ValueError: An argument of this class is wrong, or one of the
-            trainer's (`REFUSED`) would break the run.
+            trainer's would break the run; see `refusals`.
         TraceError: The trace is bad or does not fit the dataset.
     """
 
@@ -230,13 +161,13 @@ class ElasticTrainer(Trainer):
     def _check_trainer(self) -> None:
         """Raises unless the trainer that was built is one that can be elastic."""
         if self.accelerator.scaler is not None:  # accelerate launch
-            raise ValueError(f"fp16: {REFUSED['fp16'][1]}")
+            raise ValueError(f"fp16: {HUGGING_FACE['fp16'][1]}")
         for is_enabled, name in (
             (self.is_fsdp_enabled, "fsdp"),
             (self.is_deepspeed_enabled, "deepspeed"),
         ):
             if is_enabled:
-                raise ValueError(f"{name}: {REFUSED[name][1]}")
+                raise ValueError(f"{name}: {HUGGING_FACE[name][1]}")
         if self.is_model_parallel or self.is_distributed_loading_by_transformers:
             raise ValueError(
                 "the model is spread over devices (device_map, DistributedConfig): "
@@ -344,7 +275,7 @@ class ElasticTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> ElasticOptimizer:
         """Returns the elastic optimizer around the one that the trainer creates."""
         if not isinstance(self.optimizer, ElasticOptimizer):
-            self.optimizer = _StepOptimizer(
+            self.optimizer = StepOptimizer(
                 super().create_optimizer(model),
                 self.sampler,
                 reduction="sum",
@@ -546,78 +477,6 @@ class ElasticTrainer(Trainer):
         set_seed((int.from_bytes(digest[:4], "little") + rank) % 2**32)
 
 
-class _StepOptimizer(ElasticOptimizer):
-    """Makes one update when the trainer calls `step`, on every process.
-
-    The trainer runs callbacks between the last backward pass and that call.
-    """
-
-    # What Accelerate asks of an optimizer that it need not wrap.
-    _is_accelerate_prepared = True
-    step_was_skipped = False
-
-    _last_weight: Any = None
-
-    def accumulate(self, weight: torch.Tensor, is_last: bool) -> None:
-        """Ends a minibatch, but that of the step's last one is left to `step`."""
-        if is_last:
-            self._last_weight = weight
-        else:
-            super().step(weight=weight)
-
-    def step(  # type: ignore[override]
-        self, closure: None = None, *, weight: None = None
-    ) -> int:
-        """Makes the update of the step under way; returns 1."""
-        if self.is_idle:
-            return self.join_step()
-        weight, self._last_weight = self._last_weight, None
-        return super().step(closure, weight=weight)
-
-    def change_batch_size(self, batch_size: int) -> int:
-        """Raises TypeError: the trainer has been told how many steps there are."""
-        raise TypeError(
-            f"change_batch_size({batch_size!r}): the trainer counts the steps of the "
-            "trace before it trains. Write the change into the trace, or train in a "
-            "loop of your own"
-        )
-
-
-class StepSampler(Sampler[list[list[int]]]):
-    """Yields, for every step of the epoch, this process's minibatches of it.
-
-    Each item is a list of lists of dataset indices; empty where the process is idle,
-    and for steps that a resumed run has done: the trainer skips so many items.
-    """
-
-    def __init__(self, sampler: CustomSampler) -> None:
-        self.sampler = sampler
-
-    def __iter__(self) -> Iterator[list[list[int]]]:
-        plan = self.sampler.plan
-        minibatches = iter(self.sampler)
-        for step, number in enumerate(plan.num_substeps(self.sampler.rank).tolist()):
-            number = number if step >= plan.start_step else 0
-            yield [next(minibatches) for _ in range(number)]
-
-    def __len__(self) -> int:
-        return self.sampler.plan.num_steps
-
-
-class Minibatches(Dataset[Any]):
-    """A dataset of minibatches; an index is the list of a minibatch's samples."""
-
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
-        self.dataset = dataset
-        self.collate = collate
-
-    def __getitem__(self, samples: list[int]) -> Any:
-        many = getattr(self.dataset, "__getitems__", None)
-        return self.collate(
-            many(samples) if many else [self.dataset[sample] for sample in samples]
-        )
-
-
 def _check_library() -> None:
     """Raises ImportError if this trainer cannot be made elastic."""
     missing = [name for name in _OVERRIDDEN if not hasattr(Trainer, name)]
@@ -630,7 +489,7 @@ def _check_library() -> None:
 
 def _check_arguments(args: TrainingArguments) -> None:
     """Raises ValueError or TypeError if a trainer's argument would break the run."""
-    for name, (is_wrong, remedy) in REFUSED.items():
+    for name, (is_wrong, remedy) in HUGGING_FACE.items():
         if is_wrong(args):
             raise ValueError(
                 f"TrainingArguments({name}={getattr(args, name)!r}) does not work with "

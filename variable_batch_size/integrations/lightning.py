@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
 
 import xla_replica
 from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.integrations.refusals import LIGHTNING
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.rules.rule import Rule
 from variable_batch_size.runs.run_log import RunLog
@@ -107,7 +107,7 @@ class ElasticStrategy(SingleDeviceStrategy):
         # The sampler deals training samples; of others each replica evaluates all.
         trainer._accelerator_connector.use_distributed_sampler = False
         if trainer.state.fn == "fit":
-            _check(trainer, self)
+            _check(self)
             # Epochs have different numbers of steps; Lightning then counts each anew.
             trainer.reload_dataloaders_every_n_epochs = 1
             num_epochs, loop = self.sampler.num_epochs, trainer.fit_loop
@@ -380,48 +380,11 @@ def _loss_of(output: Any) -> torch.Tensor:
     return loss
 
 
-def _check(trainer: Trainer, strategy: ElasticStrategy) -> None:
+def _check(strategy: ElasticStrategy) -> None:
     """Raises ValueError if the trainer or the module would break a promise."""
-    module: LightningModule = strategy.lightning_module
-    hook = "on_before_batch_transfer"
-    data = trainer.datamodule
-    limit = trainer.limit_train_batches
-    num_devices = len(trainer._accelerator_connector._parallel_devices)
-    num_devices *= trainer.num_nodes
-    refused = {
-        "Trainer(accumulate_grad_batches=...): the trace says what is accumulated": (
-            trainer.accumulate_grad_batches != 1
-        ),
-        "Trainer(gradient_clip_val=...), which would clip a part of a step's gradient: "
-        "pass max_grad_norm= to ElasticStrategy": bool(trainer.gradient_clip_val),
-        "loss scaling (precision='16-mixed'), which would unscale gradients that are "
-        "accumulated: use 'bf16-mixed'": (
-            getattr(strategy.precision_plugin, "scaler", None) is not None
-        ),
-        "manual optimization (automatic_optimization=False): let training_step return "
-        "the loss": not module.automatic_optimization,
-        "Trainer(limit_train_batches=...): shorten the trace": (
-            limit != 1.0 and not trainer.fast_dev_run
-        ),
-        "Trainer(overfit_batches=...), which replaces the sampler": (
-            trainer.overfit_batches > 0
-        ),
-        "Trainer(sync_batchnorm=True), since replicas run different numbers of "
-        "minibatches: statistics are averaged before validation and checkpoints": (
-            strategy._layer_sync is not None
-        ),
-        f"the hook {hook}, which would get a whole step: use on_after_batch_transfer "
-        "or the loader's collate_fn": (
-            is_overridden(hook, module) or bool(data and is_overridden(hook, data))
-        ),
-        f"Trainer(devices=...) with {num_devices} devices in a job of one process: "
-        "start the processes with torchrun, or pass devices=1": (
-            strategy.world_size == 1 and num_devices > 1
-        ),
-    }
-    for what, is_there in refused.items():
-        if is_there:
-            raise ValueError(f"ElasticStrategy does not support {what}")
+    for option, (is_wrong, remedy) in LIGHTNING.items():
+        if is_wrong(strategy):
+            raise ValueError(f"{option} does not work with ElasticStrategy: {remedy}")
 
 
 def _check_step(trainer: Trainer, strategy: ElasticStrategy, batch: Any) -> None:

@@ -115,9 +115,9 @@ OF_ACCELERATE = {
 
 
 def test_every_refusal_is_tested():
-    from variable_batch_size.integrations import hugging_face
+    from variable_batch_size.integrations.refusals import HUGGING_FACE
 
-    assert {*REFUSED, "accelerator_config"} == hugging_face.REFUSED.keys()
+    assert {*REFUSED, "accelerator_config"} == HUGGING_FACE.keys()
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1,0 +1,159 @@
+"""Options of other libraries' trainers that would break a run, and what to do instead.
+
+Each is an error when the run begins. A row has a function that says whether the option
+is set so, and the end of the error's message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Refusals = dict[str, tuple[Callable[[Any], bool], str]]
+
+# What both say.
+_ACCUMULATED = "the trace says how many minibatches a step has"
+_UNSCALED = (
+    "which needs no loss scaling: GradScaler would unscale gradients that are "
+    "accumulated, on each process separately"
+)
+
+# By the name of an argument of `transformers.TrainingArguments`; these are asked.
+HUGGING_FACE: Refusals = {
+    "gradient_accumulation_steps": (
+        lambda args: args.gradient_accumulation_steps != 1,
+        f"leave it at 1: {_ACCUMULATED}, each of per_device_train_batch_size samples",
+    ),
+    "accelerator_config": (
+        lambda args: any(
+            getattr(args.accelerator_config, name)
+            for name in (
+                "split_batches",
+                "dispatch_batches",
+                "gradient_accumulation_kwargs",
+            )
+        ),
+        "leave out split_batches, dispatch_batches and gradient_accumulation_kwargs: "
+        "CustomSampler deals minibatches, and the optimizer accumulates them",
+    ),
+    "train_sampling_strategy": (
+        lambda args: args.train_sampling_strategy != "random",
+        "leave it at 'random' and pass ElasticTrainer(order=...), which any number of "
+        "processes resumes",
+    ),
+    "dataloader_in_order": (
+        lambda args: not args.dataloader_in_order,
+        "leave it at True: a step's minibatches are those that come next",
+    ),
+    "ignore_data_skip": (
+        lambda args: args.ignore_data_skip,
+        "leave it at False: a resumed run continues at its sample, and skipping costs "
+        "nothing, since nothing that was seen is loaded",
+    ),
+    "auto_find_batch_size": (
+        lambda args: args.auto_find_batch_size,
+        "choose per_device_train_batch_size yourself: processes would find different "
+        "ones, and a trace must divide by it",
+    ),
+    "fp16": (
+        lambda args: args.fp16,
+        f"train with bf16=True, {_UNSCALED}",
+    ),
+    "fsdp": (
+        lambda args: bool(args.fsdp),
+        "leave it out: for a sharded model write a loop with ElasticOptimizer, which "
+        "supports fully_shard",
+    ),
+    "deepspeed": (
+        lambda args: bool(args.deepspeed),
+        "leave it out: its engine accumulates, sums and steps itself",
+    ),
+    "parallelism_config": (
+        lambda args: args.parallelism_config is not None,
+        "leave it out: every process must have a whole model",
+    ),
+    "enable_jit_checkpoint": (
+        lambda args: args.enable_jit_checkpoint,
+        "leave it out: on SIGTERM and SIGINT ElasticTrainer saves after an update that "
+        "all processes agree on, and raises xla_replica.Stopped",
+    ),
+    "include_num_input_tokens_seen": (
+        lambda args: args.include_num_input_tokens_seen != "no",
+        "leave it at 'no': it is a collective between the last backward pass and the "
+        "update, whose sums are under way; attach a function to trainer.optimizer that "
+        "adds up update.weight",
+    ),
+    "optim": (
+        lambda args: "lomo" in args.optim or "layerwise" in args.optim,
+        "choose an optimizer whose step() makes the update, such as 'adamw_torch': "
+        "this one updates weights within every backward pass",
+    ),
+}
+
+
+def _gets_whole_steps(strategy: Any) -> bool:
+    """Returns whether Lightning would call the user's ``on_before_batch_transfer``."""
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+    hook, data = "on_before_batch_transfer", _trainer(strategy).datamodule
+    return is_overridden(hook, strategy.lightning_module) or bool(
+        data and is_overridden(hook, data)
+    )
+
+
+def _has_many_devices(strategy: Any) -> bool:
+    """Returns whether a job of one process was asked to use several devices."""
+    trainer = _trainer(strategy)
+    num_devices = len(trainer._accelerator_connector._parallel_devices)
+    return strategy.world_size == 1 and num_devices * trainer.num_nodes > 1
+
+
+def _trainer(strategy: Any) -> Any:
+    return strategy.lightning_module.trainer
+
+
+# By what the user has written; an `ElasticStrategy` that is set up is asked.
+LIGHTNING: Refusals = {
+    "Trainer(accumulate_grad_batches=...)": (
+        lambda strategy: _trainer(strategy).accumulate_grad_batches != 1,
+        f"leave it out: {_ACCUMULATED}",
+    ),
+    "Trainer(gradient_clip_val=...)": (
+        lambda strategy: bool(_trainer(strategy).gradient_clip_val),
+        "it would clip a part of a step's gradient: pass max_grad_norm= to "
+        "ElasticStrategy",
+    ),
+    "Trainer(precision='16-mixed')": (
+        lambda strategy: getattr(strategy.precision_plugin, "scaler", None) is not None,
+        f"use 'bf16-mixed', {_UNSCALED}",
+    ),
+    "manual optimization (automatic_optimization=False)": (
+        lambda strategy: not strategy.lightning_module.automatic_optimization,
+        "let training_step return the loss",
+    ),
+    "Trainer(limit_train_batches=...)": (
+        lambda strategy: (
+            _trainer(strategy).limit_train_batches != 1.0
+            and not _trainer(strategy).fast_dev_run
+        ),
+        "shorten the trace",
+    ),
+    "Trainer(overfit_batches=...)": (
+        lambda strategy: _trainer(strategy).overfit_batches > 0,
+        "leave it out: it replaces the sampler. Give the sampler a small dataset",
+    ),
+    "Trainer(sync_batchnorm=True)": (
+        lambda strategy: strategy._layer_sync is not None,
+        "leave it out, since replicas run different numbers of minibatches: "
+        "statistics are averaged before validation and checkpoints",
+    ),
+    "the hook on_before_batch_transfer": (
+        _gets_whole_steps,
+        "it would get a whole step: use on_after_batch_transfer or the loader's "
+        "collate_fn",
+    ),
+    "Trainer(devices=...) with several devices in a job of one process": (
+        _has_many_devices,
+        "start the processes with torchrun, or pass devices=1",
+    ),
+}
