@@ -126,25 +126,10 @@ def _parts(
     contribution: Contribution, budget: int
 ) -> Iterator[tuple[int, int, Outer | Lookup | Dense]]:
     """Yields start, stop and samples whose unfolded factors fit ``budget`` bytes."""
-    rows = forms.num_rows(contribution)
-    itemsize = forms.float_factor(contribution).dtype.itemsize
-    each = forms.unfolded_elements(contribution) * itemsize
+    rows, extent = forms.num_rows(contribution), forms.extent(contribution)
+    each = extent.unfolded * extent.itemsize
     for start, stop in forms.chunks(rows, max(1, budget // each if each else rows)):
         yield start, stop, forms.part(contribution, start, stop)
-
-
-def has_product(a: Contribution, b: Contribution) -> bool:
-    """Returns whether `squared_norms` and `gram` take this pair of uses."""
-    match a, b:
-        case (Dense(), Dense()) | (Lookup(), Lookup()):
-            return True
-        case (Outer() | Windows(), Outer() | Windows()):
-            return a.groups == b.groups
-        case (Outer() | Windows(), Lookup()):
-            return a.groups == 1
-        case (Lookup(), Outer() | Windows()):
-            return b.groups == 1
-    return False
 
 
 def squared_norms(contributions: Sequence[Contribution], samples: int) -> torch.Tensor:
@@ -352,7 +337,7 @@ def _kernel(a: Outer | Lookup | Dense, b: Outer | Lookup | Dense) -> torch.Tenso
             kernel = left.gather(2, index)
             right = a.right.squeeze(1)
             return kernel * (right @ b.values.transpose(1, 2))
-    raise AssertionError("no factored product; see has_product")
+    raise AssertionError("no factored product; see plan.has_product")
 
 
 def _pairs(a: Outer | Lookup | Dense, b: Outer | Lookup | Dense) -> torch.Tensor:
@@ -374,7 +359,7 @@ def _pairs(a: Outer | Lookup | Dense, b: Outer | Lookup | Dense) -> torch.Tensor
             right = _flat(a.right)[0] @ b.values.flatten(0, 1).T
             kernel = (kernel * right).unsqueeze(0)
         case _:
-            raise AssertionError("no factored product; see has_product")
+            raise AssertionError("no factored product; see plan.has_product")
     if a.positions == b.positions == 1:
         return kernel.sum(0)
     shape = (-1, forms.num_rows(a), a.positions, forms.num_rows(b), b.positions)

@@ -259,7 +259,7 @@ class Factors:
         where nothing is planned to be computed from factors of several positions.
         """
         uses = self.merged[name]
-        if self._method != "auto" or sum(map(forms.num_positions, uses)) < 2:
+        if self._method != "auto" or sum(forms.extent(use).positions for use in uses) < 2:
             return None
         plans = (self._planned(q, name, self, "auto") for q in planning.QUANTITIES)
         if all(choice.form != "factored" for choice in plans):

@@ -17,7 +17,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -161,6 +161,77 @@ class Windows(_Grouped):
 
 
 Contribution = Outer | Windows | Lookup | Dense
+
+
+class Extent(NamedTuple):
+    """The sizes of a contribution, which decide how its products are computed.
+
+    Attributes:
+        form: Its class.
+        groups: G; 1 for a form without groups.
+        positions: T; 1 for gradients themselves.
+        height: p; 1 for a form without a left factor.
+        width: q; 1 for gradients themselves.
+        itemsize: The bytes of a number.
+        unfolded: How many numbers one sample's unfolded factor has; 0 without one.
+        unit: `Windows.unit`; 1 for other forms.
+        kernel: K; 1 for other forms.
+        direct: `Windows.direct_elements`; None: there is no such way.
+    """
+
+    form: type[Contribution]
+    groups: int
+    positions: int
+    height: int
+    width: int
+    itemsize: int
+    unfolded: int = 0
+    unit: int = 1
+    kernel: int = 1
+    direct: tuple[int, int] | None = None
+
+    def for_gradients(self, columns: int) -> int:
+        """Returns how many numbers a sample takes while so many columns are formed."""
+        if self.form is not Windows:
+            return 0
+        if self.direct is None:
+            return self.groups * self.positions * columns
+        of_channel, of_left = self.direct
+        channels = self.groups * columns // self.kernel
+        # The blocks of the gradient, which are joined later.
+        blocks = self.groups * self.height * columns
+        return channels * of_channel + of_left + blocks
+
+
+def extent(contribution: Contribution) -> Extent:
+    """Returns the sizes of a contribution."""
+    match contribution:
+        case Outer(left, right):
+            _, groups, positions, height = left.shape
+            return Extent(
+                Outer, groups, positions, height, right.shape[3], left.itemsize
+            )
+        case Windows(left):
+            _, groups, positions, height = left.shape
+            width, direct = contribution.width, contribution.direct
+            return Extent(
+                Windows,
+                groups,
+                positions,
+                height,
+                width,
+                left.itemsize,
+                unfolded=groups * positions * width,
+                unit=contribution.unit,
+                kernel=contribution.kernel,
+                direct=None if direct is None else contribution.direct_elements,
+            )
+        case Lookup(index, values):
+            return Extent(
+                Lookup, 1, index.shape[1], 1, values.shape[2], values.itemsize
+            )
+        case Dense(values):
+            return Extent(Dense, 1, 1, 1, 1, values.itemsize)
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -314,11 +385,6 @@ def num_rows(contribution: Contribution) -> int:
     return float_factor(contribution).shape[0]
 
 
-def num_positions(contribution: Contribution) -> int:
-    """Returns T; 1 for gradients themselves."""
-    return 1 if isinstance(contribution, Dense) else contribution.positions
-
-
 def float_factor(contribution: Contribution) -> torch.Tensor:
     """Returns the factor whose dtype and device are those of the gradients."""
     match contribution:
@@ -331,26 +397,6 @@ def float_factor(contribution: Contribution) -> torch.Tensor:
 def held_elements(contribution: Contribution) -> int:
     """Returns how many numbers its tensors hold."""
     return sum(tensor.numel() for tensor in _tensors(contribution).values())
-
-
-def unfolded_elements(contribution: Contribution) -> int:
-    """Returns how many numbers one sample's unfolded factor has; 0 without one."""
-    if not isinstance(contribution, Windows):
-        return 0
-    return contribution.groups * contribution.positions * contribution.width
-
-
-def elements_for_gradients(contribution: Contribution, columns: int) -> int:
-    """Returns how many numbers one sample takes while so many columns are formed."""
-    if not isinstance(contribution, Windows):
-        return 0
-    if contribution.direct is None:
-        return contribution.groups * contribution.positions * columns
-    of_channel, of_left = contribution.direct_elements
-    channels = contribution.groups * columns // contribution.kernel
-    # The blocks of the gradient, which are joined later.
-    blocks = contribution.groups * contribution.left.shape[3] * columns
-    return channels * of_channel + of_left + blocks
 
 
 def chunks(total: int, size: int) -> Iterator[tuple[int, int]]:

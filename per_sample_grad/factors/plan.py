@@ -9,6 +9,7 @@ many samples and columns at a time as fit a byte budget, so memory does not deci
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, get_args
@@ -16,8 +17,14 @@ from typing import Literal, get_args
 import torch
 
 from per_sample_grad.factors import forms
-from per_sample_grad.factors.algebra import has_product
-from per_sample_grad.factors.forms import Contribution, Dense, Lookup, Outer, Windows
+from per_sample_grad.factors.forms import (
+    Contribution,
+    Dense,
+    Extent,
+    Lookup,
+    Outer,
+    Windows,
+)
 from xla_replica import traits
 
 Quantity = Literal["norms", "gram"]
@@ -119,34 +126,65 @@ def choose(
     A Gram matrix is with ``other``, the same list if it is the same batch. The budget
     is the bytes of temporaries, which a single sample or column may exceed.
     """
+    sizes = tuple(map(forms.extent, contributions))
+    same = other is contributions
+    of_others = sizes if same else tuple(map(forms.extent, other))
+    return _choose(
+        quantity, sizes, of_others, tuple(shape), num_samples, num_other, budget,
+        method, same,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=2**12)
+def _choose(
+    quantity: Quantity,
+    sizes: tuple[Extent, ...],
+    other: tuple[Extent, ...],
+    shape: tuple[int, ...],
+    num_samples: int,
+    num_other: int,
+    budget: int,
+    method: Method,
+    same: bool,
+) -> Choice:
     partners = 1 if quantity == "norms" else num_other
     rows, columns = forms.matrix_shape(shape)
-    if all(isinstance(c, Dense) for c in (*contributions, *other)):
+    if all(each.form is Dense for each in (*sizes, *other)):
         flops = 2 * num_samples * partners * rows * columns
         return Choice("dense", num_samples, columns, 1, flops, flops, 0)
-    blocks = 1 if quantity == "norms" or other is contributions else 2
-    formed = _materialized(contributions, shape, num_samples, partners, blocks, budget)
-    if not all(has_product(a, b) for a in contributions for b in other):
+    blocks = 1 if quantity == "norms" or same else 2
+    formed = _materialized(sizes, shape, num_samples, partners, blocks, budget)
+    if not all(has_product(a, b) for a in sizes for b in other):
         return formed
-    factored = _factored(contributions, other, num_samples, partners, columns, budget)
+    factored = _factored(sizes, other, num_samples, partners, columns, budget)
     if method == "auto":
         return min((factored, formed), key=lambda choice: choice.cost)
     return factored if method == "factored" else formed
+
+
+def has_product(a: Extent, b: Extent) -> bool:
+    """Returns whether `algebra` has a product of factors of this pair of uses."""
+    outer = (Outer, Windows)
+    if a.form in outer and b.form in outer:
+        return a.groups == b.groups
+    if Dense in (a.form, b.form):
+        return a.form is b.form
+    return a.groups == b.groups == 1
 
 
 def samples_of_gradients(
     contributions: Sequence[Contribution], columns: int, num_samples: int, budget: int
 ) -> int:
     """Returns how many samples to compute at a time when all gradients are kept."""
-    if not any(forms.unfolded_elements(c) for c in contributions):
+    sizes = [forms.extent(each) for each in contributions]
+    if not any(size.unfolded for size in sizes):
         return num_samples
-    each = max(forms.elements_for_gradients(c, columns) for c in contributions)
-    each *= _itemsize(contributions)
+    each = max(size.for_gradients(columns) for size in sizes) * sizes[0].itemsize
     return _halved(num_samples, lambda samples: samples * each > budget)
 
 
 def _materialized(
-    contributions: Sequence[Contribution],
+    sizes: Sequence[Extent],
     shape: Sequence[int],
     num_samples: int,
     partners: int,
@@ -157,22 +195,19 @@ def _materialized(
     rows, all_columns = forms.matrix_shape(shape)
     size = rows * all_columns
     flops = 2 * num_samples * partners * size
-    for c in contributions:
-        match c:
-            case Outer() | Windows():
-                flops += 2 * num_samples * c.positions * size
-            case Lookup():
-                flops += num_samples * c.positions * all_columns
-    itemsize = _itemsize(contributions)
+    for each in sizes:
+        if each.form is Lookup:
+            flops += num_samples * each.positions * all_columns
+        elif each.form is not Dense:
+            flops += 2 * num_samples * each.positions * size
+    itemsize = sizes[0].itemsize
     # Several uses have the sum so far, the next term and the next sum.
-    sums = rows * (1 if len(contributions) == 1 else 3)
+    sums = rows * (1 if len(sizes) == 1 else 3)
     # A Gram matrix has the gradients of all samples besides.
     of_all = blocks * num_samples * rows if partners > 1 else 0
 
     def on_the_way(samples: int, columns: int) -> int:
-        return samples * max(
-            forms.elements_for_gradients(c, columns) for c in contributions
-        )
+        return samples * max(each.for_gradients(columns) for each in sizes)
 
     def size_of(samples: int, columns: int) -> int:
         sums_and_all = columns * (samples * sums + of_all)
@@ -191,7 +226,7 @@ def _materialized(
     def halved_columns() -> int:
         return _halved(columns, lambda some: size_of(samples, some) > budget, unit)
 
-    units = [c.unit for c in contributions if isinstance(c, Windows)]
+    units = [each.unit for each in sizes if each.form is Windows]
     unit = math.lcm(*units)
     samples, columns = num_samples, all_columns
     if partners > 1 and not units:
@@ -201,7 +236,7 @@ def _materialized(
     samples = halved_samples(8)
     times = -(-all_columns // max(columns, 1)) * -(-num_samples // samples)
     peak = size_of(samples, columns)
-    is_table = any(isinstance(c, Lookup) for c in contributions)
+    is_table = any(each.form is Lookup for each in sizes)
     passes = PASSES_OF_TABLES if is_table and partners == 1 else PASSES
     elements = passes * size + on_the_way(1, all_columns)
     cost = flops + FLOPS_PER_ELEMENT * num_samples * elements
@@ -209,8 +244,8 @@ def _materialized(
 
 
 def _factored(
-    contributions: Sequence[Contribution],
-    other: Sequence[Contribution],
+    sizes: Sequence[Extent],
+    other: Sequence[Extent],
     num_samples: int,
     partners: int,
     columns: int,
@@ -218,28 +253,26 @@ def _factored(
 ) -> Choice:
     """Returns the choice that forms no gradient."""
     flops, largest, elements = 0, 1, 0
-    for a in contributions:
+    for a in sizes:
         for b in other:
-            pairs = math.prod(c.positions for c in (a, b) if not isinstance(c, Dense))
-            match a, b:
-                case (Outer() | Windows(), Outer() | Windows()):
-                    inner = a.left.shape[3] + a.width + 1
-                    pairs *= a.groups
-                case (Outer() | Windows() | Lookup(), Outer() | Windows() | Lookup()):
-                    inner = a.width + 2
-                case _:
-                    inner = 0
+            pairs = a.positions * b.positions
+            if Dense in (a.form, b.form):
+                inner = 0
+            elif Lookup in (a.form, b.form):
+                inner = a.width + 2
+            else:
+                inner = a.height + a.width + 1
+                pairs *= a.groups
             flops += 2 * num_samples * partners * pairs * inner
             largest = max(largest, 3 * pairs)
             elements += 3 * pairs * partners * num_samples
-    itemsize = _itemsize(contributions)
-    unfolded = sum(forms.unfolded_elements(c) for c in contributions)
+    unfolded = sum(each.unfolded for each in sizes)
     if partners > 1:
-        unfolded += sum(forms.unfolded_elements(c) for c in other)
+        unfolded += sum(each.unfolded for each in other)
 
     def size_of(samples: int) -> int:
         of_others = min(samples, partners)
-        return samples * (largest * of_others + unfolded) * itemsize
+        return samples * (largest * of_others + unfolded) * sizes[0].itemsize
 
     samples = _halved(max(num_samples, partners), lambda some: size_of(some) > budget)
     times = -(-num_samples // samples) * -(-partners // samples)
@@ -254,6 +287,3 @@ def _halved(number: int, too_large: Callable[[int], bool], unit: int = 1) -> int
         number = max(unit, -(-number // (2 * unit)) * unit)
     return number
 
-
-def _itemsize(contributions: Sequence[Contribution]) -> int:
-    return forms.float_factor(contributions[0]).dtype.itemsize

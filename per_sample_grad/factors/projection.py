@@ -245,8 +245,8 @@ def _project(use: Contribution, folds: _Folds, budget: int) -> torch.Tensor:
         return _along(like.flatten(1), folds.rows, 1)
     if isinstance(use, Windows) and traits(like).is_host:
         budget = min(budget, _CACHE)
-    (p, q), (k1, k2), positions = folds[3:5], folds.kept, forms.num_positions(use)
-    elements = forms.unfolded_elements(use) or positions * (k1 + k2)
+    (p, q), (k1, k2), positions = folds[3:5], folds.kept, forms.extent(use).positions
+    elements = forms.extent(use).unfolded or positions * (k1 + k2)
     elements += p * q if isinstance(use, Dense) else min(p * k2, k1 * q)
     size = max(1, budget // (elements * like.dtype.itemsize))
     if size >= len(like) and not isinstance(use, Windows):

@@ -103,7 +103,7 @@ def _transform(
         case Dense():
             elements = columns * frequencies
     itemsize = forms.float_factor(use).dtype.itemsize
-    each = (6 * elements + forms.unfolded_elements(use)) * itemsize
+    each = (6 * elements + forms.extent(use).unfolded) * itemsize
     real, imaginary = [], []
     for start, stop in forms.chunks(forms.num_rows(use), max(1, budget // each)):
         match forms.part(use, start, stop):
