@@ -133,17 +133,22 @@ def _parts(
 
 
 def squared_norms(contributions: Sequence[Contribution], samples: int) -> torch.Tensor:
-    """Returns ``‖g_n‖²``, ``(N,)``, of uses that have products; may round below 0."""
-    return squared_norms_and_terms(contributions, samples)[0]
+    """Returns ``‖g_n‖²``, ``(N,)``, of uses that have products, never negative."""
+    match contributions:
+        case [Dense(values)]:
+            return squares(values)
+        case [Outer(left, right)] if left.shape[1] == left.shape[2] == 1:
+            return squares(left) * squares(right)
+    return squared_norms_and_terms(contributions, samples)[0].clamp(min=0)
 
 
 def squared_norms_and_terms(
     contributions: Sequence[Contribution], samples: int
 ) -> torch.Tensor:
-    """Returns `squared_norms` and the squares of what is added, ``(2, N)``.
+    """Returns `squared_norms`, which may round below 0, and what they add, ``(2, N)``.
 
-    The latter are ``Σ_t ‖u_t‖² ‖z_t‖²``. The former have an error of some units in
-    their last place, which is much where positions cancel.
+    The latter are the squares of the terms, ``Σ_t ‖u_t‖² ‖z_t‖²``. The former have an
+    error of some units in their last place, which is much where positions cancel.
     """
 
     def of_some(start: int, stop: int) -> torch.Tensor:
@@ -188,7 +193,7 @@ def materialized_squared_norms(
 
     def of_some(start: int, stop: int) -> torch.Tensor:
         return forms.summed(
-            _squares(_columns(contributions, shape, (start, stop), first, last))
+            squares(_columns(contributions, shape, (start, stop), first, last))
             for first, last in forms.chunks(forms.matrix_shape(shape)[1], width)
         )
 
@@ -293,7 +298,7 @@ def _columns(
     return forms.summed(map(of_use, contributions))
 
 
-def _squares(block: torch.Tensor) -> torch.Tensor:
+def squares(block: torch.Tensor) -> torch.Tensor:
     """Returns the sum of squares of every sample, ``(N,)``, without the squares."""
     flat = block.flatten(1)
     if traits(flat).is_lazy:
@@ -305,10 +310,17 @@ def _square_and_terms(part: Outer | Lookup | Dense) -> torch.Tensor:
     """Returns ``‖g_n‖²`` of one use and the squares of its terms, ``(2, N)``."""
     match part:
         case Dense(values):
-            return _squares(values).expand(2, -1).clone()
+            return squares(values).expand(2, -1).clone()
         case Outer(left, right) if part.positions == part.groups == 1:
-            return (_squares(left) * _squares(right)).expand(2, -1).clone()
-    kernel = _kernel(part, part)
+            return (squares(left) * squares(right)).expand(2, -1).clone()
+        case Outer(left, right):
+            # Blocks of pairs of positions, (N G, T, T); factors may be large.
+            left, right = left.flatten(0, 1), right.flatten(0, 1)
+            kernel = torch.bmm(left, left.transpose(1, 2))
+            kernel *= torch.bmm(right, right.transpose(1, 2))
+            kernel = kernel.unflatten(0, (-1, part.groups))
+        case _:
+            kernel = _kernel(part, part)
     terms = kernel.diagonal(dim1=-2, dim2=-1)
     return torch.stack([kernel.flatten(1).sum(1), terms.flatten(1).sum(1)])
 

@@ -11,12 +11,16 @@ import torch
 
 from per_sample_grad.factors import algebra, forms
 from per_sample_grad.factors import plan as planning
-from per_sample_grad.factors.forms import Contribution
+from per_sample_grad.factors.forms import Contribution, Dense, Extent
 from per_sample_grad.factors.plan import Choice, Method, Plan, Quantity
 from per_sample_grad.factors.projection import Projection
 from per_sample_grad.factors.tensor_sketch import sketch
 from xla_replica import full_matmul_precision
 from xla_replica.common.arguments import check_choice, check_integer
+
+# Gradients of at most so many numbers are joined before they are squared: a small
+# operation takes longer than its numbers do.
+JOINED = 2**15
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -74,6 +78,7 @@ class Factors:
         self._squares_and_terms: dict[str, torch.Tensor] = {}
         # A parameter that the losses do not depend on has an empty list.
         self.merged = {name: list(merged[name]) for name in self.shapes}
+        self._sizes: dict[str, tuple[Extent, ...]] = {}
         self._uses = [use for uses in self.merged.values() for use in uses]
         # Not the dtype of the losses: float64 targets make it wider than the model's.
         dtypes = [forms.float_factor(use).dtype for use in self._uses]
@@ -107,15 +112,24 @@ class Factors:
     @_in_full_precision
     def norms(self, *, squared: bool = False) -> torch.Tensor:
         """Returns ``‖g_i‖`` over all parameters, ``(B,)``, never negative."""
-        terms = [self._squared_norms(name) for name in self.shapes]
-        total = self._sum(terms, (len(self),), power=2).clamp(min=0)
+        terms, joined = [], []
+        for name, uses in self.merged.items():
+            match uses:
+                case [Dense(values)] if values.numel() <= JOINED:
+                    joined.append(values.flatten(1))
+                case _:
+                    terms.append(self._squared_norms(name))
+        if joined:
+            rows = joined[0] if len(joined) == 1 else torch.cat(joined, 1)
+            terms.append(algebra.squares(rows))
+        total = self._sum(terms, (len(self),), power=2)
         return total if squared else total.sqrt()
 
     @_in_full_precision
     def norms_by_parameter(self, *, squared: bool = False) -> dict[str, torch.Tensor]:
         """Returns ``‖g_i‖`` of each parameter, ``(B,)``, by name."""
         found = {
-            name: self._sum([self._squared_norms(name)], (len(self),), 2).clamp(min=0)
+            name: self._sum([self._squared_norms(name)], (len(self),), 2)
             for name in self.shapes
         }
         return found if squared else {name: x.sqrt() for name, x in found.items()}
@@ -227,7 +241,9 @@ class Factors:
             uses = self.merged[name]
             terms, width = [], forms.matrix_shape(shape)[1]
             if uses:
-                each = planning.samples_of_gradients(uses, width, n, self._budget)
+                each = planning.samples_of_gradients(
+                    self._sizes_of(name), width, n, self._budget
+                )
                 scale = self._multiplier
                 terms = [algebra.gradients(uses, shape, each, 0, width, scale)]
             found[name] = self._sum(terms, (n, *shape), power=0).reshape(n, *shape)
@@ -259,7 +275,9 @@ class Factors:
         where nothing is planned to be computed from factors of several positions.
         """
         uses = self.merged[name]
-        if self._method != "auto" or sum(forms.extent(use).positions for use in uses) < 2:
+        if self._method != "auto" or (
+            sum(size.positions for size in self._sizes_of(name)) < 2
+        ):
             return None
         plans = (self._planned(q, name, self, "auto") for q in planning.QUANTITIES)
         if all(choice.form != "factored" for choice in plans):
@@ -292,7 +310,7 @@ class Factors:
                 uses, self.shapes[name], choice.samples, choice.columns
             )
         if name in self._squares_and_terms:
-            return self._squares_and_terms[name][0]
+            return self._squares_and_terms[name][0].clamp(min=0)
         return algebra.squared_norms(uses, choice.samples)
 
     def _gram(self, name: str, other: Factors) -> torch.Tensor:
@@ -320,14 +338,20 @@ class Factors:
     ) -> Choice:
         return planning.choose(
             quantity,
-            self.merged[name],
-            other.merged[name],
+            self._sizes_of(name),
+            other._sizes_of(name),
             self.shapes[name],
+            same=other is self,
             num_samples=len(self),
             num_other=len(other),
             method=method,
             budget=self._budget,
         )
+
+    def _sizes_of(self, name: str) -> tuple[Extent, ...]:
+        if name not in self._sizes:
+            self._sizes[name] = tuple(map(forms.extent, self.merged[name]))
+        return self._sizes[name]
 
 
 def check_vectors(

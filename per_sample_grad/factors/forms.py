@@ -409,5 +409,7 @@ def part(contribution: Contribution, start: int, stop: int) -> Outer | Lookup | 
     """Returns samples ``[start, stop)``, unfolded."""
     if isinstance(contribution, Windows):
         return contribution.outer(start, stop)
+    if start == 0 and stop == num_rows(contribution):
+        return contribution
     tensors = _tensors(contribution).items()
     return type(contribution)(**{name: value[start:stop] for name, value in tensors})

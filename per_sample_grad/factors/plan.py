@@ -17,14 +17,7 @@ from typing import Literal, get_args
 import torch
 
 from per_sample_grad.factors import forms
-from per_sample_grad.factors.forms import (
-    Contribution,
-    Dense,
-    Extent,
-    Lookup,
-    Outer,
-    Windows,
-)
+from per_sample_grad.factors.forms import Dense, Extent, Lookup, Outer, Windows
 from xla_replica import traits
 
 Quantity = Literal["norms", "gram"]
@@ -110,12 +103,14 @@ def default_budget(recorded: int, device: torch.device) -> int:
     return min(LARGEST_BUDGET, max(smallest, recorded // SHARE_OF_RECORDED))
 
 
+@functools.lru_cache(maxsize=2**12)
 def choose(
     quantity: Quantity,
-    contributions: Sequence[Contribution],
-    other: Sequence[Contribution],
-    shape: Sequence[int],
+    sizes: tuple[Extent, ...],
+    other: tuple[Extent, ...],
+    shape: tuple[int, ...],
     *,
+    same: bool,
     num_samples: int,
     num_other: int,
     budget: int,
@@ -123,30 +118,9 @@ def choose(
 ) -> Choice:
     """Returns the cheaper form of one parameter's share, in chunks within the budget.
 
-    A Gram matrix is with ``other``, the same list if it is the same batch. The budget
-    is the bytes of temporaries, which a single sample or column may exceed.
+    A Gram matrix is with ``other``, of the ``same`` batch or another one. The budget is
+    the bytes of temporaries, which a single sample or column may exceed.
     """
-    sizes = tuple(map(forms.extent, contributions))
-    same = other is contributions
-    of_others = sizes if same else tuple(map(forms.extent, other))
-    return _choose(
-        quantity, sizes, of_others, tuple(shape), num_samples, num_other, budget,
-        method, same,
-    )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=2**12)
-def _choose(
-    quantity: Quantity,
-    sizes: tuple[Extent, ...],
-    other: tuple[Extent, ...],
-    shape: tuple[int, ...],
-    num_samples: int,
-    num_other: int,
-    budget: int,
-    method: Method,
-    same: bool,
-) -> Choice:
     partners = 1 if quantity == "norms" else num_other
     rows, columns = forms.matrix_shape(shape)
     if all(each.form is Dense for each in (*sizes, *other)):
@@ -173,10 +147,9 @@ def has_product(a: Extent, b: Extent) -> bool:
 
 
 def samples_of_gradients(
-    contributions: Sequence[Contribution], columns: int, num_samples: int, budget: int
+    sizes: Sequence[Extent], columns: int, num_samples: int, budget: int
 ) -> int:
     """Returns how many samples to compute at a time when all gradients are kept."""
-    sizes = [forms.extent(each) for each in contributions]
     if not any(size.unfolded for size in sizes):
         return num_samples
     each = max(size.for_gradients(columns) for size in sizes) * sizes[0].itemsize
@@ -286,4 +259,3 @@ def _halved(number: int, too_large: Callable[[int], bool], unit: int = 1) -> int
     while number > unit and too_large(number):
         number = max(unit, -(-number // (2 * unit)) * unit)
     return number
-
