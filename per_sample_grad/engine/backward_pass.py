@@ -27,7 +27,7 @@ from per_sample_grad.engine.recording import (
 )
 from per_sample_grad.errors import CoverageError, PerSampleError, Refusal
 from per_sample_grad.factors import forms
-from per_sample_grad.factors.factors import Factors
+from per_sample_grad.factors.factors import JOINED, Factors
 from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.factors.plan import default_budget
 
@@ -87,6 +87,9 @@ class BackwardPass:
         self._missing: Counter[str] = Counter()
         self._parts: dict[str, list[Contribution]] = {}
         self._handed_on: set[str] = set()
+        # Small gradients wait for others, which takes fewer calls; how many numbers.
+        self._small: dict[str, list[Contribution]] = {}
+        self._num_small = 0
         # Parameters whose positions cancel, as far as that is known.
         self._cancelling: set[str] = set()
         self._may_read = xla_replica.traits(self.losses).is_host
@@ -156,7 +159,8 @@ class BackwardPass:
             self._hand_on(found)
         rest = self._params.keys() - self._handed_on - self.problems.keys()
         if rest:
-            self._hand_on({name: [] for name in self._params if name in rest})
+            ordered = [name for name in self._params if name in rest]
+            self._hand_on({name: self._small.pop(name, []) for name in ordered})
         self._conclude(key)
         for factors in self._waiting or []:
             self.receive(factors)
@@ -262,10 +266,22 @@ class BackwardPass:
             for name in names:
                 self._missing[name] -= 1
                 if not self._missing[name] and name not in self.problems:
-                    complete[name] = forms.merge(self._parts.pop(name, []))
+                    uses = forms.merge(self._parts.pop(name, []))
+                    if not self._keeps_small(name, uses):
+                        complete[name] = uses
         if complete:
             self._hand_on(complete)
         self._passed += size
+
+    def _keeps_small(self, name: str, uses: list[Contribution]) -> bool:
+        """Keeps gradients that are small until the pass ends, up to a MiB or two."""
+        match uses:
+            case [forms.Dense(values)] if values.dtype == torch.float32:
+                number = self._num_small + values.numel()
+                if values.numel() <= JOINED and number <= 8 * JOINED:
+                    self._num_small, self._small[name] = number, uses
+                    return True
+        return False
 
     def _apply(self, call: RecordedCall, gradient: torch.Tensor) -> None:
         params = call.owner.params

@@ -144,22 +144,24 @@ def squared_norms(contributions: Sequence[Contribution], samples: int) -> torch.
 
 def squared_norms_and_terms(
     contributions: Sequence[Contribution], samples: int
-) -> torch.Tensor:
-    """Returns `squared_norms`, which may round below 0, and what they add, ``(2, N)``.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns `squared_norms`, which may round below 0, and what they add, ``(N,)``.
 
     The latter are the squares of the terms, ``Σ_t ‖u_t‖² ‖z_t‖²``. The former have an
     error of some units in their last place, which is much where positions cancel.
     """
-
-    def of_some(start: int, stop: int) -> torch.Tensor:
+    found = []
+    for start, stop in forms.chunks(forms.num_rows(contributions[0]), samples):
         parts = [forms.part(each, start, stop) for each in contributions]
-        both = forms.summed(map(_square_and_terms, parts))
+        squared, terms = map(forms.summed, zip(*map(_square_and_terms, parts)))
         for i, a in enumerate(parts):
             for b in parts[i + 1 :]:
-                both[0] += 2 * _kernel(a, b).flatten(1).sum(1)
-        return both
-
-    return _side_by_side(of_some, forms.num_rows(contributions[0]), samples, dim=1)
+                squared = squared + 2 * _kernel(a, b).flatten(1).sum(1)
+        found.append((squared, terms))
+    if len(found) == 1:
+        return found[0]
+    squared, terms = map(torch.cat, zip(*found))
+    return squared, terms
 
 
 def gram(
@@ -190,14 +192,33 @@ def materialized_squared_norms(
     width: int,
 ) -> torch.Tensor:
     """Returns `squared_norms` from gradients: of some samples and columns at a time."""
+    rows, columns = forms.matrix_shape(shape)
 
     def of_some(start: int, stop: int) -> torch.Tensor:
+        uses, interval, formed = contributions, (start, stop), tuple(shape)
+        match contributions:
+            case [Lookup() as use] if forms.extent(use).table(rows) < rows:
+                some = forms.part(use, start, stop)
+                uses, interval = [_renumbered(some, rows)], (0, stop - start)
+                formed = (use.positions, columns)
         return forms.summed(
-            squares(_columns(contributions, shape, (start, stop), first, last))
-            for first, last in forms.chunks(forms.matrix_shape(shape)[1], width)
+            squares(_columns(uses, formed, interval, first, last))
+            for first, last in forms.chunks(columns, width)
         )
 
     return _side_by_side(of_some, forms.num_rows(contributions[0]), samples)
+
+
+def _renumbered(lookup: Lookup, rows: int) -> Lookup:
+    """Returns the same sums in a table of T rows: norms do not know which row is which.
+
+    A sample adds to at most T of the table's ``rows``.
+    """
+    index = lookup.index.long()
+    # Each entry's row is one of its positions: whichever was written last.
+    where = torch.arange(index.shape[1], device=index.device).expand_as(index)
+    row = index.new_empty(len(index), rows).scatter_(1, index, where)
+    return Lookup(row.gather(1, index), lookup.values)
 
 
 def materialized_gram(
@@ -306,23 +327,34 @@ def squares(block: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(flat, dim=1).square()
 
 
-def _square_and_terms(part: Outer | Lookup | Dense) -> torch.Tensor:
-    """Returns ``‖g_n‖²`` of one use and the squares of its terms, ``(2, N)``."""
+def _square_and_terms(
+    part: Outer | Lookup | Dense,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns ``‖g_n‖²`` of one use and the squares of its terms, ``(N,)`` each."""
     match part:
         case Dense(values):
-            return squares(values).expand(2, -1).clone()
-        case Outer(left, right) if part.positions == part.groups == 1:
-            return (squares(left) * squares(right)).expand(2, -1).clone()
+            terms = squares(values)
+            return terms, terms
+        case Outer(left, right) if left.shape[1] == left.shape[2] == 1:
+            terms = squares(left) * squares(right)
+            return terms, terms
         case Outer(left, right):
-            # Blocks of pairs of positions, (N G, T, T); factors may be large.
+            count, groups = left.shape[:2]
             left, right = left.flatten(0, 1), right.flatten(0, 1)
-            kernel = torch.bmm(left, left.transpose(1, 2))
-            kernel *= torch.bmm(right, right.transpose(1, 2))
-            kernel = kernel.unflatten(0, (-1, part.groups))
-        case _:
-            kernel = _kernel(part, part)
+            a = torch.bmm(left, left.transpose(1, 2))
+            b = torch.bmm(right, right.transpose(1, 2))
+            found = torch.linalg.vecdot(a.flatten(1), b.flatten(1))
+            terms = torch.linalg.vecdot(
+                a.diagonal(dim1=1, dim2=2), b.diagonal(dim1=1, dim2=2)
+            )
+            if groups > 1:
+                found, terms = (
+                    each.view(count, groups).sum(1) for each in (found, terms)
+                )
+            return found, terms
+    kernel = _kernel(part, part)
     terms = kernel.diagonal(dim1=-2, dim2=-1)
-    return torch.stack([kernel.flatten(1).sum(1), terms.flatten(1).sum(1)])
+    return kernel.flatten(1).sum(1), terms.flatten(1).sum(1)
 
 
 def _kernel(a: Outer | Lookup | Dense, b: Outer | Lookup | Dense) -> torch.Tensor:

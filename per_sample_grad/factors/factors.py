@@ -75,7 +75,7 @@ class Factors:
         # be read from the device, found when products are asked for.
         self._cancelling = cancelling
         self._may_read = may_read
-        self._squares_and_terms: dict[str, torch.Tensor] = {}
+        self._squares_and_terms: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         # A parameter that the losses do not depend on has an empty list.
         self.merged = {name: list(merged[name]) for name in self.shapes}
         self._sizes: dict[str, tuple[Extent, ...]] = {}
@@ -287,10 +287,10 @@ class Factors:
             with forms.full_precision(self.losses.device):
                 found = algebra.squared_norms_and_terms(uses, samples)
             self._squares_and_terms[name] = found
-        squares, terms = self._squares_and_terms[name].unbind()
+        squares, terms = self._squares_and_terms[name]
         # A norm's relative error is half of its square's.
         rounding = planning.ROUNDINGS * torch.finfo(terms.dtype).eps
-        return (terms * rounding > squares * (2 * planning.NORM_TOLERANCE)).any()
+        return (terms > squares * (2 * planning.NORM_TOLERANCE / rounding)).any()
 
     def _cancels(self, name: str) -> bool:
         known = name in self._cancelling or name in self._squares_and_terms

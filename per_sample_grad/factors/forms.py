@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from xla_replica import traits
+
 
 @dataclasses.dataclass(frozen=True)
 class _Grouped:
@@ -177,6 +179,7 @@ class Extent(NamedTuple):
         unit: `Windows.unit`; 1 for other forms.
         kernel: K; 1 for other forms.
         direct: `Windows.direct_elements`; None: there is no such way.
+        renumbers: Whether the rows that a sample adds to are found, for norms.
     """
 
     form: type[Contribution]
@@ -189,6 +192,11 @@ class Extent(NamedTuple):
     unit: int = 1
     kernel: int = 1
     direct: tuple[int, int] | None = None
+    renumbers: bool = False
+
+    def table(self, rows: int) -> int:
+        """Returns how many rows of a parameter are formed for norms of this use."""
+        return min(rows, self.positions) if self.renumbers else rows
 
     def for_gradients(self, columns: int) -> int:
         """Returns how many numbers a sample takes while so many columns are formed."""
@@ -227,9 +235,9 @@ def extent(contribution: Contribution) -> Extent:
                 direct=None if direct is None else contribution.direct_elements,
             )
         case Lookup(index, values):
-            return Extent(
-                Lookup, 1, index.shape[1], 1, values.shape[2], values.itemsize
-            )
+            # Elsewhere a product takes less than adding to rows one after the other.
+            sizes = (1, index.shape[1], 1, values.shape[2], values.itemsize)
+            return Extent(Lookup, *sizes, renumbers=traits(values).is_host)
         case Dense(values):
             return Extent(Dense, 1, 1, 1, 1, values.itemsize)
 
@@ -267,12 +275,13 @@ def widened(contribution: Contribution) -> Contribution:
     The source of `Windows` keeps its dtype until it is unfolded.
     """
     tensors = _tensors(contribution)
-    dtype = accumulation_dtype(*(tensor.dtype for tensor in tensors.values()))
+    dtype = accumulation_dtype(*[tensor.dtype for tensor in tensors.values()])
     changed: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        wide = dtype if tensor.is_floating_point() and name != "source" else None
-        if tensor.requires_grad or wide not in (None, tensor.dtype):
-            changed[name] = tensor.detach().to(wide or tensor.dtype)
+        if tensor.requires_grad:
+            changed[name] = tensor = tensor.detach()
+        if tensor.dtype != dtype and tensor.is_floating_point() and name != "source":
+            changed[name] = tensor.to(dtype)
     if isinstance(contribution, Dense) and contribution.values.dim() == 1:
         # The gradient of a single number is a row of one number.
         changed["values"] = changed.get("values", contribution.values).unsqueeze(1)

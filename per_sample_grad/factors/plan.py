@@ -165,7 +165,11 @@ def _materialized(
     budget: int,
 ) -> Choice:
     """Returns the choice that forms gradients."""
-    rows, all_columns = forms.matrix_shape(shape)
+    entries, all_columns = forms.matrix_shape(shape)
+    alone = partners == 1 and len(sizes) == 1
+    rows = sizes[0].table(entries) if alone else entries
+    # Where each entry is, in numbers of 8 bytes.
+    places = 8 // sizes[0].itemsize * entries if rows < entries else 0
     size = rows * all_columns
     flops = 2 * num_samples * partners * size
     for each in sizes:
@@ -180,7 +184,8 @@ def _materialized(
     of_all = blocks * num_samples * rows if partners > 1 else 0
 
     def on_the_way(samples: int, columns: int) -> int:
-        return samples * max(each.for_gradients(columns) for each in sizes)
+        each = max(size.for_gradients(columns) for size in sizes)
+        return samples * (each + places)
 
     def size_of(samples: int, columns: int) -> int:
         sums_and_all = columns * (samples * sums + of_all)

@@ -12,7 +12,7 @@ from per_sample_grad.factors.forms import Contribution, Dense, accumulation_dtyp
 from xla_replica import traits
 
 # How many numbers at a time are normalised on a CPU, to stay in its cache.
-_CACHED = 2**18
+_CACHED = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Call:
                 f"a tensor of shape {tuple(tensor.shape)} has no dimension "
                 f"{self.batch_dim} to count samples"
             )
-        return tensor.movedim(self.batch_dim, 0)
+        return tensor.movedim(self.batch_dim, 0) if self.batch_dim else tensor
 
 
 # From a call and the gradient of the summed losses with respect to its output (batch
@@ -174,12 +174,15 @@ def affine(
     """
     inputs, size = call.input, rows_in_cache(grad)
     dtype = accumulation_dtype(inputs.dtype, grad.dtype)
-    weight = [
-        over_positions(normalize(some.to(dtype)).mul_(deltas), kept)
-        for some, deltas in zip(inputs.split(size), grad.split(size))
-    ]
-    bias = over_positions(grad, kept)
-    return {"weight": Dense(torch.cat(weight)), "bias": Dense(bias)}
+    weight, bias = [], []
+    for some, deltas in zip(inputs.split(size), grad.split(size)):
+        bias.append(over_positions(deltas, kept))
+        weight.append(over_positions(normalize(some.to(dtype)).mul_(deltas), kept))
+    return {"weight": Dense(_joined(weight)), "bias": Dense(_joined(bias))}
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def memory(tensor: torch.Tensor) -> int | None:

@@ -136,6 +136,7 @@ LAYERS = [
     transposed("no-padding", (3, 2), 2, 3, 2, stride=3, output_padding=1),
     transposed("plain", (2, 3, 2), 2, 2, 2, stride=(1, 2, 1), bias=False),
     Case("embedding", lambda: nn.Embedding(5, 3), tokens(6, 5)),
+    Case("embedding-of-many", lambda: nn.Embedding(40, 3), tokens(6, 4)),
     Case("embedding-padding", lambda: nn.Embedding(4, 3, padding_idx=1), tokens(6, 4)),
     Case("embedding-one-id", lambda: nn.Embedding(5, 3),
          lambda batch: (torch.randint(0, 5, (batch,)),)),
