@@ -85,7 +85,7 @@ class BlockSource:
         self.dataset: Any = loader
         self.collate: Callable[[list[Any]], Any] = default_collate
         self._options: dict[str, Any] = {}
-        self._split = split
+        self.split = split
         if isinstance(loader, DataLoader):
             self.dataset, self.collate = loader.dataset, loader.collate_fn
             self._options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
@@ -132,7 +132,7 @@ class BlockSource:
             with noted(f"while {where} of the pool were loaded"):
                 blocks = []
                 for first, block in zip(indices[:: self.block_size], next(batches)):
-                    inputs, targets = _split_checked(self._split, block)
+                    inputs, targets = _split_checked(self.split, block)
                     last = min(first + self.block_size - 1, indices[-1])
                     blocks.append((inputs, targets, Given(first, last, targets)))
             yield blocks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,13 +11,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from per_sample_grad.engine.capturing import Capture, selected
 from per_sample_grad.factors import projection as projections
+from per_sample_grad.factors.factors import Factors
 from per_sample_grad.factors.projection import Projection
 from per_sample_grad.pool import scores as kinds
 from per_sample_grad.pool.blocks import BlockSource, Split, split_batch
 from per_sample_grad.pool.gradient_index import KEPT, GradientIndex, checked_index
 from per_sample_grad.pool.parts import INDEXED
-from per_sample_grad.pool.running import BLOCK_SIZE, PoolRun, check_options
-from per_sample_grad.pool.scores import Scorer
+from per_sample_grad.pool.running import BLOCK_SIZE, Keeping, PoolRun, check_options
+from per_sample_grad.pool.scores import Passes, Scorer
 from xla_replica.common.arguments import check_choice, check_integer
 
 PART_SIZE = 1024
@@ -82,26 +82,19 @@ def index_pool(
     check_choice("labels", labels, LABELS)
     check_integer("seed", seed)
     projection = Projection(selected(model, options.get("params")), size, seed=seed)
-    source = BlockSource(loader, batch_size, block_size, split)
-    if not len(source):
-        raise ValueError("index_pool: the pool has no samples")
     run = PoolRun(
         contents=INDEXED,
         models={"model": model},
-        source=source,
+        source=BlockSource(loader, batch_size, block_size, split),
         values=_values(projection),
         width=(projection.size,),
         labels=labels,
-        loss=loss,
-        split=split,
-        forward=forward,
-        autocast=autocast,
-        options=options,
-        folder=None if folder is None else Path(folder),
-        part_size=part_size,
-        tag=tag,
+        passes=Passes(loss, forward, autocast, options),
+        keeping=Keeping(folder, part_size, tag),
         progress=progress,
     )
+    if not len(run.source):
+        raise ValueError("index_pool: the pool has no samples")
     settings = {
         "size": size,
         "seed": projection.seed,
@@ -120,12 +113,26 @@ def index_pool(
 
 def _values(projection: Projection) -> kinds.Values:
     """Returns what maps a block to projections, ``(B, size)``."""
-
-    def answer(recorded: Capture, losses: torch.Tensor) -> torch.Tensor:
-        found = recorded.stream(losses, lambda factors: factors.project(projection))
-        return torch.cat([found[name] for name in projection.kept], dim=1)
+    sizes = [rows * columns for rows, columns in projection.kept.values()]
 
     def values(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
-        return scorer.answers(inputs, targets, scorer.options, answer)
+        out = scorer.out
+        columns = {} if out is None else dict(zip(projection.kept, out.split(sizes, 1)))
+
+        def project(factors: Factors) -> dict[str, torch.Tensor]:
+            found = factors.project(projection)
+            if out is None:
+                return found
+            for name, numbers in found.items():  # which are in the cache still
+                columns[name].copy_(numbers)
+            return {}
+
+        def answer(recorded: Capture, losses: torch.Tensor) -> torch.Tensor:
+            found = recorded.stream(losses, project)
+            if out is not None:
+                return out
+            return torch.cat([found[name] for name in projection.kept], dim=1)
+
+        return scorer.answers(inputs, targets, scorer.passes.options, answer)
 
     return values

@@ -4,8 +4,11 @@ A part is an interval of indices, whatever the batch size and the number of repl
 a separate file that appears in one piece. Beside them lies a description of what was
 computed: the parts of another model or score are an error.
 
-A file of a part is that of ``np.save``, and after it a SHA-256 of the description and
-the numbers. It finds any damage, also a part of another pool.
+A file of a part is that of ``np.save``, and after it a SHA-256 of the description, the
+part's number and the CRC-32 of what ``np.save`` has written. One damaged file in 2^32
+has the same CRC-32, which takes half as long as SHA-256 of a processor that has
+instructions for that, and a tenth of others; no part of another pool is taken for one
+of this. (BLAKE2b takes twice as long as SHA-256 does with instructions.)
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import io
 import json
 import uuid
 import warnings
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,14 +32,15 @@ from xla_replica.common.files import rename, write_whole
 
 DESCRIPTION = "pool.json"
 # Counts changes after which earlier folders cannot be continued.
-FORMAT = 2
+FORMAT = 3
 _UNFINISHED = ".tmp"
 _DAMAGED = ".damaged"
 # How many differences from what the folder holds a message has.
 _FEW = 5
 _ANOTHER = "Give another folder, or delete this one."
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
-_CHUNK_BYTES = 2**22
+# What a CPU's cache holds, so that what is checked is also written from there.
+_CHUNK_BYTES = 2**18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +98,9 @@ class Parts:
         again.
         """
         path = self._path(number)
-        content = path.read_bytes()
+        content = memoryview(path.read_bytes())
         saved, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
-        if self._checksum(number, saved).digest() == checksum:
+        if self._checksum(number, zlib.crc32(saved)) == checksum:
             return np.load(io.BytesIO(saved), allow_pickle=False)
         aside = rename(path, path.with_suffix(_DAMAGED))
         warnings.warn(
@@ -110,15 +115,14 @@ class Parts:
         return np.load(self._path(number), mmap_mode="r", allow_pickle=False)
 
     def is_whole(self, number: int) -> bool:
-        """Returns whether a part is what was written, in memory of a few MiB."""
-        path = self._path(number)
+        """Returns whether a part is what was written, in the memory of a chunk."""
+        path, crc = self._path(number), 0
         left = path.stat().st_size - _CHECKSUM_BYTES
-        checksum = self._checksum(number)
         with path.open("rb") as file:
             while left > 0 and (chunk := file.read(min(left, _CHUNK_BYTES))):
-                checksum.update(chunk)
+                crc = zlib.crc32(chunk, crc)
                 left -= len(chunk)
-            return checksum.digest() == file.read()
+            return self._checksum(number, crc) == file.read()
 
     def save(self, number: int, numbers: np.ndarray) -> None:
         """Keeps the numbers of a part, all or nothing, also when the power fails."""
@@ -131,11 +135,15 @@ class Parts:
             header, content = io.BytesIO(), np.ascontiguousarray(numbers)
             kind = np.lib.format.header_data_from_array_1_0(content)
             np.lib.format.write_array_header_1_0(header, kind)
-            checksum = self._checksum(number)
-            for data in (header.getbuffer(), content.data.cast("B")):
-                checksum.update(data)
-                file.write(data)
-            file.write(checksum.digest())
+            data, crc = memoryview(content.reshape(-1)).cast("B"), 0
+            chunks = range(0, len(data), _CHUNK_BYTES)
+            for chunk in (
+                header.getbuffer(),
+                *(data[start : start + _CHUNK_BYTES] for start in chunks),
+            ):
+                crc = zlib.crc32(chunk, crc)
+                file.write(chunk)
+            file.write(self._checksum(number, crc))
             return path
 
         _write(path, write, self.contents)
@@ -174,8 +182,8 @@ class Parts:
         own = {"format": FORMAT, "count": self.count, "part_size": self.size}
         return json.dumps({**own, **self.description}, indent=1).encode()
 
-    def _checksum(self, number: int, saved: bytes = b"") -> hashlib._Hash:
-        return hashlib.sha256(self._text + b"%d" % number + saved)
+    def _checksum(self, number: int, crc: int) -> bytes:
+        return hashlib.sha256(self._text + b"%d %d" % (number, crc)).digest()
 
     def _path(self, number: int) -> Path:
         assert self.folder is not None
@@ -195,10 +203,11 @@ def read_description(folder: Path, contents: Contents, remedy: str) -> dict[str,
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}). {remedy}") from error
     if not isinstance(saved, dict) or saved.get("format") != FORMAT:
+        received = saved.get("format") if isinstance(saved, dict) else None
         raise ValueError(
-            f"{folder} was written by an earlier version, which kept no checksums and "
-            f"compared functions by name, so whether its {contents.what} are those of "
-            f"this call cannot be known. {remedy}"
+            f"{folder} was written by another version of per_sample_grad: its format "
+            f"is {received!r}, and this version reads format {FORMAT}, whose checksums "
+            f"are others. {remedy}"
         )
     if contents.key not in saved:
         others = [c for c in (SCORED, INDEXED) if c.key in saved]

@@ -9,7 +9,9 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
+import os
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,27 @@ from tqdm import tqdm
 import xla_replica
 from per_sample_grad.engine.capturing import capture, selected
 from per_sample_grad.pool import scores as kinds
-from per_sample_grad.pool.blocks import BlockSource, Given, Interval, Split, noted
+from per_sample_grad.pool.blocks import BlockSource, Given, Interval, noted
 from per_sample_grad.pool.fingerprint import digest, fingerprint
 from per_sample_grad.pool.parts import Contents, Parts, deal
-from per_sample_grad.pool.scores import LABELS, Scorer
+from per_sample_grad.pool.scores import LABELS, Passes, Scorer
 from xla_replica.common.arguments import check_flag, check_integer
 
 BLOCK_SIZE = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Keeping:
+    """Where numbers are kept; the attributes are arguments of `score_pool`."""
+
+    folder: str | os.PathLike[str] | None
+    part_size: int
+    tag: str | None
+
+    def __post_init__(self) -> None:
+        check_integer("part_size", self.part_size, least=1)
+        if self.tag is not None and not isinstance(self.tag, str):
+            raise TypeError(f"tag must be a text or None, got {self.tag!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,10 +53,13 @@ class PoolRun:
     Attributes:
         contents: What the numbers are, in words.
         models: By the names that messages have for them.
+        source: The pool's blocks.
         values: Maps a scorer, inputs and targets to rows, ``(block_size, *width)``.
         width: The shape of one sample's numbers.
-
-    The others are the arguments of `score_pool`.
+        labels: Which targets a block has.
+        passes: What a scorer does.
+        keeping: Where the numbers are kept.
+        progress: Whether one replica shows a progress bar.
     """
 
     contents: Contents
@@ -49,22 +68,12 @@ class PoolRun:
     values: kinds.Values
     width: tuple[int, ...] = ()
     labels: str
-    loss: kinds.Loss
-    split: Split
-    forward: kinds.Forward
-    last_layer: str | None = None
-    autocast: torch.dtype | None
-    options: dict[str, Any]
-    folder: Path | None
-    part_size: int
-    tag: str | None
+    passes: Passes
+    keeping: Keeping
     progress: bool
 
     def __post_init__(self) -> None:
-        check_integer("part_size", self.part_size, least=1)
         check_flag("progress", self.progress)
-        if self.tag is not None and not isinstance(self.tag, str):
-            raise TypeError(f"tag must be a text or None, got {self.tag!r}")
 
     def description(
         self,
@@ -81,35 +90,35 @@ class PoolRun:
             of_parameters: Whether they depend on which parameters are selected.
             tag: As for `fingerprint`.
         """
-        replica = xla_replica.current()
+        replica, passes = xla_replica.current(), self.passes
         replica.sync()  # one program for all weights that are not computed yet
         found = {
             **settings,
             "labels": self.labels,
-            "autocast": None if self.autocast is None else str(self.autocast),
-            "last_layer": self.last_layer,
+            "autocast": None if passes.autocast is None else str(passes.autocast),
+            "last_layer": passes.last_layer,
             "block_size": self.source.block_size,
             "device": replica.device.type,
-            "tag": self.tag,
+            "tag": self.keeping.tag,
             "pool": _pool_digest(self.source.dataset),
         }
         computing = {
             **self.models,
             **functions,
             "labels function": LABELS[self.labels],
-            "loss": self.loss,
-            "split": self.split,
-            "forward": self.forward,
+            "loss": passes.loss,
+            "split": self.source.split,
+            "forward": passes.forward,
             "collate": self.source.collate,
             # `check` changes no number, and selected parameters are described by shape.
             "options": {
                 option: value
-                for option, value in sorted(self.options.items())
+                for option, value in sorted(passes.options.items())
                 if option not in ("params", "check")
             },
         }
         if of_parameters:
-            params = self.options.get("params")
+            params = passes.options.get("params")
             chosen = [selected(one, params) for one in self.models.values()]
             shapes = ({n: tuple(p.shape) for n, p in c.items()} for c in chosen)
             computing["params"] = [str(each) for each in shapes]
@@ -118,12 +127,10 @@ class PoolRun:
     def collected(self, description: dict[str, Any]) -> np.ndarray:
         """Returns all replicas' numbers, ``(n, *width)`` float32."""
         parts = self._parts(description)
-        numbers = np.zeros((parts.count, *self.width), dtype=np.float32)
-
-        def receive(interval: Interval, values: np.ndarray) -> None:
-            numbers[slice(*interval)] = values
-
-        self._fill(parts, receive)
+        padded = self.source.whole(parts.count)
+        numbers = np.zeros((padded, *self.width), dtype=np.float32)
+        self._fill(parts, lambda start: numbers[start : start + parts.size])
+        numbers = numbers[: parts.count]
         replica = xla_replica.current()
         if replica.num_replicas == 1 or not numbers.size:
             return numbers
@@ -136,43 +143,42 @@ class PoolRun:
     def filled(self, description: dict[str, Any]) -> Parts:
         """Returns the parts in the folder as soon as all replicas have kept theirs."""
         parts = self._parts(description)
-        self._fill(parts, lambda interval, values: None)
+        # While one part is written, the next one is computed.
+        rooms = itertools.cycle(
+            np.empty((parts.size, *self.width), dtype=np.float32) for _ in range(2)
+        )
+        self._fill(parts, lambda start: next(rooms))
         xla_replica.current().barrier()
         return parts
 
     def _parts(self, description: dict[str, Any]) -> Parts:
         """Returns what the folder has, after a check that it is of this run."""
-        replica = xla_replica.current()
+        replica, folder = xla_replica.current(), self.keeping.folder
         if replica.num_replicas > 1:
             replica.sync()
             _check_weights(replica, self.models, description)
-        size = self.source.whole(self.part_size)
-        parts = Parts(len(self.source), size, self.folder, description, self.contents)
+        parts = Parts(
+            len(self.source),
+            self.source.whole(self.keeping.part_size),
+            None if folder is None else Path(folder),
+            description,
+            self.contents,
+        )
         parts.describe()
         return parts
 
-    def _fill(
-        self, parts: Parts, receive: Callable[[Interval, np.ndarray], None]
-    ) -> None:
-        """Gives all numbers that are this replica's to read or to compute."""
+    def _fill(self, parts: Parts, room: Callable[[int], np.ndarray]) -> None:
+        """Computes, or reads, all numbers that are this replica's."""
         replica = xla_replica.current()
-        options = (self.last_layer, self.autocast, replica, self.options)
-        block_size = self.source.block_size
         scorers = [
-            Scorer(one, self.forward, self.loss, block_size, *options)
+            Scorer(one, self.passes, self.source.block_size, replica)
             for one in self.models.values()
         ]
         modes = [(m, m.training) for one in self.models.values() for m in one.modules()]
         try:
             for one in self.models.values():
                 one.eval()
-            # Memory that is not touched, as on a lazy device, is not taken.
-            rows = torch.empty(
-                parts.size,
-                *self.width,
-                device=None if replica.is_lazy else replica.device,
-            )
-            _Share(replica, parts, self, scorers, rows).fill(receive)
+            _Share(replica, parts, self, scorers, room).fill()
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -235,20 +241,18 @@ def _pool_digest(dataset: Any) -> str | None:
 class _Share:
     """One replica's share of a run: reads, computes and keeps parts.
 
-    ``rows`` is where a part is computed, ``(part_size, *width)``.
+    ``room`` returns where the numbers of the part that begins with this sample belong,
+    in whole blocks. When it is called, the part before the last one is kept.
     """
 
     replica: xla_replica.Replica
     parts: Parts
     run: PoolRun
     scorers: list[Scorer]
-    rows: torch.Tensor
+    room: Callable[[int], np.ndarray]
 
-    def fill(self, receive: Callable[[Interval, np.ndarray], None]) -> None:
-        """Computes what is missing, and gives it, and what is there, to ``receive``.
-
-        What it is given is valid until it returns.
-        """
+    def fill(self) -> None:
+        """Reads what is there, and computes what is missing."""
         replica, parts = self.replica, self.parts
         if not len(parts):
             return
@@ -260,7 +264,7 @@ class _Share:
             if values is None:
                 to_compute.append(number)
             else:
-                receive(parts.interval(number), values)
+                self.room(parts.interval(number)[0])[: len(values)] = values
         found = np.flatnonzero(kept.any(axis=0))
         num_found = sum(stop - start for start, stop in map(parts.interval, found))
         hidden = not (self.run.progress and replica.is_primary)
@@ -270,11 +274,16 @@ class _Share:
                 total=parts.count, initial=num_found, unit="samples", disable=hidden
             ) as bar,
             contextlib.closing(self._blocks(intervals)) as blocks,
+            ThreadPoolExecutor(1) as beside,
         ):
-            for number, (start, stop) in zip(to_compute, intervals):
-                values = self._computed(stop - start, blocks, bar)
-                parts.save(number, values)
-                receive((start, stop), values)
+            saving: Future[None] | None = None
+            for number, interval in zip(to_compute, intervals):
+                values = self._computed(interval, blocks, bar)
+                if saving is not None:
+                    saving.result()
+                saving = beside.submit(parts.save, number, values)
+            if saving is not None:
+                saving.result()
             bar.update(parts.count - bar.n)
 
     def _blocks(self, intervals: list[Interval]) -> Generator[Any, None, None]:
@@ -283,40 +292,45 @@ class _Share:
             yield from batch
 
     def _computed(
-        self, count: int, blocks: Iterator[Any], bar: tqdm[Any]
+        self, interval: Interval, blocks: Iterator[Any], bar: tqdm[Any]
     ) -> np.ndarray:
-        """Returns the numbers of the next ``count`` samples, in one transfer.
-
-        They are valid until the next call.
-        """
-        block_size = self.run.source.block_size
-        # A lazy device has one transfer for a list of tensors, and others for one.
-        found: list[torch.Tensor] = []
-        for number, block in enumerate(
-            itertools.islice(blocks, -(-count // block_size))
-        ):
-            values = self._values(*block)
-            if self.replica.is_lazy:
-                found.append(values)
-            else:
-                self.rows[number * block_size : (number + 1) * block_size] = values
+        """Returns the numbers of a part, in their room, after one transfer."""
+        source, replica, count = (
+            self.run.source,
+            self.replica,
+            interval[1] - interval[0],
+        )
+        room = self.room(interval[0])[: source.whole(count)]
+        rows = there = torch.from_numpy(room)
+        if not (replica.is_host or replica.is_lazy):
+            there = torch.empty_like(rows, device=replica.device)
+        found = []
+        for out in there.split(source.block_size):
+            found.append(self._values(*next(blocks), None if replica.is_lazy else out))
             # An estimate for all the replicas; exact at the end.
-            done = block_size * self.replica.num_replicas
+            done = source.block_size * replica.num_replicas
             bar.update(min(done, self.parts.count - bar.n))
-        if self.replica.is_lazy:
-            return torch.cat(self.replica.fetch(found))[:count].numpy()
-        rows = self.rows[:count]
-        return (rows if self.replica.is_host else self.replica.fetch([rows])[0]).numpy()
+        if not replica.is_host:
+            # A lazy device has one transfer for a list of tensors, and others for one.
+            fetched = replica.fetch(found if replica.is_lazy else [there[:count]])
+            rows[:count] = torch.cat(fetched)[:count]
+        return room[:count]
 
-    def _values(self, inputs: Any, targets: Any, given: Given) -> torch.Tensor:
-        """Returns the mean over the models, ``(block_size, *width)`` float32."""
+    def _values(
+        self, inputs: Any, targets: Any, given: Given, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns the mean over the models, ``(block_size, *width)`` float32.
+
+        That is in ``out``, if there is one.
+        """
         label = LABELS[self.run.labels]
         each = []
         for scorer in self.scorers:
             scorer.given = given if self.run.labels == "given" else None
+            scorer.out = out if len(self.scorers) == 1 else None
             with noted(f"while {given} of the pool were {self.run.contents.computed}"):
                 each.append(label(self.run.values, scorer, inputs, targets).float())
             self.replica.sync()
         mean = each[0] if len(each) == 1 else sum(each[1:], each[0]) / len(each)
         self.replica.sync()
-        return mean
+        return mean if out is None or mean is out else out.copy_(mean)

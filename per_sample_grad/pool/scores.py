@@ -27,29 +27,45 @@ Loss = Callable[[torch.Tensor, Any], torch.Tensor]
 Forward = Callable[[nn.Module, Any], torch.Tensor]
 
 
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """What passes over a block are: arguments of `score_pool`.
+
+    ``options`` are those for `capture`.
+    """
+
+    loss: Loss
+    forward: Forward
+    autocast: torch.dtype | None
+    options: dict[str, Any]
+    last_layer: str | None = None
+
+
 @dataclasses.dataclass
 class Scorer:
     """A model in evaluation mode, and what scores need; B is ``block_size``.
 
-    ``last_layer`` is None until `find_last_layer` has been called, and ``options`` are
-    those for `capture`. ``given`` is what the pool has for the block under way, if its
-    labels are those to use.
+    Attributes:
+        given: What the pool has for the block under way, if its labels are those to
+            use.
+        out: Where the block's numbers may be written to begin with,
+            ``(B, *width)`` float32; what is written and returned need not be copied.
     """
 
     model: nn.Module
-    forward: Forward
-    loss: Loss
+    passes: Passes
     block_size: int
-    last_layer: str | None
-    autocast: torch.dtype | None
     replica: Replica
-    options: dict[str, Any]
     given: Given | None = None
+    out: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self._last_layer = self.passes.last_layer
 
     def logits(self, inputs: Any) -> torch.Tensor:
         """Returns the logits, ``(B, *)``."""
         with self._autocast():
-            logits = self.forward(self.model, inputs)
+            logits = self.passes.forward(self.model, inputs)
         if not isinstance(logits, torch.Tensor):
             raise TypeError(
                 f"the model gave a {type(logits).__name__} without .logits, not a "
@@ -62,10 +78,10 @@ class Scorer:
         """Returns the losses, ``(B,)``; another shape is a ValueError."""
         with self._autocast():
             logits = self.logits(inputs)
-            ignored = _ignored_class(self.loss)
+            ignored = _ignored_class(self.passes.loss)
             if ignored is not None:
                 self.check_classes(logits, ignored)
-            losses = self.loss(logits, targets)
+            losses = self.passes.loss(logits, targets)
         if losses.shape != (self.block_size,):
             raise ValueError(
                 f"loss= gave shape {tuple(losses.shape)} for a block of "
@@ -144,10 +160,13 @@ class Scorer:
         return found
 
     def find_last_layer(self, inputs: Any) -> str:
-        """Returns `last_layer`, by default the last module the logits depend on."""
-        if self.last_layer is None:
+        """Returns ``last_layer``, by default the last module the logits depend on."""
+        if self._last_layer is None:
             self.replica.sync()
-            with torch.enable_grad(), capture(self.model, **self.options) as recorded:
+            with (
+                torch.enable_grad(),
+                capture(self.model, **self.passes.options) as recorded,
+            ):
                 logits = self.logits(inputs)
             losses = logits.flatten(1).sum(1)
             found = recorded._run(losses, lambda _: None, reported=True)
@@ -159,15 +178,15 @@ class Scorer:
                     f"no rule accounts for {unknown}, so which layer is the last is "
                     "not known; name the module with last_layer="
                 )
-            self.last_layer = last.name
+            self._last_layer = last.name
             self.replica.sync()
-        return self.last_layer
+        return self._last_layer
 
     def _autocast(self) -> torch.autocast:
         # One context per forward pass: what it caches would tie programs together.
-        enabled = self.autocast is not None
+        enabled = self.passes.autocast is not None
         kind = self.replica.device.type
-        return torch.autocast(kind, dtype=self.autocast, enabled=enabled)
+        return torch.autocast(kind, dtype=self.passes.autocast, enabled=enabled)
 
 
 def _norms(recorded: Capture, losses: torch.Tensor) -> torch.Tensor:
@@ -264,14 +283,14 @@ def el2n(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
 
 def grad_norm(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
     """Returns the norms of gradients, ``(B,)``."""
-    return scorer.grad_norms(inputs, targets, scorer.options)
+    return scorer.grad_norms(inputs, targets, scorer.passes.options)
 
 
 def last_layer_grad_norm(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
     """Returns the norms for one layer's parameters; the backward pass stops there."""
     layer = scorer.model.get_submodule(scorer.find_last_layer(inputs))
     own = {id(param) for param in layer.parameters()}
-    options = {**scorer.options, "params": lambda _, param: id(param) in own}
+    options = {**scorer.passes.options, "params": lambda _, param: id(param) in own}
     return scorer.grad_norms(inputs, targets, options)
 
 
@@ -296,7 +315,7 @@ def of_factors(function: Callable[[Factors], torch.Tensor]) -> Score:
         return found
 
     def values(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
-        return scorer.answers(inputs, targets, scorer.options, answer)
+        return scorer.answers(inputs, targets, scorer.passes.options, answer)
 
     return Score(values, of_parameters=True)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,8 @@ from per_sample_grad.factors.factors import Factors
 from per_sample_grad.pool import scores as kinds
 from per_sample_grad.pool.blocks import BlockSource, Split, split_batch
 from per_sample_grad.pool.parts import SCORED
-from per_sample_grad.pool.running import BLOCK_SIZE, PoolRun, check_options
-from per_sample_grad.pool.scores import LABELS, SCORES, Score
+from per_sample_grad.pool.running import BLOCK_SIZE, Keeping, PoolRun, check_options
+from per_sample_grad.pool.scores import LABELS, SCORES, Passes, Score
 from xla_replica.common.arguments import check_choice, check_flag, check_integer
 
 PART_SIZE = 4096
@@ -155,8 +154,9 @@ def score_pool(
             any batch size and number of replicas if all of them see it. What computes
             scores must be the same: code, closures, attributes and weights are
             compared.
-        part_size: How many samples are kept together, rounded up to whole blocks: what
-            a replica loses when it is killed.
+        part_size: How many samples are kept together, rounded up to whole blocks. A
+            replica that is killed loses the part it was computing, and the one before
+            it if that was still being written.
         tag: With ``folder``, a text of your own for what cannot be compared, such as
             an open file that ``forward`` reads or a function written in C. Change the
             text whenever that changes.
@@ -175,23 +175,14 @@ def score_pool(
     check_options(score_pool, options)
     row, name = _row(score, options)
     labels = row.labels or check_choice("labels", labels, LABELS)
-    models = _models(model)
-    source = BlockSource(loader, batch_size, block_size, split)
     run = PoolRun(
         contents=SCORED,
-        models=models,
-        source=source,
+        models=_models(model),
+        source=BlockSource(loader, batch_size, block_size, split),
         values=row.values,
         labels=labels,
-        loss=loss,
-        split=split,
-        forward=forward,
-        last_layer=last_layer,
-        autocast=autocast,
-        options=options,
-        folder=None if folder is None else Path(folder),
-        part_size=part_size,
-        tag=tag,
+        passes=Passes(loss, forward, autocast, options, last_layer),
+        keeping=Keeping(folder, part_size, tag),
         progress=progress,
     )
     description: dict[str, Any] = {}

@@ -74,6 +74,35 @@ def test_rows_are_the_projections_of_the_samples_gradients(labels, tmp_path):
     assert_same_bits(in_memory[:], index[:])
 
 
+class Shared(nn.Module):
+    """Its layer is used twice, and one parameter never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice = nn.Linear(67, 9), nn.Linear(9, 9)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.last = nn.Linear(9, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.twice(self.twice(self.first(x)).tanh()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_uses_of_one_parameter_are_added_and_what_is_unused_is_zero(dtype):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Shared()
+    options = {
+        **OPTIONS,
+        "seed": 3,
+        "split": lambda batch: (batch[0].to(dtype), batch[1]),
+    }
+    index = psg.index_pool(model.to(dtype), Vectors(COUNT), **options)
+    assert (index[:][:, index.columns["unused"]] == 0).all()
+    truth = by_hand(model).float().numpy()
+    np.testing.assert_allclose(index[:], truth, rtol=1e-3, atol=1e-5)
+
+
 def test_a_size_that_has_room_for_all_keeps_the_gradients():
     model = dense_model()
     total = sum(p.numel() for p in model.parameters())
@@ -334,7 +363,7 @@ def test_opening_says_what_is_wrong(finished, tmp_path):
         )
     assert part.read_bytes() == whole
     assert_same_bits(again[:], truth)
-    for text, told in (("{", "is damaged"), ('{"format": 1}', "an earlier version")):
+    for text, told in (("{", "is damaged"), ('{"format": 2}', "format is 2, and this")):
         (finished / "pool.json").write_text(text)
         with pytest.raises(ValueError, match=f"{told}.*Give the folder of an index"):
             psg.open_index(finished)

@@ -133,7 +133,9 @@ def killed(folder: Path, log: Path, backend: Backend) -> None:
         ),
     ],
 )  # fmt: skip
-def test_a_killed_run_loses_a_part_and_no_bit(tmp_path, what, device, killings, last):
+def test_a_killed_run_loses_two_parts_at_most_and_no_bit(
+    tmp_path, what, device, killings, last
+):
     folder = tmp_path / what
     folder.mkdir()
     for number, replicas in enumerate(killings):
@@ -143,9 +145,10 @@ def test_a_killed_run_loses_a_part_and_no_bit(tmp_path, what, device, killings, 
         assert before < after < set(range(COUNT))
         done = asked(log)
         assert not set(done) & before  # nothing is scored twice
-        # A lazy device also loads ahead: two batches, and one in hand.
+        # One part was computed, one perhaps written. A lazy device also loads ahead:
+        # two batches, and one in hand.
         ahead = 0 if device == "cpu" else 4 * 3 * BLOCK
-        assert len(set(done) - after) <= replicas * (PART + ahead)
+        assert len(set(done) - after) <= replicas * (2 * PART + ahead)
     log, before = tmp_path / "log", indices(parts_in(folder))
     for found in Backend(device, last).run(job, str(folder), str(log), 1):
         alone = found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import re
+import threading
 from typing import BinaryIO
 
 import numpy as np
@@ -98,7 +99,7 @@ def test_frozen_parameters_are_another_job(tmp_path):
 def test_the_parts_of_an_earlier_version_are_an_error(tmp_path):
     options = {"folder": tmp_path, "progress": False}
     (tmp_path / "pool.json").write_text(json.dumps({"score": "grad_norm", "count": 23}))
-    with pytest.raises(ValueError, match="by an earlier version, which kept no"):
+    with pytest.raises(ValueError, match=r"by another version of .* format is None"):
         psg.score_pool(make_model(), Pool(), **options)
     (tmp_path / "pool.json").write_text('{"format": 2,')
     with pytest.raises(ValueError, match=r"pool\.json is damaged .*Give another"):
@@ -140,6 +141,26 @@ def test_a_full_disk_names_the_path_and_what_is_kept(tmp_path, monkeypatch):
     pool = Pool()
     psg.score_pool(make_model(), pool, **options)
     assert set(pool.asked) == set(range(8, COUNT)) | {0}
+
+
+def test_the_next_part_is_computed_while_one_is_written(tmp_path, monkeypatch):
+    save, went_on = part_files.Parts.save, threading.Event()
+
+    class Watched(Pool):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            if index == 15:  # the second part's last one
+                went_on.set()
+            return super().__getitem__(index)
+
+    def late(self, number, numbers):
+        assert went_on.wait(30)
+        save(self, number, numbers)
+
+    monkeypatch.setattr(part_files.Parts, "save", late)
+    options = {"block_size": 4, "part_size": 8, "folder": tmp_path, "progress": False}
+    found = psg.score_pool(make_model(), Watched(), **options)
+    alone = psg.score_pool(make_model(), Pool(), **options | {"folder": None})
+    np.testing.assert_array_equal(found.scores, alone.scores)
 
 
 class Drawn(Pool):
