@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from variable_batch_size.data.lazy_orders import LazyOrder, bijection
+from variable_batch_size.data.lazy_orders import IndexShuffle, LazyOrder, bijection
 from xla_replica.common.arguments import check_flag, check_integer
 
 # Reads a block, by its number: samples that can be indexed, or a table of pyarrow.
@@ -205,6 +205,36 @@ class BlockDataset(Dataset):
         order = BlockShuffle(self.block_sizes, window, seed, in_order=self.in_order)
         self._num_kept = window
         return order
+
+    def check_order(self, order: Any) -> None:
+        """Raises ValueError if an order would read blocks over and over.
+
+        `CustomSampler` asks. Shuffles of all samples do, and windows of more blocks
+        than are kept. An order of your own is not looked at.
+
+        Args:
+            order: As `CustomSampler` takes it; None for its own shuffle.
+        """
+        num_blocks = np.count_nonzero(self.block_sizes)
+        if isinstance(order, BlockShuffle):
+            if min(order.window, num_blocks) > self._num_kept:
+                raise ValueError(
+                    f"order= shuffles windows of {order.window} blocks, and the "
+                    f"dataset keeps {self._num_kept}, so that it would read blocks "
+                    "again for nearly every sample: pass order=dataset.shuffled("
+                    f"window={order.window}, seed={order.seed}), called last"
+                )
+        elif (order is None or isinstance(order, IndexShuffle)) and (
+            num_blocks > self._num_kept
+        ):
+            what = "the sampler's own shuffle" if order is None else order.name
+            raise ValueError(
+                f"the dataset reads samples in {num_blocks} blocks, and {what} jumps "
+                "from one to another, so that a whole block would be read for nearly "
+                "every sample: pass order=dataset.shuffled(window=8), which shuffles 8 "
+                f"blocks at a time and keeps them; window={len(self.block_sizes)} "
+                "shuffles everything and keeps everything in memory"
+            )
 
     def __len__(self) -> int:
         return int(self._starts[-1])

@@ -55,7 +55,8 @@ class CustomSampler(Sampler[list[int]]):
             iterated once an epoch. It must be the same on every replica: a digest
             of it travels with the gradients. If it has a method ``follow_weights``,
             as `grab_xla.GraBSampler` has, that is given `update_weights`. A
-            `LazyOrder`, such as `IndexShuffle`, is never in memory as a whole.
+            `LazyOrder`, such as `IndexShuffle`, is never in memory as a whole. A
+            dataset with a method ``check_order``, as `BlockDataset` has, may refuse it.
         on_end: What follows the trace's last step; see `Schedule`.
         pad_minibatches: Allow batch sizes that are not multiples of ``minibatch_size``.
             The last minibatch of a step is then filled up with samples of its own,
@@ -137,6 +138,8 @@ class CustomSampler(Sampler[list[int]]):
                 f"dataset has {num_samples}: make it for this dataset, as "
                 "BlockDataset.shuffled does"
             )
+        if hasattr(dataset, "check_order"):
+            dataset.check_order(order)
         if hasattr(order, "follow_weights"):
             order.follow_weights(self.update_weights)
 

@@ -53,6 +53,11 @@ class SeededDataset(Dataset):
         """Chooses the epoch in all workers; call it before iterating."""
         self._epoch.fill_(check_integer("epoch", epoch, least=0))
 
+    def check_order(self, order: Any) -> None:
+        """Raises ValueError if the dataset refuses an order; see `BlockDataset`."""
+        if hasattr(self.dataset, "check_order"):
+            self.dataset.check_order(order)
+
     def __len__(self) -> int:
         return len(self.dataset)
 

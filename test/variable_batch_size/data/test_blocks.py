@@ -281,6 +281,33 @@ def test_another_window_or_other_blocks_are_another_run():
         sampler(dataset_of().shuffled(), 399)
 
 
+def test_orders_that_read_blocks_over_and_over_are_refused():
+    def sampler(dataset, order):
+        return vbs.CustomSampler(
+            dataset, TRACE, minibatch_size=8, order=order, on_end="cycle", verbose=False
+        )
+
+    seeded = vbs.SeededDataset(dataset_of(), 1)
+    for order in (None, vbs.IndexShuffle(seed=1)):
+        for dataset in (dataset_of(), seeded):
+            with pytest.raises(ValueError, match=r"10 blocks.*window=11 shuffles"):
+                sampler(dataset, order)
+        sampler(dataset_of([NUM_SAMPLES, 0]), order)  # one block, which is kept
+    window = vbs.BlockShuffle(SIZES, WINDOW, seed=5)
+    with pytest.raises(ValueError, match=r"keeps 1.*shuffled\(window=3, seed=5\)"):
+        sampler(dataset_of(), window)
+    dataset = dataset_of()
+    sampler(dataset, dataset.shuffled(WINDOW))
+    # As the message says: all blocks at once, each of which is then read once.
+    dataset = dataset_of()
+    order = dataset.shuffled(window=11)
+    sampler(dataset, order)
+    assert sorted(dataset[i] for i in whole(order, 0)) == list(range(NUM_SAMPLES))
+    assert dataset.num_blocks_read == 10
+    # Whoever has an order of blocks alone may bring it.
+    sampler(dataset_of(), lambda epoch: range(NUM_SAMPLES))
+
+
 @pytest.mark.parametrize(
     ("action", "error", "message"),
     [
