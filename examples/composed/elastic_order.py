@@ -64,12 +64,15 @@ def train(rank, args):
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     optimizer = vbs.LinearRuleOptimizer(optimizer, sampler, ref_batchsize=32)
     optimizer.attach(grab.after_update)
+    log = vbs.RunLog(f"{args.checkpoint}/run.jsonl", optimizer)
+    optimizer.attach(log)
     checkpointer = vbs.Checkpointer(
         args.checkpoint,
         optimizer,
         every_updates=50,
         model=model,
         grab=grab,
+        log=log,
     )
     checkpointer.load()  # where nothing was saved, training begins at 0
     optimizer.attach(checkpointer)
@@ -80,11 +83,14 @@ def train(rank, args):
             with grab.record(model):
                 losses = F.cross_entropy(model(x), y, reduction="none")
             grab.backward(losses)
+            log.add(losses.mean())
             optimizer.step()
         percent = 100 * accuracy(model, images, labels)
         if replica.is_primary:
             print(f"epoch {epoch}: test accuracy {percent:.2f} %", flush=True)
+        log.write(accuracy=percent)
         checkpointer.save()
+    log.close()
 
 
 def parse():

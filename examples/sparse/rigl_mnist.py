@@ -70,6 +70,7 @@ class Parts(NamedTuple):
     sampler: vbs.CustomSampler
     optimizer: vbs.ElasticOptimizer
     pruner: RigLScheduler
+    log: vbs.RunLog
     checkpointer: vbs.Checkpointer | None
 
 
@@ -100,32 +101,40 @@ def build(
     optimizer = vbs.LinearRuleOptimizer(sgd, sampler, sampler.plan.batch_size(0))
     num_updates = sparse_training.num_updates(sampler, args.epochs)
     pruner = sparse_training.pruner_for(args, model, optimizer, num_updates)  # sparse
+    file = args.checkpoint and args.checkpoint / "run.jsonl"
+    log = vbs.RunLog(file, optimizer, settings=vars(args))
+    optimizer.attach(log)
     checkpointer = None
     if args.checkpoint:
         checkpointer = vbs.Checkpointer(
-            args.checkpoint, optimizer, best="max", model=model, pruner=pruner
+            args.checkpoint, optimizer, best="max", model=model, pruner=pruner, log=log
         )
         checkpointer.load()
         optimizer.attach(checkpointer)
-    return Parts(model, sampler, optimizer, pruner, checkpointer)
+    return Parts(model, sampler, optimizer, pruner, log, checkpointer)
 
 
 def train(rank: int, args: argparse.Namespace) -> float:
     """Trains on one replica; returns the test accuracy in percent."""
     replica = xla_replica.current()
     training, test = load(args.dataset, args.data)
-    model, sampler, optimizer, pruner, checkpointer = build(args, training, replica)
+    model, sampler, optimizer, pruner, log, checkpointer = build(
+        args, training, replica
+    )
     accuracy = evaluate(model, test, replica)
     for epoch in range(sampler.epoch, args.epochs):
         sampler.set_epoch(epoch)
         optimizer.set_epoch(epoch)
         batches = ((training.inputs[i], training.labels[i]) for i in sampler)
         for inputs, labels in replica.loader(batches):
-            F.cross_entropy(model(inputs), labels).backward()
+            loss = F.cross_entropy(model(inputs), labels)
+            loss.backward()
+            log.add(loss)
             if pruner():  # sparse
                 optimizer.step()
         pruner.check_replicas()
         accuracy = evaluate(model, test, replica)
+        log.write(accuracy=accuracy)
         if checkpointer:
             checkpointer.save(metric=accuracy)
         if replica.is_primary:
@@ -136,6 +145,7 @@ def train(rank: int, args: argparse.Namespace) -> float:
                 f"{report.churn:.1%} of the connections; "
                 f"{report.exploration_rate:.1%} of all weights were ever active"
             )
+    log.close()
     if replica.is_primary:
         print(pruner)
     pruner.close()

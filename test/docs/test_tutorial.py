@@ -16,6 +16,8 @@ import pytest
 from support.documents import ROOT, block, blocks, patched
 from support.scripts import environment, run_script
 
+import variable_batch_size as vbs
+
 pytest.importorskip("sklearn")
 
 PAGE = "docs/tutorial.md"
@@ -126,6 +128,12 @@ def test_the_resumable_script_continues(tmp_path, uninterrupted):
     assert list(first) == [0, 1]
     assert list(second) == list(range(2, EPOCHS))
     assert first | second == uninterrupted["elastic"]
+    updates = vbs.read_run(tmp_path / "checkpoints" / "run.jsonl").updates
+    assert updates["step"].tolist() == list(range(len(updates)))
+    read = updates["step"][updates["loss"].notna()].tolist()
+    assert read == list(range(0, len(updates), 10))
+    told = updates.dropna(subset="accuracy").set_index("epoch")["accuracy"]
+    assert told.to_dict() == pytest.approx(first | second, abs=0.01)
 
 
 @pytest.mark.slow

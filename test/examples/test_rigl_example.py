@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from support.xla_replica.torchrun import LAUNCHER
 
+import variable_batch_size as vbs
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -41,6 +43,11 @@ def test_it_learns_and_resumes(tmp_path):
     more = run("--epochs", "14", *checkpoint)
     assert len(accuracies(more)) == 2
     assert "step=210" in more
+    updates = vbs.read_run(tmp_path / "digits" / "run.jsonl").updates
+    assert updates["step"].tolist() == list(range(210))
+    told = updates["accuracy"].dropna().tolist()
+    assert told == pytest.approx(accuracies(whole) + accuracies(more), abs=0.01)
+    assert updates["loss"].dropna().iloc[-1] < updates["loss"].dropna().iloc[0] / 2
 
 
 def test_on_replicas_with_a_trace():
