@@ -14,7 +14,7 @@ from torch import nn
 from per_sample_grad.engine import graph, wrong_operations
 from per_sample_grad.engine.uncompiled import uncompiled
 from per_sample_grad.errors import CoverageError, PerSampleError
-from per_sample_grad.layers import batch_norm
+from per_sample_grad.layers import batch_norm, recurrent
 from per_sample_grad.layers.registry import (
     Call,
     Rule,
@@ -166,7 +166,9 @@ class Recorder:
             hooks.append(functools.partial(self._enclose, name))
         if params:
             owner = RecordedModule(name, type(module).__name__, rule, params)
-            hooks.append(functools.partial(self._record, owner))
+            is_recurrent = rule is recurrent.recurrent
+            record = self._record_joined if is_recurrent else self._record
+            hooks.append(functools.partial(record, owner))
         if batch_norm.needs_arithmetic(module):
             hooks.append(batch_norm.output_by_arithmetic)
         if wrong_operations.is_wrong_on_lazy_devices(module):
@@ -177,6 +179,23 @@ class Recorder:
             handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True)
             self._placed.callback(handle.remove)
 
+    def _record_joined(
+        self,
+        owner: RecordedModule,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+    ) -> Any:
+        """Records a call as one that returns one tensor, and returns parts of that."""
+        found = recurrent.joined(module, out)
+        if found is None:
+            self._record(owner, module, args, kwargs, out)
+            return out
+        one, out = found
+        self._record(owner, module, args, kwargs, one, is_joined=True)
+        return out
+
     def _record(
         self,
         owner: RecordedModule,
@@ -184,6 +203,7 @@ class Recorder:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         out: Any,
+        is_joined: bool = False,
     ) -> None:
         self.called = True
         if not torch.compiler.is_compiling():
@@ -210,13 +230,15 @@ class Recorder:
                     "(scan_layers, torch.func, torch.jit). Capture the model without it"
                 )
         call = self._call(owner.name, module, args, kwargs)
+        if is_joined:
+            call = dataclasses.replace(call, batch_dim=0)
         region = graph.region_of(tensors, output)
         versions = tuple(tensor._version for tensor in tensors)
         has_batch = owner.name not in self._without_batch
         self.calls.append(
             RecordedCall(owner, call, region, output.shape, versions, has_batch)
         )
-        if self._records_enclosing:
+        if self._records_enclosing and not is_joined:
             again = ((region,), (0,), (output.shape,), autocast_state(output))
             self.enclosing.append(EnclosingCall(owner.name, call, *again))
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import rnn
 
 from per_sample_grad.errors import Refusal
 from per_sample_grad.factors.forms import Contribution, Dense, accumulation_dtype
@@ -121,9 +122,14 @@ def register_rule(
     return register
 
 
+def _kind(module: nn.Module) -> type[nn.Module]:
+    """Returns a module's type; of torch_xla's GRU that of torch's."""
+    return rnn.GRU if type(module) is nn.GRU else type(module)
+
+
 def rule_of(module: nn.Module) -> Rule | None:
     """Returns the rule for this very module, or None; `why_no_rule` says why."""
-    rule = RULES.get(type(module))
+    rule = RULES.get(_kind(module))
     return None if rule is None or why_no_rule(module) else rule
 
 
@@ -139,7 +145,7 @@ def why_no_rule(module: nn.Module) -> str | None:
             f"the {', '.join(made)} of this {kind} is not a parameter, but a tensor "
             "that is computed from parameters (weight norm, pruning)"
         )
-    if type(module) not in RULES:
+    if _kind(module) not in RULES:
         known = [base.__name__ for base in type(module).__mro__[1:] if base in RULES]
         remark = (
             f", and as a {known[0]} it may compute something else; if not, "

@@ -18,7 +18,6 @@ from support.per_sample_grad.gradient_oracle import (
 from support.per_sample_grad.layer_cases import Apply
 from support.per_sample_grad.refused_models import (
     BY_OPERATIONS,
-    NO_GRU,
     UNSEEN,
     Cube,
     Doubling,
@@ -34,13 +33,7 @@ from per_sample_grad.layers import registry
 BY_NAME = {case.name: case for case in (*BY_OPERATIONS, *UNSEEN)}
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=case.name, marks=NO_GRU if case.name == "gru" else ())
-        for case in UNSEEN
-    ],
-)
+@pytest.mark.parametrize("case", UNSEEN, ids=lambda case: case.name)
 def test_what_no_rule_accounts_for_is_an_error(case):
     model, inputs = case.make(torch.float64)
     with psg.capture(model) as recorded:
@@ -53,7 +46,7 @@ def test_what_no_rule_accounts_for_is_an_error(case):
 @pytest.mark.parametrize("fallback", ["loop", "batched"])
 @pytest.mark.parametrize(
     "case",
-    [c for c in UNSEEN if c.name not in ("lstm", "gru")],
+    UNSEEN,
     ids=lambda case: case.name,
 )
 def test_and_exact_by_a_fallback(case, fallback):
@@ -103,8 +96,6 @@ def test_a_fallback_in_a_stream():
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("lstm", "no rule is registered for LSTM"),
-        pytest.param("gru", "no rule is registered for GRU", marks=NO_GRU),
         ("cube", "no rule is registered for Cube; PowBackward1 mixes it with samples"),
     ],
 )
@@ -129,15 +120,6 @@ def test_modules_that_look_like_known_ones_have_no_rule(name, reason):
     subclass = Case("subclass", lambda: nn.Sequential(Doubling(3, 2)), (3,))
     model, _ = {**BY_NAME, "subclass": subclass}[name].make(torch.float32)
     assert reason in registry.why_no_rule(model[0])
-
-
-@pytest.mark.parametrize("name", ["lstm", pytest.param("gru", marks=NO_GRU)])
-def test_a_recurrent_network_by_a_loop(name):
-    case = BY_NAME[name]
-    model, inputs = case.make(torch.float64)
-    truth = oracle(case, model, inputs)
-    norms = psg.per_sample_grad_norms(model, fold, inputs, fallback="loop")
-    assert error(norms, flat(truth).norm(dim=1)) <= 1e-10
 
 
 class Scale(nn.Module):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules import rnn
 
 from support.per_sample_grad.gradient_oracle import Case
 
@@ -231,6 +232,11 @@ TRAPS = [
     Case("folded-embedding", lambda: Apply(
         lambda m, x: m.embed(x.flatten()).unflatten(0, (len(x), -1)),
         embed=nn.Embedding(5, 3)), tokens(4, 5)),
+    Case("lstm", lambda: Apply(
+        lambda m, x: m.inner(x)[0], inner=rnn.LSTM(3, 2, 2, batch_first=True,
+        bidirectional=True)), (4, 3)),
+    Case("gru-last-state", lambda: Apply(
+        lambda m, x: m.inner(x.transpose(0, 1))[1][0], inner=rnn.GRU(3, 2)), (4, 3)),
     Case("frozen-part", frozen_first, (3,)),
     Case("unused-part", partly_unused, (3,)),
     Case("transformer", transformer_block, tokens(5, 11)),

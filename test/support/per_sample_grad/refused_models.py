@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import types
 
-import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from support.per_sample_grad.gradient_oracle import Case
 from support.per_sample_grad.layer_cases import Apply
-from support.xla_replica.replicas import HAS_XLA
-
-# torch_xla 2.9 replaces nn.GRU by one that needs an XLA device, wherever it computes.
-NO_GRU = pytest.mark.skipif(HAS_XLA, reason="torch_xla replaces nn.GRU")
 
 
 class Raw(nn.Module):
@@ -97,10 +92,6 @@ UNSEEN = [
     Case("cube", Cube, (3,)),
     Case("cube-on-positions", Cube, (5, 3)),
     Case("positions-square", Positions, (3, 3)),
-    Case("lstm", lambda: Apply(
-        lambda m, x: m.inner(x)[0], inner=nn.LSTM(3, 2, batch_first=True)), (4, 3)),
-    Case("gru", lambda: Apply(
-        lambda m, x: m.inner(x)[0], inner=nn.GRU(3, 2, batch_first=True)), (4, 3)),
     Case("unbatched-conv", lambda: Apply(
         lambda m, x: torch.stack([m.inner(item) for item in x]),
         inner=nn.Conv1d(3, 3, 1)), (3, 4)),

@@ -1,0 +1,145 @@
+"""RNN, LSTM and GRU agree with a float64 loop, whichever outputs the losses use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.per_sample_grad.agreement import agree
+from support.per_sample_grad.gradient_oracle import Case, fold, oracle
+from support.per_sample_grad.layer_cases import Apply
+from torch import nn
+from torch.nn.modules import rnn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import per_sample_grad as psg
+
+pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
+
+# torch_xla puts another GRU in place of `nn.GRU`, which needs an XLA device.
+KINDS = {"rnn": rnn.RNN, "lstm": rnn.LSTM, "gru": rnn.GRU}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "batch-first-no-bias": {"batch_first": True, "bias": False},
+    "deep-both-ways": {"num_layers": 2, "bidirectional": True, "batch_first": True},
+}
+ROWS = [(kind, options) for kind in KINDS for options in OPTIONS.items()]
+ROWS += [
+    ("rnn", ("relu", {"nonlinearity": "relu"})),
+    ("lstm", ("projected", {"proj_size": 2, "num_layers": 2, "bidirectional": True})),
+]
+LENGTHS = {"sorted": [5, 3, 3], "unsorted": [2, 5, 1], "equal": [4, 4, 4]}
+
+
+def summed(states: Any) -> torch.Tensor:
+    """Returns a number of each sample, ``(B, 1)``, of all last states."""
+    states = states if isinstance(states, tuple) else (states,)
+    each = [state.transpose(0, 1).flatten(1).sin().sum(1) for state in states]
+    return torch.stack(each).sum(0).unsqueeze(1)
+
+
+def output(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    found, _ = m.inner(x if m.inner.batch_first else x.transpose(0, 1))
+    return found if m.inner.batch_first else found.transpose(0, 1)
+
+
+def last_states(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return summed(m.inner(x if m.inner.batch_first else x.transpose(0, 1))[1])
+
+
+def both(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The module is between others, and one after the other."""
+    x = torch.tanh(m.before(x))
+    found, states = m.inner(x if m.inner.batch_first else x.transpose(0, 1))
+    found = found if m.inner.batch_first else found.transpose(0, 1)
+    # The first states are those of the last call.
+    _, again = m.inner(x if m.inner.batch_first else x.transpose(0, 1), hx=states)
+    return found.flatten(1) * summed(again)
+
+
+def packed(m: nn.Module, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    first = m.inner.batch_first
+    given = pack_padded_sequence(
+        x if first else x.transpose(0, 1), lengths, first, enforce_sorted=False
+    )
+    found, states = m.inner(given)
+    found, _ = pad_packed_sequence(found, first, total_length=x.shape[1])
+    return (found if first else found.transpose(0, 1)).flatten(1) * summed(states)
+
+
+def model(kind: str, options: dict[str, Any], use: Callable[..., Any]) -> nn.Module:
+    modules = {"inner": KINDS[kind](3, 4, **options)}
+    return Apply(use, before=nn.Linear(3, 3), **modules)
+
+
+@pytest.mark.parametrize("use", [output, last_states, both], ids=lambda u: u.__name__)
+@pytest.mark.parametrize(
+    ("kind", "options"), ROWS, ids=[f"{k}-{name}" for k, (name, _) in ROWS]
+)
+def test_recurrent_layers_equal_the_loop(kind, options, use):
+    case = Case("", lambda: model(kind, options[1], use), (5, 3))
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 2e-5)):
+        made, inputs = case.make(dtype)
+        truth = oracle(case, made, inputs)
+        agree(psg.per_sample_factors(made, fold, inputs), truth, tolerance)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("options", ["plain", "deep-both-ways"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_sequences_equal_the_loop(kind, options, lengths):
+    case = Case(
+        "",
+        lambda: model(kind, OPTIONS[options], packed),
+        lambda batch: (torch.randn(batch, 5, 3), torch.tensor(LENGTHS[lengths])),
+    )
+    made, inputs = case.make(torch.float64)
+    plain = made(*inputs)
+    truth = oracle(case, made, inputs)
+    for _ in range(2):
+        agree(psg.per_sample_factors(made, fold, inputs), truth, 1e-10)
+    with psg.capture(made):
+        torch.testing.assert_close(made(*inputs), plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_capture_returns_what_the_module_returns(kind):
+    inner, x = KINDS[kind](3, 4, 2), torch.randn(5, 2, 3)
+    plain = inner(x)
+    with psg.capture(inner):
+        torch.testing.assert_close(inner(x), plain, rtol=0, atol=0)
+        given = pack_padded_sequence(x, torch.tensor([3, 5]), enforce_sorted=False)
+        found, _ = inner(given)
+    expected, _ = inner(given)
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_under_autocast():
+    case = Case("", lambda: model("lstm", {}, output), (5, 3))
+    made, inputs = case.make(torch.float32)
+    truth = oracle(case, made, inputs)
+    with psg.capture(made) as recorded, torch.autocast("cpu", torch.bfloat16):
+        losses = fold(made, *inputs).float()
+    found = recorded.backward(losses).norms()
+    expected = sum(g.flatten(1).square().sum(1) for g in truth.values()).sqrt()
+    torch.testing.assert_close(found.double(), expected, rtol=3e-2, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "reason"),
+    [
+        ({"dropout": 0.5, "num_layers": 2}, (5, 2, 3), "cannot be drawn again; call"),
+        ({}, (5, 3), r"its input \(5, 3\) has no batch dimension"),
+    ],
+)
+def test_what_is_refused(options, shape, reason):
+    inner = nn.LSTM(3, 4, **options)
+    with psg.capture(inner) as recorded:
+        found, _ = inner(torch.randn(shape))
+    with pytest.raises(psg.CoverageError, match=reason):
+        recorded.backward(
+            found.flatten(1).sum(1) if len(shape) == 2 else found.sum((0, 2))
+        )
