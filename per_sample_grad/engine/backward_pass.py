@@ -165,6 +165,19 @@ class BackwardPass:
         for factors in self._waiting or []:
             self.receive(factors)
 
+    def run_without_samples(self) -> None:
+        """Gives answers of shape ``(0, ...)``; adds to ``.grad`` what autograd adds."""
+        if self.accumulate is not None:
+            xla_replica.backward(self._total(), retain_graph=self.retain_graph)
+        self.receive(self.factors_of({name: [] for name in self._params}))
+
+    def _total(self) -> torch.Tensor:
+        """Returns what the pass is of."""
+        mean = self.accumulate == "mean"
+        total = self.losses.mean() if mean else self.losses.sum()
+        scale = self.capture.scale
+        return total * scale if scale != 1 else total
+
     def _start_comparing(
         self, proof: comparison.Proof | None, reordered: bool
     ) -> Comparer | None:
@@ -224,10 +237,7 @@ class BackwardPass:
                     self._reach(number, None)
             every, edges = edges, [edges[number] for number in ends]
             del node, nodes, lowest, passed
-            mean = self.accumulate == "mean"
-            total = self.losses.mean() if mean else self.losses.sum()
-            scale = self.capture.scale
-            total = total * scale if scale != 1 else total
+            total = self._total()
             gradients: Sequence[torch.Tensor | None] = ()
             if self.accumulate is None:
                 gradients = xla_replica.grad(

@@ -156,7 +156,8 @@ class Capture:
         """Runs one backward pass, for activations only, and keeps all factors.
 
         Args:
-            losses: ``(B,)``, any float dtype: the loss of each sample.
+            losses: ``(B,)``, any float dtype: the loss of each sample. Without samples
+                all answers are of no samples, and nothing is compared.
             retain_graph: Keep the graph for another backward pass of your own.
             accumulate: ``"mean"`` lets the pass be ``losses.mean().backward()``, which
                 adds to ``.grad`` and runs the hooks of parameters, and ``"sum"`` that
@@ -252,7 +253,7 @@ class Capture:
         if accumulate is not None:
             check_choice("accumulate", accumulate, get_args(Accumulate))
         self._recorder.stop()
-        if losses.dim() != 1 or not losses.dtype.is_floating_point or not len(losses):
+        if losses.dim() != 1 or not losses.dtype.is_floating_point:
             raise ValueError(
                 f"losses of shape {tuple(losses.shape)} and dtype {losses.dtype}: give "
                 "one number per sample, shape (B,), for instance with "
@@ -277,6 +278,15 @@ class Capture:
                 "recorded.backward(losses)"
             )
         recording.refuse_hooked(self.params)
+        settings = (retain_graph, accumulate, reported, frees, self._recorder.called)
+        if not len(losses):
+            self._recorder.calls.clear()
+            self._recorder.enclosing.clear()
+            self._functions.stop()
+            self._answered = True
+            backward_pass = BackwardPass(self, losses, receive, *settings, (), {})
+            backward_pass.run_without_samples()
+            return backward_pass
         # Calls without a row for each sample, as that of a table of positions, are a
         # part of what is computed from parameters alone.
         recorded, dropped = self._recorder.split(len(losses))
@@ -335,11 +345,7 @@ class Capture:
             self,
             losses,
             receive,
-            retain_graph,
-            accumulate,
-            reported,
-            frees,
-            self._recorder.called,
+            *settings,
             self._recorder.enclosing,
             reasons,
         )

@@ -82,10 +82,12 @@ def coverage(
     Raises:
         CouplingError: The model has a BatchNorm that uses the batch's statistics.
         PerSampleError: The device's autograd is wrong for an operation.
-        ValueError: ``loss_fn`` does not give one loss per sample.
+        ValueError: ``loss_fn`` does not give one loss per sample, or there is none.
     """
     with capture(model, fallback="loop", check="always", **options) as recorded:
         losses = loss_fn(model, *batch)
+    if not len(losses):
+        raise ValueError("coverage: the batch has no samples; give one that has some")
     plans: dict[str, dict[str, Choice]] = {}
 
     def plan(factors: Factors) -> None:

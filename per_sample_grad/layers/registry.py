@@ -123,7 +123,7 @@ def register_rule(
 
 
 def _kind(module: nn.Module) -> type[nn.Module]:
-    """Returns a module's type; of torch_xla's GRU that of torch's."""
+    """Returns a module's type; of what takes the place of torch's GRU, that one."""
     return rnn.GRU if type(module) is nn.GRU else type(module)
 
 
