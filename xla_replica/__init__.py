@@ -7,6 +7,7 @@ imported before a backend is chosen.
 from xla_replica.backends.counters import Counts, count
 from xla_replica.backends.registry import DEVICES, Job, current, register_backend
 from xla_replica.backends.replica import LocalReplica, Replica
+from xla_replica.device.comparisons import comparable, where_finite
 from xla_replica.device.device_traits import (
     DeviceTraits,
     full_matmul_precision,
@@ -19,7 +20,7 @@ from xla_replica.device.gradients import (
     backward,
     grad,
 )
-from xla_replica.device.lazy_operations import lazy_operation
+from xla_replica.device.lazy_operations import computed_once, lazy_operation
 from xla_replica.device.loader import DeviceLoader
 from xla_replica.device.seeding import seeded
 from xla_replica.device.sharded import is_sharded, refuse_sharded
@@ -49,6 +50,8 @@ __all__ = [
     "Stopped",
     "backward",
     "catch_signals",
+    "comparable",
+    "computed_once",
     "count",
     "current",
     "default_num_replicas",
@@ -65,4 +68,5 @@ __all__ = [
     "seeded",
     "stop_requested",
     "traits",
+    "where_finite",
 ]

@@ -13,6 +13,7 @@ from grab_xla.balancers.mean import Centred, MeanBalance
 from grab_xla.balancing import rows as rows_of
 from grab_xla.balancing.decisions import Decisions, or_one, without_nan
 from grab_xla.balancing.rows import Rows, squared_norms, weighted
+from xla_replica import where_finite
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class BatchBalance(MeanBalance):
         tiles = decide.tiles(rows_RD, decide.weights_R)
         parts = [self._products(state, *tile) for tile in tiles]
         products = decide.whole(torch.cat(parts, dim=1))
-        finite = torch.isfinite(products[1])
+        finite = where_finite(products[1])
         # The mean of what was balanced so far, as in grab-sampler; it only matters
         # where signs are drawn.
         inner = products[0] / or_one(state["count"])

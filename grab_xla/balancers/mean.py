@@ -24,6 +24,7 @@ from grab_xla.balancing.decisions import (
     without_nan,
 )
 from grab_xla.balancing.rows import Rows, squared_norms, weighted
+from xla_replica import where_finite
 from xla_replica.common.arguments import check_number
 
 
@@ -156,7 +157,7 @@ class AdaMeanBalance(MeanBalance):
         Where a second moment is negative or not finite, the scale does not change.
         """
         scale = second_moment.reshape(1, -1).sqrt() + self.eps
-        scale = torch.where(torch.isfinite(scale), scale, state["scale"])
+        scale = torch.where(where_finite(scale), scale, state["scale"])
         rescaled = state["sums"][-1:] * (state["scale"] / scale)
         sums = torch.cat([state["sums"][:-1], rescaled])
         return {**state, "sums": sums, "scale": scale}
@@ -248,7 +249,7 @@ def _batch_mean(pieces: Iterable[Tensor], decide: Decisions) -> tuple[Tensor, Te
     sums: tuple[Tensor, Tensor] | None = None
     for rows in pieces:
         rows = without_nan(rows)
-        finite = torch.isfinite(decide.whole(squared_norms(rows)))
+        finite = where_finite(decide.whole(squared_norms(rows)))
         weights = finite.to(rows.dtype).unsqueeze(0)
         own = weights @ rows, weights.sum(1)
         sums = own if sums is None else (sums[0] + own[0], sums[1] + own[1])

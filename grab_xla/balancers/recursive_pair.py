@@ -12,6 +12,7 @@ from grab_xla.balancers.base import State
 from grab_xla.balancers.blocks import BlockBalancer
 from grab_xla.balancing.decisions import Decisions, without_nan
 from grab_xla.balancing.rows import Rows, add_, products, squared_norms
+from xla_replica import computed_once, traits, where_finite
 from xla_replica.common.arguments import check_integer
 
 
@@ -69,16 +70,20 @@ class RecursivePairBalance(BlockBalancer):
         placements = []
         blocks = dataclasses.replace(decide, tile_size=self.batch_size)
         rows_RD = without_nan(rows_RD)
+        if isinstance(rows_RD, Tensor):
+            rows_RD = computed_once(rows_RD)
+        # A TPU gathers and scatters numbers one by one.
+        sort = self._sort_by_masks if traits(sums).is_lazy else self._sort
         for rows, thresholds in blocks.tiles(rows_RD, decide.thresholds_RN):
             squares = squared_norms(rows).unsqueeze(1)
             inner = torch.cat([products(rows, sums), squares], dim=1)
             inner = decide.whole(inner)
             # A sample that is not finite has products of 0 and is not added.
-            finite = torch.isfinite(inner[:, -1:])
+            finite = where_finite(inner[:, -1:])
             inner = torch.where(finite, inner, torch.zeros_like(inner))
             weights, placed = (
                 torch.where(finite, each, torch.zeros_like(each))
-                for each in self._sort(inner[:, :-1], thresholds, decide)
+                for each in sort(inner[:, :-1], thresholds, decide)
             )
             add_(sums, weights.T, rows)
             placements.append(placed.squeeze(1))
@@ -95,29 +100,71 @@ class RecursivePairBalance(BlockBalancer):
         ``items`` holds the samples as the tree has sorted them so far, node by node.
         """
         size = self.batch_size
-        # TPUs emulate int64, which only the indices of torch's operations must be.
-        like = {"dtype": torch.int32, "device": products_RV.device}
+        like = {"device": products_RV.device}
         products_VR = products_RV.T
         items = torch.arange(size, **like).reshape(1, size)
         weights = []
         for level in range(self.num_draws):
             nodes = products_VR[2**level - 1 : 2 ** (level + 1) - 1]
             first, second = items[:, 0::2], items[:, 1::2]
-            found = nodes.gather(1, items.long())
+            found = nodes.gather(1, items)
             differences = found[:, 0::2] - found[:, 1::2]
             limits = None
             if thresholds_RN is not None:
-                limits = thresholds_RN[:, level][first.long()]
+                limits = thresholds_RN[:, level][first]
             wins = decide.below(differences, limits)
             left = torch.where(wins, first, second)
             right = torch.where(wins, second, first)
             ones = torch.ones_like(differences)
             places, signs = torch.cat([left, right], 1), torch.cat([ones, -ones], 1)
-            weights.append(torch.zeros_like(nodes).scatter(1, places.long(), signs))
+            weights.append(torch.zeros_like(nodes).scatter(1, places, signs))
             items = torch.stack([left, right], dim=1).flatten(0, 1)
         column = torch.arange(size, **like)
         # Columns are leaves: the even ones forwards, the odd ones backwards.
         of_column = torch.where(column & 1 == 0, column + 1, -column - 1)
         placements = torch.zeros_like(column)
-        placements = placements.scatter(0, items.flatten().long(), of_column)
+        placements = placements.scatter(0, items.flatten(), of_column)
         return torch.cat(weights).T, placements.unsqueeze(1)
+
+    def _sort_by_masks(
+        self,
+        products_RV: Tensor,
+        thresholds_RN: Tensor | None,
+        decide: Decisions,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns what `_sort` does, without gather, scatter and 64-bit integers.
+
+        ``places`` says where the tree has put each sample so far, node by node. What
+        belongs to a node or a partner is found by comparing everything with it.
+        """
+        like = {"dtype": torch.int32, "device": products_RV.device}
+        places = torch.arange(self.batch_size, **like)
+
+        def of_partner(values: Tensor) -> Tensor:
+            found = (places ^ 1).unsqueeze(1) == places
+            return torch.where(found, values, torch.zeros_like(values)).sum(1)
+
+        weights = []
+        for level in range(self.num_draws):
+            depth = self.num_draws - level  # of the tree below a node of this level
+            nodes = products_RV[:, 2**level - 1 : 2 ** (level + 1) - 1]
+            is_node = (places >> depth).unsqueeze(1) == torch.arange(2**level, **like)
+            own = torch.where(is_node, nodes, torch.zeros_like(nodes)).sum(1)
+            other = of_partner(own)
+            is_second = (places & 1).bool()
+            limits = None
+            if thresholds_RN is not None:
+                # The first's is the pair's.
+                limits = thresholds_RN[:, level]
+                limits = torch.where(is_second, of_partner(limits), limits)
+            differences = torch.where(is_second, other - own, own - other)
+            goes_left = decide.below(differences, limits) ^ is_second
+            signs = torch.where(goes_left, torch.ones_like(own), -torch.ones_like(own))
+            signs = signs.unsqueeze(1)
+            weights.append(torch.where(is_node, signs, torch.zeros_like(signs)))
+            # Pairs stay in sequence within the half of the node that they go to.
+            within = places & (2**depth - 1)
+            right = (~goes_left).to(places.dtype) << (depth - 1)
+            places = places - within + (within >> 1) + right
+        placements = torch.where((places & 1).bool(), -places - 1, places + 1)
+        return torch.cat(weights, dim=1), placements.unsqueeze(1)

@@ -27,7 +27,12 @@ from torch import Tensor
 
 from grab_xla.balancing import rows as rows_of
 from grab_xla.balancing.rows import Rows, UnformedRows
-from xla_replica import lazy_operation, traits
+from xla_replica import (
+    comparable,
+    lazy_operation,
+    traits,
+    where_finite,
+)
 
 TIES = ("negative", "positive")
 # On a GPU. Rounds are four launches each; signs of uncorrelated rows settle in a tenth
@@ -112,7 +117,7 @@ class Decisions:
 
     def below(self, products: Tensor, thresholds: Tensor | None) -> Tensor:
         """Returns where the sign is +1, bool in the shape of ``products``."""
-        limit = 0.0 if thresholds is None else thresholds
+        limit = comparable(0.0, products) if thresholds is None else thresholds
         return products < limit if self.tie == "negative" else products <= limit
 
     def signs(
@@ -200,7 +205,7 @@ def or_one(count: Tensor) -> Tensor:
 
 def finite_rows(gram_RR: Tensor) -> Tensor:
     """Returns which rows have a finite squared norm, ``(R,)`` bool."""
-    return torch.isfinite(torch.diagonal(gram_RR))
+    return where_finite(torch.diagonal(gram_RR))
 
 
 def nonfinite_marker(dtype: torch.dtype) -> float:
@@ -227,7 +232,8 @@ def mark_nonfinite(values_RD: Tensor, *sources_RD: Tensor) -> Tensor:
     for source in sources_RD:
         if _is_known_finite(source):
             continue
-        values_RD = torch.where(source.abs() < huge, values_RD, huge)
+        small = source.abs() < comparable(huge, source)
+        values_RD = torch.where(small, values_RD, huge)
     return values_RD
 
 

@@ -18,6 +18,7 @@ from grab_xla.balancing.decisions import or_one
 from grab_xla.balancing.prefix_sums import PrefixNorms, RunningHerding
 from grab_xla.balancing.rows import weighted
 from grab_xla.epoch.columns import Columns
+from xla_replica import where_finite
 
 
 class EpochMetrics:
@@ -59,7 +60,7 @@ class EpochMetrics:
             return
         # What is not finite is not balanced.
         instead = self._mean if self._herding == "running" else 0.0
-        rows_RD = torch.where(torch.isfinite(rows_RD), rows_RD, instead)
+        rows_RD = torch.where(where_finite(rows_RD), rows_RD, instead)
         self._sum = self._sum + weighted(rows_RD, weights_R).sum(0)
         self._count = self._count + (
             len(rows_RD) if weights_R is None else weights_R.sum()

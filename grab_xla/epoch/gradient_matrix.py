@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grab_xla.epoch.row_copies import flattened
-from xla_replica import traits
+from xla_replica import traits, where_finite
 
 # How many numbers are formed at once: 4 and 64 MiB in float32. Smaller pieces would
 # take notable time in calls.
@@ -112,5 +112,5 @@ class GradientMatrix:
 def normalized(rows_BD: Tensor) -> Tensor:
     """Returns rows of norm one; zeros stay, rows without a finite norm become NaN."""
     norms = torch.linalg.vector_norm(rows_BD, dim=1, keepdim=True)
-    divisors = torch.where(torch.isfinite(norms), norms.clamp(min=1e-12), torch.nan)
+    divisors = torch.where(where_finite(norms), norms.clamp(min=1e-12), torch.nan)
     return rows_BD / divisors

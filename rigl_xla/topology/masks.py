@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from xla_replica import traits
+from xla_replica import traits, where_finite
 from xla_replica.device.selection import first, kth_largest
 
 INELIGIBLE = float("-inf")
@@ -112,12 +112,12 @@ def is_finite(tensor: torch.Tensor) -> torch.Tensor:
     if traits(tensor).is_host:  # one pass and no temporary
         low, high = torch.aminmax(tensor)
         return (torch.isfinite(low) & torch.isfinite(high)).reshape(1)
-    return torch.isfinite(tensor).all().reshape(1)
+    return where_finite(tensor).all().reshape(1)
 
 
 def are_finite(scores_LN: torch.Tensor, eligible_LN: torch.Tensor) -> torch.Tensor:
     """Returns bool ``(L, 1)``: whether no eligible score is NaN or infinite."""
-    return (torch.isfinite(scores_LN) | ~eligible_LN).all(1, keepdim=True)
+    return (where_finite(scores_LN) | ~eligible_LN).all(1, keepdim=True)
 
 
 def has_preference(scores_LN: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,7 @@ def has_preference(scores_LN: torch.Tensor) -> torch.Tensor:
 
     Those of a layer that took no part in the loss are all zero and say nothing.
     """
-    others_LN = ~torch.isfinite(scores_LN)
+    others_LN = ~where_finite(scores_LN)
     high_L1 = scores_LN.masked_fill(others_LN, -math.inf).amax(1, keepdim=True)
     low_L1 = scores_LN.masked_fill(others_LN, math.inf).amin(1, keepdim=True)
     return high_L1 > low_L1

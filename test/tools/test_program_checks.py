@@ -98,6 +98,14 @@ def test_an_array_of_float64_is_caught():
     assert problems({0: [broadcast]}) == []
     [found] = problems({0: [multiplied]})
     assert "multiply of f64[2,3]" in found
+    compared = Program(
+        "  %c.1 = pred[2,3]{1,0} compare(f64[2,3]{1,0} %a, f64[2,3]{1,0} %b)", "a.py:1"
+    )
+    [found] = problems({0: [compared]})
+    assert "compare of f64[2,3]" in found
+    assert "xla_replica.comparable" in found
+    converted = Program("  %c.1 = f32[2]{0} convert(f64[2]{0} %a)", "a.py:1")
+    assert problems({0: [converted]}) == []
 
 
 def test_a_different_program_on_one_replica_is_caught():

@@ -26,6 +26,7 @@ _GRAPH = re.compile(
 _FRAME = re.compile(r"^  (\S+) \((.*)\)$", re.MULTILINE)
 _OPERATION = re.compile(r"= ([a-z]+\d*)\[([\d,]*)\]\S* ([a-z][a-z0-9-]*)\((.*)")
 _WIDE = re.compile(r"\b([su]64)\[([\d,]+)\]")
+_DOUBLE = re.compile(r"\b(f64)\[([\d,]+)\]")
 _LITERAL = re.compile(r"constant\((?:\{.*?\}|[^()]*)\)")
 _COLLECTIVE = re.compile(
     r"= (\S+|\([^)]*\)) (all-reduce|all-gather|all-to-all|reduce-scatter|"
@@ -108,19 +109,21 @@ def float64_arrays(programs: Iterable[Program]) -> list[str]:
     """Returns what says which programs take or compute arrays of float64.
 
     A TPU emulates them. Python numbers, which torch_xla uploads as single numbers and
-    converts, are left out.
+    converts, are left out; what compares a tensor with one is not.
     """
-    return [
-        f"the program at {program.place} has a {operation} of f64[{shape}]: convert to "
-        "float32 on the host"
-        for program in distinct(programs)
-        for dtype, shape, operation in sorted(
-            {found[:3] for found in _OPERATION.findall(program.text)}
-        )
-        if dtype == "f64"
-        and shape
-        and (operation == "parameter" or not _MOVES.fullmatch(operation))
-    ]
+    found = []
+    for program in distinct(programs):
+        arrays = set()
+        for dtype, shape, operation, operands in _OPERATION.findall(program.text):
+            wide = _DOUBLE.search(f"{dtype}[{shape}] {operands}")
+            if wide and (operation == "parameter" or not _MOVES.fullmatch(operation)):
+                arrays.add((wide[2], operation))
+        found += [
+            f"the program at {program.place} has a {operation} of f64[{shape}]: "
+            "convert to float32 on the host, and compare with xla_replica.comparable"
+            for shape, operation in sorted(arrays)
+        ]
+    return found
 
 
 def wide_integers(program: Program) -> dict[str, int]:

@@ -32,3 +32,17 @@ def lazy_operation(build: Callable[..., Any]) -> Callable[..., torch.Tensor]:
         return registered()(*tensors, **keywords)
 
     return operation
+
+
+def computed_once(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor, which a program of torch_xla will compute only once.
+
+    XLA repeats what is cheap to compute in everything that reads it, which in several
+    large matrix products can take a TPU's compiler seconds. It can also save some:
+    measure with ``tools/tpu``.
+    """
+    if tensor.device.type == "xla":
+        import torch_xla
+
+        torch_xla._XLAC._xla_optimization_barrier_([tensor])
+    return tensor
