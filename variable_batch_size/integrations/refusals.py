@@ -13,6 +13,9 @@ Refusals = dict[str, tuple[Callable[[Any], bool], str]]
 
 # What both say.
 _ACCUMULATED = "the trace says how many minibatches a step has"
+_SHARDED = (
+    "write a loop with ElasticOptimizer, which supports fully_shard, and Checkpointer"
+)
 _UNSCALED = (
     "which needs no loss scaling: GradScaler would unscale gradients that are "
     "accumulated, on each process separately"
@@ -61,8 +64,7 @@ HUGGING_FACE: Refusals = {
     ),
     "fsdp": (
         lambda args: bool(args.fsdp),
-        "leave it out: for a sharded model write a loop with ElasticOptimizer, which "
-        "supports fully_shard",
+        f"leave it out: for a sharded model {_SHARDED}",
     ),
     "deepspeed": (
         lambda args: bool(args.deepspeed),
@@ -151,6 +153,13 @@ LIGHTNING: Refusals = {
         _gets_whole_steps,
         "it would get a whole step: use on_after_batch_transfer or the loader's "
         "collate_fn",
+    ),
+    "a model that fully_shard has sharded, as in configure_model": (
+        lambda strategy: strategy.replica.is_sharded(
+            [*strategy.lightning_module.parameters()]
+        ),
+        "Lightning would save one process's shards, and cannot move what the "
+        f"optimizer holds: {_SHARDED}",
     ),
     "Trainer(devices=...) with several devices in a job of one process": (
         _has_many_devices,

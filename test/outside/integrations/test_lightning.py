@@ -18,6 +18,8 @@ from support.outside import package
 from support.variable_batch_size.elastic import OPTIMIZERS, Case, batches, make
 from support.variable_batch_size.resuming import loss_of
 from support.xla_replica.replicas import Backend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import variable_batch_size as vbs
 import xla_replica
@@ -445,6 +447,25 @@ def test_what_would_break_a_promise_is_refused(name):
     module, options, message = refusals()[name]
     with pytest.raises((ValueError, TypeError), match=message):
         small_fit(module(), **options)
+
+
+def fit_sharded(rank: int) -> None:
+    """Fits a module that shards itself where Lightning's pages say so."""
+
+    class Sharded(Module):
+        def configure_model(self):
+            mesh = init_device_mesh("cpu", (xla_replica.current().num_replicas,))
+            fully_shard(self.model, mesh=mesh)
+
+    sampler = sampler_of()
+    trainer = trainer_of(ElasticStrategy(sampler, CASE.rule, CASE.ref_batchsize))
+    message = "fully_shard has sharded.*write a loop with ElasticOptimizer"
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(Sharded(), loader_of(sampler))
+
+
+def test_sharded_models_are_refused():
+    Backend("cpu", 2).run(fit_sharded)
 
 
 def test_replicas_on_xla_are_refused(monkeypatch):
