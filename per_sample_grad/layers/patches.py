@@ -93,17 +93,13 @@ class Unfolding:
         channels = source.shape[1] // groups
         if channels == width == 1:
             return self._correlations(left, source)
-        outer = padded(source, self.widths, self.mode)
-        for dim, (size, stride) in enumerate(zip(self.kernel, self.stride)):
-            reach = self.dilation[dim] * (size - 1) + 1
-            reach += (self.positions[dim] - 1) * stride
-            outer = outer.narrow(2 + dim, 0, reach)
+        source, padding = self._with_padding(source)
         weight = left.new_empty(()).expand(n * groups * width, channels, *self.kernel)
         _, found, _ = torch.ops.aten.convolution_backward(
             left.transpose(2, 3).reshape(1, n * groups * width, *self.positions),
-            outer.reshape(1, n * groups * channels, *outer.shape[2:]),
-            weight, None, self.stride, [0] * len(self.kernel), self.dilation,
-            False, [0] * len(self.kernel), n * groups, [False, True, False],
+            source.reshape(1, n * groups * channels, *source.shape[2:]),
+            weight, None, self.stride, padding, self.dilation, False,
+            [0] * len(self.kernel), n * groups, [False, True, False],
         )  # fmt: skip
         return found.reshape(n, groups * width, -1)
 
@@ -115,14 +111,7 @@ class Unfolding:
         convolution took up to 16 times as long.
         """
         n, groups, *_ = left.shape
-        padding = [before for before, _ in self.widths]
-        if self.mode != "zeros" or any(
-            before != after for before, after in self.widths
-        ):
-            source, padding = (
-                padded(source, self.widths, self.mode),
-                [0 for _ in padding],
-            )
+        source, padding = self._with_padding(source)
         found = torch.convolution(
             source.reshape(1, n * groups, *source.shape[2:]),
             left.reshape(n * groups, 1, *self.positions),
@@ -132,6 +121,29 @@ class Unfolding:
         for dim, size in enumerate(self.kernel, start=2):
             found = found.narrow(dim, 0, size)
         return found.reshape(n, groups, -1)
+
+    def _with_padding(self, source: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """Returns what a convolution takes to see these positions: input and padding.
+
+        It pads with as many zeros on either side, and has as many positions as fit.
+        """
+        if self.pads_itself(source.shape[2:]):
+            return source, [before for before, _ in self.widths]
+        source = padded(source, self.widths, self.mode)
+        for dim, (size, stride) in enumerate(zip(self.kernel, self.stride)):
+            reach = self.dilation[dim] * (size - 1) + 1
+            reach += (self.positions[dim] - 1) * stride
+            source = source.narrow(2 + dim, 0, reach)
+        return source, [0 for _ in self.kernel]
+
+    def pads_itself(self, sizes: Sequence[int]) -> bool:
+        """Returns whether an ordinary convolution of these sizes has these positions."""
+        fits = []
+        for dim, (size, (before, after)) in enumerate(zip(sizes, self.widths)):
+            reach = self.dilation[dim] * (self.kernel[dim] - 1) + 1
+            positions = (size + before + after - reach) // self.stride[dim] + 1
+            fits.append(before == after and positions == self.positions[dim])
+        return all(fits) and (self.mode == "zeros" or not any(map(any, self.widths)))
 
 
 def windows(
@@ -147,13 +159,15 @@ def windows(
     plain = Windows(left, source, unfolding, math.prod(unfolding.kernel))
     if not unfolding.prefers_gradients(left, source):
         return plain
-    # Both factors twice: as they are given to the convolution, and as it lays them out.
-    sizes = (n + sum(pair) for n, pair in zip(source.shape[2:], unfolding.widths))
+    # Both factors as the convolution lays them out, and the input where it is padded.
+    sizes = source.shape[2:]
+    times = 1 if unfolding.pads_itself(sizes) else 2
+    sizes = (n + sum(pair) for n, pair in zip(sizes, unfolding.widths))
     return dataclasses.replace(
         plain,
         direct=unfolding.gradients,
         direct_channels=min(FAST_CHANNELS, source.shape[1] // unfolding.groups),
-        direct_elements=(2 * math.prod(sizes), 2 * left[0].numel()),
+        direct_elements=(times * math.prod(sizes), left[0].numel()),
     )
 
 
