@@ -19,6 +19,9 @@ from per_sample_grad.factors import forms
 from per_sample_grad.factors.forms import Contribution, Dense, Lookup, Outer, Windows
 from xla_replica import traits
 
+# One operation is faster than two for at most so many numbers.
+_FEW = 2**13
+
 
 def dot(contribution: Contribution, vectors: torch.Tensor, budget: int) -> torch.Tensor:
     """Returns ``⟨v, g_n⟩`` for every n and v, ``(N, K)``, of ``(K, *shape)`` vectors.
@@ -320,10 +323,11 @@ def _columns(
 
 
 def squares(block: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of squares of every sample, ``(N,)``, without the squares."""
+    """Returns the sum of squares of every sample, ``(N,)``."""
     flat = block.flatten(1)
-    if traits(flat).is_lazy:
-        return (flat * flat).sum(1)  # a compiler makes one loop of it
+    if flat.numel() <= _FEW or traits(flat).is_lazy:
+        # Few squares may be written, and a compiler writes none.
+        return torch.linalg.vecdot(flat, flat)
     return torch.linalg.vector_norm(flat, dim=1).square()
 
 

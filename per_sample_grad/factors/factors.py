@@ -75,14 +75,23 @@ class Factors:
         # be read from the device, found when products are asked for.
         self._cancelling = cancelling
         self._may_read = may_read
+        self._sizes: dict[str, tuple[Extent, ...]] = {}
         self._squares_and_terms: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         # A parameter that the losses do not depend on has an empty list.
         self.merged = {name: list(merged[name]) for name in self.shapes}
-        self._sizes: dict[str, tuple[Extent, ...]] = {}
-        self._uses = [use for uses in self.merged.values() for use in uses]
-        # Not the dtype of the losses: float64 targets make it wider than the model's.
+
+    @functools.cached_property
+    def _uses(self) -> list[Contribution]:
+        return [use for uses in self.merged.values() for use in uses]
+
+    @functools.cached_property
+    def _dtype(self) -> torch.dtype:
+        """The dtype of answers.
+
+        It is not that of the losses: float64 targets make it wider than the model's.
+        """
         dtypes = [forms.float_factor(use).dtype for use in self._uses]
-        self._dtype = forms.accumulation_dtype(*(dtypes or [losses.dtype]))
+        return forms.accumulation_dtype(*(dtypes or [self.losses.dtype]))
 
     def __len__(self) -> int:
         return self.losses.shape[0]

@@ -137,7 +137,7 @@ class Unfolding:
         return source, [0 for _ in self.kernel]
 
     def pads_itself(self, sizes: Sequence[int]) -> bool:
-        """Returns whether an ordinary convolution of these sizes has these positions."""
+        """Returns whether a convolution of these sizes has these positions."""
         fits = []
         for dim, (size, (before, after)) in enumerate(zip(sizes, self.widths)):
             reach = self.dilation[dim] * (self.kernel[dim] - 1) + 1
