@@ -68,7 +68,7 @@ def test_python_code_compiles(page):
 
 def test_a_rule_works_without_a_wrapper():
     names: dict[str, object] = {"vbs": vbs}
-    exec(block("docs/variable_batch_size.md", "python", "rule.update"), names)
+    exec(block("docs/rules.md", "python", "rule.update"), names)
     assert names["scaled"].lr == pytest.approx(2e-3)
 
 

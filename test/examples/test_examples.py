@@ -31,7 +31,6 @@ from per_sample_grad.layers.registry import RULES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = {"images": image_classification, "text": causal_language_model}
 DEVICE = "xla" if HAS_XLA else "cpu"
 

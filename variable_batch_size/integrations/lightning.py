@@ -168,7 +168,7 @@ class ElasticStrategy(SingleDeviceStrategy):
         Returns what the module returned for the last one; zero if there is none.
         """
         trainer = self.lightning_module.trainer
-        _check_step(trainer, self, batch)
+        _check_step(trainer, batch)
         output = None
         for minibatch in batch.take():
             if output is not None:
@@ -387,7 +387,7 @@ def _check(strategy: ElasticStrategy) -> None:
             raise ValueError(f"{option} does not work with ElasticStrategy: {remedy}")
 
 
-def _check_step(trainer: Trainer, strategy: ElasticStrategy, batch: Any) -> None:
+def _check_step(trainer: Trainer, batch: Any) -> None:
     """Raises ValueError unless Lightning is about to run the sampler's next step."""
     if not isinstance(batch, Minibatches):
         raise ValueError(
