@@ -99,10 +99,10 @@ def full_matmul_precision(device: torch.device) -> AbstractContextManager[None]:
     "highest", and afterwards the setting is what it was before.
     On XLA a program is compiled when it runs, with the precision that the process has
     then, and a TPU's default is that of bfloat16. There the first use therefore sets
-    the process to ``"highest"`` permanently, unless the program has chosen a precision
-    before: call ``torch_xla.backends.set_mat_mul_precision("high")`` first if this is
-    too slow. Setting it compiles nothing; compiled programs keep the precision they
-    have.
+    the process (each emulated replica for itself) to ``"highest"`` permanently, unless
+    the program has chosen a precision before: call
+    ``torch_xla.backends.set_mat_mul_precision("high")`` first if this is too slow.
+    Setting it compiles nothing; compiled programs keep the precision they have.
 
     Args:
         device: Where the products are computed. Nothing happens on a CPU.

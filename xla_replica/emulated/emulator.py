@@ -112,7 +112,11 @@ class Emulator:
         # Not the raw step marker: only sync resets the chain of all-reduce tokens,
         # without which every call would be a new graph.
         pending, sync = self._pending, self._torch_xla.sync
-        guard = _CallGuard(lambda: bool(pending[rank]), sync, self._tracing)
+        guard = _CallGuard(
+            lambda: bool(pending[rank]) or own_process.has_own_precision(),
+            sync,
+            self._tracing,
+        )
         # Its further threads read what has been synced, and must not sync beside it.
         of_others = functools.partial(_CallGuard, bool, sync, self._tracing)
         device = str(self._torch_xla.device())
@@ -154,6 +158,7 @@ class Emulator:
                 here = self._rendezvous.meet(rank, collectives)
                 self._report(rank, f"running the graph with {collectives[0]}")
             with self._compiling:  # cure 1
+                own_process.put_own_precision()
                 before = counters.snapshot().compilations if here else 0
                 compile_and_start(*args, **kwargs, wait=False)
                 if here:
@@ -186,6 +191,7 @@ class Emulator:
         @functools.wraps(compile_only)
         def compile_alone(*args: Any) -> Any:
             with self._compiling:
+                own_process.put_own_precision()
                 return compile_only(*args)
 
         return compile_alone

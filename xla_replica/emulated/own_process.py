@@ -2,9 +2,10 @@
 
 Scripts written for torch_xla run in one process per device. So each replica here has a
 CPU generator that draws what that process would draw, a default group of
-torch.distributed, its own copy of a model that `MpModelWrapper` moves, and the threads
-that it starts compute on its device. Python's and NumPy's generators, the environment
-and the globals of modules are shared all the same.
+torch.distributed, its own copy of a model that `MpModelWrapper` moves, its own
+precision of matrix products, and the threads that it starts compute on its device.
+Python's and NumPy's generators, the environment and the globals of modules are shared
+all the same.
 """
 
 from __future__ import annotations
@@ -57,12 +58,14 @@ class Member(NamedTuple):
         device: The name of its torch_xla device.
         draws: Its CPU generator.
         groups: Its groups of torch.distributed.
+        settings: Its precision of matrix products, under "precision".
         surround: Returns what surrounds a further thread that it starts.
     """
 
     device: str
     draws: Draws
     groups: dict[str, Any]
+    settings: dict[str, str]
     surround: Callable[[], AbstractContextManager[Any]]
 
 
@@ -85,6 +88,7 @@ def install() -> None:
     threading.Thread.start = _as_member(threading.Thread.start)
     _install_groups()
     _install_model_wrapper()
+    _install_precision()
 
 
 @contextlib.contextmanager
@@ -94,7 +98,8 @@ def replica(
     """Surrounds a replica's thread; ``surround`` returns what surrounds its others."""
     with own_draws():  # nobody else's state is in place now
         draws = Draws(torch.default_generator.get_state())
-    _here.member = Member(device, draws, _new_groups(), surround)
+    settings = {"precision": _precision_of_process()}
+    _here.member = Member(device, draws, _new_groups(), settings, surround)
     draw_from(draws)
     try:
         yield
@@ -199,3 +204,64 @@ def _install_model_wrapper() -> None:
             return copy.deepcopy(self._model).to(device)
 
     xmp.MpModelWrapper.to = functools.wraps(xmp.MpModelWrapper.to)(to)
+
+
+# --- Precision of matrix products ---------------------------------------------------
+
+
+def _precision_of_process() -> str:
+    import torch_xla
+
+    get = torch_xla._XLAC._xla_get_mat_mul_precision
+    return getattr(get, "of_process", get)()
+
+
+def _install_precision() -> None:
+    """Makes the precision of matrix products what the calling replica has set.
+
+    It is part of the programs that are compiled while it is in place, so that a replica
+    which sets it would change those of its peers; see `own_precision`.
+    """
+    import torch_xla
+
+    native = torch_xla._XLAC
+    set_process = native._xla_set_mat_mul_precision
+    get_process = native._xla_get_mat_mul_precision
+
+    def set_precision(precision: str) -> None:
+        if _here.member is None:
+            set_process(precision)
+        else:
+            _here.member.settings["precision"] = precision
+
+    def get_precision() -> str:
+        member = _here.member
+        return get_process() if member is None else member.settings["precision"]
+
+    set_precision.of_process = set_process  # type: ignore[attr-defined]
+    get_precision.of_process = get_process  # type: ignore[attr-defined]
+    native._xla_set_mat_mul_precision = set_precision
+    native._xla_get_mat_mul_precision = get_precision
+
+
+def put_own_precision() -> None:
+    """Makes the calling replica's precision the process's; call it before compiling.
+
+    The caller holds the lock without which nothing compiles.
+    """
+    import torch_xla
+
+    own = torch_xla._XLAC._xla_get_mat_mul_precision()
+    if own != _precision_of_process():
+        torch_xla._XLAC._xla_set_mat_mul_precision.of_process(own)
+
+
+def has_own_precision() -> bool:
+    """Returns whether a precision has been set, by the calling replica or a peer.
+
+    What compiles without the lock could then have that of another replica.
+    """
+    import torch_xla
+
+    own = torch_xla._XLAC._xla_get_mat_mul_precision()
+    return {own, _precision_of_process()} != {"default"}
