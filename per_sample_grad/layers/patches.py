@@ -112,6 +112,10 @@ class Unfolding:
         """
         n, groups, *_ = left.shape
         source, padding = self._with_padding(source)
+        if any(width >= size for width, size in zip(padding, self.positions)):
+            # oneDNN has no fast way with more zeros than the kernel, here δ, reaches.
+            source = padded(source, self.widths, self.mode)
+            padding = [0 for _ in padding]
         found = torch.convolution(
             source.reshape(1, n * groups, *source.shape[2:]),
             left.reshape(n * groups, 1, *self.positions),
@@ -159,14 +163,15 @@ def windows(
     plain = Windows(left, source, unfolding, math.prod(unfolding.kernel))
     if not unfolding.prefers_gradients(left, source):
         return plain
+    channels = source.shape[1] // unfolding.groups
     # Both factors as the convolution lays them out, and the input where it is padded.
     sizes = source.shape[2:]
-    times = 1 if unfolding.pads_itself(sizes) else 2
+    times = 1 if unfolding.pads_itself(sizes) and channels > 1 else 2
     sizes = (n + sum(pair) for n, pair in zip(sizes, unfolding.widths))
     return dataclasses.replace(
         plain,
         direct=unfolding.gradients,
-        direct_channels=min(FAST_CHANNELS, source.shape[1] // unfolding.groups),
+        direct_channels=min(FAST_CHANNELS, channels),
         direct_elements=(times * math.prod(sizes), left[0].numel()),
     )
 
