@@ -348,12 +348,14 @@ class GraBSampler(Sampler[int]):
         taker = self._orders.ordering if factors else None
         rows = self._recording.backward(losses, reduction, taker)
         self._reduction = reduction
-        if not isinstance(rows, FactoredRows):
+        if isinstance(rows, Mapping):
             self.step(rows, indices=indices)
-            return
-        self._progress.take(len(rows), indices)
-        with self._timer("sorter_step"):
-            self._balancer.balance_factored(rows)
+        elif self._progress.take(len(rows), indices):
+            with self._timer("sorter_step"), torch.no_grad():
+                if isinstance(rows, FactoredRows):
+                    self._balancer.balance_factored(rows)
+                else:
+                    self._balance_rows(rows)
 
     def step(
         self,
@@ -406,6 +408,16 @@ class GraBSampler(Sampler[int]):
         parts = list(map(self._vectors, self._gradients.pieces(grads, batch, *size)))
         rows = parts[0] if len(parts) == 1 else torch.cat(parts)
         self._progress.balance(rows)
+
+    def _balance_rows(self, rows: Tensor) -> None:
+        """Balances a step of which all columns are together, or keeps it."""
+        rows = rows.to(device=self.device, dtype=self._columns.dtype)
+        if self._normalize or self._project.tables:
+            rows = self._vectors([rows])
+        if self._balancer.piece_size is None:
+            self._progress.balance(rows)
+        else:
+            self._balancer.balance(lambda: [rows])
 
     def _vectors(self, columns: list[Tensor]) -> Tensor:
         """Returns what is balanced of some gradients, given their columns in parts."""

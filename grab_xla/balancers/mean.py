@@ -73,7 +73,7 @@ class Centred(Balancer):
             if decide.loops:
                 how = (thresholds, self.depth, decide.tie)
                 placements = balance_in_sequence(rows, centre, sums, *how)
-                seen = (placements != 0).to(sums.dtype)
+                seen = placements != 0
             else:
                 rows = without_nan(rows)
                 gram, products = decide.centred_gram(rows, centre, sums[:-1])

@@ -60,7 +60,7 @@ class Recording:
 
     def backward(
         self, losses: Tensor, reduction: str = "mean", taker: Ordering | None = None
-    ) -> dict[str, Tensor] | FactoredRows:
+    ) -> dict[str, Tensor] | Tensor | FactoredRows:
         """Runs the backward pass of the mean loss, or of the sum.
 
         Args:
@@ -69,7 +69,8 @@ class Recording:
             taker: What takes rows that are known by their factors, if that may be.
 
         Returns:
-            What is balanced of every sample, ``(B, ...)`` by name; or such rows.
+            What is balanced of every sample: ``(B, ...)`` by name, ``(B, columns)``
+            for all parameters together, or rows that are not formed.
 
         Raises:
             RuntimeError: No forward pass was recorded.
@@ -81,11 +82,16 @@ class Recording:
                 "`with sampler.record(model):`, once for every backward()"
             )
         capture, self._capture = self._capture, None
+        projection = self.projection
+        if projection is not None:
+            if capture.params.keys() == projection.shapes.keys():
+                return capture.project(losses, projection, accumulate=reduction)
+            return capture.stream(
+                losses, lambda each: each.project(projection), accumulate=reduction
+            )
         kept: list[Factors] = []
 
         def rows(factors: Factors) -> dict[str, Tensor]:
-            if self.projection is not None:
-                return factors.project(self.projection)
             if taker is not None and factors.compression >= LEAST_COMPRESSION:
                 kept.append(factors)
                 return {}

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
@@ -34,8 +34,26 @@ from per_sample_grad.factors.plan import default_budget
 # The reductions whose gradient a pass may add to ``.grad``.
 Accumulate = Literal["mean", "sum"]
 
+# The bytes of inputs and gradients that wait on a CPU until they are taken together:
+# half of a cache. What Python does between a pass's large operations takes ten times as
+# long as elsewhere, since these have filled the caches.
+WAITING = 2**23
+
 if TYPE_CHECKING:
     from per_sample_grad.engine.capturing import Capture
+
+
+class Taker(Protocol):
+    """Takes calls with the gradients of their outputs, in place of rules."""
+
+    def prepare(self, call: RecordedCall) -> bool:
+        """Returns whether a call can wait until the graph has freed what it saved.
+
+        It is asked before the pass.
+        """
+
+    def take(self, call: RecordedCall, gradient: torch.Tensor) -> bool:
+        """Takes a call with the gradient of its output; returns whether it did."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -53,6 +71,8 @@ class BackwardPass:
         called: Whether any module with a selected parameter was called.
         enclosing: Calls that a fallback may run again.
         reasons: Why operations do not account for what rules do not, by name.
+        taker: Takes calls and the gradients of their outputs in place of rules. It is
+            not asked where answers are compared.
         modules: The modules of all calls that the losses depend on.
         problems: Why parameters have no contributions, by name.
         compared: The comparison with autograd; None: none was due.
@@ -68,6 +88,7 @@ class BackwardPass:
     called: bool
     enclosing: Sequence[EnclosingCall]
     reasons: Mapping[str, str]
+    taker: Taker | None = None
 
     def __post_init__(self) -> None:
         self.modules: list[RecordedModule] = []
@@ -93,13 +114,23 @@ class BackwardPass:
         # Parameters whose positions cancel, as far as that is known.
         self._cancelling: set[str] = set()
         self._may_read = xla_replica.traits(self.losses).is_host
+        self._taker: Taker | None = None
         # What is given on after the comparison; None: at once.
         self._waiting: list[Factors] | None = None
 
-    def run(self, calls: list[RecordedCall], reached: graph.Reached) -> None:
-        """Runs the pass; empties ``calls``, so that each can be freed once reached."""
+    @property
+    def multiplier(self) -> float:
+        """What the pass's gradients are multiplied by to be those of the losses."""
+        return self._multiplier
+
+    def run(
+        self, calls: list[RecordedCall], reached: graph.Reached, key: Hashable
+    ) -> None:
+        """Runs the pass; empties ``calls``, so that each can be freed once reached.
+
+        A proof of what is computed is kept under ``key``.
+        """
         model, has_fallback = self.capture.model, self._fallback is not None
-        key = comparison.signature(self.losses, calls, self._params, reached)
         outside = {
             name: [
                 f"{number} use(s) outside any module with a rule ("
@@ -213,8 +244,13 @@ class BackwardPass:
         """
         if not self._calls:
             return
-        for call in self._calls:
+        compares = self._comparer is not None
+        taker = self._taker = None if compares or self.problems else self.taker
+        waits: set[int] = set()
+        for number, call in enumerate(self._calls):
             self._missing.update(set(call.owner.params.values()))
+            if taker is not None and taker.prepare(call) and self._may_read:
+                waits.add(number)
         edges = [call.region.output for call in self._calls]
         del call
         nodes = [edge.node for edge in edges]
@@ -228,31 +264,52 @@ class BackwardPass:
         def look(number: int, output: int, gradients: Sequence[torch.Tensor]) -> None:
             self._reach(number, gradients[output])
 
+        # What has come to each call, and waits.
+        waiting: list[list[Sequence[torch.Tensor]]] = [[] for _ in nodes]
+        ends_waiting = self._ends_of_waiting(waits)
+
+        def take_waiting(last: int | None, *gradients: Sequence[torch.Tensor]) -> None:
+            if last is not None:
+                waiting[last] += gradients
+            with forms.full_precision(self.losses.device):
+                for number, each in enumerate(waiting):
+                    if each:
+                        gradient = each.pop()[edges[number].output_nr]
+                        self._reach_inside(number, gradient)
+                        del gradient
+
         try:
             for number, node in enumerate(nodes):
-                if node in passed:
+                if node not in passed:
+                    if node not in lowest:
+                        self._reach(number, None)
+                    continue
+                if number not in waits:
                     hook = functools.partial(look, number, edges[number].output_nr)
-                    handles.append(node.register_prehook(hook))
-                elif node not in lowest:
-                    self._reach(number, None)
-            every, edges = edges, [edges[number] for number in ends]
+                elif number in ends_waiting:
+                    hook = functools.partial(take_waiting, number)
+                else:
+                    hook = waiting[number].append
+                handles.append(node.register_prehook(hook))
+            asked = [edges[number] for number in ends]
             del node, nodes, lowest, passed
             total = self._total()
             gradients: Sequence[torch.Tensor | None] = ()
             if self.accumulate is None:
                 gradients = xla_replica.grad(
-                    total, edges, retain_graph=retain_graph, allow_unused=True
+                    total, asked, retain_graph=retain_graph, allow_unused=True
                 )
             else:
                 xla_replica.backward(total, retain_graph=retain_graph)
         finally:
             for handle in handles:
                 handle.remove()
+        take_waiting(None)
         for number, gradient in zip(ends, gradients):
             self._reach(number, gradient)
         if self.accumulate is not None and any(self._calls):
             # A module may take no gradient of an input: none comes to calls above it.
-            nodes = [edge.node for edge in every]
+            nodes = [edge.node for edge in edges]
             passed = graph.reachable(self.losses.grad_fn, nodes)
             for number, node in enumerate(nodes):
                 if self._calls[number] is not None and node not in passed:
@@ -264,21 +321,52 @@ class BackwardPass:
                 "losses depend: this is a defect of per_sample_grad; please report it"
             )
 
+    def _ends_of_waiting(self, waits: Collection[int]) -> set[int]:
+        """Returns the calls at which what has come so far is taken."""
+        found, total = set(), 0
+        for number in sorted(waits, reverse=True):
+            call = self._calls[number]
+            assert call is not None
+            numbers = call.shape.numel() + sum(
+                each.numel()
+                for each in call.call.args
+                if isinstance(each, torch.Tensor)
+            )
+            total += numbers * self.losses.itemsize
+            if total > WAITING:
+                found.add(number)
+                total = 0
+        return found
+
     def _reach(self, number: int, gradient: torch.Tensor | None) -> None:
+        with forms.full_precision(self.losses.device):
+            self._reach_inside(number, gradient)
+
+    def _reach_inside(self, number: int, gradient: torch.Tensor | None) -> None:
+        """Applies a call's rule, in `forms.full_precision`."""
         call = self._calls[number]
         assert call is not None
-        names, size = dict.fromkeys(call.owner.params.values()), call.shape.numel()
+        names = call.owner.params.values()
+        if gradient is not None:
+            if gradient.requires_grad or gradient.shape != call.shape:
+                gradient = gradient.detach().reshape(call.shape)
+            if self._taker is not None and self._taker.take(call, gradient):
+                self._handed_on.update(names)
+            else:
+                self._apply(call, gradient)
+        size = call.shape.numel()
+        self._calls[number] = call = None  # its arguments can be freed
         complete: dict[str, list[Contribution]] = {}
-        with forms.full_precision(self.losses.device):
-            if gradient is not None:
-                self._apply(call, gradient.detach().reshape(call.shape))
-            self._calls[number] = call = None  # its arguments can be freed
-            for name in names:
-                self._missing[name] -= 1
-                if not self._missing[name] and name not in self.problems:
-                    uses = forms.merge(self._parts.pop(name, []))
-                    if not self._keeps_small(name, uses):
-                        complete[name] = uses
+        for name in dict.fromkeys(names):
+            self._missing[name] -= 1
+            if self._missing[name] or name in self.problems:
+                continue
+            if name not in self._handed_on:
+                uses = forms.merge(self._parts.pop(name, []))
+                if not self._keeps_small(name, uses):
+                    complete[name] = uses
+            elif name in self._parts:  # the taker has others of its uses
+                complete[name] = forms.merge(self._parts.pop(name))
         if complete:
             self._hand_on(complete)
         self._passed += size

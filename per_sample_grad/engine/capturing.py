@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TypeVar, get_args
 
 import torch
 from torch import nn
 
 import xla_replica
-from per_sample_grad.engine import graph, recording
-from per_sample_grad.engine.backward_pass import Accumulate, BackwardPass
+from per_sample_grad.engine import comparison, graph, recording
+from per_sample_grad.engine.backward_pass import Accumulate, BackwardPass, Taker
 from per_sample_grad.engine.comparison import CHECKS, Check
 from per_sample_grad.engine.fallback import FALLBACKS, Fallback
 from per_sample_grad.engine.function_calls import FunctionRecorder, function_calls
 from per_sample_grad.engine.operation_calls import operation_calls, owners_of
 from per_sample_grad.engine.recording import RecordedCall
 from per_sample_grad.engine.rerunning import repeated_calls
-from per_sample_grad.factors.factors import Factors
+from per_sample_grad.factors import forms
+from per_sample_grad.factors.factors import Factors, check_projected
 from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.factors.plan import METHODS, Method
+from per_sample_grad.factors.projection import Projection
+from per_sample_grad.layers.projecting import Projecting
 from xla_replica.common.arguments import check_choice, check_integer, check_number
 from xla_replica.common.trees import tree_add
 
@@ -239,6 +242,48 @@ class Capture:
         )
         return answers[0]
 
+    def project(
+        self,
+        losses: torch.Tensor,
+        projection: Projection,
+        *,
+        retain_graph: bool = False,
+        accumulate: Accumulate | None = None,
+    ) -> torch.Tensor:
+        """Returns projections of every sample's gradient, in the memory of training.
+
+        They are what `Factors.project` returns, up to rounding, for less time: of
+        layers of many kinds no factors are kept, and gradients are read once.
+
+        Args:
+            losses: ``(B,)``, as for `backward`.
+            projection: Of these parameters, and perhaps of others.
+            retain_graph, accumulate: As for `backward`.
+
+        Returns:
+            ``(B, k)``: the numbers of one parameter after the other, in the sequence of
+            ``projection.shapes``.
+
+        Raises:
+            PerSampleError: As for `backward`.
+            ValueError: The projection is of other parameters.
+        """
+        shapes = {name: tuple(param.shape) for name, param in self.params.items()}
+        check_projected(shapes, projection)
+        saved_by_hooks = self._recorder.saved_by_hooks
+        projecting = Projecting(projection, losses, not saved_by_hooks)
+        finished = self._run(
+            losses,
+            projecting.receive,
+            retain_graph=retain_graph,
+            accumulate=accumulate,
+            frees=not retain_graph,
+            taker=projecting,
+        )
+        with forms.full_precision(losses.device):
+            names = [name for name in projection.shapes if name in shapes]
+            return projecting.result(names, finished.multiplier)
+
     def _run(
         self,
         losses: torch.Tensor,
@@ -248,6 +293,7 @@ class Capture:
         accumulate: Accumulate | None = None,
         reported: bool = False,
         frees: bool = False,
+        taker: Taker | None = None,
     ) -> BackwardPass:
         """Runs the backward pass; the arguments are those of `BackwardPass`."""
         if accumulate is not None:
@@ -287,18 +333,68 @@ class Capture:
             backward_pass = BackwardPass(self, losses, receive, *settings, (), {})
             backward_pass.run_without_samples()
             return backward_pass
+        calls, reached, key, reasons = self._accounted(losses)
+        enclosing, self._recorder.enclosing = self._recorder.enclosing, []
+        backward_pass = BackwardPass(
+            self, losses, receive, *settings, enclosing, reasons, taker
+        )
+        self._answered = True
+        del enclosing
+        backward_pass.run(calls, reached, key)
+        self.compared = backward_pass.compared is not None
+        return backward_pass
+
+    def _accounted(
+        self, losses: torch.Tensor
+    ) -> tuple[list[RecordedCall], graph.Reached, Hashable, Mapping[str, str]]:
+        """Returns the calls that the losses depend on, and what they account for.
+
+        That is, what a walk finds besides, under what a proof of it is kept, and why
+        there are no calls for some parameters. The recorder's are empty then.
+        """
+        recorder = self._recorder
         # Calls without a row for each sample, as that of a table of positions, are a
         # part of what is computed from parameters alone.
-        recorded, dropped = self._recorder.split(len(losses))
-        reached = graph.walk(
-            losses,
-            [each.region for each in recorded],
-            self._names,
-            {0, *(each.call.batch_dim for each in recorded)},
-        )
+        recorded, dropped = recorder.split(len(losses))
+        regions = [each.region for each in recorded]
+        walked = (losses, regions, self._names)
+        dims = {0, *(each.call.batch_dim for each in recorded)}
+        begun: Hashable = None
+        known = None
+        if not dropped and not recorder.unrecorded:
+            begun = comparison.of_calls(losses, recorded, self.params)
+            known = graph.find(self.model, begun, *walked, dims)
+        reached = graph.walk(*walked, dims) if known is None else known.reached
         calls = [recorded[number] for number in sorted(reached.regions)]
         recording.check_versions(calls)
-        recording.refuse_hidden(self._recorder.unrecorded, calls, reached)
+        recording.refuse_hidden(recorder.unrecorded, calls, reached)
+        reasons: dict[str, str] = {}
+        if known is None:
+            calls, reasons = self._with_operations(losses, calls, dropped, reached)
+        rest = {name: reached.outside[name] for name in reasons}
+        uses_operations = bool(reached.outside)
+        reached = dataclasses.replace(
+            reached, outside=rest, consumers={}, outputs=frozenset()
+        )
+        self._functions.stop()
+        for kept in (recorded, dropped, recorder.calls):
+            kept.clear()
+        if known is not None:
+            return calls, reached, known.key, reasons
+        key = comparison.signature(losses, calls, self.params, reached)
+        if begun is not None and not uses_operations and not reached.reordered:
+            structure = graph.Structure(reached, key)
+            graph.remember(self.model, begun, structure)
+        return calls, reached, key, reasons
+
+    def _with_operations(
+        self,
+        losses: torch.Tensor,
+        calls: list[RecordedCall],
+        dropped: Sequence[RecordedCall],
+        reached: graph.Reached,
+    ) -> tuple[list[RecordedCall], dict[str, str]]:
+        """Returns calls and those of operations, and why parameters have none."""
         outside = {name: self.params[name] for name in reached.outside}
         reasons = dict.fromkeys(outside, "it was called outside of the capture")
         if outside and self._recorder.called:
@@ -330,30 +426,11 @@ class Capture:
         ):
             if reasons and noted:
                 repeated = rerun(losses, {name: self.params[name] for name in reasons})
-                calls += repeated
+                calls = [*calls, *repeated]
                 for each in repeated:
                     for name in each.owner.params:
                         reasons.pop(name, None)
-        self._functions.stop()
-        rest = {name: reached.outside[name] for name in reasons}
-        reached = dataclasses.replace(
-            reached, outside=rest, consumers={}, outputs=frozenset()
-        )
-        for kept in (recorded, dropped, self._recorder.calls):
-            kept.clear()
-        backward_pass = BackwardPass(
-            self,
-            losses,
-            receive,
-            *settings,
-            self._recorder.enclosing,
-            reasons,
-        )
-        self._recorder.enclosing = []
-        self._answered = True
-        backward_pass.run(calls, reached)
-        self.compared = backward_pass.compared is not None
-        return backward_pass
+        return calls, reasons
 
     def _functions_again(
         self, losses: torch.Tensor, params: Mapping[str, nn.Parameter]
@@ -377,14 +454,19 @@ capture = Capture
 
 def selected(model: nn.Module, params: Selection) -> dict[str, nn.Parameter]:
     """Returns the parameters that were asked for, by their first name in the model."""
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    every = dict(model.named_parameters(remove_duplicate=False))
+    trained: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
+    for name, param in every.items():
+        if param.requires_grad and id(param) not in seen:
+            seen.add(id(param))
+            trained[name] = param
     if params is None:
         chosen = trained
     elif callable(params):
         chosen = {name: param for name, param in trained.items() if params(name, param)}
     else:
         # A shared parameter may be asked for by any of its names.
-        every = dict(model.named_parameters(remove_duplicate=False))
         trainable = {name for name, param in every.items() if param.requires_grad}
         wrong = sorted(set(params) - trainable)
         if wrong:

@@ -311,6 +311,18 @@ PROVEN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Proof]]
 PROVEN = weakref.WeakKeyDictionary()
 
 
+def of_calls(
+    losses: torch.Tensor, calls: Sequence[RecordedCall], names: Collection[str]
+) -> Hashable:
+    """Returns the part of a `signature` that is known before a walk."""
+    called = tuple(
+        [(*each.owner.identity, each.call.batch_dim, each.shape) for each in calls]
+    )
+    training = tuple([each.call.module.training for each in calls])
+    kind = (losses.shape, losses.dtype, losses.device)
+    return (called, training, kind, tuple(names))
+
+
 def signature(
     losses: torch.Tensor,
     calls: Sequence[RecordedCall],
@@ -321,14 +333,8 @@ def signature(
 
     That includes the operations outside of modules, those of the loss among them.
     """
-    called = tuple(
-        (each.owner.name, each.owner.rule, each.call.batch_dim, each.shape)
-        for each in calls
-    )
-    training = tuple(each.call.module.training for each in calls)
-    kind = (losses.shape, losses.dtype, losses.device)
     outside = (tuple(reached.outside.items()), reached.structure)
-    return (called, training, kind, tuple(names), outside)
+    return (of_calls(losses, calls, names), outside)
 
 
 def remember(

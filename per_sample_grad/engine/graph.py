@@ -13,10 +13,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from per_sample_grad.errors import CoverageError
@@ -37,8 +40,7 @@ _FLAT = ("TakeBackward0",)
 _BY_INDICES = frozenset((*_INDEXED, *_ALONG_A_DIMENSION, *_FLAT))
 
 
-@dataclasses.dataclass(frozen=True)
-class Region:
+class Region(NamedTuple):
     """The part of a graph that one call of a module made."""
 
     output: GradientEdge  # where the gradient of its output arrives
@@ -59,7 +61,7 @@ def region_of(inputs: Iterable[torch.Tensor], output: torch.Tensor) -> Region:
         below = _edge_of(base)
         if edge.node.next_functions == ((below.node, below.output_nr),):
             edge = below
-    nodes = (_edge_of(each).node for each in inputs if each.requires_grad)
+    nodes = [_edge_of(each).node for each in inputs if each.requires_grad]
     return Region(edge, tuple(nodes))
 
 
@@ -72,14 +74,38 @@ def _edge_of(tensor: torch.Tensor) -> GradientEdge:
     return GradientEdge(node, tensor.output_nr)
 
 
+class Stage(NamedTuple):
+    """What a walk sees at one node. Nodes have numbers in the order of first mention.
+
+    Attributes:
+        call: The position of the call that made it; None: an operation.
+        name: The operation's name.
+        settings: Its dimensions, indices, sizes and flags, by name.
+        others: The names of what it has saved besides, but for tensors.
+        outputs: Which outputs of the nodes below it takes.
+        below: The numbers of the nodes below; None where there is none.
+        params: The names of the parameters that are such nodes; of other leaves None;
+            of what is no leaf the empty string.
+    """
+
+    call: int | None
+    name: str
+    settings: tuple[tuple[str, object], ...]
+    others: tuple[str, ...]
+    outputs: tuple[int, ...]
+    below: tuple[int | None, ...]
+    params: tuple[str | None, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Reached:
     """What the losses depend on: calls, and what is outside of them."""
 
     regions: frozenset[int]  # the positions of the calls among those given
     outside: Mapping[str, int]  # the number of uses, of parameters that have any
-    # A digest of operations: names, settings and which takes what from which.
-    structure: str
+    # What was seen: operations, their settings, and which takes what from which.
+    stages: tuple[Stage, ...]
+    structure: str  # a digest of that
     custom: str | None  # an autograd.Function: its forward pass may have run anything
     # Samples are taken in an order that is data: two orders have the same structure.
     reordered: bool
@@ -109,9 +135,9 @@ def walk(
     stack: list[Node] = [losses.grad_fn] if losses.grad_fn is not None else []
     seen: set[Node] = set()
     # Numbers in the order of first mention, which is the same for graphs alike.
-    numbers: dict[Node | None, int | None] = {None: None}
+    numbers: dict[Node, int] = dict.fromkeys(stack, 0)
     consumers: dict[Node, list[tuple[Node | int, int]]] = {}
-    operations: list[tuple[object, ...]] = []
+    stages: list[Stage] = []
     custom: str | None = None
     reordered, several = False, len(losses) > 1
     while stack:
@@ -119,12 +145,13 @@ def walk(
         if node in seen:
             continue
         seen.add(node)
+        taker: Node | int = node
         if node in by_output:
             number, region = by_output[node]
             reached.add(number)
-            taker: Node | int = number
+            taker = number
             following: Sequence[Node | None] = region.inputs
-            described: list[object] = [number]
+            stage = Stage(number, "", (), (), (), (), ())
         else:
             name, functions = node.name(), node.next_functions
             if name in _OPAQUE:
@@ -138,34 +165,154 @@ def walk(
                 custom = name
             if several and name in _BY_INDICES and not reordered:
                 reordered = _reorders(node, batch_dims)
-            taker, following = node, [below for below, _ in functions]
-            described = [name, *_settings(node), *(output for _, output in functions)]
+            following = [below for below, _ in functions]
+            outputs = tuple([output for _, output in functions])
+            stage = Stage(None, name, *_settings(node), outputs, (), ())
+        below_numbers: list[int | None] = []
+        params: list[str | None] = []
         for slot, below in enumerate(following):
-            number = numbers.setdefault(below, len(numbers))
-            described.append(number)
+            below_numbers.append(
+                None if below is None else numbers.setdefault(below, len(numbers))
+            )
+            variable = getattr(below, "variable", None)
+            is_leaf = variable is not None
+            params.append(names.get(id(variable)) if is_leaf else "")
             if below is None:
                 continue
             consumers.setdefault(below, []).append((taker, slot))
             if below in seen:
                 continue
             # A parameter that is the input of a module is a use, too.
-            variable = getattr(below, "variable", None)
-            if variable is None or below in by_output:
+            if not is_leaf or below in by_output:
                 stack.append(below)
-            if variable is not None and id(variable) in names:
-                outside[names[id(variable)]] += 1
-        operations.append(tuple(described))
+            if params[-1]:
+                outside[params[-1]] += 1
+        stages.append(stage._replace(below=tuple(below_numbers), params=tuple(params)))
     # A digest and not `hash`, which is the same for -1 and -2.
-    structure = hashlib.sha256(repr(operations).encode()).hexdigest()
+    structure = hashlib.sha256(repr(stages).encode()).hexdigest()
     return Reached(
         frozenset(reached),
         outside,
+        tuple(stages),
         structure,
         custom,
         reordered,
         consumers,
         frozenset(by_output),
     )
+
+
+def repeats(
+    stages: Sequence[Stage],
+    losses: torch.Tensor,
+    regions: Sequence[Region],
+    names: Mapping[int, str],
+    batch_dims: Collection[int],
+) -> bool:
+    """Returns whether a walk would see what another one saw, in less time.
+
+    The other arguments are those of `walk`, which did not find then that samples are
+    reordered.
+    """
+    by_output = {region.output.node: i for i, region in enumerate(regions)}
+    root = losses.grad_fn
+    numbers: dict[Node, int] = {} if root is None else {root: 0}
+    nodes = list(numbers)
+    # Nodes come in the sequence of the walk, which that of the numbers is not.
+    stack = list(nodes)
+    seen: set[Node] = set()
+    for call, name, settings, others, outputs, below, params in stages:
+        node = stack.pop() if stack else None
+        while node in seen:
+            node = stack.pop() if stack else None
+        if node is None or by_output.get(node) != call:
+            return False
+        seen.add(node)
+        following: Sequence[Node | None]
+        if call is not None:
+            following = regions[call].inputs
+        else:
+            if node.name() != name:
+                return False
+            for attribute, value in settings:
+                if getattr(node, attribute) != value:
+                    return False
+            for attribute in others:
+                if _is_setting(getattr(node, attribute)):
+                    return False
+            if name in _BY_INDICES and _reorders(node, batch_dims):
+                return False
+            functions = node.next_functions
+            following = [each for each, _ in functions]
+            if outputs != tuple([output for _, output in functions]):
+                return False
+        if len(following) != len(below):
+            return False
+        for each, number, param in zip(following, below, params):
+            if each is None:
+                if number is not None:
+                    return False
+                continue
+            if numbers.setdefault(each, len(numbers)) != number:
+                return False
+            if param == "":
+                if each not in seen:
+                    stack.append(each)
+                continue
+            variable = getattr(each, "variable", None)
+            if variable is None or names.get(id(variable)) != param:
+                return False
+            if each in by_output and each not in seen:
+                stack.append(each)
+    return seen.issuperset(stack)
+
+
+# How many structures of a model are kept: those that were used last.
+MOST = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """What a walk found, and under what its proof is kept."""
+
+    reached: Reached
+    key: Hashable
+
+
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Structure]]
+_KNOWN = weakref.WeakKeyDictionary()
+
+
+def remember(model: nn.Module, calls: Hashable, structure: Structure) -> None:
+    """Keeps a structure whose calls account for every parameter."""
+    known = _KNOWN.setdefault(model, {})
+    known.pop(calls, None)
+    known[calls] = structure
+    while len(known) > MOST:
+        known.pop(next(iter(known)), None)
+
+
+def find(
+    model: nn.Module,
+    calls: Hashable,
+    losses: torch.Tensor,
+    regions: Sequence[Region],
+    names: Mapping[int, str],
+    batch_dims: Collection[int],
+) -> Structure | None:
+    """Returns the structure of this capture if it had been seen before.
+
+    Args:
+        model: The model that is captured.
+        calls: What is known of the calls before a walk.
+        losses, regions, names, batch_dims: As for `walk`.
+    """
+    structure = _KNOWN.get(model, {}).get(calls)
+    if structure is None:
+        return None
+    stages = structure.reached.stages
+    same = repeats(stages, losses, regions, names, batch_dims)
+    return structure if same else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,18 +400,21 @@ def lowest(root: Node | None, nodes: Collection[Node]) -> tuple[set[Node], set[N
     return found, {node for node in wanted if node in above} - found
 
 
-def _settings(node: Node) -> list[tuple[str, object]]:
-    """Returns the settings of an operation: dimensions, indices, sizes, flags.
+def _settings(node: Node) -> tuple[tuple[tuple[str, object], ...], tuple[str, ...]]:
+    """Returns an operation's settings, and the names of what else it has saved.
 
-    Floats are left out. They scale and mix nothing, and a coefficient that changes at
-    every step does not make another structure.
+    Settings are dimensions, indices, sizes and flags. Floats are none. They scale and
+    mix nothing, and a coefficient that changes at every step does not make another
+    structure.
     """
-    found: list[tuple[str, object]] = []
+    found, others = [], []
     for name in _setting_names(type(node)):
         value = getattr(node, name)
         if _is_setting(value):
             found.append((name, value))
-    return found
+        else:
+            others.append(name)
+    return tuple(found), tuple(others)
 
 
 @functools.cache

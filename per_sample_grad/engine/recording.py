@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -45,9 +45,13 @@ class RecordedModule:
     def __str__(self) -> str:
         return f"{self.kind} {self.name!r}"
 
+    @property
+    def identity(self) -> tuple[Hashable, ...]:
+        """What two captures compare."""
+        return (self.name, self.rule, tuple(self.params.items()))
 
-@dataclasses.dataclass(frozen=True)
-class RecordedCall:
+
+class RecordedCall(NamedTuple):
     """One call of a module: what its rule sees, and what it made in the graph."""
 
     owner: RecordedModule
@@ -154,7 +158,9 @@ class Recorder:
         hooks: list[Callable[..., Any]] = []
         rule = rule_of(module)
         # A module with a rule is one layer, whatever modules are in it.
-        own = module.named_parameters(recurse=rule is not None, remove_duplicate=False)
+        own: Iterable[tuple[str, nn.Parameter | None]] = module._parameters.items()
+        if rule is not None and module._modules:
+            own = module.named_parameters(remove_duplicate=False)
         params = {n: self._names[id(p)] for n, p in own if id(p) in self._names}
         # What is recorded anyway may run again, too.
         recorded = params and rule is not None
@@ -218,12 +224,10 @@ class Recorder:
             or not output.requires_grad
         ):
             return
-        tensors = list(args)
-        if kwargs or not all(isinstance(each, torch.Tensor) for each in args):
-            tensors = tensors_in((args, kwargs))
+        tensors = _tensors(args, kwargs)
         for tensor in (*tensors, output):
             kind = type(tensor)
-            if kind not in (torch.Tensor, nn.Parameter):
+            if kind is not torch.Tensor and kind is not nn.Parameter:
                 raise CoverageError(
                     f"module {owner.name!r} was called with or returned a "
                     f"{kind.__name__}: hooks cannot record what is being traced "
@@ -233,7 +237,7 @@ class Recorder:
         if is_joined:
             call = dataclasses.replace(call, batch_dim=0)
         region = graph.region_of(tensors, output)
-        versions = tuple(tensor._version for tensor in tensors)
+        versions = tuple([tensor._version for tensor in tensors])
         has_batch = owner.name not in self._without_batch
         self.calls.append(
             RecordedCall(owner, call, region, output.shape, versions, has_batch)
@@ -276,9 +280,21 @@ class Recorder:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Call:
-        detached: Any = map_tensors((args, kwargs), torch.Tensor.detach)
-        batch_dim = self._batch_dims.get(name, self._batch_dims[""])
-        return Call(module, *detached, batch_dim)
+        detached: Any
+        if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
+            detached = ((args[0].detach(),), {})
+        else:
+            detached = map_tensors((args, kwargs), torch.Tensor.detach)
+        return Call(module, *detached, self._batch_dims.get(name, self.batch_dim))
+
+
+def _tensors(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Sequence[torch.Tensor]:
+    """Returns the tensors in a call's arguments."""
+    if kwargs or not all(isinstance(each, torch.Tensor) for each in args):
+        return tensors_in((args, kwargs))
+    return args
 
 
 def autocast_state(tensor: torch.Tensor) -> dict[str, Any]:
@@ -322,8 +338,8 @@ def without_rule(model: nn.Module, names: Collection[int]) -> list[nn.Parameter]
 def check_versions(calls: Sequence[RecordedCall]) -> None:
     """Raises PerSampleError if an input was changed in place after its call."""
     for recorded in calls:
-        tensors = tensors_in((recorded.call.args, recorded.call.kwargs))
-        if recorded.versions != tuple(tensor._version for tensor in tensors):
+        tensors = _tensors(recorded.call.args, recorded.call.kwargs)
+        if recorded.versions != tuple([tensor._version for tensor in tensors]):
             raise PerSampleError(
                 f"the input of {recorded.owner} was changed in place after the module "
                 "had used it, so its gradient cannot be computed (an ordinary backward "

@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from per_sample_grad.factors import forms
 from per_sample_grad.factors.forms import Contribution, Dense, Lookup, Outer, Windows
@@ -33,7 +34,7 @@ from xla_replica.common.arguments import check_integer
 
 # Counts changes after which the same names, shapes, size and seed are another map. It
 # is kept with projections on a disk.
-VERSION = 2
+VERSION = 3
 
 
 class Projection:
@@ -42,7 +43,9 @@ class Projection:
     It is the same for the same names, shapes, size and seed, on every device. All
     parameters keep one share of their numbers, the largest with which all of it fits
     ``size``; where that is one, gradients stay as they are. The shorter side keeps few
-    numbers and the longer one many, because that is cheap and not worse.
+    numbers and the longer one many or all, because that is cheap and not worse. What is
+    left of a side that kept fewer than the other comes first in the sequence of the
+    numbers: those of the longer one are next to one another.
 
     Args:
         parameters: By name: parameters, or shapes.
@@ -79,13 +82,14 @@ class Projection:
             )
         self.kept = _kept(self.shapes, size)
         self.size = sum(map(math.prod, self.kept.values()))
-        self._folds: dict[tuple[object, ...], _Folds] = {}
+        self._folds: dict[tuple[object, ...], Folds] = {}
+        self._stacked: dict[tuple[object, ...], torch.Tensor] = {}
 
     def __repr__(self) -> str:
         total = sum(map(math.prod, self.shapes.values()))
         return (
             f"Projection of {total} numbers of {len(self.shapes)} parameters to "
-            f"{self.size}, seed {self.seed}"
+            f"{self.size}, seed {self.seed}, map {VERSION}"
         )
 
     def of(self, name: str, uses: Sequence[Contribution], budget: int) -> torch.Tensor:
@@ -96,17 +100,50 @@ class Projection:
             uses: What adds to its gradients, at least one.
             budget: Bytes of temporary tensors.
         """
-        folds = self._folds_like(name, forms.float_factor(uses[0]))
+        folds = self.folds_like(name, forms.float_factor(uses[0]))
         return forms.summed([_project(use, folds, budget) for use in uses])
 
-    def _folds_like(self, name: str, like: torch.Tensor) -> _Folds:
+    def of_vectors(
+        self, gradients: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Returns the projections of gradients ``(B, n)`` of vectors, by name.
+
+        Vectors of one length are folded together.
+        """
+        found = dict(gradients)
+        alike: dict[tuple[object, ...], list[str]] = {}
+        for name, values in gradients.items():
+            fold = self.folds_like(name, values).rows
+            if fold is not None and fold.matrix is not None:
+                key = (values.shape, fold.kept, values.dtype, values.device)
+                alike.setdefault(key, []).append(name)
+            elif fold is not None:
+                found[name] = fold.along(values, 1)
+        for names in alike.values():
+            stacked = torch.stack([gradients[name] for name in names])
+            projected = stacked @ self._matrices(tuple(names), stacked)
+            found.update(zip(names, projected.unbind()))
+        return found
+
+    def _matrices(self, names: tuple[str, ...], like: torch.Tensor) -> torch.Tensor:
+        """Returns the matrices of several vectors' folds, ``(G, n, k)``."""
+        key = (names, like.device, like.dtype)
+        if key not in self._stacked:
+            folds = [self.folds_like(name, like).rows for name in names]
+            matrices = [
+                fold.matrix.T for fold in folds if fold and fold.matrix is not None
+            ]
+            self._stacked[key] = torch.stack(matrices)
+        return self._stacked[key]
+
+    def folds_like(self, name: str, like: torch.Tensor) -> Folds:
         """Returns P and Q of a parameter, made once for each device and dtype."""
         key = name, like.device, like.dtype
         if key not in self._folds:
             shape, (k1, k2) = self.shapes[name], self.kept[name]
             (rows, columns), kernel = forms.matrix_shape(shape), math.prod(shape[2:])
 
-            def fold(count: int, kept: int, axis: str) -> _Fold | None:
+            def fold(count: int, kept: int, axis: str) -> Fold | None:
                 return _fold(count, kept, f"{self.seed} {name} {axis}", like)
 
             of_channels = None
@@ -117,7 +154,7 @@ class Projection:
                 columns = of_channels.kept * kernel
             of_rows, of_columns = fold(rows, k1, "rows"), fold(columns, k2, "columns")
             sizes = rows, columns, kernel
-            self._folds[key] = _Folds(of_rows, of_channels, of_columns, *sizes)
+            self._folds[key] = Folds(of_rows, of_channels, of_columns, *sizes)
         return self._folds[key]
 
 
@@ -126,6 +163,9 @@ class Projection:
 # products as well when they are one long side (measured on a CNN and a transformer).
 _MOST_OF_SHORTER = 8
 _MOST_CHANNELS = 1
+# Where it would keep more, it keeps so few that the longer side need not be folded, but
+# no fewer than the first number; if they were fewer, it keeps the second.
+_LEAST_OF_SHORTER, _FEW_OF_SHORTER = 3, 4
 # Numbers are added up by a product with a matrix where no more are kept, or where there
 # are few; and where the matrix is small.
 _MOST_BY_PRODUCT = 32
@@ -138,13 +178,13 @@ _FLOPS_PER_ELEMENT = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class _Fold:
+class Fold:
     """Numbers along an axis, each added with its sign to one of those that are kept.
 
     Attributes:
         signs: ``(n,)``; number i is added to number ``i % kept``.
         kept: k.
-        matrix: ``(n, k)``: the same, if it is small enough for products with it.
+        matrix: ``(k, n)``: the same, if it is small enough for products with it.
     """
 
     signs: torch.Tensor
@@ -158,7 +198,7 @@ class _Fold:
             return self.along(values.transpose(-1, -2), dim + 1).transpose(-1, -2)
         few = values.numel() * self.kept <= _FEW or self.kept <= _MOST_BY_PRODUCT
         if self.matrix is not None and few and len(after) < 2:
-            return self.matrix.T @ values if after else values @ self.matrix
+            return self.matrix @ values if after else F.linear(values, self.matrix)
         signed = values * self.signs.view(-1, *(1 for _ in after))
         whole = len(self.signs) // self.kept * self.kept
         total = signed.narrow(dim, 0, whole).unflatten(dim, (-1, self.kept)).sum(dim)
@@ -167,16 +207,16 @@ class _Fold:
         return total
 
 
-class _Folds(NamedTuple):
+class Folds(NamedTuple):
     """P, and Q as two folds one after the other; None: all numbers stay.
 
     ``num_rows`` and ``num_columns`` are the numbers of a gradient before P and after
     the first fold of Q; ``kernel`` is how many columns a channel has.
     """
 
-    rows: _Fold | None
-    channels: _Fold | None
-    columns: _Fold | None
+    rows: Fold | None
+    channels: Fold | None
+    columns: Fold | None
     num_rows: int
     num_columns: int
     kernel: int
@@ -186,6 +226,12 @@ class _Folds(NamedTuple):
         """k1 and k2."""
         k1 = self.num_rows if self.rows is None else self.rows.kept
         return k1, self.num_columns if self.columns is None else self.columns.kept
+
+    @property
+    def columns_come_first(self) -> bool:
+        """Whether numbers of different rows, and not columns, are next to another."""
+        k1, k2 = self.kept
+        return (self.channels or self.columns) is not None and k2 < k1
 
 
 def _kept(shapes: Mapping[str, Sequence[int]], size: int) -> dict[str, tuple[int, int]]:
@@ -213,17 +259,20 @@ def _kept_at(ratio: float, shape: Sequence[int]) -> tuple[int, int]:
     rows, columns = forms.matrix_shape(shape)
     k1, k2 = max(1, int(rows * ratio)), max(1, int(columns * ratio))
     kernel = math.prod(shape[2:])
-    if ratio == 1 or (kernel > 1 and k2 < _MOST_CHANNELS * kernel):
+    if kernel > 1:
+        most = _MOST_CHANNELS * kernel
+        few = ratio == 1 or k2 < most
+        return (k1, k2) if few else (min(rows, k1 * k2 // most), most)
+    if ratio == 1 or min(k1, k2) <= _MOST_OF_SHORTER:
         return k1, k2
-    most = _MOST_OF_SHORTER if kernel == 1 else _MOST_CHANNELS * kernel
-    if kernel > 1 or most < k2 <= k1:
-        return min(rows, k1 * k2 // most), most
-    if most < k1 < k2:
-        return most, min(columns, k1 * k2 // most)
-    return k1, k2
+    short = k1 * k2 // max(rows, columns)
+    short = min(short, _MOST_OF_SHORTER)
+    short = short if short >= _LEAST_OF_SHORTER else _FEW_OF_SHORTER
+    long = min(max(rows, columns), k1 * k2 // short)
+    return (long, short) if columns <= rows else (short, long)
 
 
-def _fold(count: int, kept: int, seed: str, like: torch.Tensor) -> _Fold | None:
+def _fold(count: int, kept: int, seed: str, like: torch.Tensor) -> Fold | None:
     """Returns a fold of ``count`` numbers with random signs; None if all stay."""
     if kept >= count:
         return None
@@ -231,12 +280,12 @@ def _fold(count: int, kept: int, seed: str, like: torch.Tensor) -> _Fold | None:
     bits = torch.randint(0, 2, (count,), generator=generator, dtype=torch.int8)
     signs, matrix = (2 * bits - 1).to(like.dtype), None
     if kept <= _MOST_BY_PRODUCT or count * kept <= _LARGEST_MATRIX:
-        matrix = torch.eye(kept, dtype=like.dtype).repeat(-(-count // kept), 1)
-        matrix = (matrix[:count] * signs.unsqueeze(1)).to(like.device)
-    return _Fold(signs.to(like.device), kept, matrix)
+        matrix = torch.eye(kept, dtype=like.dtype).repeat(1, -(-count // kept))
+        matrix = (matrix[:, :count] * signs).to(like.device)
+    return Fold(signs.to(like.device), kept, matrix)
 
 
-def _project(use: Contribution, folds: _Folds, budget: int) -> torch.Tensor:
+def _project(use: Contribution, folds: Folds, budget: int) -> torch.Tensor:
     """Returns ``P G Qᵀ`` of every sample's gradient of one use, ``(N, k1 k2)``."""
     if folds.channels is not None:
         use = _fewer_channels(use, folds.channels, folds.kernel)
@@ -258,7 +307,7 @@ def _project(use: Contribution, folds: _Folds, budget: int) -> torch.Tensor:
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _fewer_channels(use: Contribution, channels: _Fold, kernel: int) -> Contribution:
+def _fewer_channels(use: Contribution, channels: Fold, kernel: int) -> Contribution:
     """Returns a use with its input channels folded."""
 
     def folded(values: torch.Tensor) -> torch.Tensor:
@@ -279,12 +328,12 @@ def _fewer_channels(use: Contribution, channels: _Fold, kernel: int) -> Contribu
             return Dense(folded(values.flatten(2)))
 
 
-def _project_part(part: Outer | Lookup | Dense, folds: _Folds) -> torch.Tensor:
+def _project_part(part: Outer | Lookup | Dense, folds: Folds) -> torch.Tensor:
     match part:
         case Dense(values):
             matrix = values.reshape(-1, folds.num_rows, folds.num_columns)
             matrix = _along(matrix, folds.rows, 1)
-            return _along(matrix, folds.columns, 2).flatten(1)
+            matrix = _along(matrix, folds.columns, 2)
         case Lookup(index, values):
             values, places = _along(values, folds.columns, 2), index.long()
             if folds.rows is not None:
@@ -293,13 +342,21 @@ def _project_part(part: Outer | Lookup | Dense, folds: _Folds) -> torch.Tensor:
                 places = places % folds.rows.kept
             matrix = values.new_zeros(len(values), *folds.kept)
             places = places.unsqueeze(2).expand_as(values)
-            return matrix.scatter_add(1, places, values).flatten(1)
+            matrix = matrix.scatter_add(1, places, values)
         case Outer(left, right):
-            return _project_outer(left, right, folds).flatten(1)
+            matrix = _project_outer(left, right, folds)
+    return in_sequence(matrix, folds)
+
+
+def in_sequence(matrix: torch.Tensor, folds: Folds) -> torch.Tensor:
+    """Returns ``(B, k1 k2)`` from matrices ``(B, k1, k2)``."""
+    if folds.columns_come_first:
+        matrix = matrix.transpose(1, 2)
+    return matrix.flatten(1)
 
 
 def _project_outer(
-    left: torch.Tensor, right: torch.Tensor, folds: _Folds
+    left: torch.Tensor, right: torch.Tensor, folds: Folds
 ) -> torch.Tensor:
     """Returns the projections of outer products, each side folded when it is cheapest.
 
@@ -350,5 +407,5 @@ def _folded_first(
     return min(orders, key=lambda order: cost(*order))
 
 
-def _along(values: torch.Tensor, fold: _Fold | None, dim: int) -> torch.Tensor:
+def _along(values: torch.Tensor, fold: Fold | None, dim: int) -> torch.Tensor:
     return values if fold is None else fold.along(values, dim)

@@ -42,16 +42,17 @@ class Unfolding:
 
     def by_views(self, inputs: torch.Tensor) -> torch.Tensor:
         """Returns the patches of padded inputs ``(n, C, *S)`` as ``(n, C, K, P)``."""
-        view = inputs
-        for dim, size in enumerate(self.kernel, start=2):
-            dilation = self.dilation[dim - 2]
-            reach = dilation * (size - 1) + 1
-            view = view.unfold(dim, reach, self.stride[dim - 2])  # the window is last
-            view = view[..., ::dilation].narrow(dim, 0, self.positions[dim - 2])
         rank = len(self.kernel)
-        order = [0, 1, *range(2 + rank, 2 + 2 * rank), *range(2, 2 + rank)]
-        copied = view.permute(order).contiguous()  # the one copy
+        copied = self.windows(inputs).contiguous()  # the one copy
         return copied.flatten(2 + rank).flatten(2, 1 + rank)
+
+    def windows(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Returns views of padded inputs, ``(n, C, *kernel, *positions)``."""
+        first, steps = inputs.stride()[:2], inputs.stride()[2:]
+        within = [step * factor for step, factor in zip(steps, self.dilation)]
+        between = [step * factor for step, factor in zip(steps, self.stride)]
+        shape = (*inputs.shape[:2], *self.kernel, *self.positions)
+        return inputs.as_strided(shape, (*first, *within, *between))
 
     def by_slices(self, inputs: torch.Tensor) -> torch.Tensor:
         """Returns the same as `by_views`, for a device that compiles."""

@@ -187,7 +187,7 @@ def steps_of(
     steps["capture"] = training_step(build(), x, y, captured, None)
     model = build()
     projection = psg.Projection(dict(model.named_parameters()), 4096)
-    project = functools.partial(captured, answer=lambda f: f.project(projection))
+    project = functools.partial(projected, projection=projection)
     steps["projection"] = training_step(model, x, y, project, None)
     for balance_type, options_of in TRAINED_TYPES.items():
         for way, (backward, extra) in ways.items():
@@ -258,11 +258,22 @@ def captured(
     x: torch.Tensor,
     y: torch.Tensor,
     sampler: None,
-    answer: Callable[[psg.Factors], Any] = lambda factors: {},
 ) -> None:
     with psg.capture(model) as recorded:
         losses = losses_of(model, x, y)
-    recorded.stream(losses, answer, accumulate="mean")
+    recorded.stream(losses, lambda factors: {}, accumulate="mean")
+
+
+def projected(
+    model: nn.Module,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    sampler: None,
+    projection: psg.Projection,
+) -> None:
+    with psg.capture(model) as recorded:
+        losses = losses_of(model, x, y)
+    recorded.project(losses, projection, accumulate="mean")
 
 
 def recorded(

@@ -82,9 +82,11 @@ def test_inner_products_are_right_in_expectation():
 
 def test_parameters_keep_one_share_and_few_numbers_of_the_shorter_side():
     projection = psg.Projection({"a": (100, 50), "b": (100,), "c": (3, 2)}, 700)
-    assert projection.kept == {"a": (81, 8), "b": (36, 1), "c": (1, 1)}
-    assert projection.size == 81 * 8 + 36 + 1
-    assert "to 685, seed 0" in str(projection)
+    assert projection.kept == {"a": (100, 6), "b": (37, 1), "c": (1, 1)}
+    assert projection.size == 100 * 6 + 37 + 1
+    assert "to 638, seed 0" in str(projection)
+    # Where the longer side would keep all, the shorter one would keep too few.
+    assert psg.Projection({"a": (100, 50)}, 250).kept == {"a": (60, 4)}
     projection = psg.Projection({"a": (50, 100), "b": (32, 16, 3, 3)}, 1500)
     assert projection.kept == {"a": (8, 100), "b": (32, 9)}  # one channel
     assert psg.Projection(SHAPES, 10**6).kept["deep"] == (6, 36)

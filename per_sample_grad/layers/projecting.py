@@ -1,0 +1,317 @@
+"""Projections straight from what a call was given and the gradient of its output.
+
+A layer's rule makes factors, from which a projection sums over positions: that reads
+the gradient once for the weight and once for the bias. Of the layers that most models
+consist of, both are made here in one product, and vectors are folded together when the
+pass has ended. The numbers are those of `Factors.project`, up to rounding.
+
+Axes: B samples, T positions, p rows and q columns of a weight, K offsets in a kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import GradientEdge, Node
+
+from per_sample_grad.factors import forms
+from per_sample_grad.factors.factors import Factors
+from per_sample_grad.factors.projection import Projection
+from per_sample_grad.layers.convolution import convolution, unfolding_of
+from per_sample_grad.layers.embedding import embedding
+from per_sample_grad.layers.group_norm import group_norm
+from per_sample_grad.layers.layer_norm import layer_norm
+from per_sample_grad.layers.linear import linear
+from per_sample_grad.layers.patches import padded
+from per_sample_grad.layers.registry import Call, Rule
+from xla_replica import traits
+
+# The numbers of a temporary tensor that stay in a CPU's cache.
+_CACHED = 2**19
+
+
+class TakenCall(Protocol):
+    """A recorded call, as far as its projection depends on it."""
+
+    @property
+    def owner(self) -> _Owner: ...
+
+    @property
+    def call(self) -> Call: ...
+
+    @property
+    def region(self) -> _Region: ...
+
+
+class _Owner(Protocol):
+    @property
+    def rule(self) -> Rule | None: ...
+
+    @property
+    def params(self) -> Mapping[str, str]: ...
+
+
+class _Region(Protocol):
+    @property
+    def output(self) -> GradientEdge: ...
+
+
+class Projecting:
+    """The projections of every sample's gradient, as a backward pass comes by calls.
+
+    Args:
+        projection: Of all these parameters.
+        losses: ``(B,)``.
+        may_read_saved: Whether nodes may be asked for what operations have saved.
+    """
+
+    def __init__(
+        self, projection: Projection, losses: torch.Tensor, may_read_saved: bool
+    ) -> None:
+        self.projection, self._losses = projection, losses
+        self._may_read_saved = may_read_saved
+        self._is_direct = not traits(losses).is_lazy
+        # Means and deviations of normalisations, by the node that has saved them.
+        self.saved: dict[Node, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._found: dict[str, torch.Tensor] = {}
+        # Gradients of parameters that are vectors.
+        self._vectors: dict[str, torch.Tensor] = {}
+        self._of_factors: dict[str, torch.Tensor] = {}
+
+    def receive(self, factors: Factors) -> None:
+        """Takes the factors of some parameters."""
+        self._of_factors |= factors.project(self.projection)
+
+    def prepare(self, call: TakenCall) -> bool:
+        """Keeps what a normalisation has saved, if that is safe.
+
+        Returns whether the call needs nothing else that its operation has saved.
+        """
+        rule, node = call.owner.rule, call.region.output.node
+        if not self._is_direct or rule not in _WAYS:
+            return False
+        if self._may_read_saved and node.name() == _NORMALISING.get(rule):
+            first, second = node._saved_result1, node._saved_result2  # type: ignore[attr-defined]
+            self.saved[node] = first, second
+        return True
+
+    def take(self, call: TakenCall, gradient: torch.Tensor) -> bool:
+        """Takes a call with the gradient of its output, if it can; returns whether."""
+        rule, given = call.owner.rule, call.call
+        if not self._is_direct or rule not in _WAYS or given.kwargs or given.batch_dim:
+            return False
+        inputs, num_samples = given.args[0], len(self._losses)
+        if not len(inputs) == len(gradient) == num_samples:
+            return False
+        if gradient.dtype not in (torch.float32, torch.float64):
+            return False
+        return _WAYS[rule](self, call, inputs, gradient)
+
+    def add(self, name: str, numbers: torch.Tensor) -> None:
+        """Adds projections ``(B, k1 k2)`` of one use of a parameter."""
+        before = self._found.get(name)
+        self._found[name] = numbers if before is None else before + numbers
+
+    def add_vector(self, name: str | None, values: torch.Tensor) -> None:
+        """Adds gradients ``(B, n)`` of one use of a vector; None: nobody wants them."""
+        if name is not None:
+            before = self._vectors.get(name)
+            self._vectors[name] = values if before is None else before + values
+
+    def result(self, names: Sequence[str], multiplier: float) -> torch.Tensor:
+        """Returns all projections, ``(B, k)``, parameter after parameter.
+
+        What was taken from calls is multiplied by ``multiplier``.
+        """
+        found = self._found | self.projection.of_vectors(self._vectors)
+        if found.keys() == set(names) and not self._of_factors:
+            rows = torch.cat([found[name] for name in names], 1)
+            return rows if multiplier == 1 else rows.mul_(multiplier)
+        parts = []
+        for name in names:
+            terms = [self._of_factors[name]] if name in self._of_factors else []
+            terms += [found[name] * multiplier] if name in found else []
+            parts.append(forms.summed(terms))
+        return torch.cat(parts, 1)
+
+
+def _linear(
+    into: Projecting, call: TakenCall, inputs: torch.Tensor, gradient: torch.Tensor
+) -> bool:
+    """Sums over positions what one side has left of its numbers, and ones."""
+    weight, bias = _names(call)
+    if inputs.dtype != gradient.dtype or inputs.dim() < 2:
+        return False
+    num_samples, p, q = len(gradient), gradient.shape[-1], inputs.shape[-1]
+    left = gradient.reshape(num_samples, -1, p)
+    if weight is None:
+        into.add_vector(bias, left.sum(1))
+        return True
+    folds = into.projection.folds_like(weight, gradient)
+    right = inputs.reshape(num_samples, -1, q)
+    if left.shape[1] == 1:
+        left, right = left[:, 0], right[:, 0]
+        into.add_vector(bias, left)
+        rows = left if folds.rows is None else folds.rows.along(left, 1)
+        columns = right if folds.columns is None else folds.columns.along(right, 1)
+        if folds.columns_come_first:
+            rows, columns = columns, rows
+        numbers = rows.unsqueeze(2) * columns.unsqueeze(1)
+        into.add(weight, numbers.flatten(1))
+        return True
+    if folds.columns_come_first:
+        few, side, other, rest = folds.columns, right, left, folds.rows
+    else:
+        few, side, other, rest = folds.rows, left, right, folds.columns
+    if few is None or few.matrix is None:
+        return False
+    # With a row of ones the sum is that of the bias, too, where it is of the gradient.
+    with_ones = bias is not None and other is left
+    k = few.kept
+    factor = side.new_ones(num_samples, k + with_ones, side.shape[1])
+    factor[:, :k] = F.linear(side, few.matrix).transpose(1, 2)
+    sums = factor @ other
+    into.add_vector(bias, sums[:, k] if with_ones else left.sum(1))
+    sums = sums[:, :k] if rest is None else rest.along(sums[:, :k].contiguous(), 2)
+    into.add(weight, sums.flatten(1))
+    return True
+
+
+def _convolution(
+    into: Projecting, call: TakenCall, inputs: torch.Tensor, gradient: torch.Tensor
+) -> bool:
+    """Sums products with the patches of one channel, and with ones."""
+    weight, bias = _names(call)
+    module = call.call.module
+    assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    if weight is None or module.groups > 1 or inputs.dtype != gradient.dtype:
+        return False
+    folds = into.projection.folds_like(weight, gradient)
+    if folds.channels is None or folds.channels.kept > 1:
+        return False
+    if folds.channels.matrix is None or inputs.dim() != 2 + len(module.kernel_size):
+        return False
+    positions = gradient.shape[2:]
+    num_positions, num_offsets = math.prod(positions), folds.kernel
+    unfolding = unfolding_of(module, positions)
+    with_ones = bias is not None
+    sums = []
+    for some in _chunks(len(inputs), (num_offsets + 1) * num_positions):
+        source = inputs[some].flatten(2)
+        one = (folds.channels.matrix @ source).unflatten(2, inputs.shape[2:])
+        seen = unfolding.windows(padded(one, unfolding.widths, unfolding.mode))
+        patches = seen.new_empty(len(one), num_offsets + with_ones, num_positions)
+        patches[:, :num_offsets].view(seen.shape[:1] + seen.shape[2:]).copy_(seen[:, 0])
+        patches[:, num_offsets:] = 1
+        sums.append(patches @ gradient[some].flatten(2).transpose(1, 2))
+    total = sums[0] if len(sums) == 1 else torch.cat(sums)
+    if with_ones:
+        into.add_vector(bias, total[:, num_offsets])
+        total = total[:, :num_offsets]
+    if folds.columns is not None:
+        total = folds.columns.along(total.contiguous(), 1)
+    if folds.rows is not None:
+        total = folds.rows.along(total.contiguous(), 2)
+    if not folds.columns_come_first:
+        total = total.transpose(1, 2)
+    into.add(weight, total.flatten(1))
+    return True
+
+
+def _embedding(
+    into: Projecting, call: TakenCall, inputs: torch.Tensor, gradient: torch.Tensor
+) -> bool:
+    """Projects the rows that the rule adds."""
+    weight, _ = _names(call)
+    assert weight is not None
+    use = embedding(call.call, gradient)["weight"]
+    into.add(weight, into.projection.of(weight, [use], _CACHED * use.values.itemsize))
+    return True
+
+
+def _layer_norm(
+    into: Projecting, call: TakenCall, inputs: torch.Tensor, gradient: torch.Tensor
+) -> bool:
+    """Takes mean and deviation of every position from the forward pass.
+
+    ``Σ_t x̂_t δ_t = Σ_t r_t (x_t δ_t) - Σ_t r_t m_t δ_t``, which with ``Σ_t δ_t`` are
+    products of rows.
+    """
+    weight, bias = _names(call)
+    saved = into.saved.get(call.region.output.node)
+    module = call.call.module
+    assert isinstance(module, nn.LayerNorm)
+    if saved is None or inputs.dtype != gradient.dtype:
+        return False
+    if len(module.normalized_shape) > 1:
+        return False
+    q = gradient.shape[-1]
+    x, left = (each.reshape(len(each), -1, q) for each in (inputs, gradient))
+    # (B, 1, T)
+    mean, scale = (each.reshape(len(x), 1, -1) for each in saved)
+    rows = torch.cat([-mean * scale, torch.ones_like(scale)], 1) @ left
+    into.add_vector(bias, rows[:, 1])
+    if weight is not None:
+        products = [
+            scale[some] @ (x[some] * left[some])
+            for some in _chunks(len(x), x[0].numel())
+        ]
+        total = products[0] if len(products) == 1 else torch.cat(products)
+        into.add_vector(weight, total[:, 0] + rows[:, 0])
+    return True
+
+
+def _group_norm(
+    into: Projecting, call: TakenCall, inputs: torch.Tensor, gradient: torch.Tensor
+) -> bool:
+    """Lets torch sum over the positions of channels, each sample's apart."""
+    weight, bias = _names(call)
+    saved = into.saved.get(call.region.output.node)
+    if saved is None or inputs.dtype != gradient.dtype or not traits(inputs).is_host:
+        return False
+    if not (inputs.is_contiguous() and gradient.is_contiguous()):
+        return False
+    num_samples, channels = gradient.shape[:2]
+    mean, scale = (each.reshape(1, -1) for each in saved)
+    flat = [each.view(1, num_samples * channels, -1) for each in (gradient, inputs)]
+    sizes = (1, num_samples * channels, flat[0].shape[2], mean.shape[1])
+    # A group of each sample is a group of one long sample.
+    _, of_weight, of_bias = torch.ops.aten.native_group_norm_backward(
+        *flat, mean, scale, scale.new_ones(sizes[1]), *sizes, [False, True, True]
+    )
+    into.add_vector(weight, of_weight.view(num_samples, channels))
+    into.add_vector(bias, of_bias.view(num_samples, channels))
+    return True
+
+
+def _names(call: TakenCall) -> tuple[str | None, str | None]:
+    """Returns the names of a call's weight and bias, None for what nobody wants."""
+    params = call.owner.params
+    return params.get("weight"), params.get("bias")
+
+
+def _chunks(num_samples: int, each: int) -> Iterator[slice]:
+    """Yields samples that make a temporary tensor of so many numbers each."""
+    size = max(1, _CACHED // each)
+    return (slice(*interval) for interval in forms.chunks(num_samples, size))
+
+
+# Whether it took the call, of which the last two arguments are input and gradient.
+_Way = Callable[[Projecting, TakenCall, torch.Tensor, torch.Tensor], bool]
+_WAYS: dict[Rule | None, _Way] = {
+    linear: _linear,
+    convolution: _convolution,
+    embedding: _embedding,
+    layer_norm: _layer_norm,
+    group_norm: _group_norm,
+}
+# The nodes that save mean and deviation as their results 1 and 2.
+_NORMALISING: dict[Rule | None, str] = {
+    layer_norm: "NativeLayerNormBackward0",
+    group_norm: "NativeGroupNormBackward0",
+}

@@ -1,0 +1,135 @@
+"""Projections straight from a backward pass are those of factors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.per_sample_grad.gradient_oracle import fold
+from support.per_sample_grad.layer_cases import CASES
+from torch import nn
+
+import per_sample_grad as psg
+from per_sample_grad.engine import backward_pass
+from per_sample_grad.layers import projecting
+
+
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("share", [0.05, 0.3, 1])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even")
+def test_projections_are_those_of_factors(case, share, dtype):
+    model, inputs = case.make(dtype)
+    case.loss(model, *inputs).mean().backward()
+    ordinary = [p.grad for p in model.parameters()]
+    parameters = parameters_of(model)
+    total = sum(p.numel() for p in parameters.values())
+    size = max(len(parameters), int(share * total))
+    projection = psg.Projection(parameters, size, seed=3)
+    answers = []
+    # The first one is compared, and takes what rules return.
+    for _ in range(2):
+        model.zero_grad()
+        with psg.capture(model, **case.options) as recorded:
+            losses = case.loss(model, *inputs)
+        answers.append(recorded.project(losses, projection, accumulate="mean"))
+        for param, grad in zip(model.parameters(), ordinary):
+            assert (param.grad is None) == (grad is None)
+            assert grad is None or param.grad.equal(grad)
+    with psg.capture(model, **case.options) as recorded:
+        losses = case.loss(model, *inputs)
+    found = recorded.backward(losses).project(projection)
+    expected = torch.cat([found[name].double() for name in parameters], 1)
+    bound = 1e-10 if dtype == torch.float64 else 2e-5
+    for answer in answers:
+        assert answer.shape == (len(losses), projection.size)
+        difference = (answer.double() - expected).norm()
+        assert difference <= bound * expected.norm() + 1e-30
+
+
+def several_layers() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(),
+        nn.Flatten(2), nn.LayerNorm(64), nn.Linear(64, 32), nn.Flatten(),
+        nn.Linear(512, 5),
+    )  # fmt: skip
+
+
+def test_no_factors_are_made_after_the_comparison(monkeypatch):
+    model, made, counts = several_layers(), [], []
+    projection = psg.Projection(parameters_of(model), 400)
+    init = psg.Factors.__init__
+
+    def counted(self, *args, **kwargs):
+        made.append(1)
+        init(self, *args, **kwargs)
+
+    monkeypatch.setattr(psg.Factors, "__init__", counted)
+    for _ in range(3):
+        made.clear()
+        with psg.capture(model) as recorded:
+            losses = fold(model, torch.randn(4, 3, 8, 8))
+        recorded.project(losses, projection, accumulate="mean")
+        counts.append(len(made))
+    assert counts[0] > 0
+    assert counts[1:] == [0, 0]
+
+
+@pytest.mark.parametrize("accumulate", ["mean", None])
+def test_neither_parts_nor_waiting_change_the_numbers(monkeypatch, accumulate):
+    model, x = several_layers().double(), torch.randn(5, 3, 8, 8, dtype=torch.float64)
+    projection, answers = psg.Projection(parameters_of(model), 400), []
+    settings = [(2**19, 2**23), (2**19, 2**23), (50, 2**23), (2**19, 0), (50, 20000)]
+    for cached, waiting in settings:
+        monkeypatch.setattr(projecting, "_CACHED", cached)
+        monkeypatch.setattr(backward_pass, "WAITING", waiting)
+        with psg.capture(model) as recorded:
+            losses = fold(model, x)
+        answers.append(recorded.project(losses, projection, accumulate=accumulate))
+    for answer in answers[1:]:
+        assert torch.allclose(answer, answers[0], rtol=1e-9, atol=1e-12)
+
+
+def test_frozen_weights_and_biases_are_left_out():
+    for frozen in ("weight", "bias"):
+        model = several_layers().double()
+        for name, param in model.named_parameters():
+            param.requires_grad_(not name.endswith(frozen))
+        kept = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        projection, answers = psg.Projection(kept, 60), []
+        for _ in range(2):
+            with psg.capture(model) as recorded:
+                losses = fold(model, torch.ones(4, 3, 8, 8, dtype=torch.float64))
+            answers.append(recorded.project(losses, projection))
+        assert torch.allclose(*answers, rtol=1e-9, atol=1e-12)
+
+
+def test_columns_follow_the_projection_and_not_the_model():
+    model = nn.Linear(3, 2).double()
+    given = dict(reversed(parameters_of(model).items()))
+    projection = psg.Projection(given, 8)
+    for _ in range(2):
+        with psg.capture(model) as recorded:
+            losses = fold(model, torch.eye(3, dtype=torch.float64))
+        found = recorded.project(losses, projection, retain_graph=True)
+        expected = torch.autograd.grad(losses[1], [model.bias, model.weight])
+        assert torch.allclose(found[1], torch.cat([g.flatten() for g in expected]))
+
+
+def test_no_samples_have_no_projections():
+    model = nn.Linear(3, 2)
+    projection = psg.Projection(parameters_of(model), 4)
+    with psg.capture(model) as recorded:
+        losses = fold(model, torch.zeros(0, 3))
+    assert recorded.project(losses, projection).shape == (0, projection.size)
+
+
+def test_the_projection_of_another_model_is_refused():
+    model = nn.Linear(2, 2)
+    with psg.capture(model) as recorded:
+        losses = fold(model, torch.ones(1, 2))
+    with pytest.raises(ValueError, match=r"weight of shape \(2, 2\) is captured"):
+        recorded.project(losses, psg.Projection({"weight": (3, 2), "bias": (2,)}, 5))
