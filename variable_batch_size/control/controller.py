@@ -125,7 +125,7 @@ class BatchSizeController:
 
     def _decide(self, update: Update) -> None:
         schedule = self._optimizer.sampler.schedule
-        noise = self._optimizer.noise.measure().noise_scale
+        noise = self._optimizer.noise
         if self._window[2]:
             self._windows.append(self._window)
         self._window = [0.0, 0, 0]
@@ -134,10 +134,11 @@ class BatchSizeController:
         seen = Observation(
             step=update.step,
             batch_size=int(schedule.trace.batch_sizes[-1]),
-            noise_scale=noise,
+            noise_scale=noise.measure().noise_scale,
             step_time=fit_step_time(*fitted) if fitted else None,
             minibatch_size=schedule.minibatch_size,
             num_replicas=self._replica.num_replicas,
+            noise_estimator=noise.estimator,
         )
         available = self._most if self._available is None else self._available()
         told = self._replica.all_gather_object((seen, available))
@@ -156,6 +157,7 @@ class BatchSizeController:
                     before=seen.batch_size,
                     first_step=first,
                     noise_scale=seen.noise_scale,
+                    noise_estimator=seen.noise_estimator,
                     wanted=wanted,
                     available=most,
                 )

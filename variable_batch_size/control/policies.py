@@ -20,6 +20,7 @@ class Observation(NamedTuple):
             until there was time to measure.
         minibatch_size: In samples.
         num_replicas: How many share a step.
+        noise_estimator: Whose number the noise scale is; see `NoiseMeter`.
     """
 
     step: int
@@ -28,6 +29,7 @@ class Observation(NamedTuple):
     step_time: StepTime | None
     minibatch_size: int
     num_replicas: int
+    noise_estimator: str = "minibatches"
 
 
 Policy = Callable[[Observation], float]

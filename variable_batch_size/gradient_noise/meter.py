@@ -117,7 +117,7 @@ class NoiseMeter:
             host knows: each update adds between 1 and its batch ratio.
         weighted: Whether minibatches have weights. `progress_bounds` then have no most.
         last_read_progress: What `progress` was when the device was last read.
-        estimator: Whose numbers `measure` returned last: those of a step's
+        estimator: Whose numbers were asked for last: those of a step's
             ``'minibatches'``, of ``'norm layers'``, also with ``', factor unknown'``,
             of ``'differences'`` between steps, or ``'nothing'``.
 
@@ -225,6 +225,7 @@ class NoiseMeter:
     def drop_discarded(self) -> None:
         """Forgets gradients that `model.zero_grad` has thrown away meanwhile."""
         self._gradients.drop_discarded()
+        self._norm_layers.drop_discarded()
 
     def end_minibatch(self, weight: torch.Tensor | None = None) -> None:
         """Adds the minibatch's squares to the step's, in the minibatch's graph.
@@ -288,7 +289,8 @@ class NoiseMeter:
         Returns:
             ``(G,)``: what multiplies the learning rate of each parameter group.
         """
-        before = self._statistics()
+        causal = self.options.causal
+        before = self._statistics() if causal else self._averages
         if self.weighted:
             self._weigh(total)
         if not self._gradients.paused:
@@ -304,7 +306,7 @@ class NoiseMeter:
                 mean_square, self._uploaded["weight of the difference"]
             )
         self._norm_layers.update(self._uploaded, self._uploaded["weight"])
-        statistics = before if self.options.causal else self._statistics()
+        statistics = before if causal else self._statistics()
         ratio, base = self._uploaded["ratio"], self._uploaded["base"]
         gain = estimators.gain(estimators.overall(statistics), ratio, base)
         self._add_to_progress(gain)
@@ -340,7 +342,6 @@ class NoiseMeter:
         overall = estimators.overall(estimators.unbiased(statistics))
         variance, square = overall[:2, 0].tolist()
         factor = noise_factor(norm_layers, estimators.overall(whole)).item()
-        self.estimator = self._estimator(factor, whole, differences, norm_layers)
         return Measurements(
             norm_factor=1.0 if math.isnan(factor) else factor,
             gain=self._gains_of(overall, None)[0],
@@ -477,17 +478,20 @@ class NoiseMeter:
 
     def _read_all(self) -> list[torch.Tensor]:
         state = self.state_dict()
-        return [state[name].double() for name in _STATE[:3]]
+        found = [state[name].double() for name in _STATE[:3]]
+        self.estimator = self._name_of_best(*found)
+        return found
 
-    def _estimator(self, factor: float, *statistics: torch.Tensor) -> str:
+    def _name_of_best(
+        self, whole: torch.Tensor, differences: torch.Tensor, norm_layers: torch.Tensor
+    ) -> str:
         """Returns the name of the estimator whose numbers `_best` returns."""
-        whole, differences, norm_layers = [bool((s[2] > 0).any()) for s in statistics]
-        if norm_layers and self._norm_layers.in_use:
-            unknown = ", factor unknown" if math.isnan(factor) else ""
-            return f"norm layers{unknown}"
-        if whole:
+        if self._norm_layers.in_use and norm_layers[2] > 0:
+            factor = noise_factor(norm_layers, estimators.overall(whole))
+            return f"norm layers{', factor unknown' if factor.isnan() else ''}"
+        if (whole[2] > 0).any():
             return "minibatches"
-        return "differences" if differences else "nothing"
+        return "differences" if (differences[2] > 0).any() else "nothing"
 
     def _gains_of(
         self, statistics: torch.Tensor, batch_size: float | None

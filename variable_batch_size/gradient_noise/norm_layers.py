@@ -23,25 +23,33 @@ from xla_replica import Replica
 from xla_replica.device.gradients import weak_hook
 
 Tensor = torch.Tensor
-# From a layer and its input to what its weight multiplies.
-Normalise = Callable[[Any, Tensor], Tensor]
+# A layer's mean and the inverse of its deviation, as the forward pass has saved them.
+Saved = tuple[Tensor, Tensor] | None
+# From a layer, its input and what is saved, to a new tensor: what the weight is for.
+Normalise = Callable[[Any, Tensor, Saved], Tensor]
 
 
-def _layer_norm(layer: Any, x: Tensor) -> Tensor:
+def _layer_norm(layer: Any, x: Tensor, saved: Saved) -> Tensor:
+    if saved is not None:
+        return (x - saved[0]).mul_(saved[1])
     # On a CPU faster than torch's.
     dims = tuple(range(-layer.weight.dim(), 0))
-    return _rms_norm(layer, x - x.mean(dims, keepdim=True))
+    return _rms_norm(layer, x - x.mean(dims, keepdim=True), None)
 
 
-def _rms_norm(layer: Any, x: Tensor) -> Tensor:
+def _rms_norm(layer: Any, x: Tensor, saved: Saved) -> Tensor:
     dims = tuple(range(-layer.weight.dim(), 0))
     norm = torch.linalg.vector_norm(x, dim=dims, keepdim=True)
     epsilon = _epsilon(layer, x.dtype)
     return x * torch.rsqrt(norm * norm / layer.weight.numel() + epsilon)
 
 
-def _group_norm(layer: nn.GroupNorm, x: Tensor) -> Tensor:
-    return F.group_norm(x, layer.num_groups, eps=layer.eps)
+def _group_norm(layer: nn.GroupNorm, x: Tensor, saved: Saved) -> Tensor:
+    if saved is None:
+        return F.group_norm(x, layer.num_groups, eps=layer.eps)
+    mean, inverse = (each.unsqueeze(2) for each in saved)
+    groups = x.reshape(len(x), layer.num_groups, -1)
+    return (groups - mean).mul_(inverse).reshape(x.shape)
 
 
 def _epsilon(layer: Any, dtype: torch.dtype) -> float:
@@ -57,6 +65,105 @@ KINDS: dict[type[nn.Module], Normalise] = {
     nn.RMSNorm: _rms_norm,
     nn.GroupNorm: _group_norm,
 }
+
+
+_NODES = ("NativeLayerNormBackward0", "NativeGroupNormBackward0")
+
+
+def _saved_by(output: Tensor, dtype: torch.dtype) -> Saved:
+    """Returns what the forward pass has saved, in this dtype; None where it is not.
+
+    Hooks that keep saved tensors elsewhere, as a checkpoint's, allow one look at each.
+    """
+    node = output.grad_fn
+    if node is None or node.name() not in _NODES:
+        return None
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return None
+    found = node._saved_result1, node._saved_result2  # type: ignore[attr-defined]
+    return found if found[1].dtype == dtype else None
+
+
+class _Layer:
+    """One normalisation layer, and its weight's gradients of every sample.
+
+    They are summed over positions, over the layer's calls, and over the backward passes
+    whose sum ``.grad`` holds. A pass counts when it adds to ``.grad``: neither
+    `torch.autograd.grad` does so, nor a pass whose gradient has been thrown away.
+
+    Attributes:
+        layer: The module.
+        samples: ``(B, n)`` for a weight of n numbers; None as long as there are none.
+    """
+
+    def __init__(
+        self, layer: Any, normalise: Normalise, minibatch_size: int, replica: Replica
+    ) -> None:
+        self.layer = layer
+        self.samples: Tensor | None = None
+        self._normalise, self._minibatch_size = normalise, minibatch_size
+        self._is_lazy = replica.is_lazy
+        # Of the backward pass under way, and its number.
+        self._of_pass: Tensor | None = None
+        self._pass = -1
+        # How often the kept gradient has been written to, with the last pass.
+        self._version: int | None = None
+        self._handles = [
+            layer.register_forward_hook(weak_hook(self.see)),
+            replica.on_gradient(layer.weight, weak_hook(self.arrive)),
+        ]
+
+    def see(self, layer: Any, args: tuple[Any, ...], output: Any) -> None:
+        """Runs after every forward pass of the layer."""
+        if not (isinstance(output, Tensor) and output.requires_grad):
+            return
+        if not layer.weight.requires_grad or not args:
+            return
+        x = args[0].detach()
+        if len(x) != self._minibatch_size:
+            raise ValueError(
+                f"a {type(layer).__name__} was given an input of shape "
+                f"{tuple(x.shape)}, and the minibatch has {self._minibatch_size} "
+                "samples: the first dimension must be that of the samples, for "
+                "noise.use_norm_layers to tell them apart"
+            )
+        wide = torch.promote_types(x.dtype, torch.float32)
+        saved = None if self._is_lazy else _saved_by(output, wide)
+        output.register_hook(lambda gradient: self._add(x, wide, saved, gradient))
+
+    def _add(
+        self, x: Tensor, wide: torch.dtype, saved: Saved, gradient: Tensor
+    ) -> None:
+        """Adds one call's gradients to those of the backward pass under way."""
+        with torch.no_grad():
+            products = self._normalise(self.layer, x.to(wide), saved)
+            products.mul_(gradient.detach())
+            if self._normalise is _group_norm:
+                own = products.reshape(*products.shape[:2], -1).sum(2)
+            else:
+                own = products.reshape(len(x), -1, self.layer.weight.numel()).sum(1)
+            number = torch._C._current_graph_task_id()
+            if self._of_pass is not None and self._pass == number:
+                own = self._of_pass + own
+            self._of_pass, self._pass = own, number
+
+    def arrive(self, gradient: Tensor) -> None:
+        """Runs before a backward pass adds the weight's gradient to ``.grad``."""
+        own, self._of_pass = self._of_pass, None
+        if own is None or self._pass != torch._C._current_graph_task_id():
+            return
+        kept, before = self.layer.weight.grad, self._version
+        # Zeroed in place it has been written to once more.
+        is_kept = kept is not None and before in (None, kept._version)
+        if self.samples is not None and is_kept:
+            own = self.samples + own
+        self.samples = own
+        self._version = None if kept is None else kept._version + 1
+
+    def drop_discarded(self) -> None:
+        """Forgets what is no longer in ``.grad``."""
+        if self.layer.weight.grad is None:
+            self.samples = None
 
 
 class NormLayerSquares:
@@ -92,74 +199,48 @@ class NormLayerSquares:
         self._minibatch_size = minibatch_size
         self._dtype = dtype
         self._nothing = torch.zeros(1, dtype=dtype, device=replica.device)
-        # By layer: of each sample of the minibatch, summed over positions and calls.
-        self._gradients: dict[nn.Module, Tensor] = {}
         trained = set(parameters)
-        self._kinds: dict[Any, Normalise] = {}
-        for layer in model.modules():
-            kind = (
-                _kind_of(layer) if getattr(layer, "weight", None) in trained else None
-            )
-            if kind is not None:
-                self._kinds[layer] = kind
-        if not self._kinds:
+        self._layers: list[_Layer] = []
+        for module in model.modules():
+            if getattr(module, "weight", None) in trained:
+                kind = _kind_of(module)
+                if kind is not None:
+                    self._layers.append(_Layer(module, kind, minibatch_size, replica))
+        if not self._layers:
             raise ValueError(
                 f"{type(model).__name__} has no LayerNorm, RMSNorm or GroupNorm whose "
                 "weight the optimizer trains, so normalisation layers tell nothing of "
                 "its noise: leave use_norm_layers out"
             )
-        hook = weak_hook(self.see)
-        self._handles = [layer.register_forward_hook(hook) for layer in self._kinds]
 
     def take(self) -> Tensor:
         """Returns the sum of the samples' squared gradients, once: ``(1,)``."""
-        gradients, self._gradients = self._gradients, {}
+        found = [each.samples for each in self._layers if each.samples is not None]
+        self.discard()
         # Each is a part of the minibatch's mean.
-        ordered = [gradients[layer] for layer in self._kinds if layer in gradients]
-        return self._total(ordered) * self._minibatch_size**2
+        return self._total(found) * self._minibatch_size**2
 
     def discard(self) -> None:
         """Forgets the minibatch."""
-        self._gradients = {}
+        for each in self._layers:
+            each.samples = None
+
+    def drop_discarded(self) -> None:
+        """Forgets gradients that are no longer in ``.grad``."""
+        for each in self._layers:
+            each.drop_discarded()
 
     def of_gradients(self) -> Tensor:
         """Returns ||gradient||^2 of what ``.grad`` of the weights holds: ``(1,)``."""
-        weights = [layer.weight.grad for layer in self._kinds]
-        return self._total(weight for weight in weights if weight is not None)
+        weights = [each.layer.weight.grad for each in self._layers]
+        return self._total([weight for weight in weights if weight is not None])
 
-    def _total(self, tensors: Iterable[Tensor]) -> Tensor:
+    def _total(self, tensors: list[Tensor]) -> Tensor:
         """Returns the sum of all squares: ``(1,)``."""
-        found = [square(tensor, self._dtype) for tensor in tensors]
-        return torch.stack(found).sum(0, keepdim=True) if found else self._nothing
-
-    def see(self, layer: Any, args: tuple[Any, ...], output: Any) -> None:
-        """Runs after every forward pass of a layer."""
-        if not (isinstance(output, Tensor) and output.requires_grad):
-            return
-        if not layer.weight.requires_grad or not args:
-            return
-        x, normalise = args[0].detach(), self._kinds[layer]
-        if len(x) != self._minibatch_size:
-            raise ValueError(
-                f"a {type(layer).__name__} was given an input of shape "
-                f"{tuple(x.shape)}, and the minibatch has {self._minibatch_size} "
-                "samples: the first dimension must be that of the samples, for "
-                "noise.use_norm_layers to tell them apart"
-            )
-        output.register_hook(lambda gradient: self._add(layer, normalise, x, gradient))
-
-    def _add(
-        self, layer: Any, normalise: Normalise, x: Tensor, gradient: Tensor
-    ) -> None:
-        with torch.no_grad():
-            wide = torch.promote_types(x.dtype, torch.float32)
-            products = gradient.detach().to(wide) * normalise(layer, x.to(wide))
-            if normalise is _group_norm:
-                own = products.reshape(*products.shape[:2], -1).sum(2)
-            else:
-                own = products.reshape(len(x), -1, *layer.weight.shape).sum(1)
-            before = self._gradients.get(layer)
-            self._gradients[layer] = own if before is None else before + own
+        if not tensors:
+            return self._nothing
+        together = torch.cat([tensor.flatten() for tensor in tensors])
+        return square(together, self._dtype).reshape(1)
 
 
 def _kind_of(layer: Any) -> Normalise | None:
@@ -187,7 +268,7 @@ def _kind_of(layer: Any) -> Normalise | None:
             return None
         bias = own.get("bias", torch.zeros_like(weight)).to(wide)
         for normalise in (_rms_norm, _layer_norm):
-            found = normalise(layer, x.to(wide))
+            found = normalise(layer, x.to(wide), None)
             # Gemma's weights are differences from one.
             for factor in (weight.to(wide), 1 + weight.to(wide)):
                 error = found * factor + bias - output.to(wide)
@@ -200,16 +281,14 @@ class NormLayerNoise:
     """The statistics of normalisation layers' weights, as estimates of the model's.
 
     Attributes:
-        averages: ``(3, 1)``: those of the layers' weights.
-        beside_whole: ``(3, 1)``: of the steps alone in which the whole gradient's noise
-            was measured too.
+        averages: ``(3, 2)``: those of the layers' weights, and those of the steps alone
+            in which the whole gradient's noise was measured too.
     """
 
     def __init__(self, dtype: torch.dtype, replica: Replica) -> None:
         self._layers: NormLayerSquares | None = None
         self._dtype, self._replica = dtype, replica
-        self.averages = estimators.no_statistics(1, dtype, replica.device)
-        self.beside_whole = estimators.no_statistics(1, dtype, replica.device)
+        self.averages = estimators.no_statistics(2, dtype, replica.device)
         self._squares = torch.zeros(1, dtype=dtype, device=replica.device)
 
     @property
@@ -237,6 +316,11 @@ class NormLayerNoise:
             "weight of samples": weight if num_samples > 1 else 0.0,
         }
 
+    def drop_discarded(self) -> None:
+        """Forgets gradients that `model.zero_grad` has thrown away meanwhile."""
+        if self._layers is not None:
+            self._layers.drop_discarded()
+
     def end_minibatch(self) -> None:
         """Adds the minibatch's squares to the step's, in the minibatch's graph."""
         if self._layers is not None:
@@ -261,10 +345,8 @@ class NormLayerNoise:
             self._layers.of_gradients(),
             numbers["coefficients of samples"],
         )
-        self.averages = estimators.average(
-            self.averages, new, numbers["weight of samples"]
-        )
-        self.beside_whole = estimators.average(self.beside_whole, new, weight_of_whole)
+        weights = torch.cat([numbers["weight of samples"], weight_of_whole])
+        self.averages = estimators.average(self.averages, new, weights)
 
     def end_step(self) -> None:
         """Forgets the minibatches of the step."""
@@ -274,13 +356,13 @@ class NormLayerNoise:
             self._squares.zero_()
 
     def state(self) -> Tensor:
-        """Returns both statistics: ``(6, 1)``."""
-        return torch.cat([self.averages, self.beside_whole])
+        """Returns both statistics, one after the other: ``(6, 1)``."""
+        return self.averages.T.reshape(6, 1)
 
     def load_state(self, state: Tensor) -> None:
         """Takes what `state` returned."""
         state = state.to(self._dtype).to(self._replica.device)
-        self.averages, self.beside_whole = state.split(3)
+        self.averages = state.reshape(2, 3).T.contiguous()
 
 
 def noise_factor(norm_layers: Tensor, whole: Tensor) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import functools
+
 import pytest
 import torch
 from support.variable_batch_size.noise import CPU
@@ -13,6 +16,8 @@ from support.xla_replica.replicas import (
 )
 from torch import nn
 from torch.optim import SGD
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import variable_batch_size as vbs
 import xla_replica
@@ -121,7 +126,134 @@ def test_half_precision_is_summed_in_float32():
     assert seen.take().item() == pytest.approx((samples**2).sum().item(), rel=0.1)
 
 
-def train(rank: int, trace: list[int], model=None, state=None, **options):
+def checkpointed(model: Net, reentrant: bool) -> None:
+    """Makes the forward pass of most layers one that is computed again."""
+    inner = model.norms.forward
+
+    def again(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(inner, x, use_reentrant=reentrant)
+
+    model.norms.forward = again
+
+
+# What a training script may do between `.grad` of zeros and the step that uses it; the
+# gradient is the mean loss's in the end.
+def in_one_pass(model, x, y) -> None:
+    losses(model, x, y).mean().backward()
+
+
+def thrown_away(model, x, y, set_to_none: bool) -> None:
+    losses(model, 2 * x, y).mean().backward()
+    model.zero_grad(set_to_none=set_to_none)
+    losses(model, x, y).mean().backward()
+
+
+def asked_for(model, x, y) -> None:
+    loss = losses(model, x, y).mean()
+    torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    losses(model, 2 * x, y).mean()
+    loss.backward()
+
+
+def in_parts(model, x, y) -> None:
+    loss = losses(model, x, y).mean()
+    (loss / 4).backward(retain_graph=True)
+    (3 * loss / 4).backward()
+
+
+def in_two_forward_passes(model, x, y) -> None:
+    for share in (0.25, 0.75):
+        (share * losses(model, x, y).mean()).backward()
+
+
+def with_a_graph(model, x, y) -> None:
+    losses(model, x, y).mean().backward(create_graph=True)
+
+
+def checkpointed_pass(model, x, y, reentrant: bool) -> None:
+    checkpointed(model, reentrant)
+    losses(model, x.requires_grad_(reentrant), y).mean().backward()
+
+
+def offloaded(model, x, y) -> None:
+    with torch.autograd.graph.save_on_cpu():
+        loss = losses(model, x, y).mean()
+    loss.backward()
+
+
+PASSES = {
+    "thrown away": functools.partial(thrown_away, set_to_none=True),
+    "zeroed": functools.partial(thrown_away, set_to_none=False),
+    "asked for": asked_for,
+    "in parts": in_parts,
+    "in two forward passes": in_two_forward_passes,
+    "with a graph": with_a_graph,
+    "checkpoint": functools.partial(checkpointed_pass, reentrant=False),
+    "reentrant checkpoint": functools.partial(checkpointed_pass, reentrant=True),
+    "offloaded": offloaded,
+}
+
+
+@pytest.mark.parametrize("how", PASSES)
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_what_counts_is_what_the_step_s_gradients_are_sums_of(how):
+    model, (x, y) = net(), data(5)
+    samples = of_each_sample(model, x, y)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # as the optimizer keeps them
+    seen = NormLayerSquares(model, model.parameters(), 5, torch.float64, CPU)
+    PASSES[how](model, x, y)
+    seen.drop_discarded()
+    torch.testing.assert_close(seen.take(), (samples**2).sum().reshape(1))
+    square = (samples.mean(0) ** 2).sum().reshape(1)
+    torch.testing.assert_close(seen.of_gradients().detach(), square)
+    assert seen.take().item() == 0
+
+
+def test_a_minibatch_that_is_thrown_away_at_last_is_none():
+    model, (x, y) = net(), data(5)
+    seen = NormLayerSquares(model, model.parameters(), 5, torch.float64, CPU)
+    losses(model, x, y).mean().backward()
+    model.zero_grad()
+    seen.drop_discarded()
+    assert seen.take().item() == 0
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name not in ("detach", "view", "promote_types"):
+            self.names.append(name)
+        return function(*args, **kwargs or {})
+
+
+def test_a_layer_costs_few_operations():
+    """Nothing is computed twice that the forward pass has saved."""
+    layers = [nn.LayerNorm(8) for _ in range(6)]
+    model, x = nn.Sequential(*layers), torch.randn(4, 3, 8)
+
+    def count() -> collections.Counter[str]:
+        model.zero_grad()
+        with Operations() as operations:
+            model(x).sum().backward()
+        return collections.Counter(operations.names)
+
+    alone = count()
+    seen = NormLayerSquares(model, model.parameters(), 4, torch.float32, CPU)
+    each = {"sub": 1, "mul_": 2, "sum": 1}
+    assert count() - alone == {name: 6 * number for name, number in each.items()}
+    with Operations() as operations:
+        seen.take()
+    assert len(operations.names) <= 6
+
+
+def train(rank: int, trace: list[int], model=None, state=None, how=None, **options):
     """Trains for an epoch; returns measurements, state and the optimizer's gains."""
     replica = xla_replica.current()
     model = net() if model is None else model
@@ -141,10 +273,12 @@ def train(rank: int, trace: list[int], model=None, state=None, **options):
     if state is not None:
         optimizer.noise.load_state_dict(state)
     optimizer.set_epoch(0)
+    how = how or in_one_pass
     for indices in sampler:
         batch = [each[indices].to(replica.device) for each in (x, y)]
-        losses(model, *batch).mean().backward()
+        how(model, *batch)
         optimizer.step()
+        how = in_one_pass  # a step that accumulates may not throw away
     measured = optimizer.noise.measure()
     return measured, optimizer.noise.state_dict(), optimizer.noise.estimator
 
@@ -163,6 +297,18 @@ def test_one_minibatch_a_step_has_a_noise_scale_and_a_gain(backend):
         assert 1 < gain < 2
         assert found.gain == pytest.approx(gain, rel=1e-6)
         assert found.progress == pytest.approx(gain, rel=1e-6)
+
+
+def train_disturbed(rank: int, trace: list[int]):
+    return train(rank, trace, how=PASSES["thrown away"])
+
+
+@pytest.mark.parametrize("trace", [[4], [12]], ids=["one", "three"])
+@pytest.mark.parametrize("backend", [row("cpu", 1), row("xla", 2, slow=True)])
+def test_a_step_does_not_count_what_was_thrown_away(backend, trace):
+    truth, _, _ = train(0, trace)
+    for found, _, _ in backend.run(train_disturbed, trace):
+        assert found == pytest.approx(truth, rel=1e-6)
 
 
 @pytest.mark.parametrize("backend", [row("cpu", 1), row("cpu", 3), *SLOW_XLA_BACKENDS])
