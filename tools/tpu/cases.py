@@ -53,34 +53,48 @@ def mlp() -> nn.Module:
 
 
 class Block(nn.Module):
-    """Two convolutions with GroupNorm and a shortcut (He et al., arXiv:1512.03385)."""
+    """Attention and a perceptron, each after a LayerNorm and beside a shortcut."""
 
-    def __init__(self, channels: int, out: int, stride: int) -> None:
+    def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(channels, out, 3, stride, 1, bias=False), nn.GroupNorm(32, out),
-            nn.ReLU(), nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.GroupNorm(32, out),
-        )  # fmt: skip
-        self.short: nn.Module = nn.Identity()
-        if stride > 1:
-            self.short = nn.Conv2d(channels, out, 1, stride, bias=False)
+        self.num_heads = num_heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.inputs, self.outputs = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.perceptron = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        heads = self.inputs(self.first(tokens)).unflatten(2, (3, self.num_heads, -1))
+        queries, keys, values = heads.permute(2, 0, 3, 1, 4)
+        scores = queries @ keys.transpose(2, 3) / queries.shape[3] ** 0.5
+        mixed = (scores.softmax(3) @ values).transpose(1, 2).flatten(2)
+        tokens = tokens + self.outputs(mixed)
+        return tokens + self.perceptron(self.second(tokens))
+
+
+class VisionTransformer(nn.Module):
+    """A classifier of patches of 4 x 4 pixels (Dosovitskiy et al., arXiv:2010.11929).
+
+    Without a class token: the mean of the last block's tokens is classified.
+    """
+
+    def __init__(self, width: int, num_heads: int, num_blocks: int) -> None:
+        super().__init__()
+        self.embedding = nn.Conv2d(3, width, 4, 4)
+        self.positions = nn.Parameter(0.02 * torch.randn(1, 64, width))
+        blocks = [Block(width, num_heads) for _ in range(num_blocks)]
+        self.blocks = nn.Sequential(*blocks, nn.LayerNorm(width))
+        self.classifier = nn.Linear(width, CLASSES)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return F.relu(self.body(images) + self.short(images))
+        tokens = self.embedding(images).flatten(2).transpose(1, 2) + self.positions
+        return self.classifier(self.blocks(tokens).mean(1))
 
 
-def resnet18() -> nn.Module:
-    """Returns ResNet-18 with GroupNorm for 32 x 32 pixels, 11.2 million parameters."""
-    blocks = [
-        Block(channels, out, stride)
-        for channels, out, first in ((64, 64, 1), (64, 128, 2), (128, 256, 2),
-                                     (256, 512, 2))
-        for channels, stride in ((channels, first), (out, 1))
-    ]  # fmt: skip
-    return nn.Sequential(
-        nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.GroupNorm(32, 64), nn.ReLU(),
-        *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, CLASSES),
-    )  # fmt: skip
+def vision_transformer() -> nn.Module:
+    """Returns 4 blocks of width 256 for 32 x 32 pixels: 3.2 million parameters."""
+    return VisionTransformer(256, 4, 4)
 
 
 class Work(NamedTuple):
@@ -92,7 +106,7 @@ class Work(NamedTuple):
 
 
 CNN, MLP = Work(cnn), Work(mlp)
-RESNET18 = Work(resnet18, (3, 32, 32), 16)
+TRANSFORMER = Work(vision_transformer, (3, 32, 32), 16)
 
 
 class Setting:
@@ -150,19 +164,21 @@ def plain(work: Work) -> None:
         setting.replica.sync()
 
 
-def elastic(rule: str, optimizer: str, work: Work, **options: Any) -> None:
-    """Trains an epoch with a rule."""
-    setting = Setting(work, optimizer)
+def elastic(
+    rule: str, optimizer: str, work: Work, last: int = 1, **options: Any
+) -> None:
+    """Trains an epoch with a rule, whose last step has ``last`` minibatches."""
+    setting = Setting(work, optimizer, minibatches=3 + last)
     size = setting.minibatch * setting.replica.num_replicas
     sampler = vbs.CustomSampler(
-        setting.images, [size, 2 * size, size], minibatch_size=setting.minibatch,
-        on_end="cycle", verbose=False,
+        setting.images, [size, 2 * size, last * size],
+        minibatch_size=setting.minibatch, on_end="cycle", verbose=False,
     )  # fmt: skip
     wrapped = vbs.ElasticOptimizer(setting.inner, sampler, rule, size, **options)
     sampler.set_epoch(0)
     wrapped.set_epoch(0)
     for number, rows in enumerate(sampler, start=1):
-        if number == len(sampler):
+        if number == len(sampler) - last + 1:
             setting.mark_last_step()
         setting.losses(rows).mean().backward()
         wrapped.step()
@@ -235,11 +251,6 @@ def per_sample(answer: str, work: Work) -> None:
     """Computes something of every sample of two minibatches."""
     setting = Setting(work)
     projection = psg.Projection(dict(setting.model.named_parameters()), 4096)
-    if answer == "gram":
-        # It sets the precision of what this process compiles from then on, and other
-        # replicas may be compiling.
-        with xla_replica.full_matmul_precision(setting.replica.device):
-            setting.replica.barrier()
     for rows in setting.batches(2):
         with psg.capture(setting.model) as recorded:
             losses = setting.losses(rows)
@@ -333,7 +344,7 @@ CASES: dict[str, Run] = {
     "per-sample projections": functools.partial(per_sample, "projections", MLP),
     **{f"pool scoring, {name}": functools.partial(scored, name)
        for name in ("grad_norm", "el2n")},
-    # Last, because it sets the precision of the process.
+    # Last, because what follows is compiled in full precision too.
     "per-sample inner products": functools.partial(per_sample, "gram", MLP),
 }  # fmt: skip
 # One of each family and what every script runs, for CI.
@@ -343,7 +354,15 @@ QUICK = (
     "topology update, rigl", "per-sample norms", "pool scoring, grad_norm",
 )  # fmt: skip
 # Costs of a larger model, beside its plain step.
-COSTS = {f"ResNet-18, {name}": run for name, run in families(RESNET18).items()}
+COSTS = {
+    f"transformer, {name}": run
+    for name, run in {
+        **families(TRANSFORMER),
+        "elastic step of 4 minibatches": functools.partial(
+            elastic, "linear", "sgd", TRANSFORMER, last=4
+        ),
+    }.items()
+}
 
 
 def run_cases(rank: int, names: Sequence[str]) -> None:

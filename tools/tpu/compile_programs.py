@@ -12,17 +12,22 @@ array of float64 is computed; see `program_checks.py`.
     make tpu-compiler
     python tools/tpu/compile_programs.py --output tpu.json
     python tools/tpu/compile_programs.py --quick --slices v5e:2x4
-    python tools/tpu/compile_programs.py --costs --replicas 2 --slices v5e:2x2
+    python tools/tpu/compile_programs.py --costs --replicas 2 --slices v5e:2x2 \\
+        --keep costs
+
+What --keep has, of a run that was interrupted, is not done again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +54,24 @@ By = Mapping[str, Any]
 def programs_of(
     cases: Sequence[str], num_replicas: int, folder: Path
 ) -> tuple[dict[str, list[list[Program]]], dict[str, list[Program]]]:
-    """Returns all programs by case and rank, and by case those of a last step."""
-    log = folder / "programs"
+    """Returns all programs by case and rank, and by case those of a last step.
+
+    The folder keeps them, and what it has of the same cases is read.
+    """
+    log, done_cases = folder / "programs", folder / "cases.json"
+    run = [num_replicas, *cases]
+    if not done_cases.exists() or json.loads(done_cases.read_text()) != run:
+        for old in folder.glob("programs.*"):
+            old.unlink()  # torch_xla appends
+        _run_cases(cases, num_replicas, log)
+        done_cases.write_text(json.dumps(run))
+    logs = [Path(f"{log}.{n}").read_text(encoding="utf-8") for n in range(num_replicas)]
+    by_rank = [programs_by_case(text) for text in logs]
+    by_case = {case: [found[case] for found in by_rank] for case in cases}
+    return by_case, programs_by_case(logs[0], last_step=True)
+
+
+def _run_cases(cases: Sequence[str], num_replicas: int, log: Path) -> None:
     saving = {"XLA_SAVE_TENSORS_FILE": str(log), "XLA_SAVE_TENSORS_FMT": "hlo"}
     done = subprocess.run(
         [sys.executable, HERE / "cases.py", "--replicas", str(num_replicas), *cases],
@@ -60,35 +81,66 @@ def programs_of(
     )
     if done.returncode:
         sys.exit(f"the cases failed:\n{done.stderr[-2000:]}")
-    logs = [Path(f"{log}.{n}").read_text(encoding="utf-8") for n in range(num_replicas)]
-    by_rank = [programs_by_case(text) for text in logs]
-    by_case = {case: [found[case] for found in by_rank] for case in cases}
-    return by_case, programs_by_case(logs[0], last_step=True)
 
 
 def compiled(
-    programs: Sequence[Program], slices: Sequence[str], num_replicas: int, python: Path
+    programs: Sequence[Program],
+    slices: Sequence[str],
+    num_replicas: int,
+    python: Path,
+    folder: Path,
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Returns what the TPU's compiler says, by a program's text and the slice."""
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder) / f"{number:04}.txt" for number in range(len(programs))]
-        for path, program in zip(paths, programs):
-            path.write_text(program.text, encoding="utf-8")
-        command = [python, HERE / "compiler.py", *paths, "--slices", *slices]
-        command += ["--replicas", str(num_replicas)]
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        ) as process:
-            assert process.stdout is not None
-            num_rows = len(programs) * len(slices)
-            for line in tqdm(process.stdout, "programs", num_rows, disable=None):
-                row = json.loads(line)
-                program = programs[int(row["program"])]
-                found[program.text, row["slice"]] = {**row, "place": program.place}
+    """Returns what the TPU's compiler says, by a program's text and the slice.
+
+    The folder keeps every row as it comes, and what it has is not compiled again.
+    """
+    kept = {
+        (program.text, name): folder / _row_name(program.text, name, num_replicas)
+        for program in programs
+        for name in slices
+    }
+    left = {key: path for key, path in kept.items() if not path.exists()}
+    with tqdm(total=len(kept), initial=len(kept) - len(left), disable=None) as bar:
+        for name in slices:
+            texts = [text for text, of_slice in left if of_slice == name]
+            for text, row in _rows(texts, name, num_replicas, python, folder):
+                kept[text, name].write_text(json.dumps(row))
+                bar.update()
+    return {
+        (program.text, name): {
+            **json.loads(kept[program.text, name].read_text()),
+            "place": program.place,
+        }
+        for program in programs
+        for name in slices
+    }
+
+
+def _row_name(text: str, slice_name: str, num_replicas: int) -> str:
+    described = json.dumps([text, slice_name, num_replicas]).encode()
+    return f"{hashlib.sha256(described).hexdigest()[:24]}.json"
+
+
+def _rows(
+    texts: Sequence[str], slice_name: str, num_replicas: int, python: Path, folder: Path
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields programs and what the compiler says of them, which runs beside this."""
+    if not texts:
+        return
+    paths = [folder / f"{number:04}.txt" for number in range(len(texts))]
+    for path, text in zip(paths, texts):
+        path.write_text(text, encoding="utf-8")
+    command = [python, HERE / "compiler.py", *paths, "--slices", slice_name]
+    command += ["--replicas", str(num_replicas)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            row = json.loads(line)
+            yield texts[int(row["program"])], row
     if process.returncode:
         sys.exit(f"{' '.join(map(str, command[:2]))} failed: run it by hand")
-    return found
 
 
 def summary(programs: Sequence[Program], rows: Sequence[By]) -> dict[str, Any]:
@@ -174,37 +226,70 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=8, help="default: 8")
     parser.add_argument("--at-most", type=float, default=5.0, metavar="SECONDS",
                         help="for compiling a program; default: 5")  # fmt: skip
+    parser.add_argument("--keep", type=Path, metavar="FOLDER",
+                        help="programs and what the compiler says of each")  # fmt: skip
     parser.add_argument("--python", type=Path, default=COMPILER, help="JAX and libtpu")
     args = parser.parse_args()
     if not args.python.exists():
         parser.error(f"{args.python} does not exist: make tpu-compiler")
     names = args.cases or list(QUICK if args.quick else COSTS if args.costs else CASES)
-    with tempfile.TemporaryDirectory() as folder:
-        by_case, last_steps = programs_of(names, args.replicas, Path(folder))
+    with contextlib.ExitStack() as stack:
+        folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        by_case, last_steps = programs_of(names, args.replicas, folder)
+        how = (args.slices, args.replicas, args.python, folder)
+        if args.costs:
+            result, wrong = told_costs(last_steps, *how), []
+        else:
+            result, wrong = told_cases(by_case, args.at_most, *how)
+    save(args.output, {"replicas": args.replicas, **result})
+    if wrong:
+        sys.exit("\n".join(wrong))
+
+
+def told_cases(
+    by_case: Mapping[str, Sequence[Sequence[Program]]],
+    at_most: float,
+    slices: Sequence[str],
+    num_replicas: int,
+    python: Path,
+    folder: Path,
+) -> tuple[dict[str, Any], list[str]]:
+    """Prints the table of cases; returns it, and what is wrong."""
     every = distinct(p for ranks in by_case.values() for own in ranks for p in own)
-    told = compiled(every, args.slices, args.replicas, args.python)
-    result: dict[str, Any] = {"replicas": args.replicas, "cases": {}}
+    told = compiled(every, slices, num_replicas, python, folder)
+    cases: dict[str, Any] = {}
     wrong: list[str] = []
     for case, by_rank in by_case.items():
         programs = distinct(program for own in by_rank for program in own)
         wrong += [f"{case}: {text}" for text in problems(dict(enumerate(by_rank)))]
-        result["cases"][case] = {}
-        for name in args.slices:
+        cases[case] = {}
+        for name in slices:
             rows = [told[program.text, name] for program in programs]
-            wrong += complaints(case, rows, args.at_most)
-            result["cases"][case][name] = summary(programs, rows)
-    print(table(result["cases"], args.slices))
+            wrong += complaints(case, rows, at_most)
+            cases[case][name] = summary(programs, rows)
+    print(table(cases, slices))
+    return {"cases": cases, "wrong": wrong}, wrong
+
+
+def told_costs(
+    last_steps: Mapping[str, Sequence[Program]],
+    slices: Sequence[str],
+    num_replicas: int,
+    python: Path,
+    folder: Path,
+) -> dict[str, Any]:
+    """Prints and returns what last steps cost on the first of the slices."""
+    programs = distinct(p for own in last_steps.values() for p in own)
+    told = compiled(programs, slices[:1], num_replicas, python, folder)
     steps = {
-        case: [told[program.text, args.slices[0]] for program in programs]
-        for case, programs in last_steps.items()
-        if programs
+        case: [told[program.text, slices[0]] for program in own]
+        for case, own in last_steps.items()
+        if own
     }
-    result["last steps"] = costs(steps)
-    print(f"\n{cost_table(result['last steps'])}")
-    result["wrong"] = wrong
-    save(args.output, result)
-    if wrong:
-        sys.exit("\n".join(wrong))
+    found = costs(steps)
+    print(cost_table(found))
+    return {"slice": slices[0], "last steps": found}
 
 
 if __name__ == "__main__":
