@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
 
@@ -14,6 +15,10 @@ import variable_batch_size as vbs
 import xla_replica
 
 COUNT, MINIBATCH, EPOCHS = 96, 4, 2
+
+
+class Killed(Exception):
+    """Ends a run."""
 
 
 class Run:
@@ -61,7 +66,20 @@ class Run:
         self.told.append((update.step, update.batch_size, lr.item()))
 
     def train(self, kill_at: float = math.inf) -> None:
-        """Trains to the end, or to the update after which it is killed."""
+        """Trains to the end, or to the update after which it is killed.
+
+        That is the same on every replica, also on one that is idle then.
+        """
+
+        def kill(update: vbs.Update) -> None:
+            if update.step >= kill_at:
+                raise Killed
+
+        self.optimizer.attach(kill)
+        with contextlib.suppress(Killed):
+            self._train()
+
+    def _train(self) -> None:
         for epoch in range(self.sampler.epoch, EPOCHS):
             self.sampler.set_epoch(epoch)
             self.optimizer.set_epoch(epoch)
@@ -69,8 +87,6 @@ class Run:
                 x, y = (each[rows].to(self.replica.device) for each in (self.x, self.y))
                 ((self.model(x).squeeze(1) - y) ** 2).mean().backward()
                 self.optimizer.step()
-                if self.told and self.told[-1][0] >= kill_at:
-                    return
 
 
 def adascale(rank: int, folder: Path, use: bool = True, kill_at: float = math.inf):
