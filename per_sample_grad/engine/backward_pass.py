@@ -487,8 +487,11 @@ class BackwardPass:
         comparison.remember(self.capture.model, key, self.compared, wrong)
 
     def _raise_uncovered(self, problems: Mapping[str, Sequence[str]]) -> None:
+        by_reason: dict[str, list[str]] = {}
+        for name, reasons in problems.items():
+            by_reason.setdefault("; ".join(reasons), []).append(name)
         lines = "".join(
-            f"\n  {name}: {'; '.join(reasons)}" for name, reasons in problems.items()
+            f"\n  {', '.join(names)}: {reason}" for reason, names in by_reason.items()
         )
         remark = "" if self.called else self._why_uncalled()
         fallback = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -25,8 +25,9 @@ from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.factors.plan import METHODS, Method
 from per_sample_grad.factors.projection import Projection
 from per_sample_grad.layers.projecting import Projecting
+from per_sample_grad.operations.uses import is_broadcast
 from xla_replica.common.arguments import check_choice, check_integer, check_number
-from xla_replica.common.trees import tree_add
+from xla_replica.common.trees import tensors_in, tree_add
 
 Selection = Collection[str] | Callable[[str, nn.Parameter], bool] | None
 
@@ -356,15 +357,33 @@ class Capture:
         # Calls without a row for each sample, as that of a table of positions, are a
         # part of what is computed from parameters alone.
         recorded, dropped = recorder.split(len(losses))
-        regions = [each.region for each in recorded]
-        walked = (losses, regions, self._names)
-        dims = {0, *(each.call.batch_dim for each in recorded)}
+
+        def walked(recorded: Sequence[RecordedCall]) -> tuple[Any, ...]:
+            regions = [each.region for each in recorded]
+            batch_dims = {0, *(each.call.batch_dim for each in recorded)}
+            return losses, regions, self._names, batch_dims
+
         begun: Hashable = None
         known = None
         if not dropped and not recorder.unrecorded:
             begun = comparison.of_calls(losses, recorded, self.params)
-            known = graph.find(self.model, begun, *walked, dims)
-        reached = graph.walk(*walked, dims) if known is None else known.reached
+            known = graph.find(self.model, begun, *walked(recorded))
+        if known is not None:
+            reached = known.reached
+        else:
+            reached = graph.walk(*walked(recorded))
+            tables = {
+                number
+                for number in reached.regions
+                if self._is_table(recorded[number], len(losses), reached)
+            }
+            if tables:
+                begun = None
+                dropped += [
+                    recorded[number]._replace(has_batch=False) for number in tables
+                ]
+                recorded = [r for n, r in enumerate(recorded) if n not in tables]
+                reached = graph.walk(*walked(recorded))
         calls = [recorded[number] for number in sorted(reached.regions)]
         recording.check_versions(calls)
         recording.refuse_hidden(recorder.unrecorded, calls, reached)
@@ -431,6 +450,21 @@ class Capture:
                     for name in each.owner.params:
                         reasons.pop(name, None)
         return calls, reasons
+
+    def _is_table(
+        self, recorded: RecordedCall, num_samples: int, reached: graph.Reached
+    ) -> bool:
+        """Returns whether a call looked up what is the same for all samples.
+
+        A table of positions may have as many rows as there are samples, or a multiple.
+        """
+        call = recorded.call
+        if num_samples < 2 or any(
+            each.is_floating_point() for each in tensors_in((call.args, call.kwargs))
+        ):
+            return False
+        node, dim = recorded.region.output.node, self._recorder.batch_dim
+        return is_broadcast(node, reached.consumers, num_samples, dim)
 
     def _functions_again(
         self, losses: torch.Tensor, params: Mapping[str, nn.Parameter]

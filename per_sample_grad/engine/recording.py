@@ -382,10 +382,15 @@ def why_no_samples(recorded: RecordedCall, num_samples: int) -> str:
 def why_dropped(
     calls: Sequence[RecordedCall], num_samples: int, names: Collection[str]
 ) -> dict[str, str]:
-    """Returns why calls of modules with rules do not account for their parameters."""
+    """Returns why calls of modules with rules do not account for their parameters.
+
+    Of calls that certainly return the same for all samples nothing more can be said
+    than where that meets samples.
+    """
     return {
         name: f"{each.owner}: {why_no_samples(each, num_samples)}"
         for each in calls
+        if each.has_batch and each.shape[:1] != (1,)
         for name in each.owner.params.values()
         if name in names
     }

@@ -42,6 +42,8 @@ _UNCHANGED = (
     "UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1", "AliasBackward0",
     "CloneBackward0", "ToCopyBackward0",
 )  # fmt: skip
+# Nodes that bring dimensions into another order.
+_MOVED = ("PermuteBackward0", "TransposeBackward0", "TBackward0")
 # Nodes that depend on more than their inputs in the graph.
 _BY_DATA = (
     "EmbeddingBackward0", "IndexBackward0", "IndexSelectBackward0", "GatherBackward0",
@@ -285,11 +287,15 @@ class Search:
     def _is_known(self, node: Node) -> bool:
         """Returns whether what an operation has saved can be told from samples.
 
-        That are single numbers, integers, and what the model owns.
+        That are single numbers, integers, and what the model owns. What has a graph is
+        looked at by `_mixes`, and what the operation has computed depends on nothing
+        else than what it took.
         """
-        saved = (getattr(node, n) for n in dir(node) if n.startswith("_saved_"))
+        names = (n for n in dir(node) if n.startswith("_saved_"))
+        saved = (getattr(node, n) for n in names if not n.startswith("_saved_result"))
         return all(
             each.numel() == 1
+            or each.requires_grad
             or not each.is_floating_point()
             or registry.memory(each) in self.known
             for each in saved
@@ -304,6 +310,38 @@ class Search:
         if not operation.meets_samples(node, slot, *where):
             return False
         return not _of_parameters_alone(node, slot, self._of_data)
+
+
+def is_broadcast(
+    node: Node, consumers: Consumers, num_samples: int, batch_dim: int
+) -> bool:
+    """Returns whether what a node made is nowhere used but broadcast over the samples.
+
+    Then it has no rows for samples, whatever its shape. Views, and what has one row in
+    the place of samples, are followed to where it is.
+    """
+    stack, seen, found = [node], {node}, False
+    while stack and len(seen) < _LONGEST_SEARCH:
+        for taker, slot in consumers.get(stack.pop(), ()):
+            if isinstance(taker, int):
+                return False
+            operation, shape = OPERATIONS.get(taker.name()), rules.output_shape(taker)
+            at = batch_dim if batch_dim >= 0 else batch_dim + len(shape)
+            if (
+                operation is not None
+                and operation.broadcasts
+                and operation.meets_samples(taker, slot, num_samples, batch_dim)
+            ):
+                found = True
+            elif taker.name() in (*_UNCHANGED, *_MOVED) or (
+                0 <= at < len(shape) and shape[at] == 1
+            ):
+                if taker not in seen:
+                    seen.add(taker)
+                    stack.append(taker)
+            else:
+                return False
+    return found and not stack
 
 
 def _transposes(node: Node) -> bool:

@@ -20,8 +20,8 @@ from support.per_sample_grad.refused_models import (
     BY_OPERATIONS,
     UNSEEN,
     Cube,
+    DeepPositions,
     Doubling,
-    Positions,
 )
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -65,10 +65,10 @@ def test_and_exact_by_a_fallback(case, fallback):
 @pytest.mark.parametrize("rows", [3, 6])
 def test_a_wrong_rule_is_replaced_by_the_fallback_and_remembered(rows, monkeypatch):
     """As many positions as samples, or a multiple, look like rows of samples."""
-    model, inputs = BY_NAME["positions-square"].make(torch.float64)
+    model, inputs = BY_NAME["deep-positions-square"].make(torch.float64)
     model.embed, inputs = nn.Embedding(rows, 3).double(), (torch.randn(3, rows, 3),)
     inputs = (inputs[0].double(),)
-    truth = oracle(Case("", Positions, ()), model, inputs)
+    truth = oracle(Case("", DeepPositions, ()), model, inputs)
     for repeated in (False, True):
         if repeated:  # the second time nothing is compared
             monkeypatch.setattr(comparison.Comparer, "expect", None)

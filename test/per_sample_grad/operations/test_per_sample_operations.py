@@ -15,7 +15,11 @@ from support.per_sample_grad.gradient_oracle import (
     rules_kept,
 )
 from support.per_sample_grad.layer_cases import Apply
-from support.per_sample_grad.refused_models import BY_OPERATIONS, Positions
+from support.per_sample_grad.refused_models import (
+    BY_OPERATIONS,
+    DeepPositions,
+    Positions,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -126,6 +130,10 @@ CASES = [
     Case("transposed", lambda: nn.Sequential(Transposed(), nn.Tanh()), (5, 3)),
     Case("standardised", lambda: nn.Sequential(
         Standardised(2, 4, 3, 2, 1), nn.Tanh(), Standardised(4, 3, 1)), (2, 5, 5)),
+    Case("standardised-by-batch-norm", lambda: Raw(
+        lambda m, x: F.conv2d(x, F.batch_norm(
+            m.a.weight.view(1, 4, -1), None, None, m.p * 0.3, None, True
+        ).view_as(m.a.weight), m.a.bias), 4, a=nn.Conv2d(2, 4, 3)), (2, 5, 5)),
     Case("synchronised-batch-norm", lambda: nn.Sequential(
         nn.Conv2d(2, 3, 3), nn.SyncBatchNorm(3)), (2, 5, 5)),
     Case("bag", lambda: nn.EmbeddingBag(6, 3, mode="sum"), ids(5)),
@@ -190,6 +198,11 @@ def test_operations_account_for_parameters(case, batch):
         # A weight of two rows looks like two rows of the sample.
         with pytest.raises(psg.PerSampleError, match="is the input of a module"):
             psg.per_sample_factors(model, fold, inputs, **case.options)
+        return
+    if case.name == "standardised-by-batch-norm" and batch == 1:
+        # Statistics of a weight of one row look like those of the batch.
+        with pytest.raises(psg.CoverageError, match="statistics of the batch"):
+            psg.per_sample_factors(model, fold, inputs)
         return
     truth = oracle(case, model, inputs)
     for _ in range(2):  # compared, and proven
@@ -303,9 +316,42 @@ def test_samples_that_meet_below_are_an_error(name, build, batch):
 
 
 def test_the_remedy_for_a_table_of_as_many_rows_as_samples_is_named():
-    model, inputs = Case("", Positions, (3, 3)).make(torch.float64)
+    model, inputs = Case("", DeepPositions, (3, 3)).make(torch.float64)
     with pytest.raises(psg.CouplingError, match="None for a module that returns the"):
         psg.per_sample_grad_norms(model, fold, inputs)
-    truth = oracle(Case("", Positions, ()), model, inputs)
-    factors = psg.per_sample_factors(model, fold, inputs, batch_dim={"embed": None})
+    truth = oracle(Case("", DeepPositions, ()), model, inputs)
+    same = {"embed": None, "deep": None}
+    factors = psg.per_sample_factors(model, fold, inputs, batch_dim=same)
     agree(factors, truth, 1e-10)
+
+
+def biased(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Attention with a table of relative positions, ``(T, T, heads)``, as in T5."""
+    steps = torch.arange(x.shape[1])
+    biases = m.b(steps[:, None] - steps + x.shape[1]).permute(2, 0, 1)[None]
+    scores = (x @ x.transpose(1, 2)).unsqueeze(1) + 2 * biases
+    return scores.softmax(-1) @ m.a(x).unsqueeze(1)
+
+
+TABLES = [
+    Case("of-positions", Positions, (3, 3)),
+    Case("of-positions-with-a-row", lambda: Apply(
+        lambda m, x: m.inner(x * m.embed(torch.arange(3)[None])),
+        embed=nn.Embedding(5, 3), inner=nn.Linear(3, 2)), (3, 3)),
+    Case("of-relative-positions", lambda: Apply(
+        biased, a=nn.Linear(3, 3), b=nn.Embedding(13, 2)), (6, 3)),
+    # A class of each sample, which has a row for it, is used in the same way.
+    Case("of-classes", lambda: Apply(
+        lambda m, x, kind: m.inner(x + m.embed(kind)[:, None]),
+        embed=nn.Embedding(5, 3), inner=nn.Linear(3, 2)),
+        lambda batch: (torch.randn(batch, 3, 3), torch.arange(batch) % 2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 6])
+@pytest.mark.parametrize("case", TABLES, ids=lambda case: case.name)
+def test_a_table_of_as_many_rows_as_samples_is_seen_where_it_meets_them(case, batch):
+    model, inputs = case.make(torch.float64, batch)
+    truth = oracle(case, model, inputs)
+    for _ in range(2):
+        agree(psg.per_sample_factors(model, fold, inputs), truth, 1e-10)

@@ -36,6 +36,18 @@ class Positions(nn.Module):
         return self.inner(torch.tanh(x + places))
 
 
+class DeepPositions(Positions):
+    """A table of positions that goes through a layer before it meets samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = self.deep(self.embed(torch.arange(x.shape[1], device=x.device)))
+        return self.inner(torch.tanh(x + places))
+
+
 def functional(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Uses a module once, and its weight once more directly."""
     return nn.functional.linear(torch.tanh(m.inner(x)), m.inner.weight)
@@ -91,7 +103,7 @@ BY_OPERATIONS = [
 UNSEEN = [
     Case("cube", Cube, (3,)),
     Case("cube-on-positions", Cube, (5, 3)),
-    Case("positions-square", Positions, (3, 3)),
+    Case("deep-positions-square", DeepPositions, (3, 3)),
     Case("unbatched-conv", lambda: Apply(
         lambda m, x: torch.stack([m.inner(item) for item in x]),
         inner=nn.Conv1d(3, 3, 1)), (3, 4)),
