@@ -14,9 +14,11 @@ from torch import nn
 from per_sample_grad.engine import graph, wrong_operations
 from per_sample_grad.engine.uncompiled import uncompiled
 from per_sample_grad.errors import CoverageError, PerSampleError
-from per_sample_grad.layers import batch_norm, recurrent
+from per_sample_grad.layers import batch_norm
 from per_sample_grad.layers.registry import (
+    JOINING,
     Call,
+    Joining,
     Rule,
     memories,
     memory,
@@ -172,9 +174,11 @@ class Recorder:
             hooks.append(functools.partial(self._enclose, name))
         if params:
             owner = RecordedModule(name, type(module).__name__, rule, params)
-            is_recurrent = rule is recurrent.recurrent
-            record = self._record_joined if is_recurrent else self._record
-            hooks.append(functools.partial(record, owner))
+            joining = None if rule is None else JOINING.get(rule)
+            record = functools.partial(self._record, owner)
+            if joining is not None:
+                record = functools.partial(self._record_joined, owner, joining)
+            hooks.append(record)
         if batch_norm.needs_arithmetic(module):
             hooks.append(batch_norm.output_by_arithmetic)
         if wrong_operations.is_wrong_on_lazy_devices(module):
@@ -188,13 +192,14 @@ class Recorder:
     def _record_joined(
         self,
         owner: RecordedModule,
+        joining: Joining,
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         out: Any,
     ) -> Any:
         """Records a call as one that returns one tensor, and returns parts of that."""
-        found = recurrent.joined(module, out)
+        found = joining(module, out)
         if found is None:
             self._record(owner, module, args, kwargs, out)
             return out

@@ -87,7 +87,7 @@ class _Sweep:
     projected: list[torch.Tensor]
 
 
-@register_rule(rnn.RNN, rnn.LSTM, rnn.GRU)
+@register_rule(rnn.RNN, rnn.LSTM, rnn.GRU, joining=joined)
 def recurrent(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes a sequence, packed or not; ``grad`` is that of `joined`'s tensor."""
     module = call.module

@@ -56,12 +56,20 @@ class Call:
 # first) to the contribution of each parameter, by its name within the module.
 Rule = Callable[[Call, torch.Tensor], Mapping[str, Contribution]]
 
+# From a module and what it returned to one tensor (B, *) of all its outputs, and parts
+# of that tensor in place of what it returned; None where this cannot be.
+Joining = Callable[[nn.Module, Any], tuple[torch.Tensor, Any] | None]
+
 # The rules by exact type: a subclass may compute something else.
 RULES: dict[type[nn.Module], Rule] = {}
+# Of rules that need the gradients of several outputs together.
+JOINING: dict[Rule, Joining] = {}
 
 
 def register_rule(
-    *module_types: type[nn.Module], like: type[nn.Module] | None = None
+    *module_types: type[nn.Module],
+    like: type[nn.Module] | None = None,
+    joining: Joining | None = None,
 ) -> Callable[[Rule], Rule]:
     """A decorator that makes a function the rule of exactly these module types.
 
@@ -75,6 +83,11 @@ def register_rule(
     A subclass of a module that has a rule has none until it is registered: it may
     compute something else. If it does not, ``register_rule(Subclass, like=nn.Linear)``
     is enough, and decorates nothing. Registering a type again replaces its rule.
+
+    A rule that needs the gradients of several outputs, as those of an LSTM, has a
+    function ``joining`` beside it. From the module and what it returned, that makes one
+    tensor ``(N, *)`` of all outputs, and what the module returns in their place: parts
+    of that tensor. The rule gets the gradient of the one tensor.
 
     Raises:
         TypeError: One of the arguments is not a subclass of `torch.nn.Module`, or
@@ -104,6 +117,8 @@ def register_rule(
 
     def register(rule: Rule) -> Rule:
         RULES.update(dict.fromkeys(module_types, rule))
+        if joining is not None:
+            JOINING[rule] = joining
         return rule
 
     if like is not None:

@@ -8,7 +8,7 @@ from support.reference import not_compared
 
 from grab_xla import GraBSampler
 from grab_xla.epoch import gradient_matrix
-from tools.benchmarks.bench_per_sample import peak_memory
+from tools.peak_memory import peak_memory
 from tools.references import grab_sampler
 
 D = 40

@@ -1,4 +1,4 @@
-"""The page about per_sample_grad, and the README's lines on it, show code that runs."""
+"""The code on the pages about per_sample_grad, and in the README, runs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import per_sample_grad as psg
 from per_sample_grad.layers.registry import RULES
 
 PAGE = "docs/per_sample_grad.md"
+POOLS = "docs/pools.md"
 COUNT = 1000  # the pages ask for the highest thousand
 
 
@@ -44,7 +45,7 @@ def test_a_capture_and_a_stream():
 def test_scoring_a_pool(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"psg": psg, "model": dense_model(), "dataset": Vectors(COUNT)}
-    exec(block(PAGE, "python", "scores.to_csv"), names)
+    exec(block(POOLS, "python", "scores.to_csv"), names)
     assert len(names["scores"]) == COUNT
     assert len((tmp_path / "scores.csv").read_text().splitlines()) == COUNT + 1
 
@@ -53,7 +54,7 @@ def test_indexing_a_pool(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"psg": psg, "model": dense_model()}
     names |= {"dataset": Vectors(30), "few": Vectors(3)}
-    exec(block(PAGE, "python", "psg.index_pool"), names)
+    exec(block(POOLS, "python", "psg.index_pool"), names)
     assert names["found"].indices[:, 0].tolist() == [0, 1, 2]
     assert len(names["again"]) == 30
     assert (tmp_path / "projections.npy").exists()
@@ -64,7 +65,7 @@ def test_scoring_a_pool_by_a_function_of_factors():
     names = {"psg": psg, "torch": torch, "x": x, "y": y, "dataset": Vectors(5)}
     names["model"] = dense_model()
     names["loss_fn"] = lambda m, x, y: F.cross_entropy(m(x), y, reduction="none")
-    exec(block(PAGE, "python", "factors.dot(toward)"), names)
+    exec(block(POOLS, "python", "factors.dot(toward)"), names)
     gram = psg.per_sample_gram(names["model"], names["loss_fn"], (x, y))
     found = torch.from_numpy(names["scores"].scores)
     torch.testing.assert_close(found, gram.sum(1))
@@ -109,7 +110,7 @@ def test_a_pool_of_dicts():
         "tokenised": Tokenised(),
         "collator": torch.utils.data.default_collate,
     }
-    exec(block(PAGE, "python", "collate_fn=collator"), names)
+    exec(block(POOLS, "python", "collate_fn=collator"), names)
 
 
 class Images(Dataset):
@@ -137,7 +138,7 @@ class WithFeatures(nn.Module):
 
 def test_a_pool_with_split_and_forward():
     names = {"psg": psg, "model": WithFeatures(), "dataset": Images()}
-    exec(block(PAGE, "python", "return_features"), names)
+    exec(block(POOLS, "python", "return_features"), names)
 
 
 def test_a_class_like_another():
@@ -152,4 +153,5 @@ def test_a_class_like_another():
 
 
 def test_no_other_example_is_shown():
-    assert len(blocks(PAGE, "python")) == 8
+    assert len(blocks(PAGE, "python")) == 3
+    assert len(blocks(POOLS, "python")) == 5

@@ -50,6 +50,7 @@ def test_herding_hardly_grows_but_for_random_orders(tmp_path):
         assert last < first / 4
 
 
+@pytest.mark.slow
 def test_balanced_orders_settle_five_times_closer_to_the_minimum(tmp_path):
     saved = run("convex_study.py", tmp_path, "--quick")
     (problem,) = saved["problems"].values()

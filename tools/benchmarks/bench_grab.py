@@ -55,7 +55,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 import grab_xla
 import per_sample_grad as psg
 import xla_replica
-from tools.benchmarks.bench_per_sample import MODELS, losses_of, peak_memory
+from tools.benchmarks.models import MODELS, losses_of
+from tools.peak_memory import peak_memory
 from tools.record import parser_with_output, save
 from tools.references import grab_sampler
 

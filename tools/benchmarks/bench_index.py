@@ -35,7 +35,7 @@ from torch.utils.data import Dataset, TensorDataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 import per_sample_grad as psg
-from tools.benchmarks.bench_per_sample import CLASSES, MODELS
+from tools.benchmarks.models import CLASSES, MODELS
 from tools.record import parser_with_output, save
 
 GOAL = 1.25

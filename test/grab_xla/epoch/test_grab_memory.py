@@ -11,7 +11,7 @@ from support.grab_xla.ordering import ALL, BALANCING, INVARIANT, KINDS
 
 from grab_xla import BALANCE_TYPES, GraBSampler
 from grab_xla.epoch import gradient_matrix
-from tools.benchmarks.bench_per_sample import peak_memory
+from tools.peak_memory import peak_memory
 
 SHAPES = {"weight": (100, 100), "bias": (100,), "other": (9000,)}
 PARAMETERS = {name: torch.zeros(shape) for name, shape in SHAPES.items()}

@@ -20,7 +20,7 @@ from support.per_sample_grad.layer_cases import CASES, Apply
 from torch import nn
 
 import per_sample_grad as psg
-from tools.benchmarks.bench_per_sample import peak_memory
+from tools.peak_memory import peak_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even")
 

@@ -78,7 +78,7 @@ def test_a_wrong_command_line_says_what_is_allowed(arguments, error, capsys):
 @needs_xla
 @pytest.mark.xla
 def test_a_script_for_torch_xla_alone_trains_on_eight_replicas(tmp_path):
-    script = ROOT / "test" / "support" / "torch_xla_training.py"
+    script = ROOT / "test" / "support" / "xla_replica" / "torch_xla_training.py"
     status, printed = run(script, "--out", tmp_path, num_replicas=8)
     assert status == 0, printed
     assert "trained on 8 devices" in printed

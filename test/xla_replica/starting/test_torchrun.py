@@ -29,7 +29,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+@pytest.mark.parametrize(
+    "rendezvous", [pytest.param("static", marks=pytest.mark.slow), "c10d"]
+)
 def test_every_launch_of_every_restart_meets_its_own_peers(tmp_path, rendezvous):
     """With torch's keys, a process may read a peer's address of the time before."""
     script = tmp_path / "script.py"

@@ -1,0 +1,129 @@
+"""The models that per-sample gradients and GraB are measured on, and their losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tools.outside.models import import_torchvision
+
+CLASSES = 10
+
+
+class Power(nn.Module):
+    """An activation with a parameter that no rule accounts for."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.exponent = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.softplus(x) ** self.exponent
+
+
+class Transformer(nn.Module):
+    """An embedding, one encoder layer made of Linears, and a head."""
+
+    def __init__(self, width: int = 128, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.embed = nn.Embedding(200, width)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        parts = self.qkv(self.norm1(x)).chunk(3, -1)
+        q, k, v = (p.unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in parts)
+        scores = q @ k.transpose(2, 3) / q.shape[-1] ** 0.5
+        x = x + self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        x = x + self.down(self.activation(self.up(self.norm2(x))))
+        return self.head(x.mean(1))
+
+    def activation(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(x)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(),
+        nn.Linear(512, CLASSES),
+    )  # fmt: skip
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4),
+        nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.Flatten(),
+        nn.Linear(2048, CLASSES),
+    )  # fmt: skip
+
+
+def mobilenet() -> nn.Module:
+    import_torchvision()
+    from torchvision.models import mobilenet_v3_small
+
+    # Statistics of the batch would make a sample's loss depend on the others.
+    return mobilenet_v3_small(num_classes=CLASSES).eval()
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]] = {
+    "mlp": (mlp, lambda batch: torch.randn(batch, 1024)),
+    "cnn": (cnn, lambda batch: torch.randn(batch, 3, 32, 32)),
+    "transformer": (Transformer, lambda batch: torch.randint(0, 200, (batch, 64))),
+    "mobilenet_v3_small": (mobilenet, lambda batch: torch.randn(batch, 3, 64, 64)),
+}
+
+
+class OwnExponent(nn.Sequential):
+    """An MLP that uses such a parameter itself, after its first layer."""
+
+    def __init__(self) -> None:
+        super().__init__(*mlp())
+        self.exponent = nn.Parameter(torch.ones(self[0].out_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, _, second, relu, head = list(self)
+        return head(relu(second(F.softplus(first(x)) ** self.exponent)))
+
+
+class TransformerWithExponent(Transformer):
+    """A transformer that uses such a parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exponent = nn.Parameter(torch.ones(self.up.out_features))
+
+    def activation(self, x: torch.Tensor) -> torch.Tensor:
+        return F.softplus(x) ** self.exponent
+
+
+def mlp_with_module() -> nn.Module:
+    model = mlp()
+    model[1] = Power(model[0].out_features)
+    return model
+
+
+def transformer_with_module() -> nn.Module:
+    model = Transformer()
+    model.up = nn.Sequential(model.up, Power(model.up.out_features))
+    return model
+
+
+UNCOVERED: dict[str, dict[str, Callable[[], nn.Module]]] = {
+    "mlp": {"a small module's": mlp_with_module, "the model's own": OwnExponent},
+    "transformer": {
+        "a small module's": transformer_with_module,
+        "the model's own": TransformerWithExponent,
+    },
+}
+
+
+def losses_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x), y, reduction="none")
