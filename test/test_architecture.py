@@ -260,7 +260,7 @@ def test_folders_of_tests_are_those_of_the_packages():
         inner = {path.parent.relative_to(ROOT / "test") for path in TESTS}
         for name in inner:
             if name.parts[:1] == (package,):
-                assert ROOT / name in known, f"test/{name} is no folder of a package"
+                assert ROOT / name in known, f"test/{name} is not a folder of a package"
     helpers = {path.parent for path in HELPERS} - {ROOT / "test" / "support"}
     assert {path.name for path in helpers} == set(PACKAGES)
 

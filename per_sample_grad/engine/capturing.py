@@ -351,7 +351,7 @@ class Capture:
         """Returns the calls that the losses depend on, and what they account for.
 
         That is, what a walk finds besides, under what a proof of it is kept, and why
-        there are no calls for some parameters. The recorder's are empty then.
+        there are no calls for some parameters. The recorder keeps none of them.
         """
         recorder = self._recorder
         # Calls without a row for each sample, as that of a table of positions, are a

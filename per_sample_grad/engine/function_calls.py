@@ -60,6 +60,12 @@ class FunctionCall:
     versions: tuple[int, ...]
     autocast: Mapping[str, Any]
 
+    def run(self, tensors: Iterable[torch.Tensor]) -> Any:
+        """Calls the function with these tensors in place of those that it took."""
+        each = iter(tensors)
+        args, kwargs = map_tensors((self.args, self.kwargs), lambda _: next(each))
+        return self.function(*args, **kwargs)
+
 
 class FunctionRecorder(TorchFunctionMode):
     """Notes, while it is entered, the calls of functions that take some parameters.
@@ -241,9 +247,7 @@ def _by_broadcasting(
         tensor = tensor.reshape(*ones, *tensor.shape).movedim(dim, 0)
         return tensor.unflatten(0, (count if len(tensor) == rows else 1, -1))
 
-    each = iter(placed(tensor, own.get(i)) for i, tensor in enumerate(inputs))
-    args, kwargs = map_tensors((called.args, called.kwargs), lambda _: next(each))
-    return called.function(*args, **kwargs)
+    return called.run(placed(tensor, own.get(i)) for i, tensor in enumerate(inputs))
 
 
 def _by_vmap(
@@ -260,11 +264,8 @@ def _by_vmap(
 
     def run(own: dict[int, torch.Tensor], samples: list[torch.Tensor]) -> torch.Tensor:
         given = {**own, **dict(zip(others, with_samples(samples)))}
-        replaced = iter(given.get(i, tensor) for i, tensor in enumerate(inputs))
-        args, kwargs = map_tensors(
-            (called.args, called.kwargs), lambda _: next(replaced)
-        )
-        [output] = tensors_in(called.function(*args, **kwargs))
+        replaced = (given.get(i, tensor) for i, tensor in enumerate(inputs))
+        [output] = tensors_in(called.run(replaced))
         return output.movedim(dim, 0)
 
     return vmap(run)(dict(own), samples)

@@ -84,8 +84,8 @@ class Stage(NamedTuple):
         others: The names of what it has saved besides, but for tensors.
         outputs: Which outputs of the nodes below it takes.
         below: The numbers of the nodes below; None where there is none.
-        params: The names of the parameters that are such nodes; of other leaves None;
-            of what is no leaf the empty string.
+        params: The names of the parameters that are such nodes; None for
+            other leaves, and the empty string for nodes that are not leaves.
     """
 
     call: int | None

@@ -178,7 +178,7 @@ class Extent(NamedTuple):
         unfolded: How many numbers one sample's unfolded factor has; 0 without one.
         unit: `Windows.unit`; 1 for other forms.
         kernel: K; 1 for other forms.
-        direct: `Windows.direct_elements`; None: there is no such way.
+        direct: `Windows.direct_elements`; None where it has no direct way.
         renumbers: Whether the rows that a sample adds to are found, for norms.
     """
 

@@ -161,7 +161,7 @@ class _Layer:
         self._version = None if kept is None else kept._version + 1
 
     def drop_discarded(self) -> None:
-        """Forgets what is no longer in ``.grad``."""
+        """Drops the samples' gradients once ``.grad`` does not hold their sum."""
         if self.layer.weight.grad is None:
             self.samples = None
 
@@ -226,7 +226,7 @@ class NormLayerSquares:
             each.samples = None
 
     def drop_discarded(self) -> None:
-        """Forgets gradients that are no longer in ``.grad``."""
+        """Drops what `model.zero_grad` has removed from ``.grad``, in every layer."""
         for each in self._layers:
             each.drop_discarded()
 
