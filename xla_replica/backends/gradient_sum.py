@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from xla_replica.backends.replica import Replica
+
+class SumsTensors(Protocol):
+    """What a `GradientSum` asks of its replica; see `Replica`."""
+
+    @property
+    def is_lazy(self) -> bool: ...
+
+    def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None: ...
 
 
 class GradientSum:
@@ -30,7 +36,7 @@ class GradientSum:
             every number, such as a division.
     """
 
-    def __init__(self, replica: Replica, may_begin: Callable[[], bool]) -> None:
+    def __init__(self, replica: SumsTensors, may_begin: Callable[[], bool]) -> None:
         self._replica = replica
         self._may_begin = may_begin
         self.gradients: dict[nn.Parameter, torch.Tensor] = {}

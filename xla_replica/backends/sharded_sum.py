@@ -12,18 +12,16 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xla_replica.backends.gradient_sum import GradientSum
+from xla_replica.backends.replica import Replica
 from xla_replica.device.gradients import accumulation_hook, weak_hook
 from xla_replica.device.sharded import is_sharded
-
-if TYPE_CHECKING:
-    from xla_replica.backends.replica import Replica
 
 Hook = Callable[[torch.Tensor], None]
 
@@ -187,6 +185,8 @@ class ShardedSum(GradientSum):
         may_begin: See `GradientSum`.
         shards: What is known of the sharded parameters.
     """
+
+    _replica: Replica
 
     def __init__(
         self,
