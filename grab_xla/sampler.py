@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
@@ -15,19 +14,17 @@ from torch.utils.data import Sampler
 
 import xla_replica
 from grab_xla.balancers import ordering_named
-from grab_xla.balancing.rows import FactoredRows, SplitRows
 from grab_xla.epoch.columns import Columns, replica_for
 from grab_xla.epoch.epoch_metrics import EpochMetrics
-from grab_xla.epoch.gradient_matrix import GradientMatrix, normalized
 from grab_xla.epoch.online_balancer import OnlineBalancer
 from grab_xla.epoch.orders import Orders
 from grab_xla.epoch.progress import Progress
 from grab_xla.epoch.round_robin_sharding import RoundRobinSharding
 from grab_xla.epoch.sample_weights import SampleWeights, Weights, WeightsOf
-from grab_xla.random_projections import projection
 from grab_xla.recording import fidelities
 from grab_xla.recording.fidelities import Fidelity
 from grab_xla.recording.group_gradients import add_gradient
+from grab_xla.recording.vectors import Vectors
 from per_sample_grad import Capture, Projection
 from xla_replica.common.differences import check_same
 
@@ -145,7 +142,6 @@ class GraBSampler(Sampler[int]):
         self._replica = replica_for(num_replicas, rank, device)
         self.device = torch.device(self._replica.device if device is None else device)
         self._timer = timer or contextlib.nullcontext
-        self._normalize = normalize_grads
         kind = str(getattr(random_projection, "value", random_projection))
         self.fidelity = fidelities.chosen(fidelity, trainable_params, ordering, kind)
         self._recording = fidelities.recorder(
@@ -156,22 +152,11 @@ class GraBSampler(Sampler[int]):
         )
         self._num_groups = self.num_samples // self._group_size
         self._weights = SampleWeights(weights, self.num_samples)
-        remark = ""
-        if self.projection is not None:
-            remark = (
-                ". With fidelity='projected', the default above 2^20 parameters, "
-                "projections are balanced, which backward() makes: pass fidelity="
-                "'exact' to give gradients to step()"
-            )
-        self._gradients = GradientMatrix(
-            self._recording.balanced, dtype, self.device, remark
-        )
-        self._project = projection(
-            kind, self._gradients.num_columns, self._num_groups, pi_eps, kron_order,
-            seed, dtype, self.device,
+        self._vectors = Vectors(
+            trainable_params, self._recording, self._num_groups, kind, pi_eps,
+            kron_order, seed, normalize_grads, dtype, self.device,
         )  # fmt: skip
-        projected = (kind, pi_eps, kron_order, seed) if self._project.tables else kind
-        num_columns = self._project.num_outputs
+        num_columns = self._vectors.project.num_outputs
         walk_constant = prob_balance_c if prob_balance else None
         # What a saved state must agree with.
         self._identity = {
@@ -179,8 +164,7 @@ class GraBSampler(Sampler[int]):
             "balance_type": self.balance_type,
             "options": repr(ordering),
             "settings": {
-                "random_projection": projected,
-                "normalize_grads": normalize_grads,
+                **self._vectors.settings,
                 "tie": tie,
                 "prob_balance": walk_constant,
             },
@@ -202,11 +186,6 @@ class GraBSampler(Sampler[int]):
             ordering, self._columns, self._metrics, tie, tile_size, walk_constant
         )
         uses_gradients = ordering.needs_gradients or self._metrics.on
-        self._takes_factors = not (normalize_grads or self._project.tables) and all(
-            torch.promote_types(p.dtype, torch.float32) == dtype
-            and p.device.type == self.device.type
-            for p in trainable_params.values()
-        )
         if uses_gradients:
             xla_replica.refuse_sharded(
                 trainable_params, "GraBSampler", ", or take an order such as 'rr'"
@@ -343,8 +322,8 @@ class GraBSampler(Sampler[int]):
             self._reduction = reduction
             self._progress.take(len(losses) if self._group_size == 1 else 1, indices)
             return
-        # Factors are of the gradients' own dtype and on their device.
-        factors = self._takes_factors and self._balancer.takes_factored(losses.numel())
+        takes_factors = self._vectors.takes_factors
+        factors = takes_factors and self._balancer.takes_factored(losses.numel())
         taker = self._orders.ordering if factors else None
         rows = self._recording.backward(losses, reduction, taker)
         self._reduction = reduction
@@ -352,10 +331,7 @@ class GraBSampler(Sampler[int]):
             self.step(rows, indices=indices)
         elif self._progress.take(len(rows), indices):
             with self._timer("sorter_step"), torch.no_grad():
-                if isinstance(rows, FactoredRows):
-                    self._balancer.balance_factored(rows)
-                else:
-                    self._balance_rows(rows)
+                self._vectors.balance_rows(rows, self._progress)
 
     def step(
         self,
@@ -384,45 +360,11 @@ class GraBSampler(Sampler[int]):
                 ``indices`` are not the next samples of the order, or, without them, the
                 gradients may be of another pass over the order than the newest one.
         """
-        num_rows = self._gradients.count(per_sample_grads, batch)
-        if not self._progress.take(num_rows, indices):
-            return
-        with self._timer("sorter_step"), torch.no_grad():
-            self._balance(per_sample_grads, batch, num_rows)
-
-    def _balance(self, grads: Mapping[str, Tensor], batch: bool, num_rows: int) -> None:
-        """Balances a step, or keeps it until the update."""
-        multiple = self._balancer.piece_size
-        changed = self._normalize or self._project.tables
-        split = not changed and self._balancer.takes_split(num_rows)
-        if split and self._gradients.are_in_place(grads):
-            parts = next(self._gradients.pieces(grads, batch, multiple=None))
-            self._balancer.balance(lambda: [SplitRows(parts)])
-            return
-        if multiple is not None and not self._project.tables:
-            pieces = functools.partial(self._gradients.pieces, grads, batch, multiple)
-            self._balancer.balance(lambda: map(self._vectors, pieces()))
-            return
-        # A projection is small, but what is formed on the way to it is not.
-        size = (1, 4) if self._project.tables else (None, 1)
-        parts = list(map(self._vectors, self._gradients.pieces(grads, batch, *size)))
-        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-        self._progress.balance(rows)
-
-    def _balance_rows(self, rows: Tensor) -> None:
-        """Balances a step of which all columns are together, or keeps it."""
-        rows = rows.to(device=self.device, dtype=self._columns.dtype)
-        if self._normalize or self._project.tables:
-            rows = self._vectors([rows])
-        if self._balancer.piece_size is None:
-            self._progress.balance(rows)
-        else:
-            self._balancer.balance(lambda: [rows])
-
-    def _vectors(self, columns: list[Tensor]) -> Tensor:
-        """Returns what is balanced of some gradients, given their columns in parts."""
-        rows = self._project(*columns)
-        return normalized(rows) if self._normalize else rows
+        grads = per_sample_grads
+        num_rows = self._vectors.count(grads, batch)
+        if self._progress.take(num_rows, indices):
+            with self._timer("sorter_step"), torch.no_grad():
+                self._vectors.balance(grads, batch, num_rows, self._progress)
 
     def count(self, num_samples: int) -> None:
         """Takes the place of `step` for an order that needs no gradients.

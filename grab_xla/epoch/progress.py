@@ -47,7 +47,7 @@ class Progress:
         timer: Callable[[str], contextlib.AbstractContextManager[Any]],
     ) -> None:
         self._orders, self._sharding, self._columns = orders, sharding, columns
-        self._balancer, self._weights, self._timer = balancer, weights, timer
+        self.balancer, self._weights, self._timer = balancer, weights, timer
         self._replica, self._size = columns.replica, sharding.group_size
         self.uses_gradients = uses_gradients
         self.cursor = Cursor(sharding, orders.order)
@@ -57,7 +57,7 @@ class Progress:
     @property
     def num_seen(self) -> int:
         """The samples of the current order whose gradients have been taken."""
-        return min(self._balancer.num_seen * self._size, self._sharding.num_samples)
+        return min(self.balancer.num_seen * self._size, self._sharding.num_samples)
 
     def iterate(self) -> Iterator[int]:
         """Begins the next epoch, or what is left of a restored one."""
@@ -88,11 +88,11 @@ class Progress:
     def _weigh(self, epoch: int) -> None:
         weights = self._weights.of(epoch)
         # Samples of a group are of one update.
-        self._balancer.weights = None if weights is None else weights[:: self._size]
+        self.balancer.weights = None if weights is None else weights[:: self._size]
 
     def _advance(self) -> None:
         """Begins an epoch unless the current one has not been used."""
-        num_seen, cursor = self._balancer.num_seen, self.cursor
+        num_seen, cursor = self.balancer.num_seen, self.cursor
         # Nor does looking at the rest of a restored epoch begin another.
         unused = cursor.resumed and num_seen == cursor.start
         if unused and self._orders.given is None:
@@ -107,15 +107,15 @@ class Progress:
             self._passes.leave_epoch()
             if num_seen == num_groups or cursor.given_for is not None:
                 self._orders.warn_of_remainder()
-        placements = self._balancer.placements()
+        placements = self.balancer.placements()
         with self._timer("reset_epoch"):
             self._orders.advance(placements)
-            self._balancer.begin_epoch(num_groups, self._orders.generator)
+            self.balancer.begin_epoch(num_groups, self._orders.generator)
 
     def next_samples(self, num_groups: int) -> np.ndarray:
         """Returns the next samples that this replica runs, as many as there are."""
         num_pending = len(self._pending.minibatches)
-        done = self._balancer.num_seen, num_pending
+        done = self.balancer.num_seen, num_pending
         return self.cursor.next_samples(self._orders.order, *done, num_groups)
 
     def take(self, num_groups: int, indices: Sequence[int] | Tensor | None) -> bool:
@@ -139,9 +139,9 @@ class Progress:
         if self.uses_gradients and not is_smaller:
             return num_groups > 0
         if deals or self._replica.num_replicas == 1:
-            left = self.cursor.left(self._balancer.num_seen)
+            left = self.cursor.left(self.balancer.num_seen)
             num_used = min(num_groups * self._replica.num_replicas, left or 1)
-            self._balancer.num_seen += num_used
+            self.balancer.num_seen += num_used
         return False
 
     def count(self, num_samples: int) -> None:
@@ -163,10 +163,10 @@ class Progress:
             self._pending.minibatches.append(rows_RD.clone())
             return
         everyone = self._columns.of_all_replicas(rows_RD)
-        left = self.cursor.left(self._balancer.num_seen)
+        left = self.cursor.left(self.balancer.num_seen)
         # In the sequence of the order, without repeated samples.
         ordered = interleaved(everyone)[:left]
-        self._balancer.balance(lambda: [ordered])
+        self.balancer.balance(lambda: [ordered])
 
     def after_update(self, update: Any) -> None:
         """Balances what waits for an update; see `GraBSampler.after_update`."""
@@ -190,14 +190,14 @@ class Progress:
         # An idle replica may come here before it asks for the epoch's order.
         self.give(update.epoch)
         if not self.uses_gradients:
-            self._balancer.num_seen += update.batch_size // size
+            self.balancer.num_seen += update.batch_size // size
             return
         sizes = update.batch_size // size, update.minibatch_size // size
         with torch.no_grad():
-            self._pending.balance(self._balancer, *sizes)
+            self._pending.balance(self.balancer, *sizes)
 
     def restore(self, given_for: int | None) -> None:
         """Continues where the orders and the balancer were restored."""
         self._pending.minibatches = []
         self._passes.leave_epoch(num_updated=self.num_seen)
-        self.cursor.restore(self._balancer.num_seen, given_for, self._orders.order)
+        self.cursor.restore(self.balancer.num_seen, given_for, self._orders.order)

@@ -71,7 +71,7 @@ def test_a_projection_saves_memory(name, kind, tile_size):
     for projection in ("none", kind):
         options = {"random_projection": projection, "tile_size": tile_size}
         sampler = sampler_of(name, pi_eps=0.5, **options)
-        kept = [*sampler._project.tables, *sampler._balancer.state.values()]
+        kept = [*sampler._vectors.project.tables, *sampler._balancer.state.values()]
         held = sum(value.numel() * value.element_size() for value in kept)
         totals.append(held + peak_of_step(sampler, gradients()))
     # Where the compiled loop visits gradients in place, nothing else is there to save.
