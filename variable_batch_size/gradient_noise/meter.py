@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from variable_batch_size.device_scalars import DeviceScalars, dtype_for
 from variable_batch_size.gradient_noise import estimators
-from variable_batch_size.gradient_noise.norm_layers import (
-    NormLayerNoise,
-    noise_factor,
-    of_model,
+from variable_batch_size.gradient_noise.norm_layers import NormLayerNoise
+from variable_batch_size.gradient_noise.readings import (
+    Measurements,
+    Reading,
+    best_statistics,
 )
 from variable_batch_size.gradient_noise.squares import (
     GradientDifferences,
@@ -67,31 +68,6 @@ class NoiseOptions:
         check_number("time_constant", self.time_constant, above=0)
         check_choice("single_minibatch", self.single_minibatch, ("skip", "difference"))
         check_choice("compat", self.compat, (None, "reference"))
-
-
-class Measurements(NamedTuple):
-    """What is known of the gradients of all parameter groups together.
-
-    Attributes:
-        gain: Steps at the reference batch size that one of the last batch size is
-            worth, by what is known now.
-        noise_scale: tr Sigma / |G|^2, in samples.
-        efficiency: Progress per sample, against the reference batch size.
-        progress: Steps at the reference batch size that training is worth so far.
-        variance: tr Sigma of one sample.
-        square: |G|^2.
-        norm_factor: The noise scale of all parameters over that of the normalisation
-            layers' weights, which is in the numbers already; one as long as the two
-            have not been measured together. See `NoiseMeter.estimator`.
-    """
-
-    gain: float
-    noise_scale: float
-    efficiency: float
-    progress: float
-    variance: float
-    square: float
-    norm_factor: float = 1.0
 
 
 class NoiseMeter:
@@ -337,32 +313,17 @@ class NoiseMeter:
 
     def measure(self) -> Measurements:
         """Returns everything at once, with a single read of the device."""
-        whole, differences, norm_layers = self._read_all()
-        statistics = self._best(whole, differences, norm_layers)
-        overall = estimators.overall(estimators.unbiased(statistics))
-        variance, square = overall[:2, 0].tolist()
-        factor = noise_factor(norm_layers, estimators.overall(whole)).item()
-        return Measurements(
-            norm_factor=1.0 if math.isnan(factor) else factor,
-            gain=self._gains_of(overall, None)[0],
-            noise_scale=estimators.noise_scale(variance, square),
-            efficiency=self._efficiency(overall, None),
-            progress=self.last_read_progress,
-            variance=variance,
-            square=square,
-        )
+        reading = self._read()
+        return reading.measure(self.last_read_progress)
 
     def gain(self, batch_size: float | None = None) -> float:
         """Returns the overall gain of a batch size; default: the last update's."""
-        return self._gains_of(estimators.overall(self._read()), batch_size)[0]
+        return self._read().gain(batch_size)
 
     def lr_factors(self, batch_size: float | None = None) -> tuple[float, ...]:
         """Returns what multiplies the learning rate of each parameter group."""
-        statistics = self._read()
-        if not self.options.per_group:
-            statistics = estimators.overall(statistics)
-        statistics = statistics.expand(-1, len(self._squares))
-        gains = self._gains_of(statistics, batch_size)
+        num_groups, per_group = len(self._squares), self.options.per_group
+        gains = self._read().gains(batch_size, num_groups, per_group)
         return tuple(gain * self._lr_factor for gain in gains)
 
     def noise_scale(self) -> float:
@@ -371,7 +332,7 @@ class NoiseMeter:
 
     def efficiency(self, batch_size: float | None = None) -> float:
         """Returns progress per sample over the reference's; NaN if unknown."""
-        return self._efficiency(estimators.overall(self._read()), batch_size)
+        return self._read().efficiency(batch_size)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns averages and progress, on the CPU: a few numbers per group."""
@@ -458,58 +419,25 @@ class NoiseMeter:
 
     def _statistics(self) -> torch.Tensor:
         """Returns the best statistics on the device: ``(3, G)``, or ``(3, 1)``."""
-        if not (self._compares or self._norm_layers.in_use):
+        norm_layers = self._norm_layers
+        if not (self._compares or norm_layers.in_use):
             return self._averages
-        return self._best(
-            self._averages, self._differences.averages, self._norm_layers.state()
-        )
+        state = norm_layers.state() if norm_layers.in_use else None
+        return best_statistics(self._averages, self._differences.averages, state)
 
-    def _best(
-        self, whole: torch.Tensor, differences: torch.Tensor, norm_layers: torch.Tensor
-    ) -> torch.Tensor:
-        if not self._norm_layers.in_use:
-            return estimators.best(whole, differences)
-        overall = estimators.overall(whole)
-        return estimators.best(of_model(norm_layers, overall), overall)
-
-    def _read(self) -> torch.Tensor:
-        """Returns the best statistics on the CPU, float64."""
-        return self._best(*self._read_all())
-
-    def _read_all(self) -> list[torch.Tensor]:
+    def _read(self) -> Reading:
+        """Reads the device."""
         state = self.state_dict()
-        found = [state[name].double() for name in _STATE[:3]]
-        self.estimator = self._name_of_best(*found)
-        return found
-
-    def _name_of_best(
-        self, whole: torch.Tensor, differences: torch.Tensor, norm_layers: torch.Tensor
-    ) -> str:
-        """Returns the name of the estimator whose numbers `_best` returns."""
-        if self._norm_layers.in_use and norm_layers[2] > 0:
-            factor = noise_factor(norm_layers, estimators.overall(whole))
-            return f"norm layers{', factor unknown' if factor.isnan() else ''}"
-        if (whole[2] > 0).any():
-            return "minibatches"
-        return "differences" if (differences[2] > 0).any() else "nothing"
-
-    def _gains_of(
-        self, statistics: torch.Tensor, batch_size: float | None
-    ) -> list[float]:
-        ratio = torch.tensor([self._ratio(batch_size)], dtype=statistics.dtype)
-        return estimators.gain(statistics, ratio, self._base).tolist()
-
-    def _efficiency(self, overall: torch.Tensor, batch_size: float | None) -> float:
-        if not (overall[:2] > 0).any():
-            return math.nan
-        gain = self._gains_of(overall, batch_size)[0]
-        return estimators.efficiency(gain, self._ratio(batch_size))
-
-    def _ratio(self, batch_size: float | None) -> float:
-        batch_size = self._batch_size if batch_size is None else batch_size
-        if not batch_size > 0:
-            raise ValueError(f"batch_size must be > 0, got {batch_size!r}")
-        return batch_size / self._base
+        whole, differences, layers = (state[name].double() for name in _STATE[:3])
+        reading = Reading(
+            whole,
+            differences,
+            layers if self._norm_layers.in_use else None,
+            batch_size=state["batch_size"].item(),
+            base=self._base,
+        )
+        self.estimator = reading.estimator
+        return reading
 
     def _add_groups(self, num_new: int) -> None:
         """Makes room for new parameter groups, of which nothing is known."""

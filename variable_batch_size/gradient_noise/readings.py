@@ -1,0 +1,134 @@
+"""What is known of gradient noise once the device has been read: pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from variable_batch_size.gradient_noise import estimators
+from variable_batch_size.gradient_noise.norm_layers import noise_factor, of_model
+
+
+class Measurements(NamedTuple):
+    """What is known of the gradients of all parameter groups together.
+
+    Attributes:
+        gain: Steps at the reference batch size that one of the last batch size is
+            worth, by what is known now.
+        noise_scale: tr Sigma / |G|^2, in samples.
+        efficiency: Progress per sample, against the reference batch size.
+        progress: Steps at the reference batch size that training is worth so far.
+        variance: tr Sigma of one sample.
+        square: |G|^2.
+        norm_factor: The noise scale of all parameters over that of the normalisation
+            layers' weights, which is in the numbers already; one as long as the two
+            have not been measured together. See `NoiseMeter.estimator`.
+    """
+
+    gain: float
+    noise_scale: float
+    efficiency: float
+    progress: float
+    variance: float
+    square: float
+    norm_factor: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """The averages of a meter, on the CPU in float64, and what follows from them.
+
+    Attributes:
+        whole, differences: ``(3, G)``: the statistics of all parameters, by a step's
+            minibatches and by differences between steps.
+        norm_layers: ``(6, 1)``: `NormLayerNoise.state`; None where it is not in use.
+        batch_size: That of the last update.
+        base: The batch size whose gain is one.
+    """
+
+    whole: Tensor
+    differences: Tensor
+    norm_layers: Tensor | None
+    batch_size: float
+    base: float
+
+    @property
+    def estimator(self) -> str:
+        """Whose numbers these are; see `NoiseMeter`."""
+        if self.norm_layers is not None and self.norm_layers[2] > 0:
+            unknown = math.isnan(self._norm_factor(self.norm_layers))
+            return f"norm layers{', factor unknown' if unknown else ''}"
+        if (self.whole[2] > 0).any():
+            return "minibatches"
+        return "differences" if (self.differences[2] > 0).any() else "nothing"
+
+    def measure(self, progress: float) -> Measurements:
+        """Returns everything at once."""
+        overall = estimators.overall(estimators.unbiased(self._best))
+        variance, square = overall[:2, 0].tolist()
+        layers = self.norm_layers
+        factor = math.nan if layers is None else self._norm_factor(layers)
+        return Measurements(
+            norm_factor=1.0 if math.isnan(factor) else factor,
+            gain=self._gains_of(overall, None)[0],
+            noise_scale=estimators.noise_scale(variance, square),
+            efficiency=self._efficiency_of(overall, None),
+            progress=progress,
+            variance=variance,
+            square=square,
+        )
+
+    def gain(self, batch_size: float | None) -> float:
+        """Returns the overall gain of a batch size; None: the last update's."""
+        return self._gains_of(estimators.overall(self._best), batch_size)[0]
+
+    def gains(
+        self, batch_size: float | None, num_groups: int, per_group: bool
+    ) -> list[float]:
+        """Returns the gain of each parameter group: its own, or the overall one."""
+        statistics = self._best if per_group else estimators.overall(self._best)
+        return self._gains_of(statistics.expand(-1, num_groups), batch_size)
+
+    def efficiency(self, batch_size: float | None) -> float:
+        """Returns progress per sample over the reference's; NaN if unknown."""
+        return self._efficiency_of(estimators.overall(self._best), batch_size)
+
+    @property
+    def _best(self) -> Tensor:
+        return best_statistics(self.whole, self.differences, self.norm_layers)
+
+    def _norm_factor(self, norm_layers: Tensor) -> float:
+        return noise_factor(norm_layers, estimators.overall(self.whole)).item()
+
+    def _gains_of(self, statistics: Tensor, batch_size: float | None) -> list[float]:
+        ratio = torch.tensor([self._ratio(batch_size)], dtype=statistics.dtype)
+        return estimators.gain(statistics, ratio, self.base).tolist()
+
+    def _efficiency_of(self, overall: Tensor, batch_size: float | None) -> float:
+        if not (overall[:2] > 0).any():
+            return math.nan
+        gain = self._gains_of(overall, batch_size)[0]
+        return estimators.efficiency(gain, self._ratio(batch_size))
+
+    def _ratio(self, batch_size: float | None) -> float:
+        batch_size = self.batch_size if batch_size is None else batch_size
+        if not batch_size > 0:
+            raise ValueError(f"batch_size must be > 0, got {batch_size!r}")
+        return batch_size / self.base
+
+
+def best_statistics(
+    whole: Tensor, differences: Tensor, norm_layers: Tensor | None
+) -> Tensor:
+    """Returns the statistics of the best estimator: ``(3, G)``, or ``(3, 1)``.
+
+    The arguments are those of `Reading`, on any device.
+    """
+    if norm_layers is None:
+        return estimators.best(whole, differences)
+    overall = estimators.overall(whole)
+    return estimators.best(of_model(norm_layers, overall), overall)
