@@ -16,7 +16,6 @@ import functools
 import hashlib
 import logging
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,38 +32,22 @@ import xla_replica
 from variable_batch_size.checkpoint.save_and_stop import agreed_request
 from variable_batch_size.data.sampler import CustomSampler, OrderProvider
 from variable_batch_size.gradient_noise.meter import NoiseOptions
+from variable_batch_size.integrations import hugging_face_checks as checks
 from variable_batch_size.integrations.hugging_face_steps import (
     Minibatches,
     StepOptimizer,
     StepSampler,
 )
-from variable_batch_size.integrations.refusals import HUGGING_FACE
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.rules.rule import Rule
 from variable_batch_size.step.attached import Update
 from variable_batch_size.traces.batch_trace import TraceSource
-from xla_replica import Replica
 from xla_replica.stopping import listening
 
 logger = logging.getLogger(__name__)
 
 # After how many updates every process of an accelerator looks for requests to stop.
 LOOK_EVERY = 100
-
-# Methods of the trainer that are overridden and not public.
-_OVERRIDDEN = (
-    "_clip_grad_norm",
-    "_finalize_training",
-    "_get_grad_norm",
-    "_get_num_items_in_batch",
-    "_init_training_state",
-    "_load_rng_state",
-    "_maybe_log_save_evaluate",
-    "_run_epoch",
-    "_save_checkpoint",
-    "_save_rng_state",
-    "_wrap_model",
-)
 
 
 class ElasticTrainer(Trainer):
@@ -119,20 +102,20 @@ class ElasticTrainer(Trainer):
         on_end: str = "stop",
         **options: Any,
     ) -> None:
-        _check_library()
+        checks.check_library()
         if args is None:
             raise TypeError(
                 "ElasticTrainer needs args=TrainingArguments(...), whose "
                 "per_device_train_batch_size is the size of a minibatch"
             )
-        _check_arguments(args)
+        checks.check_arguments(args)
         args = copy.copy(args)  # what is changed below is not the caller's
         args.average_tokens_across_devices = False  # the optimizer does
         args.device  # noqa: B018 (joins the process group, where torchrun has started)
         self.replica = xla_replica.current()
-        _tell_accelerate(args, self.replica)
+        checks.tell_accelerate(args, self.replica)
         super().__init__(model, args, *others, **options)
-        self._check_trainer()
+        checks.check_trainer(self)
         config = getattr(self.model, "config", None)
         if not getattr(config, "is_encoder_decoder", False):
             # Models that fall back to this loss, as GPT-2 does, shift labels too.
@@ -157,32 +140,6 @@ class ElasticTrainer(Trainer):
         self._begun = False
         self._update: Update | None = None
         self._num_items: torch.Tensor | None = None  # within `training_step`
-
-    def _check_trainer(self) -> None:
-        """Raises unless the trainer that was built is one that can be elastic."""
-        if self.accelerator.scaler is not None:  # accelerate launch
-            raise ValueError(f"fp16: {HUGGING_FACE['fp16'][1]}")
-        for is_enabled, name in (
-            (self.is_fsdp_enabled, "fsdp"),
-            (self.is_deepspeed_enabled, "deepspeed"),
-        ):
-            if is_enabled:
-                raise ValueError(f"{name}: {HUGGING_FACE[name][1]}")
-        if self.is_model_parallel or self.is_distributed_loading_by_transformers:
-            raise ValueError(
-                "the model is spread over devices (device_map, DistributedConfig): "
-                "load it without them; every process must have a whole model"
-            )
-        if isinstance(self.optimizer, ElasticOptimizer):
-            raise TypeError(
-                "optimizers=: pass a torch optimizer; ElasticTrainer wraps it"
-            )
-        dataset = self.train_dataset
-        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-            raise TypeError(
-                f"train_dataset={dataset!r} has no length or no indices, and a trace "
-                "is dealt from a dataset that has both"
-            )
 
     # --- data and steps -------------------------------------------------------------
 
@@ -475,59 +432,6 @@ class ElasticTrainer(Trainer):
             return
         digest = hashlib.sha256(Path(checkpoint, found[0]).read_bytes()).digest()
         set_seed((int.from_bytes(digest[:4], "little") + rank) % 2**32)
-
-
-def _check_library() -> None:
-    """Raises ImportError if this trainer cannot be made elastic."""
-    missing = [name for name in _OVERRIDDEN if not hasattr(Trainer, name)]
-    if missing:
-        raise ImportError(
-            "ElasticTrainer is written for transformers 5.23, and the Trainer of this "
-            f"version has no {', '.join(missing)}: pip install transformers==5.23.0"
-        )
-
-
-def _check_arguments(args: TrainingArguments) -> None:
-    """Raises ValueError or TypeError if a trainer's argument would break the run."""
-    for name, (is_wrong, remedy) in HUGGING_FACE.items():
-        if is_wrong(args):
-            raise ValueError(
-                f"TrainingArguments({name}={getattr(args, name)!r}) does not work with "
-                f"ElasticTrainer: {remedy}"
-            )
-    if args.device.type == "xla":
-        raise TypeError(
-            "on XLA devices Accelerate's optimizer sums gradients itself: write a loop "
-            "with ElasticOptimizer, or use an environment in which the trainer finds "
-            "none"
-        )
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"this process sees {args.n_gpu} GPUs, which the trainer would use through "
-            "DataParallel: start one process for each, by torchrun or "
-            "xla_replica.launch"
-        )
-
-
-def _tell_accelerate(args: TrainingArguments, replica: Replica) -> None:
-    """Makes Accelerate find the process group that `xla_replica.launch` has joined.
-
-    Raises ValueError if the trainer would run elsewhere, or on its own.
-    """
-    if args.world_size == 1 and replica.num_replicas > 1:
-        rank, number = str(replica.rank), str(replica.num_replicas)
-        os.environ |= {"RANK": rank, "WORLD_SIZE": number}
-        os.environ.setdefault("LOCAL_RANK", rank)  # launch starts them on one host
-        os.environ.setdefault("LOCAL_WORLD_SIZE", number)
-        vars(args).pop("_setup_devices")
-    there = args.device.type, args.world_size, args.process_index
-    here = replica.device.type, replica.num_replicas, replica.rank
-    if there != here:
-        raise ValueError(
-            f"the trainer would run on {there[0]} as process {there[2]} of {there[1]}, "
-            f"but this is {replica}: on a CPU pass TrainingArguments(use_cpu=True), "
-            "and start processes by torchrun or xla_replica.launch"
-        )
 
 
 def _number_of(folder: Path) -> int:

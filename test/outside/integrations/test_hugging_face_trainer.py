@@ -166,13 +166,13 @@ def test_several_gpus_in_a_process_and_no_arguments_are_refused(tmp_path):
 def test_a_version_without_the_methods_and_xla_devices_are_refused(
     tmp_path, monkeypatch
 ):
-    from variable_batch_size.integrations import hugging_face
+    from variable_batch_size.integrations import hugging_face_checks
 
     arguments = runs.arguments(tmp_path)
     vars(arguments)["_setup_devices"] = torch.device("xla")
     with pytest.raises(TypeError, match="on XLA devices"):
         runs.exact_trainer(tmp_path, args=arguments)
-    monkeypatch.setattr(hugging_face, "_OVERRIDDEN", ("_gone",))
+    monkeypatch.setattr(hugging_face_checks, "_OVERRIDDEN", ("_gone",))
     with pytest.raises(ImportError, match="has no _gone"):
         runs.exact_trainer(tmp_path)
 
