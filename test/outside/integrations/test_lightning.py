@@ -1,81 +1,40 @@
-"""Lightning trains under a trace: on any processes, killed, resumed, and refused."""
+"""Lightning trains under a trace: on any processes, killed and resumed."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
 import signal
-import types
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
-from support.outside import package
-from support.variable_batch_size.elastic import OPTIMIZERS, Case, batches, make
+from support.variable_batch_size.elastic import OPTIMIZERS, batches, make
+from support.variable_batch_size.lightning_runs import (
+    CASE,
+    DECAY,
+    MILESTONES,
+    ElasticStrategy,
+    Module,
+    Samples,
+    Small,
+    lightning,
+    loader_of,
+    sampler_of,
+    small_fit,
+    trainer_of,
+)
 from support.variable_batch_size.resuming import loss_of
 from support.xla_replica.replicas import Backend
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import variable_batch_size as vbs
 import xla_replica
-from tools.outside import models
 from xla_replica import ReplicaError
 
-if importlib.util.find_spec("lightning"):
-    models.import_torchvision()
-lightning = package("lightning.pytorch")
-from variable_batch_size.integrations.lightning import ElasticStrategy  # noqa: E402
-
 pytestmark = [pytest.mark.outside, pytest.mark.filterwarnings("ignore")]
-
-# Two epochs of different numbers of steps, of 1 to 9 minibatches: some replicas are
-# idle in some steps, the first and the last of an epoch among them.
-CASE = Case((4, 36, 8, 4, 12, 32, 20, 4, 48, 40, 4), 2, "sgd-heavy-ball", exact=True)
-DECAY = 2**-3
-MILESTONES = (4, 9)
-
-
-class Samples(torch.utils.data.Dataset):
-    """Samples that say which they are."""
-
-    def __init__(self, case: Case = CASE) -> None:
-        _, self.inputs, self.targets = make(case)
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, number: int):
-        return number, self.inputs[number], self.targets[number]
-
-
-class Module(lightning.LightningModule):
-    """What a user writes; ``told`` is called with the samples of every minibatch."""
-
-    def __init__(self, told=lambda *_: None) -> None:
-        super().__init__()
-        self.model, _, _ = make(CASE)
-        self.told = told
-
-    def training_step(self, batch, batch_idx):
-        numbers, x, y = batch
-        loss = loss_of(self.model, x, y)
-        self.told(self.trainer.global_step, loss.item(), numbers.tolist())
-        self.log("train", loss, on_step=False, on_epoch=True, sync_dist=True)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        _, x, y = batch
-        self.log("val", ((self.model(x)[:, 0] - y) ** 2).mean(), sync_dist=True)
-
-    def configure_optimizers(self):
-        optimizer = OPTIMIZERS[CASE.optimizer](self.parameters(), CASE.lr)
-        decay = torch.optim.lr_scheduler.MultiStepLR(optimizer, MILESTONES, DECAY)
-        return [optimizer], [{"scheduler": decay, "interval": "step"}]
 
 
 class Seen(lightning.Callback):
@@ -98,26 +57,6 @@ class Seen(lightning.Callback):
 
     def on_validation_end(self, trainer, module):
         self.validated.append(trainer.global_step)
-
-
-def loader_of(sampler: vbs.CustomSampler, **options: Any):
-    return torch.utils.data.DataLoader(Samples(), batch_sampler=sampler, **options)
-
-
-def sampler_of() -> vbs.CustomSampler:
-    return vbs.CustomSampler(
-        Samples(), CASE.trace, minibatch_size=CASE.minibatch_size, on_end="cycle",
-        verbose=False,
-    )  # fmt: skip
-
-
-def trainer_of(strategy: ElasticStrategy, **options: Any):
-    defaults = {"logger": False, "enable_checkpointing": False}
-    options = {"max_epochs": CASE.epochs, **defaults, **options}
-    return lightning.Trainer(
-        strategy=strategy, accelerator="cpu", enable_progress_bar=False,
-        enable_model_summary=False, **options,
-    )  # fmt: skip
 
 
 def fit(
@@ -323,34 +262,6 @@ def test_it_takes_a_checkpoint_at_the_end_of_an_epoch(tmp_path):
 # --- other promises -----------------------------------------------------------------
 
 
-class Small(lightning.LightningModule):
-    """One weight, whose gradients are chosen; ``options`` go to the trainer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-
-    def training_step(self, batch, batch_idx):
-        return self.weight * batch.float().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 1.0)
-
-
-def small_fit(
-    module, trace=(4, 12, 8), num_samples: int = 24, options: Any = None, **trainer: Any
-) -> Any:
-    """Returns the trainer after the one epoch of the trace; minibatches of four."""
-    sampler = vbs.CustomSampler(
-        range(num_samples), list(trace), minibatch_size=4, verbose=False
-    )
-    strategy = ElasticStrategy(sampler, "constant", **(options or {}))
-    loader = torch.utils.data.DataLoader(range(num_samples), batch_sampler=sampler)
-    result = trainer_of(strategy, **trainer)
-    result.fit(module, loader)
-    return result
-
-
 class Weighted(Small):
     """Its minibatches' losses are sums of as many tokens as their first sample says."""
 
@@ -396,109 +307,12 @@ def test_mixed_precision_in_bfloat16():
     small_fit(Mixed(), precision="bf16-mixed")
 
 
-class Hooked(Small):
-    def on_before_batch_transfer(self, batch, dataloader_idx):
-        return batch
-
-
-class Manual(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-class Skips(Small):
-    def training_step(self, batch, batch_idx):
-        return None
-
-
 class Wrapped(Small):
     """Wraps a part of itself as users of several processes do."""
 
     def configure_optimizers(self):
         self.inner = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
         return torch.optim.SGD([self.weight, *self.inner.parameters()], 1.0)
-
-
-def refusals() -> dict[str, tuple[type[Small], dict[str, Any], str]]:
-    """Returns modules and options for the trainer, and what must be said."""
-    callbacks = lightning.callbacks
-    scaled = lightning.plugins.MixedPrecision(
-        "16-mixed", "cpu", torch.amp.GradScaler("cpu")
-    )
-    accumulates = callbacks.GradientAccumulationScheduler({0: 2})
-    return {
-        "accumulation": (Small, {"accumulate_grad_batches": 2}, "the trace says"),
-        "accumulation later": (Small, {"callbacks": [accumulates]}, "the trace says"),
-        "clipping": (Small, {"gradient_clip_val": 1.0}, "pass max_grad_norm="),
-        "scaling": (Small, {"plugins": [scaled]}, "use 'bf16-mixed'"),
-        "manual": (Manual, {}, "let training_step return the loss"),
-        "limit": (Small, {"limit_train_batches": 2}, "shorten the trace"),
-        "overfit": (Small, {"overfit_batches": 1}, "replaces the sampler"),
-        "batchnorm": (Small, {"sync_batchnorm": True}, "statistics are averaged"),
-        "hook": (Hooked, {}, "use on_after_batch_transfer"),
-        "devices": (Small, {"devices": 2}, "start the processes with torchrun"),
-        "skipped": (Skips, {}, "A minibatch cannot be skipped"),
-    }
-
-
-@pytest.mark.parametrize("name", refusals())
-def test_what_would_break_a_promise_is_refused(name):
-    module, options, message = refusals()[name]
-    with pytest.raises((ValueError, TypeError), match=message):
-        small_fit(module(), **options)
-
-
-def fit_sharded(rank: int) -> None:
-    """Fits a module that shards itself where Lightning's pages say so."""
-
-    class Sharded(Module):
-        def configure_model(self):
-            mesh = init_device_mesh("cpu", (xla_replica.current().num_replicas,))
-            fully_shard(self.model, mesh=mesh)
-
-    sampler = sampler_of()
-    trainer = trainer_of(ElasticStrategy(sampler, CASE.rule, CASE.ref_batchsize))
-    message = "fully_shard has sharded.*write a loop with ElasticOptimizer"
-    with pytest.raises(ValueError, match=message):
-        trainer.fit(Sharded(), loader_of(sampler))
-
-
-def test_sharded_models_are_refused():
-    Backend("cpu", 2).run(fit_sharded)
-
-
-def test_replicas_on_xla_are_refused(monkeypatch):
-    sampler = vbs.CustomSampler(range(8), [4, 4], minibatch_size=4, verbose=False)
-    lazy = types.SimpleNamespace(is_lazy=True)
-    monkeypatch.setattr(xla_replica, "current", lambda: lazy)
-    with pytest.raises(ValueError, match="replicas that are processes on CPUs or GPUs"):
-        ElasticStrategy(sampler)
-
-
-def test_batches_of_another_sampler_are_refused():
-    sampler = vbs.CustomSampler(range(8), [4, 4], minibatch_size=4, verbose=False)
-    trainer = trainer_of(ElasticStrategy(sampler, "constant"))
-    with pytest.raises(ValueError, match="that the strategy's sampler has not dealt"):
-        trainer.fit(Small(), torch.utils.data.DataLoader(range(8), batch_size=4))
-
-
-@pytest.mark.parametrize(("every", "says"), [(2, "at batch 2"), (None, "epoch 1")])
-def test_a_checkpoint_of_another_strategy_is_refused(tmp_path, every, says):
-    loader = torch.utils.data.DataLoader(range(24), batch_size=8)
-    saves = lightning.callbacks.ModelCheckpoint(
-        tmp_path, "plain", every_n_train_steps=every
-    )
-    plain = lightning.Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[saves],
-    )  # fmt: skip
-    plain.fit(Small(), loader)
-    sampler = vbs.CustomSampler(range(24), [8] * 6, minibatch_size=4, verbose=False)
-    trainer = trainer_of(ElasticStrategy(sampler, "constant"))
-    loader = torch.utils.data.DataLoader(range(24), batch_sampler=sampler)
-    with pytest.raises(ValueError, match=says):
-        trainer.fit(Small(), loader, ckpt_path=tmp_path / "plain.ckpt")
 
 
 def test_a_run_that_max_steps_has_ended_goes_on(tmp_path):
@@ -520,20 +334,6 @@ def test_a_run_that_max_steps_has_ended_goes_on(tmp_path):
     )
     trainer.fit(whole, loader_of(sampler))
     assert all(map(torch.equal, module.parameters(), whole.parameters()))
-
-
-def test_a_controller_within_an_epoch_is_refused():
-    class Changes(lightning.Callback):
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            trainer.strategy.optimizer.change_batch_size(8)
-
-    sampler = vbs.CustomSampler(
-        range(24), [4], minibatch_size=4, on_end="hold", verbose=False
-    )
-    loader = torch.utils.data.DataLoader(range(24), batch_sampler=sampler)
-    trainer = trainer_of(ElasticStrategy(sampler, "constant"), callbacks=[Changes()])
-    with pytest.raises(ValueError, match="batch sizes changed within an epoch"):
-        trainer.fit(Small(), loader)
 
 
 class Normalised(Small):
