@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import variable_batch_size as vbs
 import xla_replica
-from support.variable_batch_size.elastic import OPTIMIZERS, Case, make, sampler_of
+from support.variable_batch_size.elastic import Case, make, optimizer_of, sampler_of
 from support.variable_batch_size.resuming import loss_of
 
 # Steps of 1 to 9 minibatches, three epochs of 8 or 9 steps.
@@ -31,11 +31,8 @@ class Training:
         self.model = nn.Sequential(nn.Dropout(dropout), model).to(self.replica.device)
         self.replica.seed(5)
         self.sampler = sampler_of(case, self.inputs)
-        inner = OPTIMIZERS[case.optimizer](self.model.parameters(), case.lr)
-        self.optimizer = vbs.ElasticOptimizer(
-            inner, self.sampler, case.rule, case.ref_batchsize
-        )
-        scheduler = CosineAnnealingLR(inner, 30)
+        self.optimizer = optimizer_of(case, self.model.parameters(), self.sampler)
+        scheduler = CosineAnnealingLR(self.optimizer.inner, 30)
         self.optimizer.attach(scheduler)
         self.updates: list[int] = []
         self.optimizer.attach(lambda update: self.updates.append(update.step))

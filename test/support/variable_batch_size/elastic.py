@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -78,7 +79,7 @@ def make(case: Case) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     return model, inputs, targets
 
 
-def sampler_of(case: Case, inputs: torch.Tensor) -> vbs.CustomSampler:
+def sampler_of(case: Case, inputs: torch.Tensor, **options: Any) -> vbs.CustomSampler:
     """Returns the sampler of a case, on the replica that it is called in."""
     return vbs.CustomSampler(
         inputs,
@@ -86,7 +87,17 @@ def sampler_of(case: Case, inputs: torch.Tensor) -> vbs.CustomSampler:
         minibatch_size=case.minibatch_size,
         on_end="cycle",
         verbose=False,
+        **options,
     )
+
+
+def optimizer_of(
+    case: Case, parameters: Iterable[Any], sampler: vbs.CustomSampler, **options: Any
+) -> vbs.ElasticOptimizer:
+    """Returns the elastic optimizer of a case; ``options`` go before the case's."""
+    own = {"ref_batchsize": case.ref_batchsize, "max_grad_norm": case.max_grad_norm}
+    inner = OPTIMIZERS[case.optimizer](parameters, case.lr)
+    return vbs.ElasticOptimizer(inner, sampler, case.rule, **own | options)
 
 
 def loss_of(
@@ -106,13 +117,7 @@ def elastic_run(
     model, inputs, targets = make(case)
     model.to(replica.device)
     sampler = sampler_of(case, inputs)
-    optimizer = vbs.ElasticOptimizer(
-        OPTIMIZERS[case.optimizer](model.parameters(), case.lr),
-        sampler,
-        case.rule,
-        case.ref_batchsize,
-        max_grad_norm=case.max_grad_norm,
-    )
+    optimizer = optimizer_of(case, model.parameters(), sampler)
     updates: list[vbs.Update] = []
     optimizer.attach(updates.append)
     returned = 0

@@ -10,7 +10,7 @@ from torch import nn
 
 import variable_batch_size as vbs
 import xla_replica
-from support.variable_batch_size.elastic import OPTIMIZERS, Case, make, sampler_of
+from support.variable_batch_size.elastic import Case, make, optimizer_of, sampler_of
 
 # Two epochs of 32 minibatches, in steps of 1 to 9: some steps have idle replicas, the
 # first and last of an epoch among them, and some have several substeps.
@@ -33,12 +33,7 @@ def run(
     model, inputs, targets = make(case)
     model.to(replica.device)
     sampler = sampler_of(case, inputs)
-    optimizer = vbs.ElasticOptimizer(
-        OPTIMIZERS[case.optimizer](model.parameters(), case.lr),
-        sampler,
-        case.rule,
-        case.ref_batchsize,
-    )
+    optimizer = optimizer_of(case, model.parameters(), sampler)
     if schedule is not None:
         decay = torch.optim.lr_scheduler.ExponentialLR(optimizer.inner, 0.9)
         optimizer.attach(decay, *schedule)

@@ -10,8 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import variable_batch_size as vbs
-from support.variable_batch_size.elastic import OPTIMIZERS, Case, sampler_of
+from support.variable_batch_size.elastic import Case, optimizer_of, sampler_of
 
 # Steps of 1 to 9 minibatches.
 TRACE = (4, 36, 8, 4, 12, 32, 20, 4)
@@ -84,13 +83,10 @@ class Training:
         self.inputs, self.targets = data(case)
         self.sampler = sampler_of(case, self.inputs)
         self.is_sum = options.get("reduction") == "sum"
-        self.optimizer = vbs.ElasticOptimizer(
-            OPTIMIZERS[case.optimizer](self.model.groups(), case.lr),
-            self.sampler,
-            case.rule,
-            None if self.is_sum else case.ref_batchsize,
-            max_grad_norm=case.max_grad_norm,
-            **options,
+        if self.is_sum:
+            options["ref_batchsize"] = None
+        self.optimizer = optimizer_of(
+            case, self.model.groups(), self.sampler, **options
         )
         self.num_samples = 0
 

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from support.variable_batch_size.elastic import (
-    OPTIMIZERS,
     Case,
     large_batch_run,
     loss_of,
     make,
+    optimizer_of,
+    sampler_of,
 )
 from support.variable_batch_size.reports import Writer
 from support.xla_replica.replicas import row
@@ -37,15 +38,9 @@ class Training:
         self.replica, self.case = xla_replica.current(), case
         self.model, self.inputs, self.targets = make(case)
         self.model.to(self.replica.device)
-        self.sampler = vbs.CustomSampler(
-            self.inputs, case.trace, minibatch_size=4, on_end="cycle", verbose=False
-        )
-        self.optimizer = vbs.ElasticOptimizer(
-            OPTIMIZERS[case.optimizer](self.model.parameters(), case.lr),
-            self.sampler,
-            case.rule,
-            case.ref_batchsize,
-            **options,
+        self.sampler = sampler_of(case, self.inputs)
+        self.optimizer = optimizer_of(
+            case, self.model.parameters(), self.sampler, **options
         )
         self.log = None
         self.sent: list[tuple[int, dict[str, float]]] = []  # to a sink

@@ -10,6 +10,7 @@ from support.variable_batch_size.elastic import (
     batches,
     loss_of,
     make,
+    optimizer_of,
     sampler_of,
 )
 from support.xla_replica.replicas import HAS_XLA, Backend, row
@@ -30,11 +31,8 @@ def run(rank: int) -> dict[str, object]:
     model, inputs, targets = make(CASE)
     model.to(replica.device)
     sampler = sampler_of(CASE, inputs)
-    inner = OPTIMIZERS[CASE.optimizer](model.parameters(), CASE.lr)
-    optimizer = vbs.ElasticOptimizer(
-        inner, sampler, CASE.rule, CASE.ref_batchsize, lockstep=True
-    )
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, DECAY)
+    optimizer = optimizer_of(CASE, model.parameters(), sampler, lockstep=True)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer.inner, DECAY)
     met = []
     for epoch in range(CASE.epochs):
         sampler.set_epoch(epoch)

@@ -11,7 +11,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from support.variable_batch_size.elastic import OPTIMIZERS, make
+from support.variable_batch_size.elastic import (
+    OPTIMIZERS,
+    make,
+    optimizer_of,
+    sampler_of,
+)
 from support.variable_batch_size.elastic import Case as ElasticCase
 from support.xla_replica.replicas import HAS_XLA, row
 from torch import nn
@@ -55,22 +60,9 @@ class Training:
         self.replica = xla_replica.current()
         self.model, self.inputs, self.targets = make(case)
         self.model.to(self.replica.device)
-        self.sampler = vbs.CustomSampler(
-            self.inputs,
-            case.trace,
-            minibatch_size=case.minibatch_size,
-            on_end="cycle",
-            pad_minibatches=pad_minibatches,
-            verbose=False,
-        )
-        reference = {"ref_batchsize": case.ref_batchsize} | options
-        self.optimizer = vbs.ElasticOptimizer(
-            OPTIMIZERS[case.optimizer](self.model.parameters(), case.lr),
-            self.sampler,
-            case.rule,
-            reduction="sum",
-            max_grad_norm=case.max_grad_norm,
-            **reference,
+        self.sampler = sampler_of(case, self.inputs, pad_minibatches=pad_minibatches)
+        self.optimizer = optimizer_of(
+            case, self.model.parameters(), self.sampler, reduction="sum", **options
         )
         self.updates: list[vbs.Update] = []
         self.optimizer.attach(self.updates.append)
