@@ -113,12 +113,12 @@ class Emulator:
         # without which every call would be a new graph.
         pending, sync = self._pending, self._torch_xla.sync
         guard = _CallGuard(
-            lambda: bool(pending[rank]) or own_process.has_own_precision(),
-            sync,
-            self._tracing,
+            lambda: bool(pending[rank]), sync, self._fetching, self._tracing
         )
         # Its further threads read what has been synced, and must not sync beside it.
-        of_others = functools.partial(_CallGuard, bool, sync, self._tracing)
+        of_others = functools.partial(
+            _CallGuard, bool, sync, contextlib.nullcontext, self._tracing
+        )
         device = str(self._torch_xla.device())
         with own_process.replica(device, of_others), guard:
             yield rank
@@ -196,6 +196,21 @@ class Emulator:
 
         return compile_alone
 
+    @contextlib.contextmanager
+    def _fetching(self) -> Iterator[None]:
+        """Surrounds a fetch, which may compile a graph without collectives.
+
+        The lock is not needed for that graph, and fetches run beside each other, unless
+        somebody has set a precision that this graph could take from a peer.
+        """
+        if not own_process.has_own_precision():
+            yield
+            return
+        self._wait(self._xr.global_ordinal())  # cure 3
+        with self._compiling:
+            own_process.put_own_precision()
+            yield
+
     def _check_same_program(
         self, rank: int, here: Round, compiled: bool, collectives: Sequence[Collective]
     ) -> None:
@@ -249,6 +264,8 @@ class _CallGuard(TorchFunctionMode):
     The guard costs little where no collective is pending. It does not see what the
     threads of autograd call: a hook that sums must not fetch.
 
+    ``fetching`` returns what surrounds a call that reads the device. It must not sync
+    because of what peers have done: the graph of a fetch would then depend on them.
     ``tracing`` is held by whoever compiles with torch.compile: torch_xla tells what it
     cannot compile by counting fallbacks of the whole process, and a fetch is one.
     """
@@ -257,22 +274,24 @@ class _CallGuard(TorchFunctionMode):
         self,
         is_pending: Callable[[], bool],
         sync: Callable[[], Any],
+        fetching: Callable[[], AbstractContextManager[Any]],
         tracing: AbstractContextManager[Any],
     ) -> None:
         super().__init__()
-        self._is_pending, self._sync, self._tracing = is_pending, sync, tracing
+        self._is_pending, self._sync = is_pending, sync
+        self._fetching, self._tracing = fetching, tracing
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         del types
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # a graph fetches nothing
             return func(*args, **kwargs)
-        if (func in _FETCHES or func in _MAY_FETCH) and (
-            self._is_pending() and _fetches(func, args, kwargs)
-        ):
-            self._sync()
-        if func in _FETCHES:
-            with self._tracing:
+        if func in _FETCHES or func in _MAY_FETCH:
+            fetches = _fetches(func, args, kwargs)
+            if fetches and self._is_pending():
+                self._sync()
+            traces = self._tracing if func in _FETCHES else contextlib.nullcontext()
+            with traces, self._fetching() if fetches else contextlib.nullcontext():
                 return func(*args, **kwargs)
         # On the device nothing is drawn from the CPU's generator, and a lazy operation
         # that falls back to the host might wait for peers.

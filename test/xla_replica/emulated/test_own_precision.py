@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from tools.tpu.program_checks import CASE_MARK, differences, programs_by_case
 
 pytestmark = [needs_xla, pytest.mark.xla]
 NUM_REPLICAS = 3
+# The replicas are threads of one process.
+_turns = threading.Barrier(NUM_REPLICAS)
 
 
 def products(rank: int, fetches: bool) -> tuple[list[str], list[float]]:
@@ -31,17 +34,22 @@ def products(rank: int, fetches: bool) -> tuple[list[str], list[float]]:
 
     def multiply(matrix: torch.Tensor) -> None:
         product = (matrix @ matrix).sum()
+        pending = matrix + 1  # a fetch of the product alone leaves it out on all replicas
         if not fetches:
             replica.sync()
         values.append(product.item())
         found.append(torch_xla.backends.get_mat_mul_precision())
+        del product
+        replica.sync()
+        del pending
 
     for turn in range(NUM_REPLICAS):
         if turn == NUM_REPLICAS - 1 - rank:
             multiply(sent[0])
             with xla_replica.full_matmul_precision(replica.device):
                 multiply(sent[1])
-        replica.barrier()
+        # Not the replicas' own, which compiles, with the precision before.
+        _turns.wait()
     return found, values
 
 
