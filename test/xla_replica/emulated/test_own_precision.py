@@ -34,7 +34,7 @@ def products(rank: int, fetches: bool) -> tuple[list[str], list[float]]:
 
     def multiply(matrix: torch.Tensor) -> None:
         product = (matrix @ matrix).sum()
-        pending = matrix + 1  # a fetch of the product alone leaves it out on all replicas
+        pending = matrix + 1  # which a fetch of the product leaves out
         if not fetches:
             replica.sync()
         values.append(product.item())
