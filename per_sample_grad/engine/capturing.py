@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
@@ -248,6 +249,7 @@ class Capture:
         losses: torch.Tensor,
         projection: Projection,
         *,
+        out: torch.Tensor | None = None,
         retain_graph: bool = False,
         accumulate: Accumulate | None = None,
     ) -> torch.Tensor:
@@ -259,6 +261,7 @@ class Capture:
         Args:
             losses: ``(B,)``, as for `backward`.
             projection: Of these parameters, and perhaps of others.
+            out: Where to write them, ``(B, k)``, which saves a copy; else a new tensor.
             retain_graph, accumulate: As for `backward`.
 
         Returns:
@@ -267,12 +270,20 @@ class Capture:
 
         Raises:
             PerSampleError: As for `backward`.
-            ValueError: The projection is of other parameters.
+            ValueError: The projection is of other parameters, or ``out`` has another
+                shape.
         """
         shapes = {name: tuple(param.shape) for name, param in self.params.items()}
         check_projected(shapes, projection)
+        names = [name for name in projection.shapes if name in shapes]
+        size = sum(math.prod(projection.kept[name]) for name in names)
+        if out is not None and out.shape != (len(losses), size):
+            raise ValueError(
+                f"project: out must have shape ({len(losses)}, {size}), got "
+                f"{tuple(out.shape)}"
+            )
         saved_by_hooks = self._recorder.saved_by_hooks
-        projecting = Projecting(projection, losses, not saved_by_hooks)
+        projecting = Projecting(projection, losses, names, not saved_by_hooks, out)
         finished = self._run(
             losses,
             projecting.receive,
@@ -282,8 +293,7 @@ class Capture:
             taker=projecting,
         )
         with forms.full_precision(losses.device):
-            names = [name for name in projection.shapes if name in shapes]
-            return projecting.result(names, finished.multiplier)
+            return projecting.result(finished.multiplier)
 
     def _run(
         self,

@@ -67,14 +67,28 @@ class Projecting:
     Args:
         projection: Of all these parameters.
         losses: ``(B,)``.
+        names: The parameters, in the sequence of the projection.
         may_read_saved: Whether nodes may be asked for what operations have saved.
+        out: Where projections are written, ``(B, k)``; None: a tensor of their own.
     """
 
     def __init__(
-        self, projection: Projection, losses: torch.Tensor, may_read_saved: bool
+        self,
+        projection: Projection,
+        losses: torch.Tensor,
+        names: Sequence[str],
+        may_read_saved: bool,
+        out: torch.Tensor | None = None,
     ) -> None:
         self.projection, self._losses = projection, losses
+        self._names, self._out = names, out
         self._may_read_saved = may_read_saved
+        self._places: dict[str, torch.Tensor] = {}
+        if out is not None:
+            sizes = [math.prod(projection.kept[name]) for name in names]
+            self._places = dict(zip(names, out.split(sizes, 1)))
+        # Parameters whose numbers are in their places already.
+        self._placed: set[str] = set()
         self._is_direct = not traits(losses).is_lazy
         # Means and deviations of normalisations, by the node that has saved them.
         self.saved: dict[Node, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -115,7 +129,22 @@ class Projecting:
     def add(self, name: str, numbers: torch.Tensor) -> None:
         """Adds projections ``(B, k1 k2)`` of one use of a parameter."""
         before = self._found.get(name)
-        self._found[name] = numbers if before is None else before + numbers
+        if before is None:
+            self._found[name] = numbers
+        else:
+            out = before if name in self._placed else None
+            self._found[name] = torch.add(before, numbers, out=out)
+
+    def add_outer(self, name: str, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Adds products of ``(B, k1)`` and ``(B, k2)``, in place if they are first."""
+        place = self._places.get(name)
+        if place is None or name in self._found or place.dtype != left.dtype:
+            place = None
+        else:
+            place = place.unflatten(1, (left.shape[1], right.shape[1]))
+            self._placed.add(name)
+        numbers = torch.mul(left.unsqueeze(2), right.unsqueeze(1), out=place)
+        self.add(name, numbers.flatten(1))
 
     def add_vector(self, name: str | None, values: torch.Tensor) -> None:
         """Adds gradients ``(B, n)`` of one use of a vector; None: nobody wants them."""
@@ -123,21 +152,30 @@ class Projecting:
             before = self._vectors.get(name)
             self._vectors[name] = values if before is None else before + values
 
-    def result(self, names: Sequence[str], multiplier: float) -> torch.Tensor:
+    def result(self, multiplier: float) -> torch.Tensor:
         """Returns all projections, ``(B, k)``, parameter after parameter.
 
         What was taken from calls is multiplied by ``multiplier``.
         """
         found = self._found | self.projection.of_vectors(self._vectors)
-        if found.keys() == set(names) and not self._of_factors:
-            rows = torch.cat([found[name] for name in names], 1)
-            return rows if multiplier == 1 else rows.mul_(multiplier)
-        parts = []
-        for name in names:
-            terms = [self._of_factors[name]] if name in self._of_factors else []
-            terms += [found[name] * multiplier] if name in found else []
-            parts.append(forms.summed(terms))
-        return torch.cat(parts, 1)
+        others = self._of_factors  # which are multiplied already
+        if others and multiplier != 1:
+            for name, numbers in found.items():
+                out = numbers if name in self._placed else None
+                found[name] = torch.mul(numbers, multiplier, out=out)
+        for name, numbers in others.items():
+            if name in found:
+                out = found[name] if name in self._placed else None
+                numbers = torch.add(numbers, found[name], out=out)
+            found[name] = numbers
+        if self._out is None:
+            rows = torch.cat([found[name] for name in self._names], 1)
+        else:
+            rows = self._out
+            for name in self._names:
+                if name not in self._placed:
+                    self._places[name].copy_(found[name])
+        return rows if others or multiplier == 1 else rows.mul_(multiplier)
 
 
 def _linear(
@@ -161,8 +199,7 @@ def _linear(
         columns = right if folds.columns is None else folds.columns.along(right, 1)
         if folds.columns_come_first:
             rows, columns = columns, rows
-        numbers = rows.unsqueeze(2) * columns.unsqueeze(1)
-        into.add(weight, numbers.flatten(1))
+        into.add_outer(weight, rows, columns)
         return True
     if folds.columns_come_first:
         few, side, other, rest = folds.columns, right, left, folds.rows

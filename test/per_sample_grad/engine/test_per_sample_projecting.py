@@ -39,6 +39,14 @@ def test_projections_are_those_of_factors(case, share, dtype):
         for param, grad in zip(model.parameters(), ordinary):
             assert (param.grad is None) == (grad is None)
             assert grad is None or param.grad.equal(grad)
+    # Numbers that are written into the columns of another tensor have the same bits.
+    columns = torch.full((len(answers[1]), projection.size + 2), torch.nan)
+    out = columns.to(answers[1].dtype)[:, 1:-1]
+    with psg.capture(model, **case.options) as recorded:
+        losses = case.loss(model, *inputs)
+    placed = recorded.project(losses, projection, out=out, accumulate="mean")
+    assert placed is out
+    assert placed.equal(answers[1])
     with psg.capture(model, **case.options) as recorded:
         losses = case.loss(model, *inputs)
     found = recorded.backward(losses).project(projection)
@@ -127,9 +135,12 @@ def test_no_samples_have_no_projections():
     assert recorded.project(losses, projection).shape == (0, projection.size)
 
 
-def test_the_projection_of_another_model_is_refused():
+def test_another_models_projection_and_other_places_are_refused():
     model = nn.Linear(2, 2)
     with psg.capture(model) as recorded:
         losses = fold(model, torch.ones(1, 2))
     with pytest.raises(ValueError, match=r"weight of shape \(2, 2\) is captured"):
         recorded.project(losses, psg.Projection({"weight": (3, 2), "bias": (2,)}, 5))
+    projection = psg.Projection(parameters_of(model), 6)
+    with pytest.raises(ValueError, match=r"out must have shape \(1, 6\), got \(2, 6\)"):
+        recorded.project(losses, projection, out=torch.zeros(2, 6))
