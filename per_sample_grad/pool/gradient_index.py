@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -11,15 +10,21 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import torch
 
-from per_sample_grad.pool.parts import INDEXED, Parts, read_description
+from per_sample_grad.pool.parts import (
+    INDEXED,
+    Parts,
+    listed,
+    read_description,
+    told_differences,
+)
+from per_sample_grad.pool.writing import write_header
 from xla_replica.common.arguments import (
     check_choice,
     check_flag,
     check_integer,
     check_number,
 )
-from xla_replica.common.differences import differences
-from xla_replica.common.files import write_whole
+from xla_replica.common.files import unfinished_name, write_whole
 
 MEASURES = ("inner_product", "cosine")
 # Begins the names under which a description has each parameter's rows and columns.
@@ -28,7 +33,6 @@ KEPT = "kept."
 _COMPARED = ("size", "seed", "projection version", "kept", "model", "params")
 # Bytes of projections, and of products with them, that are worked on at a time.
 _BLOCK_BYTES = 2**24
-_FEW = 5
 
 
 class SearchResult(NamedTuple):
@@ -216,19 +220,14 @@ class GradientIndex:
 
         ``np.load(path, mmap_mode="r")`` maps it into memory.
         """
-        header = {
-            "descr": np.lib.format.dtype_to_descr(np.dtype(np.float32)),
-            "fortran_order": False,
-            "shape": (len(self), self.size),
-        }
 
         def write(file: BinaryIO) -> Path:
-            np.lib.format.write_array_header_1_0(file, header)
+            write_header(file, (len(self), self.size))
             for _, rows in self._blocks():
                 file.write(rows.tobytes())
             return Path(path)
 
-        write_whole(_unfinished(path), write)
+        write_whole(unfinished_name(Path(path)), write)
 
     def to_parquet(self, path: str | os.PathLike[str]) -> None:
         """Writes the columns ``index`` and ``projection``, a list of ``size`` floats.
@@ -258,7 +257,7 @@ class GradientIndex:
                     writer.write_table(pa.Table.from_arrays(columns, schema=schema))
             return Path(path)
 
-        write_whole(_unfinished(path), write)
+        write_whole(unfinished_name(Path(path)), write)
 
     def _blocks(self, rows: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
         """Yields the first row and the rows of blocks of 16 MiB, or so many rows."""
@@ -281,7 +280,7 @@ class GradientIndex:
         if not skip:
             wrong = rows[~finite]
             raise ValueError(
-                f"the projections of samples {_listed(wrong)} are not finite: the "
+                f"the projections of samples {listed(wrong)} are not finite: the "
                 "model's output, its loss or their gradient is not. Repair that, or "
                 "leave these samples out, as search(..., skip_nan=True) does"
             )
@@ -308,24 +307,22 @@ class GradientIndex:
             )
         wrong = np.flatnonzero(~np.isfinite(queries).all(axis=1))
         if len(wrong):
-            raise ValueError(f"search: queries {_listed(wrong)} are not finite")
+            raise ValueError(f"search: queries {listed(wrong)} are not finite")
         return np.ascontiguousarray(queries, dtype=np.float32)
 
     def _check_same(self, other: GradientIndex) -> None:
         """Raises ValueError unless the other index has the same model and map."""
         names = {**self.description, **other.description}
-        compared = {
-            name: name
+        compared = [
+            name
             for name in names
             if name.partition(".")[0].partition("[")[0] in _COMPARED
-        }
-        found = differences(self.description, other.description, compared)
+        ]
+        found = told_differences(self.description, other.description, compared)
         if found:
-            more = f"; and {len(found) - _FEW} more" if len(found) > _FEW else ""
             raise ValueError(
                 "search: the queries are of another model or projection than the "
-                f"index: {'; '.join(found[:_FEW])}{more}. Index both with the same "
-                "model, params, size and seed"
+                f"index: {found}. Index both with the same model, params, size and seed"
             )
 
 
@@ -389,7 +386,7 @@ def checked_index(parts: Parts, verify: bool) -> GradientIndex:
     if len(missing):
         raise FileNotFoundError(
             f"{parts.folder}: {len(missing)} of {len(parts)} parts are missing "
-            f"({_listed(missing)}). Call index_pool again with this folder, which "
+            f"({listed(missing)}). Call index_pool again with this folder, which "
             "computes what is missing; all replicas must see the same folder"
         )
     damaged = []
@@ -407,7 +404,7 @@ def checked_index(parts: Parts, verify: bool) -> GradientIndex:
     if damaged:
         raise ValueError(
             f"{parts.folder}: {len(damaged)} of {len(parts)} parts are damaged "
-            f"({_listed(damaged)}): their content is not what was written. Call "
+            f"({listed(damaged)}): their content is not what was written. Call "
             "index_pool again with this folder, which computes them again"
         )
     return index
@@ -451,13 +448,3 @@ def _inverse(matrix: torch.Tensor, damping: float) -> torch.Tensor:
         return matrix
     matrix.diagonal().add_(damping * mean)
     return torch.cholesky_inverse(torch.linalg.cholesky(matrix))
-
-
-def _listed(numbers: Sequence[int] | np.ndarray) -> str:
-    shown = ", ".join(str(number) for number in numbers[:_FEW])
-    return f"{shown}, ..." if len(numbers) > _FEW else shown
-
-
-def _unfinished(path: str | os.PathLike[str]) -> Path:
-    whole = Path(path)
-    return whole.with_name(f"{whole.name}.{uuid.uuid4().hex}.tmp")

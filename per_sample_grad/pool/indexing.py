@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from per_sample_grad.engine.capturing import Capture, selected
 from per_sample_grad.factors import projection as projections
-from per_sample_grad.factors.factors import Factors
 from per_sample_grad.factors.projection import Projection
 from per_sample_grad.pool import scores as kinds
 from per_sample_grad.pool.blocks import BlockSource, Split, split_batch
@@ -23,6 +22,9 @@ from xla_replica.common.arguments import check_choice, check_integer
 
 PART_SIZE = 1024
 LABELS = ("given", "pseudo")
+# Counts changes after which the same projections are rounded in another way, so that
+# parts of earlier ones must not be continued.
+VERSION = 2
 
 
 def index_pool(
@@ -99,12 +101,11 @@ def index_pool(
         "size": size,
         "seed": projection.seed,
         "projection version": projections.VERSION,
+        "index version": VERSION,
         "dtype": "float32",
         **{KEPT + name: list(kept) for name, kept in projection.kept.items()},
     }
-    # In memory nothing is continued, so what cannot be described need not be.
-    stands_for = (tag or "") if folder is None else tag
-    description = run.description(settings, {}, True, stands_for)
+    description = run.description(settings, {}, of_parameters=True)
     if folder is not None:
         return checked_index(run.filled(description), verify=False)
     rows = run.collected(description)
@@ -113,25 +114,10 @@ def index_pool(
 
 def _values(projection: Projection) -> kinds.Values:
     """Returns what maps a block to projections, ``(B, size)``."""
-    sizes = [rows * columns for rows, columns in projection.kept.values()]
 
     def values(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
-        out = scorer.out
-        columns = {} if out is None else dict(zip(projection.kept, out.split(sizes, 1)))
-
-        def project(factors: Factors) -> dict[str, torch.Tensor]:
-            found = factors.project(projection)
-            if out is None:
-                return found
-            for name, numbers in found.items():  # which are in the cache still
-                columns[name].copy_(numbers)
-            return {}
-
         def answer(recorded: Capture, losses: torch.Tensor) -> torch.Tensor:
-            found = recorded.stream(losses, project)
-            if out is not None:
-                return out
-            return torch.cat([found[name] for name in projection.kept], dim=1)
+            return recorded.project(losses, projection, out=scorer.out)
 
         return scorer.answers(inputs, targets, scorer.passes.options, answer)
 

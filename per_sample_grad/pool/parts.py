@@ -16,31 +16,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import io
 import json
-import uuid
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from per_sample_grad.pool.writing import PIECE_BYTES, PartFile, explained
 from xla_replica.common.differences import differences
-from xla_replica.common.files import rename, write_whole
+from xla_replica.common.files import UNFINISHED, rename, unfinished_name, write_whole
 
 DESCRIPTION = "pool.json"
 # Counts changes after which earlier folders cannot be continued.
 FORMAT = 3
-_UNFINISHED = ".tmp"
 _DAMAGED = ".damaged"
-# How many differences from what the folder holds a message has.
+# How many differences, or samples, a message has.
 _FEW = 5
 _ANOTHER = "Give another folder, or delete this one."
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
-# What a CPU's cache holds, so that what is checked is also written from there.
-_CHUNK_BYTES = 2**18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,25 +87,6 @@ class Parts:
             return np.zeros(len(self), dtype=bool)
         return np.array([self._path(n).exists() for n in range(len(self))], dtype=bool)
 
-    def load(self, number: int) -> np.ndarray | None:
-        """Returns a part's float32 numbers; None if the file is damaged.
-
-        A damaged file is renamed, with a warning, so that the part can be computed
-        again.
-        """
-        path = self._path(number)
-        content = memoryview(path.read_bytes())
-        saved, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
-        if self._checksum(number, zlib.crc32(saved)) == checksum:
-            return np.load(io.BytesIO(saved), allow_pickle=False)
-        aside = rename(path, path.with_suffix(_DAMAGED))
-        warnings.warn(
-            f"{path} is damaged: its content is not what was written; it is now "
-            f"{aside.name}, and its samples are {self.contents.computed} again",
-            stacklevel=6,
-        )
-        return None
-
     def mapped(self, number: int) -> np.ndarray:
         """Returns a part's numbers, mapped into memory; no checksum is computed."""
         return np.load(self._path(number), mmap_mode="r", allow_pickle=False)
@@ -119,40 +96,37 @@ class Parts:
         path, crc = self._path(number), 0
         left = path.stat().st_size - _CHECKSUM_BYTES
         with path.open("rb") as file:
-            while left > 0 and (chunk := file.read(min(left, _CHUNK_BYTES))):
+            while left > 0 and (chunk := file.read(min(left, PIECE_BYTES))):
                 crc = zlib.crc32(chunk, crc)
                 left -= len(chunk)
             return self._checksum(number, crc) == file.read()
 
-    def save(self, number: int, numbers: np.ndarray) -> None:
-        """Keeps the numbers of a part, all or nothing, also when the power fails."""
-        if self.folder is None:
-            return
+    def set_aside(self, number: int) -> None:
+        """Renames a damaged file, with a warning, so that it can be computed again."""
         path = self._path(number)
+        aside = rename(path, path.with_suffix(_DAMAGED))
+        warnings.warn(
+            f"{path} is damaged: its content is not what was written; it is now "
+            f"{aside.name}, and its samples are {self.contents.computed} again",
+            stacklevel=6,
+        )
 
-        def write(file: BinaryIO) -> Path:
-            # As np.save does it, without its copy of the numbers.
-            header, content = io.BytesIO(), np.ascontiguousarray(numbers)
-            kind = np.lib.format.header_data_from_array_1_0(content)
-            np.lib.format.write_array_header_1_0(header, kind)
-            data, crc = memoryview(content.reshape(-1)).cast("B"), 0
-            chunks = range(0, len(data), _CHUNK_BYTES)
-            for chunk in (
-                header.getbuffer(),
-                *(data[start : start + _CHUNK_BYTES] for start in chunks),
-            ):
-                crc = zlib.crc32(chunk, crc)
-                file.write(chunk)
-            file.write(self._checksum(number, crc))
-            return path
+    def begin(self, number: int, width: Sequence[int]) -> PartFile:
+        """Returns the file of a part that is to be written, ``(samples, *width)``."""
+        start, stop = self.interval(number)
+        checksum = functools.partial(self._checksum, number)
+        shape = (stop - start, *width)
+        return PartFile(self._path(number), shape, checksum, self.contents.function)
 
-        _write(path, write, self.contents)
-
-    def clear_unfinished(self) -> None:
-        """Deletes what a killed run was writing; call it before any replica writes."""
-        if self.folder is not None:
-            for path in self.folder.glob(f"part-*{_UNFINISHED}"):
-                path.unlink(missing_ok=True)
+    def unfinished(self) -> list[Path]:
+        """Returns what is being written, or was when a run was killed."""
+        if self.folder is None:
+            return []
+        return [
+            path
+            for name in ("part-*", DESCRIPTION)
+            for path in self.folder.glob(f"{name}.*{UNFINISHED}")
+        ]
 
     def describe(self) -> None:
         """Writes what is computed, or checks that the folder is for the same."""
@@ -165,16 +139,16 @@ class Parts:
                 file.write(self._text)
                 return path
 
-            _write(path, write, self.contents)
+            with explained(path, self.contents.function):
+                write_whole(unfinished_name(path), write)
         # Read it also if it has just been written: maybe by another replica or job.
         saved = read_description(self.folder, self.contents, _ANOTHER)
         own = json.loads(self._text)
-        found = differences(saved, own, {name: name for name in {**own, **saved}})
+        found = told_differences(saved, own, [*{**own, **saved}])
         if found:
-            more = f"; and {len(found) - _FEW} more" if len(found) > _FEW else ""
             raise ValueError(
-                f"{self.folder} holds {self.contents.what} of something else: "
-                f"{'; '.join(found[:_FEW])}{more}. {_ANOTHER}"
+                f"{self.folder} holds {self.contents.what} of something else: {found}. "
+                f"{_ANOTHER}"
             )
 
     @functools.cached_property
@@ -236,16 +210,20 @@ def deal(kept: np.ndarray, rank: int) -> tuple[list[int], list[int]]:
     return read.tolist(), missing[rank :: len(kept)].tolist()
 
 
-def _write(path: Path, write: Callable[[BinaryIO], Path], contents: Contents) -> None:
-    # A unique name: replicas may be threads, or machines with the same process ids.
-    unfinished = path.with_suffix(f".{uuid.uuid4().hex}{_UNFINISHED}")
-    try:
-        write_whole(unfinished, write)
-    except OSError as error:
-        raise OSError(
-            error.errno,
-            f"{error.strerror}. The parts that are finished are kept: call "
-            f"{contents.function} again with the same folder as soon as it can be "
-            "written",
-            str(path),
-        ) from error
+def told_differences(
+    saved: Mapping[str, Any], own: Mapping[str, Any], names: Iterable[str]
+) -> str:
+    """Returns how two descriptions differ under these names, the first few of them."""
+    found = differences(saved, own, {name: name for name in names})
+    more = f"; and {len(found) - _FEW} more" if len(found) > _FEW else ""
+    return "; ".join(found[:_FEW]) + more
+
+
+def listed(numbers: Sequence[int] | np.ndarray) -> str:
+    """Returns the first few numbers in words.
+
+    >>> listed(range(7))
+    '0, 1, 2, 3, 4, ...'
+    """
+    shown = ", ".join(str(number) for number in numbers[:_FEW])
+    return f"{shown}, ..." if len(numbers) > _FEW else shown

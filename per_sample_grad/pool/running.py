@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import functools
 import inspect
 import itertools
+import math
 import os
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,11 @@ from per_sample_grad.engine.capturing import capture, selected
 from per_sample_grad.pool import scores as kinds
 from per_sample_grad.pool.blocks import BlockSource, Given, Interval, noted
 from per_sample_grad.pool.fingerprint import digest, fingerprint
-from per_sample_grad.pool.parts import Contents, Parts, deal
+from per_sample_grad.pool.parts import DESCRIPTION, Contents, Parts, deal
 from per_sample_grad.pool.scores import LABELS, Passes, Scorer
+from per_sample_grad.pool.writing import PIECE_BYTES, Writer
 from xla_replica.common.arguments import check_flag, check_integer
+from xla_replica.common.files import locked
 
 BLOCK_SIZE = 64
 
@@ -80,7 +84,6 @@ class PoolRun:
         settings: dict[str, Any],
         functions: dict[str, Any],
         of_parameters: bool,
-        tag: str | None,
     ) -> dict[str, Any]:
         """Returns all that the numbers depend on, as names and values for JSON.
 
@@ -88,7 +91,6 @@ class PoolRun:
             settings: Values for JSON that the numbers depend on besides those here.
             functions: What else computes them.
             of_parameters: Whether they depend on which parameters are selected.
-            tag: As for `fingerprint`.
         """
         replica, passes = xla_replica.current(), self.passes
         replica.sync()  # one program for all weights that are not computed yet
@@ -122,6 +124,10 @@ class PoolRun:
             chosen = [selected(one, params) for one in self.models.values()]
             shapes = ({n: tuple(p.shape) for n, p in c.items()} for c in chosen)
             computing["params"] = [str(each) for each in shapes]
+        tag = self.keeping.tag
+        if self.keeping.folder is None:
+            # Nothing is continued, so what cannot be described need not be.
+            tag = tag or ""
         return found | fingerprint(computing, tag)
 
     def collected(self, description: dict[str, Any]) -> np.ndarray:
@@ -129,7 +135,7 @@ class PoolRun:
         parts = self._parts(description)
         padded = self.source.whole(parts.count)
         numbers = np.zeros((padded, *self.width), dtype=np.float32)
-        self._fill(parts, lambda start: numbers[start : start + parts.size])
+        self._fill(parts, numbers)
         numbers = numbers[: parts.count]
         replica = xla_replica.current()
         if replica.num_replicas == 1 or not numbers.size:
@@ -143,12 +149,7 @@ class PoolRun:
     def filled(self, description: dict[str, Any]) -> Parts:
         """Returns the parts in the folder as soon as all replicas have kept theirs."""
         parts = self._parts(description)
-        # While one part is written, the next one is computed.
-        rooms = itertools.cycle(
-            np.empty((parts.size, *self.width), dtype=np.float32) for _ in range(2)
-        )
-        self._fill(parts, lambda start: next(rooms))
-        xla_replica.current().barrier()
+        self._fill(parts, None)
         return parts
 
     def _parts(self, description: dict[str, Any]) -> Parts:
@@ -167,7 +168,7 @@ class PoolRun:
         parts.describe()
         return parts
 
-    def _fill(self, parts: Parts, room: Callable[[int], np.ndarray]) -> None:
+    def _fill(self, parts: Parts, numbers: np.ndarray | None) -> None:
         """Computes, or reads, all numbers that are this replica's."""
         replica = xla_replica.current()
         scorers = [
@@ -178,7 +179,7 @@ class PoolRun:
         try:
             for one in self.models.values():
                 one.eval()
-            _Share(replica, parts, self, scorers, room).fill()
+            _Share(replica, parts, self, scorers, numbers).fill()
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -241,49 +242,88 @@ def _pool_digest(dataset: Any) -> str | None:
 class _Share:
     """One replica's share of a run: reads, computes and keeps parts.
 
-    ``room`` returns where the numbers of the part that begins with this sample belong,
-    in whole blocks. When it is called, the part before the last one is kept.
+    ``numbers`` has room for those of all samples, in whole blocks; with None they are
+    in the folder alone.
     """
 
     replica: xla_replica.Replica
     parts: Parts
     run: PoolRun
     scorers: list[Scorer]
-    room: Callable[[int], np.ndarray]
+    numbers: np.ndarray | None
 
     def fill(self) -> None:
         """Reads what is there, and computes what is missing."""
         replica, parts = self.replica, self.parts
         if not len(parts):
             return
-        parts.clear_unfinished()
         kept = np.stack(replica.all_gather_object(parts.kept()))
-        to_read, to_compute = deal(kept, replica.rank)
-        for number in to_read:
-            values = parts.load(number)
-            if values is None:
-                to_compute.append(number)
-            else:
-                self.room(parts.interval(number)[0])[: len(values)] = values
-        found = np.flatnonzero(kept.any(axis=0))
-        num_found = sum(stop - start for start, stop in map(parts.interval, found))
-        hidden = not (self.run.progress and replica.is_primary)
+        found = kept.any(axis=0)
+        with self._alone() if not found.all() else contextlib.nullcontext():
+            to_read, to_compute = deal(kept, replica.rank)
+            to_compute += [number for number in to_read if not self._has_read(number)]
+            self._compute(
+                to_compute, [parts.interval(n) for n in np.flatnonzero(found)]
+            )
+            if parts.folder is not None:
+                replica.barrier()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Sees that no other run computes for the folder, and deletes what one left."""
+        folder, left = self.parts.folder, self.parts.unfinished()
+        if folder is None:
+            yield
+            return
+        with contextlib.ExitStack() as locks:
+            is_free = True
+            if self.replica.is_primary:
+                is_free = locks.enter_context(locked(folder / DESCRIPTION))
+            if not all(self.replica.all_gather_object(is_free)):
+                raise OSError(
+                    errno.EBUSY,
+                    f"{self.run.contents.function} is at work for this folder in "
+                    "another process; wait until that has ended, or give another "
+                    "folder",
+                    str(folder),
+                )
+            for path in left:
+                path.unlink(missing_ok=True)
+            yield
+
+    def _has_read(self, number: int) -> bool:
+        """Reads a part that is kept; sets it aside, and returns False, if damaged."""
+        if not self.parts.is_whole(number):
+            self.parts.set_aside(number)
+            return False
+        if self.numbers is not None:
+            self.numbers[slice(*self.parts.interval(number))] = self.parts.mapped(
+                number
+            )
+        return True
+
+    def _compute(self, to_compute: Sequence[int], found: Sequence[Interval]) -> None:
+        """Computes parts, beside a bar that begins with the samples that are found."""
+        parts = self.parts
         intervals = [parts.interval(number) for number in to_compute]
+        num_found = sum(stop - start for start, stop in found)
+        hidden = not (self.run.progress and self.replica.is_primary)
+        keeps = parts.folder is not None
         with (
             tqdm(
                 total=parts.count, initial=num_found, unit="samples", disable=hidden
             ) as bar,
             contextlib.closing(self._blocks(intervals)) as blocks,
-            ThreadPoolExecutor(1) as beside,
+            Writer() as writer,
         ):
-            saving: Future[None] | None = None
             for number, interval in zip(to_compute, intervals):
-                values = self._computed(interval, blocks, bar)
-                if saving is not None:
-                    saving.result()
-                saving = beside.submit(parts.save, number, values)
-            if saving is not None:
-                saving.result()
+                if keeps:
+                    writer.begin(parts.begin(number, self.run.width))
+                for piece in self._pieces(interval, blocks, bar):
+                    if keeps:
+                        writer.add(piece)
+                if keeps:
+                    writer.finish()
             bar.update(parts.count - bar.n)
 
     def _blocks(self, intervals: list[Interval]) -> Generator[Any, None, None]:
@@ -291,30 +331,51 @@ class _Share:
         for batch in self.replica.loader(self.run.source.batches(intervals)):
             yield from batch
 
-    def _computed(
+    def _pieces(
         self, interval: Interval, blocks: Iterator[Any], bar: tqdm[Any]
-    ) -> np.ndarray:
-        """Returns the numbers of a part, in their room, after one transfer."""
-        source, replica, count = (
-            self.run.source,
-            self.replica,
-            interval[1] - interval[0],
-        )
-        room = self.room(interval[0])[: source.whole(count)]
-        rows = there = torch.from_numpy(room)
-        if not (replica.is_host or replica.is_lazy):
-            there = torch.empty_like(rows, device=replica.device)
-        found = []
-        for out in there.split(source.block_size):
-            found.append(self._values(*next(blocks), None if replica.is_lazy else out))
-            # An estimate for all the replicas; exact at the end.
-            done = source.block_size * replica.num_replicas
-            bar.update(min(done, self.parts.count - bar.n))
-        if not replica.is_host:
-            # A lazy device has one transfer for a list of tensors, and others for one.
-            fetched = replica.fetch(found if replica.is_lazy else [there[:count]])
-            rows[:count] = torch.cat(fetched)[:count]
-        return room[:count]
+    ) -> Iterator[np.ndarray]:
+        """Yields the numbers of a part: of blocks on a host, else after one transfer.
+
+        Each stays as it is until the next but one is asked for.
+        """
+        source, replica = self.run.source, self.replica
+        for first in range(*interval, self._piece_size):
+            count = min(first + self._piece_size, interval[1]) - first
+            room = self._room(first, source.whole(count))
+            rows = there = torch.from_numpy(room)
+            if not (replica.is_host or replica.is_lazy):
+                there = torch.empty_like(rows, device=replica.device)
+            found = []
+            for out in there.split(source.block_size):
+                place = None if replica.is_lazy else out
+                found.append(self._values(*next(blocks), place))
+                # An estimate for all the replicas; exact at the end.
+                done = source.block_size * replica.num_replicas
+                bar.update(min(done, self.parts.count - bar.n))
+            if not replica.is_host:
+                # A lazy device has one transfer for a list of tensors, others for one.
+                fetched = replica.fetch(found if replica.is_lazy else [there[:count]])
+                rows[:count] = torch.cat(fetched)[:count]
+            yield room[:count]
+
+    @functools.cached_property
+    def _piece_size(self) -> int:
+        """How many samples are computed before they are written: whole blocks."""
+        if not self.replica.is_host:
+            return self.parts.size
+        most = max(1, PIECE_BYTES // (4 * math.prod(self.run.width)))
+        return min(self.parts.size, self.run.source.whole(most))
+
+    def _room(self, first: int, count: int) -> np.ndarray:
+        """Returns where these samples' numbers belong; there are two rooms in turn."""
+        if self.numbers is not None:
+            return self.numbers[first : first + count]
+        return next(self._rooms)[:count]
+
+    @functools.cached_property
+    def _rooms(self) -> Iterator[np.ndarray]:
+        shape = (self._piece_size, *self.run.width)
+        return itertools.cycle(np.empty(shape, dtype=np.float32) for _ in range(2))
 
     def _values(
         self, inputs: Any, targets: Any, given: Given, out: torch.Tensor | None

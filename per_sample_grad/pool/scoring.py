@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from per_sample_grad.factors.factors import Factors
 from per_sample_grad.pool import scores as kinds
 from per_sample_grad.pool.blocks import BlockSource, Split, split_batch
-from per_sample_grad.pool.parts import SCORED
+from per_sample_grad.pool.parts import SCORED, listed
 from per_sample_grad.pool.running import BLOCK_SIZE, Keeping, PoolRun, check_options
 from per_sample_grad.pool.scores import LABELS, SCORES, Passes, Score
 from xla_replica.common.arguments import check_choice, check_flag, check_integer
@@ -61,12 +61,11 @@ class PoolScores:
         check_flag("top: skip_nan", skip_nan)
         missing = np.flatnonzero(np.isnan(self.scores))
         if len(missing) and not skip_nan:
-            first = ", ".join(map(str, missing[:5]))
             raise ValueError(
                 f"top: {len(missing)} of {len(self)} scores are NaN, which has no rank "
-                f"(samples {first}{', ...' if len(missing) > 5 else ''}): the model's "
-                "output or loss is not finite there. Repair that, or leave these "
-                "samples out with top(k, skip_nan=True)"
+                f"(samples {listed(missing)}): the model's output or loss is not "
+                "finite there. Repair that, or leave these samples out with "
+                "top(k, skip_nan=True)"
             )
         check_integer("top: k", k, least=0, most=len(self) - len(missing))
         # NaN is sorted to the end.
@@ -189,7 +188,7 @@ def score_pool(
     if folder is not None:
         function = score if callable(score) else row.values
         description = run.description(
-            {"score": name}, {"score function": function}, row.of_parameters, tag
+            {"score": name}, {"score function": function}, row.of_parameters
         )
     return PoolScores(run.collected(description), name)
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
+
+# Ends the names of `unfinished_name`.
+UNFINISHED = ".tmp"
 _CHUNK_BYTES = 2**22
 
 
@@ -21,24 +30,77 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+class UnfinishedFile:
+    """A file under way, which gets its name once it is complete and on the disk.
+
+    Until then it has another one in the same folder, which is created if it is missing.
+    A crash at any moment leaves the earlier file of the final name. It is closed by
+    `finish` or `discard`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self.file: BinaryIO = path.open("wb")
+
+    def finish(self, name: Path) -> Path:
+        """Gives the file its name, and returns that."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        return rename(self._path, name)
+
+    def discard(self) -> None:
+        """Deletes what was written."""
+        with contextlib.suppress(OSError):  # it may be that of a full disk, once more
+            self.file.close()
+        self._path.unlink(missing_ok=True)
+
+
+def unfinished_name(path: Path) -> Path:
+    """Returns a name beside a file's that nobody else has, for what is being written.
+
+    Replicas may be threads, or machines with the same process ids.
+    """
+    return path.with_name(f"{path.name}.{uuid.uuid4().hex}{UNFINISHED}")
+
+
 def write_whole(unfinished: Path, write: Callable[[BinaryIO], Path]) -> Path:
     """Writes a file that gets its name once it is complete and on the disk.
 
-    Until then it is called ``unfinished``, in the same folder, which is created if it
-    is missing. A crash at any moment leaves the earlier file of that name; if writing
-    fails, nothing is left. ``write`` returns the final name, which may depend on the
-    content, and so does this.
+    Until then it is called ``unfinished``, as `UnfinishedFile` says; if writing fails,
+    nothing is left. ``write`` returns the final name, which may depend on the content,
+    and so does this.
     """
-    unfinished.parent.mkdir(parents=True, exist_ok=True)
+    under_way = UnfinishedFile(unfinished)
     try:
-        with unfinished.open("wb") as file:
-            path = write(file)
-            file.flush()
-            os.fsync(file.fileno())
+        return under_way.finish(write(under_way.file))
     except BaseException:
-        unfinished.unlink(missing_ok=True)
+        under_way.discard()
         raise
-    return rename(unfinished, path)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[bool]:
+    """Holds the lock of a file in the block; yields whether this process has it.
+
+    Another process that asks for it does not get it before this one leaves the block or
+    ends, whatever ends it. Where there are no locks, as on Windows and in some network
+    folders, or the file cannot be written to, everybody has it.
+    """
+    with contextlib.ExitStack() as closed:
+        has_it = True
+        try:
+            file = closed.enter_context(path.open("r+b"))
+        except OSError:
+            file = None
+        if file is not None and fcntl is not None:
+            try:
+                # Not flock, whose locks child processes inherit, such as DataLoader's.
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                has_it = error.errno not in (errno.EACCES, errno.EAGAIN)
+        yield has_it
 
 
 def rename(path: Path, new: Path) -> Path:

@@ -11,13 +11,15 @@ import torch
 from support.per_sample_grad.pool import (
     BLOCK,
     CLASSES,
+    Pool,
     Vectors,
     assert_same_bits,
     dense_model,
+    make_model,
 )
 from support.xla_replica.replicas import Backend, row
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 import per_sample_grad as psg
 import xla_replica
@@ -59,6 +61,24 @@ def test_bits_do_depend_on_the_block_size():
 def test_bits_do_not_depend_on_the_pool_around_a_block():
     model = dense_model()
     assert_same_bits(scores(model, Vectors(24)), scores(model)[:24])
+
+
+@pytest.mark.parametrize("make", [dense_model, make_model])
+def test_bits_of_projections_depend_on_their_block_alone(make):
+    """Which block is compared, and what waits during a pass, is the same for all."""
+    count, pool = 3 * BLOCK, {dense_model: Vectors, make_model: Pool}[make]
+    options = {"size": 40, "block_size": BLOCK, "progress": False}
+    whole = psg.index_pool(make(), pool(count), **options)[:]
+    for changed in ({"batch_size": 20}, {"part_size": 8}, {"fallback": "batched"}):
+        again = psg.index_pool(make(), pool(count), **options | changed)
+        assert_same_bits(again[:], whole)
+    for start in (0, BLOCK, 2 * BLOCK):
+        block = Subset(pool(count), range(start, start + BLOCK))
+        alone = psg.index_pool(make(), block, **options)[:]
+        assert_same_bits(alone, whole[start : start + BLOCK])
+    other = psg.index_pool(make(), pool(count), **options | {"block_size": 1})[:]
+    assert (other != whole).any()  # otherwise this would prove nothing
+    np.testing.assert_allclose(other, whole, rtol=1e-3, atol=1e-5)
 
 
 def test_blocks_are_collated_whatever_the_batches():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import re
+import subprocess
+import sys
 import threading
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ from torch import nn
 
 import per_sample_grad as psg
 import xla_replica
-from per_sample_grad.pool import parts as part_files
+from per_sample_grad.pool import running, writing
 
 
 def test_a_run_that_failed_continues_where_it_was(tmp_path):
@@ -112,24 +115,30 @@ class FullDisk:
     def __init__(self, file: BinaryIO, room: int) -> None:
         self.file, self.room = file, room
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: bytes | memoryview) -> int:
         if len(data) > self.room:
             raise OSError(errno.ENOSPC, "No space left on device")
         self.room -= len(data)
         return self.file.write(data)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
 
-def test_a_full_disk_names_the_path_and_what_is_kept(tmp_path, monkeypatch):
-    write_whole, written = part_files.write_whole, []
 
-    def write_until_full(unfinished, write):
-        written.append(unfinished)
-        room = 10 if len(written) == 3 else 1 << 20  # the second part's
-        return write_whole(unfinished, lambda file: write(FullDisk(file, room)))
+@pytest.mark.parametrize("room", [0, 10, 130, 8 * 4 + 130])
+def test_a_full_disk_names_the_path_and_what_is_kept(tmp_path, monkeypatch, room):
+    opened = []
+
+    class Filled(writing.UnfinishedFile):
+        def __init__(self, path) -> None:
+            super().__init__(path)
+            opened.append(path)
+            if len(opened) == 2:
+                self.file = FullDisk(self.file, room)
 
     options = {"block_size": 4, "part_size": 8, "folder": tmp_path, "progress": False}
     with monkeypatch.context() as patched:
-        patched.setattr(part_files, "write_whole", write_until_full)
+        patched.setattr(writing, "UnfinishedFile", Filled)
         with pytest.raises(
             OSError, match="The parts that are finished are kept"
         ) as full:
@@ -144,7 +153,7 @@ def test_a_full_disk_names_the_path_and_what_is_kept(tmp_path, monkeypatch):
 
 
 def test_the_next_part_is_computed_while_one_is_written(tmp_path, monkeypatch):
-    save, went_on = part_files.Parts.save, threading.Event()
+    finish, went_on = writing.PartFile.finish, threading.Event()
 
     class Watched(Pool):
         def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
@@ -152,15 +161,85 @@ def test_the_next_part_is_computed_while_one_is_written(tmp_path, monkeypatch):
                 went_on.set()
             return super().__getitem__(index)
 
-    def late(self, number, numbers):
+    def late(self):
         assert went_on.wait(30)
-        save(self, number, numbers)
+        finish(self)
 
-    monkeypatch.setattr(part_files.Parts, "save", late)
+    monkeypatch.setattr(writing.PartFile, "finish", late)
     options = {"block_size": 4, "part_size": 8, "folder": tmp_path, "progress": False}
     found = psg.score_pool(make_model(), Watched(), **options)
     alone = psg.score_pool(make_model(), Pool(), **options | {"folder": None})
     np.testing.assert_array_equal(found.scores, alone.scores)
+
+
+def test_pieces_of_parts_make_the_same_files(tmp_path, monkeypatch):
+    options = {"block_size": 4, "part_size": 12, "size": 40, "progress": False}
+    contents, sizes, add = [], [], writing.PartFile.add
+    monkeypatch.setattr(
+        writing.PartFile,
+        "add",
+        lambda self, numbers: sizes.append(len(numbers)) or add(self, numbers),
+    )
+    # One, two and three blocks at a time.
+    for number, piece_bytes in enumerate((1, 700, 2**20)):
+        folder = tmp_path / str(number)
+        monkeypatch.setattr(running, "PIECE_BYTES", piece_bytes)
+        psg.index_pool(make_model(), Pool(), folder=folder, **options)
+        contents.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert contents[0] == contents[1] == contents[2]
+    assert sizes == [4, 4, 4, 4, 4, 3, 8, 4, 8, 3, 12, 11]
+
+
+@contextlib.contextmanager
+def held(path):
+    """Another process has the lock of a file in the block."""
+    code = "import fcntl, sys; file = open(sys.argv[1], 'r+b'); "
+    code += "fcntl.lockf(file, fcntl.LOCK_EX); print('held', flush=True); input()"
+    command = [sys.executable, "-c", code, str(path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout.readline() == b"held\n"
+        yield process
+        process.kill()
+
+
+def test_a_folder_is_for_one_run_at_a_time(tmp_path):
+    options = {"part_size": 8, "block_size": 4, "folder": tmp_path, "progress": False}
+    whole = psg.score_pool(make_model(), Pool(), **options).scores
+    part, left = tmp_path / "part-00000001.npy", tmp_path / "part-00000001.npy.0.tmp"
+    with held(tmp_path / "pool.json") as other:
+        # Nothing is missing, so nobody writes.
+        again = psg.score_pool(make_model(), Pool(), **options).scores
+        np.testing.assert_array_equal(again, whole)
+        part.unlink()
+        left.write_bytes(b"what the other process writes")
+        with pytest.raises(OSError, match="score_pool is at work for this") as busy:
+            psg.score_pool(make_model(), Pool(), **options)
+        assert (busy.value.errno, busy.value.filename) == (errno.EBUSY, str(tmp_path))
+        assert left.exists()
+        other.kill()  # which leaves no lock
+        other.wait()
+        again = psg.score_pool(make_model(), Pool(), **options).scores
+    np.testing.assert_array_equal(again, whole)
+    assert not left.exists()
+
+
+def found_busy(rank: int, folder: str) -> str:
+    """Returns what one replica is told of a folder that is in use."""
+    try:
+        scored(rank, folder)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("backend", [row("cpu", 2, slow=True), row("xla", 3)])
+def test_all_replicas_are_told_that_a_folder_is_in_use(backend, tmp_path):
+    backend.run(scored, str(tmp_path))
+    (tmp_path / "part-00000002.npy").unlink()
+    with held(tmp_path / "pool.json"):
+        for told in backend.run(found_busy, str(tmp_path)):
+            assert "score_pool is at work for this folder in another process" in told
 
 
 class Drawn(Pool):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import subprocess
+import sys
 import types
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -22,7 +24,7 @@ from xla_replica.common.arguments import (
     is_number,
 )
 from xla_replica.common.differences import check_same, differences
-from xla_replica.common.files import write_whole
+from xla_replica.common.files import locked, write_whole
 from xla_replica.common.trees import leaves, map_tensors, tensors_in
 
 # --- arguments ----------------------------------------------------------------------
@@ -235,6 +237,27 @@ def test_a_file_that_cannot_be_written_leaves_the_earlier_one(tmp_path):
         write_whole(tmp_path / "unfinished", write)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
     assert path.read_bytes() == b"earlier"
+
+
+LOCK = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+b'), fcntl.LOCK_EX | "
+LOCK += "fcntl.LOCK_NB)"
+
+
+def test_a_lock_is_of_one_process_until_the_block_ends(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+
+    def another_gets_it() -> bool:
+        command = [sys.executable, "-c", LOCK, str(path)]
+        return subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
+
+    with locked(path) as has_it:
+        assert has_it
+        assert not another_gets_it()
+    assert another_gets_it()
+    assert path.read_bytes() == b"content"
+    with locked(tmp_path / "nothing") as has_it:  # nobody can lock that
+        assert has_it
 
 
 # --- differences --------------------------------------------------------------------
