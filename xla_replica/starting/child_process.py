@@ -9,6 +9,7 @@ sent along (`_Surroundings`).
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing as mp
 import os
 import signal
@@ -32,6 +33,8 @@ _IMPORTED = [
     "torch._functorch.aot_autograd",
     "torch.distributed.nn",
 ]
+# Most of what importing torch_xla takes: a part of torch for its bridge to dynamo.
+_IMPORTED_BY_TORCH_XLA = "torch._inductor.fx_passes.post_grad"
 # A signal to the process group is meant for the replicas too. The server, in the same
 # group, must outlive them, because it reports how they ended.
 _FOR_REPLICAS = (signal.SIGTERM, signal.SIGHUP)
@@ -112,7 +115,9 @@ def _context(start_method: str) -> BaseContext:
     resource_tracker.ensure_running()  # which would unblock signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_REPLICAS)
     try:
-        forkserver.set_forkserver_preload(_IMPORTED)
+        has_xla = importlib.util.find_spec("torch_xla") is not None
+        more = [_IMPORTED_BY_TORCH_XLA] if has_xla else []
+        forkserver.set_forkserver_preload([*_IMPORTED, *more])
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,6 +25,8 @@ from xla_replica.backends.xla import XlaReplica
 from xla_replica.starting import emulated, exit_results
 from xla_replica.stopping import Listener, forwarding, listening
 
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+
 
 def is_installed() -> bool:
     """Returns whether torch_xla can be imported, without importing it."""
@@ -35,10 +38,18 @@ def has_tpu() -> bool:
     chosen = os.environ.get("PJRT_DEVICE")
     if not is_installed() or chosen is not None:
         return chosen == "TPU"
+    if not _has_device_of_google():
+        return False  # without importing torch_xla, which takes seconds
     # Importing torch_xla would otherwise choose a device for this whole process.
     with mock.patch.dict(os.environ, {"PJRT_SELECT_DEFAULT_DEVICE": "0"}):
         from torch_xla._internal import tpu
     return tpu.num_available_chips() > 0
+
+
+def _has_device_of_google() -> bool:
+    """Returns whether the PCI bus has a device of Google's, as every TPU is."""
+    vendors = PCI_DEVICES.glob("*/vendor")
+    return any(path.read_text().strip() == "0x1ae0" for path in vendors)
 
 
 def run_on_tpu(

@@ -146,10 +146,12 @@ def test_what_accelerate_would_do_with_batches_is_refused(tmp_path, name):
     ],
 )
 def test_what_only_the_trainer_shows_is_refused(tmp_path, attribute, value, said):
+    from variable_batch_size.integrations.hugging_face_checks import check_trainer
+
     trainer = runs.exact_trainer(tmp_path)
     setattr(trainer, attribute, value)
     with pytest.raises((ValueError, TypeError), match=said):
-        trainer._check_trainer()
+        check_trainer(trainer)
 
 
 def test_several_gpus_in_a_process_and_no_arguments_are_refused(tmp_path):

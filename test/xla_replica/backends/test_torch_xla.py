@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from support.xla_replica.replicas import needs_xla
 
+from xla_replica.starting import xla
+
 pytestmark = [needs_xla, pytest.mark.xla]
 
 # sys.exit(21) in a replica.
@@ -52,6 +54,20 @@ def run(folder: Path, source: str) -> tuple[int, list[str], str]:
         env={**os.environ, "PJRT_DEVICE": "CPU"},
     )
     return done.returncode, done.stdout.splitlines(), done.stderr
+
+
+def test_a_machine_without_any_device_of_google_has_no_tpu(tmp_path, monkeypatch):
+    """There torch_xla is not imported; elsewhere it knows which device is a TPU."""
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    monkeypatch.setitem(sys.modules, "torch_xla._internal", None)  # cannot be imported
+    monkeypatch.setattr(xla, "PCI_DEVICES", tmp_path)
+    for number, vendor in enumerate(("0x1af4", "0x8086")):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "vendor").write_text(f"{vendor}\n")
+    assert not xla.has_tpu()
+    (tmp_path / "1" / "vendor").write_text("0x1ae0\n")
+    with pytest.raises(ImportError):
+        xla.has_tpu()
 
 
 def test_the_status_with_which_a_replica_on_a_tpu_exits_is_the_scripts(tmp_path):

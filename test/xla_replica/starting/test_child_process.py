@@ -9,7 +9,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
-from support.xla_replica.replicas import SEVERAL_REPLICAS, Backend, row
+from support.xla_replica.replicas import SEVERAL_REPLICAS, Backend, needs_xla, row
 
 VARIABLE = "A_TEST_HAS_SET_THIS"
 
@@ -49,6 +49,24 @@ def test_what_processes_are_forked_from_has_no_thread_and_no_driver():
     mapped = (server / "maps").read_text()
     assert "libtorch_cpu" in mapped
     assert "libcuda.so" not in mapped
+
+
+def imported_with_torch_xla(rank: int) -> list[str]:
+    """Returns the parts of torch that torch_xla imports in a forked process."""
+    os.environ["PJRT_DEVICE"] = "CPU"
+    assert "torch_xla" not in sys.modules
+    before = set(sys.modules)
+    import torch_xla  # noqa: F401
+
+    return [name for name in set(sys.modules) - before if name.startswith("torch.")]
+
+
+@needs_xla
+@pytest.mark.xla
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes are spawned")
+def test_most_of_what_torch_xla_imports_is_there_before_a_process_is_forked():
+    [parts] = {len(each) for each in Backend("cpu", 2).run(imported_with_torch_xla)}
+    assert parts < 20  # without it more than a hundred, in a second
 
 
 PRINTS = """
