@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 
 import xla_replica
-from per_sample_grad.engine import comparison, graph, recording, wrong_operations
+from per_sample_grad.engine import comparison, graph, recording
 from per_sample_grad.engine.comparison import Comparer
 from per_sample_grad.engine.fallback import FALLBACKS
 from per_sample_grad.engine.recording import (
@@ -30,6 +30,7 @@ from per_sample_grad.factors import forms
 from per_sample_grad.factors.factors import JOINED, Factors
 from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.factors.plan import default_budget
+from per_sample_grad.operations import wrong_operations
 
 # The reductions whose gradient a pass may add to ``.grad``.
 Accumulate = Literal["mean", "sum"]

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any, TypeVar, get_args
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TypeVar, get_args
 
 import torch
 from torch import nn
 
 import xla_replica
-from per_sample_grad.engine import comparison, graph, recording
+from per_sample_grad.engine import recording
+from per_sample_grad.engine.accounting import account
 from per_sample_grad.engine.backward_pass import Accumulate, BackwardPass, Taker
 from per_sample_grad.engine.comparison import CHECKS, Check
 from per_sample_grad.engine.fallback import FALLBACKS, Fallback
-from per_sample_grad.engine.function_calls import FunctionRecorder, function_calls
-from per_sample_grad.engine.operation_calls import operation_calls, owners_of
-from per_sample_grad.engine.recording import RecordedCall
-from per_sample_grad.engine.rerunning import repeated_calls
+from per_sample_grad.engine.function_calls import FunctionRecorder
 from per_sample_grad.factors import forms
 from per_sample_grad.factors.factors import Factors, check_projected
 from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.factors.plan import METHODS, Method
 from per_sample_grad.factors.projection import Projection
 from per_sample_grad.layers.projecting import Projecting
-from per_sample_grad.operations.uses import is_broadcast
 from xla_replica.common.arguments import check_choice, check_integer, check_number
-from xla_replica.common.trees import tensors_in, tree_add
+from xla_replica.common.trees import tree_add
 
 Selection = Collection[str] | Callable[[str, nn.Parameter], bool] | None
 
@@ -344,153 +340,16 @@ class Capture:
             backward_pass = BackwardPass(self, losses, receive, *settings, (), {})
             backward_pass.run_without_samples()
             return backward_pass
-        calls, reached, key, reasons = self._accounted(losses)
-        enclosing, self._recorder.enclosing = self._recorder.enclosing, []
+        found = account(
+            self.model, self.params, losses, self._recorder, self._functions
+        )
         backward_pass = BackwardPass(
-            self, losses, receive, *settings, enclosing, reasons, taker
+            self, losses, receive, *settings, found.enclosing, found.reasons, taker
         )
         self._answered = True
-        del enclosing
-        backward_pass.run(calls, reached, key)
+        backward_pass.run(found.calls, found.structure.reached, found.structure.key)
         self.compared = backward_pass.compared is not None
         return backward_pass
-
-    def _accounted(
-        self, losses: torch.Tensor
-    ) -> tuple[list[RecordedCall], graph.Reached, Hashable, Mapping[str, str]]:
-        """Returns the calls that the losses depend on, and what they account for.
-
-        That is, what a walk finds besides, under what a proof of it is kept, and why
-        there are no calls for some parameters. The recorder keeps none of them.
-        """
-        recorder = self._recorder
-        # Calls without a row for each sample, as that of a table of positions, are a
-        # part of what is computed from parameters alone.
-        recorded, dropped = recorder.split(len(losses))
-
-        def walked(recorded: Sequence[RecordedCall]) -> tuple[Any, ...]:
-            regions = [each.region for each in recorded]
-            batch_dims = {0, *(each.call.batch_dim for each in recorded)}
-            return losses, regions, self._names, batch_dims
-
-        begun: Hashable = None
-        known = None
-        if not dropped and not recorder.unrecorded:
-            begun = comparison.of_calls(losses, recorded, self.params)
-            known = graph.find(self.model, begun, *walked(recorded))
-        if known is not None:
-            reached = known.reached
-        else:
-            reached = graph.walk(*walked(recorded))
-            tables = {
-                number
-                for number in reached.regions
-                if self._is_table(recorded[number], len(losses), reached)
-            }
-            if tables:
-                begun = None
-                dropped += [
-                    recorded[number]._replace(has_batch=False) for number in tables
-                ]
-                recorded = [r for n, r in enumerate(recorded) if n not in tables]
-                reached = graph.walk(*walked(recorded))
-        calls = [recorded[number] for number in sorted(reached.regions)]
-        recording.check_versions(calls)
-        recording.refuse_hidden(recorder.unrecorded, calls, reached)
-        reasons: dict[str, str] = {}
-        if known is None:
-            calls, reasons = self._with_operations(losses, calls, dropped, reached)
-        rest = {name: reached.outside[name] for name in reasons}
-        uses_operations = bool(reached.outside)
-        reached = dataclasses.replace(
-            reached, outside=rest, consumers={}, outputs=frozenset()
-        )
-        self._functions.stop()
-        for kept in (recorded, dropped, recorder.calls):
-            kept.clear()
-        if known is not None:
-            return calls, reached, known.key, reasons
-        key = comparison.signature(losses, calls, self.params, reached)
-        if begun is not None and not uses_operations and not reached.reordered:
-            structure = graph.Structure(reached, key)
-            graph.remember(self.model, begun, structure)
-        return calls, reached, key, reasons
-
-    def _with_operations(
-        self,
-        losses: torch.Tensor,
-        calls: list[RecordedCall],
-        dropped: Sequence[RecordedCall],
-        reached: graph.Reached,
-    ) -> tuple[list[RecordedCall], dict[str, str]]:
-        """Returns calls and those of operations, and why parameters have none."""
-        outside = {name: self.params[name] for name in reached.outside}
-        reasons = dict.fromkeys(outside, "it was called outside of the capture")
-        if outside and self._recorder.called:
-            operations, reasons = operation_calls(
-                self.model,
-                losses,
-                reached,
-                outside,
-                [each.region for each in dropped if not each.has_batch],
-                self._recorder.batch_dim,
-                not self._recorder.saved_by_hooks,
-            )
-            # In the order of the forward pass as far as it matters: what comes after
-            # all modules is last.
-            top = graph.reachable(
-                losses.grad_fn,
-                [each.region.output.node for each in operations],
-                reached.outputs,
-            )
-            last = [each for each in operations if each.region.output.node in top]
-            first = [each for each in operations if each.region.output.node not in top]
-            calls = [*first, *calls, *last]
-        reasons |= recording.why_dropped(dropped, len(losses), reasons)
-        # What is run once more is as small as it can be: functions, and then modules.
-        functions, enclosing = self._functions.calls, self._recorder.enclosing
-        for noted, rerun in (
-            (functions, self._functions_again),
-            (enclosing, self._modules_again),
-        ):
-            if reasons and noted:
-                repeated = rerun(losses, {name: self.params[name] for name in reasons})
-                calls = [*calls, *repeated]
-                for each in repeated:
-                    for name in each.owner.params:
-                        reasons.pop(name, None)
-        return calls, reasons
-
-    def _is_table(
-        self, recorded: RecordedCall, num_samples: int, reached: graph.Reached
-    ) -> bool:
-        """Returns whether a call looked up what is the same for all samples.
-
-        A table of positions may have as many rows as there are samples, or a multiple.
-        """
-        call = recorded.call
-        if num_samples < 2 or any(
-            each.is_floating_point() for each in tensors_in((call.args, call.kwargs))
-        ):
-            return False
-        node, dim = recorded.region.output.node, self._recorder.batch_dim
-        return is_broadcast(node, reached.consumers, num_samples, dim)
-
-    def _functions_again(
-        self, losses: torch.Tensor, params: Mapping[str, nn.Parameter]
-    ) -> list[RecordedCall]:
-        return function_calls(
-            losses,
-            params,
-            self._functions.calls,
-            owners_of(self.model, params),
-            self._recorder.batch_dim,
-        )
-
-    def _modules_again(
-        self, losses: torch.Tensor, params: Mapping[str, nn.Parameter]
-    ) -> list[RecordedCall]:
-        return repeated_calls(losses, params, self._recorder.enclosing)
 
 
 capture = Capture

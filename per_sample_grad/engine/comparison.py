@@ -312,7 +312,9 @@ PROVEN = weakref.WeakKeyDictionary()
 
 
 def of_calls(
-    losses: torch.Tensor, calls: Sequence[RecordedCall], names: Collection[str]
+    losses: torch.Tensor,
+    calls: Sequence[RecordedCall],
+    params: Mapping[str, nn.Parameter],
 ) -> Hashable:
     """Returns the part of a `signature` that is known before a walk."""
     called = tuple(
@@ -320,13 +322,14 @@ def of_calls(
     )
     training = tuple([each.call.module.training for each in calls])
     kind = (losses.shape, losses.dtype, losses.device)
-    return (called, training, kind, tuple(names))
+    shapes = tuple([param.shape for param in params.values()])
+    return (called, training, kind, tuple(params), shapes)
 
 
 def signature(
     losses: torch.Tensor,
     calls: Sequence[RecordedCall],
-    names: Collection[str],
+    params: Mapping[str, nn.Parameter],
     reached: Reached,
 ) -> Hashable:
     """Returns what must be equal for one proof to hold for two captures.
@@ -334,7 +337,7 @@ def signature(
     That includes the operations outside of modules, those of the loss among them.
     """
     outside = (tuple(reached.outside.items()), reached.structure)
-    return (of_calls(losses, calls, names), outside)
+    return (of_calls(losses, calls, params), outside)
 
 
 def remember(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 import xla_replica
 from per_sample_grad.engine import graph
+from per_sample_grad.engine.operation_calls import Substitute
 from per_sample_grad.engine.recording import (
     RecordedCall,
     RecordedModule,
@@ -271,16 +272,16 @@ def _by_vmap(
     return vmap(run)(dict(own), samples)
 
 
-def function_calls(
+def functions_again(
     losses: torch.Tensor,
     params: Mapping[str, nn.Parameter],
     calls: Sequence[FunctionCall],
     owners: Mapping[str, tuple[str, nn.Module]],
     batch_dim: int,
-) -> list[RecordedCall]:
-    """Returns calls that account for parameters in the one backward pass.
+) -> list[Substitute]:
+    """Returns functions that account for parameters when they run once more.
 
-    They are those of functions, where these hold all uses of a parameter.
+    They are those whose calls hold all uses of a parameter.
 
     Args:
         losses: ``(B,)``.
@@ -300,33 +301,38 @@ def function_calls(
     found = []
     for number in sorted(reached.regions):
         called = calls[number]
-        own: dict[int, Mapping[str, nn.Parameter]] = {}
+        inputs: dict[int, tuple[str, ...]] = {}
         for place, edge in called.own.items():
             below = graph.reachable(edge.node, nodes)
-            wanted = {nodes[node]: params[nodes[node]] for node in below}
-            if wanted:
-                own[place] = wanted
-        if own:
-            found.append(_recorded(called, own, owners, batch_dim, len(losses)))
+            if below:
+                inputs[place] = tuple(n for node, n in nodes.items() if node in below)
+        if inputs:
+            name, module = owners[next(iter(inputs.values()))[0]]
+            kind = getattr(called.function, "__name__", "function").strip("_")
+            wanted = dict.fromkeys(n for names in inputs.values() for n in names)
+            owner = RecordedModule(
+                name,
+                f"{kind} in {type(module).__name__}",
+                by_function,
+                {each: each for each in wanted},
+                is_operation=True,
+            )
+            found.append(Substitute(owner, "functions", called, inputs))
     return found
 
 
-def _recorded(
-    called: FunctionCall,
-    own: Mapping[int, Mapping[str, nn.Parameter]],
-    owners: Mapping[str, tuple[str, nn.Module]],
+def function_call(
+    each: Substitute,
+    module: nn.Module,
+    params: Mapping[str, nn.Parameter],
     batch_dim: int,
     num_samples: int,
 ) -> RecordedCall:
-    names: Collection[str] = dict.fromkeys(n for wanted in own.values() for n in wanted)
-    name, module = owners[next(iter(names))]
-    kind = getattr(called.function, "__name__", "function").strip("_")
-    owner = RecordedModule(
-        name,
-        f"{kind} in {type(module).__name__}",
-        by_function,
-        {each: each for each in names},
-        is_operation=True,
-    )
+    """Returns a function as a call of the module that owns a parameter."""
+    called: FunctionCall = each.source
+    own = {
+        place: {name: params[name] for name in names}
+        for place, names in each.inputs.items()
+    }
     call = RepeatedFunction(module, (), {}, batch_dim, called, own, num_samples)
-    return RecordedCall(owner, call, called.region, called.shape, ())
+    return RecordedCall(each.owner, call, called.region, called.shape, ())

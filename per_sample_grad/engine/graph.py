@@ -13,13 +13,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import weakref
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from per_sample_grad.errors import CoverageError
@@ -112,6 +110,14 @@ class Reached:
     # What takes a node's tensor: a node, or a call (its position), and as which input.
     consumers: Mapping[Node, Sequence[tuple[Node | int, int]]]
     outputs: frozenset[Node]  # of the calls
+    numbers: Mapping[Node, int]  # of the nodes, in their order
+
+    def without_graph(self, outside: Mapping[str, int]) -> Reached:
+        """Returns what may be kept, with only these uses outside of calls."""
+        none: dict[Node, Any] = {}
+        return dataclasses.replace(
+            self, outside=outside, consumers=none, outputs=frozenset(), numbers=none
+        )
 
 
 def walk(
@@ -199,6 +205,7 @@ def walk(
         reordered,
         consumers,
         frozenset(by_output),
+        numbers,
     )
 
 
@@ -208,11 +215,11 @@ def repeats(
     regions: Sequence[Region],
     names: Mapping[int, str],
     batch_dims: Collection[int],
-) -> bool:
-    """Returns whether a walk would see what another one saw, in less time.
+) -> Mapping[Node, int] | None:
+    """Returns the nodes' numbers if a walk would see what another one saw; else None.
 
-    The other arguments are those of `walk`, which did not find then that samples are
-    reordered.
+    That takes less time than a walk, whose arguments the others are. It did not find
+    then that samples are reordered.
     """
     by_output = {region.output.node: i for i, region in enumerate(regions)}
     root = losses.grad_fn
@@ -226,49 +233,45 @@ def repeats(
         while node in seen:
             node = stack.pop() if stack else None
         if node is None or by_output.get(node) != call:
-            return False
+            return None
         seen.add(node)
         following: Sequence[Node | None]
         if call is not None:
             following = regions[call].inputs
         else:
             if node.name() != name:
-                return False
+                return None
             for attribute, value in settings:
                 if getattr(node, attribute) != value:
-                    return False
+                    return None
             for attribute in others:
                 if _is_setting(getattr(node, attribute)):
-                    return False
+                    return None
             if name in _BY_INDICES and _reorders(node, batch_dims):
-                return False
+                return None
             functions = node.next_functions
             following = [each for each, _ in functions]
             if outputs != tuple([output for _, output in functions]):
-                return False
+                return None
         if len(following) != len(below):
-            return False
+            return None
         for each, number, param in zip(following, below, params):
             if each is None:
                 if number is not None:
-                    return False
+                    return None
                 continue
             if numbers.setdefault(each, len(numbers)) != number:
-                return False
+                return None
             if param == "":
                 if each not in seen:
                     stack.append(each)
                 continue
             variable = getattr(each, "variable", None)
             if variable is None or names.get(id(variable)) != param:
-                return False
+                return None
             if each in by_output and each not in seen:
                 stack.append(each)
-    return seen.issuperset(stack)
-
-
-# How many structures of a model are kept: those that were used last.
-MOST = 16
+    return numbers if seen.issuperset(stack) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,40 +282,9 @@ class Structure:
     key: Hashable
 
 
-_KNOWN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Structure]]
-_KNOWN = weakref.WeakKeyDictionary()
-
-
-def remember(model: nn.Module, calls: Hashable, structure: Structure) -> None:
-    """Keeps a structure whose calls account for every parameter."""
-    known = _KNOWN.setdefault(model, {})
-    known.pop(calls, None)
-    known[calls] = structure
-    while len(known) > MOST:
-        known.pop(next(iter(known)), None)
-
-
-def find(
-    model: nn.Module,
-    calls: Hashable,
-    losses: torch.Tensor,
-    regions: Sequence[Region],
-    names: Mapping[int, str],
-    batch_dims: Collection[int],
-) -> Structure | None:
-    """Returns the structure of this capture if it had been seen before.
-
-    Args:
-        model: The model that is captured.
-        calls: What is known of the calls before a walk.
-        losses, regions, names, batch_dims: As for `walk`.
-    """
-    structure = _KNOWN.get(model, {}).get(calls)
-    if structure is None:
-        return None
-    stages = structure.reached.stages
-    same = repeats(stages, losses, regions, names, batch_dims)
-    return structure if same else None
+def shapes_of(nodes: Iterable[Node]) -> tuple[tuple[torch.Size, ...], ...]:
+    """Returns the shapes of all outputs of each node."""
+    return tuple([tuple([each.shape for each in n._input_metadata]) for n in nodes])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,29 +2,57 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from per_sample_grad.engine import graph
 from per_sample_grad.engine.recording import RecordedCall, RecordedModule
-from per_sample_grad.layers.registry import memories
 from per_sample_grad.operations import rules, uses
-from per_sample_grad.operations.uses import OperationCall
+from per_sample_grad.operations.products import Rows
+from per_sample_grad.operations.uses import OperationCall, OperationUse
 
 
-def operation_calls(
+@dataclasses.dataclass(frozen=True)
+class Substitute:
+    """What accounts for parameters in place of a call of a module with a rule.
+
+    Attributes:
+        owner: As that of a recorded call.
+        among: What ``source`` is: a node with a rule, or a function or a module that
+            runs once more.
+        source: The node, `FunctionCall` or `EnclosingCall`; in a structure that is
+            kept its number.
+        inputs: The names of parameters, by the input that is computed from them.
+        rows: Which rows of a node that is a product belong to which sample.
+    """
+
+    owner: RecordedModule
+    among: Literal["nodes", "functions", "modules"]
+    source: Any
+    inputs: Mapping[int, tuple[str, ...]]
+    rows: Rows | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all parameters."""
+        return list(dict.fromkeys(n for names in self.inputs.values() for n in names))
+
+
+def operations(
     model: nn.Module,
     losses: torch.Tensor,
     reached: graph.Reached,
     params: Mapping[str, nn.Parameter],
     without_batch: Sequence[graph.Region],
     batch_dim: int,
-    may_read: bool,
-) -> tuple[list[RecordedCall], dict[str, str]]:
-    """Returns operations as calls that account for parameters, and what is in the way.
+    known: Collection[int] | None,
+) -> tuple[list[Substitute], dict[str, str], list[tuple[Node, uses.Belief]]]:
+    """Returns operations that account for parameters, and what is in the way.
 
     Args:
         model: Names modules.
@@ -33,7 +61,12 @@ def operation_calls(
         params: Parameters that are used outside of them, by name.
         without_batch: Calls that return the same for all samples, whatever the shapes.
         batch_dim: The dimension that counts samples.
-        may_read: Whether operations may be asked for what they have saved.
+        known: Where the model's tensors are stored; None: operations must not be asked
+            for what they have saved.
+
+    Returns:
+        The operations; why other parameters have none; and what was believed of nodes
+        beside what the graph and shapes say.
     """
     constant = {node for region in without_batch for node in graph.inside(region)}
     search = uses.Search(
@@ -42,35 +75,50 @@ def operation_calls(
         reached.outputs,
         constant,
         batch_dim,
-        memories(model),
-        may_read,
+        known or (),
+        known is not None,
     )
     found, reasons = search.of(params)
     owners = owners_of(model, params)
-    calls = []
+    substitutes = []
     for use in found:
-        wanted = {n: params[n] for n in use.names if n not in reasons}
-        if not wanted:
-            continue
-        kept = {
-            slot: tuple(n for n in each if n in wanted)
-            for slot, each in use.params.items()
+        inputs = {
+            slot: tuple(n for n in names if n not in reasons)
+            for slot, names in use.params.items()
         }
-        use = uses.OperationUse(use.node, {s: each for s, each in kept.items() if each})
-        name, module = owners[next(iter(wanted))]
+        inputs = {slot: names for slot, names in inputs.items() if names}
+        if not inputs:
+            continue
+        names = OperationUse(use.node, inputs).names
+        name, module = owners[names[0]]
         operation = use.node.name().removesuffix("Backward0")
         owner = RecordedModule(
             name,
             f"{operation} in {type(module).__name__}",
             uses.by_operation,
-            {each: each for each in wanted},
+            {each: each for each in names},
             is_operation=True,
         )
-        call = OperationCall(module, (), {}, batch_dim, use, wanted, len(losses))
-        region = graph.Region(GradientEdge(use.node, 0), ())
-        shape = torch.Size(rules.output_shape(use.node))
-        calls.append(RecordedCall(owner, call, region, shape, ()))
-    return calls, reasons
+        substitutes.append(Substitute(owner, "nodes", use.node, inputs, use.rows))
+    return substitutes, reasons, search.believed
+
+
+def operation_call(
+    each: Substitute,
+    module: nn.Module,
+    params: Mapping[str, nn.Parameter],
+    batch_dim: int,
+    num_samples: int,
+) -> RecordedCall:
+    """Returns an operation as a call of the module that owns a parameter."""
+    use = OperationUse(each.source, each.inputs, each.rows)
+    if each.rows is not None:
+        batch_dim = each.rows.axis
+    wanted = {name: params[name] for name in each.names}
+    call = OperationCall(module, (), {}, batch_dim, use, wanted, num_samples)
+    region = graph.Region(GradientEdge(use.node, 0), ())
+    shape = torch.Size(rules.output_shape(use.node))
+    return RecordedCall(each.owner, call, region, shape, ())
 
 
 def owners_of(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from per_sample_grad.engine import graph, wrong_operations
+from per_sample_grad.engine import graph
 from per_sample_grad.engine.uncompiled import uncompiled
 from per_sample_grad.errors import CoverageError, PerSampleError
 from per_sample_grad.layers import batch_norm
@@ -25,6 +25,7 @@ from per_sample_grad.layers.registry import (
     rule_of,
     why_no_rule,
 )
+from per_sample_grad.operations import wrong_operations
 from xla_replica import AccumulationHook
 from xla_replica.common.arguments import check_integer
 from xla_replica.common.trees import map_tensors, tensors_in
@@ -140,6 +141,11 @@ class Recorder:
         """Removes the hooks."""
         self._placed.close()
 
+    def forget(self) -> None:
+        """Keeps nothing of what was recorded."""
+        self.calls.clear()
+        self.enclosing.clear()
+
     def split(self, num_samples: int) -> tuple[list[RecordedCall], list[RecordedCall]]:
         """Returns the calls that have rules to be applied, and others.
 
@@ -179,6 +185,8 @@ class Recorder:
             if joining is not None:
                 record = functools.partial(self._record_joined, owner, joining)
             hooks.append(record)
+        if self._records_enclosing:
+            hooks = [_unfollowed(hook) for hook in hooks]
         if batch_norm.needs_arithmetic(module):
             hooks.append(batch_norm.output_by_arithmetic)
         if wrong_operations.is_wrong_on_lazy_devices(module):
@@ -291,6 +299,16 @@ class Recorder:
         else:
             detached = map_tensors((args, kwargs), torch.Tensor.detach)
         return Call(module, *detached, self._batch_dims.get(name, self.batch_dim))
+
+
+def _unfollowed(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a hook whose own use of torch is seen by no mode, which takes time."""
+
+    def run(*given: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return hook(*given)
+
+    return run
 
 
 def _tensors(

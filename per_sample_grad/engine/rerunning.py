@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import xla_replica
 from per_sample_grad.engine import graph
+from per_sample_grad.engine.operation_calls import Substitute
 from per_sample_grad.engine.recording import (
     EnclosingCall,
     RecordedCall,
@@ -60,12 +61,12 @@ def by_repetition(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     return {name: Dense(grad) for name, grad in found.items()}
 
 
-def repeated_calls(
+def modules_again(
     losses: torch.Tensor,
     params: Mapping[str, torch.nn.Parameter],
     calls: Sequence[EnclosingCall],
-) -> list[RecordedCall]:
-    """Returns calls that account for parameters in the one backward pass.
+) -> list[Substitute]:
+    """Returns calls that account for parameters when their modules run once more.
 
     They are those of the smallest module that holds a parameter, where these calls hold
     all its uses and return one tensor each.
@@ -78,23 +79,35 @@ def repeated_calls(
     outside = _used_outside(losses, params, by_module, chosen)
     found = []
     for module, names in chosen.items():
-        wanted = {name: params[name] for name in names if name not in outside}
+        wanted = tuple(name for name in names if name not in outside)
         for each in by_module[module] if wanted else ():
-            call = each.call
             owner = RecordedModule(
                 module,
-                type(call.module).__name__,
+                type(each.call.module).__name__,
                 by_repetition,
                 {name: name for name in wanted},
                 is_operation=True,
             )
-            repeated = RepeatedCall(
-                call.module, call.args, call.kwargs, call.batch_dim, each, wanted,
-                len(losses),
-            )  # fmt: skip
-            [region], [shape] = each.regions, each.shapes
-            found.append(RecordedCall(owner, repeated, region, shape, ()))
+            found.append(Substitute(owner, "modules", each, {0: wanted}))
     return found
+
+
+def repeated_call(
+    each: Substitute,
+    module: torch.nn.Module,
+    params: Mapping[str, torch.nn.Parameter],
+    batch_dim: int,
+    num_samples: int,
+) -> RecordedCall:
+    """Returns a call that runs once more as one that has a rule."""
+    enclosing: EnclosingCall = each.source
+    wanted = {name: params[name] for name in each.names}
+    own = enclosing.call
+    call = RepeatedCall(
+        own.module, own.args, own.kwargs, own.batch_dim, enclosing, wanted, num_samples
+    )
+    [region], [shape] = enclosing.regions, enclosing.shapes
+    return RecordedCall(each.owner, call, region, shape, ())
 
 
 def by_running_again(

@@ -64,9 +64,7 @@ class Operation:
             return False
         if not output[at] or output[at] % num_samples or (self.first and at):
             return False
-        return (
-            not self.broadcasts or _aligned(source_shape(node, slot), output)[at] == 1
-        )
+        return not self.broadcasts or aligned(source_shape(node, slot), output)[at] == 1
 
 
 def output_shape(node: Node) -> tuple[int, ...]:
@@ -81,21 +79,43 @@ def source_shape(node: Node, slot: int) -> tuple[int, ...]:
     return tuple(below._input_metadata[number].shape)
 
 
-def _aligned(shape: tuple[int, ...], output: tuple[int, ...]) -> tuple[int, ...]:
+def aligned(shape: tuple[int, ...], output: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns a shape with as many dimensions as the output's."""
     return (1,) * (len(output) - len(shape)) + shape
 
 
-def _saved(node: Node, name: str) -> Any:
+def order_of(node: Node) -> tuple[int, ...] | None:
+    """Returns the input's dimensions in the output's order; None: another operation."""
+    name, rank = node.name(), len(output_shape(node))
+    if name == "PermuteBackward0":
+        return tuple(dim % rank for dim in map(_signed, saved(node, "dims")))
+    if name == "TransposeBackward0":
+        first, second = (_signed(saved(node, f"dim{n}")) % rank for n in (0, 1))
+    elif name == "TBackward0" and rank == 2:
+        first, second = 0, 1
+    else:
+        return None
+    order = list(range(rank))
+    order[first], order[second] = second, first
+    return tuple(order)
+
+
+def _signed(dim: int) -> int:
+    return dim - 2 * _NEGATIVE if dim >= _NEGATIVE else dim
+
+
+def saved(node: Node, name: str) -> Any:
+    """Returns what an operation has saved under this name."""
     value = getattr(node, f"_saved_{name}")
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-def _summed_to_source(
+def summed_to_source(
     values: torch.Tensor, node: Node, slot: int, batch_dim: int
 ) -> Dense:
     """Returns ``values`` of the output's shape, batch first, summed over positions."""
     shape = source_shape(node, slot)
-    own = list(_aligned(shape, output_shape(node)))
+    own = list(aligned(shape, output_shape(node)))
     own.pop(batch_dim)
     kept = [dim for dim, size in enumerate(own, start=1) if size != 1]
     found = registry.over_positions(values, kept)
@@ -104,34 +124,49 @@ def _summed_to_source(
 
 def _moved(operand: torch.Tensor, node: Node, batch_dim: int) -> torch.Tensor:
     """Returns an operand as it is multiplied with the output's gradient."""
-    shape = _aligned(tuple(operand.shape), output_shape(node))
+    shape = aligned(tuple(operand.shape), output_shape(node))
     return operand.reshape(shape).movedim(batch_dim, 0)
 
 
 def _added(node: Node, slot: int, grad: torch.Tensor, batch_dim: int) -> Contribution:
-    found = _summed_to_source(grad, node, slot, batch_dim)
+    found = summed_to_source(grad, node, slot, batch_dim)
     if slot == 0 or not hasattr(node, "_saved_alpha"):
         return found
     sign = -1 if node.name() == "SubBackward0" else 1
-    return forms.multiplied(found, sign * float(_saved(node, "alpha")))
+    return forms.multiplied(found, sign * float(saved(node, "alpha")))
 
 
 def _expanded(
     node: Node, slot: int, grad: torch.Tensor, batch_dim: int
 ) -> Contribution:
-    return _summed_to_source(grad, node, slot, batch_dim)
+    return summed_to_source(grad, node, slot, batch_dim)
+
+
+def copies_for_samples(node: Node, slot: int, num_samples: int, batch_dim: int) -> bool:
+    """Returns whether a repetition makes copies of several rows, some for each sample.
+
+    Rows that are broadcast are seen by `Operation.meets_samples`.
+    """
+    output = output_shape(node)
+    at = batch_dim if batch_dim >= 0 else batch_dim + len(output)
+    if node.name() != "RepeatBackward0" or not 0 <= at < len(output):
+        return False
+    rows = aligned(source_shape(node, slot), output)[at]
+    return rows > 1 and output[at] // rows % num_samples == 0 < output[at]
 
 
 def _repeated(
     node: Node, slot: int, grad: torch.Tensor, batch_dim: int
 ) -> Contribution:
     shape = source_shape(node, slot)
-    own = list(_aligned(shape, output_shape(node)))
-    own.pop(batch_dim)
+    own = list(aligned(shape, output_shape(node)))
+    rows = own.pop(batch_dim)
     grad = grad.to(forms.accumulation_dtype(grad.dtype))
     for dim, size in enumerate(own, start=1):
         if grad.shape[dim] != size:
             grad = grad.unflatten(dim, (-1, size)).sum(dim)
+    # (copies, rows, *), as the first dimensions.
+    grad = grad.unflatten(0, (-1, rows)).movedim(1, batch_dim % (len(own) + 1) + 1)
     return Dense(grad.reshape(len(grad), *shape))
 
 
@@ -143,7 +178,7 @@ def _products(
     batch_dim: int,
 ) -> Contribution:
     parts = [
-        _summed_to_source(grad[start:stop] * factor(start, stop), node, slot, batch_dim)
+        summed_to_source(grad[start:stop] * factor(start, stop), node, slot, batch_dim)
         for start, stop in forms.chunks(len(grad), registry.rows_in_cache(grad))
     ]
     return Dense(torch.cat([part.values for part in parts]))
@@ -152,7 +187,7 @@ def _products(
 def _multiplied(
     node: Node, slot: int, grad: torch.Tensor, batch_dim: int
 ) -> Contribution:
-    other = _saved(node, "self" if slot else "other")
+    other = saved(node, "self" if slot else "other")
     return _elementwise(other, node, slot, grad, batch_dim)
 
 
@@ -169,43 +204,28 @@ def _elementwise(
 
 
 def _divided(node: Node, slot: int, grad: torch.Tensor, batch_dim: int) -> Contribution:
-    below = _saved(node, "other")
-    factor = 1 / below if slot == 0 else -_saved(node, "self") / below.square()
+    below = saved(node, "other")
+    factor = 1 / below if slot == 0 else -saved(node, "self") / below.square()
     return _elementwise(factor, node, slot, grad, batch_dim)
 
 
 def _chosen(node: Node, slot: int, grad: torch.Tensor, batch_dim: int) -> Contribution:
-    condition = _saved(node, "condition")
+    condition = saved(node, "condition")
     factor = condition if slot == 0 else ~condition
     return _elementwise(factor.to(grad.dtype), node, slot, grad, batch_dim)
-
-
-def _matrix_product(
-    node: Node, slot: int, grad: torch.Tensor, batch_dim: int
-) -> Contribution:
-    """The second matrix of ``x @ W``: rows of x are samples, or rows of samples."""
-    if node.name() == "MmBackward0":
-        inputs, number = _saved(node, "self"), 1.0
-    elif slot == 0:
-        bias = _summed_to_source(grad, node, slot, batch_dim)
-        return forms.multiplied(bias, float(_saved(node, "beta")))
-    else:
-        inputs, number = _saved(node, "mat1"), float(_saved(node, "alpha"))
-    left, right = inputs[:, None, None], grad[:, None, None]
-    return forms.multiplied(Outer(left, right), number)
 
 
 def _looked_up(
     node: Node, slot: int, grad: torch.Tensor, batch_dim: int
 ) -> Contribution:
-    return lookup(node, _saved(node, "indices").movedim(batch_dim, 0), grad)
+    return lookup(node, saved(node, "indices").movedim(batch_dim, 0), grad)
 
 
 def lookup(node: Node, index: torch.Tensor, grad: torch.Tensor) -> Contribution:
     """Returns what an embedding's node adds to its table at ``index`` ``(N, *)``."""
-    if _saved(node, "scale_grad_by_freq"):
+    if saved(node, "scale_grad_by_freq"):
         raise Refusal(embedding.COUNTS_OF_THE_BATCH)
-    padding = _saved(node, "padding_idx")
+    padding = saved(node, "padding_idx")
     return embedding.rows(index, grad, None if padding >= _NEGATIVE else padding)
 
 
@@ -213,9 +233,9 @@ def _layer_normalized(
     node: Node, slot: int, grad: torch.Tensor, batch_dim: int
 ) -> Contribution:
     if slot == 2:
-        return _summed_to_source(grad, node, slot, batch_dim)
+        return summed_to_source(grad, node, slot, batch_dim)
     inputs, mean, rstd = (
-        _saved(node, name).movedim(batch_dim, 0)
+        saved(node, name).movedim(batch_dim, 0)
         for name in ("input", "result1", "result2")
     )
     dtype = forms.accumulation_dtype(inputs.dtype, grad.dtype)
@@ -234,7 +254,7 @@ def _group_normalized(
 
 
 def _of_groups(node: Node, inputs: torch.Tensor, first: int) -> torch.Tensor:
-    mean, rstd = _saved(node, "result1"), _saved(node, "result2")
+    mean, rstd = saved(node, "result1"), saved(node, "result2")
     groups = inputs.reshape(*inputs.shape[:1], mean.shape[1], -1)
     own = slice(first, first + len(inputs))
     normalized = (groups - mean[own].unsqueeze(2)) * rstd[own].unsqueeze(2)
@@ -244,7 +264,7 @@ def _of_groups(node: Node, inputs: torch.Tensor, first: int) -> torch.Tensor:
 def _batch_normalized(
     node: Node, slot: int, grad: torch.Tensor, batch_dim: int
 ) -> Contribution:
-    if _saved(node, "training"):
+    if saved(node, "training"):
         raise Refusal("it normalises by statistics of the batch")
     return _by_channel(node, slot, grad, _of_running_statistics)
 
@@ -254,10 +274,10 @@ def _of_running_statistics(
 ) -> torch.Tensor:
     shape = (1, -1) + (1,) * (inputs.dim() - 2)
     mean, variance = (
-        _saved(node, name).to(inputs.dtype).view(shape)
+        saved(node, name).to(inputs.dtype).view(shape)
         for name in ("running_mean", "running_var")
     )
-    return (inputs - mean) * torch.rsqrt(variance + _saved(node, "eps"))
+    return (inputs - mean) * torch.rsqrt(variance + saved(node, "eps"))
 
 
 def _by_channel(
@@ -269,7 +289,7 @@ def _by_channel(
     """Returns those of channels, the second dimension."""
     if slot == 2:
         return Dense(registry.over_positions(grad, kept=[1]))
-    inputs = _saved(node, "input")
+    inputs = saved(node, "input")
     dtype = forms.accumulation_dtype(inputs.dtype, grad.dtype)
     parts = [
         registry.over_positions(
@@ -284,20 +304,20 @@ def _by_channel(
 def _convolved(
     node: Node, slot: int, grad: torch.Tensor, batch_dim: int
 ) -> Contribution:
-    if _saved(node, "transposed"):
+    if saved(node, "transposed"):
         raise Refusal("it is a transposed convolution of a weight that is computed")
     if slot == 2:
         return Dense(registry.over_positions(grad, kept=[1]))
     stride, padding, dilation = (
-        tuple(_saved(node, name)) for name in ("stride", "padding", "dilation")
+        tuple(saved(node, name)) for name in ("stride", "padding", "dilation")
     )
     kernel = source_shape(node, slot)[2:]
     widths = [(width, width) for width in padding]
     unfolding = Unfolding(
         widths, "zeros", kernel, stride, dilation, grad.shape[2:],
-        _saved(node, "groups"),
+        saved(node, "groups"),
     )  # fmt: skip
-    return windows(grad, _saved(node, "input"), unfolding)
+    return windows(grad, saved(node, "input"), unfolding)
 
 
 def formed(contribution: Contribution, shape: tuple[int, ...]) -> torch.Tensor:
@@ -328,8 +348,6 @@ OPERATIONS: dict[str, Operation] = {
     "MulBackward0": Operation(_multiplied),
     "DivBackward0": Operation(_divided),
     "WhereBackward0": Operation(_chosen),
-    "MmBackward0": Operation(_matrix_product, (1,), False, 1, True),
-    "AddmmBackward0": Operation(_matrix_product, (0, 2), False, 1, True),
     "EmbeddingBackward0": Operation(_looked_up, (0,), False, 1),
     "NativeLayerNormBackward0": Operation(_layer_normalized, (1, 2), False, 1),
     "NativeGroupNormBackward0": Operation(_group_normalized, (1, 2), False, 1, True),

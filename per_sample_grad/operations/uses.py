@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -29,7 +29,8 @@ from per_sample_grad.factors import forms
 from per_sample_grad.factors.forms import Contribution, Dense, Outer
 from per_sample_grad.layers import registry
 from per_sample_grad.layers.registry import Call
-from per_sample_grad.operations import rules
+from per_sample_grad.operations import products, rules
+from per_sample_grad.operations.products import Rows
 from per_sample_grad.operations.rules import OPERATIONS
 from xla_replica.common.trees import tensors_in
 
@@ -49,6 +50,8 @@ _BY_DATA = (
     "EmbeddingBackward0", "IndexBackward0", "IndexSelectBackward0", "GatherBackward0",
     "IndexPutBackward0",
 )  # fmt: skip
+# From a node, and where the model's tensors are stored.
+Belief = Callable[[Node, Collection[int]], bool]
 # What takes a node's tensor, and as which input: a node, or a call with a rule, which
 # is an integer.
 Consumers = Mapping[Node, Sequence[tuple[Node | int, int]]]
@@ -61,10 +64,12 @@ class OperationUse:
     Attributes:
         node: The operation.
         params: Names of parameters, by the input through which it depends on them.
+        rows: Which rows of a product belong to which sample; None: no product.
     """
 
     node: Node
     params: Mapping[int, tuple[str, ...]]
+    rows: Rows | None = None
 
     @property
     def names(self) -> list[str]:
@@ -91,9 +96,12 @@ def by_operation(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Returns the contributions of an `OperationCall`, by the parameter's name."""
     assert isinstance(call, OperationCall)
     use, parts = call.use, defaultdict(list)
-    operation = OPERATIONS[use.node.name()]
     for slot, names in use.params.items():
-        found = operation.rule(use.node, slot, grad, call.batch_dim)
+        if use.rows is not None:
+            found = products.contribution(use.node, slot, grad, use.rows)
+        else:
+            rule = OPERATIONS[use.node.name()].rule
+            found = rule(use.node, slot, grad, call.batch_dim)
         found = forms.regroup(forms.widened(found), call.num_samples)
         below, number = use.node.next_functions[slot]
         assert below is not None
@@ -114,36 +122,47 @@ def take_down(
     edge: GradientEdge, found: Contribution, wanted: Mapping[str, nn.Parameter]
 ) -> dict[str, Contribution]:
     """Takes what a tensor gets of each sample to the parameters that it depends on."""
+    outer = products.Arranged(found) if isinstance(found, Outer) else None
     while True:
         node, number = edge.node, edge.output_nr
         shape = tuple(node._input_metadata[number].shape)
         variable = getattr(node, "variable", None)
         if variable is not None:
             [name] = wanted
-            if isinstance(found, Dense):
+            if outer is not None:
+                found = outer.of(shape)
+            elif isinstance(found, Dense):
                 found = Dense(found.values.reshape(-1, *shape))
             return {name: found}
-        name = node.name()
+        name, order = node.name(), rules.order_of(node)
         following = [each for each in node.next_functions if each[0] is not None]
         if len(following) > 1:
             break
         [(below, number)] = following
         assert below is not None
-        if _transposes(node):
-            if not isinstance(found, Outer) or found.groups > 1:
+        if order is not None:
+            if outer is not None:
+                if not outer.permuted(shape, order):
+                    break
+            elif isinstance(found, Dense):
+                before = [1 + order.index(dim) for dim in range(len(order))]
+                values = found.values.reshape(-1, *shape)
+                found = Dense(values.permute(0, *before))
+            else:
                 break
-            found = Outer(found.right, found.left)
         elif name == "EmbeddingBackward0" and isinstance(found, Dense):
-            index = rules._saved(node, "indices")
+            index = rules.saved(node, "indices")
             index = index.expand(len(found.values), *index.shape)
             values = found.values.reshape(*index.shape, -1)
             found = rules.lookup(node, index, values)
         elif name == "AddBackward0" and node.next_functions[0][0] is not None:
             if rules.source_shape(node, 0) != shape:
                 break
-        elif name not in _UNCHANGED or not isinstance(found, Dense):
+        elif name not in _UNCHANGED or not isinstance(found, (Dense, Outer)):
             break
         edge = GradientEdge(below, number)
+    if outer is not None:
+        found = outer.of(shape)
     dtype = edge.node._input_metadata[edge.output_nr].dtype
     values, inputs = rules.formed(found, shape).to(dtype), list(wanted.values())
     with xla_replica.AccumulationHook.paused(inputs):
@@ -177,6 +196,7 @@ class Search:
         batch_dim: The dimension that counts samples.
         known: Where the model's tensors are stored, see `registry.memory`.
         may_read: Whether operations may be asked for what they have saved.
+        believed: What else the result depends on than the graph and shapes.
     """
 
     losses: torch.Tensor
@@ -188,6 +208,9 @@ class Search:
     may_read: bool
 
     def __post_init__(self) -> None:
+        # What was believed because of where operations have saved tensors, and not of
+        # the graph and shapes alone.
+        self.believed: list[tuple[Node, Belief]] = []
         # Nodes that may depend on samples, as far as that was looked at.
         self._of_data: set[Node] = set()
 
@@ -206,7 +229,11 @@ class Search:
             for node, slot in met:
                 by_node.setdefault(node, {}).setdefault(slot, []).append(name)
         found = [
-            OperationUse(node, {slot: tuple(names) for slot, names in slots.items()})
+            OperationUse(
+                node,
+                {slot: tuple(names) for slot, names in slots.items()},
+                self._rows_of(node),
+            )
             for node, slots in by_node.items()
         ]
         return found, reasons
@@ -219,7 +246,9 @@ class Search:
                 if isinstance(taker, int):
                     return "what is computed from it is the input of a module"
                 if self._meets(taker, slot):
-                    if OPERATIONS[taker.name()].reads and not self.may_read:
+                    operation = OPERATIONS.get(taker.name())
+                    reads = operation is None or operation.reads
+                    if reads and not self.may_read:
                         return "what its operation has saved is kept by hooks"
                     met.append((taker, slot))
                     continue
@@ -234,7 +263,7 @@ class Search:
                 if None in (n for n, _ in taker.next_functions):
                     if not self.may_read:
                         return "what its operation has saved is kept by hooks"
-                    if not self._is_known(taker):
+                    if not self._believes(taker, is_known):
                         return f"{taker.name()} mixes it with what may be samples"
                 if taker not in seen:
                     seen.add(taker)
@@ -245,23 +274,19 @@ class Search:
         """Returns whether another input of a node depends on samples, as is known."""
         below = [n for i, (n, _) in enumerate(node.next_functions) if i != slot]
         stack, seen = below, set(below)
-        where = (len(self.losses), self.batch_dim)
         while stack:
             current = stack.pop()
             if current is None:
                 continue
-            operation = OPERATIONS.get(current.name())
             if (
                 current in self.outputs
                 or len(seen) > _LONGEST_SEARCH
                 or isinstance(current, BackwardCFunction)
                 or (
-                    operation is not None
-                    and any(
-                        operation.meets_samples(current, i, *where)
-                        for i in operation.slots
-                        if i < len(current.next_functions)
-                        and current.next_functions[i][0] is not None
+                    any(
+                        self._has_shapes_of_meeting(current, i)
+                        for i, (n, _) in enumerate(current.next_functions)
+                        if n is not None
                     )
                     and not _of_parameters_alone(current, -1, self._of_data)
                 )
@@ -279,37 +304,62 @@ class Search:
         rows, count = shape[dim] if dim < len(shape) else 1, len(self.losses)
         if count == 1 or rows % count:
             return True
-        saved = (getattr(node, n) for n in dir(node) if n.startswith("_saved_"))
-        return node in self.constant or all(
-            registry.memory(each) in self.known for each in tensors_in(list(saved))
-        )
+        return node in self.constant or self._believes(node, is_own)
 
-    def _is_known(self, node: Node) -> bool:
-        """Returns whether what an operation has saved can be told from samples.
-
-        That are single numbers, integers, and what the model owns. What has a graph is
-        looked at by `_mixes`, and what the operation has computed depends on nothing
-        else than what it took.
-        """
-        names = (n for n in dir(node) if n.startswith("_saved_"))
-        saved = (getattr(node, n) for n in names if not n.startswith("_saved_result"))
-        return all(
-            each.numel() == 1
-            or each.requires_grad
-            or not each.is_floating_point()
-            or registry.memory(each) in self.known
-            for each in saved
-            if isinstance(each, torch.Tensor)
-        )
+    def _believes(self, node: Node, belief: Belief) -> bool:
+        found = belief(node, self.known)
+        if found:
+            self.believed.append((node, belief))
+        return found
 
     def _meets(self, node: Node, slot: int) -> bool:
-        operation = OPERATIONS.get(node.name())
-        where = (len(self.losses), self.batch_dim)
-        if node in self.constant or operation is None:
-            return False
-        if not operation.meets_samples(node, slot, *where):
+        if node in self.constant or not self._has_shapes_of_meeting(node, slot):
             return False
         return not _of_parameters_alone(node, slot, self._of_data)
+
+    def _has_shapes_of_meeting(self, node: Node, slot: int) -> bool:
+        """Returns whether shapes say that the input at ``slot`` meets samples here."""
+        where = (len(self.losses), self.batch_dim)
+        if node.name() in products.PRODUCTS:
+            return products.meets_samples(node, slot, self._rows_of(node))
+        operation = OPERATIONS.get(node.name())
+        if operation is None:
+            return False
+        return operation.meets_samples(node, slot, *where) or (
+            rules.copies_for_samples(node, slot, *where)
+            and not is_broadcast(node, self.consumers, *where)
+        )
+
+    def _rows_of(self, node: Node) -> products.Rows | None:
+        if node.name() not in products.PRODUCTS:
+            return None
+        where = (len(self.losses), self.batch_dim)
+        return products.rows_of(node, self.consumers, *where)
+
+
+def is_own(node: Node, known: Collection[int]) -> bool:
+    """Returns whether all that an operation has saved is what the model owns."""
+    saved = (getattr(node, n) for n in dir(node) if n.startswith("_saved_"))
+    return all(registry.memory(each) in known for each in tensors_in(list(saved)))
+
+
+def is_known(node: Node, known: Collection[int]) -> bool:
+    """Returns whether what an operation has saved can be told from samples.
+
+    That are single numbers, integers, and what the model owns. What has a graph is
+    looked at elsewhere, and what the operation has computed depends on nothing else
+    than what it took.
+    """
+    names = (n for n in dir(node) if n.startswith("_saved_"))
+    saved = (getattr(node, n) for n in names if not n.startswith("_saved_result"))
+    return all(
+        each.numel() == 1
+        or each.requires_grad
+        or not each.is_floating_point()
+        or registry.memory(each) in known
+        for each in saved
+        if isinstance(each, torch.Tensor)
+    )
 
 
 def is_broadcast(
@@ -342,18 +392,6 @@ def is_broadcast(
             else:
                 return False
     return found and not stack
-
-
-def _transposes(node: Node) -> bool:
-    """Returns whether a node's operation is the transposition of a matrix."""
-    name = node.name()
-    if len(node._input_metadata[0].shape) != 2:
-        return False
-    if name == "TransposeBackward0":
-        return node._saved_dim0 % 2 != node._saved_dim1 % 2  # type: ignore[attr-defined]
-    if name == "PermuteBackward0":
-        return node._saved_dims[0] % 2 == 1  # type: ignore[attr-defined]
-    return name == "TBackward0"
 
 
 def _of_parameters_alone(node: Node, slot: int, of_data: set[Node]) -> bool:

@@ -14,7 +14,7 @@ from support.per_sample_grad.gradient_oracle import fold, rules_kept
 from torch import nn
 
 import per_sample_grad as psg
-from per_sample_grad.engine import graph
+from per_sample_grad.engine import accounting, graph
 
 
 class Switched(nn.Module):
@@ -270,10 +270,10 @@ def test_coefficients_are_no_structure_and_settings_are(walks):
 
 def test_the_structures_that_were_used_last_are_kept(walks):
     model = nn.Linear(3, 2).double()
-    for size in range(1, graph.MOST + 3):
+    for size in range(1, accounting.MOST + 3):
         outcome(model, torch.randn(size, 3, dtype=torch.float64))
-    assert len(graph._KNOWN[model]) == graph.MOST
-    assert len(walks) == graph.MOST + 2
+    assert len(accounting._KNOWN[model]) == accounting.MOST
+    assert len(walks) == accounting.MOST + 2
 
 
 def test_neither_a_graph_nor_a_model_is_kept():

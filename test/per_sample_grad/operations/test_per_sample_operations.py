@@ -183,6 +183,45 @@ CASES = [
     Case("one-plus", lambda: Raw(
         lambda m, x: (x @ m.a.weight.T + m.p.exp()) @ m.a.weight, 4,
         a=nn.Linear(3, 4, bias=False)), (3,)),
+    Case("einsum", lambda: Raw(
+        lambda m, x: torch.einsum("bti,ino->btno", m.a(x), m.p), 4, 2, 3,
+        a=nn.Linear(3, 4)), (5, 3)),
+    Case("einsum-of-inputs", lambda: Raw(
+        lambda m, x: torch.einsum("bti,oni->bton", x, m.p), 4, 2, 3), (5, 3)),
+    Case("einsum-over-two", lambda: Raw(
+        lambda m, x: torch.einsum("btno,hno->bth", m.a(x).unflatten(2, (2, 2)), m.p),
+        3, 2, 2, a=nn.Linear(3, 4)), (5, 3)),
+    Case("einsum-by-head", lambda: Raw(
+        lambda m, x: torch.einsum("btno,sno->btns", m.a(x).unflatten(2, (2, 2)), m.p),
+        3, 2, 2, a=nn.Linear(3, 4)), (5, 3)),
+    Case("einsum-time-first", lambda: Raw(
+        lambda m, x: torch.einsum("tbi,ino->tbno", m.a(x).transpose(0, 1), m.p)
+        .transpose(0, 1), 4, 2, 3, a=nn.Linear(3, 4)), (5, 3),
+        {"batch_dim": {"": 1, "a": 0}}),
+    Case("matmul-time-first", lambda: Raw(
+        lambda m, x: (m.a(x).transpose(0, 1) @ m.p).transpose(0, 1), 4, 3,
+        a=nn.Linear(3, 4)), (5, 3), {"batch_dim": {"": 1, "a": 0}}),
+    Case("weight-and-bias", lambda: Raw(
+        lambda m, x: F.linear(m.a(x), m.p, m.p[:, 0]), 5, 4, a=nn.Linear(3, 4)),
+        (5, 3)),
+    Case("linear", lambda: Raw(
+        lambda m, x: F.linear(m.a(x), m.p), 5, 4, a=nn.Linear(3, 4)), (5, 3)),
+    Case("linear-of-vectors", lambda: Raw(
+        lambda m, x: F.linear(m.a(x), m.p), 5, 4, a=nn.Linear(3, 4)), (3,)),
+    Case("batched-product", lambda: Raw(
+        lambda m, x: torch.bmm(m.a(x).transpose(0, 1), m.p).transpose(0, 1), 5, 4, 3,
+        a=nn.Linear(3, 4)), (5, 3), {"batch_dim": {"": 1, "a": 0}}),
+    Case("in-the-middle", lambda: Raw(
+        lambda m, x: F.linear(m.a(x), m.p.transpose(0, 1).flatten(1)), 2, 5, 2,
+        a=nn.Linear(3, 4)), (5, 3)),
+    Case("copies-for-samples", lambda: Raw(
+        lambda m, x: torch.bmm(
+            m.a(x).unflatten(2, (2, 2)).transpose(1, 2).flatten(0, 1),
+            m.b(m.p).repeat(len(x), 1, 1).transpose(1, 2)).unflatten(0, (-1, 2)),
+        2, 7, 3, a=nn.Linear(3, 4), b=nn.Linear(3, 2)), (5, 3),
+        {"batch_dim": {"": 0, "b": None}}),
+    Case("copies-of-a-table", lambda: Raw(
+        lambda m, x: m.a(x) + m.p.repeat(2, 1), 3, 4, a=nn.Linear(3, 4)), (6, 3)),
     Case("same-for-all", lambda: Raw(
         lambda m, x: m.a(x) * m.b(torch.arange(6)), 1,
         a=nn.Linear(3, 3), b=nn.Embedding(6, 3)), (6, 3),
@@ -208,6 +247,20 @@ def test_operations_account_for_parameters(case, batch):
     for _ in range(2):  # compared, and proven
         factors = psg.per_sample_factors(model, fold, inputs, **case.options)
         agree(factors, truth, 1e-10)
+
+
+PRODUCTS = [c for c in CASES if c.name.split("-")[0] in ("einsum", "linear", "matmul")]
+
+
+@pytest.mark.parametrize("case", PRODUCTS, ids=lambda case: case.name)
+def test_no_gradient_of_a_matrix_is_formed(case):
+    """But for some of three dimensions, of which one or two do not count rows."""
+    model, inputs = case.make(torch.float64)
+    factors = psg.per_sample_factors(model, fold, inputs, **case.options)
+    forms = [type(use) for use in factors.contributions("p")]
+    assert (psg.Outer in forms) == (
+        case.name not in ("einsum-by-head", "einsum-of-inputs")
+    )
 
 
 def test_a_stream_and_accumulated_gradients():
@@ -297,6 +350,9 @@ COUPLED = [
         lambda m, x: m.a(x) + m.p * x.mean(0, keepdim=True), 3, a=nn.Linear(3, 3))),
     ("a-product-with-the-inputs'-mean", lambda: Raw(
         lambda m, x: m.a(x) + x.mean(0, keepdim=True) @ m.p, 3, 3,
+        a=nn.Linear(3, 3))),
+    ("a-product-with-the-sum", lambda: Raw(
+        lambda m, x: m.a(x) + torch.einsum("bi,ij->j", m.a(x), m.p), 3, 3,
         a=nn.Linear(3, 3))),
     ("rows-by-samples'-indices", lambda: Raw(
         lambda m, x: m.a(x) + m.p[x.argmax(1)].mean(0, True), 3, 4,

@@ -25,7 +25,7 @@ from torch.nn.modules import activation
 
 import per_sample_grad as psg
 import xla_replica
-from per_sample_grad.engine.wrong_operations import WRONG
+from per_sample_grad.operations.wrong_operations import WRONG
 
 BACKEND = Backend("xla", 1)
 FORMULAS = [
