@@ -83,7 +83,9 @@ class Projection:
         self.kept = _kept(self.shapes, size)
         self.size = sum(map(math.prod, self.kept.values()))
         self._folds: dict[tuple[object, ...], Folds] = {}
-        self._stacked: dict[tuple[object, ...], torch.Tensor] = {}
+        self._stacked: dict[
+            tuple[object, ...], tuple[torch.Tensor, torch.Tensor, int]
+        ] = {}
 
     def __repr__(self) -> str:
         total = sum(map(math.prod, self.shapes.values()))
@@ -121,19 +123,25 @@ class Projection:
                 found[name] = fold.along(values, 1)
         for names in alike.values():
             stacked = torch.stack([gradients[name] for name in names])
-            projected = stacked @ self._matrices(tuple(names), stacked)
+            signs, matrices, kept = self._alike(tuple(names), stacked)
+            if stacked.numel() * kept <= _FEW_IN_VECTORS or not traits(stacked).is_host:
+                projected = stacked @ matrices
+            else:
+                projected = _added_up(stacked * signs, 2, kept)
             found.update(zip(names, projected.unbind()))
         return found
 
-    def _matrices(self, names: tuple[str, ...], like: torch.Tensor) -> torch.Tensor:
-        """Returns the matrices of several vectors' folds, ``(G, n, k)``."""
+    def _alike(
+        self, names: tuple[str, ...], like: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Returns signs ``(G, 1, n)`` and matrices ``(G, n, k)`` of vectors, and k."""
         key = (names, like.device, like.dtype)
         if key not in self._stacked:
             folds = [self.folds_like(name, like).rows for name in names]
-            matrices = [
-                fold.matrix.T for fold in folds if fold and fold.matrix is not None
-            ]
-            self._stacked[key] = torch.stack(matrices)
+            folds = [fold for fold in folds if fold and fold.matrix is not None]
+            signs = torch.stack([fold.signs for fold in folds]).unsqueeze(1)
+            matrices = torch.stack([fold.matrix.T for fold in folds])
+            self._stacked[key] = signs, matrices, folds[0].kept
         return self._stacked[key]
 
     def folds_like(self, name: str, like: torch.Tensor) -> Folds:
@@ -170,6 +178,7 @@ _LEAST_OF_SHORTER, _FEW_OF_SHORTER = 3, 4
 # are few; and where the matrix is small.
 _MOST_BY_PRODUCT = 32
 _FEW = 2**22
+_FEW_IN_VECTORS = 2**19
 _LARGEST_MATRIX = 2**18
 # The bytes of patches that are unfolded at a time, which stay in a CPU's cache.
 _CACHE = 2**21
@@ -200,11 +209,21 @@ class Fold:
         if self.matrix is not None and few and len(after) < 2:
             return self.matrix @ values if after else F.linear(values, self.matrix)
         signed = values * self.signs.view(-1, *(1 for _ in after))
-        whole = len(self.signs) // self.kept * self.kept
-        total = signed.narrow(dim, 0, whole).unflatten(dim, (-1, self.kept)).sum(dim)
-        rest = signed.narrow(dim, whole, len(self.signs) - whole)
-        total.narrow(dim, 0, rest.shape[dim]).add_(rest)
-        return total
+        return _added_up(signed, dim, self.kept)
+
+
+def _added_up(signed: torch.Tensor, dim: int, kept: int) -> torch.Tensor:
+    """Returns sums of those numbers along a dimension that share a place."""
+    count = signed.shape[dim]
+    if kept <= count < 2 * kept:
+        total = signed.narrow(dim, 0, kept)
+    else:
+        total = signed.narrow(dim, 0, count // kept * kept)
+        total = total.unflatten(dim, (-1, kept)).sum(dim)
+    if count % kept:
+        rest = signed.narrow(dim, count - count % kept, count % kept)
+        total.narrow(dim, 0, count % kept).add_(rest)
+    return total
 
 
 class Folds(NamedTuple):

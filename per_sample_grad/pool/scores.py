@@ -120,6 +120,9 @@ class Scorer:
                 f"block; {self.given} have a {type(labels).__name__}{found}"
             )
         classes = logits.shape[1]
+        least, most = labels.aminmax()
+        if least >= 0 and most < classes:
+            return
         wrong = (labels < 0) | (labels >= classes)
         if ignored is not None:
             wrong &= labels != ignored

@@ -7,10 +7,12 @@ whole part nor a copy of a piece need be in memory.
 from __future__ import annotations
 
 import contextlib
+import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -18,9 +20,11 @@ from xla_replica.common.files import UnfinishedFile, unfinished_name
 
 # A CPU's cache has room for so much of what was just computed.
 PIECE_BYTES = 2**20
+# What a file has besides the numbers: the header of NumPy, and the checksum.
+_AROUND_BYTES = 128 + 32
 
 
-def write_header(file: object, shape: Sequence[int]) -> None:
+def write_header(file: BinaryIO | PartFile, shape: Sequence[int]) -> None:
     """Begins a file of NumPy with float32 numbers of this shape."""
     header = {
         "descr": np.lib.format.dtype_to_descr(np.dtype(np.float32)),
@@ -55,6 +59,7 @@ class PartFile:
         """Begins the file, under a name of its own."""
         with explained(self._path, self._function):
             self._whole = UnfinishedFile(unfinished_name(self._path))
+            self._whole.reserve(4 * math.prod(self._shape) + _AROUND_BYTES)
             write_header(self, self._shape)
 
     def write(self, data: bytes | memoryview) -> None:
