@@ -28,11 +28,13 @@ class Case:
         make: Returns the model.
         batch: Returns tensors ``(BATCH_SIZE, ...)``, always the same.
         losses: ``losses(model, *batch)`` returns one number per sample, ``(B,)``.
+        options: What `psg.capture` must be told of the model.
     """
 
     make: Callable[[], nn.Module]
     batch: Callable[[], tuple[torch.Tensor, ...]]
     losses: Callable[..., torch.Tensor]
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def built(self, dtype: torch.dtype) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
         """Returns the model, always with the same weights, and the batch."""
@@ -223,6 +225,10 @@ _WAVES = {
     "num_conv_pos_embedding_groups": 2,
     "classifier_proj_size": 16,
 }
+# Time comes first within this one, and samples in its head.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "xlnet": {"batch_dim": {"": 1, "sequence_summary.summary": 0, "logits_proj": 0}},
+}
 
 
 def _configured(architecture: str, head: str, options: dict[str, Any]) -> nn.Module:
@@ -253,6 +259,7 @@ def transformers_cases() -> dict[str, Case]:
                 lambda name=name, own=own: _configured(name, head, {**common, **own}),
                 batch,
                 losses,
+                OPTIONS.get(name, {}),
             )
             for name, own in table.items()
         }

@@ -55,7 +55,8 @@ class Found:
         outcome: One of `OUTCOMES`.
         parameters: The number of its trainable parameters (tensors).
         uncovered: Those of them that no layer rule accounts for.
-        reason: What these belong to, or why the model is refused.
+        reason: What these belong to, or why the model is refused; of a covered one the
+            options that it needs.
     """
 
     outcome: str
@@ -116,7 +117,9 @@ def examine(case: Case) -> Found:
         expected, tolerance = loop_norms(case, model, batch), FLOAT32_TOLERANCE
 
     def compare(fallback: str) -> None:
-        norms = psg.per_sample_grad_norms(model, case.losses, batch, fallback=fallback)
+        norms = psg.per_sample_grad_norms(
+            model, case.losses, batch, fallback=fallback, **case.options
+        )
         error = ((norms - expected).abs() / expected).max().item()
         if not error < tolerance:
             raise WrongNorms(
@@ -125,11 +128,12 @@ def examine(case: Case) -> Found:
 
     try:
         compare("error")
-        return Found("covered", count, 0, "")
+        told = (f"{name}={value}" for name, value in case.options.items())
+        return Found("covered", count, 0, ", ".join(told))
     except psg.PerSampleError:
         pass
     try:
-        report = psg.coverage(model, case.losses, batch)
+        report = psg.coverage(model, case.losses, batch, **case.options)
         compare("loop")
         with warnings.catch_warnings():
             # The cheapest remedy: never B passes of the batch.
@@ -203,7 +207,7 @@ def table(result: dict[str, Any]) -> str:
         total = ", ".join(f"{counts[each]} {each}" for each in reversed(OUTCOMES))
         which = ", ".join(f"{k} {v}" for k, v in swept["versions"].items())
         lines += [f"### {library}", "", f"{len(found)} models: {total} ({which}).", ""]
-        lines += ["| model | outcome | parameters | why not by rules |"]
+        lines += ["| model | outcome | parameters | why not by rules; what is told |"]
         lines += ["|---|---|---|---|"]
         for name, each in sorted(found.items()):
             number = str(each.parameters)
