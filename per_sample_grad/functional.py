@@ -65,7 +65,7 @@ def per_sample_grad_norms(
 ) -> torch.Tensor:
     """Returns ``‖g_i‖``, ``(B,)``; see `per_sample_factors`."""
     recorded, losses = _recorded(model, loss_fn, batch, options)
-    return recorded.stream(losses, lambda f: f.norms(squared=True)).sqrt()
+    return recorded.norms(losses)
 
 
 def per_sample_gram(

@@ -183,6 +183,10 @@ class _Accountant:
             details = self._details(order, numbers, bool(reached.outside))
             if details is None or details.is_complete:
                 kept = self._kept(order, numbers)
+                if details is None:
+                    regions = [each.region for each in calls]
+                    lowest = graph.lowest_calls(self._losses.grad_fn, regions)
+                    structure = dataclasses.replace(structure, lowest=lowest)
                 _remember(self._model, begun, _Kept(structure, tables, kept, details))
         return Accounted(calls, structure, reasons, self._enclosing)
 

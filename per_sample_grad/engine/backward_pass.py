@@ -10,42 +10,53 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, Node
 
 import xla_replica
 from per_sample_grad.engine import comparison, graph, recording
-from per_sample_grad.engine.comparison import Comparer
-from per_sample_grad.engine.fallback import FALLBACKS
-from per_sample_grad.engine.recording import (
-    EnclosingCall,
-    RecordedCall,
-    RecordedModule,
-)
-from per_sample_grad.errors import CoverageError, PerSampleError, Refusal
+from per_sample_grad.engine.comparison import Check, Comparer
+from per_sample_grad.engine.fallback import FALLBACKS, Fallback, raise_uncovered
+from per_sample_grad.engine.placement import RecordedModule
+from per_sample_grad.engine.recording import EnclosingCall, RecordedCall
+from per_sample_grad.errors import PerSampleError, Refusal
 from per_sample_grad.factors import forms
 from per_sample_grad.factors.factors import JOINED, Factors
 from per_sample_grad.factors.forms import Contribution
-from per_sample_grad.factors.plan import default_budget
+from per_sample_grad.factors.plan import Method, default_budget
 from per_sample_grad.operations import wrong_operations
 
 # The reductions whose gradient a pass may add to ``.grad``.
 Accumulate = Literal["mean", "sum"]
 
-# The bytes of inputs and gradients that wait on a CPU until they are taken together:
-# half of a cache. What Python does between a pass's large operations takes ten times as
-# long as elsewhere, since these have filled the caches.
-WAITING = 2**23
 
-if TYPE_CHECKING:
-    from per_sample_grad.engine.capturing import Capture
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a capture was told, see `Capture`; ``params`` are the selected ones."""
+
+    model: nn.Module
+    params: Mapping[str, nn.Parameter]
+    fallback: Fallback
+    check: Check
+    method: Method
+    budget: int | None
+    scale: float
 
 
 class Taker(Protocol):
-    """Takes calls with the gradients of their outputs, in place of rules."""
+    """Takes calls with the gradients of their outputs, in place of rules.
+
+    Attributes:
+        waiting: The bytes of inputs and gradients that wait until they are taken
+            together. What Python does between a pass's large operations takes many
+            times as long as elsewhere, since these have filled the caches.
+    """
+
+    waiting: int
 
     def prepare(self, call: RecordedCall) -> bool:
         """Returns whether a call can wait until the graph has freed what it saved.
@@ -57,56 +68,63 @@ class Taker(Protocol):
         """Takes a call with the gradient of its output; returns whether it did."""
 
 
-@dataclasses.dataclass(eq=False)
 class BackwardPass:
     """A backward pass that applies every call's rule when its gradient is there.
 
-    Attributes:
+    Args:
+        settings: Those of the capture.
+        losses: ``(B,)``.
         receive: Takes the factors of some parameters at a time. Factors from a
             fallback come after those of a rule, and may replace them.
+        retain_graph: Keep the graph.
+        accumulate: What of the losses the pass is of, if it adds to ``.grad``.
         reported: What is missing or wrong is for a report and not an error, and no
             fallback replaces a wrong rule; without a fallback nothing is compared.
-        accumulate: What of the losses the pass is of, if it adds to ``.grad``.
         frees: Memory that the pass has used is free afterwards, so that temporaries
             may take half of it.
         called: Whether any module with a selected parameter was called.
-        enclosing: Calls that a fallback may run again.
-        reasons: Why operations do not account for what rules do not, by name.
         taker: Takes calls and the gradients of their outputs in place of rules. It is
             not asked where answers are compared.
+
+    Attributes:
         modules: The modules of all calls that the losses depend on.
         problems: Why parameters have no contributions, by name.
         compared: The comparison with autograd; None: none was due.
+        multiplier: What the pass's gradients are multiplied by to be those of the
+            losses.
     """
 
-    capture: Capture
-    losses: torch.Tensor
-    receive: Callable[[Factors], None]
-    retain_graph: bool
-    accumulate: Accumulate | None
-    reported: bool
-    frees: bool
-    called: bool
-    enclosing: Sequence[EnclosingCall]
-    reasons: Mapping[str, str]
-    taker: Taker | None = None
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        losses: torch.Tensor,
+        receive: Callable[[Factors], None],
+        *,
+        retain_graph: bool = False,
+        accumulate: Accumulate | None = None,
+        reported: bool = False,
+        frees: bool = False,
+        called: bool = True,
+        taker: Taker | None = None,
+    ) -> None:
         self.modules: list[RecordedModule] = []
         self.problems: dict[str, list[str]] = {}
         self.compared: comparison.Comparison | None = None
-        self._params = self.capture.params
-        # What the pass's gradients are multiplied by to be those of the losses.
-        num_summed = len(self.losses) if self.accumulate == "mean" else 1
-        self._multiplier = num_summed / self.capture.scale
-        self._fallback = FALLBACKS[self.capture.fallback]
+        num_summed = len(losses) if accumulate == "mean" else 1
+        self.multiplier = num_summed / settings.scale
+        self._settings, self._params = settings, settings.params
+        self._losses, self._receive = losses, receive
+        self._retain_graph, self._accumulate = retain_graph, accumulate
+        self._reported, self._frees, self._called = reported, frees, called
+        self._taker = taker
+        self._fallback = FALLBACKS[settings.fallback]
         self._comparer: Comparer | None = None
         self._budget = 0
         self._calls: list[RecordedCall | None] = []
         # How many numbers were in the outputs of the calls that were reached.
         self._passed = 0
         # How many calls of each parameter are yet to be reached.
-        self._missing: Counter[str] = Counter()
+        self._missing: dict[str, int] = {}
         self._parts: dict[str, list[Contribution]] = {}
         self._handed_on: set[str] = set()
         # Small gradients wait for others, which takes fewer calls; how many numbers.
@@ -114,49 +132,52 @@ class BackwardPass:
         self._num_small = 0
         # Parameters whose positions cancel, as far as that is known.
         self._cancelling: set[str] = set()
-        self._may_read = xla_replica.traits(self.losses).is_host
-        self._taker: Taker | None = None
+        self._may_read = xla_replica.traits(losses).is_host
         # What is given on after the comparison; None: at once.
         self._waiting: list[Factors] | None = None
 
-    @property
-    def multiplier(self) -> float:
-        """What the pass's gradients are multiplied by to be those of the losses."""
-        return self._multiplier
-
     def run(
-        self, calls: list[RecordedCall], reached: graph.Reached, key: Hashable
+        self,
+        calls: list[RecordedCall],
+        structure: graph.Structure,
+        reasons: Mapping[str, str],
+        enclosing: Sequence[EnclosingCall],
     ) -> None:
         """Runs the pass; empties ``calls``, so that each can be freed once reached.
 
-        A proof of what is computed is kept under ``key``.
+        Args:
+            calls: The calls that the losses depend on.
+            structure: What the losses depend on, and under what a proof is kept.
+            reasons: Why there are no calls for some parameters, by name.
+            enclosing: Calls that a fallback may run again.
         """
-        model, has_fallback = self.capture.model, self._fallback is not None
+        settings, has_fallback = self._settings, self._fallback is not None
+        model, reached = settings.model, structure.reached
         outside = {
             name: [
                 f"{number} use(s) outside any module with a rule ("
                 f"{recording.why_outside(model, self._params[name])}; "
-                f"{self.reasons[name]})"
+                f"{reasons[name]})"
             ]
             for name, number in reached.outside.items()
         }
-        proof = comparison.PROVEN.get(model, {}).get(key)
-        if self.capture.check == "never" and proof is None:
+        proof = comparison.PROVEN.get(model, {}).get(structure.key)
+        if settings.check == "never" and proof is None:
             # That shapes say where samples are is only believed when compared.
             unproven = [call for call in calls if call.owner.is_operation]
             calls[:] = [call for call in calls if not call.owner.is_operation]
             for call in unproven:
-                for name in call.owner.params.values():
+                for name in call.owner.names:
                     reason = f'{call.owner} is only believed without check="never"'
                     outside.setdefault(name, []).append(reason)
-        if outside and not has_fallback and not self.reported:
-            self._raise_uncovered(outside)
-        is_lazy = xla_replica.traits(self.losses).is_lazy
+        if outside and not has_fallback and not self._reported:
+            raise_uncovered(outside, self._losses, self._called)
+        is_lazy = xla_replica.traits(self._losses).is_lazy
         if is_lazy and proof is None:
-            names = graph.inventory(self.losses).names
+            names = graph.inventory(self._losses).names
             wrong_operations.refuse_wrong_operations(names)
         # Without a fallback a report says what is missing, and not what is wrong.
-        lenient = self.reported and not has_fallback
+        lenient = self._reported and not has_fallback
         if not lenient:
             self._comparer = self._start_comparing(proof, reached.reordered)
         if proof is not None:
@@ -167,54 +188,57 @@ class BackwardPass:
                 self._waiting = []
             else:
                 self._may_read = True
-        if proof is not None and has_fallback and not self.reported:
+        if proof is not None and has_fallback and not self._reported:
             wrong = "its rule is wrong for this structure"
             self.problems = {name: [wrong] for name in proof.wrong}
         self.problems |= outside
         # Temporaries are in float32.
-        size = sum(call.shape.numel() * 4 for call in calls)
-        self._budget = self.capture.budget or default_budget(size, self.losses.device)
+        size = 4 * sum([call.shape.numel() for call in calls])
+        self._budget = settings.budget or default_budget(size, self._losses.device)
         self.modules = [call.owner for call in calls]
         self._calls = list(calls)
         calls.clear()
+        if self._comparer is not None or self.problems:
+            self._taker = None
         # A fallback needs the graph once more, and so may a comparison.
         comparer = self._comparer
         again = has_fallback or (comparer is not None and not comparer.knows_truth)
-        self.frees = self.frees and not again
-        self._reach_all(self.retain_graph or again)
+        self._frees = self._frees and not again
+        if self._calls:
+            self._reach_all(structure.lowest, self._retain_graph or again)
         if self.problems and not lenient:
             if not has_fallback:
-                self._raise_uncovered(self.problems)
+                raise_uncovered(self.problems, self._losses, self._called)
             wrong = proof.wrong if proof is not None else frozenset()
-            found = self._by_fallback(self.problems.keys() - wrong, self.enclosing)
+            found = self._by_fallback(self.problems.keys() - wrong, enclosing)
             found |= self._by_fallback(self.problems.keys() & wrong, [])
             self._hand_on(found)
         rest = self._params.keys() - self._handed_on - self.problems.keys()
         if rest:
             ordered = [name for name in self._params if name in rest]
             self._hand_on({name: self._small.pop(name, []) for name in ordered})
-        self._conclude(key)
+        self._conclude(structure.key)
         for factors in self._waiting or []:
-            self.receive(factors)
+            self._receive(factors)
 
     def run_without_samples(self) -> None:
         """Gives answers of shape ``(0, ...)``; adds to ``.grad`` what autograd adds."""
-        if self.accumulate is not None:
-            xla_replica.backward(self._total(), retain_graph=self.retain_graph)
-        self.receive(self.factors_of({name: [] for name in self._params}))
+        if self._accumulate is not None:
+            xla_replica.backward(self._total(), retain_graph=self._retain_graph)
+        self._receive(self.factors_of({name: [] for name in self._params}))
 
     def _total(self) -> torch.Tensor:
         """Returns what the pass is of."""
-        mean = self.accumulate == "mean"
-        total = self.losses.mean() if mean else self.losses.sum()
-        scale = self.capture.scale
+        mean = self._accumulate == "mean"
+        total = self._losses.mean() if mean else self._losses.sum()
+        scale = self._settings.scale
         return total * scale if scale != 1 else total
 
     def _start_comparing(
         self, proof: comparison.Proof | None, reordered: bool
     ) -> Comparer | None:
         """Returns a comparer; None if nothing has to be compared in this capture."""
-        check, scale = self.capture.check, self.capture.scale
+        check, scale = self._settings.check, self._settings.scale
         if check == "never":
             return None
         # Where the order of samples is data, a proof says nothing about another order.
@@ -229,37 +253,34 @@ class BackwardPass:
             whole = proof.whole
         if not params:
             return None
-        dtypes = graph.inventory(self.losses).dtypes
-        comparer = Comparer(self.losses, params, whole, scale, dtypes)
+        dtypes = graph.inventory(self._losses).dtypes
+        comparer = Comparer(self._losses, params, whole, scale, dtypes)
         if not known:
             # With autograd's gradient known, each factor can be freed at once.
             comparer.expect(retain_graph=True)
         return comparer
 
-    def _reach_all(self, retain_graph: bool) -> None:
+    def _reach_all(self, lowest: frozenset[int] | None, retain_graph: bool) -> None:
         """Runs one backward pass, which forms no gradient of a parameter by default.
 
         Calls that have others below are seen when the pass comes by; only the lowest
         are asked for, and their gradients kept until the pass ends. A pass that
         accumulates goes on to the parameters, so that it comes by all of them.
         """
-        if not self._calls:
-            return
-        compares = self._comparer is not None
-        taker = self._taker = None if compares or self.problems else self.taker
-        waits: set[int] = set()
+        missing, taker = self._missing, self._taker
+        regions: list[graph.Region] = []
+        waits: dict[int, None] = {}
         for number, call in enumerate(self._calls):
-            self._missing.update(set(call.owner.params.values()))
+            assert call is not None
+            regions.append(call.region)
+            for name in call.owner.names:
+                missing[name] = missing.get(name, 0) + 1
             if taker is not None and taker.prepare(call) and self._may_read:
-                waits.add(number)
-        edges = [call.region.output for call in self._calls]
-        del call
+                waits[number] = None
+        edges = [region.output for region in regions]
         nodes = [edge.node for edge in edges]
-        if self.accumulate is None:
-            lowest, passed = graph.lowest(self.losses.grad_fn, nodes)
-        else:
-            lowest, passed = set(), set(nodes)
-        ends = [number for number, node in enumerate(nodes) if node in lowest]
+        ends, passed = self._ends(lowest, regions, nodes)
+        del call, regions
         handles = []
 
         def look(number: int, output: int, gradients: Sequence[torch.Tensor]) -> None:
@@ -272,7 +293,7 @@ class BackwardPass:
         def take_waiting(last: int | None, *gradients: Sequence[torch.Tensor]) -> None:
             if last is not None:
                 waiting[last] += gradients
-            with forms.full_precision(self.losses.device):
+            with forms.full_precision(self._losses.device):
                 for number, each in enumerate(waiting):
                     if each:
                         gradient = each.pop()[edges[number].output_nr]
@@ -280,41 +301,63 @@ class BackwardPass:
                         del gradient
 
         try:
-            for number, node in enumerate(nodes):
-                if node not in passed:
-                    if node not in lowest:
-                        self._reach(number, None)
-                    continue
+            for number in passed:
                 if number not in waits:
                     hook = functools.partial(look, number, edges[number].output_nr)
                 elif number in ends_waiting:
                     hook = functools.partial(take_waiting, number)
                 else:
                     hook = waiting[number].append
-                handles.append(node.register_prehook(hook))
-            asked = [edges[number] for number in ends]
-            del node, nodes, lowest, passed
-            total = self._total()
+                handles.append(nodes[number].register_prehook(hook))
+            del nodes
             gradients: Sequence[torch.Tensor | None] = ()
-            if self.accumulate is None:
+            if self._accumulate is None:
+                asked = [edges[number] for number in ends]
                 gradients = xla_replica.grad(
-                    total, asked, retain_graph=retain_graph, allow_unused=True
+                    self._total(), asked, retain_graph=retain_graph, allow_unused=True
                 )
             else:
-                xla_replica.backward(total, retain_graph=retain_graph)
+                xla_replica.backward(self._total(), retain_graph=retain_graph)
         finally:
             for handle in handles:
                 handle.remove()
         take_waiting(None)
-        for number, gradient in zip(ends, gradients):
-            self._reach(number, gradient)
-        if self.accumulate is not None and any(self._calls):
-            # A module may take no gradient of an input: none comes to calls above it.
-            nodes = [edge.node for edge in edges]
-            passed = graph.reachable(self.losses.grad_fn, nodes)
-            for number, node in enumerate(nodes):
-                if self._calls[number] is not None and node not in passed:
-                    self._reach(number, None)
+        with forms.full_precision(self._losses.device):
+            for number, gradient in zip(ends, gradients):
+                self._reach_inside(number, gradient)
+        del gradients
+        if any(self._calls):
+            self._reach_rest(edges)
+
+    def _ends(
+        self,
+        lowest: frozenset[int] | None,
+        regions: Sequence[graph.Region],
+        nodes: Sequence[Node],
+    ) -> tuple[list[int], list[int]]:
+        """Returns the calls to ask for gradients of, and those that the pass comes by.
+
+        What is in neither has no gradient.
+        """
+        numbers = range(len(nodes))
+        if self._accumulate is not None:
+            return [], list(numbers)
+        if lowest is None or not all(map(graph.goes_on, regions)):
+            found, passed = graph.lowest(self._losses.grad_fn, nodes)
+            ends = [number for number in numbers if nodes[number] in found]
+            return ends, [number for number in numbers if nodes[number] in passed]
+        return sorted(lowest), [number for number in numbers if number not in lowest]
+
+    def _reach_rest(self, edges: Sequence[GradientEdge]) -> None:
+        """Reaches calls to which no gradient came, as no module hands one on to them.
+
+        A module may take no gradient of an input.
+        """
+        nodes = [edge.node for edge in edges]
+        passed = graph.reachable(self._losses.grad_fn, nodes)
+        for number, node in enumerate(nodes):
+            if self._calls[number] is not None and node not in passed:
+                self._reach(number, None)
         unseen = [str(call.owner) for call in self._calls if call is not None]
         if unseen:
             raise PerSampleError(
@@ -322,32 +365,32 @@ class BackwardPass:
                 "losses depend: this is a defect of per_sample_grad; please report it"
             )
 
-    def _ends_of_waiting(self, waits: Collection[int]) -> set[int]:
+    def _ends_of_waiting(self, waits: Mapping[int, None]) -> set[int]:
         """Returns the calls at which what has come so far is taken."""
-        found, total = set(), 0
-        for number in sorted(waits, reverse=True):
+        found, total, taker = set(), 0, self._taker
+        for number in reversed(waits):
             call = self._calls[number]
             assert call is not None
-            numbers = call.shape.numel() + sum(
-                each.numel()
-                for each in call.call.args
-                if isinstance(each, torch.Tensor)
-            )
-            total += numbers * self.losses.itemsize
-            if total > WAITING:
+            assert taker is not None
+            numbers = call.shape.numel()
+            for each in call.call.args:
+                if isinstance(each, torch.Tensor):
+                    numbers += each.numel()
+            total += numbers * self._losses.itemsize
+            if total > taker.waiting:
                 found.add(number)
                 total = 0
         return found
 
     def _reach(self, number: int, gradient: torch.Tensor | None) -> None:
-        with forms.full_precision(self.losses.device):
+        with forms.full_precision(self._losses.device):
             self._reach_inside(number, gradient)
 
     def _reach_inside(self, number: int, gradient: torch.Tensor | None) -> None:
         """Applies a call's rule, in `forms.full_precision`."""
         call = self._calls[number]
         assert call is not None
-        names = call.owner.params.values()
+        names = call.owner.names
         if gradient is not None:
             if gradient.requires_grad or gradient.shape != call.shape:
                 gradient = gradient.detach().reshape(call.shape)
@@ -357,10 +400,10 @@ class BackwardPass:
                 self._apply(call, gradient)
         size = call.shape.numel()
         self._calls[number] = call = None  # its arguments can be freed
-        complete: dict[str, list[Contribution]] = {}
-        for name in dict.fromkeys(names):
-            self._missing[name] -= 1
-            if self._missing[name] or name in self.problems:
+        missing, complete = self._missing, {}
+        for name in names:
+            missing[name] -= 1
+            if missing[name] or name in self.problems:
                 continue
             if name not in self._handed_on:
                 uses = forms.merge(self._parts.pop(name, []))
@@ -386,7 +429,7 @@ class BackwardPass:
         params = call.owner.params
         if self._comparer is not None:
             self._comparer.witness(
-                call.call, params.values(), gradient, self._multiplier
+                call.call, params.values(), gradient, self.multiplier
             )
         wanted = {i: name for i, name in params.items() if name not in self.problems}
         if not wanted:
@@ -397,7 +440,7 @@ class BackwardPass:
             if missing:
                 raise Refusal(f"its rule returned nothing for {', '.join(missing)}")
             parts = {
-                inner: forms.regroup(forms.widened(found[inner]), len(self.losses))
+                inner: forms.regroup(forms.widened(found[inner]), len(self._losses))
                 for inner in wanted
             }
         except Refusal as refusal:
@@ -412,11 +455,11 @@ class BackwardPass:
         self, call: RecordedCall, gradient: torch.Tensor
     ) -> Mapping[str, Contribution]:
         """Applies the rule to a gradient whose rows belong to the samples."""
-        gradient, num_samples = call.call.batch_first(gradient), len(self.losses)
+        gradient, num_samples = call.call.batch_first(gradient), len(self._losses)
         rows = gradient.shape[0]
         if rows == 0 or rows % num_samples:
             raise Refusal(recording.why_no_samples(call, num_samples))
-        if rows != num_samples and self.capture.check == "never":
+        if rows != num_samples and self._settings.check == "never":
             raise Refusal(
                 f"it was called with {rows} rows for {num_samples} samples; that "
                 "each owns consecutive ones is only believed when checked: do not pass "
@@ -426,13 +469,13 @@ class BackwardPass:
 
     def _hand_on(self, merged: Mapping[str, Sequence[Contribution]]) -> None:
         # Half of four bytes for each number that is not needed any more.
-        more = 2 * self._passed if self.frees and self.capture.budget is None else 0
+        more = 2 * self._passed if self._frees and self._settings.budget is None else 0
         factors = self.factors_of(merged, more)
         if self._comparer is not None:
             self._comparer.add(factors)
         self._handed_on.update(merged)
         if self._waiting is None:
-            self.receive(factors)
+            self._receive(factors)
         else:
             self._waiting.append(factors)
 
@@ -443,9 +486,9 @@ class BackwardPass:
         return Factors(
             {name: tuple(self._params[name].shape) for name in merged},
             merged,
-            self.losses.detach(),
-            multiplier=self._multiplier,
-            method=self.capture.method,
+            self._losses.detach(),
+            multiplier=self.multiplier,
+            method=self._settings.method,
             budget=self._budget + more,
             cancelling=self._cancelling,
             may_read=self._may_read,
@@ -458,11 +501,9 @@ class BackwardPass:
         params = {n: self._params[n] for n in self._params if n in names}
         if not params:
             return {}
-        found = self._fallback.gradients(self.losses, params, calls)
+        found = self._fallback.gradients(self._losses, params, calls)
         return {
-            name: [
-                forms.multiplied(forms.widened(forms.Dense(g)), 1 / self._multiplier)
-            ]
+            name: [forms.multiplied(forms.widened(forms.Dense(g)), 1 / self.multiplier)]
             for name, g in found.items()
         }
 
@@ -474,10 +515,10 @@ class BackwardPass:
         if not comparer.knows_truth:
             if comparer.nothing_arrived():
                 return
-            comparer.expect(self.retain_graph or self._fallback is not None)
+            comparer.expect(self._retain_graph or self._fallback is not None)
         self.compared = comparer.result()
         self._cancelling |= self.compared.cancelling
-        if self.reported:
+        if self._reported:
             return
         wrong = self.compared.wrong if self._fallback is not None else {}
         if wrong:
@@ -485,39 +526,4 @@ class BackwardPass:
             self._hand_on(self._by_fallback(wrong, []))
             self.compared = comparer.result()
         comparison.judge(self.compared)
-        comparison.remember(self.capture.model, key, self.compared, wrong)
-
-    def _raise_uncovered(self, problems: Mapping[str, Sequence[str]]) -> None:
-        by_reason: dict[str, list[str]] = {}
-        for name, reasons in problems.items():
-            by_reason.setdefault("; ".join(reasons), []).append(name)
-        lines = "".join(
-            f"\n  {', '.join(names)}: {reason}" for reason, names in by_reason.items()
-        )
-        remark = "" if self.called else self._why_uncalled()
-        fallback = (
-            'fallback="batched" (what uses them runs once more, vectorised) '
-            'or, where that fails, fallback="loop" (B backward passes of the batch)'
-        )
-        if xla_replica.traits(self.losses).is_lazy:
-            fallback = 'fallback="batched" (B backward passes of the batch at once)'
-        raise CoverageError(
-            "these parameters have uses that no layer rule accounts for:"
-            f"{lines}\n{remark}Register a rule for the module "
-            "(register_rule, the cheapest), leave the parameters out (params=), or "
-            f"pass {fallback}"
-        )
-
-    def _why_uncalled(self) -> str:
-        """Returns the likely cause where no module's hook has run."""
-        if "CompiledFunctionBackward" in graph.inventory(self.losses).names:
-            return (
-                "They are used by what torch.compile has compiled, which calls no "
-                "hooks: call the model in the capture, not a compiled function. (A "
-                "compiled module runs as it was written if it is the one that is "
-                "captured: capture(compiled).) "
-            )
-        return (
-            "No module with any of them was called inside the capture: was the forward "
-            "pass run before it? "
-        )
+        comparison.remember(self._settings.model, key, self.compared, wrong)

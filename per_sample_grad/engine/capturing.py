@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, get_args
 
 import torch
@@ -13,23 +13,25 @@ from torch import nn
 import xla_replica
 from per_sample_grad.engine import recording
 from per_sample_grad.engine.accounting import account
-from per_sample_grad.engine.backward_pass import Accumulate, BackwardPass, Taker
+from per_sample_grad.engine.backward_pass import (
+    Accumulate,
+    BackwardPass,
+    Settings,
+    Taker,
+)
 from per_sample_grad.engine.comparison import CHECKS, Check
 from per_sample_grad.engine.fallback import FALLBACKS, Fallback
 from per_sample_grad.engine.function_calls import FunctionRecorder
+from per_sample_grad.engine.placement import Selection, place
 from per_sample_grad.factors import forms
 from per_sample_grad.factors.factors import Factors, check_projected
 from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.factors.plan import METHODS, Method
 from per_sample_grad.factors.projection import Projection
+from per_sample_grad.layers.norming import Norming
 from per_sample_grad.layers.projecting import Projecting
 from xla_replica.common.arguments import check_choice, check_integer, check_number
 from xla_replica.common.trees import tree_add
-
-Selection = Collection[str] | Callable[[str, nn.Parameter], bool] | None
-
-# What DDP and DataParallel put before the names of the model that they wrap.
-WRAPPED = "module."
 
 _T = TypeVar("_T")
 
@@ -102,30 +104,35 @@ class Capture:
         scale: float = 1.0,
     ) -> None:
         self.model = model
-        self.params = selected(model, params)
+        placed = place(model, params)
+        every, where = placed.params, placed.placement
+        self.params = {name: every[number] for name, number in where.params.items()}
         xla_replica.refuse_sharded(
             self.params, "capture", ", or leave these out (params=)"
         )
         recording.refuse_hooked(self.params)
-        self.fallback: Fallback = check_choice("fallback", fallback, FALLBACKS)
-        self.check: Check = check_choice("check", check, CHECKS)
-        self.method: Method = check_choice("method", method, METHODS)
-        self.budget = budget
         if budget is not None:
             check_integer("budget", budget, least=1)
-        self.scale = check_number("scale", scale, above=0)
+        self._settings = Settings(
+            model,
+            self.params,
+            check_choice("fallback", fallback, FALLBACKS),
+            check_choice("check", check, CHECKS),
+            check_choice("method", method, METHODS),
+            budget,
+            check_number("scale", scale, above=0),
+        )
         self.compared = False
-        self._names = {id(value): name for name, value in self.params.items()}
-        way = FALLBACKS[self.fallback]
+        way = FALLBACKS[fallback]
         # Functional transforms lose gradients on lazy devices, and what is run again is
         # only believed when it is compared.
-        reruns = way is not None and way.takes_calls and self.check != "never"
+        reruns = way is not None and way.takes_calls and check != "never"
         reruns = reruns and not any(
             xla_replica.traits(each).is_lazy for each in self.params.values()
         )
-        self._recorder = recording.Recorder(model, self._names, batch_dim, reruns)
-        without_rule = recording.without_rule(model, self._names) if reruns else []
-        self._functions = FunctionRecorder(model, without_rule)
+        self._recorder = recording.Recorder(placed, batch_dim, reruns)
+        followed = [every[number] for number in where.without_rule] if reruns else []
+        self._functions = FunctionRecorder(model, followed)
         self._placed = contextlib.ExitStack()
         self._entered = self._answered = False
 
@@ -143,8 +150,7 @@ class Capture:
         self._recorder.stop()
         if kind is not None:
             self._functions.stop()
-            self._recorder.calls.clear()
-            self._recorder.enclosing.clear()
+            self._recorder.forget()
             self._entered = False
 
     def backward(
@@ -221,7 +227,7 @@ class Capture:
             >>> recorded.stream(losses, lambda factors: factors.norms(squared=True))
             tensor([25.,  4.])
         """
-        if FALLBACKS[self.fallback] is not None:
+        if FALLBACKS[self._settings.fallback] is not None:
             return answer(
                 self.backward(losses, retain_graph=retain_graph, accumulate=accumulate)
             )
@@ -239,6 +245,56 @@ class Capture:
             frees=not retain_graph,
         )
         return answers[0]
+
+    def norms(
+        self,
+        losses: torch.Tensor,
+        *,
+        squared: bool = False,
+        retain_graph: bool = False,
+        accumulate: Accumulate | None = None,
+    ) -> torch.Tensor:
+        """Returns norms of every sample's gradient, in the memory of training.
+
+        They are what `Factors.norms` returns, up to rounding, for less time: of layers
+        of many kinds no factors are made.
+
+        Args:
+            losses: ``(B,)``, as for `backward`.
+            squared: Return ``‖g_i‖²``.
+            retain_graph, accumulate: As for `backward`.
+
+        Returns:
+            ``‖g_i‖`` over all selected parameters, ``(B,)``, never negative.
+
+        Raises:
+            PerSampleError: As for `backward`.
+
+        Example:
+            >>> model = nn.Linear(2, 1, bias=False)
+            >>> with capture(model) as recorded:
+            ...     losses = model(torch.tensor([[3.0, 4.0], [0.0, 2.0]])).sum(1)
+            >>> recorded.norms(losses)
+            tensor([5., 2.])
+        """
+        settings = self._settings
+        norming = Norming(
+            losses,
+            not self._recorder.saved_by_hooks,
+            settings.budget,
+            FALLBACKS[settings.fallback] is not None,
+        )
+        finished = self._run(
+            losses,
+            norming.receive,
+            retain_graph=retain_graph,
+            accumulate=accumulate,
+            frees=not retain_graph,
+            taker=norming if settings.method == "auto" else None,
+        )
+        with forms.full_precision(losses.device):
+            found = norming.result(finished.multiplier)
+            return found if squared else found.sqrt()
 
     def project(
         self,
@@ -331,62 +387,29 @@ class Capture:
                 "recorded.backward(losses)"
             )
         recording.refuse_hooked(self.params)
-        settings = (retain_graph, accumulate, reported, frees, self._recorder.called)
-        if not len(losses):
-            self._recorder.calls.clear()
-            self._recorder.enclosing.clear()
+        backward_pass = BackwardPass(
+            self._settings,
+            losses,
+            receive,
+            retain_graph=retain_graph,
+            accumulate=accumulate,
+            reported=reported,
+            frees=frees,
+            called=self._recorder.called,
+            taker=taker,
+        )
+        if len(losses):
+            model, recorder = self._settings.model, self._recorder
+            found = account(model, self.params, losses, recorder, self._functions)
+            self._answered = True
+            backward_pass.run(*found)
+        else:
+            self._recorder.forget()
             self._functions.stop()
             self._answered = True
-            backward_pass = BackwardPass(self, losses, receive, *settings, (), {})
             backward_pass.run_without_samples()
-            return backward_pass
-        found = account(
-            self.model, self.params, losses, self._recorder, self._functions
-        )
-        backward_pass = BackwardPass(
-            self, losses, receive, *settings, found.enclosing, found.reasons, taker
-        )
-        self._answered = True
-        backward_pass.run(found.calls, found.structure.reached, found.structure.key)
         self.compared = backward_pass.compared is not None
         return backward_pass
 
 
 capture = Capture
-
-
-def selected(model: nn.Module, params: Selection) -> dict[str, nn.Parameter]:
-    """Returns the parameters that were asked for, by their first name in the model."""
-    every = dict(model.named_parameters(remove_duplicate=False))
-    trained: dict[str, nn.Parameter] = {}
-    seen: set[int] = set()
-    for name, param in every.items():
-        if param.requires_grad and id(param) not in seen:
-            seen.add(id(param))
-            trained[name] = param
-    if params is None:
-        chosen = trained
-    elif callable(params):
-        chosen = {name: param for name, param in trained.items() if params(name, param)}
-    else:
-        # A shared parameter may be asked for by any of its names.
-        trainable = {name for name, param in every.items() if param.requires_grad}
-        wrong = sorted(set(params) - trainable)
-        if wrong:
-            wrapped = {name.removeprefix(WRAPPED) for name in trainable}
-            named = {name.removeprefix(WRAPPED) for name in wrong}
-            remedy = ": of a wrapper, such as DDP, and of the model in it, "
-            remedy += "take the names and the model from one of the two"
-            raise ValueError(
-                f"params: {', '.join(wrong)} are not trainable parameters of the "
-                f"model; allowed are {', '.join(trained) or 'none'}"
-                f"{remedy if named <= wrapped else ''}"
-            )
-        asked = {id(every[name]) for name in params}
-        chosen = {name: param for name, param in trained.items() if id(param) in asked}
-    if not chosen:
-        raise ValueError(
-            "no parameter is selected: the model has none that requires grad, or "
-            "params= leaves none"
-        )
-    return chosen

@@ -326,18 +326,31 @@ def of_calls(
     return (called, training, kind, tuple(params), shapes)
 
 
+class Signature:
+    """What must be equal for one proof to hold for two captures; hashed once."""
+
+    def __init__(self, *parts: Hashable) -> None:
+        self._parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Signature) and self._parts == other._parts
+
+
 def signature(
     losses: torch.Tensor,
     calls: Sequence[RecordedCall],
     params: Mapping[str, nn.Parameter],
     reached: Reached,
-) -> Hashable:
-    """Returns what must be equal for one proof to hold for two captures.
+) -> Signature:
+    """Returns under what a proof is kept.
 
     That includes the operations outside of modules, those of the loss among them.
     """
     outside = (tuple(reached.outside.items()), reached.structure)
-    return (of_calls(losses, calls, params), outside)
+    return Signature(of_calls(losses, calls, params), outside)
 
 
 def remember(

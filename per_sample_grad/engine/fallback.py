@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Literal, NamedTuple, NoReturn
 
 import torch
 
 import xla_replica
+from per_sample_grad.engine import graph
 from per_sample_grad.engine.recording import EnclosingCall
 from per_sample_grad.engine.rerunning import by_running_again
+from per_sample_grad.errors import CoverageError
 
 Fallback = Literal["error", "loop", "batched"]
 Params = Mapping[str, torch.nn.Parameter]
@@ -89,3 +91,46 @@ FALLBACKS: dict[str, FallbackWay | None] = {
     "loop": FallbackWay(loop, takes_calls=False),
     "batched": FallbackWay(batched, takes_calls=True),
 }
+
+
+def raise_uncovered(
+    problems: Mapping[str, Collection[str]], losses: torch.Tensor, called: bool
+) -> NoReturn:
+    """Raises CoverageError that says what problems parameters have, and what to do.
+
+    ``called`` is whether any module with a selected parameter was called.
+    """
+    by_reason: dict[str, list[str]] = {}
+    for name, reasons in problems.items():
+        by_reason.setdefault("; ".join(reasons), []).append(name)
+    lines = "".join(
+        f"\n  {', '.join(names)}: {reason}" for reason, names in by_reason.items()
+    )
+    remark = "" if called else _why_uncalled(losses)
+    fallback = (
+        'fallback="batched" (what uses them runs once more, vectorised) '
+        'or, where that fails, fallback="loop" (B backward passes of the batch)'
+    )
+    if xla_replica.traits(losses).is_lazy:
+        fallback = 'fallback="batched" (B backward passes of the batch at once)'
+    raise CoverageError(
+        "these parameters have uses that no layer rule accounts for:"
+        f"{lines}\n{remark}Register a rule for the module "
+        "(register_rule, the cheapest), leave the parameters out (params=), or "
+        f"pass {fallback}"
+    )
+
+
+def _why_uncalled(losses: torch.Tensor) -> str:
+    """Returns the likely cause where no module's hook has run."""
+    if "CompiledFunctionBackward" in graph.inventory(losses).names:
+        return (
+            "They are used by what torch.compile has compiled, which calls no hooks: "
+            "call the model in the capture, not a compiled function. (A compiled "
+            "module runs as it was written if it is the one that is captured: "
+            "capture(compiled).) "
+        )
+    return (
+        "No module with any of them was called inside the capture: was the forward "
+        "pass run before it? "
+    )

@@ -77,7 +77,8 @@ class Stage(NamedTuple):
 
     Attributes:
         call: The position of the call that made it; None: an operation.
-        name: The operation's name.
+        kind: The operation's class.
+        name: Its name; empty where the class tells it.
         settings: Its dimensions, indices, sizes and flags, by name.
         others: The names of what it has saved besides, but for tensors.
         outputs: Which outputs of the nodes below it takes.
@@ -87,6 +88,7 @@ class Stage(NamedTuple):
     """
 
     call: int | None
+    kind: type
     name: str
     settings: tuple[tuple[str, object], ...]
     others: tuple[str, ...]
@@ -157,7 +159,7 @@ def walk(
             reached.add(number)
             taker = number
             following: Sequence[Node | None] = region.inputs
-            stage = Stage(number, "", (), (), (), (), ())
+            stage = Stage(number, Node, "", (), (), (), (), ())
         else:
             name, functions = node.name(), node.next_functions
             if name in _OPAQUE:
@@ -173,7 +175,9 @@ def walk(
                 reordered = _reorders(node, batch_dims)
             following = [below for below, _ in functions]
             outputs = tuple([output for _, output in functions])
-            stage = Stage(None, name, *_settings(node), outputs, (), ())
+            kind = type(node)
+            told = "" if kind.__name__ == name else name
+            stage = Stage(None, kind, told, *_settings(node), outputs, (), ())
         below_numbers: list[int | None] = []
         params: list[str | None] = []
         for slot, below in enumerate(following):
@@ -228,7 +232,7 @@ def repeats(
     # Nodes come in the sequence of the walk, which that of the numbers is not.
     stack = list(nodes)
     seen: set[Node] = set()
-    for call, name, settings, others, outputs, below, params in stages:
+    for call, kind, name, settings, others, outputs, below, params in stages:
         node = stack.pop() if stack else None
         while node in seen:
             node = stack.pop() if stack else None
@@ -239,7 +243,8 @@ def repeats(
         if call is not None:
             following = regions[call].inputs
         else:
-            if node.name() != name:
+            # Asking for a name takes longer than for a class.
+            if type(node) is not kind or (name and node.name() != name):
                 return None
             for attribute, value in settings:
                 if getattr(node, attribute) != value:
@@ -247,7 +252,7 @@ def repeats(
             for attribute in others:
                 if _is_setting(getattr(node, attribute)):
                     return None
-            if name in _BY_INDICES and _reorders(node, batch_dims):
+            if (name or kind.__name__) in _BY_INDICES and _reorders(node, batch_dims):
                 return None
             functions = node.next_functions
             following = [each for each, _ in functions]
@@ -276,10 +281,18 @@ def repeats(
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """What a walk found, and under what its proof is kept."""
+    """What a walk found, and under what its proof is kept.
+
+    Attributes:
+        reached: What the losses depend on.
+        key: Under what a proof is kept.
+        lowest: The calls, by position, from which a backward pass comes by no other. It
+            comes by all of them, as long as `goes_on` holds for each. None: not known.
+    """
 
     reached: Reached
     key: Hashable
+    lowest: frozenset[int] | None = None
 
 
 def shapes_of(nodes: Iterable[Node]) -> tuple[tuple[torch.Size, ...], ...]:
@@ -370,6 +383,26 @@ def lowest(root: Node | None, nodes: Collection[Node]) -> tuple[set[Node], set[N
             found.add(node)
         above[node] = below or node in wanted
     return found, {node for node in wanted if node in above} - found
+
+
+def lowest_calls(root: Node | None, regions: Sequence[Region]) -> frozenset[int] | None:
+    """Returns `Structure.lowest`; None where a pass does not come by all calls."""
+    nodes = [region.output.node for region in regions]
+    found, passed = lowest(root, nodes)
+    if len(found) + len(passed) < len(nodes) or not all(map(goes_on, regions)):
+        return None
+    return frozenset(n for n, node in enumerate(nodes) if node in found)
+
+
+def goes_on(region: Region) -> bool:
+    """Returns whether a call hands gradients on to all of its inputs."""
+    node, inputs = region.output.node, region.inputs
+    if not inputs:
+        return True
+    below = [each for each, _ in node.next_functions]
+    if all(each in below for each in inputs):
+        return True
+    return len(reachable(node, inputs, inputs)) == len(set(inputs))
 
 
 def _settings(node: Node) -> tuple[tuple[tuple[str, object], ...], tuple[str, ...]]:

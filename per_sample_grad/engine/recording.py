@@ -5,53 +5,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from per_sample_grad.engine import graph
-from per_sample_grad.engine.uncompiled import uncompiled
+from per_sample_grad.engine.placement import Placed, RecordedModule, uncompiled
 from per_sample_grad.errors import CoverageError, PerSampleError
 from per_sample_grad.layers import batch_norm
 from per_sample_grad.layers.registry import (
     JOINING,
     Call,
     Joining,
-    Rule,
     memories,
     memory,
-    rule_of,
     why_no_rule,
 )
 from per_sample_grad.operations import wrong_operations
 from xla_replica import AccumulationHook
 from xla_replica.common.arguments import check_integer
 from xla_replica.common.trees import map_tensors, tensors_in
-
-
-@dataclasses.dataclass(frozen=True)
-class RecordedModule:
-    """A module of the model with selected parameters.
-
-    Its calls are recorded if it has a rule.
-    """
-
-    name: str
-    kind: str
-    rule: Rule | None
-    params: Mapping[str, str]  # selected ones, from names in it to those in the model
-    # What happens in it, operations or another run, and not one layer with a rule.
-    is_operation: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.name!r}"
-
-    @property
-    def identity(self) -> tuple[Hashable, ...]:
-        """What two captures compare."""
-        return (self.name, self.rule, tuple(self.params.items()))
 
 
 class RecordedCall(NamedTuple):
@@ -86,7 +62,7 @@ class EnclosingCall:
 
 
 class Recorder:
-    """Hooks on every module that has a parameter in ``names``, which are by its id.
+    """Hooks on every module that has a selected parameter.
 
     With ``enclosing`` the calls of all modules are recorded that hold such parameters,
     and not only of those that have a rule.
@@ -94,8 +70,7 @@ class Recorder:
 
     def __init__(
         self,
-        model: nn.Module,
-        names: Mapping[int, str],
+        placed: Placed,
         batch_dim: int | Mapping[str, int | None],
         enclosing: bool = False,
     ) -> None:
@@ -108,8 +83,7 @@ class Recorder:
         # Whether hooks keep what operations save, as those of checkpoints, so that it
         # must not be read twice.
         self.saved_by_hooks = False
-        self._model = model
-        self._names = names
+        self._placed = placed
         if not isinstance(batch_dim, Mapping):
             batch_dim = {"": check_integer("batch_dim", batch_dim)}
         # By module name, and under "" of all others.
@@ -118,28 +92,40 @@ class Recorder:
         # Modules that return the same for all samples.
         self._without_batch = {n for n, d in batch_dim.items() if d is None}
         unknown = (self._batch_dims.keys() | self._without_batch) - {""}
-        unknown = sorted(unknown and unknown - dict(model.named_modules()).keys())
+        if unknown:
+            unknown -= dict(placed.model.named_modules()).keys()
         if unknown:
             raise ValueError(
-                f"batch_dim names {', '.join(unknown)}, which are not modules of the "
-                'model; give names as model.named_modules() does, "" for all others'
+                f"batch_dim names {', '.join(sorted(unknown))}, which are not modules "
+                'of the model; give names as model.named_modules() does, "" for all '
+                "others"
             )
-        self._placed = contextlib.ExitStack()
+        self._handles: list[RemovableHandle] = []
+        self._compiled: contextlib.AbstractContextManager[None] | None = None
 
     def start(self) -> None:
         """Places the hooks; places none of them if one cannot be placed."""
-        batch_norm.refuse_batch_statistics(self._model)
+        model, where, modules, _ = self._placed
+        named = [(name, modules[number]) for number, name in where.normalising]
+        batch_norm.refuse_batch_statistics(named)
         try:
-            self._placed.enter_context(uncompiled(self._model))
-            for name, module in self._model.named_modules():
-                self._place_hooks(name, module)
+            if where.is_compiled:
+                compiled = uncompiled(model)
+                compiled.__enter__()
+                self._compiled = compiled
+            self._place_hooks()
         except BaseException:
             self.stop()
             raise
 
     def stop(self) -> None:
         """Removes the hooks."""
-        self._placed.close()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._compiled is not None:
+            compiled, self._compiled = self._compiled, None
+            compiled.__exit__(None, None, None)
 
     def forget(self) -> None:
         """Keeps nothing of what was recorded."""
@@ -157,45 +143,47 @@ class Recorder:
         for each in self.calls:
             same = not each.has_batch
             if not same and not each.counts(num_samples):
-                known = memories(self._model) if known is None else known
+                if known is None:
+                    known = memories(self._placed.model)
                 same = _is_constant(each, known)
             (dropped if same else kept).append(each)
         return kept, dropped
 
-    def _place_hooks(self, name: str, module: nn.Module) -> None:
-        hooks: list[Callable[..., Any]] = []
-        rule = rule_of(module)
-        # A module with a rule is one layer, whatever modules are in it.
-        own: Iterable[tuple[str, nn.Parameter | None]] = module._parameters.items()
-        if rule is not None and module._modules:
-            own = module.named_parameters(remove_duplicate=False)
-        params = {n: self._names[id(p)] for n, p in own if id(p) in self._names}
-        # What is recorded anyway may run again, too.
-        recorded = params and rule is not None
-        if (
-            self._records_enclosing
-            and not recorded
-            and any(id(param) in self._names for param in module.parameters())
-        ):
-            hooks.append(functools.partial(self._enclose, name))
-        if params:
-            owner = RecordedModule(name, type(module).__name__, rule, params)
-            joining = None if rule is None else JOINING.get(rule)
+    def _place_hooks(self) -> None:
+        # Each is put first: the output is replaced before the call is recorded, and
+        # other hooks change it after that.
+        _, where, modules, _ = self._placed
+        if self._records_enclosing:
+            for number, name in where.holders:
+                enclose = functools.partial(self._enclose, name)
+                self._hook(modules[number], self._unfollowed(enclose))
+        for number, owner in where.owners:
             record = functools.partial(self._record, owner)
+            joining = JOINING.get(owner.rule)
             if joining is not None:
                 record = functools.partial(self._record_joined, owner, joining)
-            hooks.append(record)
-        if self._records_enclosing:
-            hooks = [_unfollowed(hook) for hook in hooks]
-        if batch_norm.needs_arithmetic(module):
-            hooks.append(batch_norm.output_by_arithmetic)
-        if wrong_operations.is_wrong_on_lazy_devices(module):
-            hooks.append(wrong_operations.right_output)
-        for hook in hooks:
-            # Each is put first: the output is replaced before the call is recorded,
-            # and other hooks change it after that.
-            handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True)
-            self._placed.callback(handle.remove)
+            self._hook(modules[number], self._unfollowed(record))
+        for number, _ in where.normalising:
+            if batch_norm.needs_arithmetic(modules[number]):
+                self._hook(modules[number], batch_norm.output_by_arithmetic)
+        for number in where.may_be_wrong:
+            if wrong_operations.is_wrong_on_lazy_devices(modules[number]):
+                self._hook(modules[number], wrong_operations.right_output)
+
+    def _hook(self, module: nn.Module, hook: Callable[..., Any]) -> None:
+        handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True)
+        self._handles.append(handle)
+
+    def _unfollowed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a hook whose own use of torch no mode sees, which takes time."""
+        if not self._records_enclosing:
+            return hook
+
+        def run(*given: Any) -> Any:
+            with torch._C.DisableTorchFunction():
+                return hook(*given)
+
+        return run
 
     def _record_joined(
         self,
@@ -301,16 +289,6 @@ class Recorder:
         return Call(module, *detached, self._batch_dims.get(name, self.batch_dim))
 
 
-def _unfollowed(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a hook whose own use of torch is seen by no mode, which takes time."""
-
-    def run(*given: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            return hook(*given)
-
-    return run
-
-
 def _tensors(
     args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Sequence[torch.Tensor]:
@@ -343,19 +321,6 @@ def _is_constant(recorded: RecordedCall, known: Collection[int]) -> bool:
         if each.is_floating_point() and memory(each) not in known
     ]
     return len(unknown) <= len(recorded.region.inputs)
-
-
-def without_rule(model: nn.Module, names: Collection[int]) -> list[nn.Parameter]:
-    """Returns the parameters, by id in ``names``, that modules without a rule own."""
-    found: dict[int, nn.Parameter] = {}
-    stack = [model]
-    while stack:
-        module = stack.pop()
-        if rule_of(module) is None:
-            own = module.parameters(recurse=False)
-            found |= {id(param): param for param in own if id(param) in names}
-            stack += module.children()
-    return list(found.values())
 
 
 def check_versions(calls: Sequence[RecordedCall]) -> None:

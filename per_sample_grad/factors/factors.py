@@ -296,10 +296,7 @@ class Factors:
             with forms.full_precision(self.losses.device):
                 found = algebra.squared_norms_and_terms(uses, samples)
             self._squares_and_terms[name] = found
-        squares, terms = self._squares_and_terms[name]
-        # A norm's relative error is half of its square's.
-        rounding = planning.ROUNDINGS * torch.finfo(terms.dtype).eps
-        return (terms > squares * (2 * planning.NORM_TOLERANCE / rounding)).any()
+        return planning.cancels(*self._squares_and_terms[name])
 
     def _cancels(self, name: str) -> bool:
         known = name in self._cancelling or name in self._squares_and_terms

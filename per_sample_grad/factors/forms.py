@@ -259,10 +259,14 @@ def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return functools.reduce(torch.promote_types, floats, torch.float32)
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Returns a context without a graph and without the caller's autocast."""
     if not torch.is_autocast_enabled(device.type):
-        return torch.no_grad()
+        # In a backward pass there is no graph already.
+        return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
     stack = contextlib.ExitStack()
     stack.enter_context(torch.no_grad())
     stack.enter_context(torch.autocast(device.type, enabled=False))

@@ -103,6 +103,17 @@ def default_budget(recorded: int, device: torch.device) -> int:
     return min(LARGEST_BUDGET, max(smallest, recorded // SHARE_OF_RECORDED))
 
 
+def cancels(squares: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
+    """Returns whether norms from factors have too few digits, a tensor of one bool.
+
+    ``squares`` are those of the norms, and ``terms`` the sums of the squares of what
+    is added, both ``(B,)``.
+    """
+    # A norm's relative error is half of its square's.
+    rounding = ROUNDINGS * torch.finfo(terms.dtype).eps
+    return (terms > squares * (2 * NORM_TOLERANCE / rounding)).any()
+
+
 @functools.lru_cache(maxsize=2**12)
 def choose(
     quantity: Quantity,

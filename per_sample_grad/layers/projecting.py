@@ -11,13 +11,12 @@ Axes: B samples, T positions, p rows and q columns of a weight, K offsets in a k
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
 from per_sample_grad.factors import forms
 from per_sample_grad.factors.factors import Factors
@@ -28,37 +27,18 @@ from per_sample_grad.layers.group_norm import group_norm
 from per_sample_grad.layers.layer_norm import layer_norm
 from per_sample_grad.layers.linear import linear
 from per_sample_grad.layers.patches import padded
-from per_sample_grad.layers.registry import Call, Rule
+from per_sample_grad.layers.registry import Rule
+from per_sample_grad.layers.taken import (
+    CACHED,
+    Saved,
+    TakenCall,
+    is_ordinary,
+    names_of,
+    of_group_norm,
+    of_layer_norm,
+    saved_by,
+)
 from xla_replica import traits
-
-# The numbers of a temporary tensor that stay in a CPU's cache.
-_CACHED = 2**19
-
-
-class TakenCall(Protocol):
-    """A recorded call, as far as its projection depends on it."""
-
-    @property
-    def owner(self) -> _Owner: ...
-
-    @property
-    def call(self) -> Call: ...
-
-    @property
-    def region(self) -> _Region: ...
-
-
-class _Owner(Protocol):
-    @property
-    def rule(self) -> Rule | None: ...
-
-    @property
-    def params(self) -> Mapping[str, str]: ...
-
-
-class _Region(Protocol):
-    @property
-    def output(self) -> GradientEdge: ...
 
 
 class Projecting:
@@ -71,6 +51,8 @@ class Projecting:
         may_read_saved: Whether nodes may be asked for what operations have saved.
         out: Where projections are written, ``(B, k)``; None: a tensor of their own.
     """
+
+    waiting = 2**23  # half of a CPU's cache
 
     def __init__(
         self,
@@ -91,7 +73,7 @@ class Projecting:
         self._placed: set[str] = set()
         self._is_direct = not traits(losses).is_lazy
         # Means and deviations of normalisations, by the node that has saved them.
-        self.saved: dict[Node, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.saved: dict[Node, Saved] = {}
         self._found: dict[str, torch.Tensor] = {}
         # Gradients of parameters that are vectors.
         self._vectors: dict[str, torch.Tensor] = {}
@@ -109,22 +91,16 @@ class Projecting:
         rule, node = call.owner.rule, call.region.output.node
         if not self._is_direct or rule not in _WAYS:
             return False
-        if self._may_read_saved and node.name() == _NORMALISING.get(rule):
-            first, second = node._saved_result1, node._saved_result2  # type: ignore[attr-defined]
-            self.saved[node] = first, second
+        if self._may_read_saved and (saved := saved_by(call)) is not None:
+            self.saved[node] = saved
         return True
 
     def take(self, call: TakenCall, gradient: torch.Tensor) -> bool:
         """Takes a call with the gradient of its output, if it can; returns whether."""
-        rule, given = call.owner.rule, call.call
-        if not self._is_direct or rule not in _WAYS or given.kwargs or given.batch_dim:
+        way = _WAYS.get(call.owner.rule) if self._is_direct else None
+        if way is None or not is_ordinary(call.call, gradient, len(self._losses)):
             return False
-        inputs, num_samples = given.args[0], len(self._losses)
-        if not len(inputs) == len(gradient) == num_samples:
-            return False
-        if gradient.dtype not in (torch.float32, torch.float64):
-            return False
-        return _WAYS[rule](self, call, inputs, gradient)
+        return way(self, call, call.call.args[0], gradient)
 
     def add(self, name: str, numbers: torch.Tensor) -> None:
         """Adds projections ``(B, k1 k2)`` of one use of a parameter."""
@@ -182,8 +158,8 @@ def _linear(
     into: Projecting, call: TakenCall, inputs: torch.Tensor, gradient: torch.Tensor
 ) -> bool:
     """Sums over positions what one side has left of its numbers, and ones."""
-    weight, bias = _names(call)
-    if inputs.dtype != gradient.dtype or inputs.dim() < 2:
+    weight, bias = names_of(call)
+    if inputs.dim() < 2:
         return False
     num_samples, p, q = len(gradient), gradient.shape[-1], inputs.shape[-1]
     left = gradient.reshape(num_samples, -1, p)
@@ -223,10 +199,10 @@ def _convolution(
     into: Projecting, call: TakenCall, inputs: torch.Tensor, gradient: torch.Tensor
 ) -> bool:
     """Sums products with the patches of one channel, and with ones."""
-    weight, bias = _names(call)
+    weight, bias = names_of(call)
     module = call.call.module
     assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-    if weight is None or module.groups > 1 or inputs.dtype != gradient.dtype:
+    if weight is None or module.groups > 1:
         return False
     folds = into.projection.folds_like(weight, gradient)
     if folds.channels is None or folds.channels.kept > 1:
@@ -264,77 +240,45 @@ def _embedding(
     into: Projecting, call: TakenCall, inputs: torch.Tensor, gradient: torch.Tensor
 ) -> bool:
     """Projects the rows that the rule adds."""
-    weight, _ = _names(call)
+    weight, _ = names_of(call)
     assert weight is not None
     use = embedding(call.call, gradient)["weight"]
-    into.add(weight, into.projection.of(weight, [use], _CACHED * use.values.itemsize))
+    into.add(weight, into.projection.of(weight, [use], CACHED * use.values.itemsize))
     return True
 
 
 def _layer_norm(
     into: Projecting, call: TakenCall, inputs: torch.Tensor, gradient: torch.Tensor
 ) -> bool:
-    """Takes mean and deviation of every position from the forward pass.
-
-    ``Σ_t x̂_t δ_t = Σ_t r_t (x_t δ_t) - Σ_t r_t m_t δ_t``, which with ``Σ_t δ_t`` are
-    products of rows.
-    """
-    weight, bias = _names(call)
     saved = into.saved.get(call.region.output.node)
-    module = call.call.module
-    assert isinstance(module, nn.LayerNorm)
-    if saved is None or inputs.dtype != gradient.dtype:
-        return False
-    if len(module.normalized_shape) > 1:
-        return False
-    q = gradient.shape[-1]
-    x, left = (each.reshape(len(each), -1, q) for each in (inputs, gradient))
-    # (B, 1, T)
-    mean, scale = (each.reshape(len(x), 1, -1) for each in saved)
-    rows = torch.cat([-mean * scale, torch.ones_like(scale)], 1) @ left
-    into.add_vector(bias, rows[:, 1])
-    if weight is not None:
-        products = [
-            scale[some] @ (x[some] * left[some])
-            for some in _chunks(len(x), x[0].numel())
-        ]
-        total = products[0] if len(products) == 1 else torch.cat(products)
-        into.add_vector(weight, total[:, 0] + rows[:, 0])
-    return True
+    found = None if saved is None else of_layer_norm(call.call, gradient, saved, CACHED)
+    return _add_both(into, call, found)
 
 
 def _group_norm(
     into: Projecting, call: TakenCall, inputs: torch.Tensor, gradient: torch.Tensor
 ) -> bool:
-    """Lets torch sum over the positions of channels, each sample's apart."""
-    weight, bias = _names(call)
     saved = into.saved.get(call.region.output.node)
-    if saved is None or inputs.dtype != gradient.dtype or not traits(inputs).is_host:
+    found = None if saved is None else of_group_norm(call.call, gradient, saved)
+    return _add_both(into, call, found)
+
+
+def _add_both(
+    into: Projecting,
+    call: TakenCall,
+    found: tuple[torch.Tensor, torch.Tensor] | None,
+) -> bool:
+    """Adds the gradients of a weight and a bias, if there are."""
+    if found is None:
         return False
-    if not (inputs.is_contiguous() and gradient.is_contiguous()):
-        return False
-    num_samples, channels = gradient.shape[:2]
-    mean, scale = (each.reshape(1, -1) for each in saved)
-    flat = [each.view(1, num_samples * channels, -1) for each in (gradient, inputs)]
-    sizes = (1, num_samples * channels, flat[0].shape[2], mean.shape[1])
-    # A group of each sample is a group of one long sample.
-    _, of_weight, of_bias = torch.ops.aten.native_group_norm_backward(
-        *flat, mean, scale, scale.new_ones(sizes[1]), *sizes, [False, True, True]
-    )
-    into.add_vector(weight, of_weight.view(num_samples, channels))
-    into.add_vector(bias, of_bias.view(num_samples, channels))
+    for name, values in zip(names_of(call), found):
+        into.add_vector(name, values)
     return True
-
-
-def _names(call: TakenCall) -> tuple[str | None, str | None]:
-    """Returns the names of a call's weight and bias, None for what nobody wants."""
-    params = call.owner.params
-    return params.get("weight"), params.get("bias")
 
 
 def _chunks(num_samples: int, each: int) -> Iterator[slice]:
     """Yields samples that make a temporary tensor of so many numbers each."""
-    size = max(1, _CACHED // each)
+    size = max(1, CACHED // each)
     return (slice(*interval) for interval in forms.chunks(num_samples, size))
 
 
@@ -346,9 +290,4 @@ _WAYS: dict[Rule | None, _Way] = {
     embedding: _embedding,
     layer_norm: _layer_norm,
     group_norm: _group_norm,
-}
-# The nodes that save mean and deviation as their results 1 and 2.
-_NORMALISING: dict[Rule | None, str] = {
-    layer_norm: "NativeLayerNormBackward0",
-    group_norm: "NativeGroupNormBackward0",
 }

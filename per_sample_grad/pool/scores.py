@@ -139,7 +139,7 @@ class Scorer:
         self, inputs: Any, targets: Any, options: Mapping[str, Any]
     ) -> torch.Tensor:
         """Returns ``‖∂loss_i / ∂parameters‖``, ``(B,)``, with options for `capture`."""
-        return self.answers(inputs, targets, options, _norms)
+        return self.answers(inputs, targets, options, Capture.norms)
 
     def answers(
         self,
@@ -190,10 +190,6 @@ class Scorer:
         enabled = self.passes.autocast is not None
         kind = self.replica.device.type
         return torch.autocast(kind, dtype=self.passes.autocast, enabled=enabled)
-
-
-def _norms(recorded: Capture, losses: torch.Tensor) -> torch.Tensor:
-    return recorded.stream(losses, lambda found: found.norms(squared=True)).sqrt()
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

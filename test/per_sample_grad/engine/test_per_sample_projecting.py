@@ -9,7 +9,6 @@ from support.per_sample_grad.layer_cases import CASES
 from torch import nn
 
 import per_sample_grad as psg
-from per_sample_grad.engine import backward_pass
 from per_sample_grad.layers import projecting
 
 
@@ -92,8 +91,8 @@ def test_neither_parts_nor_waiting_change_the_numbers(monkeypatch, accumulate):
     projection, answers = psg.Projection(parameters_of(model), 400), []
     settings = [(2**19, 2**23), (2**19, 2**23), (50, 2**23), (2**19, 0), (50, 20000)]
     for cached, waiting in settings:
-        monkeypatch.setattr(projecting, "_CACHED", cached)
-        monkeypatch.setattr(backward_pass, "WAITING", waiting)
+        monkeypatch.setattr(projecting, "CACHED", cached)
+        monkeypatch.setattr(projecting.Projecting, "waiting", waiting)
         with psg.capture(model) as recorded:
             losses = fold(model, x)
         answers.append(recorded.project(losses, projection, accumulate=accumulate))

@@ -172,18 +172,45 @@ def with_batch_norm(model: Switched) -> None:
     model.norm = nn.BatchNorm1d(4).double()
 
 
+def tensor_as_attribute(model: Switched) -> None:
+    model.second.bias_scale = torch.ones(())
+
+
+def compiled(model: Switched) -> None:
+    model.second = Compiled(model.second)
+    model.second.compile(backend="eager")
+
+
+class Compiled(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def of_a_subclass(model: Switched) -> None:
+    model.second.__class__ = type("Other", (nn.Linear,), {})
+
+
+def renamed(model: Switched) -> None:
+    model.third = model._modules.pop("first")
+    model.way = lambda m, x: m.last(m.norm(m.second(torch.tanh(m.third(x)))))
+
+
 CHANGES = [
     to(samples_coupled), to(other_order), to(used_outside), to(used_outside_instead),
     to(one_left_out), to(called_in_vain), to(called_twice), to(without_gradients),
     to(by_indices), to(input_changed), to(output_changed), to(mixed_in_the_end),
     tied, replaced, another_class, new_parameter, computed_weight, frozen,
     parametrized, forward_replaced, hooked, tensor_hooked, wrong_rule, evaluated,
-    with_batch_norm,
+    with_batch_norm, tensor_as_attribute, compiled, of_a_subclass, renamed,
 ]  # fmt: skip
 
 
 def outcome(model: nn.Module, x: torch.Tensor, kind: str = "projections") -> tuple:
-    """Returns projections or gradients, and those of training; or the error."""
+    """Returns projections, norms or gradients, and those of training; or the error."""
     torch.manual_seed(5)
     model.zero_grad()
     try:
@@ -192,6 +219,8 @@ def outcome(model: nn.Module, x: torch.Tensor, kind: str = "projections") -> tup
         if kind == "projections":
             projection = psg.Projection(recorded.params, 40)
             found = recorded.project(losses, projection, accumulate="mean")
+        elif kind == "norms":
+            found = recorded.norms(losses, accumulate="mean")
         else:
             rows = recorded.backward(losses).materialize()
             found = torch.cat([each.flatten(1) for each in rows.values()], 1)
@@ -201,7 +230,7 @@ def outcome(model: nn.Module, x: torch.Tensor, kind: str = "projections") -> tup
     return found, grads
 
 
-@pytest.mark.parametrize("kind", ["projections", "gradients"])
+@pytest.mark.parametrize("kind", ["projections", "norms", "gradients"])
 @pytest.mark.parametrize("number", range(len(CHANGES)))
 @rules_kept()
 def test_a_change_is_seen_as_in_a_model_without_a_history(number, kind):

@@ -1,0 +1,160 @@
+"""What several ways of taking a call, in place of its rule, have in common.
+
+A rule makes factors, which any answer can be computed from. Where only one answer is
+asked for, it is made of a call's input and the gradient of its output in fewer
+operations: see `projecting` and `norming`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, Node
+
+from per_sample_grad.layers.group_norm import group_norm
+from per_sample_grad.layers.layer_norm import layer_norm
+from per_sample_grad.layers.patches import Unfolding, padded
+from per_sample_grad.layers.registry import Call, Rule
+from xla_replica import traits
+
+# The numbers of a temporary tensor that stay in a CPU's cache.
+CACHED = 2**19
+
+
+class TakenCall(Protocol):
+    """A recorded call, as far as an answer depends on it."""
+
+    @property
+    def owner(self) -> _Owner: ...
+
+    @property
+    def call(self) -> Call: ...
+
+    @property
+    def region(self) -> _Region: ...
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+
+class _Owner(Protocol):
+    @property
+    def rule(self) -> Rule | None: ...
+
+    @property
+    def params(self) -> Mapping[str, str]: ...
+
+
+class _Region(Protocol):
+    @property
+    def output(self) -> GradientEdge: ...
+
+
+def names_of(call: TakenCall) -> tuple[str | None, str | None]:
+    """Returns the names of a call's weight and bias, None for what nobody wants."""
+    params = call.owner.params
+    return params.get("weight"), params.get("bias")
+
+
+def is_ordinary(call: Call, gradient: torch.Tensor, num_samples: int) -> bool:
+    """Returns whether a call has one input, in the gradient's dtype, with a row each.
+
+    The dtype is float32 or float64; that of an input of integers may be any.
+    """
+    if call.kwargs or call.batch_dim:
+        return False
+    inputs, dtype = call.args[0], gradient.dtype
+    return (
+        len(inputs) == len(gradient) == num_samples
+        and (dtype == torch.float32 or dtype == torch.float64)
+        and (inputs.dtype == dtype or not inputs.is_floating_point())
+    )
+
+
+# The nodes that save mean and 1 / deviation as their results 1 and 2.
+_NORMALISING: dict[Rule | None, str] = {
+    layer_norm: "NativeLayerNormBackward0",
+    group_norm: "NativeGroupNormBackward0",
+}
+Saved = tuple[torch.Tensor, torch.Tensor]
+
+
+def saved_by(call: TakenCall) -> Saved | None:
+    """Returns what a normalisation's node has saved; None: it has not."""
+    node: Node = call.region.output.node
+    name = _NORMALISING.get(call.owner.rule)
+    if name is None or node.name() != name:
+        return None
+    return node._saved_result1, node._saved_result2  # type: ignore[attr-defined]
+
+
+def of_layer_norm(
+    call: Call, gradient: torch.Tensor, saved: Saved, chunk: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Returns the gradients ``(B, q)`` of weight and bias.
+
+    ``Σ_t x̂_t δ_t = Σ_t r_t (x_t δ_t) - Σ_t r_t m_t δ_t``, which with ``Σ_t δ_t`` are
+    products of rows, of at most ``chunk`` numbers at a time. None: of this layer they
+    are not.
+    """
+    module = call.module
+    assert isinstance(module, nn.LayerNorm)
+    if len(module.normalized_shape) > 1:
+        return None
+    q = gradient.shape[-1]
+    x, left = (each.reshape(len(each), -1, q) for each in (call.args[0], gradient))
+    # (B, 1, T)
+    mean, scale = (each.reshape(len(x), 1, -1) for each in saved)
+    rows = torch.cat([-mean * scale, torch.ones_like(scale)], 1) @ left
+    size = max(1, chunk // max(1, x[0].numel()))
+    products = [
+        r @ (some * deltas)
+        for r, some, deltas in zip(scale.split(size), x.split(size), left.split(size))
+    ]
+    total = products[0] if len(products) == 1 else torch.cat(products)
+    return total[:, 0] + rows[:, 0], rows[:, 1]
+
+
+def of_group_norm(
+    call: Call, gradient: torch.Tensor, saved: Saved
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Returns the gradients ``(B, C)`` of weight and bias, each sample's apart.
+
+    torch sums over the positions of channels: a group of each sample is a group of one
+    long sample. None: these tensors are not laid out so.
+    """
+    inputs = call.args[0]
+    if not traits(inputs).is_host:
+        return None
+    if not (inputs.is_contiguous() and gradient.is_contiguous()):
+        return None
+    num_samples, channels = gradient.shape[:2]
+    mean, scale = (each.reshape(1, -1) for each in saved)
+    flat = [each.view(1, num_samples * channels, -1) for each in (gradient, inputs)]
+    sizes = (1, num_samples * channels, flat[0].shape[2], mean.shape[1])
+    _, of_weight, of_bias = torch.ops.aten.native_group_norm_backward(
+        *flat, mean, scale, scale.new_ones(sizes[1]), *sizes, [False, True, True]
+    )
+    shape = (num_samples, channels)
+    return of_weight.view(shape), of_bias.view(shape)
+
+
+def patches_and_ones(
+    unfolding: Unfolding, inputs: torch.Tensor, with_ones: bool
+) -> torch.Tensor:
+    """Returns what a kernel sees of ``(n, C, *S)``: ``(n, C K, P)``, and a row of ones.
+
+    A product with the ones is the sum that the gradient of a bias is.
+    """
+    seen = unfolding.windows(padded(inputs, unfolding.widths, unfolding.mode))
+    num_rows = math.prod(seen.shape[1 : -len(unfolding.positions)])
+    num_positions = math.prod(unfolding.positions)
+    found = seen.new_empty(len(seen), num_rows + with_ones, num_positions)
+    found[:, :num_rows].view(seen.shape).copy_(seen)
+    if with_ones:
+        found[:, num_rows:] = 1
+    return found

@@ -1,0 +1,154 @@
+"""Norms straight from a backward pass are those of factors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.per_sample_grad.gradient_oracle import fold, oracle
+from support.per_sample_grad.layer_cases import CASES, Apply
+from torch import nn
+
+import per_sample_grad as psg
+from per_sample_grad.engine import placement
+from per_sample_grad.layers import norming
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even")
+def test_norms_are_those_of_single_samples(case, dtype):
+    model, inputs = case.make(dtype)
+    truth = oracle(case, model, inputs).values()
+    expected = torch.cat([grad.flatten(1) for grad in truth], 1).norm(dim=1)
+    case.loss(model, *inputs).sum().backward()
+    ordinary = [p.grad for p in model.parameters()]
+    bound = 1e-10 if dtype == torch.float64 else 1e-4
+    # The first one is compared, and takes what rules return.
+    for accumulate in (None, None, "mean", "sum"):
+        model.zero_grad()
+        with psg.capture(model, **case.options) as recorded:
+            losses = case.loss(model, *inputs)
+        found = recorded.norms(losses, accumulate=accumulate)
+        assert found.shape == losses.shape
+        assert torch.allclose(found.double(), expected, rtol=bound, atol=1e-12)
+        for param, grad in zip(model.parameters(), ordinary):
+            assert (param.grad is None) == (accumulate is None or grad is None)
+            if accumulate == "sum" and grad is not None:
+                assert param.grad.equal(grad)
+
+
+def several_layers() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16).eval(), nn.ReLU(),
+        nn.Conv2d(16, 8, 1, bias=False), nn.Conv2d(8, 8, 3, groups=8),
+        nn.Flatten(2), nn.LayerNorm(196), nn.Linear(196, 32), nn.Flatten(),
+        nn.Linear(256, 5),
+    )  # fmt: skip
+
+
+def norms(model: nn.Module, x: torch.Tensor, **options: object) -> torch.Tensor:
+    return psg.per_sample_grad_norms(model, fold, (x,), **options)
+
+
+def test_no_factors_are_made_after_the_comparison(monkeypatch):
+    model, made, counts = several_layers(), [], []
+    init = psg.Factors.__init__
+
+    def counted(self, *args, **kwargs):
+        made.append(1)
+        init(self, *args, **kwargs)
+
+    monkeypatch.setattr(psg.Factors, "__init__", counted)
+    for _ in range(3):
+        made.clear()
+        norms(model, torch.randn(4, 3, 16, 16))
+        counts.append(len(made))
+    assert counts[0] > 0
+    assert counts[1:] == [0, 0]
+
+
+def test_neither_chunks_nor_waiting_nor_forms_change_the_numbers(monkeypatch):
+    model, x = several_layers(), torch.randn(5, 3, 16, 16)
+    answers = [norms(model, x, method="materialized") for _ in range(2)]
+    for waiting, budget in ((0, None), (2**20, 1), (20000, 2**16), (2**30, 2**30)):
+        monkeypatch.setattr(norming.Norming, "waiting", waiting)
+        answers.append(norms(model, x, budget=budget))
+    for answer in answers[1:]:
+        torch.testing.assert_close(answer, answers[0], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_frozen_weights_and_biases_are_left_out(frozen):
+    model, x = several_layers().double(), torch.randn(4, 3, 16, 16).double()
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.endswith(frozen))
+    expected = psg.per_sample_factors(model, fold, (x,)).norms()
+    torch.testing.assert_close(norms(model, x), expected)
+
+
+LONG = {
+    "tokens": (lambda: nn.Linear(96, 64), (12, 96)),
+    "image": (lambda: nn.Conv2d(40, 40, 3), (40, 5, 5)),
+    "ids": (lambda: nn.Embedding(9, 64), (3,)),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_positions_that_cancel_are_seen(name):
+    """The positions' terms are as large as numbers are, and their sum is small."""
+    build, shape = LONG[name]
+    torch.manual_seed(0)
+    model = build()
+    x = torch.randint(0, 9, (4, *shape)) if name == "ids" else torch.randn(4, *shape)
+    if name == "ids":
+        x[:] = x[:, :1]
+    else:  # inputs that are almost the same everywhere, gradients that add up to zero
+        first = x.flatten(2)[..., :1] if name == "image" else x[:, :1]
+        x = (first.expand_as(x.flatten(2) if name == "image" else x)).reshape(x.shape)
+        x = x + 1e-5 * torch.randn_like(x)
+
+    def losses_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        out = model(x).flatten(2) if name == "image" else model(x).transpose(1, 2)
+        signs = torch.cos(torch.arange(out.shape[2] * 7.0)[: out.shape[2]])
+        return (out * (signs - signs.mean()).to(out.dtype)).sum((1, 2)) * 100
+
+    for _ in range(2):
+        found = psg.per_sample_grad_norms(model, losses_of, (x,), params=["weight"])
+    double = model.double()
+    given = x if name == "ids" else x.double()
+    expected = psg.per_sample_grad_norms(
+        double, losses_of, (given,), params=["weight"], method="materialized"
+    )
+    if name == "ids":
+        assert (found <= 1e-2).all()
+        return
+    assert ((found - expected).abs() <= 2e-3 * expected).all()
+
+
+def test_a_parameter_of_several_calls_has_their_cross_terms():
+    model = Apply(lambda m, x: m.a(torch.tanh(m.a(x))), a=nn.Linear(4, 4)).double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    expected = psg.per_sample_factors(model, fold, (x,)).norms()
+    for _ in range(2):
+        torch.testing.assert_close(norms(model, x), expected)
+
+
+def test_no_samples_have_no_norms():
+    model = nn.Linear(3, 2)
+    for _ in range(2):
+        assert norms(model, torch.zeros(0, 3)).shape == (0,)
+
+
+def test_modules_are_searched_once(monkeypatch):
+    model, x, found = several_layers(), torch.randn(2, 3, 16, 16), []
+    find = placement._find
+
+    def counted(*args):
+        found.append(1)
+        return find(*args)
+
+    monkeypatch.setattr(placement, "_find", counted)
+    for params in (None, None, ["0.weight"], None, ["0.weight"]):
+        norms(model, x, params=params)
+    assert len(found) == 2
