@@ -109,11 +109,15 @@ def table(title: str, columns: Sequence[str], found: Mapping[str, np.ndarray]) -
         print(f"{name:<{width}}  " + "  ".join(f"{cell:>18}" for cell in cells))
 
 
+class _Help(
+    argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter
+):
+    """Shows a docstring as it is, and the default of every option."""
+
+
 def parser(description: str | None, seeds: int) -> argparse.ArgumentParser:
     """Returns a parser whose help is the script's docstring, with --seeds."""
-    found = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    text = f"runs, each with its own samples and first weights (default {seeds})"
+    found = argparse.ArgumentParser(description=description, formatter_class=_Help)
+    text = "runs, each with its own samples and first weights"
     found.add_argument("--seeds", type=int, default=seeds, help=text)
     return found

@@ -73,10 +73,11 @@ def main() -> None:
     options_parser = parser(__doc__, seeds=5)
     options_parser.add_argument("--train", type=int, default=800, help="samples")
     options_parser.add_argument(
-        "--wrong", type=float, default=0.1, help="share of wrong labels (default 0.1)"
+        "--wrong", type=float, default=0.1, help="share of wrong labels"
     )
+    text = "steps of training, a column for each number"
     options_parser.add_argument(
-        "--steps", type=int, nargs="+", default=[50, 200, 1000], help="of training"
+        "--steps", type=int, nargs="+", default=[50, 200, 1000], help=text
     )
     options = options_parser.parse_args()
     if not 0 < options.wrong < 1:

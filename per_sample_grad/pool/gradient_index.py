@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ import torch
 from per_sample_grad.pool.parts import (
     INDEXED,
     Parts,
+    check_folder,
     listed,
     read_description,
     told_differences,
@@ -26,6 +27,8 @@ from xla_replica.common.arguments import (
 )
 from xla_replica.common.files import unfinished_name, write_whole
 
+# Projections, ``(m, size)``.
+Rows: TypeAlias = "np.ndarray | torch.Tensor | GradientIndex"
 MEASURES = ("inner_product", "cosine")
 # Begins the names under which a description has each parameter's rows and columns.
 KEPT = "kept."
@@ -108,7 +111,7 @@ class GradientIndex:
 
     def search(
         self,
-        queries: np.ndarray | torch.Tensor | GradientIndex,
+        queries: Rows,
         *,
         top: int = 10,
         by: str = "inner_product",
@@ -286,29 +289,15 @@ class GradientIndex:
             )
         return rows[finite], block[finite]
 
-    def _queries(
-        self, queries: np.ndarray | torch.Tensor | GradientIndex
-    ) -> np.ndarray:
+    def _queries(self, queries: Rows) -> np.ndarray:
         """Returns queries as ``(Q, size)`` float32."""
         if isinstance(queries, GradientIndex):
             self._check_same(queries)
-            queries = queries[:]
-        if isinstance(queries, torch.Tensor):
-            queries = queries.detach().cpu().float().numpy()
-        if not isinstance(queries, np.ndarray):
-            raise TypeError(
-                "search: queries must be an array, a tensor or an index, got a "
-                f"{type(queries).__name__}"
-            )
-        if queries.ndim != 2 or queries.shape[1] != self.size:
-            raise ValueError(
-                f"search: queries must have shape (Q, {self.size}), got "
-                f"{queries.shape}: project them with index_pool, as the pool was"
-            )
+        queries = _rows("search: queries", queries, "Q", self.size)
         wrong = np.flatnonzero(~np.isfinite(queries).all(axis=1))
         if len(wrong):
             raise ValueError(f"search: queries {listed(wrong)} are not finite")
-        return np.ascontiguousarray(queries, dtype=np.float32)
+        return queries
 
     def _check_same(self, other: GradientIndex) -> None:
         """Raises ValueError unless the other index has the same model and map."""
@@ -338,18 +327,35 @@ class Preconditioner:
     ) -> None:
         self._size, self._columns, self._inverses = size, columns, inverses
 
-    def __call__(self, rows: np.ndarray | torch.Tensor) -> np.ndarray:
+    def __call__(self, rows: Rows) -> np.ndarray:
         """Returns ``H⁻¹ p`` for every row, ``(m, size)`` float32."""
-        if rows.ndim != 2 or rows.shape[1] != self._size:
-            raise ValueError(
-                f"preconditioner: rows must have shape (m, {self._size}), got "
-                f"{tuple(rows.shape)}"
-            )
-        given = torch.as_tensor(rows).detach().cpu()
+        given = torch.from_numpy(_rows("preconditioner: rows", rows, "m", self._size))
         found = np.empty(tuple(given.shape), dtype=np.float32)
         for columns, inverse in zip(self._columns, self._inverses):
             found[:, columns] = given[:, columns].to(inverse.dtype) @ inverse
         return found
+
+
+def _rows(what: str, rows: object, count: str, size: int) -> np.ndarray:
+    """Returns rows ``(count, size)`` of an index, an array or a tensor, as float32."""
+    if isinstance(rows, GradientIndex):
+        rows = rows[:]
+    if isinstance(rows, torch.Tensor) and not rows.is_complex():
+        rows = rows.detach().cpu().float().numpy()
+    if not isinstance(rows, np.ndarray):
+        kind = f"{rows.dtype} " if isinstance(rows, torch.Tensor) else ""
+        raise TypeError(
+            f"{what} must be an array, a tensor or an index, of real numbers; got a "
+            f"{kind}{type(rows).__name__}"
+        )
+    if not np.can_cast(rows.dtype, np.float64, "same_kind"):
+        raise TypeError(f"{what} must be real numbers, got an array of {rows.dtype}")
+    if rows.ndim != 2 or rows.shape[1] != size:
+        raise ValueError(
+            f"{what} must have shape ({count}, {size}), got {rows.shape}: project them "
+            "with index_pool, as the pool was"
+        )
+    return np.ascontiguousarray(rows, dtype=np.float32)
 
 
 def open_index(folder: str | os.PathLike[str], *, verify: bool = True) -> GradientIndex:
@@ -365,7 +371,7 @@ def open_index(folder: str | os.PathLike[str], *, verify: bool = True) -> Gradie
         ValueError: The folder has something else, such as scores, or a part is damaged.
     """
     check_flag("open_index: verify", verify)
-    path = Path(folder)
+    path = check_folder(folder)
     try:
         saved = read_description(path, INDEXED, "Give the folder of an index.")
     except OSError as error:

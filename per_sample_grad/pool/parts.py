@@ -14,9 +14,11 @@ of this. (BLAKE2b takes twice as long as SHA-256 does with instructions.)
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import hashlib
 import json
+import os
 import warnings
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -133,6 +135,14 @@ class Parts:
         if self.folder is None:
             return
         path = self.folder / DESCRIPTION
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise NotADirectoryError(
+                errno.ENOTDIR,
+                "folder= is a file, or below one; give the path of a folder",
+                str(self.folder),
+            ) from error
         if not path.exists():
 
             def write(file: BinaryIO) -> Path:
@@ -208,6 +218,13 @@ def deal(kept: np.ndarray, rank: int) -> tuple[list[int], list[int]]:
     read = np.flatnonzero(somewhere & (kept.argmax(axis=0) == rank))
     missing = np.flatnonzero(~somewhere)
     return read.tolist(), missing[rank :: len(kept)].tolist()
+
+
+def check_folder(folder: object) -> Path:
+    """Returns a folder's path; raises TypeError if it is none."""
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"folder must be the path of a folder, got {folder!r}")
+    return Path(folder)
 
 
 def told_differences(

@@ -28,7 +28,7 @@ from per_sample_grad.engine.placement import selected
 from per_sample_grad.pool import scores as kinds
 from per_sample_grad.pool.blocks import BlockSource, Given, Interval, noted
 from per_sample_grad.pool.fingerprint import digest, fingerprint
-from per_sample_grad.pool.parts import DESCRIPTION, Contents, Parts, deal
+from per_sample_grad.pool.parts import DESCRIPTION, Contents, Parts, check_folder, deal
 from per_sample_grad.pool.scores import LABELS, Passes, Scorer
 from per_sample_grad.pool.writing import PIECE_BYTES, Writer
 from xla_replica.common.arguments import check_flag, check_integer
@@ -47,6 +47,8 @@ class Keeping:
 
     def __post_init__(self) -> None:
         check_integer("part_size", self.part_size, least=1)
+        if self.folder is not None:
+            check_folder(self.folder)
         if self.tag is not None and not isinstance(self.tag, str):
             raise TypeError(f"tag must be a text or None, got {self.tag!r}")
 

@@ -40,6 +40,13 @@ class Passes:
     options: dict[str, Any]
     last_layer: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.autocast is not None and not isinstance(self.autocast, torch.dtype):
+            raise TypeError(
+                "autocast must be a torch.dtype, such as torch.bfloat16, or None, got "
+                f"{self.autocast!r}"
+            )
+
 
 @dataclasses.dataclass
 class Scorer:

@@ -139,11 +139,25 @@ def search() -> dict[str, Any]:
 def main() -> None:
     parser = parser_with_output(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--count", type=int, default=2048)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 4096])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--search", action="store_true")
-    parser.add_argument("--search-in", help="what --search calls")
+    parser.add_argument(
+        "--count", type=int, default=2048, help="samples of the pool (default 2048)"
+    )
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=[1024, 4096],
+        help="most numbers of a projection (default 1024 4096)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=12, help="how often all are timed (default 12)"
+    )
+    parser.add_argument(
+        "--search", action="store_true", help="search a large index, too (1.6 GB)"
+    )
+    parser.add_argument(
+        "--search-in", metavar="FOLDER", help="what --search calls in a new process"
+    )
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)

@@ -184,8 +184,11 @@ def test_preconditioning_solves_with_the_damped_matrix(by_parameter):
     found = index.self_influence(precondition)
     truth = [row @ precondition(row[None])[0] for row in rows.astype(np.float32)]
     np.testing.assert_allclose(found, truth, rtol=1e-4)
+    np.testing.assert_array_equal(precondition(index), precondition(rows))
     with pytest.raises(ValueError, match=r"shape \(m, 10\), got \(3, 4\)"):
         precondition(queries[:, :4])
+    with pytest.raises(TypeError, match="preconditioner: rows must be an array, a te"):
+        precondition(queries.tolist())
 
 
 def test_an_index_of_queries_searches_another(tmp_path):
@@ -214,7 +217,10 @@ def test_what_cannot_be_searched_for_is_an_error():
     rows = drawn(20, 6)
     index = index_of(rows, 8, ((2, 3),))
     for queries, error, told in [
-        ([[0.0] * 6], TypeError, "must be an array, a tensor or an index, got a list"),
+        ([[0.0] * 6], TypeError, "must be an array, a tensor or an index, .* a list"),
+        (torch.zeros(1, 6) * 1j, TypeError, "real numbers; got a torch.complex64 Te"),
+        (drawn(1, 6) * 1j, TypeError, "queries must be real .* array of complex64"),
+        (np.full((1, 6), None), TypeError, "real numbers, got an array of object"),
         (drawn(2, 5), ValueError, r"shape \(Q, 6\), got \(2, 5\)"),
         (drawn(6), ValueError, r"shape \(Q, 6\), got \(6,\)"),
         (drawn(2, 6) * np.nan, ValueError, "queries 0, 1 are not finite"),
@@ -278,6 +284,10 @@ def test_bad_arguments_are_errors():
         ({"loader": iter(())}, TypeError, "has no length"),
         ({"part_size": 0}, ValueError, "part_size must be"),
         ({"tag": 1}, TypeError, "tag must be a text"),
+        ({"folder": 1}, TypeError, "folder must be the path of a folder, got 1"),
+        ({"folder": __file__}, NotADirectoryError, "folder= is a file, or below one"),
+        ({"folder": f"{__file__}/a"}, NotADirectoryError, "give the path of a folder"),
+        ({"autocast": "bf16"}, TypeError, "autocast must be a torch.dtype, .*'bf16'"),
         ({"params": ["nothing"]}, ValueError, "nothing are not trainable"),
     ]:
         job = {"model": dense_model(), "loader": pool, **OPTIONS, **changed}
@@ -341,6 +351,8 @@ def test_opening_says_what_is_wrong(finished, tmp_path):
     with pytest.raises(FileNotFoundError, match="no index in this folder") as error:
         psg.open_index(tmp_path / "nothing")
     assert error.value.filename == str(tmp_path / "nothing")
+    with pytest.raises(TypeError, match="folder must be the path of a folder, got No"):
+        psg.open_index(None)
     part, other = (finished / f"part-0000000{n}.npy" for n in (1, 4))
     whole = part.read_bytes()
     part.unlink()
