@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.documents import ROOT, block, blocks, patched, read, sides
 from support.readers import on_replicas, run_script_of_reader
+from support.xla_replica.replicas import of_torch_alone
 from support.xla_replica.torchrun import LAUNCHER
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -46,7 +47,7 @@ def test_the_script_after_the_diff_trains_under_torchrun(tmp_path):
     assert accuracies[0] > 0.9
 
 
-@pytest.mark.parametrize("num_replicas", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("num_replicas", [1, pytest.param(3, marks=of_torch_alone)])
 def test_the_script_with_adascale_trains_on_every_replica_alike(tmp_path, num_replicas):
     script = on_replicas(num_replicas, scripts()[2])
     accuracies = run_script_of_reader(script, tmp_path)

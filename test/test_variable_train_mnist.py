@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import variable_train_mnist
 from support.scripts import run_script
-from support.xla_replica.replicas import HAS_XLA, needs_xla
+from support.xla_replica.replicas import HAS_XLA, needs_xla, of_torch_alone
 from support.xla_replica.torchrun import LAUNCHER
 
 import variable_batch_size as vbs
@@ -41,8 +41,7 @@ def check_output(folder: Path, text: str, num_batch_sizes: int) -> pd.DataFrame:
     "device",
     [
         pytest.param("xla", marks=needs_xla, id="xla"),
-        # Its parts are those of the XLA row and of torchrun's test.
-        pytest.param("cpu", marks=[pytest.mark.slow] if HAS_XLA else [], id="cpu"),
+        pytest.param("cpu", marks=of_torch_alone, id="cpu"),
     ],
 )
 def test_fake_digits_are_learnt_on_two_replicas(tmp_path, device):
@@ -57,6 +56,7 @@ def test_fake_digits_are_learnt_on_two_replicas(tmp_path, device):
     assert (history["lr"] / history["batch_size"]).round(9).nunique() == 1
 
 
+@of_torch_alone
 def test_under_torchrun(tmp_path):
     """Two gloo processes: one of them writes, and both exit with the same status."""
     status, text = run(

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 from support.documents import ROOT, block, blocks, patched
 from support.scripts import environment, run_script
+from support.xla_replica.replicas import of_torch_alone
 
 import variable_batch_size as vbs
 
@@ -108,6 +109,7 @@ def test_the_ordinary_script_learns(tmp_path):
     assert found[EPOCHS - 1] > 85
 
 
+@of_torch_alone
 def test_the_elastic_script_learns_the_same_on_several_replicas(
     tmp_path, uninterrupted
 ):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.per_sample_grad.gradient_oracle import rules_kept
 from support.scripts import run_script, words
-from support.xla_replica.replicas import HAS_XLA, needs_xla
+from support.xla_replica.replicas import HAS_XLA, needs_xla, of_torch_alone
 from support.xla_replica.torchrun import LAUNCHER
 
 import per_sample_grad as psg
@@ -115,7 +115,7 @@ def test_orders_and_seeds_on_one_replica(tmp_path, tasks, name, capsys):
 @pytest.mark.parametrize(
     ("name", "device"),
     [
-        ("images", "cpu"),
+        pytest.param("images", "cpu", marks=of_torch_alone),
         pytest.param("images", "xla", marks=[pytest.mark.slow, needs_xla]),
         pytest.param("text", "cpu", marks=pytest.mark.slow),
         # Its programs take half a minute to compile.

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.xla_replica.replicas import of_torch_alone
 from support.xla_replica.torchrun import LAUNCHER
 
 import variable_batch_size as vbs
@@ -50,6 +51,7 @@ def test_it_learns_and_resumes(tmp_path):
     assert updates["loss"].dropna().iloc[-1] < updates["loss"].dropna().iloc[0] / 2
 
 
+@of_torch_alone
 def test_on_replicas_with_a_trace():
     trace = ["--trace", "96,32,64", "--epochs", "3"]
     alone, together = run(*trace), run(*trace, "--replicas", "2")

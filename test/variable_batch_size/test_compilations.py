@@ -17,8 +17,8 @@ pytestmark = [needs_xla, pytest.mark.xla]
 # The learning rates that this makes, lr = 1/4 at ref 16: among them exactly 1.0, which
 # a compiled program would hold as a constant, and 0.5, the momentum. Three replicas of
 # 4 samples idle below 12.
-BATCH_SIZES = [4 * n for n in range(1, 17)]
-SAMPLES = 4 * sum(range(1, 17))
+BATCH_SIZES = [4 * n for n in (1, 2, 3, 4, 5, 7, 8, 11, 16)]
+SAMPLES = sum(BATCH_SIZES)
 
 
 def counted_epochs(
@@ -111,10 +111,8 @@ def test_three_graphs_for_any_number_of_batch_sizes(backend, num_batch_sizes):
 
 def test_the_first_epoch_is_worth_counting():
     """Its batch sizes make replicas idle, and one learning rate exactly one."""
-    sizes = [4 * n for n in range(1, 17)]
-    assert sizes == BATCH_SIZES
-    assert min(sizes) < 4 * 3
-    assert 1.0 in [0.25 * size / 16 for size in sizes]
+    assert min(BATCH_SIZES) < 4 * 3
+    assert {0.5, 1.0} <= {0.25 * size / 16 for size in BATCH_SIZES}
 
 
 def a_fetch_is_one_transfer(rank: int) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from support.variable_batch_size.sharded import (
     data,
     whole,
 )
-from support.xla_replica.replicas import Backend
+from support.xla_replica.replicas import Backend, of_torch_alone
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -137,7 +137,7 @@ def test_one_process_trains_as_a_loop_by_hand(alone):
     ("num_replicas", "rows"),
     [
         pytest.param(2, TWO, id="2"),
-        pytest.param(4, [((4,), [0]), ((2, 2), [2])], id="4"),
+        pytest.param(4, [((4,), [0]), ((2, 2), [2])], id="4", marks=of_torch_alone),
         pytest.param(3, [((3,), ALL)], id="3", marks=pytest.mark.slow),
         pytest.param(
             4, [((4,), ALL), ((2, 2), ALL)], id="4-all", marks=pytest.mark.slow

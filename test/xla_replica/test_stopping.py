@@ -11,7 +11,13 @@ import time
 
 import pytest
 import torch
-from support.xla_replica.replicas import SEVERAL_REPLICAS, Backend, needs_xla, row
+from support.xla_replica.replicas import (
+    SEVERAL_REPLICAS,
+    Backend,
+    needs_xla,
+    of_torch_alone,
+    row,
+)
 from support.xla_replica.stopping import (
     AS_A_TPU,
     EMULATED,
@@ -29,7 +35,7 @@ XLA = [needs_xla, pytest.mark.xla]
 SLOW = pytest.mark.slow
 STARTERS = [
     pytest.param(LOCAL, id="local"),
-    pytest.param(GLOO, id="gloo"),
+    pytest.param(GLOO, id="gloo", marks=of_torch_alone),
     pytest.param(TORCHRUN, id="torchrun"),
     pytest.param(EMULATED, id="emulated", marks=XLA),
     pytest.param(AS_A_TPU, id="torch_xla", marks=XLA),
@@ -255,7 +261,7 @@ def test_a_signal_that_replicas_obey_or_have_obeyed_goes_no_further(what, tmp_pa
 @pytest.mark.parametrize(
     ("starter", "name"),
     [
-        pytest.param(GLOO, "SIGTERM", id="gloo-SIGTERM"),
+        pytest.param(GLOO, "SIGTERM", id="gloo-SIGTERM", marks=of_torch_alone),
         pytest.param(GLOO, "SIGINT", id="gloo-SIGINT", marks=SLOW),
         pytest.param(EMULATED, "SIGTERM", id="emulated-SIGTERM", marks=[*XLA, SLOW]),
         pytest.param(EMULATED, "SIGINT", id="emulated-SIGINT", marks=XLA),
@@ -279,7 +285,7 @@ def test_a_signal_to_all_processes_stops_all_replicas_at_one_update(
     [
         pytest.param(LOCAL, "SIGTERM", id="local-SIGTERM"),
         pytest.param(LOCAL, "SIGINT", id="local-SIGINT"),
-        pytest.param(GLOO, "SIGTERM", id="gloo-SIGTERM"),
+        pytest.param(GLOO, "SIGTERM", id="gloo-SIGTERM", marks=of_torch_alone),
         pytest.param(GLOO, "SIGINT", id="gloo-SIGINT", marks=SLOW),
         pytest.param(EMULATED, "SIGTERM", id="emulated-SIGTERM", marks=[*XLA, SLOW]),
         pytest.param(EMULATED, "SIGINT", id="emulated-SIGINT", marks=[*XLA, SLOW]),
@@ -303,7 +309,7 @@ def test_a_signal_that_is_not_caught_ends_the_process(starter, name, tmp_path):
 @pytest.mark.parametrize(
     "starter",
     [
-        pytest.param(GLOO, id="gloo"),
+        pytest.param(GLOO, id="gloo", marks=of_torch_alone),
         pytest.param(EMULATED, id="emulated", marks=[*XLA, SLOW]),
     ],
 )

@@ -14,6 +14,12 @@ import xla_replica
 HAS_XLA = importlib.util.find_spec("torch_xla") is not None
 needs_xla = pytest.mark.skipif(not HAS_XLA, reason="torch_xla is not installed")
 
+# Of tests that take long and are a matter of torch alone, such as scripts whose
+# processes meet by gloo: the default run of the torch environment has them.
+of_torch_alone = (
+    pytest.mark.slow if HAS_XLA else pytest.mark.skipif(False, reason="is run here")
+)
+
 # Long enough for a loaded machine, short enough for a test that hangs.
 TIMEOUT = 60.0
 
@@ -39,8 +45,8 @@ def row(device: str, num_replicas: int, slow: bool = False):
     More than two processes on gloo are a matter of torch alone: beside torch_xla they
     are slow, as the default run of the torch environment has them.
     """
-    slow = slow or (device == "cpu" and num_replicas > 2 and HAS_XLA)
-    marks = [pytest.mark.slow] if slow else []
+    marks = [of_torch_alone] if device == "cpu" and num_replicas > 2 else []
+    marks += [pytest.mark.slow] if slow else []
     if device == "xla":
         marks += [needs_xla, pytest.mark.xla]
     name = "gloo" if device == "cpu" and num_replicas > 1 else device

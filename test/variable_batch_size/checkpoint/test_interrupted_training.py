@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from support.xla_replica.replicas import needs_xla
+from support.xla_replica.replicas import needs_xla, of_torch_alone
 from support.xla_replica.torchrun import free_port, wait_for_server
 
 from variable_batch_size.checkpoint import files
@@ -128,7 +128,10 @@ def undisturbed(tmp_path_factory) -> pd.DataFrame:
     return history(folder)
 
 
-@pytest.mark.parametrize("num_kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_kills",
+    [pytest.param(2, marks=of_torch_alone), pytest.param(20, marks=pytest.mark.slow)],
+)
 def test_killed_at_any_moment_it_finishes_as_if_undisturbed(
     num_kills, undisturbed, tmp_path
 ):

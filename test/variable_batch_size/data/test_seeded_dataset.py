@@ -48,8 +48,15 @@ def test_epochs_samples_and_seeds_differ_and_nothing_else():
     assert torch.equal(first, load(vbs.SeededDataset(Noisy(), 1)))
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("context", "persistent"),
+    [
+        ("fork", False),
+        ("fork", True),
+        ("spawn", True),
+        pytest.param("spawn", False, marks=pytest.mark.slow),
+    ],
+)
 def test_workers_load_the_same(context, persistent):
     options = {"num_workers": 2, "multiprocessing_context": context}
     loaded = load(

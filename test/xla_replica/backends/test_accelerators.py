@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.xla_replica.replicas import HAS_XLA
+from support.xla_replica.replicas import HAS_XLA, of_torch_alone
 from support.xla_replica.torchrun import LAUNCHER
 
 import xla_replica
@@ -225,6 +225,7 @@ def test_more_processes_than_devices_are_an_error(under_torchrun):
     )
 
 
+@of_torch_alone
 def test_launch_starts_a_process_for_each_device(tmp_path):
     calls = {
         "launch": "xla_replica.launch(train)",
