@@ -206,16 +206,27 @@ def _gradients(
         raise Refusal("what it took of parameters alone may have rows for samples")
     if not any(sized[i] for i in range(len(inputs)) if i not in called.own):
         raise Refusal("nothing that it took has rows for samples")
-    own = {
-        i: inputs[i].expand(count, *inputs[i].shape).detach().requires_grad_()
-        for i in call.params
-    }
+    shapes = {i: (count, *inputs[i].shape) for i in call.params}
     # Plain autograd through one vectorised run: functional transforms take longer.
-    run = _by_broadcasting if _is_pointwise(called.function) else _by_vmap
+    run = _by_vmap
+    if _is_pointwise(called.function):
+        run = _by_broadcasting
+        if rows == count and dim % rank == 0:
+            # A row for each sample is all that broadcasting needs.
+            run = _as_it_was
+            for i in shapes:
+                own_shape = inputs[i].shape[max(0, inputs[i].dim() + 1 - rank) :]
+                ones = (1,) * (rank - 1 - len(own_shape))
+                shapes[i] = (count, *ones, *own_shape)
+    own = {
+        i: inputs[i].expand(shape).detach().requires_grad_()
+        for i, shape in shapes.items()
+    }
     with torch.enable_grad(), torch.autocast(**called.autocast):
         output = run(call, inputs, own, rows)
-    grad = grad.unflatten(0, (count, -1))
-    return dict(zip(own, xla_replica.grad(output, list(own.values()), grad)))
+    grad = grad.reshape(output.shape)
+    found = xla_replica.grad(output, list(own.values()), grad)
+    return {i: each.reshape(count, *inputs[i].shape) for i, each in zip(shapes, found)}
 
 
 @functools.cache
@@ -228,6 +239,16 @@ def _is_pointwise(function: Callable[..., Any]) -> bool:
         torch.Tag.pointwise in getattr(operation, overload).tags
         for overload in operation.overloads()
     )
+
+
+def _as_it_was(
+    call: RepeatedFunction,
+    inputs: Sequence[torch.Tensor],
+    own: Mapping[int, torch.Tensor],
+    rows: int,
+) -> torch.Tensor:
+    """Returns the output of a pointwise function, whose first dimension is samples."""
+    return call.called.run(own.get(i, each) for i, each in enumerate(inputs))
 
 
 def _by_broadcasting(

@@ -297,7 +297,12 @@ class Structure:
 
 def shapes_of(nodes: Iterable[Node]) -> tuple[tuple[torch.Size, ...], ...]:
     """Returns the shapes of all outputs of each node."""
-    return tuple([tuple([each.shape for each in n._input_metadata]) for n in nodes])
+    found = []
+    for node in nodes:
+        data = node._input_metadata
+        one = len(data) == 1
+        found.append((data[0].shape,) if one else tuple([m.shape for m in data]))
+    return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)
