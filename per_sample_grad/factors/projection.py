@@ -122,9 +122,14 @@ class Projection:
             elif fold is not None:
                 found[name] = fold.along(values, 1)
         for names in alike.values():
+            if len(names) == 1:
+                fold = self.folds_like(names[0], gradients[names[0]]).rows
+                assert fold is not None
+                found[names[0]] = fold.of_vectors(gradients[names[0]])
+                continue
             stacked = torch.stack([gradients[name] for name in names])
             signs, matrices, kept = self._alike(tuple(names), stacked)
-            if stacked.numel() * kept <= _FEW_IN_VECTORS or not traits(stacked).is_host:
+            if _is_product(stacked, kept):
                 projected = stacked @ matrices
             else:
                 projected = _added_up(stacked * signs, 2, kept)
@@ -208,21 +213,33 @@ class Fold:
         few = values.numel() * self.kept <= _FEW or self.kept <= _MOST_BY_PRODUCT
         if self.matrix is not None and few and len(after) < 2:
             return self.matrix @ values if after else F.linear(values, self.matrix)
-        signed = values * self.signs.view(-1, *(1 for _ in after))
-        return _added_up(signed, dim, self.kept)
+        signs = self.signs.view(-1, *(1 for _ in after)) if after else self.signs
+        return _added_up(values * signs, dim, self.kept)
+
+    def of_vectors(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns `along` the last dimension, ``(B, k)`` of ``(B, n)``."""
+        if self.matrix is not None and _is_product(values, self.kept):
+            return F.linear(values, self.matrix)
+        return _added_up(values * self.signs, 1, self.kept)
+
+
+def _is_product(vectors: torch.Tensor, kept: int) -> bool:
+    """Returns whether a product takes less time than sums of so many vectors."""
+    return vectors.numel() * kept <= _FEW_IN_VECTORS or not traits(vectors).is_host
 
 
 def _added_up(signed: torch.Tensor, dim: int, kept: int) -> torch.Tensor:
     """Returns sums of those numbers along a dimension that share a place."""
     count = signed.shape[dim]
-    if kept <= count < 2 * kept:
-        total = signed.narrow(dim, 0, kept)
+    number = count % kept
+    if not number:
+        return signed.unflatten(dim, (-1, kept)).sum(dim)
+    if count < 2 * kept:
+        total, rest = signed.split(kept, dim)
     else:
-        total = signed.narrow(dim, 0, count // kept * kept)
-        total = total.unflatten(dim, (-1, kept)).sum(dim)
-    if count % kept:
-        rest = signed.narrow(dim, count - count % kept, count % kept)
-        total.narrow(dim, 0, count % kept).add_(rest)
+        whole, rest = signed.split([count - number, number], dim)
+        total = whole.unflatten(dim, (-1, kept)).sum(dim)
+    total.narrow(dim, 0, number).add_(rest)
     return total
 
 

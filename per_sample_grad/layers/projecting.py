@@ -161,22 +161,27 @@ def _linear(
     weight, bias = names_of(call)
     if inputs.dim() < 2:
         return False
-    num_samples, p, q = len(gradient), gradient.shape[-1], inputs.shape[-1]
-    left = gradient.reshape(num_samples, -1, p)
     if weight is None:
+        left = gradient.reshape(len(gradient), -1, gradient.shape[-1])
         into.add_vector(bias, left.sum(1))
         return True
     folds = into.projection.folds_like(weight, gradient)
-    right = inputs.reshape(num_samples, -1, q)
-    if left.shape[1] == 1:
-        left, right = left[:, 0], right[:, 0]
-        into.add_vector(bias, left)
-        rows = left if folds.rows is None else folds.rows.along(left, 1)
-        columns = right if folds.columns is None else folds.columns.along(right, 1)
+    num_samples, p, q = len(gradient), gradient.shape[-1], inputs.shape[-1]
+    if gradient.numel() == num_samples * p:
+        rows, columns = gradient, inputs
+        if gradient.dim() > 2:
+            rows, columns = gradient.reshape(-1, p), inputs.reshape(-1, q)
+        into.add_vector(bias, rows)
+        if folds.rows is not None:
+            rows = folds.rows.along(rows, 1)
+        if folds.columns is not None:
+            columns = folds.columns.along(columns, 1)
         if folds.columns_come_first:
             rows, columns = columns, rows
         into.add_outer(weight, rows, columns)
         return True
+    left = gradient.reshape(num_samples, -1, p)
+    right = inputs.reshape(num_samples, -1, q)
     if folds.columns_come_first:
         few, side, other, rest = folds.columns, right, left, folds.rows
     else:
