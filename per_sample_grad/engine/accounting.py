@@ -148,10 +148,10 @@ class _Accountant:
         self._names = {id(value): name for name, value in params.items()}
         self._recorder, self._noted = recorder, functions.calls
         self._enclosing = list(recorder.enclosing)
-        self._num_samples = len(losses)
+        self._num_samples = losses.shape[0]
         # Calls without a row for each sample, as that of a table of positions, are a
         # part of what is computed from parameters alone.
-        self._recorded, self._dropped = recorder.split(len(losses))
+        self._recorded, self._dropped = recorder.split(self._num_samples)
         # Whether functions and modules may run again decides what is tried.
         self._reruns = functions.follows_any, bool(self._enclosing)
         # What the structure is concluded from, beside calls and what a walk sees.

@@ -8,10 +8,9 @@ the pass continues, as in ordinary training.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -34,8 +33,7 @@ from per_sample_grad.operations import wrong_operations
 Accumulate = Literal["mean", "sum"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """What a capture was told, see `Capture`; ``params`` are the selected ones."""
 
     model: nn.Module
@@ -110,7 +108,7 @@ class BackwardPass:
         self.modules: list[RecordedModule] = []
         self.problems: dict[str, list[str]] = {}
         self.compared: comparison.Comparison | None = None
-        num_summed = len(losses) if accumulate == "mean" else 1
+        num_summed = losses.shape[0] if accumulate == "mean" else 1
         self.multiplier = num_summed / settings.scale
         self._settings, self._params = settings, settings.params
         self._losses, self._receive = losses, receive

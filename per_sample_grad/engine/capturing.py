@@ -398,7 +398,7 @@ class Capture:
             called=self._recorder.called,
             taker=taker,
         )
-        if len(losses):
+        if losses.shape[0]:
             model, recorder = self._settings.model, self._recorder
             found = account(model, self.params, losses, recorder, self._functions)
             self._answered = True

@@ -147,7 +147,7 @@ def walk(
     consumers: dict[Node, list[tuple[Node | int, int]]] = {}
     stages: list[Stage] = []
     custom: str | None = None
-    reordered, several = False, len(losses) > 1
+    reordered, several = False, losses.shape[0] > 1
     while stack:
         node = stack.pop()
         if node in seen:

@@ -226,8 +226,7 @@ class Recorder:
         ):
             return
         tensors = _tensors(args, kwargs)
-        for tensor in (*tensors, output):
-            kind = type(tensor)
+        for kind in {type(output), *map(type, tensors)}:
             if kind is not torch.Tensor and kind is not nn.Parameter:
                 raise CoverageError(
                     f"module {owner.name!r} was called with or returned a "
@@ -293,9 +292,9 @@ def _tensors(
     args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Sequence[torch.Tensor]:
     """Returns the tensors in a call's arguments."""
-    if kwargs or not all(isinstance(each, torch.Tensor) for each in args):
-        return tensors_in((args, kwargs))
-    return args
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+        return args
+    return tensors_in((args, kwargs))
 
 
 def autocast_state(tensor: torch.Tensor) -> dict[str, Any]:
@@ -401,7 +400,11 @@ def refuse_hooked(params: Mapping[str, nn.Parameter]) -> None:
     never run here (`xla_replica.AccumulationHook`, or after the addition), so they are
     safe.
     """
-    hooked = [n for n, param in params.items() if not AccumulationHook.all_on(param)]
+    hooked = [
+        name
+        for name, param in params.items()
+        if param._backward_hooks and not AccumulationHook.all_on(param)
+    ]
     if hooked:
         raise PerSampleError(
             f"{', '.join(hooked)} have gradient hooks (register_hook), which may "

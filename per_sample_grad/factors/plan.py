@@ -111,7 +111,7 @@ def cancels(squares: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
     """
     # A norm's relative error is half of its square's.
     rounding = ROUNDINGS * torch.finfo(terms.dtype).eps
-    return (terms > squares * (2 * NORM_TOLERANCE / rounding)).any()
+    return (squares * (2 * NORM_TOLERANCE / rounding) < terms).any()
 
 
 @functools.lru_cache(maxsize=2**12)

@@ -64,7 +64,7 @@ class Norming:
         budget: int | None,
         replaces: bool,
     ) -> None:
-        self._losses = losses
+        self._device, self._num_samples = losses.device, losses.shape[0]
         self._may_read_saved = may_read_saved
         self._budget, self._replaces = budget, replaces
         # Elsewhere what cancels must not be read, or a program is compiled.
@@ -106,7 +106,7 @@ class Norming:
     def take(self, call: TakenCall, gradient: torch.Tensor) -> bool:
         """Takes a call with the gradient of its output, if it can; returns whether."""
         way = _WAYS.get(call.owner.rule) if self._is_direct else None
-        if way is None or not is_ordinary(call.call, gradient, len(self._losses)):
+        if way is None or not is_ordinary(call.call, gradient, self._num_samples):
             return False
         uses = self._uses
         for name in call.owner.params.values():
@@ -124,8 +124,8 @@ class Norming:
         """Returns how the norms of one use of a parameter are computed."""
         if self._budget is None:
             size = 4 * self._recorded
-            self._budget = plan.default_budget(size, self._losses.device)
-        num_samples = len(self._losses)
+            self._budget = plan.default_budget(size, self._device)
+        num_samples = self._num_samples
         return plan.choose(
             "norms", (use,), (use,), shape, same=True, num_samples=num_samples,
             num_other=num_samples, budget=self._budget, method=method,
@@ -187,6 +187,10 @@ def _linear(
             if weight is None:
                 into.add_rows(left.sum(1))
                 return True
+            if _are_alike(left):
+                # As below a mean over positions: one product with the sum of inputs.
+                _add_alike(into, left, right, bias is not None)
+                return True
             p, q = left.shape[2], right.shape[2]
             use = Extent(Outer, 1, left.shape[1], p, q, left.itemsize)
             _add_sums(
@@ -199,6 +203,22 @@ def _linear(
         gradient, inputs = left[:, 0], right[:, 0]
     _add_products(into, gradient, inputs, weight, bias)
     return True
+
+
+def _are_alike(left: torch.Tensor) -> bool:
+    """Returns whether all positions have the same gradient, ``(B, T, p)``."""
+    first = left[:, :1]
+    return torch.equal(first, left[:, -1:]) and bool((first == left).all())
+
+
+def _add_alike(
+    into: Norming, left: torch.Tensor, right: torch.Tensor, with_bias: bool
+) -> None:
+    """Adds ``‖u‖² ‖Σ_t z_t‖²`` and, with a bias, ``T² ‖u‖²``."""
+    squares = algebra.squares(right.sum(1))
+    if with_bias:
+        squares = squares + left.shape[1] ** 2
+    into.add(algebra.squares(left[:, 0]) * squares)
 
 
 def _add_products(

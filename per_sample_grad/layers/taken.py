@@ -69,7 +69,7 @@ def is_ordinary(call: Call, gradient: torch.Tensor, num_samples: int) -> bool:
         return False
     inputs, dtype = call.args[0], gradient.dtype
     return (
-        len(inputs) == len(gradient) == num_samples
+        inputs.shape[:1] == gradient.shape[:1] == (num_samples,)
         and (dtype == torch.float32 or dtype == torch.float64)
         and (inputs.dtype == dtype or not inputs.is_floating_point())
     )

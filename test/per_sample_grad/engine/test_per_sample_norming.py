@@ -126,6 +126,30 @@ def test_positions_that_cancel_are_seen(name):
     assert ((found - expected).abs() <= 2e-3 * expected).all()
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_positions_below_a_mean_take_one_product(monkeypatch, bias):
+    model = nn.Linear(5, 4, bias=bias).double()
+    x = torch.randn(3, 6, 5, dtype=torch.float64)
+    last = torch.ones(3, 6, 1, dtype=torch.float64)
+    last[1, 3] = 2  # one gradient that differs, neither the first nor the last
+
+    def mean(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(model(x).mean(1)).sum(1)
+
+    def almost(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh((model(x) * last).mean(1)).sum(1)
+
+    products, bmm = [], torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *a: products.append(1) or bmm(*a))
+    for losses_of in (mean, almost):
+        expected = psg.per_sample_factors(model, losses_of, (x,)).norms()
+        products.clear()
+        for _ in range(2):
+            found = psg.per_sample_grad_norms(model, losses_of, (x,))
+        torch.testing.assert_close(found, expected)
+        assert bool(products) == (losses_of is almost)
+
+
 def test_a_parameter_of_several_calls_has_their_cross_terms():
     model = Apply(lambda m, x: m.a(torch.tanh(m.a(x))), a=nn.Linear(4, 4)).double()
     x = torch.randn(3, 4, dtype=torch.float64)
