@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from per_sample_grad.factors import forms
 from per_sample_grad.factors.factors import JOINED, Factors
 from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.factors.plan import Method, default_budget
+from per_sample_grad.layers.taken import Taker
 from per_sample_grad.operations import wrong_operations
 
 # The reductions whose gradient a pass may add to ``.grad``.
@@ -43,27 +44,6 @@ class Settings(NamedTuple):
     method: Method
     budget: int | None
     scale: float
-
-
-class Taker(Protocol):
-    """Takes calls with the gradients of their outputs, in place of rules.
-
-    Attributes:
-        waiting: The bytes of inputs and gradients that wait until they are taken
-            together. What Python does between a pass's large operations takes many
-            times as long as elsewhere, since these have filled the caches.
-    """
-
-    waiting: int
-
-    def prepare(self, call: RecordedCall) -> bool:
-        """Returns whether a call can wait until the graph has freed what it saved.
-
-        It is asked before the pass.
-        """
-
-    def take(self, call: RecordedCall, gradient: torch.Tensor) -> bool:
-        """Takes a call with the gradient of its output; returns whether it did."""
 
 
 class BackwardPass:

@@ -13,12 +13,7 @@ from torch import nn
 import xla_replica
 from per_sample_grad.engine import recording
 from per_sample_grad.engine.accounting import account
-from per_sample_grad.engine.backward_pass import (
-    Accumulate,
-    BackwardPass,
-    Settings,
-    Taker,
-)
+from per_sample_grad.engine.backward_pass import Accumulate, BackwardPass, Settings
 from per_sample_grad.engine.comparison import CHECKS, Check
 from per_sample_grad.engine.fallback import FALLBACKS, Fallback
 from per_sample_grad.engine.function_calls import FunctionRecorder
@@ -30,6 +25,7 @@ from per_sample_grad.factors.plan import METHODS, Method
 from per_sample_grad.factors.projection import Projection
 from per_sample_grad.layers.norming import Norming
 from per_sample_grad.layers.projecting import Projecting
+from per_sample_grad.layers.taken import Taker
 from xla_replica.common.arguments import check_choice, check_integer, check_number
 from xla_replica.common.trees import tree_add
 

@@ -54,6 +54,27 @@ class _Region(Protocol):
     def output(self) -> GradientEdge: ...
 
 
+class Taker(Protocol):
+    """Takes calls with the gradients of their outputs, in place of rules.
+
+    Attributes:
+        waiting: The bytes of inputs and gradients that wait until they are taken
+            together. What Python does between a pass's large operations takes many
+            times as long as elsewhere, since these have filled the caches.
+    """
+
+    waiting: int
+
+    def prepare(self, call: TakenCall) -> bool:
+        """Returns whether a call can wait until the graph has freed what it saved.
+
+        It is asked before the pass.
+        """
+
+    def take(self, call: TakenCall, gradient: torch.Tensor) -> bool:
+        """Takes a call with the gradient of its output; returns whether it did."""
+
+
 def names_of(call: TakenCall) -> tuple[str | None, str | None]:
     """Returns the names of a call's weight and bias, None for what nobody wants."""
     params = call.owner.params
