@@ -14,16 +14,6 @@ import pytest
 import torch
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Compiles programs of XLA quickly: the default tests run each a few times.
-
-    A third of the processor's time of XLA's tests went into optimising machine code.
-    Slow runs compile as users do.
-    """
-    if config.option.markexpr == "not slow":
-        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
-
-
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Small operations on a busy machine: threads would wait for each other."""
