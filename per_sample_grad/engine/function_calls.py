@@ -9,6 +9,7 @@ gradient of what it returned is there.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections import defaultdict
@@ -21,7 +22,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import vmap
 from torch.overrides import TorchFunctionMode
 
-import xla_replica
 from per_sample_grad.engine import graph
 from per_sample_grad.engine.operation_calls import Substitute
 from per_sample_grad.engine.recording import (
@@ -222,11 +222,22 @@ def _gradients(
         i: inputs[i].expand(shape).detach().requires_grad_()
         for i, shape in shapes.items()
     }
-    with torch.enable_grad(), torch.autocast(**called.autocast):
+    # Nothing is lazy here, and no hook is on what was just made.
+    with torch.enable_grad(), _as_autocast_was(called.autocast):
         output = run(call, inputs, own, rows)
     grad = grad.reshape(output.shape)
-    found = xla_replica.grad(output, list(own.values()), grad)
+    found = torch.autograd.grad(output, list(own.values()), grad)
     return {i: each.reshape(count, *inputs[i].shape) for i, each in zip(shapes, found)}
+
+
+def _as_autocast_was(
+    state: Mapping[str, Any],
+) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context with autocast in this state; it takes time to enter one."""
+    is_off = not state["enabled"]
+    if is_off and not torch.is_autocast_enabled(state["device_type"]):
+        return contextlib.nullcontext()
+    return torch.autocast(**state)
 
 
 @functools.cache

@@ -213,7 +213,13 @@ def memory(tensor: torch.Tensor) -> int | None:
 
 def memories(model: nn.Module) -> set[int]:
     """Returns where a model's parameters and buffers are stored, as `memory` does."""
-    found = {memory(each) for each in (*model.parameters(), *model.buffers())}
+    found = {
+        memory(tensor)
+        for module in model.modules()
+        for own in (module._parameters, module._buffers)  # as names take time
+        for tensor in own.values()
+        if tensor is not None
+    }
     return {each for each in found if each is not None}
 
 
