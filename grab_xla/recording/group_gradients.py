@@ -79,10 +79,10 @@ class GroupGradients:
         parameters, self._parameters = self._parameters, None
         with _kept(parameters) as found:
             add_gradient(losses, reduction)
-        for name, parameter in parameters.items():
-            if name not in found:  # the losses do not depend on it
-                found[name] = torch.zeros_like(parameter)
-        return {name: found[name].unsqueeze(0) for name in parameters}
+        return {
+            name: _sum(parameter, found[name]).unsqueeze(0)
+            for name, parameter in parameters.items()
+        }
 
 
 def add_gradient(losses: Tensor, reduction: str) -> None:
@@ -96,22 +96,17 @@ def add_gradient(losses: Tensor, reduction: str) -> None:
 
 
 @contextlib.contextmanager
-def _kept(parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, Tensor]]:
-    """Keeps a copy of every gradient that comes to a parameter inside the context."""
-    found: dict[str, Tensor] = {}
+def _kept(
+    parameters: Mapping[str, nn.Parameter],
+) -> Iterator[dict[str, list[Tensor]]]:
+    """Keeps every gradient that comes to a parameter inside the context.
 
-    def keep(name: str, gradient: Tensor) -> None:
-        gradient = gradient.detach()
-        if name in found:  # a backward pass within the pass
-            found[name] = found[name] + gradient
-        else:
-            # A copy: without it, torch would make one to accumulate into.
-            found[name] = (
-                gradient.to_dense() if gradient.is_sparse else gradient.clone()
-            )
-
+    Autograd copies a gradient that somebody keeps before it adds to it, so that no
+    other copy is needed, and no Python runs in the pass.
+    """
+    found: dict[str, list[Tensor]] = {name: [] for name in parameters}
     handles = [
-        parameter.register_hook(lambda gradient, name=name: keep(name, gradient))
+        parameter.register_hook(found[name].append)
         for name, parameter in parameters.items()
     ]
     try:
@@ -119,3 +114,13 @@ def _kept(parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, Tensor]]
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _sum(parameter: nn.Parameter, gradients: list[Tensor]) -> Tensor:
+    """Returns the sum of what came to a parameter, of which nothing may have come."""
+    if not gradients:  # the losses do not depend on it
+        return torch.zeros_like(parameter)
+    total, *others = gradients  # several, where a pass runs within the pass
+    for each in others:
+        total = total + each
+    return total.detach().to_dense() if total.is_sparse else total.detach()
