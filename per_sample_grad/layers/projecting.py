@@ -234,7 +234,7 @@ def _convolution(
     if folds.columns is not None:
         total = folds.columns.along(total.contiguous(), 1)
     if folds.rows is not None:
-        total = folds.rows.along(total.contiguous(), 2)
+        total = folds.rows.along(total, 2)
     if not folds.columns_come_first:
         total = total.transpose(1, 2)
     into.add(weight, total.flatten(1))
@@ -283,7 +283,8 @@ def _add_both(
 
 def _chunks(num_samples: int, each: int) -> Iterator[slice]:
     """Yields samples that make a temporary tensor of so many numbers each."""
-    size = max(1, CACHED // each)
+    # Products of few samples cost more than a second trip to a larger cache.
+    size = max(1, 2 * CACHED // each)
     return (slice(*interval) for interval in forms.chunks(num_samples, size))
 
 
