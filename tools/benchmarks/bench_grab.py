@@ -24,8 +24,10 @@ step, on one thread, at each fidelity, and the most memory that either takes bey
 was held before. "by hand" is the step that forms every sample's gradient first and
 gives them to the sampler; "vmap, grab-sampler" is that with torch.func and
 grab-sampler. "capture" is a step that records and balances nothing, and "projection"
-one that also projects. They take turns; the result is the median of the ratios within
-a round.
+one that also projects; "mean, projected by hand" is written for the CNN alone, a limit
+(tools/references/projected_by_hand.py); "plain again" is the ordinary step of another
+model. Each is timed between two ordinary steps, over which its time is taken; the
+result is the median over rounds (``--epochs``).
 The models are those of bench_per_sample.py and a softmax regression with 650
 parameters.
 
@@ -40,7 +42,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,7 @@ import xla_replica
 from tools.benchmarks.models import MODELS, losses_of
 from tools.peak_memory import peak_memory
 from tools.record import parser_with_output, save
-from tools.references import grab_sampler
+from tools.references import grab_sampler, projected_by_hand
 
 STEPS = 2  # per epoch: with more, grab-sampler on XLA takes hours
 # What memory is measured of: widths of the layers, samples in a step, and samplers.
@@ -85,6 +87,8 @@ TRAINED_MODELS = {
     "cnn": (*MODELS["cnn"], (32, 64)),
     "transformer": (*MODELS["transformer"], (32, 64)),
 }
+# An ordinary step, and another one beside it, whose ratio says how exact ratios are.
+PLAIN = ("plain", "plain again")
 TRAINED_TYPES: dict[str, Callable[[int], dict[str, Any]]] = {
     "mean": lambda batch: {},
     "pair": lambda batch: {},
@@ -184,12 +188,18 @@ def steps_of(
         ),
         "group": (recorded, {"fidelity": "group", "group_size": batch}),
     }  # fmt: skip
-    steps = {"plain": training_step(build(), x, y, plain, None)}
+    steps = {way: training_step(build(), x, y, plain, None) for way in PLAIN}
     steps["capture"] = training_step(build(), x, y, captured, None)
     model = build()
     projection = psg.Projection(dict(model.named_parameters()), 4096)
     project = functools.partial(projected, projection=projection)
     steps["projection"] = training_step(model, x, y, project, None)
+    if build is MODELS["cnn"][0]:
+        model = build()
+        assert isinstance(model, nn.Sequential)
+        lowest = projected_by_hand.ProjectedByHand(model, 4096)
+        step = training_step(model, x, y, limit, lowest)
+        steps["mean, projected by hand"] = step
     for balance_type, options_of in TRAINED_TYPES.items():
         for way, (backward, extra) in ways.items():
             if way == "group" and balance_type == "recursive-pair":
@@ -213,22 +223,33 @@ def steps_of(
 def ratios_to_plain(
     steps: dict[str, Callable[[], None]], rounds: int, title: str
 ) -> dict[str, tuple[float, float]]:
-    """Returns time and memory of every step but the plain one, over that one's."""
-    ratios: dict[str, list[float]] = {way: [] for way in steps if way != "plain"}
-    for turn in tqdm(range(rounds + 2), title, disable=None):
-        times = {}
-        for way, step in steps.items():
-            began = time.process_time()
-            step()
-            step()
-            times[way] = time.process_time() - began
-        for way in ratios if turn >= 2 else ():
-            ratios[way].append(times[way] / times["plain"])
-    peaks = {way: peak_memory(step) for way, step in steps.items()}
+    """Returns time and memory of every step but the plain one, over that one's.
+
+    Each is timed between two plain ones, and half of the rounds in the other sequence:
+    what else the machine does, and what one way leaves to the next, is in both.
+    """
+    plain = steps.pop("plain")
+    ratios: dict[str, list[float]] = {way: [] for way in steps}
+    for turn in tqdm(range(-2, rounds), title, disable=None):
+        before = processor_time(plain)
+        for way in steps if turn % 2 else reversed(steps):
+            own, after = processor_time(steps[way]), processor_time(plain)
+            if turn >= 0:
+                ratios[way].append(2 * own / (before + after))
+            before = after
+    least = peak_memory(plain)
     return {
-        way: (statistics.median(each), peaks[way] / peaks["plain"])
+        way: (statistics.median(each), peak_memory(steps[way]) / least)
         for way, each in ratios.items()
     }
+
+
+def processor_time(step: Callable[[], None]) -> float:
+    """Returns the seconds of two steps, of which the first finds another's cache."""
+    began = time.process_time()
+    step()
+    step()
+    return time.process_time() - began
 
 
 # Runs a forward and a backward pass, and gives the sampler what it balances.
@@ -239,7 +260,7 @@ def training_step(
     model: nn.Module, x: torch.Tensor, y: torch.Tensor, backward: Backward, sampler: Any
 ) -> Callable[[], None]:
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    if sampler is not None:
+    if isinstance(sampler, Iterable):
         list(sampler)  # begins an epoch
 
     def step() -> None:
@@ -283,6 +304,15 @@ def recorded(
     with sampler.record(model):
         losses = losses_of(model, x, y)
     sampler.backward(losses)
+
+
+def limit(
+    model: nn.Module,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    sampler: projected_by_hand.ProjectedByHand,
+) -> None:
+    sampler.step(x, y)
 
 
 def by_hand(
