@@ -15,10 +15,9 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from typing import NamedTuple
 
 from torch import nn
-from torch.nn.modules import rnn
 
 from per_sample_grad.layers import batch_norm
-from per_sample_grad.layers.registry import RULES, Rule, rule_of
+from per_sample_grad.layers.registry import Rule, registered, rule_of
 from per_sample_grad.operations import wrong_operations
 
 Selection = Collection[str] | Callable[[str, nn.Parameter], bool] | None
@@ -124,11 +123,12 @@ def _look_at(
 ) -> tuple[list[nn.Module], list[nn.Parameter], list[Hashable]]:
     """Returns all modules and parameters, and all that a placement depends on."""
     modules, params = [model], []
-    seen: list[Hashable] = [RULES.get(rnn.GRU)]
+    seen: list[Hashable] = []
     numbers = {id(model): 0}
     for module in modules:
-        kind, attributes = type(module), vars(module)
-        seen += kind, RULES.get(kind), *attributes, *map(type, attributes.values())
+        attributes = vars(module)
+        seen += type(module), registered(module)
+        seen += *attributes, *map(type, attributes.values())
         for name, param in module._parameters.items():
             if param is None:
                 seen.append(name)

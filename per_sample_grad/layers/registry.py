@@ -142,9 +142,14 @@ def _kind(module: nn.Module) -> type[nn.Module]:
     return rnn.GRU if type(module) is nn.GRU else type(module)
 
 
+def registered(module: nn.Module) -> Rule | None:
+    """Returns the rule for modules of this kind, or None."""
+    return RULES.get(_kind(module))
+
+
 def rule_of(module: nn.Module) -> Rule | None:
     """Returns the rule for this very module, or None; `why_no_rule` says why."""
-    rule = RULES.get(_kind(module))
+    rule = registered(module)
     return None if rule is None or why_no_rule(module) else rule
 
 
