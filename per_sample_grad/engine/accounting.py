@@ -52,7 +52,7 @@ class Accounted(NamedTuple):
     Attributes:
         calls: Those that the losses depend on, and substitutes.
         structure: What a walk found, and under what a proof of it is kept.
-        reasons: Why there are no calls for some parameters that have other uses.
+        reasons: Why some parameters, which have other uses, have no calls; by name.
         enclosing: Calls that a fallback may run again.
     """
 

@@ -126,7 +126,7 @@ class BackwardPass:
         Args:
             calls: The calls that the losses depend on.
             structure: What the losses depend on, and under what a proof is kept.
-            reasons: Why there are no calls for some parameters, by name.
+            reasons: Why some parameters have no calls, by name.
             enclosing: Calls that a fallback may run again.
         """
         settings, has_fallback = self._settings, self._fallback is not None

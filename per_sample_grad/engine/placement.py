@@ -63,7 +63,7 @@ class Placement:
     Attributes:
         params: The selected parameters, by their first name in the model.
         owners: Modules that own some of them.
-        holders: Modules in which they are and that are no layer with a rule, by name.
+        holders: Modules that contain some of them and are not a layer with a rule.
         without_rule: The selected parameters that modules without a rule own.
         normalising: Modules that may use statistics, by name.
         may_be_wrong: Modules whose gradient is wrong on some devices.

@@ -265,7 +265,7 @@ _NOTHING = contextlib.nullcontext()
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Returns a context without a graph and without the caller's autocast."""
     if not torch.is_autocast_enabled(device.type):
-        # In a backward pass there is no graph already.
+        # Inside a backward pass autograd records nothing anyway.
         return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
     stack = contextlib.ExitStack()
     stack.enter_context(torch.no_grad())

@@ -29,18 +29,14 @@ from per_sample_grad.layers.instance_norm import instance_norm
 from per_sample_grad.layers.layer_norm import layer_norm
 from per_sample_grad.layers.linear import linear
 from per_sample_grad.layers.patches import Unfolding, windows
-from per_sample_grad.layers.registry import Call, Rule
+from per_sample_grad.layers.registry import Rule
 from per_sample_grad.layers.rms_norm import rms_norm
 from per_sample_grad.layers.taken import (
-    CACHED,
-    Saved,
+    Normalisations,
     TakenCall,
     is_ordinary,
     names_of,
-    of_group_norm,
-    of_layer_norm,
     patches_and_ones,
-    saved_by,
 )
 from xla_replica import traits
 
@@ -65,13 +61,12 @@ class Norming:
         replaces: bool,
     ) -> None:
         self._device, self._num_samples = losses.device, losses.shape[0]
-        self._may_read_saved = may_read_saved
+        self.normalisations = Normalisations(may_read_saved)
         self._budget, self._replaces = budget, replaces
         # Elsewhere what cancels must not be read, or a program is compiled.
         self._is_direct = traits(losses).is_host
         self._recorded = 0  # how many numbers calls have returned
         self._uses: Counter[str] = Counter()
-        self._saved: dict[int, Saved] = {}
         # Norms ``(B,)`` of both factors of a weight with a bias and one position.
         self._lefts: list[torch.Tensor] = []
         self._rights: list[torch.Tensor] = []
@@ -96,11 +91,9 @@ class Norming:
         """
         self._uses.update(call.owner.params.values())
         self._recorded += call.shape.numel()
-        rule = call.owner.rule
-        if not self._is_direct or rule not in _WAYS:
+        if not self._is_direct or call.owner.rule not in _WAYS:
             return False
-        if self._may_read_saved and (saved := saved_by(call)) is not None:
-            self._saved[id(call.call)] = saved
+        self.normalisations.keep(call)
         return True
 
     def take(self, call: TakenCall, gradient: torch.Tensor) -> bool:
@@ -113,10 +106,6 @@ class Norming:
             if uses[name] > 1:  # norms of a sum are not those of its terms
                 return False
         return way(self, call, call.call.args[0], gradient)
-
-    def saved(self, call: Call) -> Saved | None:
-        """Returns what the node of a normalisation has saved, once."""
-        return self._saved.pop(id(call), None)
 
     def choice(
         self, use: Extent, shape: tuple[int, int], method: Method = "auto"
@@ -367,30 +356,12 @@ def _embedding(
     return True
 
 
-def _layer_norm(
+def _normalisation(
     into: Norming, call: TakenCall, inputs: torch.Tensor, gradient: torch.Tensor
 ) -> bool:
-    saved = into.saved(call.call)
-    found = None if saved is None else of_layer_norm(call.call, gradient, saved, CACHED)
-    return _add_both(into, call, found) or _by_rule(into, call, inputs, gradient)
-
-
-def _group_norm(
-    into: Norming, call: TakenCall, inputs: torch.Tensor, gradient: torch.Tensor
-) -> bool:
-    saved = into.saved(call.call)
-    found = None if saved is None else of_group_norm(call.call, gradient, saved)
-    return _add_both(into, call, found) or _by_rule(into, call, inputs, gradient)
-
-
-def _add_both(
-    into: Norming,
-    call: TakenCall,
-    found: tuple[torch.Tensor, torch.Tensor] | None,
-) -> bool:
-    """Adds the gradients of a weight and a bias that somebody wants, if there are."""
+    found = into.normalisations.gradients(call, gradient)
     if found is None:
-        return False
+        return _by_rule(into, call, inputs, gradient)
     for name, rows in zip(names_of(call), found):
         if name is not None:
             into.add_rows(rows)
@@ -425,8 +396,8 @@ _WAYS: dict[Rule | None, _Way] = {
     linear: _linear,
     convolution: _convolution,
     embedding: _embedding,
-    layer_norm: _layer_norm,
-    group_norm: _group_norm,
+    layer_norm: _normalisation,
+    group_norm: _normalisation,
     batch_norm: _by_rule,
     instance_norm: _by_rule,
     rms_norm: _by_rule,

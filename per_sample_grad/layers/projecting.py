@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import Node
 
 from per_sample_grad.factors import forms
 from per_sample_grad.factors.factors import Factors
@@ -30,13 +29,10 @@ from per_sample_grad.layers.patches import padded
 from per_sample_grad.layers.registry import Rule
 from per_sample_grad.layers.taken import (
     CACHED,
-    Saved,
+    Normalisations,
     TakenCall,
     is_ordinary,
     names_of,
-    of_group_norm,
-    of_layer_norm,
-    saved_by,
 )
 from xla_replica import traits
 
@@ -64,7 +60,7 @@ class Projecting:
     ) -> None:
         self.projection, self._losses = projection, losses
         self._names, self._out = names, out
-        self._may_read_saved = may_read_saved
+        self.normalisations = Normalisations(may_read_saved)
         self._places: dict[str, torch.Tensor] = {}
         if out is not None:
             sizes = [math.prod(projection.kept[name]) for name in names]
@@ -72,8 +68,6 @@ class Projecting:
         # Parameters whose numbers are in their places already.
         self._placed: set[str] = set()
         self._is_direct = not traits(losses).is_lazy
-        # Means and deviations of normalisations, by the node that has saved them.
-        self.saved: dict[Node, Saved] = {}
         self._found: dict[str, torch.Tensor] = {}
         # Gradients of parameters that are vectors.
         self._vectors: dict[str, torch.Tensor] = {}
@@ -88,11 +82,9 @@ class Projecting:
 
         Returns whether the call needs nothing else that its operation has saved.
         """
-        rule, node = call.owner.rule, call.region.output.node
-        if not self._is_direct or rule not in _WAYS:
+        if not self._is_direct or call.owner.rule not in _WAYS:
             return False
-        if self._may_read_saved and (saved := saved_by(call)) is not None:
-            self.saved[node] = saved
+        self.normalisations.keep(call)
         return True
 
     def take(self, call: TakenCall, gradient: torch.Tensor) -> bool:
@@ -252,28 +244,10 @@ def _embedding(
     return True
 
 
-def _layer_norm(
+def _normalisation(
     into: Projecting, call: TakenCall, inputs: torch.Tensor, gradient: torch.Tensor
 ) -> bool:
-    saved = into.saved.get(call.region.output.node)
-    found = None if saved is None else of_layer_norm(call.call, gradient, saved, CACHED)
-    return _add_both(into, call, found)
-
-
-def _group_norm(
-    into: Projecting, call: TakenCall, inputs: torch.Tensor, gradient: torch.Tensor
-) -> bool:
-    saved = into.saved.get(call.region.output.node)
-    found = None if saved is None else of_group_norm(call.call, gradient, saved)
-    return _add_both(into, call, found)
-
-
-def _add_both(
-    into: Projecting,
-    call: TakenCall,
-    found: tuple[torch.Tensor, torch.Tensor] | None,
-) -> bool:
-    """Adds the gradients of a weight and a bias, if there are."""
+    found = into.normalisations.gradients(call, gradient)
     if found is None:
         return False
     for name, values in zip(names_of(call), found):
@@ -294,6 +268,6 @@ _WAYS: dict[Rule | None, _Way] = {
     linear: _linear,
     convolution: _convolution,
     embedding: _embedding,
-    layer_norm: _layer_norm,
-    group_norm: _group_norm,
+    layer_norm: _normalisation,
+    group_norm: _normalisation,
 }

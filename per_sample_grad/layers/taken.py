@@ -8,7 +8,7 @@ operations: see `projecting` and `norming`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -96,31 +96,44 @@ def is_ordinary(call: Call, gradient: torch.Tensor, num_samples: int) -> bool:
     )
 
 
-# The nodes that save mean and 1 / deviation as their results 1 and 2.
-_NORMALISING: dict[Rule | None, str] = {
-    layer_norm: "NativeLayerNormBackward0",
-    group_norm: "NativeGroupNormBackward0",
-}
-Saved = tuple[torch.Tensor, torch.Tensor]
+_Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def saved_by(call: TakenCall) -> Saved | None:
-    """Returns what a normalisation's node has saved; None: it has not."""
-    node: Node = call.region.output.node
-    name = _NORMALISING.get(call.owner.rule)
-    if name is None or node.name() != name:
-        return None
-    return node._saved_result1, node._saved_result2  # type: ignore[attr-defined]
+class Normalisations:
+    """Gradients of normalisation layers from what their nodes have saved.
+
+    Args:
+        may_read_saved: Whether nodes may be asked for that.
+    """
+
+    def __init__(self, may_read_saved: bool) -> None:
+        self._may_read_saved = may_read_saved
+        self._saved: dict[int, _Pair] = {}
+
+    def keep(self, call: TakenCall) -> None:
+        """Keeps what the call's node has saved, if it is one of these layers."""
+        kind = _NORMALISING.get(call.owner.rule)
+        if kind is None or not self._may_read_saved:
+            return
+        node: Node = call.region.output.node
+        if node.name() == kind[0]:
+            # Mean and 1 / deviation.
+            saved = node._saved_result1, node._saved_result2  # type: ignore[attr-defined]
+            self._saved[id(call.call)] = saved
+
+    def gradients(self, call: TakenCall, gradient: torch.Tensor) -> _Pair | None:
+        """Returns those of weight and bias, ``(B, n)``, once; None: ask its rule."""
+        saved = self._saved.pop(id(call.call), None)
+        if saved is None:
+            return None
+        return _NORMALISING[call.owner.rule][1](call.call, gradient, saved)
 
 
-def of_layer_norm(
-    call: Call, gradient: torch.Tensor, saved: Saved, chunk: int
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _of_layer_norm(call: Call, gradient: torch.Tensor, saved: _Pair) -> _Pair | None:
     """Returns the gradients ``(B, q)`` of weight and bias.
 
     ``Σ_t x̂_t δ_t = Σ_t r_t (x_t δ_t) - Σ_t r_t m_t δ_t``, which with ``Σ_t δ_t`` are
-    products of rows, of at most ``chunk`` numbers at a time. None: of this layer they
-    are not.
+    products of rows. None: of this layer they are not.
     """
     module = call.module
     assert isinstance(module, nn.LayerNorm)
@@ -131,7 +144,7 @@ def of_layer_norm(
     # (B, 1, T)
     mean, scale = (each.reshape(len(x), 1, -1) for each in saved)
     rows = torch.cat([-mean * scale, torch.ones_like(scale)], 1) @ left
-    size = max(1, chunk // max(1, x[0].numel()))
+    size = max(1, CACHED // max(1, x[0].numel()))
     products = [
         r @ (some * deltas)
         for r, some, deltas in zip(scale.split(size), x.split(size), left.split(size))
@@ -140,9 +153,7 @@ def of_layer_norm(
     return total[:, 0] + rows[:, 0], rows[:, 1]
 
 
-def of_group_norm(
-    call: Call, gradient: torch.Tensor, saved: Saved
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _of_group_norm(call: Call, gradient: torch.Tensor, saved: _Pair) -> _Pair | None:
     """Returns the gradients ``(B, C)`` of weight and bias, each sample's apart.
 
     torch sums over the positions of channels: a group of each sample is a group of one
@@ -162,6 +173,15 @@ def of_group_norm(
     )
     shape = (num_samples, channels)
     return of_weight.view(shape), of_bias.view(shape)
+
+
+# The node of a layer, and what makes gradients of what it has saved.
+_NORMALISING: dict[
+    Rule | None, tuple[str, Callable[[Call, torch.Tensor, _Pair], _Pair | None]]
+] = {
+    layer_norm: ("NativeLayerNormBackward0", _of_layer_norm),
+    group_norm: ("NativeGroupNormBackward0", _of_group_norm),
+}
 
 
 def patches_and_ones(

@@ -100,9 +100,9 @@ def write_whole(unfinished: Path, write: Callable[[BinaryIO], Path]) -> Path:
 def locked(path: Path) -> Iterator[bool]:
     """Holds the lock of a file in the block; yields whether this process has it.
 
-    Another process that asks for it does not get it before this one leaves the block or
-    ends, whatever ends it. Where there are no locks, as on Windows and in some network
-    folders, or the file cannot be written to, everybody has it.
+    Another process that asks for it does not get it until this one leaves the block or
+    ends, for whatever reason. Where files cannot be locked, as on Windows and in some
+    network folders, or this one cannot be written to, every process has it.
     """
     with contextlib.ExitStack() as closed:
         has_it = True

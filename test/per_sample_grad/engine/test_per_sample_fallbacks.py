@@ -22,6 +22,7 @@ from support.per_sample_grad.refused_models import (
     Cube,
     DeepPositions,
     Doubling,
+    Powered,
 )
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -187,26 +188,6 @@ def test_a_batched_fallback_costs_in_proportion_to_the_batch():
         counts.append(flops_of(*call, fallback="batched"))
         assert counts[-1] < 3 * training
     assert counts[1] <= 4.01 * counts[0]
-
-
-class Powered(torch.autograd.Function):
-    """A power, in a function that modes do not see."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-        return x**exponent
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        ctx.save_for_backward(*inputs, output)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, exponent, output = ctx.saved_tensors
-        at_exponent = (grad * output * x.log()).sum_to_size(exponent.shape)
-        return grad * exponent * x ** (exponent - 1), at_exponent
 
 
 class Hidden(Cube):

@@ -10,31 +10,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.per_sample_grad.gradient_oracle import error, fold, rules_kept
+from support.per_sample_grad.refused_models import Powered
 from torch import nn
 
 import per_sample_grad as psg
 from per_sample_grad.engine import accounting, graph, operation_calls, rerunning
 from per_sample_grad.operations import uses
-
-
-class Powered(torch.autograd.Function):
-    """A power, in a function that modes do not see."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-        return x**exponent
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        ctx.save_for_backward(*inputs, output)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, exponent, output = ctx.saved_tensors
-        at_exponent = (grad * output * x.log()).sum_to_size(exponent.shape)
-        return grad * exponent * x ** (exponent - 1), at_exponent
 
 
 class Hidden(nn.Module):

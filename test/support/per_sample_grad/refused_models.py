@@ -78,6 +78,26 @@ def patched() -> nn.Module:
     return model
 
 
+class Powered(torch.autograd.Function):
+    """A power, in a function that modes do not see."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+        return x**exponent
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs, output)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, exponent, output = ctx.saved_tensors
+        at_exponent = (grad * output * x.log()).sum_to_size(exponent.shape)
+        return grad * exponent * x ** (exponent - 1), at_exponent
+
+
 class Cube(nn.Module):
     """A module whose parameter meets samples in an operation that has no rule."""
 
