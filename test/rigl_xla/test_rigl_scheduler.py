@@ -17,6 +17,7 @@ from support.rigl_xla.sparse import (
     inactive_are_zero,
     pruned,
     sgd,
+    sparse_convnet,
     train,
 )
 from torch import nn
@@ -24,9 +25,7 @@ from torch import nn
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_every_optimizer_keeps_inactive_weights_and_their_state_at_zero(kind):
-    model = convnet()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    pruner = pruned(model, optimizer)
+    model, optimizer, pruner = sparse_convnet(kind)
     before, active = copy.deepcopy(pruner.masks), counts(pruner)
     assert active == [231, 820, 32]  # 1152 - floor(0.8 * 1152), ...
     for step in range(15):
@@ -38,9 +37,7 @@ def test_every_optimizer_keeps_inactive_weights_and_their_state_at_zero(kind):
 
 
 def test_the_step_that_changes_the_topology_changes_no_other_weight():
-    model = convnet()
-    optimizer = sgd(model)
-    pruner = pruned(model, optimizer)
+    model, optimizer, pruner = sparse_convnet()
     train(model, optimizer, pruner, range(2))
     before, masks = copy.deepcopy(model.state_dict()), copy.deepcopy(pruner.masks)
     train(model, optimizer, pruner, range(2, 3))
@@ -58,9 +55,7 @@ def test_the_step_that_changes_the_topology_changes_no_other_weight():
 @pytest.mark.parametrize("kind", sorted(set(OPTIMIZERS) - {"sgd-plain"}))
 def test_a_grown_connection_begins_without_the_optimizers_past(kind, skip_step):
     """That holds where there was optimizer state, as in a loaded state."""
-    model = convnet()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    pruner = pruned(model, optimizer, skip_step=skip_step)
+    model, optimizer, pruner = sparse_convnet(kind, skip_step=skip_step)
     train(model, optimizer, pruner, range(2))
     kept_of = {}
     for name in pruner.masks:
@@ -81,9 +76,7 @@ def test_a_grown_connection_begins_without_the_optimizers_past(kind, skip_step):
 
 
 def test_the_strongest_stay_and_the_largest_gradients_grow():
-    model = convnet()
-    optimizer = sgd(model)
-    pruner = pruned(model, optimizer, delta=1, T_end=100)
+    model, optimizer, pruner = sparse_convnet(delta=1, T_end=100)
     masks = copy.deepcopy(pruner.masks)
     weights = {name: model.get_parameter(name).detach().clone() for name in masks}
     dense = {}
@@ -119,9 +112,7 @@ def test_a_layer_outside_of_the_loss_keeps_its_mask():
 
 
 def test_the_gradient_is_sparse_before_anyone_clips_it():
-    model = convnet()
-    optimizer = sgd(model)
-    pruner = pruned(model, optimizer, delta=2, grad_accumulation_n=2)
+    model, optimizer, pruner = sparse_convnet(delta=2, grad_accumulation_n=2)
     for step in range(4):
         images, labels = batch(step)
         optimizer.zero_grad()
@@ -152,9 +143,7 @@ def test_backward_passes_of_one_step_add_up():
 
 def test_single_call_mode_steps_and_updates_in_one():
     """Every step moves weights, and updates happen after steps 3, 6, 9 and 12."""
-    model = convnet()
-    optimizer = sgd(model)
-    pruner = pruned(model, optimizer, skip_step=False)
+    model, optimizer, pruner = sparse_convnet(skip_step=False)
     changed_at = []
     for step in range(15):
         masks, bias = copy.deepcopy(pruner.masks), model[7].bias.detach().clone()
@@ -169,9 +158,7 @@ def test_single_call_mode_steps_and_updates_in_one():
 def test_single_call_mode_needs_no_call_and_takes_closures():
     weights = []
     for with_closure in (False, True):
-        model = convnet()
-        optimizer = sgd(model)
-        pruner = pruned(model, optimizer, skip_step=False)
+        model, optimizer, pruner = sparse_convnet(skip_step=False)
 
         def loss(step, model=model, optimizer=optimizer):
             images, labels = batch(step)
@@ -209,8 +196,7 @@ def test_lr_schedulers_made_before_or_after(before):
 
 
 def test_the_drop_fraction_by_its_name_in_rigl_torch():
-    model = convnet()
-    pruner = pruned(model, sgd(model), alpha=0.4, T_end=8, delta=4, method="set")
+    *_, pruner = sparse_convnet(alpha=0.4, T_end=8, delta=4, method="set")
     found = []
     for _ in range(9):
         found.append(pruner.cosine_annealing())
@@ -220,8 +206,7 @@ def test_the_drop_fraction_by_its_name_in_rigl_torch():
 
 
 def test_gradients_written_by_hand_are_masked_on_demand():
-    model = convnet()
-    pruner = pruned(model, sgd(model))
+    model, _, pruner = sparse_convnet()
     first, *others = pruner.masks  # the first has none
     for name in others:
         weight = model.get_parameter(name)

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 import torch
 from support.rigl_xla import sparse
-from support.rigl_xla.sparse import OPTIMIZERS, convnet, equal, pruned, train
+from support.rigl_xla.sparse import (
+    OPTIMIZERS,
+    convnet,
+    equal,
+    pruned,
+    sgd,
+    sparse_convnet,
+    train,
+)
 from torch import nn
 
 from rigl_xla import Layer, RigLScheduler
@@ -46,9 +54,7 @@ def flat_state(optimizer):
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_resuming_at_every_step_changes_nothing(run, kind):
     steps, options = 13, RUNS[run]
-    model = convnet()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    pruner = pruned(model, optimizer, seed=1, **options)
+    model, optimizer, pruner = sparse_convnet(kind, seed=1, **options)
     saved = []
     for step in range(steps):
         parts = {"model": model, "optimizer": optimizer, "pruner": pruner}
@@ -70,9 +76,7 @@ def test_resuming_at_every_step_changes_nothing(run, kind):
 
 
 def test_the_states_order_of_loading_does_not_matter():
-    model = convnet()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    pruner = pruned(model, optimizer)
+    model, optimizer, pruner = sparse_convnet()
     train(model, optimizer, pruner, range(4))
     weights, momenta = model.state_dict(), optimizer.state_dict()
     other = convnet(seed=9)
@@ -88,9 +92,7 @@ def test_the_states_order_of_loading_does_not_matter():
 
 
 def test_a_state_is_a_copy_of_plain_types():
-    model = convnet()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    pruner = pruned(model, optimizer)
+    model, optimizer, pruner = sparse_convnet()
     state = pruner.state_dict()
     before = copy.deepcopy(state)
     train(model, optimizer, pruner, range(6))
@@ -101,8 +103,7 @@ def test_a_state_is_a_copy_of_plain_types():
 
 
 def test_saved_values_can_be_changed_in_so_many_words():
-    model = convnet()
-    pruner = pruned(model, OPTIMIZERS["sgd"](model.parameters()))
+    *_, pruner = sparse_convnet()
     state = pruner.state_dict()
     pruner.load_state_dict(state, T_end=99, delta=33)
     assert (pruner.T_end, pruner.delta_T, pruner.alpha) == (99, 33, 0.3)
@@ -115,9 +116,7 @@ def test_saved_values_can_be_changed_in_so_many_words():
 
 @pytest.mark.parametrize("method", ["rigl", "set", "snfs"])
 def test_a_schedule_without_an_update_is_warned_of(method):
-    model = convnet()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    pruner = pruned(model, optimizer, method=method, T_end=4)
+    model, optimizer, pruner = sparse_convnet(method=method, T_end=4)
     state = pruner.state_dict()
     with pytest.warns(UserWarning, match="T_end=14 is not past .* delta=14") as caught:
         pruner.load_state_dict(state, T_end=14, delta=14)
@@ -153,9 +152,7 @@ def first(layer: Layer) -> torch.Tensor:
 def test_what_was_asked_for_need_not_be_repeated(options):
     masks = []
     for repeated in (options, {}):
-        model = convnet()
-        optimizer = OPTIMIZERS["sgd"](model.parameters())
-        pruner = pruned(model, optimizer, **options)
+        model, optimizer, pruner = sparse_convnet(**options)
         train(model, optimizer, pruner, range(2))
         state = through_a_file(pruner.state_dict())
         pruner.close()
@@ -188,9 +185,7 @@ def test_what_was_asked_for_need_not_be_repeated(options):
     ],
 )
 def test_other_options_than_the_saved_ones_are_refused(saved, asked, says):
-    model = convnet()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    pruner = pruned(model, optimizer, **saved)
+    model, optimizer, pruner = sparse_convnet(**saved)
     state = through_a_file(pruner.state_dict())
     pruner.close()
     with pytest.raises(ValueError, match=says):
@@ -201,7 +196,7 @@ def test_other_options_than_the_saved_ones_are_refused(saved, asked, says):
 @pytest.mark.parametrize("kind", ["random", "magnitude"])
 def test_masks_have_the_memory_format_of_weights(kind):
     model = convnet().to(memory_format=torch.channels_last)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    optimizer = sgd(model)
     pruner = pruned(model, optimizer, initial_masks=kind)
     train(model, optimizer, pruner, range(4))
     assert pruner.rigl_steps == 1
@@ -279,8 +274,7 @@ def test_a_run_of_rigl_torch_with_sparse_norms_resumes_from_its_own_state():
 
 
 def test_a_state_of_another_model_is_refused_and_changes_nothing():
-    model = convnet()
-    pruner = pruned(model, OPTIMIZERS["sgd"](model.parameters()))
+    *_, pruner = sparse_convnet()
     masks, state = copy.deepcopy(pruner.masks), pruner.state_dict()
     renamed = copy.deepcopy(state)
     renamed["layers"]["there"] = renamed["layers"].pop("5.weight")
@@ -299,7 +293,7 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing():
 def test_a_state_with_another_name_of_a_shared_weight_fits():
     model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.Linear(8, 10))
     model[2].weight = model[0].weight
-    optimizer, sparsities = OPTIMIZERS["sgd"](model.parameters()), {"2": 0.5}
+    optimizer, sparsities = sgd(model), {"2": 0.5}
     pruner = pruned(model, optimizer, dense_first=False, sparsities=sparsities)
     assert list(pruner.masks) == ["1.weight", "0.weight"]
     state, mask = pruner.state_dict(), pruner.masks["0.weight"].clone()
@@ -332,7 +326,7 @@ def test_numbers_of_numpy_are_plain_ones(distribution):
         if plain:
             options |= {"dense_allocation": 0.1, "alpha": 0.3, "momentum": 0.9}
         options["sparsity_distribution"] = distribution
-        pruner = pruned(model, OPTIMIZERS["sgd"](model.parameters()), **options)
+        pruner = pruned(model, sgd(model), **options)
         states.append(through_a_file(pruner.state_dict()))
     plain, other = (
         [state["schedule"], state["options"], *state["layers"].values()]

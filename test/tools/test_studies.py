@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +16,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PNG = b"\x89PNG"
 
 
-def run(tool: str, folder: Path, *options: str) -> dict[str, Any]:
-    """Runs a tool; returns what it saved, and checks that it drew an image."""
+def run(tool: str, folder: Path, *options: str, draws: bool = True) -> dict[str, Any]:
+    """Runs a tool; returns what it saved, and checks the image that it drew."""
     image, output = folder / "made" / "image.png", folder / "made" / "output.json"
-    command = [sys.executable, str(ROOT / "tools" / "studies" / tool), *options]
-    finished = subprocess.run(
-        [*command, "--image", str(image), "--output", str(output)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert image.read_bytes().startswith(PNG)
+    options += ("--image", str(image)) if draws else ()
+    script = ROOT / "tools" / "studies" / tool
+    status, text = run_script(script, *options, "--output", output, cwd=folder)
+    assert status == 0, text
+    assert not draws or image.read_bytes().startswith(PNG)
     saved = json.loads(output.read_text(encoding="utf-8"))
     assert saved["versions"]["torch"]
     assert saved["date"]
@@ -61,11 +53,8 @@ def test_balanced_orders_settle_five_times_closer_to_the_minimum(tmp_path):
 
 @pytest.mark.slow
 def test_equal_weights_order_better_than_those_of_updates(tmp_path):
-    output = tmp_path / "output.json"
-    script = ROOT / "tools" / "studies" / "weights_study.py"
-    status, text = run_script(script, "--quick", "--output", output, cwd=tmp_path)
-    assert status == 0, text
-    (rules,) = json.loads(output.read_text(encoding="utf-8"))["distance"].values()
+    saved = run("weights_study.py", tmp_path, "--quick", draws=False)
+    (rules,) = saved["distance"].values()
     distances = rules["constant"]
     assert distances["mean"] < distances["rr"] / 2
     assert distances["mean, weighted"] > 2 * distances["mean"]
@@ -117,11 +106,7 @@ def test_gradients_and_minimum_of_the_problems(monkeypatch):
 
 @pytest.mark.slow
 def test_seesaw_saves_a_third_of_the_updates(tmp_path):
-    output = tmp_path / "seesaw.json"
-    script = ROOT / "tools" / "studies" / "seesaw_study.py"
-    status, text = run_script(script, "--quick", "--output", output, cwd=tmp_path)
-    assert status == 0, text
-    saved = json.loads(output.read_text())
+    saved = run("seesaw_study.py", tmp_path, "--quick", draws=False)
     ways = saved["ways"]
     assert 0.3 < saved["fewer_updates"] < 0.4
     samples = [ways[way]["samples"]["mean"] for way in ("cosine", "halved", "seesaw")]

@@ -13,6 +13,7 @@ from support.rigl_xla.sparse import (
     inactive_are_zero,
     pruned,
     sgd,
+    sparse_convnet,
     train,
 )
 from support.xla_replica.replicas import needs_xla
@@ -70,9 +71,7 @@ def test_its_size_is_the_promised_one(sparsity, tmp_path):
 
 
 def test_an_average_over_topologies_is_not_sparse_and_is_refused(tmp_path):
-    model = convnet()
-    optimizer = sgd(model)
-    pruner = pruned(model, optimizer)
+    model, optimizer, pruner = sparse_convnet()
     late = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     for step in range(20):
@@ -139,16 +138,14 @@ def test_another_model_is_refused_and_stays_as_it_is(what, tmp_path):
 
 
 def test_a_pruned_model_is_not_filled(tmp_path):
-    model = convnet()
-    pruner = pruned(model, sgd(model))
+    model, _, pruner = sparse_convnet()
     path = save_compact(tmp_path / "model.pt", model, pruner.masks)
     with pytest.raises(ValueError, match=r"is kept sparse .* close\(\) that first"):
         load_compact(path, model)
 
 
 def test_damaged_and_other_files_are_refused(tmp_path):
-    model = convnet()
-    pruner = pruned(model, sgd(model))
+    model, _, pruner = sparse_convnet()
     path = save_compact(tmp_path / "model.pt", model, pruner.masks)
     pruner.close()
     good, before = path.read_bytes(), copy.deepcopy(model.state_dict())

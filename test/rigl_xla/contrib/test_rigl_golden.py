@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.reference import not_compared
-from support.rigl_xla.sparse import batch, convnet
+from support.rigl_xla.sparse import batch, convnet, sgd
 
 from rigl_xla import RigLScheduler
 from tools.references import rigl_torch_reference
@@ -25,10 +25,6 @@ def reference(tmp_path_factory):
         not_compared(f"rigl-torch {rigl_torch_reference.VERSION}", error)
     with rigl_torch_reference.imported(folder) as scheduler:
         yield scheduler
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-3)
 
 
 def step(model, optimizer, pruner, number):

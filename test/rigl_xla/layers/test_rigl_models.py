@@ -16,6 +16,7 @@ from support.rigl_xla.sparse import (
     inactive_are_zero,
     pruned,
     sgd,
+    sparse_convnet,
     train,
 )
 from torch import nn
@@ -51,18 +52,14 @@ def test_shared_weights_have_one_mask():
 
 @pytest.mark.parametrize("skip_step", [True, False])
 def test_parameters_that_are_replaced_are_an_error(skip_step):
-    model = convnet()
-    optimizer = sgd(model)
-    pruner = pruned(model, optimizer, skip_step=skip_step)
+    model, _, pruner = sparse_convnet(skip_step=skip_step)
     model[2].weight = nn.Parameter(model[2].weight.detach().clone())
     with pytest.raises(ValueError, match="build optimizer and pruner after the move"):
         pruner()
 
 
 def test_close_lets_go():
-    model = convnet()
-    optimizer = sgd(model)
-    pruner = pruned(model, optimizer)
+    model, optimizer, pruner = sparse_convnet()
     with pruner, pytest.raises(ValueError, match="another RigLScheduler: close"):
         pruned(model, optimizer)
     F.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
@@ -73,9 +70,7 @@ def test_close_lets_go():
 
 @pytest.mark.parametrize("options", [{}, {"dense_allocation": 1}])
 def test_a_closed_pruner_does_nothing_until_it_loads_a_state(options):
-    model = convnet()
-    optimizer = sgd(model)
-    pruner = pruned(model, optimizer, **options)
+    model, optimizer, pruner = sparse_convnet(**options)
     train(model, optimizer, pruner, range(1))
     state, masks = pruner.state_dict(), copy.deepcopy(pruner.masks)
     pruner.close()
@@ -99,9 +94,7 @@ def test_a_closed_pruner_does_nothing_until_it_loads_a_state(options):
 
 
 def test_a_sparse_model_is_pickled_and_copied_without_its_pruner():
-    model = convnet()
-    optimizer = sgd(model)
-    pruner = pruned(model, optimizer)
+    model, optimizer, pruner = sparse_convnet()
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -123,9 +116,9 @@ def unpickled(parts):
 @pytest.mark.parametrize("skip_step", [True, False])
 @pytest.mark.parametrize("how", [copied, unpickled])
 def test_a_copy_trains_as_the_original_would(how, skip_step):
-    model = convnet()
-    optimizer = sgd(model)
-    pruner = pruned(model, optimizer, skip_step=skip_step, grad_accumulation_n=2)
+    model, optimizer, pruner = sparse_convnet(
+        skip_step=skip_step, grad_accumulation_n=2
+    )
     train(model, optimizer, pruner, range(2))  # within a window of collected gradients
     together = how((model, optimizer, pruner))
     alone = how(pruner)
@@ -149,8 +142,7 @@ def test_a_copy_trains_as_the_original_would(how, skip_step):
 
 
 def test_a_copy_of_the_model_alone_has_no_hooks_that_reach_the_original():
-    model = convnet()
-    pruner = pruned(model, sgd(model), delta=1)
+    model, _, pruner = sparse_convnet(delta=1)
     averaged = torch.optim.swa_utils.AveragedModel(model)
     for other in (averaged.module, copy.deepcopy(model), unpickled(model)):
         F.cross_entropy(other(batch(0)[0]), batch(0)[1]).backward()
@@ -186,9 +178,7 @@ def test_a_model_whose_pruner_went_out_of_scope_can_be_pruned_again(skip_step):
 
 def test_memory_is_shared_throughout():
     """Everything that shares memory with a weight or a mask keeps sharing it."""
-    model = convnet()
-    optimizer = sgd(model)
-    pruner = pruned(model, optimizer)
+    model, optimizer, pruner = sparse_convnet()
     tensors = [model[5].weight, pruner.masks["5.weight"]]
     before = [tensor.data_ptr() for tensor in tensors]
     train(model, optimizer, pruner, range(7))
@@ -236,11 +226,9 @@ def test_no_other_layer_is_kept_dense_for_an_excluded_first_one(distribution):
         (["0", "2"], ["5.weight", "7.weight"]),
         ("5", ["2.weight", "7.weight"]),
     ]:
-        model = convnet()
-        pruner = pruned(model, sgd(model), exclude=exclude, **options)
+        *_, pruner = sparse_convnet(exclude=exclude, **options)
         assert list(pruner.masks) == names
-    model = convnet()
-    pruner = pruned(model, sgd(model), exclude="0", dense_first=True)
+    *_, pruner = sparse_convnet(exclude="0", dense_first=True)
     assert list(pruner.masks) == ["2.weight", "5.weight", "7.weight"]
 
 

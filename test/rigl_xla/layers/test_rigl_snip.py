@@ -7,7 +7,15 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from support.rigl_xla.sparse import batch, convnet, counts, equal, pruned
+from support.rigl_xla.sparse import (
+    batch,
+    convnet,
+    counts,
+    equal,
+    pruned,
+    sgd,
+    sparse_convnet,
+)
 from support.xla_replica.replicas import Backend, needs_xla
 from torch import nn
 from torch.func import functional_call
@@ -16,10 +24,6 @@ import xla_replica
 from rigl_xla import global_distribution, snip_scores
 
 NAMES = ["0.weight", "2.weight", "5.weight", "7.weight"]
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), 0.1)
 
 
 def loss(model, batch):
@@ -59,8 +63,7 @@ def test_each_layer_begins_with_its_highest_scores(distribution):
     by_chance = pruned(model, sgd(model), **options)
     expected = counts(by_chance)
     by_chance.close()
-    model = convnet()
-    pruner = pruned(model, sgd(model), initial_masks=scores, **options)
+    model, _, pruner = sparse_convnet(initial_masks=scores, **options)
     assert counts(pruner) == expected
     for name, mask in pruner.masks.items():
         assert scores[name][mask].min() >= scores[name][~mask].max()

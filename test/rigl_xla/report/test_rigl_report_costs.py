@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.rigl_xla.resnet import RESNET50_WEIGHTS
-from support.rigl_xla.sparse import OPTIMIZERS, convnet, pruned, train
+from support.rigl_xla.sparse import pruned, sgd, sparse_convnet, train
 from support.variable_batch_size.reports import Writer, run
 from torch import nn
 
@@ -71,8 +71,7 @@ def test_a_report_of_resnet50_is_the_published_table(big, row):
     ],
 )
 def test_the_run_costs_what_its_method_does(options, method):
-    model = convnet()
-    pruner = pruned(model, OPTIMIZERS["sgd"](model.parameters()), **options)
+    model, _, pruner = sparse_convnet(**options)
     cost = pruner.report(costs_of(model, torch.zeros(1, 1, 8, 8))).cost
     assert cost.method == method
     assert cost.training_ratio == cost.training_ratios[method]
@@ -152,7 +151,7 @@ def test_a_weight_that_an_embedding_shares_is_counted_once(include):
     model[2].weight = model[0].weight
     costs = costs_of(model, torch.zeros(1, 3, dtype=torch.long))
     options = {"include": include, "dense_allocation": 0.5, "dense_first": False}
-    pruner = pruned(model, OPTIMIZERS["sgd"](model.parameters()), **options)
+    pruner = pruned(model, sgd(model), **options)
     report = pruner.report(costs)
     assert sorted(report.layers) == sorted(costs) == ["0.weight", "1.weight"]
     assert report.cost.dense_macs == 3 * (64 + 96)

@@ -15,6 +15,7 @@ from support.rigl_xla.sparse import (
     inactive_are_zero,
     pruned,
     sgd,
+    sparse_convnet,
     train,
 )
 from torch import nn
@@ -49,9 +50,9 @@ def test_every_method_ends_at_the_sparsity_asked_for(method, distribution):
 
 @pytest.mark.parametrize("method", ["rigl", "set", "snfs", "static"])
 def test_static_topo_is_the_static_method(method):
-    model = convnet()
-    optimizer = sgd(model)
-    pruner = pruned(model, optimizer, method=method, static_topo=True, T_end=None)
+    model, optimizer, pruner = sparse_convnet(
+        method=method, static_topo=True, T_end=None
+    )
     first = copy.deepcopy(pruner.masks)
     for step in range(8):
         F.cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
@@ -82,9 +83,7 @@ def test_set_grows_from_seed_and_update_alone():
 
 def test_snfs_grows_where_the_running_mean_of_gradients_is_large():
     """It collects from step 3 on: step 2 is like those after the last update."""
-    model = convnet()
-    optimizer = sgd(model)
-    pruner = pruned(model, optimizer, method="snfs", momentum=0.5, delta=5)
+    model, optimizer, pruner = sparse_convnet(method="snfs", momentum=0.5, delta=5)
     mean = {name: torch.zeros_like(mask, dtype=torch.float) for name, mask in
             pruner.masks.items()}  # fmt: skip
     for step in range(5):
@@ -102,9 +101,7 @@ def test_snfs_grows_where_the_running_mean_of_gradients_is_large():
 
 
 def test_gradual_pruning_begins_dense_and_only_loses():
-    model = convnet()
-    optimizer = sgd(model)
-    pruner = pruned(model, optimizer, method="gmp")
+    model, optimizer, pruner = sparse_convnet(method="gmp")
     assert counts(pruner) == [1152, 4096, 160]
     for step in range(14):
         before = copy.deepcopy(pruner.masks)
@@ -116,9 +113,7 @@ def test_gradual_pruning_begins_dense_and_only_loses():
 
 @pytest.mark.parametrize("bad_step", [2, 11])
 def test_gradual_pruning_counts_what_the_masks_have_after_a_refused_update(bad_step):
-    model = convnet()
-    optimizer = sgd(model)
-    pruner = pruned(model, optimizer, method="gmp", drop="sensitivity")
+    model, optimizer, pruner = sparse_convnet(method="gmp", drop="sensitivity")
     for step in range(14):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(batch(step)[0]), batch(step)[1])
@@ -168,8 +163,7 @@ def test_fan_in_weights_have_the_variance_of_their_inputs():
 
 
 def test_a_resumed_run_keeps_its_weights():
-    model = convnet()
-    pruner = pruned(model, sgd(model))
+    model, _, pruner = sparse_convnet()
     state, before = pruner.state_dict(), copy.deepcopy(model.state_dict())
     pruner.close()
     pruned(model, sgd(model), initial_weights="fan-in", state_dict=state)
@@ -215,8 +209,7 @@ def test_scores_where_they_do_not_count_may_be_anything(bad, structure):
 
     found = []
     for options in ({}, {"drop": drop, "grow": grow}):
-        model = convnet()
-        pruner = pruned(model, sgd(model), delta=1, structure=structure, **options)
+        model, _, pruner = sparse_convnet(delta=1, structure=structure, **options)
         before = copy.deepcopy(pruner.masks)
         F.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
         assert not pruner()

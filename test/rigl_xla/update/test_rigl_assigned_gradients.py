@@ -15,6 +15,7 @@ from support.rigl_xla.sparse import (
     inactive_are_zero,
     pruned,
     sgd,
+    sparse_convnet,
 )
 from support.xla_replica.replicas import Backend, needs_xla
 from torch import nn
@@ -125,9 +126,7 @@ def test_a_gradient_that_is_masked_before_it_is_clipped_is_collected_first():
 @pytest.mark.parametrize("kind", ["nothing", "zeros", "masked"])
 @pytest.mark.parametrize("skip_step", [True, False])
 def test_an_update_without_a_dense_gradient_is_an_error(kind, skip_step):
-    model = convnet()
-    optimizer = sgd(model)
-    pruner = pruned(model, optimizer, skip_step=skip_step)
+    model, optimizer, pruner = sparse_convnet(skip_step=skip_step)
     active = counts(pruner)
 
     def step():

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from support.rigl_xla.sparse import (
     batch,
-    convnet,
     counts,
     equal,
     inactive_are_zero,
     pruned,
     sgd,
+    sparse_convnet,
     train,
 )
 from torch import nn
@@ -32,9 +32,7 @@ from torch import nn
     ids=["rigl", "window", "constant-fan-in", "2:4"],
 )
 def test_one_bad_batch_leaves_masks_and_counts(bad, options):
-    model = convnet()
-    optimizer = sgd(model)
-    pruner = pruned(model, optimizer, **options)
+    model, optimizer, pruner = sparse_convnet(**options)
     masks, active = copy.deepcopy(pruner.masks), counts(pruner)
     train(model, optimizer, pruner, range(2))
     (F.cross_entropy(model(batch(2)[0]), batch(2)[1]) * bad).backward()
@@ -50,9 +48,7 @@ def test_one_bad_batch_leaves_masks_and_counts(bad, options):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("at", [2, 3, 4])
 def test_one_bad_batch_stays_out_of_the_running_mean(bad, at):
-    model = convnet()
-    optimizer = sgd(model)
-    pruner = pruned(model, optimizer, method="snfs", delta=5)
+    model, optimizer, pruner = sparse_convnet(method="snfs", delta=5)
     active = counts(pruner)
     for step in range(5):
         if step != at:
@@ -85,9 +81,7 @@ def test_nan_in_gradients_of_inactive_weights_does_not_reach_them():
 
 
 def test_gradient_scaling():
-    model = convnet()
-    optimizer = sgd(model)
-    pruner = pruned(model, optimizer)
+    model, optimizer, pruner = sparse_convnet()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
     active = counts(pruner)
     for step in range(10):
@@ -116,9 +110,7 @@ def test_a_batch_that_zero_grad_discards_does_not_take_part(
     """Whether or not the pruner is called for it: then its update keeps all masks."""
     runs = []
     for discards in (False, True):
-        model = convnet()
-        optimizer = sgd(model)
-        pruner = pruned(model, optimizer, skip_step=skip_step)
+        model, optimizer, pruner = sparse_convnet(skip_step=skip_step)
         train(model, optimizer, pruner, range(2))
         if discards:
             images, labels = batch(99)
@@ -142,9 +134,7 @@ def test_a_batch_that_zero_grad_discards_does_not_take_part(
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_step_that_gradient_scaling_leaves_out_is_left_out_of_the_update(n):
-    model = convnet()
-    optimizer = sgd(model)
-    pruner = pruned(model, optimizer, skip_step=False, grad_accumulation_n=n)
+    model, optimizer, pruner = sparse_convnet(skip_step=False, grad_accumulation_n=n)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
     active = counts(pruner)
     for step in range(4):

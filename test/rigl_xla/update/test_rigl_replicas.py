@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from support.rigl_xla.sparse import batch, convnet, equal, pruned
+from support.rigl_xla.sparse import batch, convnet, equal, pruned, sgd, sparse_convnet
 from support.xla_replica.replicas import (
     FEW_BACKENDS,
     SEVERAL_REPLICAS,
@@ -31,10 +31,6 @@ OPTIONS = {
     "snfs": {"method": "snfs"},
     "2:4": {"structure": "2:4", "dense_allocation": 1, "exclude": ["7"]},
 }
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-3)
 
 
 def run_of(
@@ -317,8 +313,7 @@ def saved_run(rank: int):
 def moved_run(rank: int) -> str:
     """Returns the error for a model that is moved after its pruner was built."""
     replica = xla_replica.current()
-    model = convnet()
-    pruner = pruned(model, sgd(model))
+    model, _, pruner = sparse_convnet()
     model.to(replica.device)
     try:
         pruner()

@@ -65,8 +65,8 @@ def train(
             optimizer.step()
 
 
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return OPTIMIZERS["sgd"](model.parameters())
 
 
 def pruned(model: nn.Module, optimizer: torch.optim.Optimizer, **options):
@@ -78,6 +78,15 @@ def pruned(model: nn.Module, optimizer: torch.optim.Optimizer, **options):
         "ignore_linear_layers": False,
     }
     return RigLScheduler(model, optimizer, **{**defaults, **options})
+
+
+def sparse_convnet(
+    kind: str = "sgd", **options
+) -> tuple[nn.Module, torch.optim.Optimizer, RigLScheduler]:
+    """Returns a `convnet`, its optimizer of `OPTIMIZERS`, and their pruner."""
+    model = convnet()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    return model, optimizer, pruned(model, optimizer, **options)
 
 
 def inactive_are_zero(pruner: RigLScheduler) -> bool:
