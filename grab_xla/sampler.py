@@ -283,10 +283,12 @@ class GraBSampler(Sampler[int]):
         *,
         reduction: str = "mean",
         indices: Sequence[int] | Tensor | None = None,
+        from_samples: bool = False,
     ) -> None:
         """Does what ``losses.mean().backward()`` does, and balances, in one pass.
 
-        Collective, as `step` is. What ``.grad`` gets is the same to the bit.
+        Collective, as `step` is. What ``.grad`` gets is the same to the bit, or with
+        ``from_samples`` up to rounding.
 
         Args:
             losses: ``(B,)``, computed from the model inside `record`. Of a group it may
@@ -294,11 +296,17 @@ class GraBSampler(Sampler[int]):
             reduction: ``"sum"`` for ``losses.sum().backward()``, as for an elastic
                 optimizer that counts tokens; then losses are sums over tokens.
             indices: As for `step`.
+            from_samples: With ``fidelity="exact"``, ``.grad`` gets the mean of the
+                gradients that are formed to be balanced. The pass does not form it once
+                more, which takes up to a third less time. All parameters that are
+                trained must be the sampler's. Otherwise nothing is formed, and this
+                changes nothing.
 
         Raises:
             RuntimeError: Nothing was recorded.
             PerSampleError: Some use of a parameter is not accounted for; the message
-                says what to do.
+                says what to do. With ``from_samples``, the losses depend on something
+                else that takes a gradient.
             ValueError: As for `step`; or these are not the losses of one group, or
                 ``reduction`` is not allowed.
         """
@@ -325,7 +333,7 @@ class GraBSampler(Sampler[int]):
         takes_factors = self._vectors.takes_factors
         factors = takes_factors and self._balancer.takes_factored(losses.numel())
         taker = self._orders.ordering if factors else None
-        rows = self._recording.backward(losses, reduction, taker)
+        rows = self._recording.backward(losses, reduction, taker, from_samples)
         self._reduction = reduction
         if isinstance(rows, Mapping):
             self.step(rows, indices=indices)

@@ -17,6 +17,7 @@ from xla_replica.device.device_traits import (
 from xla_replica.device.gradients import (
     AccumulationHook,
     AccumulationNote,
+    add_gradients,
     backward,
     grad,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "ReplicaError",
     "StopRequest",
     "Stopped",
+    "add_gradients",
     "backward",
     "catch_signals",
     "comparable",

@@ -13,6 +13,7 @@ from grab_xla.balancers import Ordering
 from grab_xla.balancing.decisions import without_nan
 from grab_xla.balancing.rows import FactoredRows
 from per_sample_grad import Capture, Factors, Projection
+from xla_replica.common.arguments import check_choice
 
 # Forming gradients takes less time where a layer is applied to many positions of a
 # sample, and less memory where the factors of these are not much smaller. A layer that
@@ -59,7 +60,11 @@ class Recording:
         return self._capture
 
     def backward(
-        self, losses: Tensor, reduction: str = "mean", taker: Ordering | None = None
+        self,
+        losses: Tensor,
+        reduction: str = "mean",
+        taker: Ordering | None = None,
+        from_samples: bool = False,
     ) -> dict[str, Tensor] | Tensor | FactoredRows:
         """Runs the backward pass of the mean loss, or of the sum.
 
@@ -67,6 +72,8 @@ class Recording:
             losses: ``(B,)``.
             reduction: ``"mean"`` or ``"sum"``.
             taker: What takes rows that are known by their factors, if that may be.
+            from_samples: ``.grad`` gets the mean, or the sum, of gradients of samples,
+                if these are not projected.
 
         Returns:
             What is balanced of every sample: ``(B, ...)`` by name, ``(B, columns)``
@@ -89,15 +96,28 @@ class Recording:
             return capture.stream(
                 losses, lambda each: each.project(projection), accumulate=reduction
             )
+        check_choice("reduction", reduction, ("mean", "sum"))
+        from_samples = from_samples and len(losses) > 0
         kept: list[Factors] = []
+        sums: dict[str, Tensor] = {}
 
         def rows(factors: Factors) -> dict[str, Tensor]:
             if taker is not None and factors.compression >= LEAST_COMPRESSION:
                 kept.append(factors)
                 return {}
-            return factors.materialize()
+            found = factors.materialize()
+            if from_samples:
+                sums.update({n: _reduced(rows, reduction) for n, rows in found.items()})
+            return found
 
-        found = capture.stream(losses, rows, accumulate=reduction)
+        found = capture.stream(
+            losses, rows, accumulate=None if from_samples else reduction
+        )
+        if from_samples:
+            weight = 1 / len(losses) if reduction == "mean" else 1.0
+            for each in kept:
+                sums |= each.weighted_sum(torch.full_like(losses, weight))
+            capture.add_gradients(sums)
         spared = sum(math.prod(s) for each in kept for s in each.shapes.values())
         total = sum(p.numel() for p in self.balanced.values())
         if taker is not None:
@@ -110,3 +130,7 @@ class Recording:
                 formed = {name: without_nan(rows) for name, rows in found.items()}
                 return FactoredRows(shapes, kept, formed)
         return found
+
+
+def _reduced(rows: Tensor, reduction: str) -> Tensor:
+    return rows.mean(0) if reduction == "mean" else rows.sum(0)

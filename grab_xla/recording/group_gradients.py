@@ -59,7 +59,11 @@ class GroupGradients:
         return contextlib.nullcontext()
 
     def backward(
-        self, losses: Tensor, reduction: str = "mean", taker: Ordering | None = None
+        self,
+        losses: Tensor,
+        reduction: str = "mean",
+        taker: Ordering | None = None,
+        from_samples: bool = False,
     ) -> dict[str, Tensor]:
         """Runs the backward pass of the mean loss, or of the sum.
 
@@ -70,7 +74,7 @@ class GroupGradients:
             RuntimeError: `start` was not called for this forward pass.
             ValueError: ``reduction`` is not allowed.
         """
-        del taker  # There is one row.
+        del taker, from_samples  # There is one row, of the pass's own gradient.
         if self._parameters is None:
             raise RuntimeError(
                 "backward() without record(): compute the losses inside "

@@ -68,6 +68,9 @@ class BackwardPass:
         modules: The modules of all calls that the losses depend on.
         problems: Why parameters have no contributions, by name.
         compared: The comparison with autograd; None: none was due.
+        unused: Parameters that the losses do not depend on.
+        has_other_leaves: Whether the losses depend on anything that takes a gradient
+            but is not a selected parameter, outside of calls.
         multiplier: What the pass's gradients are multiplied by to be those of the
             losses.
     """
@@ -88,6 +91,8 @@ class BackwardPass:
         self.modules: list[RecordedModule] = []
         self.problems: dict[str, list[str]] = {}
         self.compared: comparison.Comparison | None = None
+        self.unused: set[str] = set()
+        self.has_other_leaves = False
         num_summed = losses.shape[0] if accumulate == "mean" else 1
         self.multiplier = num_summed / settings.scale
         self._settings, self._params = settings, settings.params
@@ -131,6 +136,7 @@ class BackwardPass:
         """
         settings, has_fallback = self._settings, self._fallback is not None
         model, reached = settings.model, structure.reached
+        self.has_other_leaves = reached.has_other_leaves
         outside = {
             name: [
                 f"{number} use(s) outside any module with a rule ("
@@ -194,6 +200,7 @@ class BackwardPass:
         rest = self._params.keys() - self._handed_on - self.problems.keys()
         if rest:
             ordered = [name for name in self._params if name in rest]
+            self.unused = rest - self._small.keys()
             self._hand_on({name: self._small.pop(name, []) for name in ordered})
         self._conclude(structure.key)
         for factors in self._waiting or []:

@@ -18,6 +18,7 @@ from per_sample_grad.engine.comparison import CHECKS, Check
 from per_sample_grad.engine.fallback import FALLBACKS, Fallback
 from per_sample_grad.engine.function_calls import FunctionRecorder
 from per_sample_grad.engine.placement import Selection, place
+from per_sample_grad.errors import PerSampleError
 from per_sample_grad.factors import forms
 from per_sample_grad.factors.factors import Factors, check_projected
 from per_sample_grad.factors.forms import Contribution
@@ -131,6 +132,8 @@ class Capture:
         self._functions = FunctionRecorder(model, followed)
         self._placed = contextlib.ExitStack()
         self._entered = self._answered = False
+        # Parameters that no loss depends on, and whether others take gradients.
+        self._finished: tuple[set[str], bool] | None = None
 
     def __enter__(self) -> Capture:
         if self._entered:
@@ -241,6 +244,66 @@ class Capture:
             frees=not retain_graph,
         )
         return answers[0]
+
+    def add_gradients(self, sums: Mapping[str, torch.Tensor]) -> None:
+        """Adds sums over the samples to ``.grad``, as the end of a backward pass does.
+
+        An answer without ``accumulate`` that has formed every gradient has formed their
+        sum as well, up to rounding: a pass that accumulates would form it once more,
+        from activations. Hooks of parameters run, and so do sums over replicas in the
+        backward pass. A parameter that the losses do not depend on gets nothing.
+
+        Args:
+            sums: Of every selected parameter, by name; multiplied by ``scale`` here.
+
+        Raises:
+            RuntimeError: There was no backward pass, or it had ``accumulate``.
+            ValueError: ``sums`` are not those of the selected parameters.
+            PerSampleError: The losses depend on something else that takes a gradient,
+                which would get none.
+
+        Example:
+            >>> model = nn.Linear(2, 1, bias=False)
+            >>> with capture(model) as recorded:
+            ...     losses = model(torch.tensor([[3.0, 4.0], [0.0, 2.0]])).sum(1)
+            >>> gradients = recorded.backward(losses).materialize()
+            >>> recorded.add_gradients({n: g.mean(0) for n, g in gradients.items()})
+            >>> model.weight.grad
+            tensor([[1.5000, 3.0000]])
+        """
+        if self._finished is None:
+            raise RuntimeError(
+                "add_gradients() takes the place of the part of a backward pass that "
+                "adds to .grad: call backward() or stream() before, without accumulate="
+            )
+        unused, has_others = self._finished
+        if sums.keys() != self.params.keys():
+            raise ValueError(
+                "add_gradients: give a sum for every selected parameter; missing or "
+                f"unknown: {', '.join(sorted(sums.keys() ^ self.params.keys()))}"
+            )
+        selected = {id(param) for param in self.params.values()}
+        others = [
+            name
+            for name, param in self.model.named_parameters()
+            if param.requires_grad and id(param) not in selected
+        ]
+        if has_others or others:
+            raise PerSampleError(
+                "add_gradients: "
+                f"{', '.join(others[:5]) or 'a tensor outside of the model'} takes a "
+                "gradient, too, and would get none: select every parameter that is "
+                "trained (params=), or let the backward pass add to .grad (accumulate=)"
+            )
+        self._finished = None
+        used = [name for name in self.params if name not in unused]
+        params, scale = [self.params[name] for name in used], self._settings.scale
+        gradients = [
+            (sums[name] * scale if scale != 1 else sums[name]).to(param.dtype)
+            for name, param in zip(used, params)
+        ]
+        if params:
+            xla_replica.add_gradients(params, gradients)
 
     def norms(
         self,
@@ -405,6 +468,9 @@ class Capture:
             self._answered = True
             backward_pass.run_without_samples()
         self.compared = backward_pass.compared is not None
+        if accumulate is None:
+            finished = backward_pass
+            self._finished = finished.unused, finished.has_other_leaves
         return backward_pass
 
 

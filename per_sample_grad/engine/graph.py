@@ -107,6 +107,7 @@ class Reached:
     stages: tuple[Stage, ...]
     structure: str  # a digest of that
     custom: str | None  # an autograd.Function: its forward pass may have run anything
+    has_other_leaves: bool  # whether anything but the parameters takes a gradient
     # Samples are taken in an order that is data: two orders have the same structure.
     reordered: bool
     # What takes a node's tensor: a node, or a call (its position), and as which input.
@@ -206,6 +207,7 @@ def walk(
         tuple(stages),
         structure,
         custom,
+        any(None in stage.params for stage in stages),
         reordered,
         consumers,
         frozenset(by_output),

@@ -21,15 +21,15 @@ parameters; ``grab_xla`` balances them with Numba and, in tiles of four, as with
 With ``--training`` it measures what an ordered epoch costs beside a plain one: the
 processor time of a step whose backward pass balances, too, over that of an ordinary
 step, on one thread, at each fidelity, and the most memory that either takes beyond what
-was held before. "by hand" is the step that forms every sample's gradient first and
-gives them to the sampler; "vmap, grab-sampler" is that with torch.func and
-grab-sampler. "capture" is a step that records and balances nothing, and "projection"
-one that also projects; "mean, projected by hand" is written for the CNN alone, a limit
-(tools/references/projected_by_hand.py); "plain again" is the ordinary step of another
-model. Each is timed between two ordinary steps, over which its time is taken; the
-result is the median over rounds (``--epochs``).
-The models are those of bench_per_sample.py and a softmax regression with 650
-parameters.
+was held before. "exact, from samples" makes ``.grad`` from the gradients of samples,
+which the exact step forms beside it. "by hand" is the step that forms every sample's
+gradient first and gives them to the sampler; "vmap, grab-sampler" is that with
+torch.func and grab-sampler. "capture" is a step that records and balances nothing, and
+"projection" one that also projects; "mean, projected by hand" is written for the CNN
+alone, a limit (tools/references/projected_by_hand.py); "plain again" is the ordinary
+step of another model. Each is timed between two ordinary steps, over which its time is
+taken; the result is the median over rounds (``--epochs``). The models are those of
+bench_per_sample.py and a softmax regression with 650 parameters.
 
     python tools/benchmarks/bench_grab.py --training
 """
@@ -182,6 +182,7 @@ def steps_of(
     ways: dict[str, tuple[Backward, dict[str, Any]]] = {
         "by hand": (by_hand, {"fidelity": "exact"}),
         "exact": (recorded, {"fidelity": "exact"}),
+        "exact, from samples": (from_samples, {"fidelity": "exact"}),
         "projected": (recorded, {"fidelity": "projected"}),
         "projected to 1024": (
             recorded, {"fidelity": "projected", "projection_size": 1024}
@@ -304,6 +305,14 @@ def recorded(
     with sampler.record(model):
         losses = losses_of(model, x, y)
     sampler.backward(losses)
+
+
+def from_samples(
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor, sampler: grab_xla.GraBSampler
+) -> None:
+    with sampler.record(model):
+        losses = losses_of(model, x, y)
+    sampler.backward(losses, from_samples=True)
 
 
 def limit(

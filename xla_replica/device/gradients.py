@@ -163,6 +163,19 @@ def backward(output: torch.Tensor, *, retain_graph: bool = False) -> None:
     _release(output)
 
 
+def add_gradients(
+    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+) -> None:
+    """Adds gradients to ``.grad`` as the end of a backward pass does, hooks included.
+
+    Args:
+        parameters: Leaves that require grad, at least one.
+        gradients: Of the same shapes and dtypes.
+    """
+    torch.autograd.backward(parameters, gradients)
+    _release(parameters[0])
+
+
 def _release(outputs: torch.Tensor) -> None:
     """Makes the engine's thread for a lazy device come back from an empty pass."""
     if traits(outputs).is_lazy:

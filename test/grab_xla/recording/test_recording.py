@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from unittest import mock
 
@@ -99,10 +100,11 @@ def trained(name: str, balance: str, how: str, **options) -> tuple[list, nn.Modu
         orders.append(order)
         for batch in torch.tensor(order).split(BATCH):
             optimizer.zero_grad()
-            if how == "recorded":
+            if how in ("recorded", "from samples"):
                 with grab.record(model, **captured):
                     losses = losses_of(model, x[batch], y[batch])
-                grab.backward(losses, indices=batch)
+                reuses = how == "from samples"
+                grab.backward(losses, indices=batch, from_samples=reuses)
             else:
                 grads = psg.per_sample_grads(
                     model, losses_of, (x[batch], y[batch]), **captured
@@ -171,6 +173,18 @@ def test_orders_of_factors_are_those_of_formed_gradients(name, balance, factored
     recorded = trained(name, balance, "recorded", **options)
     assert factored == [BATCH] * (N // BATCH * EPOCHS)
     assert_same_training(recorded, trained(name, balance, "formed", **options))
+
+
+@pytest.mark.parametrize("forms", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_samples_may_make_those_of_the_model(name, forms, request):
+    if not forms:
+        request.getfixturevalue("factored")
+    recorded = trained(name, "mean", "from samples")
+    orders, model = trained(name, "mean", "formed")
+    assert recorded[0] == orders
+    for mine, theirs in zip(recorded[1].parameters(), model.parameters()):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
 
 
 def weights(epoch: int) -> np.ndarray:
@@ -372,8 +386,12 @@ TRACE = [8, 16, 4, 12, 8]
 def elastic(rank: int, fidelity: str) -> tuple[list, list, list]:
     """Returns the orders, weights, and counts of every epoch of an elastic run.
 
-    ``"factored"`` is exact and keeps factors wherever it can: on one replica.
+    ``"factored"`` is exact and keeps factors wherever it can: on one replica. ``"from
+    samples"`` is exact and makes ``.grad`` from the gradients of samples.
     """
+    reuses = fidelity == "from samples"
+    if reuses:
+        fidelity = "exact"
     if fidelity == "factored":
         limits = {"LEAST_SPARED": 0, "LEAST_COMPRESSION": 0}
         with mock.patch.multiple(capturing, **limits):
@@ -393,11 +411,12 @@ def elastic(rank: int, fidelity: str) -> tuple[list, list, list]:
     inner = torch.optim.SGD(model.parameters(), 0.1)
     optimizer = vbs.LinearRuleOptimizer(inner, dealt, ref_batchsize=8)
     optimizer.attach(grab.after_update)
+    grab.backward = functools.partial(grab.backward, from_samples=reuses)
     orders, counts = counted_orders(EPOCHS, grab, optimizer, model, (x, y), losses_of)
     return orders, replica.fetch([p.detach() for p in model.parameters()]), counts
 
 
-@pytest.mark.parametrize("fidelity", ["exact", "factored", "projected"])
+@pytest.mark.parametrize("fidelity", ["exact", "factored", "from samples", "projected"])
 @pytest.mark.parametrize(
     "backend",
     [row("cpu", 3), row("xla", 1), row("xla", 2, slow=True), row("xla", 8, slow=True)],

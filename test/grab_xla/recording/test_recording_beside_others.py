@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -85,9 +86,13 @@ class Loop:
 BESIDE = ("clipping", "hooks", "masks", "autocast")
 
 
+@pytest.mark.parametrize("from_samples", [False, True])
 @pytest.mark.parametrize("beside", BESIDE)
-def test_others_see_the_gradients_of_an_ordinary_pass(beside):
-    """Orders are those of gradients that were formed; weights are equal to the bit."""
+def test_others_see_the_gradients_of_an_ordinary_pass(beside, from_samples):
+    """Orders are those of gradients that were formed; weights are equal to the bit.
+
+    They are equal up to rounding where ``.grad`` is made from gradients of samples.
+    """
     recorded, plain = Loop(beside), Loop(beside)
     samplers = [
         GraBSampler(range(N), dict(each.model.named_parameters()), dtype=torch.float64)
@@ -103,7 +108,7 @@ def test_others_see_the_gradients_of_an_ordinary_pass(beside):
                 losses = recorded.losses(
                     recorded.model, recorded.x[rows], plain.y[rows]
                 )
-            samplers[0].backward(losses)
+            samplers[0].backward(losses, from_samples=from_samples)
             recorded.update()
             batch = plain.batch(rows)
             # The hooks are those of `.grad`, which is not formed here.
@@ -112,15 +117,27 @@ def test_others_see_the_gradients_of_an_ordinary_pass(beside):
             plain.losses(plain.model, *batch).mean().backward()
             plain.update()
     assert len(set(map(tuple, orders))) == EPOCHS
-    assert recorded.seen == plain.seen
+    few = {"rtol": 0.0, "atol": 0.0}
+    if from_samples:  # with autocast an ordinary pass rounds to bfloat16
+        few = {"rtol": 0.02, "atol": 1e-3} if beside == "autocast" else {}
+    close = functools.partial(torch.testing.assert_close, **few)
+    seen = [recorded.seen, plain.seen]
+    if from_samples:  # the sequence of parameters is another
+        seen = [sorted(each) for each in seen]
+    close(*seen)
     for one, other in zip(recorded.model.parameters(), plain.model.parameters()):
-        assert torch.equal(one, other)
+        close(one, other)
     if beside == "masks":
         assert 0.2 < float((recorded.model[0].weight == 0).double().mean()) < 0.9
 
 
 def trained(
-    called: nn.Module, recorded: nn.Module, named: nn.Module, passes: int, **options
+    called: nn.Module,
+    recorded: nn.Module,
+    named: nn.Module,
+    passes: int,
+    from_samples: bool = False,
+    **options,
 ) -> tuple[list, list]:
     """Returns orders and weights of training with some backward passes per update."""
     dataset = samples()
@@ -135,7 +152,7 @@ def trained(
         for number, batch in enumerate(DataLoader(dataset, num_samples, sampler=grab)):
             with grab.record(recorded):
                 losses = losses_of(called, *batch)
-            grab.backward(losses)
+            grab.backward(losses, from_samples=from_samples)
             if (number + 1) % passes == 0:
                 for parameter in parameters:
                     parameter.grad /= passes
@@ -156,7 +173,7 @@ def under_ddp(rank: int) -> list[tuple[list, list]]:
         with pytest.raises(ValueError, match="names and the model from one of the two"):
             trained(wrapper, recorded, named, 1)
     found = []
-    for options in ({}, GROUPS):
+    for options in ({}, {"from_samples": True}, GROUPS):
         for wrapped in (False, True):
             model = network()
             wrapper = DistributedDataParallel(model)
@@ -168,7 +185,7 @@ def under_ddp(rank: int) -> list[tuple[list, list]]:
 def test_ddp_orders_and_trains_as_one_process_does():
     """The names are those of the model, or of the wrapper, but not of both."""
     alone = []
-    for passes, options in ((1, {}), (2, GROUPS)):
+    for passes, options in ((1, {}), (1, {}), (2, GROUPS)):
         model = network()
         alone += [trained(model, model, model, passes, **options)] * 2
         assert len(set(map(tuple, alone[-1][0]))) > 2  # there are only six groups
