@@ -23,7 +23,7 @@ from rigl_xla.layers.first_masks import first_layer_state
 from rigl_xla.layers.initial import INITIAL_WEIGHTS
 from rigl_xla.layers.options import Options
 from rigl_xla.layers.sparse_layer import SparseLayer, zero_inactive_
-from rigl_xla.layers.weights import Selector
+from rigl_xla.layers.weights import Selector, check_model
 from rigl_xla.report.costs import LayerCost
 from rigl_xla.report.report import Report, describe
 from rigl_xla.state import PrunerState
@@ -34,6 +34,7 @@ from rigl_xla.update.collect import begin_, collect_, collects, is_collecting
 from rigl_xla.update.drift import check_equal
 from rigl_xla.update.topology_update import change_
 from xla_replica import AccumulationHook, AccumulationNote, Replica, traits
+from xla_replica.backends.registry import given_or_current
 
 logger = logging.getLogger(__name__)
 
@@ -151,19 +152,11 @@ class RigLScheduler(RigLTorchNames):
         replica: Replica | None = None,
     ) -> None:
         arguments = locals()
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"model is a {type(model).__name__}; it must be a torch module"
-            )
-        if not isinstance(replica, (Replica, type(None))):
-            raise TypeError(
-                f"replica is {replica!r}; it must be a xla_replica.Replica, such as "
-                "xla_replica.current() returns, or None for that one"
-            )
+        check_model(model)
         options = _made_of(Options, arguments)
         schedule = _made_of(UpdateSchedule, arguments)
         self.model, self.optimizer = model, optimizer
-        self.replica = xla_replica.current() if replica is None else replica
+        self.replica = given_or_current(replica)
         self._layers: list[SparseLayer] = []
         self._holds: list[Hold] = []
         self._handles: list[Any] = []

@@ -18,6 +18,7 @@ from rigl_xla.topology.masks import pack, unpack
 from rigl_xla.topology.update_schedule import UpdateSchedule
 from rigl_xla.update.collect import is_collecting
 from xla_replica import Replica
+from xla_replica.common.arguments import check_integer, check_number, check_type
 from xla_replica.common.differences import check_same
 
 FORMAT = 1
@@ -106,6 +107,7 @@ def from_dict(
             f"state_dict has format {state.get('format')!r} and keys {sorted(state)}; "
             f"this release reads its own format {FORMAT} and rigl-torch 0.5.2's states"
         )
+    _check_parts(state)
     asked = _asked(options, state.get("asked", {}))
     options = dataclasses.replace(options, **state["options"], **asked)
     values = {**dataclasses.asdict(schedule), **state["schedule"], **changes}
@@ -118,9 +120,35 @@ def from_dict(
         _fit(state["layers"], weights, options),
         options,
         UpdateSchedule(**values),
-        state["step"],
-        state["num_updates"],
+        check_integer("the step in state_dict", state["step"], 0),
+        check_integer("num_updates in state_dict", state["num_updates"], 0),
     )
+
+
+# The parts of a state that are dicts, with the names that these may have.
+_PARTS: dict[str, Any] = {"options": Options, "asked": Options}
+_PARTS |= {"schedule": UpdateSchedule, "layers": None}
+
+
+def _check_parts(state: Mapping[str, Any]) -> None:
+    """Raises ValueError if a state lacks something, or has what nobody reads."""
+    needed = {"step", "num_updates", "schedule", "options", "layers"}
+    missing = sorted(needed - state.keys())
+    if missing:
+        raise ValueError(
+            f"state_dict lacks {missing}; it must be what RigLScheduler.state_dict() "
+            "gave, whole"
+        )
+    for part, kind in _PARTS.items():
+        what = f"state_dict[{part!r}]"
+        given = check_type(what, state.get(part, {}), Mapping, "a dict")
+        known = {field.name for field in dataclasses.fields(kind)} if kind else given
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise ValueError(
+                f"{what} has {unknown}, which this release does not know; it is of a "
+                "newer one, or damaged"
+            )
 
 
 def _plain_options(options: Options, how: Mapping[str, str]) -> dict[str, Any]:
@@ -175,7 +203,15 @@ def _fit(
             continue
         check_kind(weight)
         entry = saved[weight.name]
-        shape, sparsity = tuple(entry["shape"]), entry["sparsity"]
+        lost = [name for name in ("shape", "sparsity", "mask") if name not in entry]
+        if lost:
+            raise ValueError(
+                f"state_dict lacks {lost} of {weight.name!r}; it must be what "
+                "RigLScheduler.state_dict() gave, whole"
+            )
+        what = f"the sparsity of {weight.name!r} in state_dict"
+        shape = tuple(entry["shape"])
+        sparsity = check_number(what, entry["sparsity"], 0, below=1)
         if tuple(weight.parameter.shape) != shape:
             raise ValueError(
                 f"state_dict has a mask of shape {shape} for {weight.name!r}, which "
@@ -188,6 +224,12 @@ def _fit(
         active = int(mask.count_nonzero())
         layer = SparseLayer.with_mask(weight, sparsity, active, mask, pattern, ever)
         if "gradient" in entry:
+            if tuple(entry["gradient"].shape) != shape:
+                raise ValueError(
+                    f"state_dict has a gradient of shape "
+                    f"{tuple(entry['gradient'].shape)} for {weight.name!r} of shape "
+                    f"{shape}; it is damaged"
+                )
             layer.gradient = entry["gradient"].to(layer.mask.device, copy=True)
         layers.append(layer)
     return layers

@@ -20,8 +20,9 @@ from torch import nn
 import xla_replica
 from rigl_xla.layers.checks import pruner_of
 from rigl_xla.layers.sparse_layer import to_host
-from rigl_xla.layers.weights import clean
+from rigl_xla.layers.weights import check_model, clean
 from rigl_xla.topology.masks import pack, unpack
+from xla_replica.common.arguments import check_type
 from xla_replica.common.differences import check_same
 from xla_replica.common.files import write_whole
 
@@ -63,7 +64,8 @@ def save_compact(
     Raises:
         ValueError: A mask fits no parameter, or a weight outside of its mask is not
             zero, as in an average over several topologies.
-        TypeError: The model's state has something that is not a tensor.
+        TypeError: The model's state has something that is not a tensor, or an argument
+            is of another type.
     """
     path = Path(path)
     tensors, shared = _tensors(model)
@@ -122,6 +124,7 @@ def load_compact(path: str | Path, model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         ValueError: It is not such a file, is damaged, is of another model, or a
             `RigLScheduler` keeps the model sparse by its own masks.
+        TypeError: ``model`` is not a module.
     """
     content = _read(Path(path))
     tensors, shared = _tensors(model)
@@ -163,6 +166,7 @@ def _tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]
 
     Names are without what wrappers put into them.
     """
+    check_model(model)
     tensors: dict[str, torch.Tensor] = {}
     shared: dict[str, str] = {}
     first: dict[int, str] = {}
@@ -172,6 +176,11 @@ def _tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]
             raise TypeError(
                 f"the model's state has {name!r}, a {type(value).__name__}; a compact "
                 "file holds tensors only. Save torch's state_dict() instead"
+            )
+        if value.is_meta:
+            raise ValueError(
+                f"{name!r} is on the meta device, which holds no values; move the "
+                "model first, by to_empty(device=...)"
             )
         if first.setdefault(id(value), name) == name:
             tensors[name] = value
@@ -183,9 +192,14 @@ def _tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]
 def _check_masks(
     masks: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
 ) -> None:
+    check_type("masks", masks, Mapping, "a dict of bool tensors by parameter name")
     for name, mask in masks.items():
         if name not in tensors:
-            raise ValueError(f"masks has {name!r}, which is not in the model's state")
+            raise ValueError(
+                f"masks has {name!r}, which is not in the model's state; there are "
+                f"{list(tensors)}"
+            )
+        check_type(f"the mask of {name!r}", mask, torch.Tensor, "a bool tensor")
         shape = tuple(tensors[name].shape)
         if mask.dtype != torch.bool or tuple(mask.shape) != shape:
             raise ValueError(

@@ -21,9 +21,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from rigl_xla.layers.checks import pruner_of
-from rigl_xla.layers.weights import clean
+from rigl_xla.layers.weights import check_model, clean
 from rigl_xla.report.positions import evaluating
 from xla_replica import traits
+from xla_replica.common.arguments import check_number, check_type
 
 # Of the largest output: 2:4 kernels add up in another order, in half precision.
 TOLERANCE = 0.02
@@ -197,8 +198,13 @@ def to_semi_structured(
         A report, to be printed, of what was done with every linear layer, and why.
 
     Raises:
-        ValueError: A pruner holds the weights, or there are no inputs.
+        ValueError: A pruner holds the weights, there are no inputs, or ``min_speedup``
+            is not positive.
+        TypeError: An argument is of another type.
     """
+    check_model(model)
+    check_number("min_speedup", min_speedup, above=0)
+    check_type("kernels", kernels, Kernels, "Kernels")
     if not inputs:
         raise ValueError(
             "to_semi_structured needs inputs: how long a multiplication takes depends "

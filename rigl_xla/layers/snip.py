@@ -21,6 +21,8 @@ from rigl_xla.layers.weights import Selector, weights_of
 from rigl_xla.topology import masks
 from rigl_xla.topology.distribution import Distribution, Shapes, num_inactive
 from xla_replica import Replica
+from xla_replica.backends.registry import given_or_current
+from xla_replica.common.arguments import check_type
 
 
 def snip_scores(
@@ -50,16 +52,30 @@ def snip_scores(
         their order means something.
 
     Raises:
-        ValueError: There is no batch, or a layer has gradients that are all zero or
+        ValueError: There is no batch or no weight to score, the loss is not one number
+            that depends on the weights, or a layer has gradients that are all zero or
             not finite, so that nothing tells which of its connections matter.
+        TypeError: ``model`` or ``replica`` is of another type.
     """
-    replica = xla_replica.current() if replica is None else replica
+    replica = given_or_current(replica)
     weights = weights_of(model, include, exclude)
     parameters = [weight.parameter for weight in weights]
+    if not parameters:
+        raise ValueError(
+            "no weight of the model can be sparse, so there is nothing to score; see "
+            "weights_of, include= and exclude="
+        )
     total: list[torch.Tensor] | None = None
     with _as_it_was(model):
         for batch in batches:
             value = loss(model, batch)
+            is_tensor = isinstance(value, torch.Tensor)
+            if not is_tensor or value.numel() != 1 or not value.requires_grad:
+                got = f"shape {tuple(value.shape)}" if is_tensor else repr(value)
+                raise ValueError(
+                    "loss(model, batch) must return a tensor of one number that "
+                    f"depends on the model's weights, got {got}"
+                )
             found = xla_replica.grad(value, parameters, allow_unused=True)
             own = [
                 torch.zeros_like(parameter) if gradient is None else gradient.detach()
@@ -125,7 +141,8 @@ def global_distribution(scores: Mapping[str, torch.Tensor]) -> Distribution:
 def check_scores(
     scores: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raises ValueError unless every weight of ``shapes`` has finite scores."""
+    """Raises ValueError or TypeError unless all of ``shapes`` have finite scores."""
+    check_type("scores", scores, Mapping, "a dict of tensors by parameter name")
     for name, shape in shapes.items():
         if name not in scores:
             raise ValueError(
@@ -133,6 +150,12 @@ def check_scores(
                 f"{list(scores)}"
             )
         found = scores[name]
+        check_type(f"the scores of {name!r}", found, torch.Tensor, "a tensor")
+        if found.is_complex() or found.is_meta:
+            raise TypeError(
+                f"the scores of {name!r} must be real numbers with values, got "
+                f"{found.dtype} on {found.device}"
+            )
         if tuple(found.shape) != tuple(shape):
             raise ValueError(
                 f"scores of {name!r} have shape {tuple(found.shape)}; the weight has "

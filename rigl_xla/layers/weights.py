@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
+
+from xla_replica.common.arguments import check_type
 
 # How a user selects layers: by a pattern, a type of module, or a function.
 Selector = str | type | Callable[[str, nn.Parameter], bool]
@@ -76,8 +79,9 @@ def weights_of(
 
     Raises:
         ValueError: A selector selects nothing, or what cannot be sparse.
-        TypeError: A selector is none of the three.
+        TypeError: A selector is none of the three, or ``model`` is not a module.
     """
+    check_model(model)
     places = list(_places(model))
     included = {id(place) for place in _included(selectors(include), places)}
     excluded = _selected(selectors(exclude), places, inside=True)
@@ -96,6 +100,11 @@ def weights_of(
     for place in places:
         names.setdefault(id(place.parameter), []).append(place.name)
     return [_named(place, names[key]) for key, place in found.items()]
+
+
+def check_model(model: Any) -> None:
+    """Raises TypeError unless ``model`` is a torch module."""
+    check_type("model", model, nn.Module, "a torch module")
 
 
 def _named(place: Weight, names: list[str]) -> Weight:

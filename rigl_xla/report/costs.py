@@ -16,11 +16,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from rigl_xla.topology.methods import METHODS
 from rigl_xla.topology.update_schedule import UpdateSchedule, gradual_sparsity
-from xla_replica.common.arguments import check_choice
+from xla_replica.common.arguments import (
+    check_choice,
+    check_integer,
+    check_number,
+    check_type,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +39,27 @@ class LayerCost:
         out_channels: Numbers of one output, and of the bias. Default: the first of
             ``shape``; another one for transposed convolutions.
         output_positions: Outputs per sample. Default: ``positions``.
+
+    Raises:
+        ValueError, TypeError: A number is negative, or of the wrong type.
     """
 
     shape: tuple[int, ...]
     positions: float = 1
     out_channels: int | None = None
     output_positions: float | None = None
+
+    def __post_init__(self) -> None:
+        check_type("shape", self.shape, (tuple, list), "a tuple of integers")
+        if not self.shape:
+            raise ValueError("shape must be (out, in, *kernel), got ()")
+        for size in self.shape:
+            check_integer("each number of shape", size, 0)
+        check_number("positions", self.positions, 0)
+        if self.out_channels is not None:
+            check_integer("out_channels", self.out_channels, 0)
+        if self.output_positions is not None:
+            check_number("output_positions", self.output_positions, 0)
 
     @property
     def num_weights(self) -> int:
@@ -73,17 +93,17 @@ Sparsities = Mapping[str, float]
 
 def inference_macs(costs: Costs, sparsities: Sparsities | None = None) -> float:
     """Returns the multiply-accumulates of a forward pass, per sample."""
-    return sum(c.macs(_of(sparsities, name)) for name, c in costs.items())
+    return sum(cost.macs(sparsity) for cost, sparsity in _pairs(costs, sparsities))
 
 
 def inference_flops(costs: Costs, sparsities: Sparsities | None = None) -> float:
     """Returns the operations of a forward pass, per sample."""
-    return sum(c.flops(_of(sparsities, name)) for name, c in costs.items())
+    return sum(cost.flops(sparsity) for cost, sparsity in _pairs(costs, sparsities))
 
 
 def inference_ratio(costs: Costs, sparsities: Sparsities) -> float:
     """Returns the operations of a forward pass over those of the dense model's."""
-    return inference_flops(costs, sparsities) / inference_flops(costs)
+    return inference_flops(costs, sparsities) / _dense_flops(costs)
 
 
 def training_ratio(
@@ -107,15 +127,17 @@ def training_ratio(
         num_collected: How many steps' dense gradients an update needs.
 
     Raises:
-        ValueError: The method is not known.
+        ValueError, TypeError: The method is not known, or a number is out of range.
     """
+    check_integer("delta", delta, 1)
+    check_integer("num_collected", num_collected, 1, delta)
     fixed = [name for name, row in METHODS.items() if not row.gradual]
     gradual = [name for name, row in METHODS.items() if row.gradual]
     otherwise = f"gradual_training_ratio for {', '.join(map(repr, gradual))}"
     check_choice("method", method, ["dense", *fixed], otherwise)
     if method == "dense":
         return 1.0
-    dense, sparse = inference_flops(costs), inference_flops(costs, sparsities)
+    dense, sparse = _dense_flops(costs), inference_flops(costs, sparsities)
     collected = 2 * sparse + dense
     others = delta + 1 - num_collected
     per_sample = {
@@ -147,7 +169,14 @@ def gradual_training_ratio(
         begin, end: Steps at which pruning begins and has ended.
         delta: Steps between changes.
         num_steps: Steps of the whole run.
+
+    Raises:
+        ValueError, TypeError: A number is out of range, or of the wrong type.
     """
+    check_integer("begin", begin, 0)
+    check_integer("end", end, begin + 1)
+    check_integer("delta", delta, 1)
+    check_integer("num_steps", num_steps, 1)
     total = 0.0
     for first in range(0, num_steps, delta):
         now = {
@@ -155,7 +184,7 @@ def gradual_training_ratio(
             for name, final in sparsities.items()
         }
         total += min(delta, num_steps - first) * inference_flops(costs, now)
-    return total / (num_steps * inference_flops(costs))
+    return total / (num_steps * _dense_flops(costs))
 
 
 def size_in_bytes(costs: Costs, sparsities: Sparsities | None = None) -> float:
@@ -164,8 +193,7 @@ def size_in_bytes(costs: Costs, sparsities: Sparsities | None = None) -> float:
     A mask takes one bit per weight, and is stored for sparse layers only.
     """
     bits = 0.0
-    for name, cost in costs.items():
-        sparsity = _of(sparsities, name)
+    for cost, sparsity in _pairs(costs, sparsities):
         bits += 32 * cost.num_weights * (1 - sparsity) + 32 * cost.num_biases
         bits += cost.num_weights if sparsity > 0 else 0
     return bits / 8
@@ -254,5 +282,37 @@ def cost_report(
     )
 
 
-def _of(sparsities: Sparsities | None, name: str) -> float:
-    return (sparsities or {}).get(name, 0.0)
+def check_costs(costs: Costs) -> Costs:
+    """Returns ``costs``; raises TypeError if they are not costs by name."""
+    check_type("costs", costs, Mapping, "a dict of LayerCost by name")
+    for name, cost in costs.items():
+        check_type(f"the cost of {name!r}", cost, LayerCost, "a LayerCost")
+    return costs
+
+
+def _pairs(
+    costs: Costs, sparsities: Sparsities | None
+) -> Iterator[tuple[LayerCost, float]]:
+    """Yields the cost and the sparsity of every layer; 0 where none is given."""
+    given = {} if sparsities is None else sparsities
+    check_type("sparsities", given, Mapping, "a dict of numbers by name")
+    for name, sparsity in given.items():
+        if name not in costs:
+            raise ValueError(
+                f"a sparsity is given for {name!r}, of which the cost is not known; "
+                f"there are costs of {list(costs)}"
+            )
+        check_number(f"the sparsity of {name!r}", sparsity, 0, 1)
+    for name, cost in check_costs(costs).items():
+        yield cost, given.get(name, 0.0)
+
+
+def _dense_flops(costs: Costs) -> float:
+    """Returns what ratios are over; raises ValueError where nothing is computed."""
+    flops = inference_flops(costs)
+    if not flops:
+        raise ValueError(
+            f"the layers {list(costs)} compute nothing, so no ratio to the dense model "
+            "exists; give costs of layers that a forward pass calls, see costs_of"
+        )
+    return flops

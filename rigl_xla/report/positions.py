@@ -38,16 +38,17 @@ def costs_of(model: nn.Module, *inputs: Any, **named: Any) -> dict[str, LayerCos
         Costs by parameter name, in order of registration; those not reached are 0.
 
     Raises:
-        ValueError: No input is a tensor.
+        ValueError: No input is a tensor, or the first has no sample.
+        TypeError: ``model`` is not a module.
     """
     tensors = [x for x in (*inputs, *named.values()) if isinstance(x, torch.Tensor)]
-    if not tensors or tensors[0].dim() == 0:
+    weights = weights_of(model)
+    if not tensors or tensors[0].dim() == 0 or not len(tensors[0]):
         raise ValueError(
             "costs_of needs what the model is called with; the first tensor of it "
             "counts samples along its first dimension, but there is none"
         )
-    num_samples = tensors[0].shape[0]
-    weights = weights_of(model)
+    num_samples = len(tensors[0])
     found: dict[str, list[_Use]] = defaultdict(list)
     with contextlib.ExitStack() as hooks:
         for weight in weights:

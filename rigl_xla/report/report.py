@@ -12,10 +12,17 @@ from torch import nn
 
 from rigl_xla.layers.sparse_layer import COUNTS
 from rigl_xla.layers.weights import reasons_for_dense, weights_of
-from rigl_xla.report.costs import CostReport, LayerCost, cost_report, size_in_bytes
+from rigl_xla.report.costs import (
+    CostReport,
+    LayerCost,
+    check_costs,
+    cost_report,
+    size_in_bytes,
+)
 from rigl_xla.report.positions import cost_of
 from rigl_xla.topology.methods import cost_name
 from xla_replica import Replica
+from xla_replica.common.arguments import check_integer
 
 if TYPE_CHECKING:
     from rigl_xla.state import PrunerState
@@ -86,6 +93,10 @@ class Report:
         costs: Mapping[str, LayerCost] | None = None,
         num_steps: int | None = None,
     ) -> None:
+        if costs is not None:
+            check_costs(costs)
+        if num_steps is not None:
+            check_integer("num_steps", num_steps, 1)
         self.step, self.num_updates = now.step, now.num_updates
         self.drop_fraction = now.schedule.drop_fraction(now.step)
         self._replica = replica

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rigl_xla.report.costs import LayerCost
 from rigl_xla.report.report import Report
+from xla_replica.common.arguments import check_flag, check_type
 
 if TYPE_CHECKING:
     from rigl_xla.scheduler import RigLScheduler
@@ -39,6 +40,10 @@ class TopologyLog:
         num_steps: Steps of the whole run, for the operations of gradual pruning.
         layers: Whether to log single layers too.
         prefix: Begins the tags.
+
+    Raises:
+        TypeError: The writer takes no scalars, or another argument is of a wrong type.
+        ValueError: The costs are of another model.
     """
 
     def __init__(
@@ -51,6 +56,14 @@ class TopologyLog:
         layers: bool = True,
         prefix: str = "rigl",
     ) -> None:
+        if not hasattr(pruner, "report"):
+            raise TypeError(f"pruner must be a RigLScheduler, got {pruner!r}")
+        if writer is not None and not hasattr(writer, "add_scalar"):
+            raise TypeError(
+                f"writer must be a SummaryWriter or have its add_scalar, got {writer!r}"
+            )
+        check_flag("layers", layers)
+        check_type("prefix", prefix, str, "a string")
         self._pruner, self._writer = pruner, writer
         self._costs, self._num_steps = costs, num_steps
         self._layers, self._prefix = layers, prefix

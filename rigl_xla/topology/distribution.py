@@ -19,7 +19,13 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from xla_replica.common.arguments import check_choice, check_number
+from xla_replica.common.arguments import (
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    check_type,
+)
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
@@ -117,7 +123,14 @@ def allocate(
     """
     rule = distribution_named(distribution)
     sparsity = as_float(check_number("sparsity", sparsity, 0, below=1))
-    given = dict(fixed or {})
+    for name, shape in check_type("shapes", shapes, Mapping, "a dict by name").items():
+        if not isinstance(shape, (tuple, list)) or not shape:
+            raise TypeError(
+                f"the shape of {name!r} must be a tuple of integers, got {shape!r}"
+            )
+        for size in shape:
+            check_integer(f"each number of the shape of {name!r}", size, 1)
+    given = dict(check_type("fixed", fixed or {}, Mapping, "a dict by name"))
     for name, value in given.items():
         if name not in shapes:
             raise ValueError(
@@ -128,12 +141,20 @@ def allocate(
         given[name] = as_float(check_number(what, value, 0, below=1))
     if dense_first is None:
         dense_first = rule in (uniform, adjusted_uniform)
+    check_flag("dense_first", dense_first)
     if dense_first and len(shapes) > 1:
         given.setdefault(next(iter(shapes)), 0.0)
     free = {name: shape for name, shape in shapes.items() if name not in given}
     dense = {name: shapes[name] for name, value in given.items() if value == 0}
-    found = rule(free, sparsity, dense) if free and sparsity > 0 else {}
-    result = {name: given.get(name, found.get(name, 0.0)) for name in shapes}
+    found = dict.fromkeys(free, 0.0)
+    if free and sparsity > 0:
+        found = rule(free, sparsity, dense)
+    if not isinstance(found, Mapping) or found.keys() != free.keys():
+        raise ValueError(
+            f"sparsity_distribution={distribution!r} gave {found!r}; it must return a "
+            f"sparsity for each of {list(free)} and for no other layer"
+        )
+    result = {name: given[name] if name in given else found[name] for name in shapes}
     for name, value in result.items():
         what = f"the sparsity that {distribution!r} gives {name!r}"
         result[name] = as_float(check_number(what, value, 0, below=1))

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from xla_replica import traits, where_finite
+from xla_replica.common.arguments import check_type
 from xla_replica.device.selection import first, kth_largest
 
 INELIGIBLE = float("-inf")
@@ -160,7 +161,17 @@ def pack(mask: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Returns the bool mask on the CPU that `pack` was given."""
+    """Returns the bool mask on the CPU that `pack` was given.
+
+    Raises:
+        ValueError, TypeError: There is not one bit for each number of the shape.
+    """
     size = torch.Size(shape).numel()
+    check_type("a packed mask", packed, torch.Tensor, "a tensor")
+    if packed.dtype != torch.uint8 or packed.shape != ((size + 7) // 8,):
+        raise ValueError(
+            f"a packed mask of shape {tuple(shape)} must be {(size + 7) // 8} uint8, "
+            f"got {packed.dtype} of shape {tuple(packed.shape)}"
+        )
     bits = np.unpackbits(packed.cpu().numpy(), count=size)
     return torch.from_numpy(bits.astype(np.bool_)).reshape(tuple(shape))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from rigl_xla.topology import masks
-from xla_replica.common.arguments import check_choice
+from xla_replica.common.arguments import check_choice, check_flag, check_function
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,7 +91,11 @@ class Method:
             steps that `UpdateSchedule.collects`), or ``'always'`` (a running mean, up
             to the last update).
         updates: False for a topology that never changes.
-        gradual: Whether it begins dense and loses connections at each update.
+        gradual: Whether it begins dense and loses connections at each update, so that
+            nothing grows.
+
+    Raises:
+        TypeError, ValueError: An attribute is none of these.
     """
 
     drop: Score = magnitude
@@ -102,6 +106,15 @@ class Method:
 
     def __post_init__(self) -> None:
         check_choice("collects", self.collects, ("never", "updates", "always"))
+        check_function("drop", self.drop)
+        if self.grow is not None:
+            check_function("grow", self.grow)
+        check_flag("updates", self.updates)
+        if check_flag("gradual", self.gradual) and self.grow is not None:
+            raise ValueError(
+                f"gradual=True only drops connections, got grow={self.grow!r}; give "
+                "grow=None"
+            )
 
     def costs_like(self, other: Method) -> bool:
         """Returns whether training by both costs the same, whatever their scores."""

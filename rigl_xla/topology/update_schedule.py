@@ -70,7 +70,7 @@ class UpdateSchedule:
 
     def is_update(self, step: int) -> bool:
         """Returns whether step number ``step``, from 1, changes the topology."""
-        return self.T_end is not None and step % self.delta == 0 and step < self.T_end
+        return self.T_end is not None and step % self.delta == 0 < step < self.T_end
 
     def collects(self, step: int) -> bool:
         """Returns whether the dense gradient of this step scores an update."""

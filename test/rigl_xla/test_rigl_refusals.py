@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from support.rigl_xla.sparse import batch, convnet, equal, pruned, sgd
@@ -81,6 +82,9 @@ BAD = [
     ({"replica": "xla"}, TypeError, "replica is 'xla'; it must be a xla_replica"),
     ({"state_dict": 3}, TypeError, "must be what"),
     ({"state_dict": {}}, ValueError, "its own format"),
+    ({"state_dict": {"format": 1}}, ValueError, "lacks .*'layers'.* gave, whole"),
+    ({"initial_masks": dict.fromkeys(BAD_SCORES, 3)}, TypeError, "must be a tensor"),
+    ({"annealing": np.array(["a", "b"])}, ValueError, "annealing must be one of"),
 ]
 
 
@@ -150,6 +154,6 @@ def test_an_optimizer_of_other_weights_is_refused():
         pruned(model, sgd(convnet()))
     with pytest.raises(TypeError, match="must be a torch optimizer"):
         pruned(model, nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="model is a dict; it must be a torch module"):
+    with pytest.raises(TypeError, match="model must be a torch module, got a dict"):
         pruned({}, sgd(model))
     assert equal(before, model.state_dict())

@@ -290,6 +290,42 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing():
         assert equal(pruner.masks, masks)
 
 
+LAYER = "5.weight"
+DAMAGES = [
+    (lambda s: s.pop("step"), r"lacks \['step'\]; it must be what"),
+    (lambda s: s.update(step=-3), "the step in state_dict must be an integer >= 0"),
+    (lambda s: s.update(num_updates=-1), "num_updates in state_dict must be"),
+    (lambda s: s["options"].update(speed=3), r"'options'\] has \['speed'\], which"),
+    (lambda s: s["asked"].update(speed=3), r"'asked'\] has \['speed'\], which"),
+    (lambda s: s["schedule"].update(speed=3), r"'schedule'\] has \['speed'\]"),
+    (lambda s: s["layers"][LAYER].pop("mask"), r"lacks \['mask'\] of '5.weight'"),
+    (
+        lambda s: s["layers"][LAYER].update(sparsity=7),
+        "sparsity of '5.weight' in state",
+    ),
+    (
+        lambda s: s["layers"][LAYER].update(mask=s["layers"][LAYER]["mask"][:-1]),
+        r"a packed mask of shape \(16, 256\) must be 512 uint8, got .* \(511,\)",
+    ),
+    (
+        lambda s: s["layers"][LAYER].update(gradient=torch.ones(3)),
+        r"a gradient of shape \(3,\) for '5.weight' of shape \(16, 256\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "says"), DAMAGES)
+def test_a_state_that_is_damaged_is_refused_and_changes_nothing(damage, says):
+    model, optimizer, pruner = sparse_convnet()
+    train(model, optimizer, pruner, range(4))
+    state, masks = pruner.state_dict(), copy.deepcopy(pruner.masks)
+    damage(state)
+    with pytest.raises(ValueError, match=says):
+        pruner.load_state_dict(state)
+    assert equal(pruner.masks, masks)
+    assert (pruner.step, pruner.rigl_steps) == (4, 1)
+
+
 def test_a_state_with_another_name_of_a_shared_weight_fits():
     model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.Linear(8, 10))
     model[2].weight = model[0].weight

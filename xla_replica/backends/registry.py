@@ -129,6 +129,21 @@ def current() -> Replica:
     return LocalReplica()
 
 
+def given_or_current(replica: Replica | None) -> Replica:
+    """Returns the argument ``replica`` of a caller, by default `current`.
+
+    Raises TypeError if it is something else.
+    """
+    if replica is None:
+        return current()
+    if not isinstance(replica, Replica):
+        raise TypeError(
+            f"replica is {replica!r}; it must be a xla_replica.Replica, such as "
+            "xla_replica.current() returns, or None for that one"
+        )
+    return replica
+
+
 def check_is_alone() -> None:
     """Raises ReplicaError if a launcher has started this process as one of several."""
     name = next((n for n in _NUMBERS_OF_PROCESSES if n in os.environ), None)

@@ -82,10 +82,28 @@ def check_choice(
     ``otherwise`` says what else the caller accepts, such as "a function of a Layer".
     """
     allowed = list(allowed)
-    if value not in allowed:
+    try:
+        is_known = value in allowed
+    except (RuntimeError, ValueError):  # an array, whose == is not one truth value
+        is_known = False
+    if not is_known:
         choices = ", ".join(repr(choice) for choice in allowed)
         choices += f" or {otherwise}" if otherwise else ""
         raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+    return value
+
+
+def check_function(name: str, value: Any) -> Any:
+    """Returns ``value``, which must be callable."""
+    if not callable(value):
+        raise TypeError(f"{name} must be a function, got {value!r}")
+    return value
+
+
+def check_type(name: str, value: Any, kind: Any, allowed: str) -> Any:
+    """Returns ``value``, which must be of this class; ``allowed`` names it in words."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {allowed}, got a {type(value).__name__}")
     return value
 
 

@@ -183,6 +183,26 @@ def test_masks_that_do_not_fit_are_refused(masks, says, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("masks", [None, [torch.ones(2)], {"5.weight": 3}])
+def test_masks_of_another_type_are_refused(masks, tmp_path):
+    with pytest.raises(TypeError, match=r"must be a (dict of )?bool tensor"):
+        save_compact(tmp_path / "model.pt", convnet(), masks)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_without_values_is_neither_saved_nor_filled(tmp_path):
+    path = save_compact(tmp_path / "model.pt", convnet(), {})
+    model = convnet().to("meta")
+    for use in (
+        lambda: save_compact(path, model, {}),
+        lambda: load_compact(path, model),
+    ):
+        with pytest.raises(ValueError, match=r"'0.weight' is on the meta device"):
+            use()
+    with pytest.raises(TypeError, match="model must be a torch module, got a dict"):
+        load_compact(path, {})
+
+
 def test_a_state_with_more_than_tensors_is_refused(tmp_path):
     model = nn.Sequential(Counting(2, 2))
     with pytest.raises(TypeError, match=r"has '0._extra_state', a dict; a compact"):

@@ -208,6 +208,14 @@ def test_a_pruner_must_let_go_first():
         to_semi_structured(model)
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), 0, -1.0])
+def test_a_speedup_that_everything_has_is_refused(wrong):
+    with pytest.raises(ValueError, match="min_speedup must be a finite number > 0"):
+        to_semi_structured(nn.Linear(8, 8), torch.ones(1, 8), min_speedup=wrong)
+    with pytest.raises(TypeError, match="kernels must be Kernels, got a str"):
+        to_semi_structured(nn.Linear(8, 8), torch.ones(1, 8), kernels="cusparselt")
+
+
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
     reason="needs an NVIDIA GPU of compute capability 8.0 or later",

@@ -156,6 +156,39 @@ def test_what_cannot_be_scored_is_an_error():
     model.add_module("other", nn.Linear(3, 3))
     scores = snip_scores(convnet(), [batch(0)], loss, exclude=["5"])
     assert list(scores) == ["0.weight", "2.weight", "7.weight"]
+    with pytest.raises(ValueError, match="no weight of the model can be sparse"):
+        snip_scores(model, [batch(0)], loss, exclude="*")
+    with pytest.raises(TypeError, match="model must be a torch module, got a str"):
+        snip_scores("model", [batch(0)], loss)
+    with pytest.raises(TypeError, match="replica is 'cpu'; it must be"):
+        snip_scores(model, [batch(0)], loss, replica="cpu")
+
+
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [
+        (lambda model, batch: 3.0, "got 3.0"),
+        (lambda model, batch: model(batch[0]), r"got shape \(8, 10\)"),
+        (lambda model, batch: loss(model, batch).detach(), r"got shape \(\)"),
+    ],
+)
+def test_a_loss_that_is_none_is_refused(value, got):
+    with pytest.raises(ValueError, match=f"a tensor of one number .*{got}"):
+        snip_scores(convnet(), [batch(0)], value)
+
+
+@pytest.mark.parametrize(
+    ("scores", "says"),
+    [
+        ([torch.ones(2)], "scores must be a dict of tensors by parameter name"),
+        ({"a": 3}, "the scores of 'a' must be a tensor, got a int"),
+        ({"a": torch.ones(2, dtype=torch.complex64)}, "real numbers with values, got"),
+        ({"a": torch.ones(2, device="meta")}, "got torch.float32 on meta"),
+    ],
+)
+def test_scores_of_another_kind_are_refused(scores, says):
+    with pytest.raises(TypeError, match=says):
+        global_distribution(scores)({"a": (2,)}, 0.5, {})
 
 
 def snip_run(rank: int, ddp: bool) -> dict[str, torch.Tensor]:

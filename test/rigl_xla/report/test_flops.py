@@ -116,6 +116,44 @@ def test_methods_that_never_see_a_dense_gradient_train_at_the_cost_of_inference(
         training_ratio(costs, sparsities, "gmp")
 
 
+FC = {"fc": LayerCost((10, 100))}
+GRADUAL = {"begin": 0, "end": 10, "delta": 2, "num_steps": 12}
+
+
+@pytest.mark.parametrize(
+    ("cost", "error", "says"),
+    [
+        (lambda: LayerCost((10, -1)), ValueError, "of shape must be an integer >= 0"),
+        (lambda: LayerCost(()), ValueError, r"must be \(out, in, \*kernel\), got \(\)"),
+        (lambda: LayerCost("ab"), TypeError, "a tuple of integers, got a str"),
+        (lambda: LayerCost((2, 2), -1), ValueError, "positions must be .* >= 0, got"),
+        (lambda: LayerCost((2, 2), math.nan), ValueError, "positions must be a finite"),
+        (lambda: LayerCost((2, 2), 1, 0.5), TypeError, "out_channels must be"),
+        (lambda: LayerCost((2, 2), 1, 2, -1), ValueError, "output_positions must be"),
+        (lambda: inference_macs({"fc": 3}), TypeError, "'fc' must be a LayerCost"),
+        (lambda: inference_flops(3), TypeError, "costs must be a dict of LayerCost"),
+        (lambda: inference_flops(FC, {"f": 0.5}), ValueError, r"are costs of \['fc'\]"),
+        (lambda: size_in_bytes(FC, {"fc": 2}), ValueError, ">= 0 and <= 1, got 2"),
+        (lambda: size_in_bytes(FC, [0.5]), TypeError, "sparsities must be a dict"),
+        (lambda: inference_ratio({}, {}), ValueError, "compute nothing, so no ratio"),
+        (lambda: training_ratio(FC, {}, delta=0), ValueError, "delta must be"),
+        (lambda: training_ratio(FC, {}, num_collected=101), ValueError, "<= 100, got"),
+    ],
+)
+def test_costs_that_mean_nothing_are_refused(cost, error, says):
+    with pytest.raises(error, match=says):
+        cost()
+
+
+@pytest.mark.parametrize(
+    "given", [{"begin": -1}, {"end": 0}, {"delta": 0}, {"num_steps": 0}]
+)
+def test_the_steps_of_gradual_pruning_are_checked(given):
+    [name] = given
+    with pytest.raises(ValueError, match=f"{name} must be an integer >= "):
+        gradual_training_ratio(FC, {"fc": 0.5}, **GRADUAL | given)
+
+
 def test_positions_are_watched():
     class Model(nn.Module):
         def __init__(self):

@@ -135,3 +135,7 @@ def test_a_model_that_fails_is_left_as_it_was():
 def test_samples_must_be_counted():
     with pytest.raises(ValueError, match="the first tensor of it counts samples"):
         costs_of(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="the first tensor of it counts samples"):
+        costs_of(nn.Linear(2, 2), torch.ones(0, 2))
+    with pytest.raises(TypeError, match="model must be a torch module, got a int"):
+        costs_of(3, torch.ones(1, 2))

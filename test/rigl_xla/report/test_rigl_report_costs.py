@@ -116,6 +116,10 @@ def test_operations_need_costs_and_these_must_fit():
         pruner.report(other)
     with pytest.raises(ValueError, match="another model"):
         TopologyLog(pruner, Writer(), costs=other)
+    with pytest.raises(TypeError, match="costs must be a dict of LayerCost by name"):
+        pruner.report([1.0])
+    with pytest.raises(ValueError, match="num_steps must be an integer >= 1, got 0"):
+        pruner.report(num_steps=0)
 
 
 def test_weights_are_counted_with_costs_or_without():

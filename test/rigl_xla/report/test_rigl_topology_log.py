@@ -57,6 +57,21 @@ def test_a_log_without_a_writer_keeps_nothing():
     assert replica.num_fetches == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"writer": "runs"}, "must be a SummaryWriter or have its add_scalar, got 'r"),
+        ({"pruner": 3}, "pruner must be a RigLScheduler, got 3"),
+        ({"layers": "no"}, "layers must be True or False"),
+        ({"prefix": 3}, "prefix must be a string"),
+    ],
+)
+def test_what_cannot_be_logged_is_refused_at_once(options, says):
+    _, _, pruner = run()
+    with pytest.raises(TypeError, match=says):
+        TopologyLog(**{"pruner": pruner, "writer": None, **options})
+
+
 def built_for(replica: Replica) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Returns a model, with the same weights on every device, and its optimizer."""
     with LocalReplica("cpu").seeded(0):

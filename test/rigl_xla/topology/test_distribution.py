@@ -109,6 +109,13 @@ def test_a_function_can_distribute():
         ((SHAPES, 0.5, "erk", {"hed": 0.1}), ValueError, "'hed', which is not a layer"),
         ((SHAPES, 0.5, "erk", {"head": 1}), ValueError, "sparsity of 'head'"),
         ((SHAPES, 0.5, lambda f, s, d: dict.fromkeys(f, 2)), ValueError, "gives"),
+        ((SHAPES, 0.5, lambda f, s, d: {"stem": s}), ValueError, "for each of"),
+        ((SHAPES, 0.5, lambda f, s, d: None), ValueError, "gave None; it must return"),
+        ((SHAPES, 0.5, "erk", [0.1]), TypeError, "fixed must be a dict by name"),
+        ((SHAPES, 0.5, "erk", {}, "no"), TypeError, "dense_first must be True or"),
+        (([(4, 4)], 0.5), TypeError, "shapes must be a dict by name, got a list"),
+        (({"a": (4, 0)}, 0.5), ValueError, "the shape of 'a' must be an integer >= 1"),
+        (({"a": ()}, 0.5), TypeError, r"a tuple of integers, got \(\)"),
     ],
 )
 def test_errors_say_what_is_allowed(arguments, error, says):

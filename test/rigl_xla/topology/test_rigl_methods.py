@@ -21,7 +21,7 @@ from support.rigl_xla.sparse import (
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rigl_xla import METHODS, Layer
+from rigl_xla import METHODS, Layer, Method
 from rigl_xla.topology import masks
 from rigl_xla.topology.distribution import num_inactive
 from rigl_xla.topology.structure import row_pattern
@@ -353,6 +353,21 @@ def test_rows_are_joined_as_they_were_cut(structure, shape, groups):
     weight = torch.randn(shape)
     assert torch.equal(rows.join(rows.cut(weight)), weight)
     assert rows.num_active == int(rows.random_mask(0, "w").sum())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"drop": "magnitude"}, TypeError, "drop must be a function, got 'magnitude'"),
+        ({"grow": 3}, TypeError, "grow must be a function, got 3"),
+        ({"updates": "no"}, TypeError, "updates must be True or False, got 'no'"),
+        ({"gradual": True}, ValueError, "only drops connections, got grow=<function"),
+        ({"collects": "often"}, ValueError, "collects must be one of 'never'"),
+    ],
+)
+def test_a_method_that_means_nothing_is_refused(options, error, says):
+    with pytest.raises(error, match=says):
+        Method(**options)
 
 
 class LargestTensor(TorchDispatchMode):

@@ -18,7 +18,7 @@ from rigl_xla.update.collect import collects
 
 def test_updates_every_delta_steps_before_the_end():
     schedule = UpdateSchedule(T_end=12, delta=3)
-    assert [t for t in range(1, 30) if schedule.is_update(t)] == [3, 6, 9]
+    assert [t for t in range(-9, 30) if schedule.is_update(t)] == [3, 6, 9]
     assert schedule.last_update == 9
 
 

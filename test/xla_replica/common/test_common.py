@@ -21,8 +21,10 @@ from xla_replica import LocalReplica
 from xla_replica.common.arguments import (
     check_choice,
     check_flag,
+    check_function,
     check_integer,
     check_number,
+    check_type,
     is_integer,
     is_number,
 )
@@ -117,6 +119,21 @@ def test_numbers_are_returned_unchanged():
             lambda: check_choice("method", "c", ("a", None)),
             ValueError,
             "method must be one of 'a', None, got 'c'",
+        ),
+        (
+            lambda: check_choice("method", np.ones(2), ("a",)),
+            ValueError,
+            "method must be one of 'a', got array([1., 1.])",
+        ),
+        (
+            lambda: check_function("fn", "train"),
+            TypeError,
+            "fn must be a function, got 'train'",
+        ),
+        (
+            lambda: check_type("args", "ab", (tuple, list), "a tuple"),
+            TypeError,
+            "args must be a tuple, got a str",
         ),
     ],
 )
