@@ -107,14 +107,16 @@ def catch_signals(signals: Sequence[int | str] = ("SIGTERM", "SIGINT")) -> None:
 
     Raises:
         TypeError: ``signals`` is not a sequence.
-        ValueError: There is no such signal, or it cannot be caught.
+        ValueError: There is no such signal, it cannot be caught, or none is given.
         RuntimeError: Nothing listens for it, and this is not the main thread.
     """
-    if isinstance(signals, (str, int)):
+    if isinstance(signals, str) or not isinstance(signals, Iterable):
         raise TypeError(
             f"signals must be a sequence such as ({signals!r},), got {signals!r}"
         )
     numbers = frozenset(_number(name) for name in signals)
+    if not numbers:
+        raise ValueError("catch_signals needs at least one signal, got none")
     with _process.lock:
         unheard = numbers - _process.listened
         if unheard and threading.current_thread() is not threading.main_thread():

@@ -179,6 +179,17 @@ def test_a_thread_cannot_begin_to_listen():
     assert "nothing in this process listens for SIGINT, SIGTERM" in said
 
 
+@pytest.mark.parametrize("signals", ["SIGTERM", 15, None])
+def test_signals_are_a_sequence(signals):
+    with pytest.raises(TypeError, match="signals must be a sequence such as"):
+        xla_replica.catch_signals(signals)
+
+
+def test_no_signal_is_not_caught():
+    with pytest.raises(ValueError, match="needs at least one signal, got none"):
+        xla_replica.catch_signals([])
+
+
 def signals_itself(rank: int) -> list[object]:
     seen: list[object] = []
     xla_replica.catch_signals(["SIGTERM", signal.SIGINT])

@@ -15,7 +15,7 @@ import torch
 
 from xla_replica.backends.gradient_sum import GradientSum
 from xla_replica.backends.overlapped_sum import OverlappedSum
-from xla_replica.backends.replica import Replica, default_device, in_use
+from xla_replica.backends.replica import Replica, default_device, in_use, listed
 from xla_replica.backends.sharded_sum import (
     ShardedParameters,
     ShardedSum,
@@ -119,7 +119,7 @@ class DistributedReplica(Replica):
 
     def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
-            for bucket in buckets(tensors, BUCKET_BYTES):
+            for bucket in buckets(listed("all_reduce_", tensors), BUCKET_BYTES):
                 flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
                 with self._named("all_reduce_", bucket):
                     torch.distributed.all_reduce(flat)
@@ -193,7 +193,7 @@ class DistributedReplica(Replica):
     def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         self._check_source(source)
         with torch.no_grad():
-            for tensor in tensors:
+            for tensor in listed("broadcast_", tensors):
                 if is_sharded(tensor):
                     self._broadcast_part_(tensor, source)
                     continue

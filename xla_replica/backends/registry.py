@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from xla_replica.backends.replica import LocalReplica, Replica
+from xla_replica.common.arguments import check_function, check_type
 from xla_replica.errors import ReplicaError
 
 
@@ -78,6 +79,12 @@ def register_backend(
         has_any_number: Returns whether it can start any number of replicas, as on a
             CPU, and not only as many as there are devices.
     """
+    check_type("device", device, str, "a name as `launch` takes it")
+    parts = {"find": find, "replica": replica, "preference": preference}
+    parts |= {"has_any_number": has_any_number}
+    parts |= {} if launch is None else {"launch": launch}
+    for name, part in parts.items():
+        check_function(f"register_backend: {name}", part)
     DEVICES.pop(device, None)
     DEVICES[device] = Backend(find, replica, launch, preference, has_any_number)
 

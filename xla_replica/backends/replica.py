@@ -25,7 +25,7 @@ from xla_replica.common.trees import map_tensors, tensors_in
 from xla_replica.device.device_traits import traits
 from xla_replica.device.gradients import accumulation_hook
 from xla_replica.device.loader import DeviceLoader, StreamCopies
-from xla_replica.device.seeding import seeded
+from xla_replica.device.seeding import check_seed, seeded
 from xla_replica.errors import ReplicaError
 
 # What `Replica.all_gather_object` sends at first; longer values take a second round.
@@ -93,7 +93,7 @@ class Replica(abc.ABC):
         the next `sync`.
         """
         with torch.no_grad():
-            for tensor in tensors:
+            for tensor in listed("all_reduce_", tensors):
                 tensor.copy_(self.all_gather(tensor).sum(0))
 
     def gradient_sum(
@@ -215,7 +215,7 @@ class Replica(abc.ABC):
         """Replaces each tensor by that of replica ``source``, in place."""
         self._check_source(source)
         with torch.no_grad():
-            for tensor in tensors:
+            for tensor in listed("broadcast_", tensors):
                 tensor.copy_(self.all_gather(tensor)[source])
 
     def _check_parts(self, tensor: torch.Tensor) -> None:
@@ -260,7 +260,7 @@ class Replica(abc.ABC):
         `fetch_later` and those that call this one: `to_host`, `all_gather_object`,
         `check_agreement`.
         """
-        return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+        return [t.detach().to("cpu", copy=True) for t in listed("fetch", tensors)]
 
     def fetch_later(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
         """Begins to copy a tensor to the host; returns a function that asks for it.
@@ -359,6 +359,7 @@ class Replica(abc.ABC):
         An exception in the dataset is raised in the training loop, at its place. On a
         CPU, where nothing has to be moved, ``batches`` itself is returned.
         """
+        check_integer("prefetch", prefetch, least=1)
         if self.is_host:
             return batches
         if self.has_streams:
@@ -368,7 +369,7 @@ class Replica(abc.ABC):
 
     def seed(self, seed: int) -> None:
         """Seeds what the device draws, such as dropout, by ``seed`` and the rank."""
-        torch.manual_seed(seed + self.rank)
+        torch.manual_seed(check_seed(seed) + self.rank)
 
     def rng_state(self) -> torch.Tensor:
         """Returns the state of the random numbers that this replica's device draws.
@@ -422,17 +423,31 @@ class LocalReplica(Replica):
         super().__init__(0, 1, chosen, reason)
 
     def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
-        del tensors  # one replica's sum is its own tensor
+        listed("all_reduce_", tensors)  # one replica's sum is its own tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().clone().unsqueeze(0)
 
     def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
-        del tensors
+        listed("broadcast_", tensors)
         self._check_source(source)
 
     def barrier(self) -> None:
         self.wait()
+
+
+def listed(verb: str, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the tensors that a verb was given as a list; raises TypeError otherwise.
+
+    A single tensor is refused: to Python it is a sequence of its rows.
+    """
+    is_one = isinstance(tensors, torch.Tensor)
+    found = [tensors] if is_one or not isinstance(tensors, Iterable) else list(tensors)
+    if is_one or not all(isinstance(each, torch.Tensor) for each in found):
+        got = next((each for each in found if not isinstance(each, torch.Tensor)), None)
+        got = f"a tensor of shape {tuple(found[0].shape)}" if is_one else repr(got)
+        raise TypeError(f"{verb} takes a list of tensors, such as [tensor], got {got}")
+    return found
 
 
 def default_device() -> torch.device:

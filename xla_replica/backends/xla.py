@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from xla_replica.backends.replica import Replica
+from xla_replica.backends.replica import Replica, listed
 from xla_replica.common.trees import map_tensors
 from xla_replica.device.device_traits import traits
+from xla_replica.device.seeding import check_seed
 
 
 class XlaReplica(Replica):
@@ -31,6 +32,7 @@ class XlaReplica(Replica):
         )
 
     def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
+        tensors = listed("all_reduce_", tensors)
         if not tensors or self.num_replicas == 1:
             return
         narrow = [t for t in tensors if t.dtype == torch.bfloat16 and self._on_cpu]
@@ -61,6 +63,7 @@ class XlaReplica(Replica):
 
     def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         self._check_source(source)
+        tensors = listed("broadcast_", tensors)
         if not tensors or self.num_replicas == 1:
             return
         # Selected, not multiplied: a NaN on other replicas must not survive.
@@ -89,6 +92,7 @@ class XlaReplica(Replica):
         self._xm.wait_device_ops([str(self._xm._xla_real_device(self.device))])
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        tensors = listed("fetch", tensors)
         if not tensors:
             return []
         # Syncing first keeps the pending work in the one graph that every step runs.
@@ -113,7 +117,8 @@ class XlaReplica(Replica):
         return map_tensors(batch, move)
 
     def seed(self, seed: int) -> None:
-        self._torch_xla.manual_seed(seed + self.rank, device=self.device)
+        number = check_seed(seed) + self.rank
+        self._torch_xla.manual_seed(number, device=self.device)
 
     def rng_state(self) -> torch.Tensor:
         # Cut first: between cuts the state is that of the unfinished graph.

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from xla_replica.common.arguments import check_type
+
 
 class DeviceTraits(NamedTuple):
     """What code may ask about a device, in place of its name.
@@ -84,12 +86,19 @@ def traits(where: torch.device | torch.Tensor) -> DeviceTraits:
     A kind without a row is taken for an eager accelerator, such as a GPU.
     """
     device = where.device if isinstance(where, torch.Tensor) else where
-    return _TRAITS.get(device.type, DeviceTraits())
+    kind = getattr(device, "type", None)
+    if not isinstance(kind, str):
+        raise TypeError(
+            f"traits are those of a torch.device or a tensor, got {where!r}; for a "
+            "name give torch.device(name)"
+        )
+    return _TRAITS.get(kind, DeviceTraits())
 
 
 def register_device(kind: str, traits: DeviceTraits) -> None:
     """Adds or replaces the traits of a kind of device, a ``torch.device.type``."""
-    _TRAITS[kind] = traits
+    check_type("kind", kind, str, "a torch.device.type such as 'cuda'")
+    _TRAITS[kind] = check_type("traits", traits, DeviceTraits, "DeviceTraits")
 
 
 def full_matmul_precision(device: torch.device) -> AbstractContextManager[None]:

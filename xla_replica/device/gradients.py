@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
+from xla_replica.common.arguments import check_function
 from xla_replica.device.device_traits import traits
 
 
@@ -24,7 +25,7 @@ class AccumulationHook:
     """
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-        self._function = function
+        self._function = check_function("function", function)
         self._paused = False
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -71,7 +72,7 @@ class AccumulationNote:
     """
 
     def __init__(self, function: Callable[[torch.Tensor], None]) -> None:
-        self._function = function
+        self._function = check_function("function", function)
 
     def __call__(self, parameter: torch.Tensor) -> None:
         self._function(parameter)
@@ -117,6 +118,7 @@ def accumulation_hook(
         parameter: A tensor that requires a gradient.
         hook: From the gradient to None, or to the one that is accumulated.
     """
+    check_function("hook", hook)
 
     def before(gradients: Sequence[torch.Tensor | None]) -> Any:
         changed = None if gradients[0] is None else hook(gradients[0])

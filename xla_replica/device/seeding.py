@@ -90,6 +90,11 @@ def in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def check_seed(seed: int) -> int:
+    """Returns ``seed`` as an int; raises unless torch's generators take it."""
+    return check_integer("seed", seed, -(2**63), 2**64 - 1)
+
+
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Makes what torch draws on the CPU inside the block depend on ``seed`` alone.
@@ -102,9 +107,9 @@ def seeded(seed: int) -> Iterator[None]:
         seed: An integer of 64 bits; torch's CPU generator uses the lower 32.
 
     Raises:
-        TypeError: ``seed`` is not an integer.
+        TypeError, ValueError: ``seed`` is not an integer of 64 bits.
     """
-    number = check_integer("seed", seed)
+    number = check_seed(seed)
     with own_draws(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(number)
         yield

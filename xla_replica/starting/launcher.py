@@ -9,9 +9,17 @@ from typing import Any
 
 from xla_replica.backends.distributed import process_group
 from xla_replica.backends.registry import DEVICES, Job
-from xla_replica.common.arguments import check_choice, check_integer, check_number
+from xla_replica.common.arguments import (
+    check_choice,
+    check_function,
+    check_integer,
+    check_number,
+    check_type,
+)
 
 logger = logging.getLogger(__name__)
+
+_LONGEST = 2_000_000.0  # seconds; more milliseconds do not fit into gloo's 32 bits
 
 
 def launch(
@@ -47,12 +55,12 @@ def launch(
 
     Args:
         fn: A function defined at the top level of a module.
-        args: Arguments after the rank; picklable, as is the result.
+        args: A tuple of the arguments after the rank; picklable, as is the result.
         num_replicas: Default: every device there is, one on a CPU.
         device: One of the table.
         timeout: Seconds that a replica may be late, at a collective or after the last
             of its peers has returned, before the run is ended with an error. On
-            emulated replicas an exception ends it at once.
+            emulated replicas an exception ends it at once. At most 2,000,000, 23 days.
 
     Raises:
         Stopped: At least one replica raised it; raised when all have ended.
@@ -63,14 +71,16 @@ def launch(
             on a TPU in its own way. Or the process group that the script has joined
             cannot sum tensors where this process computes.
         ValueError: ``num_replicas`` or ``device`` does not exist here.
-        TypeError: ``num_replicas`` is not an integer, ``timeout`` is not a number, or
-            ``fn`` or ``args`` cannot be sent to another process.
+        TypeError: ``fn`` is not a function, ``args`` not a tuple, ``num_replicas`` not
+            an integer or ``timeout`` not a number, or ``fn`` or ``args`` cannot be sent
+            to another process.
     """
-    startable = [name for name, backend in DEVICES.items() if backend.launch]
-    check_choice("device", device, [*startable, None])
+    check_function("fn", fn)
+    check_type("args", args, (tuple, list), "a tuple of the arguments after the rank")
+    _check_device(device)
     if num_replicas is not None:
         num_replicas = check_integer("num_replicas", num_replicas, least=1)
-    check_number("timeout", timeout, above=0)
+    check_number("timeout", timeout, most=_LONGEST, above=0)
     job = Job(fn, args, num_replicas, timeout, _is_one_of_several_processes())
     device = device or _preferred(job)
     if not job.is_started:
@@ -84,11 +94,21 @@ def default_num_replicas(device: str | None = None, on_cpu: int = 1) -> int | No
     Returns:
         None, which means all there are, under torchrun, on a TPU and on GPUs; on a CPU,
         where any number can be had, ``on_cpu``.
+
+    Raises:
+        ValueError, TypeError: There is no such device, or ``on_cpu`` is not at least 1.
     """
+    _check_device(device)
+    check_integer("on_cpu", on_cpu, least=1)
     job = Job(lambda rank: None, (), on_cpu, 1.0, _is_one_of_several_processes())
     if job.is_started or not DEVICES[device or _preferred(job)].has_any_number():
         return None
     return on_cpu
+
+
+def _check_device(device: Any) -> None:
+    startable = [name for name, backend in DEVICES.items() if backend.launch]
+    check_choice("device", device, [*startable, None])
 
 
 def _preferred(job: Job) -> str:

@@ -111,6 +111,36 @@ def test_a_backend_without_launch_is_found_but_cannot_be_launched(threads):
         xla_replica.launch(every_collective, device="found")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((3, str, str), "device must be a name as `launch` takes it, got a int"),
+        (("a", "b", str), "register_backend: find must be a function, got 'b'"),
+        (("a", str, None), "register_backend: replica must be a function, got None"),
+        (("a", str, str, 3), "register_backend: launch must be a function, got 3"),
+    ],
+)
+def test_a_backend_that_cannot_work_is_not_registered(arguments, says):
+    before = dict(xla_replica.DEVICES)
+    with pytest.raises(TypeError, match=says):
+        xla_replica.register_backend(*arguments)
+    assert before == xla_replica.DEVICES
+
+
+def test_what_is_no_device_has_no_traits():
+    with pytest.raises(TypeError, match=r"got 'cpu'; for a name give torch\.device"):
+        xla_replica.traits("cpu")
+    with pytest.raises(TypeError, match="traits must be DeviceTraits, got a NoneType"):
+        xla_replica.register_device("meta", None)
+    with pytest.raises(TypeError, match=r"kind must be a torch\.device\.type such as"):
+        xla_replica.register_device(torch.device("meta"), xla_replica.DeviceTraits())
+    with (
+        pytest.raises(TypeError, match="replica must be a Replica, as `current`"),
+        xla_replica.count("cpu"),
+    ):
+        pass
+
+
 def test_a_kind_of_device_has_the_traits_that_were_registered(monkeypatch):
     monkeypatch.setattr("xla_replica.device.device_traits._TRAITS", {})
     meta = torch.ones(1, device="meta")

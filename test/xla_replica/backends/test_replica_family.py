@@ -423,18 +423,67 @@ def test_processes_of_another_launcher_do_not_each_train_alone(name, monkeypatch
         ({"num_replicas": True}, "num_replicas must be an integer >= 1, got True"),
         ({"num_replicas": 2.0}, "num_replicas must be an integer >= 1, got 2.0"),
         ({"device": "gpu"}, "device must be one of .*'cpu', .*got 'gpu'"),
-        ({"timeout": 0}, "timeout must be a finite number > 0, got 0"),
+        ({"timeout": 0}, "timeout must be a finite number > 0 and <= 2000000.0, got"),
+        ({"timeout": 1e9}, "timeout must be a finite number > 0 and <= 2000000.0, got"),
+        ({"fn": 3}, "fn must be a function, got 3"),
+        ({"args": "ab"}, "args must be a tuple of the arguments .*, got a str"),
     ],
 )
 def test_launch_rejects(arguments, error):
     with pytest.raises((TypeError, ValueError), match=error):
-        xla_replica.launch(every_verb, **arguments)
+        xla_replica.launch(**{"fn": every_verb, **arguments})
+
+
+def test_a_default_number_is_one_that_launch_takes():
+    with pytest.raises(ValueError, match=r"device must be one of .*, got 'gpu'"):
+        xla_replica.default_num_replicas("gpu")
+    with pytest.raises(ValueError, match="on_cpu must be an integer >= 1, got 0"):
+        xla_replica.default_num_replicas("cpu", 0)
+
+
+def what_is_refused(rank: int) -> list[str]:
+    """Returns what verbs say of arguments that are no lists of tensors."""
+    replica = xla_replica.current()
+    said = []
+    for verb in (replica.all_reduce_, replica.broadcast_, replica.fetch):
+        for tensors in (replica.scalar(1.0), None, [replica.scalar(1.0), 3]):
+            with pytest.raises(TypeError) as caught:
+                verb(tensors)
+            said.append(str(caught.value))
+    with pytest.raises(TypeError, match=r"seed must be an integer .* got 1\.5"):
+        replica.seed(1.5)
+    with pytest.raises(ValueError, match="seed must be an integer"):
+        replica.seed(2**64)
+    with pytest.raises(ValueError, match="prefetch must be an integer >= 1, got 0"):
+        replica.loader([], 0)
+    summed = [replica.scalar(1.0)]
+    replica.all_reduce_(tensor for tensor in summed)
+    assert replica.fetch(iter(summed))[0].item() == replica.num_replicas
+    return said
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_verbs_refuse_what_is_no_list_of_tensors(backend):
+    one, none, mixed = "a tensor of shape (1,)", "None", "3"
+    expected = [
+        f"{verb} takes a list of tensors, such as [tensor], got {got}"
+        for verb in ("all_reduce_", "broadcast_", "fetch")
+        for got in (one, none, mixed)
+    ]
+    assert backend.run(what_is_refused) == [expected] * backend.num_replicas
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_launch_rejects_gpus_that_are_not_there():
     with pytest.raises(ValueError, match="'cuda', but the accelerator torch finds is"):
         xla_replica.launch(every_verb, device="cuda")
+
+
+def test_a_lone_replica_refuses_what_several_would():
+    replica = LocalReplica("cpu")
+    for verb in (replica.all_reduce_, replica.broadcast_, replica.fetch):
+        with pytest.raises(TypeError, match=f"{verb.__name__} takes a list of tensors"):
+            verb(torch.ones(2))
 
 
 def test_broadcast_rejects_a_source_that_is_not_a_replica():
