@@ -297,10 +297,9 @@ class GraBSampler(Sampler[int]):
                 optimizer that counts tokens; then losses are sums over tokens.
             indices: As for `step`.
             from_samples: With ``fidelity="exact"``, ``.grad`` gets the mean of the
-                gradients that are formed to be balanced. The pass does not form it once
-                more, which takes up to a third less time. All parameters that are
-                trained must be the sampler's. Otherwise nothing is formed, and this
-                changes nothing.
+                gradients that are formed to be balanced, and the pass does not form it
+                once more. All parameters that are trained must be the sampler's. With
+                other fidelities nothing is formed, and this changes nothing.
 
         Raises:
             RuntimeError: Nothing was recorded.

@@ -16,12 +16,13 @@ from per_sample_grad import Capture, Factors, Projection
 from xla_replica.common.arguments import check_choice
 
 # Forming gradients takes less time where a layer is applied to many positions of a
-# sample, and less memory where the factors of these are not much smaller. A layer that
-# is applied once to a sample is far above this.
-LEAST_COMPRESSION = 2
+# sample, as convolutions are, whose factors are not that much smaller. A layer that is
+# applied once to a sample is above this, unless it has few outputs.
+LEAST_COMPRESSION = 8
 # How many numbers of formed gradients, for each vector of the balance, take as long to
-# form and balance as products of their factors do; measured on a CPU.
-LEAST_SPARED = 2**18
+# form and balance as products of their factors do; measured on a CPU. Without products
+# of rows with one another it is a quarter of that.
+LEAST_SPARED = 2**20
 
 
 class Recording:
@@ -122,6 +123,8 @@ class Recording:
         total = sum(p.numel() for p in self.balanced.values())
         if taker is not None:
             least = LEAST_SPARED * taker.num_vectors
+            if not taker.needs_gram:
+                least //= 4
             if 2 * spared <= total or len(losses) * spared < least:
                 while kept:
                     found |= kept.pop().materialize()

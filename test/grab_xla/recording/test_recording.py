@@ -227,7 +227,7 @@ def test_what_factors_do_not_tell_is_formed(balance, options, factored):
     assert_same_training(recorded, trained("mlp", balance, "formed", **options))
 
 
-@pytest.mark.parametrize(("width", "is_formed"), [(40, True), (1000, False)])
+@pytest.mark.parametrize(("width", "is_formed"), [(160, True), (4000, False)])
 def test_wide_layers_that_are_applied_once_are_not_formed(
     width, is_formed, monkeypatch
 ):
