@@ -53,8 +53,11 @@ def joined(module: nn.Module, output: Any) -> tuple[torch.Tensor, Any] | None:
     cut = one.split([part.shape[1:].numel() for part in parts], 1)
     cut = [each.unflatten(1, part.shape[1:]) for each, part in zip(cut, parts)]
     sequence, last = cut[0], [state.transpose(0, 1) for state in cut[1:]]
+    given = list(states) if several else [states]
+    last = [_laid_out_as(state, part) for state, part in zip(given, last)]
     if packed is None:
         sequence = sequence if module.batch_first else sequence.transpose(0, 1)
+        sequence = _laid_out_as(output[0], sequence)
     else:
         order = packed.sorted_indices
         if order is not None:
@@ -62,6 +65,16 @@ def joined(module: nn.Module, output: Any) -> tuple[torch.Tensor, Any] | None:
         data = pack_padded_sequence(sequence, lengths, batch_first=True).data
         sequence = PackedSequence(data, *packed[1:])
     return one, (sequence, tuple(last) if several else last[0])
+
+
+def _laid_out_as(output: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Returns a part with the strides of the output that it stands for.
+
+    Products of other strides are rounded in another way, and ``.grad`` with them.
+    """
+    if output.device.type == "xla" or output.stride() == part.stride():
+        return part
+    return torch.empty_like(output).copy_(part)
 
 
 @dataclasses.dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -143,3 +144,43 @@ def test_what_is_refused(options, shape, reason):
         recorded.backward(
             found.flatten(1).sum(1) if len(shape) == 2 else found.sum((0, 2))
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("of", ["last step", "last states"])
+@pytest.mark.parametrize(
+    ("kind", "options"), ROWS, ids=[f"{k}-{name}" for k, (name, _) in ROWS]
+)
+def test_grad_is_that_of_an_ordinary_pass_to_the_bit(kind, options, of, dtype):
+    def use(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        found, states = m.inner(x if m.inner.batch_first else x.transpose(0, 1))
+        if of == "last step":  # a Linear takes what the layer returns, as it lies
+            return m.after(found[:, -1] if m.inner.batch_first else found[-1])
+        states = states if isinstance(states, tuple) else (states,)
+        return torch.stack([m.after(state[0]) for state in states]).sum(0)
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        inner = KINDS[kind](3, 5, **options[1])
+        width = inner.proj_size or 5
+        if of == "last step":
+            width *= 1 + inner.bidirectional
+        elif inner.proj_size:
+            pytest.skip("its two last states have different widths")
+        made = Apply(use, inner=inner, after=nn.Linear(width, 6)).to(dtype)
+        x, y = torch.randn(8, 7, 3, dtype=dtype), torch.randint(0, 6, (8,))
+    found = []
+    for is_captured in (False, True):
+        made.zero_grad()  # which lets go of the tensors
+        with psg.capture(made) if is_captured else contextlib.nullcontext() as recorded:
+            losses = nn.functional.cross_entropy(made(x), y, reduction="none")
+        if is_captured:
+            recorded.backward(losses, accumulate="mean")
+        else:
+            losses.mean().backward()
+        found.append({n: p.grad for n, p in made.named_parameters()})
+    for name, expected in found[0].items():
+        if expected is None:  # of states that the losses do not use
+            assert found[1][name] is None, name
+        else:
+            assert torch.equal(found[1][name], expected), name
