@@ -148,7 +148,7 @@ class GradientIndex:
                 block = block / _norms(block)
             with np.errstate(over="ignore", invalid="ignore"):  # found below
                 products = asked @ block.T
-            if np.isnan(products).any():
+            if not np.isfinite(products).all():
                 raise ValueError(
                     f"search: products with samples {start} to {start + len(block) - 1}"
                     ' are beyond float32; use by="cosine", or smaller queries'
@@ -170,7 +170,11 @@ class GradientIndex:
         return found @ found.T
 
     def preconditioner(
-        self, *, damping: float = 0.1, by_parameter: bool = True
+        self,
+        *,
+        damping: float = 0.1,
+        by_parameter: bool = True,
+        skip_nan: bool = False,
     ) -> Preconditioner:
         """Returns the inverse of the damped Gauss-Newton matrix of the projections.
 
@@ -184,24 +188,30 @@ class GradientIndex:
             by_parameter: Whether products of different parameters count as zero: then
                 the matrices are as small as the parameters' shares of ``size``, and
                 otherwise one of ``8 size²`` bytes.
+            skip_nan: Whether to leave out samples whose projection is not finite.
 
         Raises:
-            ValueError: A projection is not finite.
+            ValueError: A projection is not finite, or none is.
         """
         check_number("preconditioner: damping", damping, above=0)
         check_flag("preconditioner: by_parameter", by_parameter)
+        check_flag("preconditioner: skip_nan", skip_nan)
         blocks = [*self.columns.values()] if by_parameter else [slice(0, self.size)]
         sides = [block.stop - block.start for block in blocks]
         totals = [torch.zeros(n, n, dtype=torch.float64) for n in sides]
-        for start, rows in self._blocks():
-            self._finite(start, rows, False)
+        count = 0
+        for start, block in self._blocks():
+            _, rows = self._finite(start, block, skip_nan)
+            count += len(rows)
             for total, columns in zip(totals, blocks):
                 part = torch.from_numpy(rows[:, columns])
                 total += part.T @ part
+        if not count:
+            raise ValueError(
+                f"preconditioner: none of the {len(self)} projections is finite"
+            )
         return Preconditioner(
-            self.size,
-            blocks,
-            [_inverse(total / len(self), damping) for total in totals],
+            self.size, blocks, [_inverse(total / count, damping) for total in totals]
         )
 
     def self_influence(
@@ -281,11 +291,9 @@ class GradientIndex:
         if finite.all():
             return rows, block
         if not skip:
-            wrong = rows[~finite]
             raise ValueError(
-                f"the projections of samples {listed(wrong)} are not finite: the "
-                "model's output, its loss or their gradient is not. Repair that, or "
-                "leave these samples out, as search(..., skip_nan=True) does"
+                f"{not_finite(rows[~finite])}. Repair that, or leave these samples out "
+                "with skip_nan=True"
             )
         return rows[finite], block[finite]
 
@@ -334,6 +342,14 @@ class Preconditioner:
         for columns, inverse in zip(self._columns, self._inverses):
             found[:, columns] = given[:, columns].to(inverse.dtype) @ inverse
         return found
+
+
+def not_finite(samples: np.ndarray) -> str:
+    """Returns what is said of samples whose projections are not finite."""
+    return (
+        f"the projections of samples {listed(samples)} are not finite: the model's "
+        "output, its loss or their gradient is not"
+    )
 
 
 def _rows(what: str, rows: object, count: str, size: int) -> np.ndarray:

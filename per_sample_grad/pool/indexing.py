@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -15,11 +16,16 @@ from per_sample_grad.factors import projection as projections
 from per_sample_grad.factors.projection import Projection
 from per_sample_grad.pool import scores as kinds
 from per_sample_grad.pool.blocks import BlockSource, Split, split_batch
-from per_sample_grad.pool.gradient_index import KEPT, GradientIndex, checked_index
+from per_sample_grad.pool.gradient_index import (
+    KEPT,
+    GradientIndex,
+    checked_index,
+    not_finite,
+)
 from per_sample_grad.pool.parts import INDEXED
 from per_sample_grad.pool.running import BLOCK_SIZE, Keeping, PoolRun, check_options
 from per_sample_grad.pool.scores import Passes, Scorer
-from xla_replica.common.arguments import check_choice, check_integer
+from xla_replica.common.arguments import check_choice, check_flag, check_integer
 
 PART_SIZE = 1024
 LABELS = ("given", "pseudo")
@@ -44,6 +50,7 @@ def index_pool(
     folder: str | os.PathLike[str] | None = None,
     part_size: int = PART_SIZE,
     tag: str | None = None,
+    keep_nan: bool = False,
     progress: bool = True,
     **options: Any,
 ) -> GradientIndex:
@@ -65,11 +72,13 @@ def index_pool(
             model. None keeps them in memory, on every replica, for queries and small
             pools.
         part_size: How many samples are kept together, rounded up to whole blocks.
+        keep_nan: Whether projections that are not finite are kept, to be left out later
+            by ``skip_nan=True``; else they are an error, before their part is kept.
         **options: Options for `capture`, such as ``params``.
 
     Raises:
-        ValueError: An option or a label is not allowed, the pool is empty, or
-            ``folder`` holds something else.
+        ValueError: An option or a label is not allowed, the pool is empty, a projection
+            is not finite, or ``folder`` holds something else.
         TypeError: As for `score_pool`, or there are several models.
         OSError: A part cannot be written; those before it are kept. Or replicas do not
             see the same folder.
@@ -84,6 +93,7 @@ def index_pool(
         )
     check_choice("labels", labels, LABELS)
     check_integer("seed", seed)
+    check_flag("keep_nan", keep_nan)
     projection = Projection(selected(model, options.get("params")), size, seed=seed)
     run = PoolRun(
         contents=INDEXED,
@@ -95,6 +105,7 @@ def index_pool(
         passes=Passes(loss, forward, autocast, options),
         keeping=Keeping(folder, part_size, tag),
         progress=progress,
+        check=None if keep_nan else _check_finite,
     )
     if not len(run.source):
         raise ValueError("index_pool: the pool has no samples")
@@ -111,6 +122,17 @@ def index_pool(
         return checked_index(run.filled(description), verify=False)
     rows = run.collected(description)
     return GradientIndex(description, len(rows), lambda number: rows, len(rows))
+
+
+def _check_finite(first: int, rows: np.ndarray) -> None:
+    """Raises ValueError, with the samples, if projections are not finite."""
+    finite = np.isfinite(rows)
+    if not finite.all():
+        wrong = first + np.flatnonzero(~finite.all(axis=1))
+        raise ValueError(
+            f"{not_finite(wrong)}. Repair that, or keep them with keep_nan=True, which "
+            "search(..., skip_nan=True) leaves out"
+        )
 
 
 def _values(projection: Projection) -> kinds.Values:

@@ -67,6 +67,8 @@ class PoolRun:
         passes: What a scorer does.
         keeping: Where the numbers are kept.
         progress: Whether one replica shows a progress bar.
+        check: Is given the first index and the numbers, on the host, of samples that
+            were computed, before they are kept.
     """
 
     contents: Contents
@@ -78,6 +80,7 @@ class PoolRun:
     passes: Passes
     keeping: Keeping
     progress: bool
+    check: Callable[[int, np.ndarray], None] | None = None
 
     def __post_init__(self) -> None:
         check_flag("progress", self.progress)
@@ -359,6 +362,8 @@ class _Share:
                 # A lazy device has one transfer for a list of tensors, others for one.
                 fetched = replica.fetch(found if replica.is_lazy else [there[:count]])
                 rows[:count] = torch.cat(fetched)[:count]
+            if self.run.check is not None:
+                self.run.check(first, room[:count])
             yield room[:count]
 
     @functools.cached_property

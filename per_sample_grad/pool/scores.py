@@ -344,8 +344,8 @@ def given(values: Values, scorer: Scorer, inputs: Any, targets: Any) -> torch.Te
     if targets is None:
         raise ValueError(
             'labels="given", but the pool\'s batches have no targets; give pairs '
-            '(inputs, targets), a dict with "labels", split=, or labels="pseudo" or '
-            '"expected"'
+            '(inputs, targets), a dict with "labels", split=, or labels="pseudo" (or, '
+            'to score it, "expected")'
         )
     return values(scorer, inputs, targets)
 

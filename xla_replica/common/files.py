@@ -85,13 +85,15 @@ def write_whole(unfinished: Path, write: Callable[[BinaryIO], Path]) -> Path:
     """Writes a file that gets its name once it is complete and on the disk.
 
     Until then it is called ``unfinished``, as `UnfinishedFile` says; if writing fails,
-    nothing is left. ``write`` returns the final name, which may depend on the content,
-    and so does this.
+    nothing is left, and an OSError that names no file names this one. ``write`` returns
+    the final name, which may depend on the content, and so does this.
     """
     under_way = UnfinishedFile(unfinished)
     try:
         return under_way.finish(write(under_way.file))
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(unfinished)  # as of a disk that is full
         under_way.discard()
         raise
 

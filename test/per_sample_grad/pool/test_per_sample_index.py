@@ -225,6 +225,7 @@ def test_what_cannot_be_searched_for_is_an_error():
         (drawn(6), ValueError, r"shape \(Q, 6\), got \(6,\)"),
         (drawn(2, 6) * np.nan, ValueError, "queries 0, 1 are not finite"),
         (np.full((1, 6), 3e38, np.float32), ValueError, "are beyond float32"),
+        (np.sign(rows[:1]) * 3e38, ValueError, "are beyond float32"),  # infinite
     ]:
         with pytest.raises(error, match=told):
             index.search(queries)
@@ -256,6 +257,32 @@ def test_projections_that_are_not_finite_are_an_error_that_names_them():
     assert set(found.indices[0]) == set(range(20)) - {2, 11}
     with pytest.raises(ValueError, match="only 18 samples have finite projections"):
         index.search(rows[:1], top=19, skip_nan=True)
+    others = index_of(np.delete(rows, [2, 11], 0), 8, ((2, 3),)).preconditioner()
+    found = index.preconditioner(skip_nan=True)(rows[:1])
+    np.testing.assert_allclose(found, others(rows[:1]), rtol=1e-5)
+    index = index_of(rows * np.nan, 8, ((2, 3),))
+    with pytest.raises(ValueError, match="none of the 20 projections is finite"):
+        index.preconditioner(skip_nan=True)
+
+
+class Broken(Vectors):
+    """Some of its samples have inputs that are not finite."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        x, y = super().__getitem__(index)
+        return x * {18: torch.nan, 40: torch.inf}.get(index, 1.0), y
+
+
+def test_projections_that_are_not_finite_are_found_before_they_are_kept(tmp_path):
+    options = {**OPTIONS, "folder": tmp_path}
+    with pytest.raises(ValueError, match=r"samples 18 are not finite.*keep_nan=True"):
+        psg.index_pool(dense_model(), Broken(COUNT), **options)
+    kept = psg.index_pool(dense_model(), Broken(COUNT), keep_nan=True, **options)
+    assert np.flatnonzero(np.isnan(kept[:]).any(axis=1)).tolist() == [18, 40]
+    whole = psg.index_pool(dense_model(), Vectors(COUNT), **OPTIONS)
+    others = np.delete(np.arange(COUNT), [18, 40])
+    assert_same_bits(kept[others], whole[others])
+    assert kept.search(whole[[3]], top=39, skip_nan=True).indices.shape == (1, 39)
 
 
 def test_an_index_is_exported(tmp_path):

@@ -251,9 +251,9 @@ def test_a_file_that_cannot_be_written_leaves_the_earlier_one(tmp_path):
 
     def write(file) -> Path:
         file.write(b"half of")
-        raise OSError("the disk is full")
+        raise OSError(errno.ENOSPC, "the disk is full")  # as a write, without a name
 
-    with pytest.raises(OSError, match="the disk is full"):
+    with pytest.raises(OSError, match=r"the disk is full: '.*unfinished'"):
         write_whole(tmp_path / "unfinished", write)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
     assert path.read_bytes() == b"earlier"
