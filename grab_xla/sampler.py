@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
@@ -17,7 +18,7 @@ from grab_xla.balancers import ordering_named
 from grab_xla.epoch.columns import Columns, replica_for
 from grab_xla.epoch.epoch_metrics import EpochMetrics
 from grab_xla.epoch.online_balancer import OnlineBalancer
-from grab_xla.epoch.orders import Orders
+from grab_xla.epoch.orders import GraBWarning, Orders
 from grab_xla.epoch.progress import Progress
 from grab_xla.epoch.round_robin_sharding import RoundRobinSharding
 from grab_xla.epoch.sample_weights import SampleWeights, Weights, WeightsOf
@@ -208,6 +209,7 @@ class GraBSampler(Sampler[int]):
             uses_gradients, self._timer,
         )  # fmt: skip
         self._reduction: str | None = None  # that of the last `backward`
+        self._is_recorded = False  # without a `backward` or a `step` since
 
     def __len__(self) -> int:
         """Returns how many samples this replica runs in a pass over the order."""
@@ -215,6 +217,15 @@ class GraBSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """Begins the next epoch, or continues a restored one."""
+        if self._is_recorded and self._progress.balancer.num_seen == 0:
+            warnings.warn(
+                "forward passes were recorded, but backward() was never called, so the "
+                "order stays the same: call sampler.backward(losses) in place of "
+                "losses.mean().backward()",
+                GraBWarning,
+                stacklevel=2,
+            )
+        self._is_recorded = False
         return self._progress.iterate()
 
     def __call__(self, epoch: int) -> np.ndarray:
@@ -275,7 +286,9 @@ class GraBSampler(Sampler[int]):
         """
         if not self._progress.uses_gradients:
             return contextlib.nullcontext()
-        return self._recording.start(model, options)
+        started = self._recording.start(model, options)
+        self._is_recorded = True
+        return started
 
     def backward(
         self,
@@ -333,6 +346,7 @@ class GraBSampler(Sampler[int]):
         factors = takes_factors and self._balancer.takes_factored(losses.numel())
         taker = self._orders.ordering if factors else None
         rows = self._recording.backward(losses, reduction, taker, from_samples)
+        self._is_recorded = False
         self._reduction = reduction
         if isinstance(rows, Mapping):
             self.step(rows, indices=indices)
@@ -369,6 +383,7 @@ class GraBSampler(Sampler[int]):
         """
         grads = per_sample_grads
         num_rows = self._vectors.count(grads, batch)
+        self._is_recorded = False
         if self._progress.take(num_rows, indices):
             with self._timer("sorter_step"), torch.no_grad():
                 self._vectors.balance(grads, batch, num_rows, self._progress)

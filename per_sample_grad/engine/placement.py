@@ -11,7 +11,14 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import NamedTuple
 
 from torch import nn
@@ -22,8 +29,11 @@ from per_sample_grad.operations import wrong_operations
 
 Selection = Collection[str] | Callable[[str, nn.Parameter], bool] | None
 
-# What DDP and DataParallel put before the names of the model that they wrap.
-WRAPPED = "module."
+# What DDP and DataParallel, and torch.compile, put before the names of the model that
+# they wrap.
+WRAPPERS = ("module.", "_orig_mod.")
+# How many names a message has.
+FEW = 12
 # How many selections of a model's parameters are kept: those that were used last.
 MOST = 16
 
@@ -202,6 +212,19 @@ def _without_rule(model: nn.Module, names: Collection[int]) -> list[nn.Parameter
     return list(found.values())
 
 
+def _unwrapped(name: str) -> str:
+    """Returns a parameter's name in the innermost model."""
+    for prefix in WRAPPERS * 2:  # one wrapper may be in the other
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Returns names in words, of many the first ones."""
+    more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
+    return ", ".join(names[:FEW]) + more
+
+
 def selected(model: nn.Module, params: Selection) -> dict[str, nn.Parameter]:
     """Returns the parameters that were asked for, by their first name in the model."""
     every = dict(model.named_parameters(remove_duplicate=False))
@@ -220,13 +243,13 @@ def selected(model: nn.Module, params: Selection) -> dict[str, nn.Parameter]:
         trainable = {name for name, param in every.items() if param.requires_grad}
         wrong = sorted(set(params) - trainable)
         if wrong:
-            wrapped = {name.removeprefix(WRAPPED) for name in trainable}
-            named = {name.removeprefix(WRAPPED) for name in wrong}
-            remedy = ": of a wrapper, such as DDP, and of the model in it, "
-            remedy += "take the names and the model from one of the two"
+            wrapped = {_unwrapped(name) for name in trainable}
+            named = {_unwrapped(name) for name in wrong}
+            remedy = ": of a wrapper, such as DDP or torch.compile(model), and of the "
+            remedy += "model in it, take the names and the model from one of the two"
             raise ValueError(
-                f"params: {', '.join(wrong)} are not trainable parameters of the "
-                f"model; allowed are {', '.join(trained) or 'none'}"
+                f"params: {_listed(wrong)} are not trainable parameters of the "
+                f"model; allowed are {_listed([*trained]) or 'none'}"
                 f"{remedy if named <= wrapped else ''}"
             )
         asked = {id(every[name]) for name in params}

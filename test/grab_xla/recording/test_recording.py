@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import warnings
 from unittest import mock
 
 import numpy as np
@@ -15,6 +16,7 @@ from support.grab_xla.ordering import counted_orders
 from support.xla_replica.replicas import row
 from torch import nn
 
+import grab_xla
 import per_sample_grad as psg
 import variable_batch_size as vbs
 import xla_replica
@@ -433,3 +435,28 @@ def test_under_a_trace_replicas_order_as_one_does(backend, fidelity):
         if backend.device == "xla":
             # The epoch's signs are one transfer of each replica.
             assert counts[1:] == [(0, backend.num_replicas)] * (EPOCHS - 1)
+
+
+@pytest.mark.parametrize("fidelity", ["exact", "projected", "group"])
+def test_recorded_losses_that_are_never_balanced_are_told(fidelity):
+    model = mlp().double()
+    x, y = samples("mlp")
+    options = {"group_size": BATCH} if fidelity == "group" else {}
+    named = dict(model.named_parameters())
+    grab = GraBSampler(range(N), named, fidelity=fidelity, **options)
+    loader = torch.utils.data.DataLoader(range(N), BATCH, sampler=grab)
+
+    def epoch(backward) -> None:
+        for indices in loader:
+            with grab.record(model):
+                losses = losses_of(model, x[indices], y[indices])
+            backward(losses)
+
+    epoch(lambda losses: losses.mean().backward())
+    with pytest.warns(grab_xla.GraBWarning, match="call sampler.backward"):
+        epoch(grab.backward)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        epoch(grab.backward)
+        assert len([*loader]) == N // BATCH  # as in an evaluation
+        epoch(grab.backward)

@@ -97,6 +97,14 @@ def test_only_some_parameters():
     assert list(recorded.backward(losses).shapes) == ["0.bias", "1.bias"]
     with pytest.raises(ValueError, match=r"allowed are 0\.weight"):
         psg.capture(model, ["2.weight"])
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(ValueError, match=r"of a wrapper, such as .*torch\.compile"):
+        psg.capture(compiled, ["1.weight"])
+    with pytest.raises(ValueError, match="of a wrapper"):
+        psg.capture(model, [name for name, _ in compiled.named_parameters()])
+    model = nn.ModuleList(nn.Linear(1, 1) for _ in range(9))
+    with pytest.raises(ValueError, match=r"5\.bias and 6 more$"):
+        psg.capture(model, ["9.weight"])
 
 
 @pytest.mark.parametrize("option", ["fallback", "check", "method"])
