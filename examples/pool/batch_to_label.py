@@ -75,6 +75,8 @@ def measure(seed: int, options: argparse.Namespace) -> dict[str, list[float]]:
         right = (logits_of(models, pixels).argmax(2) == labels).float().mean(1)
         for (name, way), model, accuracy in zip(WAYS.items(), models, right):
             found[name].append(float(accuracy))
+            if round_ == options.rounds:
+                continue
             rest = sorted({*range(len(pool))} - {*labelled[name]})
             more = way(model, Subset(pool, rest), options.batch, 100 * seed + round_)
             labelled[name] += [rest[place] for place in more]
@@ -82,18 +84,19 @@ def measure(seed: int, options: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    options_parser = parser(__doc__, seeds=5)
-    for name, default, text in [
+    counts = [
         ("pool", 1000, "samples of the pool"),
         ("batch", 20, "samples that are labelled in each round"),
         ("rounds", 4, "rounds"),
-    ]:
-        options_parser.add_argument(f"--{name}", type=int, default=default, help=text)
+    ]
+    options_parser = parser(__doc__, 5, counts)
     options = options_parser.parse_args()
+    if options.batch * (options.rounds + 1) > options.pool:
+        options_parser.error("--batch, times --rounds and one more, exceeds --pool")
     found = [measure(seed, options) for seed in tqdm(range(options.seeds), unit="seed")]
     rows = {name: np.array([each[name] for each in found]) for name in found[0]}
-    counts = [options.batch * (n + 1) for n in range(options.rounds + 1)]
-    table("accuracy after", [f"{count} labels" for count in counts], rows)
+    sizes = [options.batch * (n + 1) for n in range(options.rounds + 1)]
+    table("accuracy after", [f"{size} labels" for size in sizes], rows)
 
 
 if __name__ == "__main__":

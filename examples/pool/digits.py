@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -27,6 +28,9 @@ def _digits() -> tuple[torch.Tensor, torch.Tensor]:
 def digits(seed: int, *counts: int) -> list[TensorDataset]:
     """Returns disjoint random sets of so many digits: pixels ``(n, 64)`` and labels."""
     pixels, labels = _digits()
+    if sum(counts) > len(labels):
+        asked = " + ".join(map(str, counts))
+        sys.exit(f"error: {asked} digits are needed, and there are {len(labels)}")
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     return [
         TensorDataset(pixels[i], labels[i])
@@ -109,15 +113,28 @@ def table(title: str, columns: Sequence[str], found: Mapping[str, np.ndarray]) -
         print(f"{name:<{width}}  " + "  ".join(f"{cell:>18}" for cell in cells))
 
 
+def count(text: str) -> int:
+    """Returns the integer of an option, of at least one; argparse tells of others."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    return int(text)
+
+
 class _Help(
     argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter
 ):
     """Shows a docstring as it is, and the default of every option."""
 
 
-def parser(description: str | None, seeds: int) -> argparse.ArgumentParser:
-    """Returns a parser whose help is the script's docstring, with --seeds."""
+def parser(
+    description: str | None, seeds: int, counts: Iterable[tuple[str, int, str]] = ()
+) -> argparse.ArgumentParser:
+    """Returns a parser whose help is the script's docstring, with --seeds.
+
+    ``counts`` are more options whose values are at least one: name, default and help.
+    """
     found = argparse.ArgumentParser(description=description, formatter_class=_Help)
-    text = "runs, each with its own samples and first weights"
-    found.add_argument("--seeds", type=int, default=seeds, help=text)
+    of_seeds = ("seeds", seeds, "runs, each with its own samples and first weights")
+    for name, default, text in (of_seeds, *counts):
+        found.add_argument(f"--{name}", type=count, default=default, help=text)
     return found

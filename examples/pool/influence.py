@@ -99,15 +99,16 @@ def measure(seed: int, options: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    options_parser = parser(__doc__, seeds=3)
-    for name, default, text in [
+    counts = [
         ("train", 400, "training samples"),
         ("queries", 20, "queries, from the rest"),
         ("halves", 60, "random halves to train on"),
         ("remove", 10, "samples that are left out for each query"),
-    ]:
-        options_parser.add_argument(f"--{name}", type=int, default=default, help=text)
+    ]
+    options_parser = parser(__doc__, 3, counts)
     options = options_parser.parse_args()
+    if options.remove >= options.train or options.halves < 2:
+        options_parser.error("--remove must be less than --train, --halves at least 2")
     found = [measure(seed, options) for seed in tqdm(range(options.seeds), unit="seed")]
     columns = ["datamodeling", f"{options.remove} removed: loss"]
     rows = {name: np.array([each[name] for each in found]) for name in found[0]}

@@ -29,7 +29,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 import per_sample_grad as psg
-from examples.pool.digits import CLASSES, digits, parser, table, trained
+from examples.pool.digits import CLASSES, count, digits, parser, table, trained
 
 
 def area_under_curve(values: np.ndarray, wrong: np.ndarray) -> float:
@@ -70,18 +70,20 @@ def measure(seed: int, options: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    options_parser = parser(__doc__, seeds=5)
-    options_parser.add_argument("--train", type=int, default=800, help="samples")
+    options_parser = parser(__doc__, 5, [("train", 800, "samples")])
     options_parser.add_argument(
         "--wrong", type=float, default=0.1, help="share of wrong labels"
     )
     text = "steps of training, a column for each number"
     options_parser.add_argument(
-        "--steps", type=int, nargs="+", default=[50, 200, 1000], help=text
+        "--steps", type=count, nargs="+", default=[50, 200, 1000], help=text
     )
     options = options_parser.parse_args()
-    if not 0 < options.wrong < 1:
-        options_parser.error(f"--wrong must be between 0 and 1, got {options.wrong}")
+    if not 0.5 < options.wrong * options.train < options.train - 0.5:
+        options_parser.error(
+            "--wrong must leave a wrong label and a right one: between 0 and 1, got "
+            f"{options.wrong}"
+        )
     found = [measure(seed, options) for seed in tqdm(range(options.seeds), unit="seed")]
     rows = {name: np.array([each[name] for each in found]) for name in found[0]}
     columns = [f"{steps} steps" for steps in options.steps]

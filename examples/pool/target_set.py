@@ -87,14 +87,15 @@ def measure(seed: int, options: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    options_parser = parser(__doc__, seeds=5)
-    for name, default, text in [
+    counts = [
         ("pool", 1000, "samples of the pool"),
         ("target", 20, "examples of the target task"),
         ("budget", 100, "samples to take"),
-    ]:
-        options_parser.add_argument(f"--{name}", type=int, default=default, help=text)
+    ]
+    options_parser = parser(__doc__, 5, counts)
     options = options_parser.parse_args()
+    if options.pool < max(20, options.budget):
+        options_parser.error("--pool must be at least 20, and at least --budget")
     found = [measure(seed, options) for seed in tqdm(range(options.seeds), unit="seed")]
     rows = {name: np.array([each[name] for each in found]) for name in found[0]}
     table("mean ± standard error over seeds", ["accuracy", "share turned"], rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,29 @@ def test_an_example_measures_every_way(script, capsys):
     path = Path(script.__file__)
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 120
     assert "known against it" in script.__doc__
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "told"),
+    [
+        (influence, "--seeds 0", "--seeds: '0' is not an integer of at least 1"),
+        (influence, "--train 40 --remove 40", "--remove must be less than --train"),
+        (influence, "--halves 1", "--halves at least 2"),
+        (mislabelled, "--train 10 --wrong 0.04", "--wrong must leave a wrong label"),
+        (mislabelled, "--steps 30 -1", "-1"),
+        (mislabelled, "--train 5000", "5000 digits are needed, and there are 1797"),
+        (target_set, "--pool 50", "--pool must be at least 20, and at least --budget"),
+        (batch_to_label, "--pool 60", "--batch, times --rounds and one more, exceeds"),
+    ],
+)
+def test_arguments_that_cannot_be_are_told(
+    script, arguments, told, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", [script.__name__, *arguments.split()])
+    with pytest.raises(SystemExit) as error:
+        script.main()
+    assert error.value.code != 0
+    assert told in f"{capsys.readouterr().err}{error.value.code}"
 
 
 def test_networks_that_are_trained_at_once_are_those_trained_alone():
