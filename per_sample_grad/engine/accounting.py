@@ -111,6 +111,19 @@ class _Details:
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, _Kept]]
 _KNOWN = weakref.WeakKeyDictionary()
+# Whether any structure needed functions or modules, by the names of the parameters.
+_RERUN: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, ...], bool]]
+_RERUN = weakref.WeakKeyDictionary()
+
+
+def may_run_functions(model: nn.Module, params: Mapping[str, nn.Parameter]) -> bool:
+    """Returns whether functions may have to run once more to account for parameters.
+
+    False: all structures that these captures have seen did without anything that runs
+    once more. Noting functions takes a large part of a small model's forward pass. A
+    structure that needs them all the same makes do with modules once.
+    """
+    return _RERUN.get(model, {}).get(tuple(params), True)
 
 
 def account(
@@ -161,10 +174,12 @@ class _Accountant:
     def account(self) -> Accounted:
         """Returns what was kept of this structure, or looks, and keeps it."""
         begun = None if self._recorder.unrecorded else self._begun()
-        known = None if begun is None else _KNOWN.get(self._model, {}).get(begun)
-        if known is not None:
-            order = self._repeated(known)
-            if order is not None:
+        every = _KNOWN.get(self._model, {})
+        # What needs nothing to run once more is the same whether anything may.
+        for may_rerun in (None, self._reruns):
+            known = None if begun is None else every.get((begun, may_rerun))
+            order = None if known is None else self._repeated(known)
+            if known is not None and order is not None:
                 modules = [self._recorded[n] for n in order if isinstance(n, int)]
                 recording.check_versions(modules)
                 calls = self._calls(order)
@@ -175,6 +190,10 @@ class _Accountant:
         recording.refuse_hidden(self._recorder.unrecorded, modules, reached)
         order, reasons = self._order(reached)
         bare = reached.without_graph({name: reached.outside[name] for name in reasons})
+        asked = self._asked_functions or self._asked_modules
+        before = _RERUN.setdefault(self._model, {})
+        names = tuple(self._params)
+        before[names] = before.get(names, False) or asked or bool(reasons)
         calls = self._calls(order)
         key = comparison.signature(self._losses, calls, self._params, bare)
         structure = graph.Structure(bare, key)
@@ -183,11 +202,11 @@ class _Accountant:
             details = self._details(order, numbers, bool(reached.outside))
             if details is None or details.is_complete:
                 kept = self._kept(order, numbers)
-                if details is None:
-                    regions = [each.region for each in calls]
-                    lowest = graph.lowest_calls(self._losses.grad_fn, regions)
-                    structure = dataclasses.replace(structure, lowest=lowest)
-                _remember(self._model, begun, _Kept(structure, tables, kept, details))
+                regions = [each.region for each in calls]
+                lowest = graph.lowest_calls(self._losses.grad_fn, regions)
+                structure = dataclasses.replace(structure, lowest=lowest)
+                found = _Kept(structure, tables, kept, details)
+                _remember(self._model, (begun, self._reruns if asked else None), found)
         return Accounted(calls, structure, reasons, self._enclosing)
 
     def _begun(self) -> Hashable:
@@ -201,7 +220,7 @@ class _Accountant:
         )
         settings = (recorder.batch_dim, recorder.called, recorder.saved_by_hooks)
         calls = comparison.of_calls(self._losses, self._recorded, self._params)
-        return (calls, dropped, settings, self._reruns)
+        return comparison.Signature(calls, dropped, settings)
 
     def _walk_arguments(self) -> tuple[Any, ...]:
         regions = [each.region for each in self._recorded]

@@ -145,7 +145,7 @@ class BackwardPass:
             ]
             for name, number in reached.outside.items()
         }
-        proof = comparison.PROVEN.get(model, {}).get(structure.key)
+        proof, lowest = comparison.PROVEN.get(model, {}).get(structure.key), None
         if settings.check == "never" and proof is None:
             # That shapes say where samples are is only believed when compared.
             unproven = [call for call in calls if call.owner.is_operation]
@@ -154,6 +154,8 @@ class BackwardPass:
                 for name in call.owner.names:
                     reason = f'{call.owner} is only believed without check="never"'
                     outside.setdefault(name, []).append(reason)
+        else:  # no position has changed
+            lowest = structure.lowest
         if outside and not has_fallback and not self._reported:
             raise_uncovered(outside, self._losses, self._called)
         is_lazy = xla_replica.traits(self._losses).is_lazy
@@ -187,9 +189,10 @@ class BackwardPass:
         # A fallback needs the graph once more, and so may a comparison.
         comparer = self._comparer
         again = has_fallback or (comparer is not None and not comparer.knows_truth)
+        again |= any(call.call.runs_nodes for call in self._calls)
         self._frees = self._frees and not again
         if self._calls:
-            self._reach_all(structure.lowest, self._retain_graph or again)
+            self._reach_all(lowest, self._retain_graph or again)
         if self.problems and not lenient:
             if not has_fallback:
                 raise_uncovered(self.problems, self._losses, self._called)
@@ -255,12 +258,16 @@ class BackwardPass:
         missing, taker = self._missing, self._taker
         regions: list[graph.Region] = []
         waits: dict[int, None] = {}
+        late: set[int] = set()  # they wait for the end of the pass
         for number, call in enumerate(self._calls):
             assert call is not None
             regions.append(call.region)
             for name in call.owner.names:
                 missing[name] = missing.get(name, 0) + 1
-            if taker is not None and taker.prepare(call) and self._may_read:
+            may_wait = taker is not None and taker.prepare(call) and self._may_read
+            if call.call.runs_nodes:
+                late.add(number)
+            elif may_wait:
                 waits[number] = None
         edges = [region.output for region in regions]
         nodes = [edge.node for edge in edges]
@@ -276,18 +283,21 @@ class BackwardPass:
         ends_waiting = self._ends_of_waiting(waits)
 
         def take_waiting(last: int | None, *gradients: Sequence[torch.Tensor]) -> None:
+            has_ended = last is None
             if last is not None:
                 waiting[last] += gradients
             with forms.full_precision(self._losses.device):
                 for number, each in enumerate(waiting):
-                    if each:
+                    if each and (has_ended or number not in late):
                         gradient = each.pop()[edges[number].output_nr]
                         self._reach_inside(number, gradient)
                         del gradient
 
         try:
             for number in passed:
-                if number not in waits:
+                if number in late:
+                    hook = waiting[number].append
+                elif number not in waits:
                     hook = functools.partial(look, number, edges[number].output_nr)
                 elif number in ends_waiting:
                     hook = functools.partial(take_waiting, number)

@@ -12,7 +12,7 @@ from torch import nn
 
 import xla_replica
 from per_sample_grad.engine import recording
-from per_sample_grad.engine.accounting import account
+from per_sample_grad.engine.accounting import account, may_run_functions
 from per_sample_grad.engine.backward_pass import Accumulate, BackwardPass, Settings
 from per_sample_grad.engine.comparison import CHECKS, Check
 from per_sample_grad.engine.fallback import FALLBACKS, Fallback
@@ -128,7 +128,9 @@ class Capture:
             xla_replica.traits(each).is_lazy for each in self.params.values()
         )
         self._recorder = recording.Recorder(placed, batch_dim, reruns)
-        followed = [every[number] for number in where.without_rule] if reruns else []
+        followed: list[nn.Parameter] = []
+        if reruns and may_run_functions(model, self.params):
+            followed = [every[number] for number in where.without_rule]
         self._functions = FunctionRecorder(model, followed)
         self._placed = contextlib.ExitStack()
         self._entered = self._answered = False

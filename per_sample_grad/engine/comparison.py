@@ -173,6 +173,8 @@ class Comparer:
         wanted = [name for name in dict.fromkeys(names) if name in self.params]
         if not wanted:
             return
+        if gradient.is_complex():
+            gradient = torch.view_as_real(gradient.resolve_conj())
         dtype = accumulation_dtype(gradient.dtype)
         size = torch.linalg.vector_norm(gradient, dtype=dtype)
         eps = max(torch.finfo(gradient.dtype).eps, self._least_eps)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -206,28 +205,16 @@ def _gradients(
         raise Refusal("what it took of parameters alone may have rows for samples")
     if not any(sized[i] for i in range(len(inputs)) if i not in called.own):
         raise Refusal("nothing that it took has rows for samples")
-    shapes = {i: (count, *inputs[i].shape) for i in call.params}
     # Plain autograd through one vectorised run: functional transforms take longer.
-    run = _by_vmap
-    if _is_pointwise(called.function):
-        run = _by_broadcasting
-        if rows == count and dim % rank == 0:
-            # A row for each sample is all that broadcasting needs.
-            run = _as_it_was
-            for i in shapes:
-                own_shape = inputs[i].shape[max(0, inputs[i].dim() + 1 - rank) :]
-                ones = (1,) * (rank - 1 - len(own_shape))
-                shapes[i] = (count, *ones, *own_shape)
     own = {
-        i: inputs[i].expand(shape).detach().requires_grad_()
-        for i, shape in shapes.items()
+        i: inputs[i].expand(count, *inputs[i].shape).detach().requires_grad_()
+        for i in call.params
     }
     # Nothing is lazy here, and no hook is on what was just made.
     with torch.enable_grad(), _as_autocast_was(called.autocast):
-        output = run(call, inputs, own, rows)
+        output = _vectorised(call, inputs, own, rows)
     grad = grad.reshape(output.shape)
-    found = torch.autograd.grad(output, list(own.values()), grad)
-    return {i: each.reshape(count, *inputs[i].shape) for i, each in zip(shapes, found)}
+    return dict(zip(own, torch.autograd.grad(output, list(own.values()), grad)))
 
 
 def _as_autocast_was(
@@ -240,56 +227,13 @@ def _as_autocast_was(
     return torch.autocast(**state)
 
 
-@functools.cache
-def _is_pointwise(function: Callable[..., Any]) -> bool:
-    """Returns whether a function computes each number from those in the same place."""
-    name = getattr(function, "__name__", "").strip("_")
-    operation = getattr(torch.ops.aten, name, None)
-    # Of some names there are overloads for numbers alone, which have no tags.
-    return operation is not None and any(
-        torch.Tag.pointwise in getattr(operation, overload).tags
-        for overload in operation.overloads()
-    )
-
-
-def _as_it_was(
+def _vectorised(
     call: RepeatedFunction,
     inputs: Sequence[torch.Tensor],
     own: Mapping[int, torch.Tensor],
     rows: int,
 ) -> torch.Tensor:
-    """Returns the output of a pointwise function, whose first dimension is samples."""
-    return call.called.run(own.get(i, each) for i, each in enumerate(inputs))
-
-
-def _by_broadcasting(
-    call: RepeatedFunction,
-    inputs: Sequence[torch.Tensor],
-    own: Mapping[int, torch.Tensor],
-    rows: int,
-) -> torch.Tensor:
-    """Returns the output ``(B, rows / B, *)`` of a pointwise function."""
-    called, count, dim = call.called, call.num_samples, call.batch_dim
-    rank = len(called.shape)
-
-    def placed(tensor: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
-        ones = (1,) * (rank - tensor.dim())
-        if own is not None:
-            own = own.reshape(count, *ones, *tensor.shape)
-            return own.movedim(dim % rank + 1, 1)
-        tensor = tensor.reshape(*ones, *tensor.shape).movedim(dim, 0)
-        return tensor.unflatten(0, (count if len(tensor) == rows else 1, -1))
-
-    return called.run(placed(tensor, own.get(i)) for i, tensor in enumerate(inputs))
-
-
-def _by_vmap(
-    call: RepeatedFunction,
-    inputs: Sequence[torch.Tensor],
-    own: Mapping[int, torch.Tensor],
-    rows: int,
-) -> torch.Tensor:
-    """Returns the output ``(B, rows / B, *)`` of any function that torch vectorises."""
+    """Returns the output ``(B, rows / B, *)``, if torch can vectorise the function."""
     called, count, dim = call.called, call.num_samples, call.batch_dim
     others = [i for i in range(len(inputs)) if i not in called.own]
     each = [inputs[i] for i in others]

@@ -33,6 +33,11 @@ class Call:
     batch_dim: int
 
     @property
+    def runs_nodes(self) -> bool:
+        """Whether its rule needs the graph, and that no pass is under way."""
+        return False
+
+    @property
     def input(self) -> torch.Tensor:
         """The first argument, with the batch as its first dimension."""
         value = self.args[0] if self.args else next(iter(self.kwargs.values()), None)

@@ -9,7 +9,9 @@ does not depend on samples: a parameter, or what is computed from parameters alo
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -36,20 +38,23 @@ class Operation:
 
     Attributes:
         rule: Returns the contribution to one of the operation's inputs.
-        slots: The inputs that the rule knows.
+        slots: The inputs that the rule knows; None: all.
         broadcasts: The batch is a dimension that the input does not have, or that has
             one row. Elsewhere it is a dimension of the operation's other input.
         feature_dims: How many of the output's last dimensions are features.
         first: Samples are counted by the output's first dimension, or not at all.
         reads: Whether the rule reads what the operation has saved.
+        runs: Whether the rule runs the node itself. A backward pass that is under way
+            would not let it compute what the pass does not ask for.
     """
 
     rule: OperationRule
-    slots: tuple[int, ...] = (0, 1)
+    slots: tuple[int, ...] | None = (0, 1)
     broadcasts: bool = True
     feature_dims: int = 0
     first: bool = False
     reads: bool = True
+    runs: bool = False
 
     def meets_samples(
         self, node: Node, slot: int, num_samples: int, batch_dim: int
@@ -60,7 +65,9 @@ class Operation:
         """
         output = output_shape(node)
         at = batch_dim if batch_dim >= 0 else batch_dim + len(output)
-        if slot not in self.slots or not 0 <= at < len(output) - self.feature_dims:
+        if self.slots is not None and slot not in self.slots:
+            return False
+        if not 0 <= at < len(output) - self.feature_dims:
             return False
         if not output[at] or output[at] % num_samples or (self.first and at):
             return False
@@ -215,6 +222,11 @@ def _chosen(node: Node, slot: int, grad: torch.Tensor, batch_dim: int) -> Contri
     return _elementwise(factor.to(grad.dtype), node, slot, grad, batch_dim)
 
 
+def _filled(node: Node, slot: int, grad: torch.Tensor, batch_dim: int) -> Contribution:
+    mask = saved(node, "mask").to(grad.dtype)
+    return _elementwise(mask, node, slot, grad, batch_dim)
+
+
 def _looked_up(
     node: Node, slot: int, grad: torch.Tensor, batch_dim: int
 ) -> Contribution:
@@ -320,6 +332,69 @@ def _convolved(
     return windows(grad, saved(node, "input"), unfolding)
 
 
+def _by_its_node(
+    node: Node, slot: int, grad: torch.Tensor, batch_dim: int
+) -> Contribution:
+    """Runs the node: what it returns is summed over rows by the engine, not by it."""
+    found = _unsummed(node, slot, grad.movedim(0, batch_dim))
+    if found is None:
+        raise Refusal(f"{node.name()} sums over the samples itself")
+    return summed_to_source(found.movedim(batch_dim, 0), node, slot, batch_dim)
+
+
+def _unsummed(node: Node, slot: int, grad: torch.Tensor) -> torch.Tensor | None:
+    """Returns what a node gives its input in the output's shape; None: in another."""
+    with torch.no_grad():
+        found = node(grad)
+    one = found[slot] if isinstance(found, tuple) else found
+    return None if one is None or one.shape != grad.shape else one
+
+
+def keeps_rows(node: Node, slot: int) -> bool:
+    """Returns whether running a pointwise operation's node gives rows for samples.
+
+    A few nodes sum over the rows of their output themselves. That is tried.
+    """
+    data = node._input_metadata
+    if len(data) != 1:
+        return False
+    grad = torch.zeros(data[0].shape, dtype=data[0].dtype, device=data[0].device)
+    try:
+        return _unsummed(node, slot, grad) is not None
+    except RuntimeError:  # torch has no derivative, or what was saved has changed
+        return False
+
+
+@functools.cache
+def _is_pointwise(name: str) -> bool:
+    """Returns whether an operation computes each number from those in its place.
+
+    Of some names there are overloads for numbers alone, which have no tags.
+    """
+    operation = getattr(torch.ops.aten, name, None)
+    return operation is not None and any(
+        torch.Tag.pointwise in getattr(operation, overload).tags
+        for overload in operation.overloads()
+    )
+
+
+@functools.cache
+def _named(node: str) -> Operation | None:
+    """Returns what is known of operations whose nodes have this name."""
+    found = re.fullmatch(r"(\w+)Backward\d+", node)
+    if node in OPERATIONS or found is None:
+        return OPERATIONS.get(node)
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", found[1]).lower()
+    if name in _POINTWISE or _is_pointwise(name):
+        return _AS_AUTOGRAD_DOES
+    return None
+
+
+def operation_of(node: Node) -> Operation | None:
+    """Returns what is known of a node's operation; None: nothing."""
+    return _named(node.name())
+
+
 def formed(contribution: Contribution, shape: tuple[int, ...]) -> torch.Tensor:
     """Returns the gradients of a tensor of this shape, ``(N, *shape)``."""
     match contribution:
@@ -348,9 +423,14 @@ OPERATIONS: dict[str, Operation] = {
     "MulBackward0": Operation(_multiplied),
     "DivBackward0": Operation(_divided),
     "WhereBackward0": Operation(_chosen),
+    "MaskedFillBackward1": Operation(_filled, (1,)),
     "EmbeddingBackward0": Operation(_looked_up, (0,), False, 1),
     "NativeLayerNormBackward0": Operation(_layer_normalized, (1, 2), False, 1),
     "NativeGroupNormBackward0": Operation(_group_normalized, (1, 2), False, 1, True),
     "NativeBatchNormBackward0": Operation(_batch_normalized, (1, 2), False, 1, True),
     "ConvolutionBackward0": Operation(_convolved, (1, 2), False, 2, True),
 }
+# Of other operations that compute each number from those in its place autograd's own
+# formula has a row for each sample.
+_AS_AUTOGRAD_DOES = Operation(_by_its_node, slots=None, runs=True)
+_POINTWISE = ("prelu_kernel",)  # which torch does not say of these

@@ -31,7 +31,6 @@ from per_sample_grad.layers import registry
 from per_sample_grad.layers.registry import Call
 from per_sample_grad.operations import products, rules
 from per_sample_grad.operations.products import Rows
-from per_sample_grad.operations.rules import OPERATIONS
 from xla_replica.common.trees import tensors_in
 
 # How many operations the search climbs, at most, for one parameter.
@@ -91,6 +90,12 @@ class OperationCall(Call):
     params: Mapping[str, nn.Parameter]
     num_samples: int
 
+    @property
+    def runs_nodes(self) -> bool:
+        """Whether its rule runs the node, after the pass."""
+        operation = rules.operation_of(self.use.node)
+        return operation is not None and operation.runs
+
 
 def by_operation(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Returns the contributions of an `OperationCall`, by the parameter's name."""
@@ -100,8 +105,9 @@ def by_operation(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
         if use.rows is not None:
             found = products.contribution(use.node, slot, grad, use.rows)
         else:
-            rule = OPERATIONS[use.node.name()].rule
-            found = rule(use.node, slot, grad, call.batch_dim)
+            operation = rules.operation_of(use.node)
+            assert operation is not None
+            found = operation.rule(use.node, slot, grad, call.batch_dim)
         found = forms.regroup(forms.widened(found), call.num_samples)
         below, number = use.node.next_functions[slot]
         assert below is not None
@@ -246,12 +252,14 @@ class Search:
                 if isinstance(taker, int):
                     return "what is computed from it is the input of a module"
                 if self._meets(taker, slot):
-                    operation = OPERATIONS.get(taker.name())
+                    operation = rules.operation_of(taker)
                     reads = operation is None or operation.reads
                     if reads and not self.may_read:
                         return "what its operation has saved is kept by hooks"
-                    met.append((taker, slot))
-                    continue
+                    runs = operation is not None and operation.runs
+                    if not runs or rules.keeps_rows(taker, slot):
+                        met.append((taker, slot))
+                        continue
                 if taker is self.losses.grad_fn or len(seen) > _LONGEST_SEARCH:
                     return "no operation that meets samples has a rule"
                 if isinstance(taker, BackwardCFunction):
@@ -322,7 +330,7 @@ class Search:
         where = (len(self.losses), self.batch_dim)
         if node.name() in products.PRODUCTS:
             return products.meets_samples(node, slot, self._rows_of(node))
-        operation = OPERATIONS.get(node.name())
+        operation = rules.operation_of(node)
         if operation is None:
             return False
         return operation.meets_samples(node, slot, *where) or (
@@ -375,7 +383,7 @@ def is_broadcast(
         for taker, slot in consumers.get(stack.pop(), ()):
             if isinstance(taker, int):
                 return False
-            operation, shape = OPERATIONS.get(taker.name()), rules.output_shape(taker)
+            operation, shape = rules.operation_of(taker), rules.output_shape(taker)
             at = batch_dim if batch_dim >= 0 else batch_dim + len(shape)
             if (
                 operation is not None

@@ -37,13 +37,13 @@ def test_coverage_names_what_is_missing_and_what_is_wrong():
         "Linear 'inner'",
         "Mm in Linear 'inner'",
     )
-    model, inputs = BY_NAME["cube"].make(torch.float32)
+    model, inputs = BY_NAME["turned"].make(torch.float32)
     report = psg.coverage(model, fold, inputs)
     assert not report.complete
-    found = report.parameters["exponent"]
+    found = report.parameters["angle"]
     assert found.problems == (
-        "1 use(s) outside any module with a rule (no rule is registered for Cube; "
-        "PowBackward1 mixes it with samples, and has no rule)",
+        "1 use(s) outside any module with a rule (no rule is registered for Turned; "
+        "PolarBackward0 mixes it with samples, and has no rule)",
     )
     assert found.correct  # the loop's answer
     assert not report.parameters["inner.bias"].problems

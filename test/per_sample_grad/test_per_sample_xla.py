@@ -330,7 +330,7 @@ def other_things(rank: int) -> list[str]:
         return model, inputs, moved(copy.deepcopy(model), replica.device)
 
     for name, error_type in (
-        ("cube", psg.CoverageError),
+        ("turned", psg.CoverageError),
         ("time-first-square", psg.CouplingError),
         ("batch-mean", psg.CouplingError),
     ):

@@ -19,10 +19,11 @@ from support.per_sample_grad.layer_cases import Apply
 from support.per_sample_grad.refused_models import (
     BY_OPERATIONS,
     UNSEEN,
-    Cube,
     DeepPositions,
     Doubling,
     Powered,
+    Turned,
+    turned,
 )
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -87,7 +88,7 @@ def test_a_wrong_rule_is_replaced_by_the_fallback_and_remembered(rows, monkeypat
 
 
 def test_a_fallback_in_a_stream():
-    case = BY_NAME["cube"]
+    case = BY_NAME["turned"]
     model, inputs = case.make(torch.float64)
     truth = oracle(case, model, inputs)
     norms = psg.per_sample_grad_norms(model, fold, inputs, fallback="loop")
@@ -97,7 +98,7 @@ def test_a_fallback_in_a_stream():
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("cube", "no rule is registered for Cube; PowBackward1 mixes it with samples"),
+        ("turned", "no rule is registered for Turned; PolarBackward0 mixes it"),
     ],
 )
 def test_errors_say_why_there_is_no_rule(name, reason):
@@ -165,7 +166,7 @@ class VisionTransformer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.patches(x).flatten(2).transpose(1, 2)
         x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.places
-        x = (1 + x.square()) ** self.slope
+        x = turned(1 + x.square(), self.slope)
         return self.head(self.block(x)[:, 0])
 
 
@@ -190,11 +191,11 @@ def test_a_batched_fallback_costs_in_proportion_to_the_batch():
     assert counts[1] <= 4.01 * counts[0]
 
 
-class Hidden(Cube):
+class Hidden(Turned):
     """A module that computes with its parameter where nothing sees it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Powered.apply(torch.sigmoid(self.inner(x)), self.exponent)
+        return Powered.apply(torch.sigmoid(self.inner(x)), self.angle)
 
 
 class Noisy(Hidden):
@@ -225,8 +226,8 @@ def test_modules_that_run_once_more_are_as_small_as_they_can_be():
 
 
 def test_no_module_runs_once_more_where_a_function_will_do():
-    model = nn.Sequential(nn.Linear(3, 64), nn.Linear(64, 3), Cube(), nn.Linear(4, 8))
-    once = [nn.Linear, nn.Linear, nn.Linear, Cube, nn.Linear]
+    model = nn.Sequential(nn.Linear(3, 64), nn.Linear(64, 3), Turned(), nn.Linear(4, 8))
+    once = [nn.Linear, nn.Linear, nn.Linear, Turned, nn.Linear]
     assert runs_of(model, torch.randn(5, 3)) == once
 
 
@@ -262,30 +263,34 @@ def two_outputs(m: nn.Module, x: torch.Tensor, own: nn.Parameter) -> torch.Tenso
 
 
 FUNCTIONS = [
-    Case("power", exponents(lambda m, x, p: x**p, 4), (3,)),
-    Case("power-of-places", exponents(lambda m, x, p: x**p, 5, 1), (5, 3)),
-    Case("number", exponents(lambda m, x, p: torch.atan2(p, x)), (3,)),
-    Case("first", exponents(lambda m, x, p: p**x, 4), (3,)),
+    Case("turned", exponents(lambda m, x, p: turned(x, p), 4), (3,)),
+    Case("turned-places", exponents(lambda m, x, p: turned(x, p), 5, 1), (5, 3)),
+    Case("number", exponents(lambda m, x, p: turned(x, p)), (3,)),
+    Case("first", exponents(lambda m, x, p: turned(p, x), 4), (3,)),
     Case("computed", exponents(
-        lambda m, x, p: x ** (3 * p[:4] - p[4:]).exp() + x, 8), (3,)),
+        lambda m, x, p: turned(x, (3 * p[:4] - p[4:]).exp()) + x, 8), (3,)),
     Case("with-a-buffer", exponents(
-        lambda m, x, p: torch.maximum(x, p * m.constant), 4), (3,)),
-    Case("by-keyword", exponents(lambda m, x, p: x.clamp(min=p - 0.5, max=p), 4), (3,)),
-    Case("twice", exponents(lambda m, x, p: x**p + (2 * x) ** p.square(), 4), (3,)),
-    Case("beside-a-rule", exponents(lambda m, x, p: x**p + x * p, 4), (3,)),
-    Case("between-modules", exponents(lambda m, x, p: m.b(x**p) ** 2 * p, 4), (3,)),
-    Case("not-pointwise", exponents(
+        lambda m, x, p: turned(x, p * m.constant), 4), (3,)),
+    Case("by-keyword", exponents(
+        lambda m, x, p: torch.polar(abs=x, angle=p).imag, 4), (3,)),
+    Case("twice", exponents(
+        lambda m, x, p: turned(x, p) + turned(2 * x, p.square()), 4), (3,)),
+    Case("beside-a-rule", exponents(lambda m, x, p: turned(x, p) + x * p, 4), (3,)),
+    Case("between-modules", exponents(
+        lambda m, x, p: m.b(turned(x, p)) ** 2 * p, 4), (3,)),
+    Case("distances", exponents(
         lambda m, x, p: torch.cdist(x, p.view(4, 4)), 16), (3,)),
-    Case("not-pointwise-of-places", exponents(
+    Case("distances-of-places", exponents(
         lambda m, x, p: torch.cdist(x, p.softmax(0)[None]), 4, 4), (5, 3)),
     Case("time-first", exponents(
-        lambda m, x, p: (x.transpose(0, 1) ** p).transpose(0, 1), 4), (5, 3),
+        lambda m, x, p: turned(x.transpose(0, 1), p).transpose(0, 1), 4), (5, 3),
         {"batch_dim": {"": 1, "a": 0, "b": 0}}),
-    Case("time-first-not-pointwise", exponents(
-        lambda m, x, p: torch.cumsum(x.transpose(0, 1) ** p, 0).transpose(0, 1), 4),
+    Case("time-first-and-summed", exponents(
+        lambda m, x, p: turned(x.transpose(0, 1), p).cumsum(0).transpose(0, 1), 4),
         (5, 3), {"batch_dim": {"": 1, "a": 0, "b": 0}}),
     Case("folded", exponents(
-        lambda m, x, p: (x.flatten(0, 1) ** p).unflatten(0, (len(x), -1)), 4), (5, 3)),
+        lambda m, x, p: turned(x.flatten(0, 1), p).unflatten(0, (len(x), -1)), 4),
+        (5, 3)),
     Case("two-outputs", exponents(two_outputs, 4, 4), (3,)),
 ]  # fmt: skip
 
@@ -314,7 +319,7 @@ def test_what_samples_are_put_into_in_place_is_not_of_parameters_alone():
 
 
 @pytest.mark.parametrize(
-    "case", [c for c in FUNCTIONS if c.name in ("power", "folded", "not-pointwise")],
+    "case", [c for c in FUNCTIONS if c.name in ("turned", "folded", "distances")],
     ids=lambda case: case.name,
 )  # fmt: skip
 def test_a_parameter_of_the_model_itself_does_not_run_the_model_again(case):
@@ -348,25 +353,25 @@ def test_an_argument_that_is_changed_in_place_afterwards_is_noticed():
 
 
 def twice(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return m.b(m.a(m.a(x[:, :3])[:, :3])) + x.square().mean(1, True) ** m.c.exponent
+    return m.b(m.a(m.a(x[:, :3])[:, :3])) + turned(x.square().mean(1, True), m.c.angle)
 
 
 ENCLOSED = [
     VISION,
-    Case("called-twice", lambda: Apply(twice, a=Cube(), b=nn.Linear(4, 4), c=Cube()),
-         (3,)),
+    Case("called-twice", lambda: Apply(
+        twice, a=Turned(), b=nn.Linear(4, 4), c=Turned()), (3,)),
     Case("time-first", lambda: Apply(
-        lambda m, x: m.a(x.transpose(0, 1)).transpose(0, 1), a=Cube()), (5, 3),
+        lambda m, x: m.a(x.transpose(0, 1)).transpose(0, 1), a=Turned()), (5, 3),
         {"batch_dim": 1}),
     Case("folded", lambda: Apply(
-        lambda m, x: m.a(x.flatten(0, 1)).unflatten(0, (len(x), -1)), a=Cube()),
+        lambda m, x: m.a(x.flatten(0, 1)).unflatten(0, (len(x), -1)), a=Turned()),
         (4, 3)),
     Case("mask-beside", lambda: Apply(
         lambda m, x: m.a(x, torch.ones(6, 6).triu().to(x)),
-        a=Apply(lambda m, x, mask: m.b(mask @ x), b=Cube())), (6, 3)),
+        a=Apply(lambda m, x, mask: m.b(mask @ x), b=Turned())), (6, 3)),
     Case("several-outputs", lambda: Apply(
         lambda m, x: sum(m.a(x).values()),
-        a=Apply(lambda m, x: {"y": m.b(x), "z": m.b(2 * x)}, b=Cube())), (3,)),
+        a=Apply(lambda m, x: {"y": m.b(x), "z": m.b(2 * x)}, b=Turned())), (3,)),
 ]  # fmt: skip
 
 
@@ -395,7 +400,7 @@ def test_what_cannot_be_run_once_more_is_told_and_still_exact():
     found = {}
     for fallback in ("loop", "batched"):
         torch.manual_seed(1)
-        with psg.capture(model, ["exponent"], fallback=fallback) as recorded:
+        with psg.capture(model, ["angle"], fallback=fallback) as recorded:
             losses = fold(model, x)
         if fallback == "batched":
             with pytest.warns(UserWarning, match="grows with the square of the batch"):
@@ -406,7 +411,7 @@ def test_what_cannot_be_run_once_more_is_told_and_still_exact():
 
 
 def test_errors_recommend_what_is_cheapest_first():
-    case = BY_NAME["cube"]
+    case = BY_NAME["turned"]
     model, inputs = case.make(torch.float32)
     with pytest.raises(psg.CoverageError) as caught:
         psg.per_sample_grad_norms(model, fold, inputs)

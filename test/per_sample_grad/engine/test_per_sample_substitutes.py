@@ -10,11 +10,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.per_sample_grad.gradient_oracle import error, fold, rules_kept
-from support.per_sample_grad.refused_models import Powered
+from support.per_sample_grad.refused_models import Powered, turned
 from torch import nn
 
 import per_sample_grad as psg
 from per_sample_grad.engine import accounting, graph, operation_calls, rerunning
+from per_sample_grad.engine.function_calls import FunctionRecorder
 from per_sample_grad.operations import uses
 
 
@@ -48,8 +49,12 @@ def by_operations(m: Used, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     return h * (m.own * m.scale) + m.other + m.table(torch.arange(3)[None])
 
 
-def by_functions(m: Used, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+def by_formulas(m: Used, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     return h**m.own + torch.atan2(m.other * m.scale, h)
+
+
+def by_functions(m: Used, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    return turned(h, m.own) + turned(m.other * m.scale, h)
 
 
 def by_modules(m: Used, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
@@ -62,6 +67,7 @@ def by_all(m: Used, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
 
 WAYS = {
     by_operations: "error",
+    by_formulas: "batched",
     by_functions: "batched",
     by_modules: "batched",
     by_all: "batched",
@@ -212,6 +218,9 @@ CHANGES = [
     to(lambda m, x, h: h**m.other + torch.atan2(m.own * m.scale, h)),
     to(lambda m, x, h: h**m.own + torch.atan2(h, m.other * m.scale)),
     to(lambda m, x, h: h**m.own + torch.hypot(m.other * m.scale, h)),
+    to(lambda m, x, h: turned(m.own, h) + turned(m.other * m.scale, h)),
+    to(lambda m, x, h: turned(h, m.own) + turned(h, m.other * m.scale)),
+    added(lambda m, x, h: turned(h, m.own)),
     to(lambda m, x, h: m.sub(h.flip(0))),
     edited_before, edited_after, activations_edited, samples_instead_of_the_buffer,
     shaped(1), shaped(3, 4), shaped(6, 1, 4), shaped(6, 3, 1), shaped(), exchanged,
@@ -300,6 +309,33 @@ def test_what_accounts_for_parameters_is_found_once(way, searches):
             assert isinstance(found[0], dict)
         assert len(searches) == first
     assert first > 0
+
+
+def test_functions_are_noted_only_where_a_structure_has_needed_them(monkeypatch):
+    noted: list[object] = []
+    before = FunctionRecorder.__torch_function__
+
+    def counted(self, func, *rest):
+        noted.append(func)
+        return before(self, func, *rest)
+
+    monkeypatch.setattr(FunctionRecorder, "__torch_function__", counted)
+    model, x = made(by_formulas)
+    outcome(model, x, "batched")
+    assert noted
+    noted.clear()
+    for rows in (x, x[:4]):
+        outcome(model, rows, "batched")
+    assert not noted
+    # The first structure that needs them has to do without, and is still exact.
+    model.way = by_functions
+    expected = outcome(copy.deepcopy(model), x, "batched")[0]
+    for times in range(3):
+        noted.clear()
+        found = outcome(model, x, "batched")[0]
+        assert bool(noted) == (times > 0)
+        for name, values in expected.items():
+            assert error(found[name], values) <= 1e-10
 
 
 @rules_kept()

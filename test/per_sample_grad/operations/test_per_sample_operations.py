@@ -226,6 +226,40 @@ CASES = [
         lambda m, x: m.a(x) * m.b(torch.arange(6)), 1,
         a=nn.Linear(3, 3), b=nn.Embedding(6, 3)), (6, 3),
         {"batch_dim": {"b": None}}),
+    Case("filled", lambda: Raw(
+        lambda m, x: m.a(x.masked_fill(x > 0, m.p)), a=nn.Linear(3, 2)), (5, 3)),
+]  # fmt: skip
+
+
+def pointwise(function, *shape: int):
+    """Returns what makes a model with a pointwise operation between two modules."""
+    return lambda: Raw(
+        lambda m, x: m.b(function(torch.sigmoid(m.a(x)), m.p.abs())),
+        *shape, a=nn.Linear(3, 4), b=nn.Linear(4, 2),
+    )  # fmt: skip
+
+
+# Autograd's own formulas have a row for each sample.
+CASES += [
+    Case("power-of-places", pointwise(lambda x, p: x**p, 5, 1), (5, 3)),
+    Case("power-of-samples", pointwise(lambda x, p: p**x, 4), (3,)),
+    Case("power-of-constants", lambda: Raw(
+        lambda m, x: m.a(x.square() ** m.p), 3, a=nn.Linear(3, 2)), (5, 3)),
+    Case("angle", pointwise(lambda x, p: torch.atan2(p, x)), (3,)),
+    Case("of-what-is-computed", pointwise(
+        lambda x, p: x ** (3 * p[:4] - p[4:]).exp() + x, 8), (3,)),
+    Case("maximum", pointwise(torch.maximum, 4), (3,)),
+    Case("clamped", pointwise(lambda x, p: x.clamp(min=p - 0.5, max=p), 4), (3,)),
+    Case("between", pointwise(lambda x, p: torch.lerp(x, p[0], p[1]), 2, 4), (5, 3)),
+    Case("slopes", pointwise(lambda x, p: F.prelu(x.flatten(0, 1) - 0.5, p)
+                             .view(x.shape), 4), (5, 3)),
+    Case("powers", pointwise(lambda x, p: x**p + (2 * x) ** p.square(), 4), (3,)),
+    Case("power-and-product", pointwise(lambda x, p: x**p + x * p, 4), (3,)),
+    Case("power-time-first", lambda: Raw(
+        lambda m, x: (m.a(x).square().transpose(0, 1) ** m.p).transpose(0, 1), 4,
+        a=nn.Linear(3, 4)), (5, 3), {"batch_dim": {"": 1, "a": 0}}),
+    Case("power-folded", pointwise(lambda x, p: (x.flatten(0, 1) ** p).unflatten(
+        0, (len(x), -1)), 4), (5, 3)),
 ]  # fmt: skip
 
 
@@ -263,8 +297,9 @@ def test_no_gradient_of_a_matrix_is_formed(case):
     )
 
 
-def test_a_stream_and_accumulated_gradients():
-    case = next(case for case in CASES if case.name == "rms-norm-plus-one")
+@pytest.mark.parametrize("name", ["rms-norm-plus-one", "cube", "power-and-product"])
+def test_a_stream_and_accumulated_gradients(name):
+    case = next(case for case in CASES if case.name == name)
     model, inputs = case.make(torch.float64)
     norms = flat(oracle(case, model, inputs)).norm(dim=1)
     fold(model, *inputs).mean().backward()
@@ -278,6 +313,25 @@ def test_a_stream_and_accumulated_gradients():
     assert error(squares.sqrt(), norms) <= 1e-10
     for param, grad in zip(model.parameters(), expected):
         assert torch.equal(param.grad, grad)
+    assert error(psg.per_sample_grad_norms(model, fold, inputs), norms) <= 1e-10
+
+
+def test_a_formula_that_sums_over_samples_itself_is_not_taken():
+    """Of some operations torch sums before the engine would."""
+    case = Case("", pointwise(torch.copysign, 4), (3,))
+    model, inputs = case.make(torch.float64)
+    with pytest.raises(psg.CoverageError, match="CopysignBackward0 mixes it with"):
+        psg.per_sample_factors(model, fold, inputs)
+    factors = psg.per_sample_factors(model, fold, inputs, fallback="batched")
+    agree(factors, oracle(case, model, inputs), 1e-10)
+
+
+def test_a_formula_that_mixes_samples_is_not_believed():
+    """The mean of the batch is beside the parameter, with a row for each sample."""
+    case = Case("", pointwise(lambda x, p: (x + x.mean(0)) ** p, 4), (3,))
+    model, inputs = case.make(torch.float64)
+    with pytest.raises(psg.CouplingError):
+        psg.per_sample_factors(model, fold, inputs)
 
 
 def test_weights_that_autocast_casts():

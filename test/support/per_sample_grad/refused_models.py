@@ -98,19 +98,33 @@ class Powered(torch.autograd.Function):
         return grad * exponent * x ** (exponent - 1), at_exponent
 
 
-class Cube(nn.Module):
+def turned(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+    """Returns ``x * cos(angle)`` by an operation that has no rule."""
+    return torch.polar(x, angle).real
+
+
+class Turned(nn.Module):
     """A module whose parameter meets samples in an operation that has no rule."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.exponent = nn.Linear(3, 4), nn.Parameter(torch.ones(4))
+        self.inner, self.angle = nn.Linear(3, 4), nn.Parameter(torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sigmoid(self.inner(x)) ** (3 * self.exponent)
+        return turned(torch.sigmoid(self.inner(x)), 3 * self.angle)
+
+
+class Cube(Turned):
+    """A module whose operation autograd itself has a formula of."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.inner(x)) ** (3 * self.angle)
 
 
 # What rules of operations account for, and no module's rule.
 BY_OPERATIONS = [
+    Case("cube", Cube, (3,)),
+    Case("cube-on-positions", Cube, (5, 3)),
     Case("raw-parameter", Raw, (3,)),
     Case("functional-use", lambda: Apply(functional, inner=nn.Linear(3, 3)), (3,)),
     Case("positions", Positions, (5, 3)),
@@ -121,8 +135,8 @@ BY_OPERATIONS = [
 ]
 
 UNSEEN = [
-    Case("cube", Cube, (3,)),
-    Case("cube-on-positions", Cube, (5, 3)),
+    Case("turned", Turned, (3,)),
+    Case("turned-on-positions", Turned, (5, 3)),
     Case("deep-positions-square", DeepPositions, (3, 3)),
     Case("unbatched-conv", lambda: Apply(
         lambda m, x: torch.stack([m.inner(item) for item in x]),
