@@ -20,9 +20,10 @@ it (without the memory that a matrix library takes for itself), divided by that 
 training: forward pass, backward pass and the gradients. The tool fails if two ways
 disagree about the answer.
 
-``--uncovered`` measures something else: what one parameter that no rule accounts for
-adds to norms with ``fallback="batched"``, as a ratio to the norms of the same model
-without that parameter.
+``--uncovered`` measures something else: what one parameter that no rule of a module
+accounts for adds to norms with ``fallback="batched"``, as a ratio to the norms of the
+same model without that parameter. It is an exponent, which autograd's own formula
+accounts for, or is in a function that runs once more.
 """
 
 from __future__ import annotations
@@ -50,7 +51,13 @@ from torch.func import functional_call, grad, vmap
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 import per_sample_grad as psg
-from tools.benchmarks.models import CLASSES, MODELS, UNCOVERED, losses_of
+from tools.benchmarks.models import (
+    CLASSES,
+    MODELS,
+    UNCOVERED,
+    UNCOVERED_NAMES,
+    losses_of,
+)
 from tools.peak_memory import peak_memory
 from tools.record import parser_with_output, save
 from tools.references.norms_by_hand import LAYERS, norms_by_hand
@@ -328,7 +335,8 @@ def measure_uncovered(name: str, batch: int, rounds: int) -> dict[str, Any]:
         torch.manual_seed(0)
         model, x = build(), MODELS[name][1](batch)
         data = (x, torch.randint(0, CLASSES, (batch,)))
-        rest = [n for n, _ in model.named_parameters() if "exponent" not in n]
+        names = [name for name, _ in model.named_parameters()]
+        rest = [n for n in names if n.rpartition(".")[2] not in UNCOVERED_NAMES]
 
         def whole(model: nn.Module = model, data: Any = data) -> torch.Tensor:
             return psg.per_sample_grad_norms(model, losses_of, data, fallback="batched")

@@ -14,7 +14,7 @@ CLASSES = 10
 
 
 class Power(nn.Module):
-    """An activation with a parameter that no rule accounts for."""
+    """An activation with a parameter that no rule of a module accounts for."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -22,6 +22,17 @@ class Power(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.softplus(x) ** self.exponent
+
+
+class Distance(nn.Module):
+    """An activation with a parameter in a function that no rule knows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.centre = nn.Parameter(torch.randn(1, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.softplus(x) * torch.cdist(x, self.centre)
 
 
 class Transformer(nn.Module):
@@ -104,25 +115,32 @@ class TransformerWithExponent(Transformer):
         return F.softplus(x) ** self.exponent
 
 
-def mlp_with_module() -> nn.Module:
+def mlp_with_module(kind: type[Power | Distance] = Power) -> nn.Module:
     model = mlp()
-    model[1] = Power(model[0].out_features)
+    model[1] = kind(model[0].out_features)
     return model
 
 
-def transformer_with_module() -> nn.Module:
+def transformer_with_module(kind: type[Power | Distance] = Power) -> nn.Module:
     model = Transformer()
-    model.up = nn.Sequential(model.up, Power(model.up.out_features))
+    model.up = nn.Sequential(model.up, kind(model.up.out_features))
     return model
 
 
 UNCOVERED: dict[str, dict[str, Callable[[], nn.Module]]] = {
-    "mlp": {"a small module's": mlp_with_module, "the model's own": OwnExponent},
+    "mlp": {
+        "a small module's": mlp_with_module,
+        "the model's own": OwnExponent,
+        "a function's that runs once more": lambda: mlp_with_module(Distance),
+    },
     "transformer": {
         "a small module's": transformer_with_module,
         "the model's own": TransformerWithExponent,
+        "a function's that runs once more": lambda: transformer_with_module(Distance),
     },
 }
+# What the parameters that no rule of a module accounts for are called.
+UNCOVERED_NAMES = ("exponent", "centre")
 
 
 def losses_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
