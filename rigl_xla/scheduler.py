@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.weak import TensorWeakRef
 
 import xla_replica
 from rigl_xla import state
@@ -30,13 +28,10 @@ from rigl_xla.state import PrunerState
 from rigl_xla.topology.distribution import Distribution
 from rigl_xla.topology.methods import Score
 from rigl_xla.topology.update_schedule import UpdateSchedule
-from rigl_xla.update.collect import begin_, collect_, collects, is_collecting
 from rigl_xla.update.drift import check_equal
-from rigl_xla.update.topology_update import change_
-from xla_replica import AccumulationHook, AccumulationNote, Replica, traits
+from rigl_xla.update.steps import TopologySteps
+from xla_replica import AccumulationHook, AccumulationNote, Replica
 from xla_replica.backends.registry import given_or_current
-
-logger = logging.getLogger(__name__)
 
 
 class RigLScheduler(RigLTorchNames):
@@ -194,9 +189,7 @@ class RigLScheduler(RigLTorchNames):
         if self._closed:
             return True
         check_bound(layer.weight for layer in self._layers)
-        if self._collects:
-            for layer in self._layers:
-                layer.end_backward()
+        self._steps.end_backward()
         self._take_assigned()
         return not (self.options.skip_step and self._end_step())
 
@@ -265,7 +258,8 @@ class RigLScheduler(RigLTorchNames):
         return Report(self._state(), self.model, self.replica, costs, num_steps)
 
     def __str__(self) -> str:
-        if self._method.gradual:  # only masks know whether an update was refused
+        # With gradual pruning only masks know whether an update was refused.
+        if self.options.method_in_use.gradual:
             found = self.report().layers
             for layer in self._layers:
                 layer.num_active = found[layer.name].num_active
@@ -340,23 +334,20 @@ class RigLScheduler(RigLTorchNames):
         self.close()
         self._closed = False
         self._weights, self._layers, self.options, self.schedule = found[:4]
-        self.step, self.rigl_steps = found.step, found.num_updates
-        self._method = self.options.method_in_use
+        self._steps = TopologySteps(*found[1:])
         self._place_hooks()
-        self._has_gradients = False
-        collecting = is_collecting(self._method, self.schedule, self.step)
-        self._expect_next(begin=not collecting)
+        self._steps.begin(self.replica)
         self.apply_mask_to_weights()
         self.reset_momentum()
 
     def _place_hooks(self) -> None:
         """Places those on weights, which keep no pruner alive, and the optimizer's."""
-        owner = weakref.ref(self)
+        steps = weakref.ref(self._steps)
         self._holds, self._handles = [], []
         for layer in self._layers:
             parameter = layer.weight.parameter
-            mask = AccumulationHook(functools.partial(_mask_gradient, owner, layer))
-            note = AccumulationNote(functools.partial(_note_accumulation, owner, layer))
+            mask = AccumulationHook(functools.partial(_mask_gradient, steps, layer))
+            note = AccumulationNote(functools.partial(_note_accumulation, steps, layer))
             handles = [
                 parameter.register_hook(mask),
                 parameter.register_post_accumulate_grad_hook(note),
@@ -374,7 +365,7 @@ class RigLScheduler(RigLTorchNames):
         del optimizer, args, kwargs
         self.apply_mask_to_weights()
         check_bound(layer.weight for layer in self._layers)
-        if self._collects:
+        if self._steps.collects:
             if self.replica.num_replicas > 1:
                 # A replica without a minibatch looks for what was assigned, too: in a
                 # program of its own, not in the one with the optimizer's collective.
@@ -382,92 +373,29 @@ class RigLScheduler(RigLTorchNames):
             self._take_assigned()
         self._end_step()
 
-    @torch.no_grad()
     def _take_assigned(self) -> None:
-        """Masks gradients that no hook has seen, and collects them where needed."""
-        alone = self.replica.num_replicas == 1
-        for layer in self._layers:
-            grad = layer.weight.parameter.grad
-            if grad is None or layer.hooked:
-                continue
-            layer.follow(grad.device)
-            if self._collects:
-                is_dense = layer.add_assigned()
-                can_read = alone and traits(grad).is_host
-                if not can_read or bool(is_dense):
-                    self._has_gradients = True
-            zero_inactive_(grad.detach(), layer.mask)
+        self._steps.take_assigned(self.replica)
 
-    def _check_has_gradients(self) -> None:
-        """Raises RuntimeError if nothing has come since the last update."""
-        needs = self._layers and self._method.collects != "never"
-        if self._has_gradients or not needs:
-            return
-        call = "pruner()" if self.options.skip_step else "optimizer.step()"
-        raise RuntimeError(
-            f"the topology update of step {self.step + 1} is due, but since the last "
-            "one no backward pass has reached a sparse weight, and .grad of none is "
-            "dense. Gradients that are computed in another way (torch.func, per-sample "
-            f"means) must be in .grad, not masked, when {call} is called, or pruner."
-            "apply_mask_to_gradients() before; method='set' needs none"
-        )
-
-    @torch.no_grad()
     def _end_step(self) -> bool:
-        """Counts a step and returns whether it was one that changes the topology."""
-        due = self._method.updates and self.schedule.is_update(self.step + 1)
-        if due:
-            self._check_has_gradients()
-            self._has_gradients = False
-        self.step += 1
-        if self._collects and self._layers:
-            running = self._method.collects == "always"
-            momentum = self.options.momentum if running else None
-            num_steps = self.schedule.grad_accumulation_n
-            collect_(self._layers, self.replica, num_steps, momentum)
-        for layer in self._layers:
-            layer.hooked = False
-            layer.discarded = layer.accumulated = None
-        if due:
-            self.rigl_steps += 1
-        if due and self._layers:
-            how = (self._method, self.schedule)
-            now = (self.step, self.rigl_steps, self.options.seed)
-            change_(self._layers, self.optimizer, *how, *now)
-            logger.debug("step %d: topology update %d", self.step, self.rigl_steps)
-        used_up = due and self._method.collects == "updates"
-        over = self.step == self.schedule.last_update + 1
-        self._expect_next(begin=used_up or over)
-        return due
-
-    def _expect_next(self, begin: bool) -> None:
-        """Prepares for the next step, with ``begin`` without what was collected."""
-        if begin:
-            compiles = self.replica.is_lazy
-            begin_(self._layers, self._method, self.schedule, self.step, compiles)
-        self._collects = collects(self._method, self.schedule, self.step + 1)
+        return self._steps.end(self.optimizer, self.replica)
 
 
 def _mask_gradient(
-    owner: weakref.ref[RigLScheduler], layer: SparseLayer, grad: torch.Tensor
+    steps: weakref.ref[TopologySteps], layer: SparseLayer, grad: torch.Tensor
 ) -> torch.Tensor:
     """Runs in the backward pass, before gradients accumulate or are reduced."""
     layer.follow(grad.device)
-    pruner = owner()
-    if pruner is not None:
-        pruner._has_gradients = True
-        if pruner._collects:
-            layer.add(grad.detach())
+    if (found := steps()) is not None:
+        found.note_gradient(layer, grad)
     return torch.where(layer.mask, grad, grad.new_zeros(()))
 
 
 def _note_accumulation(
-    owner: weakref.ref[RigLScheduler], layer: SparseLayer, parameter: torch.Tensor
+    steps: weakref.ref[TopologySteps], layer: SparseLayer, parameter: torch.Tensor
 ) -> None:
     layer.hooked = True
-    pruner = owner()
-    if pruner is not None and pruner._collects:
-        layer.accumulated = TensorWeakRef(parameter.grad)
+    if (found := steps()) is not None:
+        found.note_accumulation(layer, parameter)
 
 
 @torch.no_grad()

@@ -15,7 +15,9 @@ from rigl_xla.layers.sparse_layer import SparseLayer, zero_inactive_
 from rigl_xla.layers.weights import Weight, clean
 from rigl_xla.topology.masks import pack
 from rigl_xla.topology.update_schedule import UpdateSchedule
+from rigl_xla.update.steps import TopologySteps
 from rigl_xla.update.topology_update import optimizer_state_of
+from xla_replica.common.arguments import check_integer
 
 
 def _of(part: str, name: str) -> property:
@@ -31,10 +33,9 @@ class RigLTorchNames:
     optimizer: Optimizer
     options: Options
     schedule: UpdateSchedule
-    step: int
-    rigl_steps: int
     _weights: list[Weight]
     _layers: list[SparseLayer]
+    _steps: TopologySteps
     _take_assigned: Callable[[], None]
 
     # `RigLScheduler` says what they mean.
@@ -46,6 +47,20 @@ class RigLTorchNames:
     sparsity_distribution = _of("options", "sparsity_distribution")
     ignore_linear_layers = _of("options", "ignore_linear_layers")
     static_topo = _of("options", "static_topo")
+
+    @property
+    def step(self) -> int:
+        """The number of the last step."""
+        return self._steps.number
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._steps.number = check_integer("step", number, least=0)
+
+    @property
+    def rigl_steps(self) -> int:
+        """How many updates of the topology there were."""
+        return self._steps.num_updates
 
     @property
     def W(self) -> list[nn.Parameter]:

@@ -232,7 +232,7 @@ def test_a_script_that_asks_for_a_tpu_is_told_that_it_has_one(tmp_path):
     script.write_text(
         "import torch_xla, torch_xla.core.xla_model as xm\n"
         "def fn(index):\n"
-        "    print(xm.xla_device_hw(torch_xla.device()), '\\n', end='')\n"
+        "    print(xm.xla_device_hw(torch_xla.device()) + '\\n', end='')\n"
         "if __name__ == '__main__':\n"
         "    torch_xla.launch(fn)\n"
     )
