@@ -9,7 +9,6 @@ used where one replica holds all columns and Numba is installed.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,14 +18,10 @@ import torch
 from torch import Tensor
 
 from grab_xla.balancing.rows import SplitRows
+from xla_replica.common.compiling import compiled
 
 DTYPES = (torch.float32, torch.float64)
 Rows = tuple[np.ndarray, int]  # Contiguous rows, and the step between those in use.
-
-
-def available() -> bool:
-    """Returns whether Numba is installed."""
-    return importlib.util.find_spec("numba") is not None
 
 
 def balance_in_sequence(
@@ -149,7 +144,4 @@ def _tree(
 
 @functools.cache
 def _compiled(loop: Callable[..., None]) -> Callable[..., None]:
-    import numba
-
-    # Sums may be formed in any order, so that they vectorise; NaN is preserved.
-    return numba.njit(fastmath={"reassoc", "contract", "nsz"}, cache=True)(loop)
+    return compiled(loop)

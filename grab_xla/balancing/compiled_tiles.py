@@ -15,11 +15,10 @@ import numpy as np
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-# Sums may be formed in any order, so that they vectorise; NaN is preserved.
-_compiled = numba.njit(fastmath={"reassoc", "contract", "nsz"}, cache=True)
+from xla_replica.common.compiling import compiled
 
 
-@_compiled
+@compiled
 def balance_in_tiles(parts, sums, limits, tie_positive, out):
     """Balances vectors that are differences ``x - y``, one after the other.
 
@@ -77,7 +76,7 @@ def balance_in_tiles(parts, sums, limits, tie_positive, out):
                 _add(x, y, sums[0, low:high], signs)
 
 
-@_compiled
+@compiled
 def _multiply(x, y, total, found):
     """Adds products of four vectors with one another, and last with ``total``."""
     (x0, x1, x2, x3), (y0, y1, y2, y3) = x, y
@@ -111,7 +110,7 @@ def _multiply(x, y, total, found):
     found[3, 2] += k32
 
 
-@_compiled
+@compiled
 def _add(x, y, total, signs):
     (x0, x1, x2, x3), (y0, y1, y2, y3) = x, y
     a0, a1, a2, a3 = signs[0], signs[1], signs[2], signs[3]
@@ -120,7 +119,7 @@ def _add(x, y, total, signs):
         total[j] += a0 * z0 + a1 * z1 + a2 * z2 + a3 * z3
 
 
-@_compiled
+@compiled
 def _add_to_both(x, y, total, signs, plain, used):
     (x0, x1, x2, x3), (y0, y1, y2, y3) = x, y
     a0, a1, a2, a3 = signs[0], signs[1], signs[2], signs[3]
@@ -131,17 +130,17 @@ def _add_to_both(x, y, total, signs, plain, used):
         total[j] += a0 * z0 + a1 * z1 + a2 * z2 + a3 * z3
 
 
-@_compiled
+@compiled
 def _x(part, rows, like):
     return _four(part[0], part[1], rows, part[5], like)
 
 
-@_compiled
+@compiled
 def _y(part, rows, like):
     return _four(part[2], part[3], rows, part[5], like)
 
 
-@_compiled
+@compiled
 def _four(start, step, rows, size, like):
     """Returns four rows of a matrix at an address, in ``like``'s dtype."""
     return (
@@ -152,7 +151,7 @@ def _four(start, step, rows, size, like):
     )
 
 
-@_compiled
+@compiled
 def _row(address, size, like):
     return numba.carray(_pointer(address), (size,), like.dtype)
 

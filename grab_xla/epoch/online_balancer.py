@@ -20,6 +20,7 @@ from grab_xla.epoch.columns import Columns
 from grab_xla.epoch.epoch_metrics import EpochMetrics
 from xla_replica import traits
 from xla_replica.common.arguments import check_choice, check_integer, check_number
+from xla_replica.common.compiling import has_numba
 
 # The number of rows whose inner products are formed at once on a CPU without the
 # compiled loop: few, so that they stay in the cache. Elsewhere a step is one tile.
@@ -56,7 +57,7 @@ class OnlineBalancer:
         if walk_constant is not None:
             check_number("prob_balance_c", walk_constant, above=0)
         on_host = traits(columns.device).is_host and not columns.shards
-        loops = on_host and tile_size is None and compiled_loop.available()
+        loops = on_host and tile_size is None and has_numba()
         # Replicas exchange a step at once, and a program would hold every piece.
         whole = self._replica.num_replicas > 1 or self._replica.is_lazy
         self.piece_size = None if whole else ordering.piece_size

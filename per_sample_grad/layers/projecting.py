@@ -10,6 +10,7 @@ Axes: B samples, T positions, p rows and q columns of a weight, K offsets in a k
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -19,13 +20,14 @@ from torch import nn
 
 from per_sample_grad.factors import forms
 from per_sample_grad.factors.factors import Factors
-from per_sample_grad.factors.projection import Projection
+from per_sample_grad.factors.projection import Fold, Projection
+from per_sample_grad.layers import placing
 from per_sample_grad.layers.convolution import convolution, unfolding_of
 from per_sample_grad.layers.embedding import embedding
 from per_sample_grad.layers.group_norm import group_norm
 from per_sample_grad.layers.layer_norm import layer_norm
 from per_sample_grad.layers.linear import linear
-from per_sample_grad.layers.patches import padded
+from per_sample_grad.layers.patches import Unfolding, padded
 from per_sample_grad.layers.registry import Rule
 from per_sample_grad.layers.taken import (
     CACHED,
@@ -59,15 +61,24 @@ class Projecting:
         out: torch.Tensor | None = None,
     ) -> None:
         self.projection, self._losses = projection, losses
-        self._names, self._out = names, out
+        self._names, self._is_given = names, out is not None
         self.normalisations = Normalisations(may_read_saved)
+        self._is_direct = not traits(losses).is_lazy
+        sizes = [math.prod(projection.kept[name]) for name in names]
+        if out is None and self._is_direct:
+            out = losses.new_empty(len(losses), sum(sizes), requires_grad=False)
+        self._out = out
         self._places: dict[str, torch.Tensor] = {}
         if out is not None:
-            sizes = [math.prod(projection.kept[name]) for name in names]
             self._places = dict(zip(names, out.split(sizes, 1)))
         # Parameters whose numbers are in their places already.
         self._placed: set[str] = set()
-        self._is_direct = not traits(losses).is_lazy
+        self._loops: placing.Loops | None = None
+        if out is not None and placing.available(out):
+            starts = itertools.accumulate(sizes, initial=0)
+            self._loops = placing.Loops(
+                projection, out, dict(zip(names, zip(starts, sizes)))
+            )
         self._found: dict[str, torch.Tensor] = {}
         # Gradients of parameters that are vectors.
         self._vectors: dict[str, torch.Tensor] = {}
@@ -92,7 +103,22 @@ class Projecting:
         way = _WAYS.get(call.owner.rule) if self._is_direct else None
         if way is None or not is_ordinary(call.call, gradient, len(self._losses)):
             return False
-        return way(self, call, call.call.args[0], gradient)
+        return self._take_by_loop(call, gradient) or way(
+            self, call, call.call.args[0], gradient
+        )
+
+    def _take_by_loop(self, call: TakenCall, gradient: torch.Tensor) -> bool:
+        """Lets a compiled loop write a call's numbers to their places, if it can."""
+        loops = self._loops
+        if loops is None or any(name in self._found for name in names_of(call)):
+            return False
+        if not loops.take(call, gradient, self.normalisations):
+            return False
+        for name in names_of(call):
+            if name is not None:
+                self._found[name] = self._places[name]
+                self._placed.add(name)
+        return True
 
     def add(self, name: str, numbers: torch.Tensor) -> None:
         """Adds projections ``(B, k1 k2)`` of one use of a parameter."""
@@ -125,7 +151,9 @@ class Projecting:
 
         What was taken from calls is multiplied by ``multiplier``.
         """
-        found = self._found | self.projection.of_vectors(self._vectors)
+        for name, numbers in self.projection.of_vectors(self._vectors).items():
+            self.add(name, numbers)
+        found = self._found
         others = self._of_factors  # which are multiplied already
         if others and multiplier != 1:
             for name, numbers in found.items():
@@ -136,10 +164,14 @@ class Projecting:
                 out = found[name] if name in self._placed else None
                 numbers = torch.add(numbers, found[name], out=out)
             found[name] = numbers
-        if self._out is None:
+        rows = self._out
+        if not self._is_given and {each.dtype for each in found.values()} != {
+            self._losses.dtype
+        }:
+            rows = None  # another dtype would lose digits
+        if rows is None:
             rows = torch.cat([found[name] for name in self._names], 1)
         else:
-            rows = self._out
             for name in self._names:
                 if name not in self._placed:
                     self._places[name].copy_(found[name])
@@ -206,20 +238,9 @@ def _convolution(
         return False
     if folds.channels.matrix is None or inputs.dim() != 2 + len(module.kernel_size):
         return False
-    positions = gradient.shape[2:]
-    num_positions, num_offsets = math.prod(positions), folds.kernel
-    unfolding = unfolding_of(module, positions)
-    with_ones = bias is not None
-    sums = []
-    for some in _chunks(len(inputs), (num_offsets + 1) * num_positions):
-        source = inputs[some].flatten(2)
-        one = (folds.channels.matrix @ source).unflatten(2, inputs.shape[2:])
-        seen = unfolding.windows(padded(one, unfolding.widths, unfolding.mode))
-        patches = seen.new_empty(len(one), num_offsets + with_ones, num_positions)
-        patches[:, :num_offsets].view(seen.shape[:1] + seen.shape[2:]).copy_(seen[:, 0])
-        patches[:, num_offsets:] = 1
-        sums.append(patches @ gradient[some].flatten(2).transpose(1, 2))
-    total = sums[0] if len(sums) == 1 else torch.cat(sums)
+    num_offsets, with_ones = folds.kernel, bias is not None
+    unfolding = unfolding_of(module, gradient.shape[2:])
+    total = _products(inputs, folds.channels, unfolding, gradient, with_ones)
     if with_ones:
         into.add_vector(bias, total[:, num_offsets])
         total = total[:, :num_offsets]
@@ -231,6 +252,31 @@ def _convolution(
         total = total.transpose(1, 2)
     into.add(weight, total.flatten(1))
     return True
+
+
+def _products(
+    inputs: torch.Tensor,
+    channels: Fold,
+    unfolding: Unfolding,
+    gradient: torch.Tensor,
+    with_ones: bool,
+) -> torch.Tensor:
+    """Returns sums over positions of a gradient times what a kernel sees.
+
+    It sees one channel, that of ``channels``. The sums are ``(B, K, p)``, or ``(B, K +
+    1, p)`` with those of the gradient itself.
+    """
+    sums, num_offsets = [], math.prod(unfolding.kernel)
+    num_positions = math.prod(unfolding.positions)
+    for some in _chunks(len(inputs), (num_offsets + 1) * num_positions):
+        source = inputs[some].flatten(2)
+        one = (channels.matrix @ source).unflatten(2, inputs.shape[2:])
+        seen = unfolding.windows(padded(one, unfolding.widths, unfolding.mode))
+        patches = seen.new_empty(len(one), num_offsets + with_ones, num_positions)
+        patches[:, :num_offsets].view(seen.shape[:1] + seen.shape[2:]).copy_(seen[:, 0])
+        patches[:, num_offsets:] = 1
+        sums.append(patches @ gradient[some].flatten(2).transpose(1, 2))
+    return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
 def _embedding(

@@ -121,6 +121,10 @@ class Normalisations:
             saved = node._saved_result1, node._saved_result2  # type: ignore[attr-defined]
             self._saved[id(call.call)] = saved
 
+    def saved_by(self, call: TakenCall) -> _Pair | None:
+        """Returns what the call's node has saved, until `gradients` was asked."""
+        return self._saved.get(id(call.call))
+
     def gradients(self, call: TakenCall, gradient: torch.Tensor) -> _Pair | None:
         """Returns those of weight and bias, ``(B, n)``, once; None: ask its rule."""
         saved = self._saved.pop(id(call.call), None)

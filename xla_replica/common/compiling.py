@@ -1,0 +1,24 @@
+"""Loops over the numbers of tensors on a CPU, which Numba compiles if it is there."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+
+@functools.cache
+def has_numba() -> bool:
+    """Returns whether Numba is installed."""
+    return importlib.util.find_spec("numba") is not None
+
+
+def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that Numba compiles when it is called, and keeps on the disk.
+
+    Sums may be formed in any order, so that they vectorise; NaN is preserved.
+    """
+    import numba
+
+    return numba.njit(fastmath={"reassoc", "contract", "nsz"}, cache=True)(loop)
