@@ -83,6 +83,8 @@ class Projection:
         self.kept = _kept(self.shapes, size)
         self.size = sum(map(math.prod, self.kept.values()))
         self._folds: dict[tuple[object, ...], Folds] = {}
+        # Folds as compiled loops take them, made once.
+        self.for_loops: dict[tuple[object, ...], tuple[object, ...]] = {}
         self._stacked: dict[
             tuple[object, ...], tuple[torch.Tensor, torch.Tensor, int]
         ] = {}

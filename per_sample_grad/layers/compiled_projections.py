@@ -55,11 +55,21 @@ def project_convolution(
     kernel, strides, dilations, before, positions = geometry
     channel = np.empty(inputs.shape[2:], out.dtype)
     num_offsets = kernel[0] * kernel[1] * kernel[2]
-    # Zeros stay where a kernel sees what is outside, and ones in the last row.
+    num_positions, num_lines = gradients.shape[2], positions[1]
+    # What neighbouring rows of the kernel see of an image are the same lines, from
+    # another one on.
+    is_shared = kernel[0] == positions[0] == strides[1] == 1 and before[0] == 0
+    if is_shared:
+        num_lines += dilations[1] * (kernel[1] - 1)
+    size = positions[0] * num_lines * positions[2]
     num_rows = num_offsets + (of_biases > 0)
-    patches = np.zeros((num_rows, gradients.shape[2]), out.dtype)
-    patches[num_offsets:] = 1
+    starts = np.empty(num_rows, np.int64)
+    # Zeros stay where a kernel sees what is outside, and ones at the end.
+    seen = np.zeros((num_offsets + 1) * max(size, num_positions), out.dtype)
+    starts[num_offsets:] = len(seen) - num_positions
+    seen[len(seen) - num_positions :] = 1
     products = np.empty((num_rows, gradients.shape[1]), out.dtype)
+    extent = (positions[0], num_lines, positions[2])
     for i in range(len(inputs)):
         _add_up(inputs[i], channels, channel)
         row = 0
@@ -71,17 +81,20 @@ def project_convolution(
                         b * dilations[1] - before[1],
                         w * dilations[2] - before[2],
                     )
-                    _shift(channel, first, strides, positions, patches[row])
+                    if is_shared:
+                        starts[row] = w * size + b * dilations[1] * positions[2]
+                    else:
+                        starts[row] = row * size
+                    if b == 0 or not is_shared:
+                        start = starts[row]
+                        part = seen[start : start + size]
+                        _shift(channel, first, strides, extent, part)
                     row += 1
-        _multiply(patches, gradients[i], products)
+        _multiply(seen, starts, gradients[i], products)
         _fold_matrix(
-            products,
-            num_offsets,
-            rows,
-            columns,
-            by_column,
+            products, num_offsets, rows, columns, by_column,
             out[i, to_weights : to_weights + of_weights],
-        )
+        )  # fmt: skip
         if of_biases:
             _fold(
                 products[num_offsets],
@@ -174,18 +187,21 @@ def _shift(channel, first, strides, positions, patch):
 
 
 @compiled
-def _multiply(patches, gradient, found):
-    """Writes products of all rows of either, four of the gradient's at a time."""
+def _multiply(seen, starts, gradient, found):
+    """Writes products of rows, four of the gradient's at a time.
+
+    The others begin at ``starts`` in ``seen``.
+    """
     found[:] = 0
-    last = len(gradient) - 1
-    for start in range(0, patches.shape[1], _TOGETHER):
-        end = min(start + _TOGETHER, patches.shape[1])
+    last, num_positions = len(gradient) - 1, gradient.shape[1]
+    for begin in range(0, num_positions, _TOGETHER):
+        end = min(begin + _TOGETHER, num_positions)
         for j in range(0, last + 1, 4):
             j1, j2, j3 = min(j + 1, last), min(j + 2, last), min(j + 3, last)
-            d0, d1 = gradient[j, start:end], gradient[j1, start:end]
-            d2, d3 = gradient[j2, start:end], gradient[j3, start:end]
-            for k in range(len(patches)):
-                patch = patches[k, start:end]
+            d0, d1 = gradient[j, begin:end], gradient[j1, begin:end]
+            d2, d3 = gradient[j2, begin:end], gradient[j3, begin:end]
+            for k in range(len(starts)):
+                patch = seen[starts[k] + begin : starts[k] + end]
                 s0 = s1 = s2 = s3 = found.dtype.type(0)
                 for t in range(len(patch)):
                     s0 += d0[t] * patch[t]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
 from per_sample_grad.factors.projection import Fold, Projection
-from per_sample_grad.layers.convolution import convolution, unfolding_of
+from per_sample_grad.layers.convolution import convolution, padding_widths
 from per_sample_grad.layers.group_norm import group_norm
 from per_sample_grad.layers.linear import linear
 from per_sample_grad.layers.registry import Rule
@@ -57,110 +58,139 @@ class Loops:
         way = _WAYS.get(call.owner.rule)
         if way is None or gradient.dtype != self._out.dtype:
             return False
-        found = way(self, call, gradient, saved)
+        found = way(call, gradient, self._folds(call, gradient), saved)
         if found is None:
             return False
         loop, arguments = found
-        places = tuple(self._places.get(name, (0, 0)) for name in names_of(call))
+        nowhere = (0, 0)
+        places = tuple([self._places.get(name, nowhere) for name in names_of(call)])
         loop(*arguments, self._out.numpy(), places)
         return True
 
-    def _fold(self, fold: Fold | None, count: int) -> tuple[np.ndarray, int]:
-        """Returns a fold of ``count`` numbers as loops take it."""
-        if fold is None:
-            return np.ones(count, self._out.numpy().dtype), count
+    def _folds(self, call: TakenCall, gradient: torch.Tensor) -> _Folds:
+        """Returns the folds of a call's weight and bias as loops take them."""
+        names, known = names_of(call), self._projection.for_loops
+        key = (*names, gradient.dtype)
+        found = known.get(key)
+        if found is None:
+            weight, bias = [
+                None if name is None else self._projection.folds_like(name, gradient)
+                for name in names
+            ]
+            found = known[key] = _Folds(
+                None if weight is None else weight.channels,
+                _of_axis(weight and weight.rows, weight and weight.num_rows, gradient),
+                _of_axis(
+                    weight and weight.columns, weight and weight.num_columns, gradient
+                ),
+                weight is not None and weight.columns_come_first,
+                _of_axis(bias and bias.rows, bias and bias.num_rows, gradient),
+            )
+        assert isinstance(found, _Folds)
+        return found
+
+
+class _Folds(NamedTuple):
+    """Folds of a weight and a bias, those of all numbers if there is none."""
+
+    channels: Fold | None
+    rows: tuple[np.ndarray, int]
+    columns: tuple[np.ndarray, int]
+    by_column: bool
+    of_bias: tuple[np.ndarray, int]
+
+
+def _of_axis(
+    fold: Fold | None, count: int | None, like: torch.Tensor
+) -> tuple[np.ndarray, int]:
+    """Returns a fold of ``count`` numbers; None: nobody wants them."""
+    if fold is not None:
         return fold.signs.numpy(), fold.kept
-
-    def _of_vector(self, name: str | None, like: torch.Tensor, count: int) -> Any:
-        rows = None if name is None else self._projection.folds_like(name, like).rows
-        return self._fold(rows, count)
-
-    def _of_matrix(self, name: str, like: torch.Tensor) -> Any:
-        folds = self._projection.folds_like(name, like)
-        rows = self._fold(folds.rows, folds.num_rows)
-        return (
-            rows,
-            self._fold(folds.columns, folds.num_columns),
-            (folds.columns_come_first),
-        )
-
-    def _convolution(
-        self, call: TakenCall, gradient: torch.Tensor, saved: Normalisations
-    ) -> _Found:
-        weight, bias = names_of(call)
-        module, inputs = call.call.module, call.call.args[0]
-        assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-        rank = len(module.kernel_size)
-        if weight is None or module.groups > 1 or inputs.dim() != 2 + rank:
-            return None
-        folds = self._projection.folds_like(weight, gradient)
-        if folds.channels is None or folds.channels.kept > 1:
-            return None
-        unfolding = unfolding_of(module, gradient.shape[2:])
-        if unfolding.mode != "zeros" and any(map(any, unfolding.widths)):
-            return None
-
-        def three(values: Iterable[int], missing: int = 1) -> tuple[int, ...]:
-            return (*[missing] * (3 - rank), *values)
-
-        geometry = (
-            three(unfolding.kernel), three(unfolding.stride),
-            three(unfolding.dilation),
-            three([before for before, _ in unfolding.widths], 0),
-            three(unfolding.positions),
-        )  # fmt: skip
-        source = inputs.contiguous().view(*inputs.shape[:2], *three(inputs.shape[2:]))
-        arguments = (
-            source.numpy(), gradient.flatten(2).contiguous().numpy(), geometry,
-            folds.channels.signs.numpy(), *self._of_matrix(weight, gradient),
-            self._of_vector(bias, gradient, gradient.shape[1]),
-        )  # fmt: skip
-        from per_sample_grad.layers.compiled_projections import project_convolution
-
-        return project_convolution, arguments
-
-    def _linear(
-        self, call: TakenCall, gradient: torch.Tensor, saved: Normalisations
-    ) -> _Found:
-        weight, bias = names_of(call)
-        inputs, p = call.call.args[0], gradient.shape[-1]
-        if weight is None or inputs.dim() < 2 or gradient.numel() != len(gradient) * p:
-            return None
-        arguments = (
-            inputs.reshape(-1, inputs.shape[-1]).contiguous().numpy(),
-            gradient.reshape(-1, p).contiguous().numpy(),
-            *self._of_matrix(weight, gradient), self._of_vector(bias, gradient, p),
-        )  # fmt: skip
-        from per_sample_grad.layers.compiled_projections import project_linear
-
-        return project_linear, arguments
-
-    def _group_norm(
-        self, call: TakenCall, gradient: torch.Tensor, saved: Normalisations
-    ) -> _Found:
-        (weight, bias), kept = names_of(call), saved.saved_by(call)
-        if kept is None:
-            return None
-        folds = [
-            self._of_vector(name, gradient, gradient.shape[1])
-            for name in (weight, bias)
-        ]
-        arguments = (
-            *(
-                each.reshape(*each.shape[:2], -1).contiguous().numpy()
-                for each in (call.call.args[0], gradient)
-            ),
-            *(each.detach().contiguous().numpy() for each in kept), *folds,
-        )  # fmt: skip
-        from per_sample_grad.layers.compiled_projections import project_group_norm
-
-        return project_group_norm, arguments
+    return np.ones(count or 1, like.new_empty(0).numpy().dtype), count or 1
 
 
 _Found = tuple[Callable[..., None], tuple[Any, ...]] | None
-_Way = Callable[[Loops, TakenCall, torch.Tensor, Normalisations], _Found]
+_Way = Callable[[TakenCall, torch.Tensor, _Folds, Normalisations], _Found]
+
+
+def _convolution(
+    call: TakenCall, gradient: torch.Tensor, folds: _Folds, saved: Normalisations
+) -> _Found:
+    module, inputs = call.call.module, call.call.args[0]
+    assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    rank, channels = len(module.kernel_size), folds.channels
+    if channels is None or channels.kept > 1:
+        return None
+    if module.groups > 1 or inputs.dim() != 2 + rank:
+        return None
+    if module.padding_mode != "zeros" and any(map(any, padding_widths(module))):
+        return None
+    geometry = _geometry(
+        module.kernel_size, module.stride, module.dilation,
+        tuple([before for before, _ in padding_widths(module)]), gradient.shape[2:],
+    )  # fmt: skip
+    source = inputs.contiguous()
+    if rank < 3:
+        source = source.view(*inputs.shape[:2], *[1] * (3 - rank), *inputs.shape[2:])
+    from per_sample_grad.layers.compiled_projections import project_convolution
+
+    return project_convolution, (
+        source.numpy(), gradient.flatten(2).contiguous().numpy(), geometry,
+        channels.signs.numpy(), *folds[1:],
+    )  # fmt: skip
+
+
+@functools.lru_cache
+def _geometry(
+    kernel: Sequence[int],
+    strides: Sequence[int],
+    dilations: Sequence[int],
+    before: Sequence[int],
+    positions: Sequence[int],
+) -> tuple[tuple[int, ...], ...]:
+    """Returns the same of three dimensions."""
+
+    def three(values: Sequence[int], missing: int = 1) -> tuple[int, ...]:
+        return (*[missing] * (3 - len(kernel)), *values)
+
+    first = three(kernel), three(strides), three(dilations)
+    return (*first, three(before, 0), three(positions))
+
+
+def _linear(
+    call: TakenCall, gradient: torch.Tensor, folds: _Folds, saved: Normalisations
+) -> _Found:
+    inputs, p = call.call.args[0], gradient.shape[-1]
+    weight, _ = names_of(call)
+    if weight is None or inputs.dim() < 2 or gradient.numel() != len(gradient) * p:
+        return None
+    from per_sample_grad.layers.compiled_projections import project_linear
+
+    return project_linear, (
+        inputs.reshape(-1, inputs.shape[-1]).contiguous().numpy(),
+        gradient.reshape(-1, p).contiguous().numpy(), *folds[1:],
+    )  # fmt: skip
+
+
+def _group_norm(
+    call: TakenCall, gradient: torch.Tensor, folds: _Folds, saved: Normalisations
+) -> _Found:
+    kept = saved.saved_by(call)
+    if kept is None:
+        return None
+    from per_sample_grad.layers.compiled_projections import project_group_norm
+
+    shape = (*gradient.shape[:2], -1)
+    return project_group_norm, (
+        call.call.args[0].reshape(shape).contiguous().numpy(),
+        gradient.reshape(shape).contiguous().numpy(),
+        *[each.detach().contiguous().numpy() for each in kept],
+        folds.rows, folds.of_bias,
+    )  # fmt: skip
+
+
 _WAYS: dict[Rule | None, _Way] = {
-    linear: Loops._linear,
-    convolution: Loops._convolution,
-    group_norm: Loops._group_norm,
+    linear: _linear,
+    convolution: _convolution,
+    group_norm: _group_norm,
 }

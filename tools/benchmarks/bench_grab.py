@@ -37,6 +37,7 @@ bench_per_sample.py and a softmax regression with 650 parameters.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 import statistics
 import sys
@@ -154,6 +155,8 @@ def measure_training(
 ) -> list[dict[str, Any]]:
     """Returns, and prints, how many times a plain step each model's steps take."""
     torch.set_num_threads(1)
+    if not keep_freed_pages():
+        print("no glibc whose malloc keeps pages: times differ from run to run")
     cells = []
     with grab_sampler.imported(folder) as package:
         for name in names:
@@ -167,6 +170,18 @@ def measure_training(
                     )
                 cells.append({"model": name, "batch": batch, **found})
     return cells
+
+
+def keep_freed_pages() -> bool:
+    """Tells glibc to keep freed memory for itself; returns whether there is glibc.
+
+    It is what MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ do in the environment.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    trim_threshold, mmap_threshold = -1, -3  # of malloc.h
+    return mallopt is not None and all(
+        [mallopt(trim_threshold, 2**31 - 1), mallopt(mmap_threshold, 2**30)]
+    )
 
 
 def steps_of(

@@ -1,9 +1,10 @@
-"""Mean balance of projected gradients by hand, for one kind of model: a lower limit.
+"""Mean balance of projected gradients by hand, for one kind of model.
 
 A forward pass that calls the layers of an `nn.Sequential` itself keeps their inputs,
 and hooks keep the gradients of their outputs. After the backward pass come the products
-of `per_sample_grad`'s own map and the balance, with the fastest operations that are
-known here for these sizes. Nothing is checked, a use of a parameter outside of these
+of `per_sample_grad`'s own map and the balance, with the fastest of torch's operations
+that are known here for these sizes. (Loops that Numba compiles are faster, and
+`per_sample_grad` has them.) Nothing is checked, a use of a parameter outside of these
 layers is not noticed, and kernels are 3 x 3 with a padding of one. What a library takes
 longer is the price of being right about any model.
 """

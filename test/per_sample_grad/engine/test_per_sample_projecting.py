@@ -9,7 +9,8 @@ from support.per_sample_grad.layer_cases import CASES
 from torch import nn
 
 import per_sample_grad as psg
-from per_sample_grad.layers import projecting
+from per_sample_grad.layers import placing, projecting
+from xla_replica.common.compiling import has_numba
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -98,6 +99,69 @@ def test_neither_parts_nor_waiting_change_the_numbers(monkeypatch, accumulate):
         answers.append(recorded.project(losses, projection, accumulate=accumulate))
     for answer in answers[1:]:
         assert torch.allclose(answer, answers[0], rtol=1e-9, atol=1e-12)
+
+
+CONVOLUTIONS = {
+    "strides": nn.Conv2d(3, 6, (3, 2), stride=(2, 3), padding=(0, 2)),
+    "dilation": nn.Conv2d(4, 5, 3, padding=(3, 2), dilation=(3, 2)),
+    "more than a cache": nn.Conv2d(2, 7, 3, padding=1),
+    "one dimension": nn.Conv1d(4, 3, 4, stride=2, padding=3),
+    "three dimensions": nn.Conv3d(2, 9, (2, 3, 1), stride=(1, 2, 1), padding=(1, 1, 0)),
+    "no bias": nn.Conv2d(3, 4, 2, bias=False),
+    "outside": nn.Conv2d(3, 4, (1, 2), padding=(2, 3)),
+    "circular": nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize("size", [12, 60, 4000])
+def test_loops_write_what_torch_multiplies(monkeypatch, name, size):
+    layer = CONVOLUTIONS[name].double()
+    rank = len(layer.kernel_size)
+    side = 40 if name == "more than a cache" else 7
+    x = torch.randn(3, layer.in_channels, *[side] * rank, dtype=torch.float64)
+    model, answers, taken = nn.Sequential(layer, nn.Flatten()), [], []
+    projection = psg.Projection(parameters_of(model), size, seed=1)
+    take = placing.Loops.take
+    monkeypatch.setattr(
+        placing.Loops, "take", lambda *given: taken.append(take(*given)) or taken[-1]
+    )
+    for numba in (True, True, False):  # the first one is compared
+        if not numba:
+            monkeypatch.setattr(placing, "has_numba", lambda: False)
+        with psg.capture(model) as recorded:
+            losses = model(x).square().sum(1)
+        answers.append(recorded.project(losses, projection, accumulate="mean"))
+    is_folded = projection.size < sum(p.numel() for p in model.parameters())
+    expected = has_numba() and is_folded and name != "circular"
+    if torch.get_num_threads() <= 2:
+        assert taken == [expected]
+    for answer in answers[1:]:
+        torch.testing.assert_close(answer, answers[0], rtol=1e-9, atol=1e-12)
+
+
+def test_a_layer_that_is_called_twice_adds_to_what_a_loop_wrote():
+    linear = nn.Linear(4, 4).double()
+    model, answers = nn.Sequential(linear, nn.Tanh(), linear), []
+    x = torch.randn(3, 4, dtype=torch.float64)
+    projection = psg.Projection(parameters_of(model), 9)
+    for _ in range(2):
+        with psg.capture(model) as recorded:
+            losses = fold(model, x)
+        answers.append(recorded.project(losses, projection))
+    assert torch.allclose(*answers, rtol=1e-9, atol=1e-12)
+
+
+def test_losses_of_few_digits_do_not_round_projections():
+    model, x = several_layers(), torch.randn(4, 3, 8, 8)
+    projection, answers = psg.Projection(parameters_of(model), 400), []
+    # The first of either dtype is compared.
+    for dtype in [torch.float32] * 2 + [torch.bfloat16] * 2:
+        with psg.capture(model) as recorded:
+            losses = model(x).sum(1).to(dtype)
+        answers.append(recorded.project(losses, projection, accumulate="sum"))
+    assert {answer.dtype for answer in answers} == {torch.float32}
+    torch.testing.assert_close(answers[3], answers[1])
 
 
 def test_frozen_weights_and_biases_are_left_out():
