@@ -44,18 +44,18 @@ class GroupGradients:
             ValueError: The model has no such parameter, or it is frozen.
         """
         del options
-        found = dict(model.named_parameters(remove_duplicate=False))
+        found = {name: _parameter(model, name) for name in self.balanced}
         wrong = [
             name
-            for name in self.balanced
-            if name not in found or not found[name].requires_grad
+            for name, parameter in found.items()
+            if parameter is None or not parameter.requires_grad
         ]
         if wrong:
             raise ValueError(
                 f"record: {', '.join(wrong[:5])} are not trainable parameters of the "
                 "model; build the sampler with those of the model that is recorded"
             )
-        self._parameters = {name: found[name] for name in self.balanced}
+        self._parameters = {n: p for n, p in found.items() if p is not None}
         return contextlib.nullcontext()
 
     def backward(
@@ -87,6 +87,16 @@ class GroupGradients:
             name: _sum(parameter, found[name]).unsqueeze(0)
             for name, parameter in parameters.items()
         }
+
+
+def _parameter(model: nn.Module, name: str) -> nn.Parameter | None:
+    """Returns the parameter that `named_parameters` gives this name, None if none."""
+    *path, last = name.split(".")
+    module: nn.Module | None = model
+    for part in path:
+        if module is not None:
+            module = module._modules.get(part)
+    return None if module is None else module._parameters.get(last)
 
 
 def add_gradient(losses: Tensor, reduction: str) -> None:

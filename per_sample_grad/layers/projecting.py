@@ -50,7 +50,7 @@ class Projecting:
         out: Where projections are written, ``(B, k)``; None: a tensor of their own.
     """
 
-    waiting = 2**23  # half of a CPU's cache
+    waiting = 2**24  # half of a CPU's cache
 
     def __init__(
         self,
