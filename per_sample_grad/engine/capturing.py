@@ -345,17 +345,9 @@ class Capture:
             settings.budget,
             FALLBACKS[settings.fallback] is not None,
         )
-        finished = self._run(
-            losses,
-            norming.receive,
-            retain_graph=retain_graph,
-            accumulate=accumulate,
-            frees=not retain_graph,
-            taker=norming if settings.method == "auto" else None,
-        )
-        with forms.full_precision(losses.device):
-            found = norming.result(finished.multiplier)
-            return found if squared else found.sqrt()
+        takes = settings.method == "auto"
+        found = self._taken(losses, norming, retain_graph, accumulate, takes)
+        return found if squared else found.sqrt()
 
     def project(
         self,
@@ -397,16 +389,27 @@ class Capture:
             )
         saved_by_hooks = self._recorder.saved_by_hooks
         projecting = Projecting(projection, losses, names, not saved_by_hooks, out)
+        return self._taken(losses, projecting, retain_graph, accumulate)
+
+    def _taken(
+        self,
+        losses: torch.Tensor,
+        taker: Taker,
+        retain_graph: bool,
+        accumulate: Accumulate | None,
+        takes: bool = True,
+    ) -> torch.Tensor:
+        """Returns a taker's result; without ``takes`` it is given factors alone."""
         finished = self._run(
             losses,
-            projecting.receive,
+            taker.receive,
             retain_graph=retain_graph,
             accumulate=accumulate,
             frees=not retain_graph,
-            taker=projecting,
+            taker=taker if takes else None,
         )
         with forms.full_precision(losses.device):
-            return projecting.result(finished.multiplier)
+            return taker.result(finished.multiplier)
 
     def _run(
         self,

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
+from per_sample_grad.factors.factors import Factors
 from per_sample_grad.layers.group_norm import group_norm
 from per_sample_grad.layers.layer_norm import layer_norm
 from per_sample_grad.layers.patches import Unfolding, padded
@@ -73,6 +74,12 @@ class Taker(Protocol):
 
     def take(self, call: TakenCall, gradient: torch.Tensor) -> bool:
         """Takes a call with the gradient of its output; returns whether it did."""
+
+    def receive(self, factors: Factors) -> None:
+        """Takes the factors of some parameters, of calls that it has not taken."""
+
+    def result(self, multiplier: float) -> torch.Tensor:
+        """Returns the answer for gradients that are so many times as large."""
 
 
 def names_of(call: TakenCall) -> tuple[str | None, str | None]:
