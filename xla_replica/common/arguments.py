@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import reprlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -103,7 +104,8 @@ def check_function(name: str, value: Any) -> Any:
 def check_type(name: str, value: Any, kind: Any, allowed: str) -> Any:
     """Returns ``value``, which must be of this class; ``allowed`` names it in words."""
     if not isinstance(value, kind):
-        raise TypeError(f"{name} must be {allowed}, got a {type(value).__name__}")
+        got = f"{reprlib.repr(value)} ({type(value).__name__})"
+        raise TypeError(f"{name} must be {allowed}, got {got}")
     return value
 
 

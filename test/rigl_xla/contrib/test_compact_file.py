@@ -199,7 +199,7 @@ def test_a_model_without_values_is_neither_saved_nor_filled(tmp_path):
     ):
         with pytest.raises(ValueError, match=r"'0.weight' is on the meta device"):
             use()
-    with pytest.raises(TypeError, match="model must be a torch module, got a dict"):
+    with pytest.raises(TypeError, match=r"model must be a torch module, got {} \(dict"):
         load_compact(path, {})
 
 

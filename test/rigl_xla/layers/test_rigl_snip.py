@@ -158,7 +158,7 @@ def test_what_cannot_be_scored_is_an_error():
     assert list(scores) == ["0.weight", "2.weight", "7.weight"]
     with pytest.raises(ValueError, match="no weight of the model can be sparse"):
         snip_scores(model, [batch(0)], loss, exclude="*")
-    with pytest.raises(TypeError, match="model must be a torch module, got a str"):
+    with pytest.raises(TypeError, match="model must be a torch module, got 'model'"):
         snip_scores("model", [batch(0)], loss)
     with pytest.raises(TypeError, match="replica is 'cpu'; it must be"):
         snip_scores(model, [batch(0)], loss, replica="cpu")
@@ -181,7 +181,7 @@ def test_a_loss_that_is_none_is_refused(value, got):
     ("scores", "says"),
     [
         ([torch.ones(2)], "scores must be a dict of tensors by parameter name"),
-        ({"a": 3}, "the scores of 'a' must be a tensor, got a int"),
+        ({"a": 3}, r"the scores of 'a' must be a tensor, got 3 \(int"),
         ({"a": torch.ones(2, dtype=torch.complex64)}, "real numbers with values, got"),
         ({"a": torch.ones(2, device="meta")}, "got torch.float32 on meta"),
     ],

@@ -125,7 +125,7 @@ GRADUAL = {"begin": 0, "end": 10, "delta": 2, "num_steps": 12}
     [
         (lambda: LayerCost((10, -1)), ValueError, "of shape must be an integer >= 0"),
         (lambda: LayerCost(()), ValueError, r"must be \(out, in, \*kernel\), got \(\)"),
-        (lambda: LayerCost("ab"), TypeError, "a tuple of integers, got a str"),
+        (lambda: LayerCost("ab"), TypeError, "a tuple of integers, got 'ab'"),
         (lambda: LayerCost((2, 2), -1), ValueError, "positions must be .* >= 0, got"),
         (lambda: LayerCost((2, 2), math.nan), ValueError, "positions must be a finite"),
         (lambda: LayerCost((2, 2), 1, 0.5), TypeError, "out_channels must be"),

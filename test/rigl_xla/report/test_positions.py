@@ -137,5 +137,5 @@ def test_samples_must_be_counted():
         costs_of(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="the first tensor of it counts samples"):
         costs_of(nn.Linear(2, 2), torch.ones(0, 2))
-    with pytest.raises(TypeError, match="model must be a torch module, got a int"):
+    with pytest.raises(TypeError, match=r"model must be a torch module, got 3 \(int"):
         costs_of(3, torch.ones(1, 2))

@@ -114,7 +114,7 @@ def test_a_backend_without_launch_is_found_but_cannot_be_launched(threads):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((3, str, str), "device must be a name as `launch` takes it, got a int"),
+        ((3, str, str), r"device must be a name as `launch` takes it, got 3 \(int"),
         (("a", "b", str), "register_backend: find must be a function, got 'b'"),
         (("a", str, None), "register_backend: replica must be a function, got None"),
         (("a", str, str, 3), "register_backend: launch must be a function, got 3"),
@@ -130,7 +130,7 @@ def test_a_backend_that_cannot_work_is_not_registered(arguments, says):
 def test_what_is_no_device_has_no_traits():
     with pytest.raises(TypeError, match=r"got 'cpu'; for a name give torch\.device"):
         xla_replica.traits("cpu")
-    with pytest.raises(TypeError, match="traits must be DeviceTraits, got a NoneType"):
+    with pytest.raises(TypeError, match=r"must be DeviceTraits, got None \(NoneType\)"):
         xla_replica.register_device("meta", None)
     with pytest.raises(TypeError, match=r"kind must be a torch\.device\.type such as"):
         xla_replica.register_device(torch.device("meta"), xla_replica.DeviceTraits())

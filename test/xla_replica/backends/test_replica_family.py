@@ -426,7 +426,7 @@ def test_processes_of_another_launcher_do_not_each_train_alone(name, monkeypatch
         ({"timeout": 0}, "timeout must be a finite number > 0 and <= 2000000.0, got"),
         ({"timeout": 1e9}, "timeout must be a finite number > 0 and <= 2000000.0, got"),
         ({"fn": 3}, "fn must be a function, got 3"),
-        ({"args": "ab"}, "args must be a tuple of the arguments .*, got a str"),
+        ({"args": "ab"}, "args must be a tuple of the arguments .*, got 'ab' .str"),
     ],
 )
 def test_launch_rejects(arguments, error):

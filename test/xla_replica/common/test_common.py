@@ -133,7 +133,7 @@ def test_numbers_are_returned_unchanged():
         (
             lambda: check_type("args", "ab", (tuple, list), "a tuple"),
             TypeError,
-            "args must be a tuple, got a str",
+            "args must be a tuple, got 'ab' (str)",
         ),
     ],
 )
