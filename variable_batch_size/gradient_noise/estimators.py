@@ -147,7 +147,7 @@ def average(averages: Tensor, new: Tensor, weight: Tensor) -> Tensor:
     They stay as they are if ``weight``, ``(1,)``, is 0 or the new ones are not finite.
     """
     finite = (new - new == 0).all()  # inf - inf and nan - nan are nan
-    return torch.where(finite, averages + weight * (new - averages), averages)
+    return torch.where(finite, torch.lerp(averages, new, weight), averages)
 
 
 def unbiased(averages: Tensor) -> Tensor:
@@ -193,12 +193,10 @@ def gain(
     variance, square, _ = statistics.relu().unbind()
     square = ref_batchsize * square
     total = variance + square
-    # Shares of the total first: the products would overflow before the sum does.
-    ratio = batch_ratio / (batch_ratio * (square / total) + variance / total)
-    one = torch.ones_like(batch_ratio)
-    lowest = torch.minimum(batch_ratio, one)
-    ratio = torch.where(total > 0, ratio, lowest)
-    return torch.clamp(ratio, lowest, torch.maximum(batch_ratio, one))
+    # A share first: the products would overflow before the sum does.
+    share = torch.where(total > 0, square / total, batch_ratio > 1)
+    ratio = batch_ratio.to(share.dtype)
+    return ratio / torch.lerp(torch.ones_like(share), ratio, share)
 
 
 def noise_scale(variance: float, square: float) -> float:

@@ -15,11 +15,10 @@ import torch
 
 from variable_batch_size.device_scalars import DeviceScalars, dtype_for
 from variable_batch_size.gradient_noise import estimators
-from variable_batch_size.gradient_noise.norm_layers import NormLayerNoise
+from variable_batch_size.gradient_noise.norm_noise import NormLayerNoise
 from variable_batch_size.gradient_noise.readings import (
     Measurements,
     Reading,
-    best_statistics,
 )
 from variable_batch_size.gradient_noise.squares import (
     GradientDifferences,
@@ -140,6 +139,8 @@ class NoiseMeter:
         self.progress_bounds = (0.0, 0.0)
         self.last_read_progress = 0.0
         self.estimator = "nothing"
+        self._uploaded: dict[str, torch.Tensor] = {}
+        self._uploaded_for: tuple[float, ...] | None = None
         self.watch(groups)
 
     def use_norm_layers(self, model: torch.nn.Module) -> None:
@@ -171,6 +172,7 @@ class NoiseMeter:
                 "sharded (FSDP2)"
             )
         self._norm_layers.use(model, parameters, self.minibatch_size)
+        self._uploaded_for = None
 
     # --- while training -------------------------------------------------------------
 
@@ -197,6 +199,7 @@ class NoiseMeter:
         """
         unused = num_minibatches == 1 and not (self.weighted or self._compares)
         self._gradients.paused = unused and not self._replica.is_lazy
+        self._norm_layers.expect(num_minibatches)
 
     def drop_discarded(self) -> None:
         """Forgets gradients that `model.zero_grad` has thrown away meanwhile."""
@@ -228,27 +231,7 @@ class NoiseMeter:
         together with the gradients: ``(G,)``, and the number of minibatches that have
         a weight, ``(1,)``, if they have one.
         """
-        time_constant = self.options.time_constant
-        values: dict[str, Any] = {"base": self._base}
-        if self.weighted:
-            values["time constant"] = time_constant
-        else:
-            self._batch_size = batch_size
-            values |= {
-                "coefficients": estimators.coefficients(
-                    num_minibatches, self.minibatch_size
-                ),
-                "ratio": batch_size / self._base,
-                "weight": estimators.weight_of(num_minibatches, time_constant),
-                "weight of the difference": self._differences.weight(
-                    num_minibatches, time_constant
-                ),
-                **self._norm_layers.numbers(batch_size, num_minibatches, time_constant),
-            }
-        self._uploaded = {
-            name: self._scalars.get((name, "of the noise meter"), value, self.dtype)
-            for name, value in values.items()
-        }
+        self._upload(num_minibatches, batch_size)
         if self.weighted:
             return [self._squares, self._count]
         if self._unseen and num_minibatches != 1:  # another epoch than was expected
@@ -296,10 +279,10 @@ class NoiseMeter:
         """Forgets the minibatches of the step."""
         self._gradients.discard()
         self._unseen = False
-        self._norm_layers.end_step()
         with torch.no_grad():
-            self._squares.zero_()
-            self._count.zero_()
+            torch._foreach_zero_(
+                [self._squares, self._count, *self._norm_layers.end_step()]
+            )
 
     # --- what can be asked ----------------------------------------------------------
 
@@ -387,6 +370,34 @@ class NoiseMeter:
 
     # --- how ------------------------------------------------------------------------
 
+    def _upload(self, num_minibatches: int, batch_size: int) -> None:
+        """Uploads what an update needs, unless it is the same as for the last one."""
+        time_constant = self.options.time_constant
+        differences = self._differences.weight(num_minibatches, time_constant)
+        if not self.weighted:
+            self._batch_size = batch_size
+        wanted = (num_minibatches, batch_size, differences)
+        if wanted == self._uploaded_for:
+            return
+        self._uploaded_for = None if self.weighted else wanted
+        values: dict[str, Any] = {"base": self._base}
+        if self.weighted:
+            values["time constant"] = time_constant
+        else:
+            values |= {
+                "coefficients": estimators.coefficients(
+                    num_minibatches, self.minibatch_size
+                ),
+                "ratio": batch_size / self._base,
+                "weight": estimators.weight_of(num_minibatches, time_constant),
+                "weight of the difference": differences,
+                **self._norm_layers.numbers(batch_size, num_minibatches, time_constant),
+            }
+        self._uploaded = {
+            name: self._scalars.get((name, "of the noise meter"), value, self.dtype)
+            for name, value in values.items()
+        }
+
     def _weigh(self, total: Any) -> None:
         """Makes of a step's weight and count what `begin_update` else uploads."""
         self._batch_size = total
@@ -419,11 +430,11 @@ class NoiseMeter:
 
     def _statistics(self) -> torch.Tensor:
         """Returns the best statistics on the device: ``(3, G)``, or ``(3, 1)``."""
-        norm_layers = self._norm_layers
-        if not (self._compares or norm_layers.in_use):
-            return self._averages
-        state = norm_layers.state() if norm_layers.in_use else None
-        return best_statistics(self._averages, self._differences.averages, state)
+        if self._norm_layers.in_use:
+            return self._norm_layers.statistics(self._averages)
+        if self._compares:
+            return estimators.best(self._averages, self._differences.averages)
+        return self._averages
 
     def _read(self) -> Reading:
         """Reads the device."""

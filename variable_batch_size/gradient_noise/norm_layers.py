@@ -9,7 +9,6 @@ arXiv:2411.00999).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from variable_batch_size.gradient_noise import estimators
 from variable_batch_size.gradient_noise.squares import square
 from xla_replica import Replica
 from xla_replica.device.gradients import weak_hook
@@ -25,6 +23,7 @@ from xla_replica.device.gradients import weak_hook
 Tensor = torch.Tensor
 # A layer's mean and the inverse of its deviation, as the forward pass has saved them.
 Saved = tuple[Tensor, Tensor] | None
+_HALF = (torch.bfloat16, torch.float16)
 # From a layer, its input and what is saved, to a new tensor: what the weight is for.
 Normalise = Callable[[Any, Tensor, Saved], Tensor]
 
@@ -67,21 +66,21 @@ KINDS: dict[type[nn.Module], Normalise] = {
 }
 
 
+# Nodes that have saved the input, its mean and the inverse of its deviation.
 _NODES = ("NativeLayerNormBackward0", "NativeGroupNormBackward0")
 
 
-def _saved_by(output: Tensor, dtype: torch.dtype) -> Saved:
-    """Returns what the forward pass has saved, in this dtype; None where it is not.
+def _saves(output: Tensor) -> bool:
+    """Returns whether the node of a layer's output can be asked for what it has saved.
 
     Hooks that keep saved tensors elsewhere, as a checkpoint's, allow one look at each.
     """
     node = output.grad_fn
-    if node is None or node.name() not in _NODES:
-        return None
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        return None
-    found = node._saved_result1, node._saved_result2  # type: ignore[attr-defined]
-    return found if found[1].dtype == dtype else None
+    return (
+        node is not None
+        and node.name() in _NODES
+        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    )
 
 
 class _Layer:
@@ -92,15 +91,16 @@ class _Layer:
     `torch.autograd.grad` does so, nor a pass whose gradient has been thrown away.
 
     Attributes:
-        layer: The module.
+        weight: The layer's.
         samples: ``(B, n)`` for a weight of n numbers; None as long as there are none.
     """
 
     def __init__(
         self, layer: Any, normalise: Normalise, minibatch_size: int, replica: Replica
     ) -> None:
-        self.layer = layer
+        self.weight: nn.Parameter = layer.weight
         self.samples: Tensor | None = None
+        self._layer = layer
         self._normalise, self._minibatch_size = normalise, minibatch_size
         self._is_lazy = replica.is_lazy
         # Of the backward pass under way, and its number.
@@ -109,50 +109,62 @@ class _Layer:
         # How often the kept gradient has been written to, with the last pass.
         self._version: int | None = None
         self._handles = [
-            layer.register_forward_hook(weak_hook(self.see)),
-            replica.on_gradient(layer.weight, weak_hook(self.arrive)),
+            layer.register_forward_hook(weak_hook(self.see), with_kwargs=True),
+            replica.on_gradient(self.weight, weak_hook(self.arrive)),
         ]
 
-    def see(self, layer: Any, args: tuple[Any, ...], output: Any) -> None:
+    def see(
+        self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         """Runs after every forward pass of the layer."""
         if not (isinstance(output, Tensor) and output.requires_grad):
             return
-        if not layer.weight.requires_grad or not args:
+        if not self.weight.requires_grad:
             return
-        x = args[0].detach()
-        if len(x) != self._minibatch_size:
+        x = args[0] if args else next(iter(kwargs.values()))
+        if x.shape[0] != self._minibatch_size:
             raise ValueError(
                 f"a {type(layer).__name__} was given an input of shape "
                 f"{tuple(x.shape)}, and the minibatch has {self._minibatch_size} "
                 "samples: the first dimension must be that of the samples, for "
                 "noise.use_norm_layers to tell them apart"
             )
-        wide = torch.promote_types(x.dtype, torch.float32)
-        saved = None if self._is_lazy else _saved_by(output, wide)
-        output.register_hook(lambda gradient: self._add(x, wide, saved, gradient))
+        if not self._is_lazy and _saves(output):
+            # It keeps nothing alive that the pass would free.
+            output.register_hook(self._add_saved)
+        else:
+            x = x.detach()
+            output.register_hook(lambda gradient: self._add(x, None, gradient))
 
-    def _add(
-        self, x: Tensor, wide: torch.dtype, saved: Saved, gradient: Tensor
-    ) -> None:
+    def _add_saved(self, gradient: Tensor) -> None:
+        """Adds the call whose node the backward pass is about to run."""
+        node: Any = torch._C._current_autograd_node()
+        saved = node._saved_result1, node._saved_result2
+        self._add(node._saved_input, saved, gradient)
+
+    def _add(self, x: Tensor, saved: Saved, gradient: Tensor) -> None:
         """Adds one call's gradients to those of the backward pass under way."""
-        with torch.no_grad():
-            products = self._normalise(self.layer, x.to(wide), saved)
-            products.mul_(gradient.detach())
-            if self._normalise is _group_norm:
-                own = products.reshape(*products.shape[:2], -1).sum(2)
-            else:
-                own = products.reshape(len(x), -1, self.layer.weight.numel()).sum(1)
-            number = torch._C._current_graph_task_id()
-            if self._of_pass is not None and self._pass == number:
-                own = self._of_pass + own
-            self._of_pass, self._pass = own, number
+        if torch.is_grad_enabled():  # in backward(create_graph=True)
+            x, gradient = x.detach(), gradient.detach()
+        if x.dtype in _HALF:
+            x = x.float()
+            saved = None if saved is None or saved[1].dtype in _HALF else saved
+        products = self._normalise(self._layer, x, saved).mul_(gradient)
+        if self._normalise is _group_norm:
+            own = products.reshape(*products.shape[:2], -1).sum(2)
+        else:
+            own = products.reshape(len(x), -1, self.weight.numel()).sum(1)
+        number = torch._C._current_graph_task_id()
+        if self._of_pass is not None and self._pass == number:
+            own = self._of_pass + own
+        self._of_pass, self._pass = own, number
 
     def arrive(self, gradient: Tensor) -> None:
         """Runs before a backward pass adds the weight's gradient to ``.grad``."""
         own, self._of_pass = self._of_pass, None
         if own is None or self._pass != torch._C._current_graph_task_id():
             return
-        kept, before = self.layer.weight.grad, self._version
+        kept, before = self.weight.grad, self._version
         # Zeroed in place it has been written to once more.
         is_kept = kept is not None and before in (None, kept._version)
         if self.samples is not None and is_kept:
@@ -162,7 +174,7 @@ class _Layer:
 
     def drop_discarded(self) -> None:
         """Drops the samples' gradients once ``.grad`` does not hold their sum."""
-        if self.layer.weight.grad is None:
+        if self.weight.grad is None:
             self.samples = None
 
 
@@ -196,7 +208,6 @@ class NormLayerSquares:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
-        self._minibatch_size = minibatch_size
         self._dtype = dtype
         self._nothing = torch.zeros(1, dtype=dtype, device=replica.device)
         trained = set(parameters)
@@ -214,11 +225,13 @@ class NormLayerSquares:
             )
 
     def take(self) -> Tensor:
-        """Returns the sum of the samples' squared gradients, once: ``(1,)``."""
+        """Returns the sum of squares of all that samples add to ``.grad``: ``(1,)``.
+
+        Once. Each adds a part of its minibatch's mean.
+        """
         found = [each.samples for each in self._layers if each.samples is not None]
         self.discard()
-        # Each is a part of the minibatch's mean.
-        return self._total(found) * self._minibatch_size**2
+        return self._total(found)
 
     def discard(self) -> None:
         """Forgets the minibatch."""
@@ -232,15 +245,14 @@ class NormLayerSquares:
 
     def of_gradients(self) -> Tensor:
         """Returns ||gradient||^2 of what ``.grad`` of the weights holds: ``(1,)``."""
-        weights = [each.layer.weight.grad for each in self._layers]
-        return self._total([weight for weight in weights if weight is not None])
+        found = [each.weight.grad for each in self._layers]
+        return self._total([each.flatten() for each in found if each is not None])
 
     def _total(self, tensors: list[Tensor]) -> Tensor:
-        """Returns the sum of all squares: ``(1,)``."""
+        """Returns the sum of all squares, ``(1,)``, of tensors that fit together."""
         if not tensors:
             return self._nothing
-        together = torch.cat([tensor.flatten() for tensor in tensors])
-        return square(together, self._dtype).reshape(1)
+        return square(torch.cat(tensors, -1), self._dtype).reshape(1)
 
 
 def _kind_of(layer: Any) -> Normalise | None:
@@ -275,116 +287,3 @@ def _kind_of(layer: Any) -> Normalise | None:
                 if error.abs().max() <= tolerance:
                     return normalise
     return None
-
-
-class NormLayerNoise:
-    """The statistics of normalisation layers' weights, as estimates of the model's.
-
-    Attributes:
-        averages: ``(3, 2)``: those of the layers' weights, and those of the steps alone
-            in which the whole gradient's noise was measured too.
-    """
-
-    def __init__(self, dtype: torch.dtype, replica: Replica) -> None:
-        self._layers: NormLayerSquares | None = None
-        self._dtype, self._replica = dtype, replica
-        self.averages = estimators.no_statistics(2, dtype, replica.device)
-        self._squares = torch.zeros(1, dtype=dtype, device=replica.device)
-
-    @property
-    def in_use(self) -> bool:
-        """Whether layers are looked at."""
-        return self._layers is not None
-
-    def use(
-        self, model: nn.Module, parameters: Iterable[nn.Parameter], minibatch_size: int
-    ) -> None:
-        """Begins to look at a model's layers; see `NormLayerSquares`."""
-        self._layers = NormLayerSquares(
-            model, parameters, minibatch_size, self._dtype, self._replica
-        )
-
-    def numbers(
-        self, num_samples: int, num_minibatches: int, time_constant: float
-    ) -> dict[str, Any]:
-        """Returns what a step's `update` needs on the device, by name."""
-        if not self.in_use:
-            return {}
-        weight = -math.expm1(-num_minibatches / time_constant)
-        return {
-            "coefficients of samples": estimators.coefficients(num_samples, 1),
-            "weight of samples": weight if num_samples > 1 else 0.0,
-        }
-
-    def drop_discarded(self) -> None:
-        """Forgets gradients that `model.zero_grad` has thrown away meanwhile."""
-        if self._layers is not None:
-            self._layers.drop_discarded()
-
-    def end_minibatch(self) -> None:
-        """Adds the minibatch's squares to the step's, in the minibatch's graph."""
-        if self._layers is not None:
-            self._squares = self._squares + self._layers.take()
-
-    def to_sum(self) -> list[Tensor]:
-        """Returns what is to be summed over replicas, in place."""
-        return [self._squares] if self.in_use else []
-
-    def update(self, numbers: dict[str, Tensor], weight_of_whole: Tensor) -> None:
-        """Takes in a step, whose averaged gradients are in ``.grad``.
-
-        Args:
-            numbers: Those of `numbers`, on the device.
-            weight_of_whole: ``(1,)``: the step's weight in the averages of the whole
-                gradient; 0 where it was not measured.
-        """
-        if self._layers is None:
-            return
-        new = estimators.estimate(
-            self._squares,
-            self._layers.of_gradients(),
-            numbers["coefficients of samples"],
-        )
-        weights = torch.cat([numbers["weight of samples"], weight_of_whole])
-        self.averages = estimators.average(self.averages, new, weights)
-
-    def end_step(self) -> None:
-        """Forgets the minibatches of the step."""
-        if self._layers is not None:
-            self._layers.discard()
-        with torch.no_grad():
-            self._squares.zero_()
-
-    def state(self) -> Tensor:
-        """Returns both statistics, one after the other: ``(6, 1)``."""
-        return self.averages.T.reshape(6, 1)
-
-    def load_state(self, state: Tensor) -> None:
-        """Takes what `state` returned."""
-        state = state.to(self._dtype).to(self._replica.device)
-        self.averages = state.reshape(2, 3).T.contiguous()
-
-
-def noise_factor(norm_layers: Tensor, whole: Tensor) -> Tensor:
-    """Returns the noise scale of all parameters over that of the layers: ``(1,)``.
-
-    NaN where either is unknown, or not above zero.
-
-    Args:
-        norm_layers: ``(6, 1)``: `NormLayerNoise.state`.
-        whole: ``(3, 1)``: the statistics of all parameters.
-    """
-    part = norm_layers[3:]
-    is_known = (torch.cat([whole, part]) > 0).all()
-    factor = (whole[0] / part[0]) * (part[1] / whole[1])
-    return torch.where(is_known, factor, torch.full_like(factor, math.nan))
-
-
-def of_model(norm_layers: Tensor, whole: Tensor) -> Tensor:
-    """Returns the layers' statistics with the model's noise scale: ``(3, 1)``.
-
-    The arguments are those of `noise_factor`, which is one as long as it is unknown.
-    """
-    factor = noise_factor(norm_layers, whole)
-    factor = torch.where(factor == factor, factor, torch.ones_like(factor))
-    return torch.cat([norm_layers[:1] * factor, norm_layers[1:3]])

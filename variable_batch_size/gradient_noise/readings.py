@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from variable_batch_size.gradient_noise import estimators
-from variable_batch_size.gradient_noise.norm_layers import noise_factor, of_model
+from variable_batch_size.gradient_noise.norm_noise import as_model, noise_factor
 
 
 class Measurements(NamedTuple):
@@ -99,10 +99,14 @@ class Reading:
 
     @property
     def _best(self) -> Tensor:
-        return best_statistics(self.whole, self.differences, self.norm_layers)
+        if self.norm_layers is None:
+            return estimators.best(self.whole, self.differences)
+        overall, layers = estimators.overall(self.whole), self.norm_layers
+        scale = as_model(noise_factor(layers[3:], overall))
+        return estimators.best(layers[:3] * scale, overall)
 
     def _norm_factor(self, norm_layers: Tensor) -> float:
-        return noise_factor(norm_layers, estimators.overall(self.whole)).item()
+        return noise_factor(norm_layers[3:], estimators.overall(self.whole)).item()
 
     def _gains_of(self, statistics: Tensor, batch_size: float | None) -> list[float]:
         ratio = torch.tensor([self._ratio(batch_size)], dtype=statistics.dtype)
@@ -119,16 +123,3 @@ class Reading:
         if not batch_size > 0:
             raise ValueError(f"batch_size must be > 0, got {batch_size!r}")
         return batch_size / self.base
-
-
-def best_statistics(
-    whole: Tensor, differences: Tensor, norm_layers: Tensor | None
-) -> Tensor:
-    """Returns the statistics of the best estimator: ``(3, G)``, or ``(3, 1)``.
-
-    The arguments are those of `Reading`, on any device.
-    """
-    if norm_layers is None:
-        return estimators.best(whole, differences)
-    overall = estimators.overall(whole)
-    return estimators.best(of_model(norm_layers, overall), overall)

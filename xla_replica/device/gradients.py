@@ -97,11 +97,11 @@ def weak_hook(method: Callable[..., Any], *arguments: Any) -> Callable[..., Any]
     The method is given the arguments, and then what the hook is given. Once the object
     is gone, the hook does nothing.
     """
-    found = weakref.WeakMethod(method)
+    owner, function = weakref.ref(method.__self__), method.__func__
 
     def hook(*given: Any) -> Any:
-        living = found()
-        return None if living is None else living(*arguments, *given)
+        living = owner()
+        return None if living is None else function(living, *arguments, *given)
 
     return hook
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import weakref
 
 import pytest
 import torch
@@ -112,7 +113,7 @@ def test_every_layer_s_samples_are_those_of_a_loop():
     seen.discard()  # those of the loop
     model.zero_grad()
     losses(model, x, y).mean().backward()
-    torch.testing.assert_close(seen.take(), (samples**2).sum().reshape(1))
+    torch.testing.assert_close(25 * seen.take(), (samples**2).sum().reshape(1))
     square = (samples.mean(0) ** 2).sum().reshape(1)
     torch.testing.assert_close(seen.of_gradients(), square)
 
@@ -123,7 +124,8 @@ def test_half_precision_is_summed_in_float32():
     losses(model, x.bfloat16(), y.bfloat16()).mean().backward()
     precise = net()
     samples = of_each_sample(precise, x, y)
-    assert seen.take().item() == pytest.approx((samples**2).sum().item(), rel=0.1)
+    found = 25 * seen.take().item()
+    assert found == pytest.approx((samples**2).sum().item(), rel=0.1)
 
 
 def checkpointed(model: Net, reentrant: bool) -> None:
@@ -204,7 +206,7 @@ def test_what_counts_is_what_the_step_s_gradients_are_sums_of(how):
     seen = NormLayerSquares(model, model.parameters(), 5, torch.float64, CPU)
     PASSES[how](model, x, y)
     seen.drop_discarded()
-    torch.testing.assert_close(seen.take(), (samples**2).sum().reshape(1))
+    torch.testing.assert_close(25 * seen.take(), (samples**2).sum().reshape(1))
     square = (samples.mean(0) ** 2).sum().reshape(1)
     torch.testing.assert_close(seen.of_gradients().detach(), square)
     assert seen.take().item() == 0
@@ -251,6 +253,38 @@ def test_a_layer_costs_few_operations():
     with Operations() as operations:
         seen.take()
     assert len(operations.names) <= 6
+
+
+def test_a_step_of_one_minibatch_costs_few_operations():
+    """Those of each layer are counted above; these are of all together."""
+
+    def count(use: bool) -> int:
+        model = nn.Sequential(*[nn.LayerNorm(8) for _ in range(6)])
+        sampler = vbs.CustomSampler(range(64), [4], minibatch_size=4, verbose=False)
+        optimizer = vbs.ElasticOptimizer(
+            SGD(model.parameters(), 0.1), sampler, ref_batchsize=4, noise=use
+        )
+        if use:
+            optimizer.noise.use_norm_layers(model)
+        for _ in zip(range(3), sampler):
+            with Operations() as operations:
+                model(torch.ones(4, 3, 8)).sum().backward()
+                optimizer.step()
+        return len(operations.names)
+
+    assert count(use=True) - count(use=False) <= 6 * 4 + 65
+
+
+def test_inputs_are_freed_by_the_backward_pass_and_may_be_named():
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    seen = NormLayerSquares(model, model.parameters(), 4, torch.float32, CPU)
+    hidden = model[0](torch.randn(4, 3, 8))
+    reference = weakref.ref(hidden)
+    output = model[1](input=hidden)
+    del hidden
+    output.square().sum().backward()
+    assert reference() is None
+    assert seen.take().item() > 0
 
 
 def train(rank: int, trace: list[int], model=None, state=None, how=None, **options):

@@ -1,0 +1,162 @@
+"""The statistics of normalisation layers' weights, as estimates of the model's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from variable_batch_size.gradient_noise import estimators
+from variable_batch_size.gradient_noise.norm_layers import NormLayerSquares
+from xla_replica import Replica
+
+
+class NormLayerNoise:
+    """Averages over steps of what normalisation layers' weights tell, sample by sample.
+
+    Attributes:
+        averages: ``(3, 1)``: the statistics of the layers' weights.
+        matched: ``(3, 1)``: the same of the steps alone in which the whole gradient's
+            noise was measured too.
+    """
+
+    def __init__(self, dtype: torch.dtype, replica: Replica) -> None:
+        self._layers: NormLayerSquares | None = None
+        self._minibatch_size = 0
+        self._dtype, self._replica = dtype, replica
+        self.averages = estimators.no_statistics(1, dtype, replica.device)
+        self.matched = estimators.no_statistics(1, dtype, replica.device)
+        self._squares = torch.zeros(1, dtype=dtype, device=replica.device)
+        # The step's whole gradient is measured. A compiled program always does so.
+        self._measures_whole = True
+        # Of the last step that did: what makes the layers' statistics the model's, and
+        # what takes their place where they are not known. Nothing else changes them.
+        self._of_whole: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether layers are looked at."""
+        return self._layers is not None
+
+    def use(
+        self, model: nn.Module, parameters: Iterable[nn.Parameter], minibatch_size: int
+    ) -> None:
+        """Begins to look at a model's layers; see `NormLayerSquares`."""
+        self._minibatch_size = minibatch_size
+        self._layers = NormLayerSquares(
+            model, parameters, minibatch_size, self._dtype, self._replica
+        )
+
+    def numbers(
+        self, num_samples: int, num_minibatches: int, time_constant: float
+    ) -> dict[str, Any]:
+        """Returns what a step's `update` needs on the device, by name."""
+        if not self.in_use:
+            return {}
+        weight = -math.expm1(-num_minibatches / time_constant)
+        # A sample's part of its minibatch's mean is its gradient over the minibatch.
+        scale = self._minibatch_size**2
+        return {
+            "coefficients of samples": tuple(
+                (of_squares * scale, *others)
+                for of_squares, *others in estimators.coefficients(num_samples, 1)
+            ),
+            "weight of samples": weight if num_samples > 1 else 0.0,
+        }
+
+    def expect(self, num_minibatches: int) -> None:
+        """Says how many minibatches the step has that `update` will take in."""
+        self._measures_whole = num_minibatches > 1 or self._replica.is_lazy
+
+    def drop_discarded(self) -> None:
+        """Forgets gradients that `model.zero_grad` has thrown away meanwhile."""
+        if self._layers is not None:
+            self._layers.drop_discarded()
+
+    def end_minibatch(self) -> None:
+        """Adds the minibatch's squares to the step's, in the minibatch's graph."""
+        if self._layers is not None:
+            self._squares = self._squares + self._layers.take()
+
+    def to_sum(self) -> list[Tensor]:
+        """Returns what is to be summed over replicas, in place."""
+        return [self._squares] if self.in_use else []
+
+    def update(self, numbers: dict[str, Tensor], weight_of_whole: Tensor) -> None:
+        """Takes in a step, whose averaged gradients are in ``.grad``.
+
+        Args:
+            numbers: Those of `numbers`, on the device.
+            weight_of_whole: ``(1,)``: the step's weight in the averages of the whole
+                gradient; 0 where it was not measured.
+        """
+        if self._layers is None:
+            return
+        new = estimators.estimate(
+            self._squares,
+            self._layers.of_gradients(),
+            numbers["coefficients of samples"],
+        )
+        self.averages = estimators.average(
+            self.averages, new, numbers["weight of samples"]
+        )
+        if self._measures_whole:
+            self.matched = estimators.average(self.matched, new, weight_of_whole)
+            self._of_whole = None
+
+    def end_step(self) -> list[Tensor]:
+        """Forgets the minibatches of the step; returns what is to be zeroed."""
+        if self._layers is None:
+            return []
+        self._layers.discard()
+        return [self._squares]
+
+    def statistics(self, whole: Tensor) -> Tensor:
+        """Returns the model's statistics, by the best estimator: ``(3, 1)``.
+
+        Args:
+            whole: ``(3, G)``: the averages of all parameters.
+        """
+        if self._of_whole is None:
+            overall = estimators.overall(whole)
+            factor = noise_factor(self.matched, overall)
+            self._of_whole = as_model(factor), overall
+        scale, overall = self._of_whole
+        return estimators.best(self.averages * scale, overall)
+
+    def state(self) -> Tensor:
+        """Returns both statistics, one after the other: ``(6, 1)``."""
+        return torch.cat([self.averages, self.matched])
+
+    def load_state(self, state: Tensor) -> None:
+        """Takes what `state` returned."""
+        state = state.to(self._dtype).to(self._replica.device)
+        self.averages, self.matched = state[:3].clone(), state[3:].clone()
+        self._of_whole = None
+
+
+def noise_factor(matched: Tensor, whole: Tensor) -> Tensor:
+    """Returns the noise scale of all parameters over that of the layers: ``(1,)``.
+
+    NaN where either is unknown, or not above zero.
+
+    Args:
+        matched: ``(3, 1)``: the layers' statistics of the steps of ``whole``.
+        whole: ``(3, 1)``: the statistics of all parameters.
+    """
+    is_known = (torch.cat([whole, matched]) > 0).all()
+    factor = (whole[0] / matched[0]) * (matched[1] / whole[1])
+    return torch.where(is_known, factor, torch.full_like(factor, math.nan))
+
+
+def as_model(factor: Tensor) -> Tensor:
+    """Returns what multiplies the layers' statistics to have the model's: ``(3, 1)``.
+
+    Args:
+        factor: `noise_factor`, which is one as long as it is unknown.
+    """
+    one = torch.ones_like(factor)
+    return torch.stack([torch.where(factor == factor, factor, one), one, one])
