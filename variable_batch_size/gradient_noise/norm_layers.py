@@ -106,6 +106,7 @@ class _Layer:
         # Of the backward pass under way, and its number.
         self._of_pass: Tensor | None = None
         self._pass = -1
+        self._was_called = False
         # How often the kept gradient has been written to, with the last pass.
         self._version: int | None = None
         self._handles = [
@@ -121,6 +122,7 @@ class _Layer:
             return
         if not self.weight.requires_grad:
             return
+        self._was_called = True
         x = args[0] if args else next(iter(kwargs.values()))
         if x.shape[0] != self._minibatch_size:
             raise ValueError(
@@ -162,8 +164,17 @@ class _Layer:
     def arrive(self, gradient: Tensor) -> None:
         """Runs before a backward pass adds the weight's gradient to ``.grad``."""
         own, self._of_pass = self._of_pass, None
-        if own is None or self._pass != torch._C._current_graph_task_id():
-            return
+        is_other = self._pass != torch._C._current_graph_task_id()
+        if own is None and self._was_called:
+            return  # as of a minibatch of zeros, which no sample is part of
+        if own is None or is_other:
+            raise ValueError(
+                f"the weight of a {type(self._layer).__name__} was given a gradient by "
+                "a backward pass that did not come through the layer's output, so that "
+                "noise.use_norm_layers cannot tell its samples apart: call the layer "
+                "itself where its weight is used, and leave from_samples=True out of "
+                "GraB's backward()"
+            )
         kept, before = self.weight.grad, self._version
         # Zeroed in place it has been written to once more.
         is_kept = kept is not None and before in (None, kept._version)
@@ -171,6 +182,10 @@ class _Layer:
             own = self.samples + own
         self.samples = own
         self._version = None if kept is None else kept._version + 1
+
+    def discard(self) -> None:
+        """Forgets the minibatch, with passes that added nothing to ``.grad``."""
+        self.samples = self._of_pass = None
 
     def drop_discarded(self) -> None:
         """Drops the samples' gradients once ``.grad`` does not hold their sum."""
@@ -236,7 +251,7 @@ class NormLayerSquares:
     def discard(self) -> None:
         """Forgets the minibatch."""
         for each in self._layers:
-            each.samples = None
+            each.discard()
 
     def drop_discarded(self) -> None:
         """Drops what `model.zero_grad` has removed from ``.grad``, in every layer."""

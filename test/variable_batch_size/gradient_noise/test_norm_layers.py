@@ -400,6 +400,22 @@ def counted(rank: int) -> tuple[int, int]:
     return counts.compilations, counts.transfers
 
 
+def test_gradients_that_come_past_a_layer_s_output_are_refused():
+    model, (x, y) = net(), data(5)
+    seen = NormLayerSquares(model, model.parameters(), 5, torch.float64, CPU)
+    told = "GroupNorm was given a gradient by a backward pass that did not come"
+    with pytest.raises(ValueError, match=told):
+        nn.functional.group_norm(x, 2, model.images.weight).sum().backward()
+    loss = losses(model, x, y).mean()
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    with pytest.raises(ValueError, match="leave from_samples=True out"):
+        xla_replica.add_gradients(list(model.parameters()), list(grads))
+    model.zero_grad()
+    assert seen.take().item() == 0
+    (0 * sum(p.sum() for p in model.parameters())).backward()  # adds nothing
+    assert seen.take().item() == 0
+
+
 def test_what_would_be_wrong_is_refused():
     model = net()
     arguments = list(model.parameters()), 4, torch.float64, CPU
