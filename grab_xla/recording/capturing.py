@@ -82,6 +82,7 @@ class Recording:
 
         Raises:
             RuntimeError: No forward pass was recorded.
+            ValueError: ``reduction`` is not allowed.
             PerSampleError: As for `Capture.backward`.
         """
         if self._capture is None:
@@ -89,6 +90,7 @@ class Recording:
                 "backward() without record(): compute the losses inside "
                 "`with sampler.record(model):`, once for every backward()"
             )
+        check_choice("reduction", reduction, ("mean", "sum"))
         capture, self._capture = self._capture, None
         projection = self.projection
         if projection is not None:
@@ -97,7 +99,6 @@ class Recording:
             return capture.stream(
                 losses, lambda each: each.project(projection), accumulate=reduction
             )
-        check_choice("reduction", reduction, ("mean", "sum"))
         from_samples = from_samples and len(losses) > 0
         kept: list[Factors] = []
         sums: dict[str, Tensor] = {}

@@ -251,7 +251,7 @@ def test_losses_that_are_sums_leave_the_gradient_of_the_sum():
         assert torch.equal(gradient, p.grad)
     with grab.record(model):
         losses = cross_entropies(model, x, y)
-    with pytest.raises(ValueError, match="accumulate must be one of 'mean', 'sum'"):
+    with pytest.raises(ValueError, match="reduction must be one of 'mean', 'sum'"):
         grab.backward(losses, reduction="none")
 
 
