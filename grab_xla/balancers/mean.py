@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,7 +74,9 @@ class Centred(Balancer):
             if decide.loops:
                 how = (thresholds, self.depth, decide.tie)
                 placements = balance_in_sequence(rows, centre, sums, *how)
-                seen = placements != 0
+                num_seen = np.count_nonzero(placements.numpy())
+                if weights is not None:
+                    num_seen = weighted(placements != 0, weights).sum()
             else:
                 rows = without_nan(rows)
                 gram, products = decide.centred_gram(rows, centre, sums[:-1])
@@ -84,9 +87,11 @@ class Centred(Balancer):
                 factors = torch.cat([signs, seen.unsqueeze(1)], dim=1).T
                 rows_of.add_(sums, factors, rows)
                 sums.addcmul_(factors.sum(1, keepdim=True), centre, value=-1)
-            count = count + weighted(seen, weights).sum()
+                num_seen = weighted(seen, weights).sum()
+            count = count + num_seen
             parts.append(placements.to(self.placement_dtype))
-        return {**state, "sums": sums, "count": count}, torch.cat(parts)
+        placements = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return {**state, "sums": sums, "count": count}, placements
 
     def walk(
         self,

@@ -76,10 +76,10 @@ class Decisions:
 
         Rows that are not one matrix are one tile.
         """
-        if not isinstance(rows_RD, Tensor):
+        size = self.tile_size or max(len(rows_RD), 1)
+        if len(rows_RD) <= size or not isinstance(rows_RD, Tensor):
             yield [rows_RD, *others]
             return
-        size = self.tile_size or max(len(rows_RD), 1)
         for start in range(0, len(rows_RD), size):
             own = slice(start, start + size)
             yield [each if each is None else each[own] for each in (rows_RD, *others)]
