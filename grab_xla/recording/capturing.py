@@ -23,6 +23,8 @@ LEAST_COMPRESSION = 8
 # form and balance as products of their factors do; measured on a CPU. Without products
 # of rows with one another it is a quarter of that.
 LEAST_SPARED = 2**20
+# So many numbers take too much memory, whatever time factors take: 64 MiB in float32.
+MOST_FORMED = 2**24
 
 
 class Recording:
@@ -126,6 +128,7 @@ class Recording:
             least = LEAST_SPARED * taker.num_vectors
             if not taker.needs_gram:
                 least //= 4
+            least = min(least, MOST_FORMED)
             if 2 * spared <= total or len(losses) * spared < least:
                 while kept:
                     found |= kept.pop().materialize()
