@@ -107,7 +107,7 @@ def catch_signals(signals: Sequence[int | str] = ("SIGTERM", "SIGINT")) -> None:
 
     Raises:
         TypeError: ``signals`` is not a sequence.
-        ValueError: There is no such signal, it cannot be caught, or none is given.
+        ValueError: A signal does not exist or cannot be caught, or none is given.
         RuntimeError: Nothing listens for it, and this is not the main thread.
     """
     if isinstance(signals, str) or not isinstance(signals, Iterable):

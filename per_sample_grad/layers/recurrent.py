@@ -72,7 +72,7 @@ def _laid_out_as(output: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
     Products of other strides are rounded in another way, and ``.grad`` with them.
     """
-    if output.device.type == "xla" or output.stride() == part.stride():
+    if xla_replica.traits(output).is_lazy or output.stride() == part.stride():
         return part
     return torch.empty_like(output).copy_(part)
 

@@ -198,8 +198,8 @@ def to_semi_structured(
         A report, to be printed, of what was done with every linear layer, and why.
 
     Raises:
-        ValueError: A pruner holds the weights, there are no inputs, or ``min_speedup``
-            is not positive.
+        ValueError: A pruner still holds the weights, no inputs are given, or
+            ``min_speedup`` is not positive.
         TypeError: An argument is of another type.
     """
     check_model(model)

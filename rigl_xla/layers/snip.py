@@ -52,7 +52,7 @@ def snip_scores(
         their order means something.
 
     Raises:
-        ValueError: There is no batch or no weight to score, the loss is not one number
+        ValueError: No batch or no weight is given, the loss is not a single number
             that depends on the weights, or a layer has gradients that are all zero or
             not finite, so that nothing tells which of its connections matter.
         TypeError: ``model`` or ``replica`` is of another type.

@@ -197,7 +197,9 @@ def steps_of(
     ways: dict[str, tuple[Backward, dict[str, Any]]] = {
         "by hand": (by_hand, {"fidelity": "exact"}),
         "exact": (recorded, {"fidelity": "exact"}),
-        "exact, from samples": (from_samples, {"fidelity": "exact"}),
+        "exact, from samples": (
+            functools.partial(recorded, from_samples=True), {"fidelity": "exact"}
+        ),
         "projected": (recorded, {"fidelity": "projected"}),
         "projected to 1024": (
             recorded, {"fidelity": "projected", "projection_size": 1024}
@@ -315,19 +317,15 @@ def projected(
 
 
 def recorded(
-    model: nn.Module, x: torch.Tensor, y: torch.Tensor, sampler: grab_xla.GraBSampler
+    model: nn.Module,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    sampler: grab_xla.GraBSampler,
+    from_samples: bool = False,
 ) -> None:
     with sampler.record(model):
         losses = losses_of(model, x, y)
-    sampler.backward(losses)
-
-
-def from_samples(
-    model: nn.Module, x: torch.Tensor, y: torch.Tensor, sampler: grab_xla.GraBSampler
-) -> None:
-    with sampler.record(model):
-        losses = losses_of(model, x, y)
-    sampler.backward(losses, from_samples=True)
+    sampler.backward(losses, from_samples=from_samples)
 
 
 def limit(

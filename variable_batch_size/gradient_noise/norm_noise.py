@@ -121,9 +121,7 @@ class NormLayerNoise:
             whole: ``(3, G)``: the averages of all parameters.
         """
         if self._of_whole is None:
-            overall = estimators.overall(whole)
-            factor = noise_factor(self.matched, overall)
-            self._of_whole = as_model(factor), overall
+            self._of_whole = of_whole(self.matched, whole)
         scale, overall = self._of_whole
         return estimators.best(self.averages * scale, overall)
 
@@ -152,11 +150,20 @@ def noise_factor(matched: Tensor, whole: Tensor) -> Tensor:
     return torch.where(is_known, factor, torch.full_like(factor, math.nan))
 
 
-def as_model(factor: Tensor) -> Tensor:
-    """Returns what multiplies the layers' statistics to have the model's: ``(3, 1)``.
+def of_whole(matched: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns what the layers' statistics are corrected by, and replaced by.
 
     Args:
-        factor: `noise_factor`, which is one as long as it is unknown.
+        matched: ``(3, 1)``: the layers' statistics of the steps of ``whole``.
+        whole: ``(3, G)``: the averages of all parameters.
+
+    Returns:
+        What multiplies the layers' statistics to have the model's, ``(3, 1)``:
+        `noise_factor`, or one as long as it is unknown; and those of all parameters
+        together, ``(3, 1)``, for where the layers' are not known.
     """
+    overall = estimators.overall(whole)
+    factor = noise_factor(matched, overall)
     one = torch.ones_like(factor)
-    return torch.stack([torch.where(factor == factor, factor, one), one, one])
+    known = torch.where(factor == factor, factor, one)
+    return torch.stack([known, one, one]), overall

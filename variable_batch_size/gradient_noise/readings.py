@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from variable_batch_size.gradient_noise import estimators
-from variable_batch_size.gradient_noise.norm_noise import as_model, noise_factor
+from variable_batch_size.gradient_noise.norm_noise import noise_factor, of_whole
 
 
 class Measurements(NamedTuple):
@@ -101,9 +101,9 @@ class Reading:
     def _best(self) -> Tensor:
         if self.norm_layers is None:
             return estimators.best(self.whole, self.differences)
-        overall, layers = estimators.overall(self.whole), self.norm_layers
-        scale = as_model(noise_factor(layers[3:], overall))
-        return estimators.best(layers[:3] * scale, overall)
+        averages, matched = self.norm_layers.split(3)
+        scale, overall = of_whole(matched, self.whole)
+        return estimators.best(averages * scale, overall)
 
     def _norm_factor(self, norm_layers: Tensor) -> float:
         return noise_factor(norm_layers[3:], estimators.overall(self.whole)).item()

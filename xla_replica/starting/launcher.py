@@ -96,7 +96,7 @@ def default_num_replicas(device: str | None = None, on_cpu: int = 1) -> int | No
         where any number can be had, ``on_cpu``.
 
     Raises:
-        ValueError, TypeError: There is no such device, or ``on_cpu`` is not at least 1.
+        ValueError, TypeError: The device is unknown, or ``on_cpu`` is less than 1.
     """
     _check_device(device)
     check_integer("on_cpu", on_cpu, least=1)

@@ -442,7 +442,7 @@ def test_a_default_number_is_one_that_launch_takes():
 
 
 def what_is_refused(rank: int) -> list[str]:
-    """Returns what verbs say of arguments that are no lists of tensors."""
+    """Returns what verbs say of arguments that are not lists of tensors."""
     replica = xla_replica.current()
     said = []
     for verb in (replica.all_reduce_, replica.broadcast_, replica.fetch):
