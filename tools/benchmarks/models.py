@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,48 @@ class Distance(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.softplus(x) * torch.cdist(x, self.centre)
+
+
+class _Squashing(torch.autograd.Function):
+    """A softened sign of ``scale * x``, with a derivative written by hand."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x * scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, scale, output = ctx.saved_tensors
+        grad = grad * (1 - output.square())
+        return grad * scale, (grad * x).sum_to_size(scale.shape)
+
+
+class Squashed(nn.Module):
+    """An activation with a parameter in a `torch.autograd.Function`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.squash = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Squashing.apply(x, self.squash)
+
+
+class Halved(nn.Module):
+    """A linear layer whose weight is computed from the parameter."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.doubled = nn.Parameter(2 * layer.weight.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.doubled * 0.5)
 
 
 class Transformer(nn.Module):
@@ -115,15 +158,30 @@ class TransformerWithExponent(Transformer):
         return F.softplus(x) ** self.exponent
 
 
-def mlp_with_module(kind: type[Power | Distance] = Power) -> nn.Module:
+Activation = type[Power | Distance | Squashed]
+
+
+def mlp_with_module(kind: Activation = Power) -> nn.Module:
     model = mlp()
     model[1] = kind(model[0].out_features)
     return model
 
 
-def transformer_with_module(kind: type[Power | Distance] = Power) -> nn.Module:
+def transformer_with_module(kind: Activation = Power) -> nn.Module:
     model = Transformer()
     model.up = nn.Sequential(model.up, kind(model.up.out_features))
+    return model
+
+
+def mlp_with_computed_weight() -> nn.Module:
+    model = mlp()
+    model[2] = Halved(model[2])
+    return model
+
+
+def transformer_with_computed_weight() -> nn.Module:
+    model = Transformer()
+    model.up = Halved(model.up)
     return model
 
 
@@ -132,15 +190,19 @@ UNCOVERED: dict[str, dict[str, Callable[[], nn.Module]]] = {
         "a small module's": mlp_with_module,
         "the model's own": OwnExponent,
         "a function's that runs once more": lambda: mlp_with_module(Distance),
+        "a module's that runs once more": lambda: mlp_with_module(Squashed),
+        "what a weight is computed from": mlp_with_computed_weight,
     },
     "transformer": {
         "a small module's": transformer_with_module,
         "the model's own": TransformerWithExponent,
         "a function's that runs once more": lambda: transformer_with_module(Distance),
+        "a module's that runs once more": lambda: transformer_with_module(Squashed),
+        "what a weight is computed from": transformer_with_computed_weight,
     },
 }
 # What the parameters that no rule of a module accounts for are called.
-UNCOVERED_NAMES = ("exponent", "centre")
+UNCOVERED_NAMES = ("exponent", "centre", "squash", "doubled")
 
 
 def losses_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
