@@ -152,6 +152,29 @@ def _by_sample(matrices: torch.Tensor, rows: Rows) -> torch.Tensor:
     return cut.permute(2, 0, 1, 3, 4).flatten(2, 3)
 
 
+def through_product(node: Node, slot: int, found: Outer) -> Arranged:
+    """Returns what a factor gets, of what a product of two matrices gets.
+
+    Both are computed from parameters alone. ``found`` has one group.
+    """
+    other = rules.saved(node, "mat2" if slot == 0 else "self")
+    if slot == 0:
+        right = found.right @ other.T.to(found.right.dtype)
+        return Arranged(Outer(found.left, right))
+    return Arranged(Outer(found.left @ other.to(found.left.dtype), found.right))
+
+
+def scaled(found: Outer, times: torch.Tensor) -> Outer:
+    """Returns a matrix with rows or columns times numbers, ``(n, 1, *)`` or ``(1, *)``.
+
+    Columns are all that is not the first dimension.
+    """
+    if times.numel() == len(times):
+        rows = times.reshape(found.groups, 1, -1).to(found.left.dtype)
+        return Outer(found.left * rows, found.right)
+    return Outer(found.left, found.right * times.flatten().to(found.right.dtype))
+
+
 # --- products on their way to a parameter -----------------------------------------
 
 
@@ -175,21 +198,28 @@ class Arranged:
     Views do not change the order of a tensor's numbers, so they change nothing here.
     """
 
-    def __init__(self, outer: Outer) -> None:
+    def __init__(self, outer: Outer, pieces: Sequence[Piece] | None = None) -> None:
         self._outer = outer
-        sizes = (outer.groups, outer.left.shape[3], outer.right.shape[3])
-        self._pieces = [Piece(n, (), size) for n, size in enumerate(sizes)]
+        if pieces is None:
+            sizes = (outer.groups, outer.left.shape[3], outer.right.shape[3])
+            pieces = [Piece(n, (), size) for n, size in enumerate(sizes)]
+        self._pieces = pieces
 
-    def permuted(self, shape: Sequence[int], order: Sequence[int]) -> bool:
-        """Takes what is of this shape to what it was permuted from; returns whether."""
+    def permuted(self, shape: Sequence[int], order: Sequence[int]) -> Arranged | None:
+        """Returns what of this shape was permuted; None where that cannot be told."""
         parts = self._parts(shape)
         if parts is None:
-            return False
+            return None
         before: list[list[Piece]] = [[] for _ in order]
         for part, dim in zip(parts, order):
             before[dim] = part
-        self._pieces = [piece for part in before for piece in part]
-        return True
+        return Arranged(self._outer, [piece for part in before for piece in part])
+
+    def multiplied(self, number: float) -> Arranged:
+        """Returns what is so many times as large."""
+        found = forms.multiplied(self._outer, number)
+        assert isinstance(found, Outer)
+        return Arranged(found, self._pieces)
 
     def of(self, shape: Sequence[int]) -> Contribution:
         """Returns the contribution to a tensor of this shape, factored if it can be."""

@@ -23,6 +23,7 @@ from per_sample_grad.factors import forms
 from per_sample_grad.factors.forms import Contribution, Dense, Outer
 from per_sample_grad.layers import embedding, registry
 from per_sample_grad.layers.patches import Unfolding, windows
+from xla_replica import traits
 
 # torch gives an integer that may be negative without its sign.
 _NEGATIVE = 2**63
@@ -105,6 +106,33 @@ def order_of(node: Node) -> tuple[int, ...] | None:
     order = list(range(rank))
     order[first], order[second] = second, first
     return tuple(order)
+
+
+def times_of(node: Node, slot: int) -> float | torch.Tensor | None:
+    """Returns what a node multiplies an input by, for the output to be linear in it.
+
+    That is a number, which is known without a read from the device, or a constant
+    tensor. None: another operation, or one that broadcasts its input.
+    """
+    name = node.name()
+    if name not in _LINEAR or source_shape(node, slot) != output_shape(node):
+        return None
+    if name == "NegBackward0":
+        return -1.0
+    if name in ("MulBackward0", "DivBackward0"):
+        below, _ = node.next_functions[1 - slot]
+        if below is not None or (slot and name == "DivBackward0"):
+            return None
+        times = saved(node, "self" if slot else "other")
+        if times.numel() == 1 and traits(times).is_host and not times.is_complex():
+            times = float(times)
+        return times if name == "MulBackward0" else 1 / times
+    if name == "RsubBackward1":  # what it is subtracted from is a number
+        return -float(saved(node, "alpha"))
+    if not slot:
+        return 1.0
+    alpha = float(saved(node, "alpha"))
+    return alpha if name == "AddBackward0" else -alpha
 
 
 def _signed(dim: int) -> int:
@@ -430,6 +458,11 @@ OPERATIONS: dict[str, Operation] = {
     "NativeBatchNormBackward0": Operation(_batch_normalized, (1, 2), False, 1, True),
     "ConvolutionBackward0": Operation(_convolved, (1, 2), False, 2, True),
 }
+# Operations that are linear in an input, as far as `times_of` knows them.
+_LINEAR = (
+    "AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0", "NegBackward0",
+    "RsubBackward1",
+)  # fmt: skip
 # Of other operations that compute each number from those in its place autograd's own
 # formula has a row for each sample.
 _AS_AUTOGRAD_DOES = Operation(_by_its_node, slots=None, runs=True)

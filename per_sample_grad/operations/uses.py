@@ -15,6 +15,7 @@ autograd notices that, as it does for rules of modules.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -49,6 +50,11 @@ _BY_DATA = (
     "EmbeddingBackward0", "IndexBackward0", "IndexSelectBackward0", "GatherBackward0",
     "IndexPutBackward0",
 )  # fmt: skip
+# How many operations are gone through by rules on the way down to parameters, at most:
+# a tensor that is used again and again has as many ways down as it has uses.
+_MOST_STEPS = 64
+# What a tensor gets of each sample, on the way.
+Found = Contribution | products.Arranged
 # From a node, and where the model's tensors are stored.
 Belief = Callable[[Node, Collection[int]], bool]
 # What takes a node's tensor, and as which input: a node, or a call with a rule, which
@@ -128,49 +134,113 @@ def take_down(
     edge: GradientEdge, found: Contribution, wanted: Mapping[str, nn.Parameter]
 ) -> dict[str, Contribution]:
     """Takes what a tensor gets of each sample to the parameters that it depends on."""
-    outer = products.Arranged(found) if isinstance(found, Outer) else None
-    while True:
-        node, number = edge.node, edge.output_nr
-        shape = tuple(node._input_metadata[number].shape)
+    names = {id(param): name for name, param in wanted.items()}
+    parts: dict[str, list[Contribution]] = defaultdict(list)
+    stack: list[tuple[GradientEdge, Found]]
+    stack = [(edge, products.Arranged(found) if isinstance(found, Outer) else found)]
+    steps = 0
+    while stack:
+        edge, here = stack.pop()
+        node = edge.node
+        shape = tuple(node._input_metadata[edge.output_nr].shape)
         variable = getattr(node, "variable", None)
         if variable is not None:
-            [name] = wanted
-            if outer is not None:
-                found = outer.of(shape)
-            elif isinstance(found, Dense):
-                found = Dense(found.values.reshape(-1, *shape))
-            return {name: found}
-        name, order = node.name(), rules.order_of(node)
-        following = [each for each in node.next_functions if each[0] is not None]
-        if len(following) > 1:
-            break
-        [(below, number)] = following
-        assert below is not None
-        if order is not None:
-            if outer is not None:
-                if not outer.permuted(shape, order):
-                    break
-            elif isinstance(found, Dense):
-                before = [1 + order.index(dim) for dim in range(len(order))]
-                values = found.values.reshape(-1, *shape)
-                found = Dense(values.permute(0, *before))
-            else:
-                break
-        elif name == "EmbeddingBackward0" and isinstance(found, Dense):
-            index = rules.saved(node, "indices")
-            index = index.expand(len(found.values), *index.shape)
-            values = found.values.reshape(*index.shape, -1)
-            found = rules.lookup(node, index, values)
-        elif name == "AddBackward0" and node.next_functions[0][0] is not None:
-            if rules.source_shape(node, 0) != shape:
-                break
-        elif name not in _UNCHANGED or not isinstance(found, (Dense, Outer)):
-            break
-        edge = GradientEdge(below, number)
-    if outer is not None:
-        found = outer.of(shape)
-    dtype = edge.node._input_metadata[edge.output_nr].dtype
-    values, inputs = rules.formed(found, shape).to(dtype), list(wanted.values())
+            if id(variable) in names:
+                parts[names[id(variable)]].append(_of_shape(here, shape))
+            continue
+        steps += 1
+        below = _below(node, shape, here) if steps < _MOST_STEPS else None
+        if below is not None:
+            stack += below
+            continue
+        for name, part in _by_autograd(edge, _of_shape(here, shape), wanted).items():
+            parts[name].append(part)
+    missing = [name for name in wanted if name not in parts]
+    if missing:
+        raise Refusal(f"it does not depend on {', '.join(missing)}")
+    return {name: _one(parts[name], param) for name, param in wanted.items()}
+
+
+def _of_shape(found: Found, shape: tuple[int, ...]) -> Contribution:
+    if isinstance(found, products.Arranged):
+        return found.of(shape)
+    if isinstance(found, Dense):
+        return Dense(found.values.reshape(-1, *shape))
+    return found
+
+
+def _below(
+    node: Node, shape: tuple[int, ...], found: Found
+) -> list[tuple[GradientEdge, Found]] | None:
+    """Returns what a node's inputs get where it gets this; None: autograd knows."""
+    name = node.name()
+    inputs = [
+        (slot, GradientEdge(below, number))
+        for slot, (below, number) in enumerate(node.next_functions)
+        if below is not None
+    ]
+    if name == "MmBackward0":
+        if not isinstance(found, products.Arranged):
+            return None
+        matrix = found.of(shape)
+        if not isinstance(matrix, Outer) or matrix.groups > 1:
+            return None
+        return [
+            (edge, products.through_product(node, slot, matrix))
+            for slot, edge in inputs
+        ]
+    times = [rules.times_of(node, slot) for slot, _ in inputs]
+    if all(each is not None for each in times):
+        return [
+            (edge, _multiplied(found, shape, each))
+            for (_, edge), each in zip(inputs, times)
+            if each is not None
+        ]
+    if len(inputs) > 1:
+        return None
+    [(_, edge)] = inputs
+    order = rules.order_of(node)
+    if order is not None:
+        if isinstance(found, products.Arranged):
+            permuted = found.permuted(shape, order)
+            return None if permuted is None else [(edge, permuted)]
+        if isinstance(found, Dense):
+            before = [1 + order.index(dim) for dim in range(len(order))]
+            values = found.values.reshape(-1, *shape)
+            return [(edge, Dense(values.permute(0, *before)))]
+        return None
+    if name == "EmbeddingBackward0" and isinstance(found, Dense):
+        index = rules.saved(node, "indices")
+        index = index.expand(len(found.values), *index.shape)
+        values = found.values.reshape(*index.shape, -1)
+        return [(edge, rules.lookup(node, index, values))]
+    if name in _UNCHANGED and isinstance(found, (Dense, products.Arranged)):
+        return [(edge, found)]
+    return None
+
+
+def _multiplied(
+    found: Found, shape: tuple[int, ...], times: float | torch.Tensor
+) -> Found:
+    """Returns what a tensor of this shape gets, times a number or numbers in it."""
+    if isinstance(times, float):
+        if isinstance(found, products.Arranged):
+            return found.multiplied(times)
+        return forms.multiplied(found, times)
+    found = _of_shape(found, shape)
+    own = rules.aligned(tuple(times.shape), shape)
+    if isinstance(found, Outer) and math.prod(own) in (own[0], math.prod(own[1:])):
+        return products.Arranged(products.scaled(found, times.reshape(own)))
+    values = rules.formed(found, shape)
+    return Dense(values * times.to(values.dtype))
+
+
+def _by_autograd(
+    edge: GradientEdge, found: Contribution, wanted: Mapping[str, nn.Parameter]
+) -> dict[str, Contribution]:
+    data = edge.node._input_metadata[edge.output_nr]
+    values = rules.formed(found, tuple(data.shape)).to(data.dtype)
+    inputs = list(wanted.values())
     with xla_replica.AccumulationHook.paused(inputs):
         gradients = torch.autograd.grad(
             [edge],
@@ -180,10 +250,7 @@ def take_down(
             allow_unused=True,
             is_grads_batched=True,
         )
-    missing = [name for name, grad in zip(wanted, gradients) if grad is None]
-    if missing:
-        raise Refusal(f"it does not depend on {', '.join(missing)}")
-    return {name: Dense(grad) for name, grad in zip(wanted, gradients)}
+    return {n: Dense(grad) for n, grad in zip(wanted, gradients) if grad is not None}
 
 
 @dataclasses.dataclass

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -281,6 +284,61 @@ def test_operations_account_for_parameters(case, batch):
     for _ in range(2):  # compared, and proven
         factors = psg.per_sample_factors(model, fold, inputs, **case.options)
         agree(factors, truth, 1e-10)
+
+
+def of_weight(function, *shape: int) -> Callable[[], nn.Module]:
+    """Returns what makes a model with a weight that is computed from a parameter."""
+
+    def make() -> nn.Module:
+        model = Raw(
+            lambda m, x: F.linear(m.a(x), function(m, m.p)), *(shape or (5, 4)),
+            a=nn.Linear(3, 4), b=nn.Linear(2, 4), c=nn.Linear(5, 2),
+        )  # fmt: skip
+        model.register_buffer("column", torch.linspace(1, 2, 5)[:, None])
+        model.register_buffer("mask", torch.eye(5, 4))
+        return model
+
+    return make
+
+
+# Weights that are linear in a parameter: what samples add to them stays factored.
+LINEAR = [
+    Case("times-a-number", of_weight(lambda m, p: 3 * p / 2), (5, 3)),
+    Case("less-than-numbers", of_weight(lambda m, p: 1 - (-p - 3)), (5, 3)),
+    Case("added", of_weight(
+        lambda m, p: torch.add(torch.ones_like(p), p, alpha=3)), (5, 3)),
+    Case("subtracted", of_weight(
+        lambda m, p: torch.sub(torch.ones_like(p), p, alpha=3)), (5, 3)),
+    Case("by-rows", of_weight(lambda m, p: p * m.column), (5, 3)),
+    Case("by-columns", of_weight(lambda m, p: m.column[1:, 0] * p), (5, 3)),
+    Case("over-rows", of_weight(lambda m, p: (p.T / m.column[:, 0]).T), (5, 3)),
+    Case("product", of_weight(lambda m, p: p @ m.b.weight.T, 5, 2), (5, 3)),
+    Case("product-turned", of_weight(lambda m, p: (m.c.weight.T @ p) * 2, 2, 4),
+         (5, 3)),
+    Case("low-rank-and-frozen", of_weight(
+        lambda m, p: m.mask + 0.5 * (p @ m.b.weight.T), 5, 2), (5, 3)),
+    Case("sum-of-two", of_weight(lambda m, p: p - 2 * (m.c.weight.T @ m.b.weight.T)),
+         (5, 3)),
+]  # fmt: skip
+# Others, and those that broadcast the parameter.
+CASES += [
+    *LINEAR,
+    Case("masked", of_weight(lambda m, p: p * m.mask / m.column), (5, 3)),
+    Case("number-times-constants", of_weight(lambda m, p: p * m.mask, 1), (5, 3)),
+    Case("number-over", of_weight(lambda m, p: 3 / (2 + p.square())), (5, 3)),
+    Case("used-twice", of_weight(lambda m, p: p + p * m.column - p.sin()), (5, 3)),
+    Case("again-and-again", of_weight(
+        lambda m, p: functools.reduce(lambda w, _: w + w, range(8), p)), (5, 3)),
+    Case("of-a-product-of-three", of_weight(
+        lambda m, p: torch.einsum("ik,kl,lj->ij", p, p, m.b.weight.T), 2, 2), (5, 3)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LINEAR, ids=lambda case: case.name)
+def test_no_gradient_of_a_weight_that_is_linear_in_a_parameter_is_formed(case):
+    model, inputs = case.make(torch.float64)
+    factors = psg.per_sample_factors(model, fold, inputs, **case.options)
+    assert all(isinstance(use, psg.Outer) for use in factors.contributions("p"))
 
 
 PRODUCTS = [c for c in CASES if c.name.split("-")[0] in ("einsum", "linear", "matmul")]
