@@ -141,7 +141,7 @@ class Capture:
         if self._entered:
             raise RuntimeError("this capture was used already; make another")
         self._recorder.start()
-        if self._functions.follows_any:  # a mode has its price
+        if self._functions.follows_any:
             self._placed.enter_context(self._functions)
         self._entered = True
         return self

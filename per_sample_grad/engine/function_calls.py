@@ -9,7 +9,6 @@ gradient of what it returned is there.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,8 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.func import vmap
-from torch.overrides import TorchFunctionMode
 
 from per_sample_grad.engine import graph
 from per_sample_grad.engine.operation_calls import Substitute
@@ -32,7 +29,9 @@ from per_sample_grad.engine.rerunning import by_sample
 from per_sample_grad.errors import Refusal
 from per_sample_grad.factors.forms import Contribution, Dense, summed
 from per_sample_grad.layers.registry import Call, memories, memory
+from per_sample_grad.operations.following import Following
 from per_sample_grad.operations.uses import take_down
+from per_sample_grad.operations.vectorising import gradients_by_sample
 from xla_replica.common.trees import map_tensors, tensors_in
 
 
@@ -67,7 +66,7 @@ class FunctionCall:
         return self.function(*args, **kwargs)
 
 
-class FunctionRecorder(TorchFunctionMode):
+class FunctionRecorder:
     """Notes, while it is entered, the calls of functions that take some parameters.
 
     Args:
@@ -79,60 +78,56 @@ class FunctionRecorder(TorchFunctionMode):
     """
 
     def __init__(self, model: nn.Module, params: Iterable[nn.Parameter]) -> None:
-        super().__init__()
         self.calls: list[FunctionCall] = []
         # What is computed from parameters alone, by id, and how often it had been
         # changed in place; held, so that ids stay its own.
         self._own = {id(param): (param, param._version) for param in params}
-        self._known = memories(model) if self._own else set()
+        self._model = model
+        self._known: set[int] | None = None
+        self._following = Following(self)
 
     @property
     def follows_any(self) -> bool:
         """Whether there is anything to follow."""
         return bool(self._own)
 
+    def __enter__(self) -> FunctionRecorder:
+        self._following.start()
+        self._following.add([param for param, _ in self._own.values()])
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._following.stop()
+
     def stop(self) -> None:
         """Lets go of what was noted, and notes nothing more."""
         self.calls = []
         self._own = {}
 
-    def _takes_own(self, values: Iterable[Any]) -> bool:
-        """Returns whether a function takes what is computed from parameters alone."""
-        own = self._own
-        for value in values:
-            if id(value) in own:
-                return True
-            if type(value) in (list, tuple) and any(id(each) in own for each in value):
-                return True
-        return False
-
-    def __torch_function__(
+    def run(
         self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> Any:
-        if not self._takes_own(args) and not (
-            kwargs and self._takes_own(kwargs.values())
-        ):
-            return func(*args, **kwargs or {})
-        kwargs = kwargs or {}
+        """Calls a function that takes what is followed, and notes it."""
         inputs = tensors_in((args, kwargs))
+        versions = tuple([each._version for each in inputs])
         own = {
             i: each
             for i, each in enumerate(inputs)
-            if self._own.get(id(each), (None, -1))[1] == each._version
+            if self._own.get(id(each), (None, -1))[1] == versions[i]
         }
-        versions = tuple(each._version for each in inputs)
-        found = func(*args, **kwargs)
+        found = self._following.run(function, args, kwargs)
         outputs = tensors_in(found)
-        changed = versions != tuple(each._version for each in inputs)
-        if not own or not outputs or changed or not torch.is_grad_enabled():
+        if not own or not outputs or not torch.is_grad_enabled():
+            return found
+        if versions != tuple([each._version for each in inputs]):
             return found
         others = [each for i, each in enumerate(inputs) if i not in own]
-        if all(memory(each) in self._known for each in others):
+        if all(map(self._is_known, others)):
             self._own |= {id(each): (each, each._version) for each in outputs}
+            self._following.add(outputs)
         elif len(outputs) == 1 and outputs[0].requires_grad:
             [output] = outputs
             detached: Any = map_tensors((args, kwargs), torch.Tensor.detach)
@@ -143,7 +138,7 @@ class FunctionRecorder(TorchFunctionMode):
             }
             self.calls.append(
                 FunctionCall(
-                    func,
+                    function,
                     *detached,
                     edges,
                     graph.region_of(others, output),
@@ -153,6 +148,12 @@ class FunctionRecorder(TorchFunctionMode):
                 )
             )
         return found
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        """Returns whether a tensor is one of the model's own."""
+        if self._known is None:
+            self._known = memories(self._model)
+        return memory(tensor) in self._known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,47 +206,27 @@ def _gradients(
         raise Refusal("what it took of parameters alone may have rows for samples")
     if not any(sized[i] for i in range(len(inputs)) if i not in called.own):
         raise Refusal("nothing that it took has rows for samples")
-    # Plain autograd through one vectorised run: functional transforms take longer.
-    own = {
-        i: inputs[i].expand(count, *inputs[i].shape).detach().requires_grad_()
-        for i in call.params
-    }
-    # Nothing is lazy here, and no hook is on what was just made.
-    with torch.enable_grad(), _as_autocast_was(called.autocast):
-        output = _vectorised(call, inputs, own, rows)
-    grad = grad.reshape(output.shape)
-    return dict(zip(own, torch.autograd.grad(output, list(own.values()), grad)))
-
-
-def _as_autocast_was(
-    state: Mapping[str, Any],
-) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context with autocast in this state; it takes time to enter one."""
-    is_off = not state["enabled"]
-    if is_off and not torch.is_autocast_enabled(state["device_type"]):
-        return contextlib.nullcontext()
-    return torch.autocast(**state)
-
-
-def _vectorised(
-    call: RepeatedFunction,
-    inputs: Sequence[torch.Tensor],
-    own: Mapping[int, torch.Tensor],
-    rows: int,
-) -> torch.Tensor:
-    """Returns the output ``(B, rows / B, *)``, if torch can vectorise the function."""
-    called, count, dim = call.called, call.num_samples, call.batch_dim
+    own = list(call.params)
     others = [i for i in range(len(inputs)) if i not in called.own]
-    each = [inputs[i] for i in others]
-    samples, with_samples = by_sample(each, dim, rows, count)
+    samples, with_samples = by_sample([inputs[i] for i in others], dim, rows, count)
 
-    def run(own: dict[int, torch.Tensor], samples: list[torch.Tensor]) -> torch.Tensor:
-        given = {**own, **dict(zip(others, with_samples(samples)))}
-        replaced = (given.get(i, tensor) for i, tensor in enumerate(inputs))
-        [output] = tensors_in(called.run(replaced))
-        return output.movedim(dim, 0)
+    def run(given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        placed = dict(zip(own, given)) | dict(
+            zip(others, with_samples(given[len(own) :]))
+        )
+        [output] = tensors_in(
+            called.run(placed.get(i, each) for i, each in enumerate(inputs))
+        )
+        return [output.movedim(dim, 0)]
 
-    return vmap(run)(dict(own), samples)
+    found = gradients_by_sample(
+        run,
+        [inputs[i] for i in own],
+        samples,
+        [grad.unflatten(0, (count, -1))],
+        called.autocast,
+    )
+    return dict(zip(own, found))
 
 
 def functions_again(

@@ -25,6 +25,7 @@ from per_sample_grad.layers.registry import (
     why_no_rule,
 )
 from per_sample_grad.operations import wrong_operations
+from per_sample_grad.operations.following import ORDINARY
 from xla_replica import AccumulationHook
 from xla_replica.common.arguments import check_integer
 from xla_replica.common.trees import map_tensors, tensors_in
@@ -156,13 +157,13 @@ class Recorder:
         if self._records_enclosing:
             for number, name in where.holders:
                 enclose = functools.partial(self._enclose, name)
-                self._hook(modules[number], self._unfollowed(enclose))
+                self._hook(modules[number], enclose)
         for number, owner in where.owners:
             record = functools.partial(self._record, owner)
             joining = JOINING.get(owner.rule)
             if joining is not None:
                 record = functools.partial(self._record_joined, owner, joining)
-            self._hook(modules[number], self._unfollowed(record))
+            self._hook(modules[number], record)
         for number, _ in where.normalising:
             if batch_norm.needs_arithmetic(modules[number]):
                 self._hook(modules[number], batch_norm.output_by_arithmetic)
@@ -173,17 +174,6 @@ class Recorder:
     def _hook(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True)
         self._handles.append(handle)
-
-    def _unfollowed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a hook whose own use of torch no mode sees, which takes time."""
-        if not self._records_enclosing:
-            return hook
-
-        def run(*given: Any) -> Any:
-            with torch._C.DisableTorchFunction():
-                return hook(*given)
-
-        return run
 
     def _record_joined(
         self,
@@ -227,7 +217,7 @@ class Recorder:
             return
         tensors = _tensors(args, kwargs)
         for kind in {type(output), *map(type, tensors)}:
-            if kind is not torch.Tensor and kind is not nn.Parameter:
+            if kind not in ORDINARY:
                 raise CoverageError(
                     f"module {owner.name!r} was called with or returned a "
                     f"{kind.__name__}: hooks cannot record what is being traced "

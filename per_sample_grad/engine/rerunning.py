@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import xla_replica
@@ -29,6 +29,7 @@ from per_sample_grad.errors import Refusal
 from per_sample_grad.factors import forms
 from per_sample_grad.factors.forms import Contribution, Dense
 from per_sample_grad.layers.registry import Call
+from per_sample_grad.operations.vectorising import gradients_by_sample
 from xla_replica.common.trees import map_tensors, tensors_in
 
 Calls = dict[str, list[EnclosingCall]]  # by the module's name
@@ -233,30 +234,28 @@ def _of_call(
     inputs = tensors_in((call.args, call.kwargs))
     samples, with_samples = by_sample(inputs, dim, rows, num_samples)
 
-    def product(
-        given: dict[str, torch.Tensor],
-        samples: list[torch.Tensor],
-        gradients: dict[int, torch.Tensor],
-    ) -> torch.Tensor:
-        replaced = iter(with_samples(samples))
+    names = [inner[id(param)] for param in wanted.values()]
+
+    def run(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        replaced = iter(with_samples(tensors[len(names) :]))
         args, kwargs = map_tensors((call.args, call.kwargs), lambda _: next(replaced))
-        named = {inner[id(param)]: given[name] for name, param in wanted.items()}
+        named = dict(zip(names, tensors))
         output = tensors_in(functional_call(module, {**state, **named}, args, kwargs))
-        return forms.summed(
-            (output[i].movedim(dim, 0) * gradient).sum()
-            for i, gradient in gradients.items()
-        )
+        return [output[i].movedim(dim, 0) for i in gradients]
 
     # The other kernels of attention are not vectorised on a CPU, but looped over.
-    with torch.autocast(**enclosing.autocast), sdpa_kernel(SDPBackend.MATH):
-        return vmap(grad(product), (None, 0, 0))(
-            given,
+    with sdpa_kernel(SDPBackend.MATH):
+        found = gradients_by_sample(
+            run,
+            [given[name] for name in wanted],
             samples,
-            {
-                i: call.batch_first(gradient).unflatten(0, (num_samples, -1))
-                for i, gradient in gradients.items()
-            },
+            [
+                call.batch_first(gradient).unflatten(0, (num_samples, -1))
+                for gradient in gradients.values()
+            ],
+            enclosing.autocast,
         )
+    return dict(zip(wanted, found))
 
 
 def by_sample(

@@ -313,13 +313,13 @@ def test_what_accounts_for_parameters_is_found_once(way, searches):
 
 def test_functions_are_noted_only_where_a_structure_has_needed_them(monkeypatch):
     noted: list[object] = []
-    before = FunctionRecorder.__torch_function__
+    before = FunctionRecorder.run
 
     def counted(self, func, *rest):
         noted.append(func)
         return before(self, func, *rest)
 
-    monkeypatch.setattr(FunctionRecorder, "__torch_function__", counted)
+    monkeypatch.setattr(FunctionRecorder, "run", counted)
     model, x = made(by_formulas)
     outcome(model, x, "batched")
     assert noted
