@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import math
 
-import numba
 import numpy as np
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 
+from xla_replica.common.compiled_memory import array_at
 from xla_replica.common.compiling import compiled
 
 
@@ -144,23 +142,8 @@ def _y(part, rows, like):
 def _four(start, step, rows, size, like):
     """Returns four rows of a matrix at an address, in ``like``'s dtype."""
     return (
-        _row(start + rows[0] * step, size, like),
-        _row(start + rows[1] * step, size, like),
-        _row(start + rows[2] * step, size, like),
-        _row(start + rows[3] * step, size, like),
+        array_at(start + rows[0] * step, (size,), like),
+        array_at(start + rows[1] * step, (size,), like),
+        array_at(start + rows[2] * step, (size,), like),
+        array_at(start + rows[3] * step, (size,), like),
     )
-
-
-@compiled
-def _row(address, size, like):
-    return numba.carray(_pointer(address), (size,), like.dtype)
-
-
-@intrinsic
-def _pointer(typing_context, address):
-    del typing_context
-
-    def generate(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
-
-    return types.voidptr(address), generate

@@ -292,6 +292,7 @@ class BackwardPass:
                         gradient = each.pop()[edges[number].output_nr]
                         self._reach_inside(number, gradient)
                         del gradient
+                self._finish()
 
         try:
             for number in passed:
@@ -320,6 +321,7 @@ class BackwardPass:
         with forms.full_precision(self._losses.device):
             for number, gradient in zip(ends, gradients):
                 self._reach_inside(number, gradient)
+            self._finish()
         del gradients
         if any(self._calls):
             self._reach_rest(edges)
@@ -380,6 +382,12 @@ class BackwardPass:
     def _reach(self, number: int, gradient: torch.Tensor | None) -> None:
         with forms.full_precision(self._losses.device):
             self._reach_inside(number, gradient)
+            self._finish()
+
+    def _finish(self) -> None:
+        """Lets the taker compute what it has postponed."""
+        if self._taker is not None:
+            self._taker.finish()
 
     def _reach_inside(self, number: int, gradient: torch.Tensor | None) -> None:
         """Applies a call's rule, in `forms.full_precision`."""

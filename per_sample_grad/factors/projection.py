@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -83,8 +84,7 @@ class Projection:
         self.kept = _kept(self.shapes, size)
         self.size = sum(map(math.prod, self.kept.values()))
         self._folds: dict[tuple[object, ...], Folds] = {}
-        # Folds as compiled loops take them, made once.
-        self.for_loops: dict[tuple[object, ...], tuple[object, ...]] = {}
+        self._columns: dict[tuple[str, ...], Columns] = {}
         self._stacked: dict[
             tuple[object, ...], tuple[torch.Tensor, torch.Tensor, int]
         ] = {}
@@ -95,6 +95,17 @@ class Projection:
             f"Projection of {total} numbers of {len(self.shapes)} parameters to "
             f"{self.size}, seed {self.seed}, map {VERSION}"
         )
+
+    def columns_of(self, names: Sequence[str]) -> Columns:
+        """Returns where the numbers of these parameters are, in this sequence."""
+        key = tuple(names)
+        found = self._columns.get(key)
+        if found is None:
+            sizes = tuple(math.prod(self.kept[name]) for name in names)
+            starts = itertools.accumulate(sizes, initial=0)
+            places = dict(zip(names, zip(starts, sizes)))
+            found = self._columns[key] = Columns(sum(sizes), places, {})
+        return found
 
     def of(self, name: str, uses: Sequence[Contribution], budget: int) -> torch.Tensor:
         """Returns the projections of one parameter's gradients, ``(B, k1 k2)``.
@@ -171,6 +182,21 @@ class Projection:
             sizes = rows, columns, kernel
             self._folds[key] = Folds(of_rows, of_channels, of_columns, *sizes)
         return self._folds[key]
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Where the numbers of some parameters are, next to one another.
+
+    Attributes:
+        size: How many there are.
+        places: The first column and how many, by the parameter's name.
+        for_loops: What compiled loops know about calls, made once.
+    """
+
+    size: int
+    places: Mapping[str, tuple[int, int]]
+    for_loops: dict[Hashable, object]
 
 
 # The shorter side of a projection, and a convolution's input, keep no more than this:

@@ -1,10 +1,11 @@
-"""Projections of single layers on a CPU, one sample after the other, by Numba.
+"""Projections of layers on a CPU, one sample after the other, by Numba.
 
 It imports Numba, so import it where that is installed. torch multiplies as many small
 matrices as there are samples, for which it needs several times as long as for reading
 the gradients, and has to be given patches of all samples. Each of the small operations
 around that waits for its code, too, since the pass has filled the caches. Here a sample
-is projected while it is in the cache, to where its numbers belong.
+is projected while it is in the cache, to where its numbers belong, and many layers are
+one call, whose arguments are a matrix of integers.
 
 Each function writes projections of weights and biases to columns of ``out`` ``(B, k)``.
 Where is in ``places``: the first column and how many, of either; 0 are for nobody. A
@@ -18,10 +19,94 @@ from __future__ import annotations
 
 import numpy as np
 
+from xla_replica.common.compiled_memory import array_at, integers_at
 from xla_replica.common.compiling import compiled
 
+# The kinds of calls, and what a row of `project_calls` has in its columns: the kind,
+# the addresses of four tensors, two places, three folds (address of the signs, how many
+# there are, how many are kept), whether numbers of different rows are next to one
+# another, the signs of channels or the matrix of the side that is folded first (address
+# and sizes), and up to 18 sizes.
+CONVOLUTION, LINEAR, POSITIONS, GROUP_NORM, LAYER_NORM, EMBEDDING = range(6)
+_PLACES, _ROWS, _COLUMNS, _BIAS, _BY_COLUMN, _MATRIX, _SIZES = 5, 9, 12, 15, 18, 19, 22
+WIDTH = _SIZES + 18
 # Positions whose numbers of four rows stay in a CPU's first cache.
 _TOGETHER = 1024
+
+
+@compiled
+def project_calls(calls, out):
+    """Writes the projections of several calls, each a row of int64; see `WIDTH`."""
+    for row in calls:
+        inputs, gradients, num = row[1], row[2], len(out)
+        places = ((row[5], row[6]), (row[7], row[8]))
+        rows, columns = _fold_at(row, _ROWS, out), _fold_at(row, _COLUMNS, out)
+        of_bias, by_column = _fold_at(row, _BIAS, out), row[_BY_COLUMN] > 0
+        matrix, sizes = row[_MATRIX : _MATRIX + 3], row[_SIZES:]
+        (p, q), num_positions = (rows[0].size, columns[0].size), sizes[0]
+        if row[0] == CONVOLUTION:
+            positions = _three(sizes, 3)
+            project_convolution(
+                array_at(inputs, (num, matrix[1], *_three(sizes, 0)), out),
+                array_at(
+                    gradients, (num, p, positions[0] * positions[1] * positions[2]), out
+                ),
+                (
+                    _three(sizes, 6), _three(sizes, 9), _three(sizes, 12),
+                    _three(sizes, 15), positions,
+                ),
+                array_at(matrix[0], (matrix[1],), out),
+                rows, columns, by_column, of_bias, out, places,
+            )  # fmt: skip
+        elif row[0] == LINEAR:
+            project_linear(
+                array_at(inputs, (num, q), out), array_at(gradients, (num, p), out),
+                rows, columns, by_column, of_bias, out, places,
+            )  # fmt: skip
+        elif row[0] == POSITIONS:
+            left = array_at(gradients, (num, num_positions, p), out)
+            right = array_at(inputs, (num, num_positions, q), out)
+            signs = array_at(matrix[0], (matrix[1], matrix[2]), out)
+            if by_column:
+                project_positions(right, left, signs, rows, of_bias, True, out, places)
+            else:
+                project_positions(
+                    left, right, signs, columns, of_bias, False, out, places
+                )
+        elif row[0] == EMBEDDING:
+            project_embedding(
+                integers_at(inputs, (num, num_positions)),
+                array_at(gradients, (num, num_positions, matrix[2]), out),
+                sizes[1], rows, array_at(matrix[0], (matrix[1], matrix[2]), out),
+                by_column, out, places,
+            )  # fmt: skip
+        elif row[0] == GROUP_NORM:
+            shape = (num, sizes[2], num_positions)
+            project_group_norm(
+                array_at(inputs, shape, out), array_at(gradients, shape, out),
+                array_at(row[3], (num, sizes[1]), out),
+                array_at(row[4], (num, sizes[1]), out),
+                rows, of_bias, out, places,
+            )  # fmt: skip
+        else:
+            shape = (num, num_positions, sizes[2])
+            project_layer_norm(
+                array_at(inputs, shape, out), array_at(gradients, shape, out),
+                array_at(row[3], (num, num_positions), out),
+                array_at(row[4], (num, num_positions), out),
+                rows, of_bias, out, places,
+            )  # fmt: skip
+
+
+@compiled
+def _fold_at(row, first, like):
+    """Returns the fold that three columns of a row describe."""
+    return array_at(row[first], (row[first + 1],), like), row[first + 2]
+
+
+@compiled
+def _three(sizes, first):
+    return sizes[first], sizes[first + 1], sizes[first + 2]
 
 
 @compiled
@@ -125,6 +210,109 @@ def project_linear(inputs, gradients, rows, columns, by_column, of_bias, out, pl
 
 
 @compiled
+def project_positions(sides, others, matrix, rest, of_bias, bias_of_other, out, places):
+    """Projects what a linear layer adds that has several positions in a sample.
+
+    Args:
+        sides: ``(B, T, n)``, contiguous: that of inputs and gradients of which fewer
+            numbers stay.
+        others: ``(B, T, m)``, contiguous.
+        matrix: ``(k, n)``, which folds the former.
+        rest: The fold of m numbers.
+        of_bias, bias_of_other: The fold of the bias, and whether the gradients that it
+            sums are ``others``.
+        out, places: What becomes the projections.
+    """
+    (to_weights, of_weights), (to_biases, of_biases) = places
+    num_kept, num_positions = len(matrix), sides.shape[1]
+    width = of_weights // num_kept
+    # A row of ones sums the gradients of a bias.
+    few = np.ones((num_kept + 1, num_positions), out.dtype)
+    num_sums = num_kept + (bias_of_other and of_biases > 0)
+    sums = np.empty((num_sums, others.shape[2]), out.dtype)
+    total = np.empty(sides.shape[2], out.dtype)
+    for i in range(len(sides)):
+        for t in range(num_positions):
+            for j in range(num_kept):
+                few[j, t] = _product(matrix[j], sides[i, t])
+        _add_products(few, others[i], sums)
+        for j in range(num_kept):
+            start = to_weights + j * width
+            _fold(sums[j], rest, out[i, start : start + width])
+        if of_biases:
+            into = out[i, to_biases : to_biases + of_biases]
+            if bias_of_other:
+                _fold(sums[num_kept], of_bias, into)
+            else:
+                total[:] = 0
+                for t in range(num_positions):
+                    for j in range(len(total)):
+                        total[j] += sides[i, t, j]
+                _fold(total, of_bias, into)
+
+
+@compiled
+def project_embedding(
+    indices, gradients, padding, rows, matrix, by_column, out, places
+):
+    """Projects what an embedding adds to the rows that were looked up.
+
+    Args:
+        indices: ``(B, T)`` int64, contiguous.
+        gradients: ``(B, T, q)``, contiguous.
+        padding: The row that takes no gradient; -1: none.
+        rows: The fold of the table's rows.
+        matrix: ``(k2, q)``, which folds the columns.
+        by_column: Whether numbers of different rows are next to one another.
+        out, places: What becomes the projections.
+    """
+    (to_weights, of_weights), _ = places
+    signs, kept = rows
+    num_columns = len(matrix)
+    to_row, to_column = (1, kept) if by_column else (num_columns, 1)
+    for i in range(len(indices)):
+        into = out[i, to_weights : to_weights + of_weights]
+        into[:] = 0
+        for t in range(indices.shape[1]):
+            index = indices[i, t]
+            if index == padding:
+                continue
+            if index < 0 or index >= len(signs):
+                raise IndexError("an embedding's input was changed after it was used")
+            start = index % kept * to_row
+            for j in range(num_columns):
+                product = _product(matrix[j], gradients[i, t])
+                into[start + j * to_column] += signs[index] * product
+
+
+@compiled
+def project_layer_norm(inputs, gradients, mean, scale, of_weight, of_bias, out, places):
+    """Projects what a LayerNorm over one dimension adds.
+
+    Args:
+        inputs, gradients: ``(B, T, q)``, contiguous.
+        mean, scale: ``(B, T)``: the mean of each position, and 1 / its deviation.
+        of_weight, of_bias: Folds of q numbers.
+        out, places: What becomes the projections.
+    """
+    (to_weights, of_weights), (to_biases, of_biases) = places
+    sums = np.empty((2, inputs.shape[2]), out.dtype)
+    for i in range(len(inputs)):
+        sums[:] = 0
+        of_product, total = sums[0], sums[1]
+        for t in range(inputs.shape[1]):
+            x, delta = inputs[i, t], gradients[i, t]
+            factor, centre = scale[i, t], mean[i, t]
+            for j in range(len(x)):
+                of_product[j] += (x[j] - centre) * factor * delta[j]
+                total[j] += delta[j]
+        if of_weights:
+            _fold(of_product, of_weight, out[i, to_weights : to_weights + of_weights])
+        if of_biases:
+            _fold(total, of_bias, out[i, to_biases : to_biases + of_biases])
+
+
+@compiled
 def project_group_norm(inputs, gradients, mean, scale, of_weight, of_bias, out, places):
     """Projects what a GroupNorm adds.
 
@@ -152,6 +340,33 @@ def project_group_norm(inputs, gradients, mean, scale, of_weight, of_bias, out, 
             _fold(sums[0], of_weight, out[i, to_weights : to_weights + of_weights])
         if of_biases:
             _fold(sums[1], of_bias, out[i, to_biases : to_biases + of_biases])
+
+
+@compiled
+def _product(left, right):
+    total = left.dtype.type(0)
+    for j in range(len(left)):
+        total += left[j] * right[j]
+    return total
+
+
+@compiled
+def _add_products(few, others, sums):
+    """Writes products ``(k, T) @ (T, m)``, four positions at a time."""
+    sums[:] = 0
+    num_positions, whole = len(others), len(others) // 4 * 4
+    for t in range(0, whole, 4):
+        x0, x1, x2, x3 = others[t], others[t + 1], others[t + 2], others[t + 3]
+        for j in range(len(sums)):
+            f0, f1, f2, f3 = few[j, t], few[j, t + 1], few[j, t + 2], few[j, t + 3]
+            total = sums[j]
+            for c in range(len(total)):
+                total[c] += f0 * x0[c] + f1 * x1[c] + f2 * x2[c] + f3 * x3[c]
+    for t in range(whole, num_positions):
+        for j in range(len(sums)):
+            factor, total, x = few[j, t], sums[j], others[t]
+            for c in range(len(total)):
+                total[c] += factor * x[c]
 
 
 @compiled

@@ -144,6 +144,9 @@ class Norming:
         joined = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
         self._terms.append(algebra.squares(joined))
 
+    def finish(self) -> None:
+        """Does nothing: every call is taken at once."""
+
     def result(self, multiplier: float) -> torch.Tensor:
         """Returns squared norms ``(B,)`` of gradients that are so many times as large.
 

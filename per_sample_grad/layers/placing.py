@@ -1,18 +1,26 @@
-"""Projections that compiled loops write to where they belong, on a CPU with Numba."""
+"""Projections that compiled loops write to where they belong, on a CPU with Numba.
+
+What Python does between a pass's large operations takes many times as long as
+elsewhere, since these have filled the caches. So what of a call depends on shapes and
+settings alone is kept with the projection, and several calls are one call of a loop.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from per_sample_grad.factors.projection import Fold, Projection
+from per_sample_grad.factors.projection import Columns, Fold, Folds, Projection
 from per_sample_grad.layers.convolution import convolution, padding_widths
+from per_sample_grad.layers.embedding import embedding
 from per_sample_grad.layers.group_norm import group_norm
+from per_sample_grad.layers.layer_norm import layer_norm
 from per_sample_grad.layers.linear import linear
 from per_sample_grad.layers.registry import Rule
 from per_sample_grad.layers.taken import Normalisations, TakenCall, names_of
@@ -21,6 +29,8 @@ from xla_replica.common.compiling import has_numba
 
 # So many threads of torch take longer than the loops, which have one (measured).
 _MOST_THREADS = 2
+# A loop folds a side of a matrix first to no more than this; torch has better products.
+_MOST_FOLDED_FIRST = 8
 
 
 def available(out: torch.Tensor) -> bool:
@@ -31,166 +41,258 @@ def available(out: torch.Tensor) -> bool:
     return floats and torch.get_num_threads() <= _MOST_THREADS
 
 
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """What loops are told about a call, but for the addresses of its tensors.
+
+    Attributes:
+        kind: That of the loop.
+        rest: The columns of `compiled_projections.project_calls` after the addresses.
+        kept: What has the memory of addresses among these.
+    """
+
+    kind: int
+    rest: tuple[int, ...]
+    kept: tuple[Any, ...]
+
+
 class Loops:
     """Takes calls of layers that a loop was written for.
 
     Args:
         projection: Of all these parameters.
+        columns: Where their numbers belong.
         out: ``(B, k)``.
-        places: The first column and how many, by the parameter's name.
     """
 
     def __init__(
-        self,
-        projection: Projection,
-        out: torch.Tensor,
-        places: Mapping[str, tuple[int, int]],
+        self, projection: Projection, columns: Columns, out: torch.Tensor
     ) -> None:
-        self._projection, self._out, self._places = projection, out, places
+        self._projection, self._columns, self._out = projection, columns, out
+        # Rows of integers of what waits, and the tensors that it is computed from.
+        self._waiting: list[int] = []
+        self._kept: list[torch.Tensor] = []
 
     def take(
         self, call: TakenCall, gradient: torch.Tensor, saved: Normalisations
     ) -> bool:
-        """Writes the projections of a call's parameters; returns whether it did.
+        """Takes a call if it can; `run` writes the projections of its parameters.
 
-        The call is ordinary (`is_ordinary`).
+        The call is ordinary (`is_ordinary`). Returns whether it has taken it.
         """
-        way = _WAYS.get(call.owner.rule)
+        rule = call.owner.rule
+        way = _WAYS.get(rule)
         if way is None or gradient.dtype != self._out.dtype:
             return False
-        found = way(call, gradient, self._folds(call, gradient), saved)
-        if found is None:
+        inputs, known = call.call.args[0], self._columns.for_loops
+        tensors, of_saved = [inputs, gradient], None
+        if way.takes_saved:
+            pair = saved.saved_by(call)
+            if pair is None or pair[0].dtype != gradient.dtype:
+                return False
+            of_saved = pair[0].shape
+            tensors += pair
+        key = (
+            rule, names_of(call), way.settings(call.call.module), inputs.shape,
+            gradient.shape, of_saved, inputs.dtype, gradient.dtype,
+        )  # fmt: skip
+        if key not in known:
+            known[key] = self._row(way, call, gradient, of_saved)
+        row = known[key]
+        if row is None:
             return False
-        loop, arguments = found
-        nowhere = (0, 0)
-        places = tuple([self._places.get(name, nowhere) for name in names_of(call)])
-        loop(*arguments, self._out.numpy(), places)
+        assert isinstance(row, _Row)
+        tensors = [each.contiguous() for each in tensors]
+        addresses = [each.data_ptr() for each in tensors]
+        self._kept += tensors
+        self._waiting += row.kind, *addresses, *[0] * (4 - len(addresses)), *row.rest
         return True
 
-    def _folds(self, call: TakenCall, gradient: torch.Tensor) -> _Folds:
-        """Returns the folds of a call's weight and bias as loops take them."""
-        names, known = names_of(call), self._projection.for_loops
-        key = (*names, gradient.dtype)
-        found = known.get(key)
+    def run(self) -> None:
+        """Writes the projections of all calls that were taken."""
+        if not self._waiting:
+            return
+        compiled = _compiled()
+        rows = np.array(self._waiting, np.int64).reshape(-1, compiled.WIDTH)
+        compiled.project_calls(rows, self._out.numpy())
+        self._waiting, self._kept = [], []
+
+    def _row(
+        self,
+        way: _Way,
+        call: TakenCall,
+        gradient: torch.Tensor,
+        of_saved: torch.Size | None,
+    ) -> _Row | None:
+        """Returns what loops are told about calls like this; None: torch takes them."""
+        compiled, names = _compiled(), names_of(call)
+        weight, bias = [
+            None if name is None else self._projection.folds_like(name, gradient)
+            for name in names
+        ]
+        module, inputs = call.call.module, call.call.args[0]
+        found = way.describe(module, inputs, gradient, weight, of_saved)
         if found is None:
-            weight, bias = [
-                None if name is None else self._projection.folds_like(name, gradient)
-                for name in names
-            ]
-            found = known[key] = _Folds(
-                None if weight is None else weight.channels,
-                _of_axis(weight and weight.rows, weight and weight.num_rows, gradient),
-                _of_axis(
-                    weight and weight.columns, weight and weight.num_columns, gradient
-                ),
-                weight is not None and weight.columns_come_first,
-                _of_axis(bias and bias.rows, bias and bias.num_rows, gradient),
-            )
-        assert isinstance(found, _Folds)
-        return found
+            return None
+        kind, matrix, sizes = found
+        folds = []
+        for each, axis in ((weight, "rows"), (weight, "columns"), (bias, "rows")):
+            fold, count = None, 1  # nobody wants them
+            if each is not None:
+                fold, count = getattr(each, axis), getattr(each, f"num_{axis}")
+            folds.append(_of_axis(fold, count, gradient))
+        nowhere = (0, 0)
+        rest: list[int] = []
+        for name in names:
+            rest += self._columns.places.get(name, nowhere) if name else nowhere
+        for signs, kept in folds:
+            rest += signs.ctypes.data, len(signs), kept
+        rest.append(weight is not None and weight.columns_come_first)
+        shape = (0, 0, 0)
+        if matrix is not None:
+            shape = (matrix.data_ptr(), *matrix.shape, *[0] * (2 - matrix.dim()))
+        rest += *shape, *sizes
+        rest += [0] * (compiled.WIDTH - 5 - len(rest))
+        return _Row(getattr(compiled, kind), tuple(map(int, rest)), (folds, matrix))
 
 
-class _Folds(NamedTuple):
-    """Folds of a weight and a bias, those of all numbers if there is none."""
+@functools.cache
+def _compiled() -> Any:
+    """Returns what imports Numba."""
+    from per_sample_grad.layers import compiled_projections
 
-    channels: Fold | None
-    rows: tuple[np.ndarray, int]
-    columns: tuple[np.ndarray, int]
-    by_column: bool
-    of_bias: tuple[np.ndarray, int]
+    return compiled_projections
 
 
 def _of_axis(
-    fold: Fold | None, count: int | None, like: torch.Tensor
+    fold: Fold | None, count: int, like: torch.Tensor
 ) -> tuple[np.ndarray, int]:
-    """Returns a fold of ``count`` numbers; None: nobody wants them."""
+    """Returns a fold of ``count`` numbers; None: all of them stay."""
     if fold is not None:
         return fold.signs.numpy(), fold.kept
-    return np.ones(count or 1, like.new_empty(0).numpy().dtype), count or 1
+    return np.ones(count, like.new_empty(0).numpy().dtype), count
 
 
-_Found = tuple[Callable[..., None], tuple[Any, ...]] | None
-_Way = Callable[[TakenCall, torch.Tensor, _Folds, Normalisations], _Found]
+# The name of a kind, what channels or the side that is folded first are multiplied by,
+# and the sizes in a row.
+_Described = tuple[str, torch.Tensor | None, tuple[int, ...]] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """How a layer is described to loops.
+
+    Attributes:
+        settings: All of the module that `describe` depends on, by which it is kept.
+        describe: From module, input, gradient, folds of the weight, and the shape of
+            what the node has saved; None: there is no loop for this.
+        takes_saved: Whether what the node has saved is needed.
+    """
+
+    settings: Callable[[Any], Hashable]
+    describe: Callable[
+        [Any, torch.Tensor, torch.Tensor, Folds | None, torch.Size | None], _Described
+    ]
+    takes_saved: bool = False
 
 
 def _convolution(
-    call: TakenCall, gradient: torch.Tensor, folds: _Folds, saved: Normalisations
-) -> _Found:
-    module, inputs = call.call.module, call.call.args[0]
-    assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-    rank, channels = len(module.kernel_size), folds.channels
+    module: nn.Conv1d | nn.Conv2d | nn.Conv3d,
+    inputs: torch.Tensor,
+    gradient: torch.Tensor,
+    weight: Folds | None,
+    saved: torch.Size | None,
+) -> _Described:
+    rank = len(module.kernel_size)
+    channels = None if weight is None else weight.channels
     if channels is None or channels.kept > 1:
         return None
     if module.groups > 1 or inputs.dim() != 2 + rank:
         return None
     if module.padding_mode != "zeros" and any(map(any, padding_widths(module))):
         return None
-    geometry = _geometry(
-        module.kernel_size, module.stride, module.dilation,
-        tuple([before for before, _ in padding_widths(module)]), gradient.shape[2:],
+    missing = 3 - rank
+    before = [width for width, _ in padding_widths(module)]
+    sizes = (
+        *[1] * missing, *inputs.shape[2:], *[1] * missing, *gradient.shape[2:],
+        *[1] * missing, *module.kernel_size, *[1] * missing, *module.stride,
+        *[1] * missing, *module.dilation, *[0] * missing, *before,
     )  # fmt: skip
-    source = inputs.contiguous()
-    if rank < 3:
-        source = source.view(*inputs.shape[:2], *[1] * (3 - rank), *inputs.shape[2:])
-    from per_sample_grad.layers.compiled_projections import project_convolution
-
-    return project_convolution, (
-        source.numpy(), gradient.flatten(2).contiguous().numpy(), geometry,
-        channels.signs.numpy(), *folds[1:],
-    )  # fmt: skip
-
-
-@functools.lru_cache
-def _geometry(
-    kernel: Sequence[int],
-    strides: Sequence[int],
-    dilations: Sequence[int],
-    before: Sequence[int],
-    positions: Sequence[int],
-) -> tuple[tuple[int, ...], ...]:
-    """Returns the same of three dimensions."""
-
-    def three(values: Sequence[int], missing: int = 1) -> tuple[int, ...]:
-        return (*[missing] * (3 - len(kernel)), *values)
-
-    first = three(kernel), three(strides), three(dilations)
-    return (*first, three(before, 0), three(positions))
+    return "CONVOLUTION", channels.signs, sizes
 
 
 def _linear(
-    call: TakenCall, gradient: torch.Tensor, folds: _Folds, saved: Normalisations
-) -> _Found:
-    inputs, p = call.call.args[0], gradient.shape[-1]
-    weight, _ = names_of(call)
-    if weight is None or inputs.dim() < 2 or gradient.numel() != len(gradient) * p:
+    module: nn.Linear,
+    inputs: torch.Tensor,
+    gradient: torch.Tensor,
+    weight: Folds | None,
+    saved: torch.Size | None,
+) -> _Described:
+    if weight is None or inputs.dim() < 2:
         return None
-    from per_sample_grad.layers.compiled_projections import project_linear
+    num_positions = gradient[0].numel() // gradient.shape[-1]
+    if num_positions == 1:
+        return "LINEAR", None, ()
+    few = weight.columns if weight.columns_come_first else weight.rows
+    if few is None or few.matrix is None or few.kept > _MOST_FOLDED_FIRST:
+        return None
+    return "POSITIONS", few.matrix.contiguous(), (num_positions,)
 
-    return project_linear, (
-        inputs.reshape(-1, inputs.shape[-1]).contiguous().numpy(),
-        gradient.reshape(-1, p).contiguous().numpy(), *folds[1:],
-    )  # fmt: skip
+
+def _embedding(
+    module: nn.Embedding,
+    inputs: torch.Tensor,
+    gradient: torch.Tensor,
+    weight: Folds | None,
+    saved: torch.Size | None,
+) -> _Described:
+    if module.scale_grad_by_freq or inputs.dtype != torch.int64 or weight is None:
+        return None
+    columns, padding = weight.columns, module.padding_idx
+    if columns is None or columns.matrix is None:
+        return None
+    num_positions = gradient[0].numel() // gradient.shape[-1]
+    sizes = (num_positions, -1 if padding is None else padding)
+    return "EMBEDDING", columns.matrix.contiguous(), sizes
 
 
 def _group_norm(
-    call: TakenCall, gradient: torch.Tensor, folds: _Folds, saved: Normalisations
-) -> _Found:
-    kept = saved.saved_by(call)
-    if kept is None:
-        return None
-    from per_sample_grad.layers.compiled_projections import project_group_norm
+    module: nn.GroupNorm,
+    inputs: torch.Tensor,
+    gradient: torch.Tensor,
+    weight: Folds | None,
+    saved: torch.Size | None,
+) -> _Described:
+    assert saved is not None
+    num_channels = gradient.shape[1]
+    num_positions = gradient[0].numel() // max(1, num_channels)
+    return "GROUP_NORM", None, (num_positions, saved[1], num_channels)
 
-    shape = (*gradient.shape[:2], -1)
-    return project_group_norm, (
-        call.call.args[0].reshape(shape).contiguous().numpy(),
-        gradient.reshape(shape).contiguous().numpy(),
-        *[each.detach().contiguous().numpy() for each in kept],
-        folds.rows, folds.of_bias,
+
+def _layer_norm(
+    module: nn.LayerNorm,
+    inputs: torch.Tensor,
+    gradient: torch.Tensor,
+    weight: Folds | None,
+    saved: torch.Size | None,
+) -> _Described:
+    if len(module.normalized_shape) > 1:
+        return None
+    width = gradient.shape[-1]
+    return "LAYER_NORM", None, (gradient[0].numel() // max(1, width), 0, width)
+
+
+def _settings_of_convolution(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> Hashable:
+    return (
+        module.kernel_size, module.stride, module.padding, module.dilation,
+        module.groups, module.padding_mode,
     )  # fmt: skip
 
 
 _WAYS: dict[Rule | None, _Way] = {
-    linear: _linear,
-    convolution: _convolution,
-    group_norm: _group_norm,
+    convolution: _Way(_settings_of_convolution, _convolution),
+    linear: _Way(lambda module: None, _linear),
+    embedding: _Way(lambda m: (m.scale_grad_by_freq, m.padding_idx), _embedding),
+    group_norm: _Way(lambda module: None, _group_norm, takes_saved=True),
+    layer_norm: _Way(lambda module: module.normalized_shape, _layer_norm, True),
 }

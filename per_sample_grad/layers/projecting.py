@@ -10,7 +10,6 @@ Axes: B samples, T positions, p rows and q columns of a weight, K offsets in a k
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -64,21 +63,16 @@ class Projecting:
         self._names, self._is_given = names, out is not None
         self.normalisations = Normalisations(may_read_saved)
         self._is_direct = not traits(losses).is_lazy
-        sizes = [math.prod(projection.kept[name]) for name in names]
+        self._columns = projection.columns_of(names)
         if out is None and self._is_direct:
-            out = losses.new_empty(len(losses), sum(sizes), requires_grad=False)
+            size = len(losses), self._columns.size
+            out = losses.new_empty(size, requires_grad=False)
         self._out = out
-        self._places: dict[str, torch.Tensor] = {}
-        if out is not None:
-            self._places = dict(zip(names, out.split(sizes, 1)))
         # Parameters whose numbers are in their places already.
         self._placed: set[str] = set()
         self._loops: placing.Loops | None = None
         if out is not None and placing.available(out):
-            starts = itertools.accumulate(sizes, initial=0)
-            self._loops = placing.Loops(
-                projection, out, dict(zip(names, zip(starts, sizes)))
-            )
+            self._loops = placing.Loops(projection, self._columns, out)
         self._found: dict[str, torch.Tensor] = {}
         # Gradients of parameters that are vectors.
         self._vectors: dict[str, torch.Tensor] = {}
@@ -103,42 +97,49 @@ class Projecting:
         way = _WAYS.get(call.owner.rule) if self._is_direct else None
         if way is None or not is_ordinary(call.call, gradient, len(self._losses)):
             return False
-        return self._take_by_loop(call, gradient) or way(
-            self, call, call.call.args[0], gradient
-        )
-
-    def _take_by_loop(self, call: TakenCall, gradient: torch.Tensor) -> bool:
-        """Lets a compiled loop write a call's numbers to their places, if it can."""
         loops = self._loops
-        if loops is None or any(name in self._found for name in names_of(call)):
-            return False
-        if not loops.take(call, gradient, self.normalisations):
-            return False
-        for name in names_of(call):
-            if name is not None:
-                self._found[name] = self._places[name]
-                self._placed.add(name)
-        return True
+        if loops is not None:
+            weight, bias = names_of(call)
+            names = [name for name in (weight, bias) if name is not None]
+            # A loop writes and does not add.
+            is_first = weight != bias and self._placed.isdisjoint(names)
+            is_first = is_first and self._found.keys().isdisjoint(names)
+            if is_first and loops.take(call, gradient, self.normalisations):
+                self._placed.update(names)
+                return True
+            loops.run()  # what is written may be added to
+        return way(self, call, call.call.args[0], gradient)
+
+    def finish(self) -> None:
+        """Lets loops write the numbers of the calls that they were given."""
+        if self._loops is not None:
+            self._loops.run()
+
+    def _place(self, name: str) -> torch.Tensor:
+        """Returns the columns of a parameter's numbers."""
+        assert self._out is not None
+        return self._out.narrow(1, *self._columns.places[name])
 
     def add(self, name: str, numbers: torch.Tensor) -> None:
         """Adds projections ``(B, k1 k2)`` of one use of a parameter."""
-        before = self._found.get(name)
-        if before is None:
+        is_placed = name in self._placed
+        before = self._place(name) if is_placed else self._found.get(name)
+        if before is not None:
+            numbers = torch.add(before, numbers, out=before if is_placed else None)
+        if not is_placed:
             self._found[name] = numbers
-        else:
-            out = before if name in self._placed else None
-            self._found[name] = torch.add(before, numbers, out=out)
 
     def add_outer(self, name: str, left: torch.Tensor, right: torch.Tensor) -> None:
         """Adds products of ``(B, k1)`` and ``(B, k2)``, in place if they are first."""
-        place = self._places.get(name)
-        if place is None or name in self._found or place.dtype != left.dtype:
-            place = None
-        else:
-            place = place.unflatten(1, (left.shape[1], right.shape[1]))
-            self._placed.add(name)
+        out, place = self._out, None
+        is_first = name not in self._found and name not in self._placed
+        if is_first and out is not None and out.dtype == left.dtype:
+            place = self._place(name).unflatten(1, (left.shape[1], right.shape[1]))
         numbers = torch.mul(left.unsqueeze(2), right.unsqueeze(1), out=place)
-        self.add(name, numbers.flatten(1))
+        if place is None:
+            self.add(name, numbers.flatten(1))
+        else:
+            self._placed.add(name)
 
     def add_vector(self, name: str | None, values: torch.Tensor) -> None:
         """Adds gradients ``(B, n)`` of one use of a vector; None: nobody wants them."""
@@ -151,30 +152,35 @@ class Projecting:
 
         What was taken from calls is multiplied by ``multiplier``.
         """
-        for name, numbers in self.projection.of_vectors(self._vectors).items():
-            self.add(name, numbers)
-        found = self._found
+        self.finish()
+        if self._vectors:
+            for name, numbers in self.projection.of_vectors(self._vectors).items():
+                self.add(name, numbers)
+        found, rows = self._found, self._out
         others = self._of_factors  # which are multiplied already
+        if rows is not None and len(self._placed) == len(self._names) and not others:
+            return rows if multiplier == 1 else rows.mul_(multiplier)
+        placed = {name: self._place(name) for name in self._placed}
         if others and multiplier != 1:
+            for numbers in placed.values():
+                numbers.mul_(multiplier)
             for name, numbers in found.items():
-                out = numbers if name in self._placed else None
-                found[name] = torch.mul(numbers, multiplier, out=out)
+                found[name] = numbers * multiplier
         for name, numbers in others.items():
-            if name in found:
-                out = found[name] if name in self._placed else None
-                numbers = torch.add(numbers, found[name], out=out)
-            found[name] = numbers
-        rows = self._out
-        if not self._is_given and {each.dtype for each in found.values()} != {
-            self._losses.dtype
-        }:
+            if name in placed:
+                placed[name].add_(numbers)
+            else:
+                found[name] = numbers + found[name] if name in found else numbers
+        dtypes = {each.dtype for each in (*found.values(), *placed.values())}
+        if not self._is_given and dtypes != {self._losses.dtype}:
             rows = None  # another dtype would lose digits
         if rows is None:
+            found |= placed
             rows = torch.cat([found[name] for name in self._names], 1)
         else:
             for name in self._names:
-                if name not in self._placed:
-                    self._places[name].copy_(found[name])
+                if name not in placed:
+                    self._place(name).copy_(found[name])
         return rows if others or multiplier == 1 else rows.mul_(multiplier)
 
 

@@ -73,7 +73,13 @@ class Taker(Protocol):
         """
 
     def take(self, call: TakenCall, gradient: torch.Tensor) -> bool:
-        """Takes a call with the gradient of its output; returns whether it did."""
+        """Takes a call with the gradient of its output; returns whether it did.
+
+        It may keep both until `finish`.
+        """
+
+    def finish(self) -> None:
+        """Computes what depends on the calls that were taken, and lets go of them."""
 
     def receive(self, factors: Factors) -> None:
         """Takes the factors of some parameters, of calls that it has not taken."""

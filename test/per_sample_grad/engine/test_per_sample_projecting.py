@@ -140,6 +140,70 @@ def test_loops_write_what_torch_multiplies(monkeypatch, name, size):
         torch.testing.assert_close(answer, answers[0], rtol=1e-9, atol=1e-12)
 
 
+def norm_without(name: str) -> nn.Module:
+    norm = nn.LayerNorm(20)
+    getattr(norm, name).requires_grad_(False)
+    return norm
+
+
+# Layers with the shapes of their inputs, integers where there is a number of words.
+POSITIONS = {
+    "more columns": (nn.Linear(20, 12), (7, 20), None),
+    "more rows": (nn.Linear(12, 20), (7, 12), None),
+    "few positions": (nn.Linear(12, 20, bias=False), (3, 12), None),
+    "two dimensions of positions": (nn.Linear(20, 12), (2, 5, 20), None),
+    "LayerNorm": (nn.LayerNorm(20), (7, 20), None),
+    "LayerNorm of one position": (nn.LayerNorm(20), (20,), None),
+    "LayerNorm's weight": (norm_without("bias"), (7, 20), None),
+    "LayerNorm's bias": (norm_without("weight"), (7, 20), None),
+    "GroupNorm": (nn.GroupNorm(5, 20), (20, 7), None),
+    "Embedding": (nn.Embedding(9, 20), (7,), 9),
+    "Embedding of few words": (nn.Embedding(40, 6), (7,), 4),
+    "Embedding with padding": (nn.Embedding(9, 20, padding_idx=2), (2, 7), 9),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+@pytest.mark.parametrize("size", [4, 40])
+def test_loops_sum_over_positions_what_torch_multiplies(monkeypatch, name, size):
+    layer, shape, num_words = POSITIONS[name]
+    model, answers, taken = nn.Sequential(layer.double(), nn.Flatten()), [], []
+    x = torch.randn(3, *shape, dtype=torch.float64, requires_grad=num_words is None)
+    if num_words is not None:
+        x = torch.randint(0, num_words, (3, *shape))
+    projection = psg.Projection(parameters_of(model), size, seed=1)
+    take = placing.Loops.take
+    monkeypatch.setattr(
+        placing.Loops, "take", lambda *given: taken.append(take(*given)) or taken[-1]
+    )
+    for numba in (True, True, False):  # the first one is compared
+        if not numba:
+            monkeypatch.setattr(placing, "has_numba", lambda: False)
+        with psg.capture(model) as recorded:
+            losses = model(x).sin().sum(1)
+        answers.append(recorded.project(losses, projection, accumulate="mean"))
+    if torch.get_num_threads() <= 2:
+        assert taken == [has_numba()]
+    for answer in answers[1:]:
+        torch.testing.assert_close(answer, answers[0], rtol=1e-9, atol=1e-12)
+
+
+def test_a_layers_settings_may_change_between_captures():
+    layer = nn.Conv2d(2, 4, 3, padding=1).double()
+    model, x = nn.Sequential(layer, nn.Flatten()), torch.randn(3, 2, 7, 7).double()
+    projection = psg.Projection(parameters_of(model), 30)
+    for padding in ((1, 1), (1, 1), (2, 0), (2, 0), (1, 1)):
+        layer.padding = padding
+        with psg.capture(model) as recorded:
+            losses = model(x).square().sum(1)
+        found = recorded.project(losses, projection, retain_graph=True)
+        with psg.capture(model) as recorded:
+            losses = model(x).square().sum(1)
+        factors = recorded.backward(losses).project(projection)
+        expected = torch.cat([factors[name] for name in projection.shapes], 1)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
 def test_a_layer_that_is_called_twice_adds_to_what_a_loop_wrote():
     linear = nn.Linear(4, 4).double()
     model, answers = nn.Sequential(linear, nn.Tanh(), linear), []
@@ -150,6 +214,19 @@ def test_a_layer_that_is_called_twice_adds_to_what_a_loop_wrote():
             losses = fold(model, x)
         answers.append(recorded.project(losses, projection))
     assert torch.allclose(*answers, rtol=1e-9, atol=1e-12)
+
+
+def test_a_layer_whose_weight_is_its_bias_is_written_once():
+    norm = nn.LayerNorm(20).double()
+    norm.bias = norm.weight
+    model, answers = nn.Sequential(norm, nn.Flatten()), []
+    x = torch.randn(3, 7, 20, dtype=torch.float64, requires_grad=True)
+    projection = psg.Projection(parameters_of(model), 9)
+    for _ in range(2):  # the first one is compared
+        with psg.capture(model) as recorded:
+            losses = model(x).sin().sum(1)
+        answers.append(recorded.project(losses, projection))
+    torch.testing.assert_close(*answers, rtol=1e-9, atol=1e-12)
 
 
 def test_losses_of_few_digits_do_not_round_projections():
