@@ -21,6 +21,7 @@ from per_sample_grad.factors import algebra, forms, plan
 from per_sample_grad.factors.factors import JOINED, Factors
 from per_sample_grad.factors.forms import Dense, Extent, Outer, Windows
 from per_sample_grad.factors.plan import Method
+from per_sample_grad.layers import summing
 from per_sample_grad.layers.batch_norm import batch_norm
 from per_sample_grad.layers.convolution import convolution, unfolding_of
 from per_sample_grad.layers.embedding import embedding
@@ -107,17 +108,22 @@ class Norming:
                 return False
         return way(self, call, call.call.args[0], gradient)
 
+    @property
+    def budget(self) -> int:
+        """The bytes of temporary tensors; asked for once all calls are prepared."""
+        if self._budget is None:
+            size = 4 * self._recorded
+            self._budget = plan.default_budget(size, self._device)
+        return self._budget
+
     def choice(
         self, use: Extent, shape: tuple[int, int], method: Method = "auto"
     ) -> plan.Choice:
         """Returns how the norms of one use of a parameter are computed."""
-        if self._budget is None:
-            size = 4 * self._recorded
-            self._budget = plan.default_budget(size, self._device)
         num_samples = self._num_samples
         return plan.choose(
             "norms", (use,), (use,), shape, same=True, num_samples=num_samples,
-            num_other=num_samples, budget=self._budget, method=method,
+            num_other=num_samples, budget=self.budget, method=method,
         )  # fmt: skip
 
     def add(self, squares: torch.Tensor) -> None:
@@ -269,13 +275,18 @@ def _by_positions(
     """
     found, terms = [], []
     for us, zs in pairs:
-        of_left = torch.bmm(us, us.transpose(1, 2))
-        of_right = torch.bmm(zs, zs.transpose(1, 2))
-        if with_bias:
-            of_right += 1
-        found.append(torch.linalg.vecdot(of_left.flatten(1), of_right.flatten(1)))
-        left, right = (x.diagonal(dim1=1, dim2=2) for x in (of_left, of_right))
-        terms.append(torch.linalg.vecdot(left, right))
+        if us.is_contiguous() and zs.is_contiguous() and summing.available(us):
+            squares, alone = summing.squares_by_positions(us, zs, with_bias)
+        else:
+            of_left = torch.bmm(us, us.transpose(1, 2))
+            of_right = torch.bmm(zs, zs.transpose(1, 2))
+            if with_bias:
+                of_right += 1
+            squares = torch.linalg.vecdot(of_left.flatten(1), of_right.flatten(1))
+            left, right = (x.diagonal(dim1=1, dim2=2) for x in (of_left, of_right))
+            alone = torch.linalg.vecdot(left, right)
+        found.append(squares)
+        terms.append(alone)
     squares = _joined(found)
     return None if bool(plan.cancels(squares, _joined(terms))) else squares
 
@@ -295,8 +306,18 @@ def _convolution(
     unfolding = unfolding_of(module, gradient.shape[2:])
     use = windows(gradient, inputs, unfolding)
     extent = forms.extent(use)
+    shape = extent.groups * extent.height, extent.width
+    if summing.has_loop(unfolding) and summing.available(gradient):
+        size = summing.elements_of_convolution(unfolding, inputs.shape[1])
+        is_formed = into.choice(extent, shape).form == "materialized"
+        if is_formed and size * gradient.itemsize <= into.budget:
+            with_bias = bias is not None
+            into.add(
+                summing.squares_of_convolution(inputs, gradient, unfolding, with_bias)
+            )
+            return True
     if use.direct is not None:
-        choice = into.choice(extent, (extent.groups * extent.height, extent.width))
+        choice = into.choice(extent, shape)
         if choice.form == "materialized" and choice.columns == extent.width:
             _add_formed(into, use, unfolding, choice.samples, bias is not None)
             return True
@@ -345,6 +366,9 @@ def _embedding(
     if module.scale_grad_by_freq:
         return False
     use = embedding(call.call, gradient)["weight"]
+    if summing.available(use.values):
+        into.add(summing.squares_of_table(use, module.num_embeddings))
+        return True
     extent, shape = forms.extent(use), tuple(module.weight.shape)
     choice = into.choice(extent, shape)
     if choice.form == "factored":

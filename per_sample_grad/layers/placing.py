@@ -24,21 +24,9 @@ from per_sample_grad.layers.layer_norm import layer_norm
 from per_sample_grad.layers.linear import linear
 from per_sample_grad.layers.registry import Rule
 from per_sample_grad.layers.taken import Normalisations, TakenCall, names_of
-from xla_replica import traits
-from xla_replica.common.compiling import has_numba
 
-# So many threads of torch take longer than the loops, which have one (measured).
-_MOST_THREADS = 2
 # A loop folds a side of a matrix first to no more than this; torch has better products.
 _MOST_FOLDED_FIRST = 8
-
-
-def available(out: torch.Tensor) -> bool:
-    """Returns whether loops can write to this tensor, and take less time than torch."""
-    if not (has_numba() and traits(out).is_host):
-        return False
-    floats = out.dtype == torch.float32 or out.dtype == torch.float64
-    return floats and torch.get_num_threads() <= _MOST_THREADS
 
 
 @dataclasses.dataclass(frozen=True)

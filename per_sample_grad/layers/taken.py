@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
 from per_sample_grad.factors.factors import Factors
+from per_sample_grad.layers import summing
 from per_sample_grad.layers.group_norm import group_norm
 from per_sample_grad.layers.layer_norm import layer_norm
 from per_sample_grad.layers.patches import Unfolding, padded
@@ -158,6 +159,9 @@ def _of_layer_norm(call: Call, gradient: torch.Tensor, saved: _Pair) -> _Pair | 
         return None
     q = gradient.shape[-1]
     x, left = (each.reshape(len(each), -1, q) for each in (call.args[0], gradient))
+    if summing.available(left):
+        of_rows = [each.detach().reshape(len(x), -1) for each in saved]
+        return summing.of_layer_norm(x, left, *of_rows)
     # (B, 1, T)
     mean, scale = (each.reshape(len(x), 1, -1) for each in saved)
     rows = torch.cat([-mean * scale, torch.ones_like(scale)], 1) @ left

@@ -10,7 +10,8 @@ from torch import nn
 
 import per_sample_grad as psg
 from per_sample_grad.engine import placement
-from per_sample_grad.layers import norming
+from per_sample_grad.layers import norming, summing
+from xla_replica.common.compiling import has_numba
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -90,6 +91,7 @@ def test_frozen_weights_and_biases_are_left_out(frozen):
 LONG = {
     "tokens": (lambda: nn.Linear(96, 64), (12, 96)),
     "image": (lambda: nn.Conv2d(40, 40, 3), (40, 5, 5)),
+    "large image": (lambda: nn.Conv2d(3, 4, 3), (3, 19, 20)),
     "ids": (lambda: nn.Embedding(9, 64), (3,)),
 }
 
@@ -97,19 +99,19 @@ LONG = {
 @pytest.mark.parametrize("name", LONG)
 def test_positions_that_cancel_are_seen(name):
     """The positions' terms are as large as numbers are, and their sum is small."""
-    build, shape = LONG[name]
+    (build, shape), is_image = LONG[name], name.endswith("image")
     torch.manual_seed(0)
     model = build()
     x = torch.randint(0, 9, (4, *shape)) if name == "ids" else torch.randn(4, *shape)
     if name == "ids":
         x[:] = x[:, :1]
     else:  # inputs that are almost the same everywhere, gradients that add up to zero
-        first = x.flatten(2)[..., :1] if name == "image" else x[:, :1]
-        x = (first.expand_as(x.flatten(2) if name == "image" else x)).reshape(x.shape)
+        first = x.flatten(2)[..., :1] if is_image else x[:, :1]
+        x = (first.expand_as(x.flatten(2) if is_image else x)).reshape(x.shape)
         x = x + 1e-4 * torch.randn_like(x)
 
     def losses_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        out = model(x).flatten(2) if name == "image" else model(x).transpose(1, 2)
+        out = model(x).flatten(2) if is_image else model(x).transpose(1, 2)
         signs = torch.cos(torch.arange(out.shape[2] * 7.0)[: out.shape[2]])
         return (out * (signs - signs.mean()).to(out.dtype)).sum((1, 2)) * 100
 
@@ -124,6 +126,56 @@ def test_positions_that_cancel_are_seen(name):
         assert (found <= 1e-2).all()
         return
     assert ((found - expected).abs() <= 2e-3 * expected).all()
+
+
+LOOPED = {
+    "image": ("squares_of_convolution", nn.Conv2d(3, 5, 3, padding=1), (3, 16, 17)),
+    "no padding": ("squares_of_convolution", nn.Conv2d(4, 8, 3), (4, 19, 18)),
+    "much padding": (
+        "squares_of_convolution",
+        nn.Conv2d(1, 6, 3, padding=(0, 4), bias=False),
+        (1, 25, 11),
+    ),
+    "reflected": (
+        "squares_of_convolution",
+        nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"),
+        (2, 17, 17),
+    ),
+    "stride": ("squares_of_convolution", nn.Conv2d(2, 3, 3, stride=2), (2, 40, 40)),
+    "tokens": ("squares_by_positions", nn.Linear(11, 13), (6, 11)),
+    "wide tokens": ("squares_by_positions", nn.Linear(1030, 30, bias=False), (5, 1030)),
+    "norm": ("of_layer_norm", nn.LayerNorm(7), (5, 7)),
+    "table": ("squares_of_table", nn.Embedding(6, 3, padding_idx=2), (9,)),
+}
+
+
+@pytest.mark.parametrize("name", LOOPED)
+@pytest.mark.parametrize("frozen", [None, "weight", "bias"])
+def test_loops_find_what_torch_does(monkeypatch, name, frozen):
+    function, layer, shape = LOOPED[name]
+    layer = layer.double().requires_grad_()
+    params = [n for n, _ in layer.named_parameters() if n != frozen]
+    if not params:
+        return
+    x = torch.randn(3, *shape, dtype=torch.float64)
+    if name == "table":
+        x = torch.randint(0, 6, (3, *shape))
+    model, answers, called = nn.Sequential(layer, nn.Tanh(), nn.Flatten()), [], []
+    params = ["0." + each for each in params]
+    loop = getattr(summing, function)
+    monkeypatch.setattr(
+        summing, function, lambda *given: called.append(1) or loop(*given)
+    )
+    for numba in (True, True, False):  # the first one is compared
+        if not numba:
+            monkeypatch.setattr(summing, "has_numba", lambda: False)
+        answers.append(norms(model, x, params=params))
+    has_loop = name not in ("reflected", "stride")
+    needs_loop = frozen != "weight" or name == "norm"
+    if torch.get_num_threads() <= 2:
+        assert bool(called) == (has_numba() and has_loop and needs_loop)
+    for answer in answers[1:]:
+        torch.testing.assert_close(answer, answers[0], rtol=1e-11, atol=0)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -141,6 +193,7 @@ def test_positions_below_a_mean_take_one_product(monkeypatch, bias):
 
     products, bmm = [], torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda *a: products.append(1) or bmm(*a))
+    monkeypatch.setattr(summing, "has_numba", lambda: False)
     for losses_of in (mean, almost):
         expected = psg.per_sample_factors(model, losses_of, (x,)).norms()
         products.clear()

@@ -9,7 +9,7 @@ from support.per_sample_grad.layer_cases import CASES
 from torch import nn
 
 import per_sample_grad as psg
-from per_sample_grad.layers import placing, projecting
+from per_sample_grad.layers import placing, projecting, summing
 from xla_replica.common.compiling import has_numba
 
 
@@ -128,7 +128,7 @@ def test_loops_write_what_torch_multiplies(monkeypatch, name, size):
     )
     for numba in (True, True, False):  # the first one is compared
         if not numba:
-            monkeypatch.setattr(placing, "has_numba", lambda: False)
+            monkeypatch.setattr(summing, "has_numba", lambda: False)
         with psg.capture(model) as recorded:
             losses = model(x).square().sum(1)
         answers.append(recorded.project(losses, projection, accumulate="mean"))
@@ -178,7 +178,7 @@ def test_loops_sum_over_positions_what_torch_multiplies(monkeypatch, name, size)
     )
     for numba in (True, True, False):  # the first one is compared
         if not numba:
-            monkeypatch.setattr(placing, "has_numba", lambda: False)
+            monkeypatch.setattr(summing, "has_numba", lambda: False)
         with psg.capture(model) as recorded:
             losses = model(x).sin().sum(1)
         answers.append(recorded.project(losses, projection, accumulate="mean"))
