@@ -33,24 +33,29 @@ def square_sums_of_products(lefts, rights, ones, squares, terms):
         squares: Becomes the squared norms ``(B,)``.
         terms: Becomes what positions add alone, ``(B,)``.
     """
-    num_positions = lefts.shape[1]
-    of_left, of_right = np.empty((3, 4), squares.dtype), np.empty((3, 4), squares.dtype)
-    zero = squares.dtype.type(0)
+    num_positions, p, q = lefts.shape[1], lefts.shape[2], rights.shape[2]
+    of_left, of_right = np.empty(12, squares.dtype), np.empty(12, squares.dtype)
     for n in range(len(lefts)):
-        total = alone = zero
+        left, right = lefts[n], rights[n]
+        both = alone = squares.dtype.type(0)
         for t in range(0, num_positions, 4):
             for s in range(0, min(t + 4, num_positions), 3):
                 of_left[:] = 0
                 of_right[:] = ones
-                _add_products(lefts[n], t, lefts[n], s, of_left)
-                _add_products(rights[n], t, rights[n], s, of_right)
-                for a in range(min(4, num_positions - t)):
-                    for b in range(min(3, t + a - s)):
-                        total += 2 * of_left[b, a] * of_right[b, a]
-                    if 0 <= t + a - s < 3:
-                        term = of_left[t + a - s, a] * of_right[t + a - s, a]
-                        alone += term
-        squares[n], terms[n] = total + alone, alone
+                for first in range(0, p, _TOGETHER):
+                    end = min(first + _TOGETHER, p)
+                    _add_products(left, t, left, s, first, end, of_left, 0)
+                for first in range(0, q, _TOGETHER):
+                    end = min(first + _TOGETHER, q)
+                    _add_products(right, t, right, s, first, end, of_right, 0)
+                for b in range(3):
+                    for a in range(min(4, num_positions - t)):
+                        product = of_left[4 * b + a] * of_right[4 * b + a]
+                        if t + a > s + b:
+                            both += product
+                        elif t + a == s + b:
+                            alone += product
+        squares[n], terms[n] = alone + both + both, alone
 
 
 @compiled
@@ -82,34 +87,37 @@ def square_sums_of_convolution(inputs, gradients, before, with_bias, squares):
     lines = np.zeros((2 * num_rows, wide), dtype)
     seen_sums = np.zeros((4, 2 * size + 2 + before[1]), dtype)
     sums = np.zeros((4, 2 * size + 2), dtype)
-    to_seen, to_sums = (
-        _matrices(seen_sums, before[1], num_rows, pitch),
-        _matrices(sums, 0, num_rows, pitch),
-    )
+    to_seen = _matrices(seen_sums, before[1], num_rows, pitch)
+    to_sums = _matrices(sums, 0, num_rows, pitch)
+    seen_lines_inside = seen_lines.reshape(-1)[before[0] * width :]
+    all_lines = lines.reshape(-1)
     seen = np.empty((16, channels, size), dtype)
     found = np.zeros((16, 4, size), dtype)
     products = np.empty((16, -(-channels // 3) * 12), dtype)
     for n in range(num_samples):
         for c in range(channels):
-            _copy(inputs[n, c], seen_lines.reshape(-1)[before[0] * width :])
+            _copy(inputs[n, c], seen_lines_inside)
             _add_lines_of_four(seen_lines, *to_seen)
             for a in range(4):
-                _add_columns_of_four(seen_sums[a], seen[4 * a : 4 * a + 4, c])
+                _add_columns_of_four(seen_sums[a], seen, 4 * a, c)
         total = dtype.type(0)
         for j in range(0, p, 4):
             found[:, p - j :] = 0  # rows of a channel that is not there
             for row in range(min(4, p - j)):
-                _copy(gradients[n, j + row], lines.reshape(-1))
+                _copy(gradients[n, j + row], all_lines)
                 _add_lines_of_two(lines, *to_sums)
                 for a in range(4):
-                    _add_columns_of_two(sums[a], found[4 * a : 4 * a + 4, row])
+                    _add_columns_of_two(sums[a], found, 4 * a, row)
                 if with_bias:
-                    # Of this product all numbers are added up.
-                    of_bias = found[5, row].sum()
+                    of_bias, pairs = dtype.type(0), found[5, row]  # sums of all four
+                    for t in range(size):
+                        of_bias += pairs[t]
                     total += of_bias * of_bias
+            products[:] = 0
             for k in range(16):
-                products[k] = 0
-                _multiply(found[k], seen[k], products[k])
+                four, others, into = found[k], seen[k], products[k]
+                for c in range(0, channels, 3):
+                    _add_products(four, 0, others, c, 0, size, into, 4 * c)
             total += _squares(products, 4 * channels)
         squares[n] = total
 
@@ -167,24 +175,19 @@ def square_sums_of_table(index, values, num_rows, squares):
 
 
 @compiled
-def _add_products(rows, t, others, s, found):
-    """Adds to ``(3, 4)`` the products of four rows and three others, from t and s on.
+def _add_products(rows, t, others, s, first, end, found, at):
+    """Adds twelve products of four rows and three others, from t and s on.
 
-    A row after the last is the last one.
+    A row after the last is the last one. They are of the numbers ``[first, end)``, and
+    added to those from ``found[at]`` on, four for each of the others.
     """
-    last, end = len(rows) - 1, len(others) - 1
-    t1, t2, t3 = min(t + 1, last), min(t + 2, last), min(t + 3, last)
-    s1, s2 = min(s + 1, end), min(s + 2, end)
-    for first in range(0, rows.shape[1], _TOGETHER):
-        part = slice(first, min(first + _TOGETHER, rows.shape[1]))
-        a0, a1, a2, a3 = rows[t, part], rows[t1, part], rows[t2, part], rows[t3, part]
-        b0, b1, b2 = others[s, part], others[s1, part], others[s2, part]
-        _multiply_seven(a0, a1, a2, a3, b0, b1, b2, found)
-
-
-@compiled
-def _multiply_seven(a0, a1, a2, a3, b0, b1, b2, found):
-    """Adds the products of four rows and three others."""
+    # Slices are made here: one that is handed on is counted, by atomic operations.
+    last = len(rows) - 1
+    a0, a1 = rows[t, first:end], rows[min(t + 1, last), first:end]
+    a2, a3 = rows[min(t + 2, last), first:end], rows[min(t + 3, last), first:end]
+    last = len(others) - 1
+    b0, b1 = others[s, first:end], others[min(s + 1, last), first:end]
+    b2 = others[min(s + 2, last), first:end]
     # As many sums as a CPU has registers for, so that it reads 7 numbers for 12.
     p00 = p01 = p02 = p03 = found.dtype.type(0)
     p10 = p11 = p12 = p13 = found.dtype.type(0)
@@ -207,29 +210,18 @@ def _multiply_seven(a0, a1, a2, a3, b0, b1, b2, found):
         p03 += a * x
         p13 += a * y
         p23 += a * z
-    into = found.reshape(-1)
-    into[0] += p00
-    into[1] += p01
-    into[2] += p02
-    into[3] += p03
-    into[4] += p10
-    into[5] += p11
-    into[6] += p12
-    into[7] += p13
-    into[8] += p20
-    into[9] += p21
-    into[10] += p22
-    into[11] += p23
-
-
-@compiled
-def _multiply(four, rows, found):
-    """Adds the products of four rows with each of the others, four after four."""
-    last = len(rows) - 1
-    a0, a1, a2, a3 = four[0], four[1], four[2], four[3]
-    for c in range(0, len(rows), 3):
-        b0, b1, b2 = rows[c], rows[min(c + 1, last)], rows[min(c + 2, last)]
-        _multiply_seven(a0, a1, a2, a3, b0, b1, b2, found[4 * c : 4 * c + 12])
+    found[at] += p00
+    found[at + 1] += p01
+    found[at + 2] += p02
+    found[at + 3] += p03
+    found[at + 4] += p10
+    found[at + 5] += p11
+    found[at + 6] += p12
+    found[at + 7] += p13
+    found[at + 8] += p20
+    found[at + 9] += p21
+    found[at + 10] += p22
+    found[at + 11] += p23
 
 
 @compiled
@@ -270,9 +262,14 @@ def _add_lines_of_four(lines, s0, s1, s2, s3):
 
 
 @compiled
-def _add_columns_of_four(values, found):
+def _add_columns_of_four(values, found, k, row):
     """Writes the sums `_four` of four numbers, from every other one on."""
-    s0, s1, s2, s3 = found[0], found[1], found[2], found[3]
+    s0, s1, s2, s3 = (
+        found[k, row],
+        found[k + 1, row],
+        found[k + 2, row],
+        found[k + 3, row],
+    )
     for t in range(len(s0)):
         x0, x1, x2, x3 = (
             values[2 * t],
@@ -299,9 +296,14 @@ def _add_lines_of_two(lines, s0, s1, s2, s3):
 
 
 @compiled
-def _add_columns_of_two(values, found):
+def _add_columns_of_two(values, found, k, row):
     """Writes the sums `_two` of every pair of numbers."""
-    s0, s1, s2, s3 = found[0], found[1], found[2], found[3]
+    s0, s1, s2, s3 = (
+        found[k, row],
+        found[k + 1, row],
+        found[k + 2, row],
+        found[k + 3, row],
+    )
     for t in range(len(s0)):
         s0[t] = values[2 * t]
         s3[t] = values[2 * t + 1]

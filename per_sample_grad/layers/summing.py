@@ -17,7 +17,7 @@ from xla_replica.common.compiling import has_numba
 # So many threads of torch take longer than the loops, which have one (measured).
 _MOST_THREADS = 2
 # Of fewer positions torch forms a convolution's gradients in less time (measured).
-_FEWEST_POSITIONS = 256
+_FEWEST_POSITIONS = 512
 
 
 def available(like: torch.Tensor) -> bool:

@@ -91,7 +91,7 @@ def test_frozen_weights_and_biases_are_left_out(frozen):
 LONG = {
     "tokens": (lambda: nn.Linear(96, 64), (12, 96)),
     "image": (lambda: nn.Conv2d(40, 40, 3), (40, 5, 5)),
-    "large image": (lambda: nn.Conv2d(3, 4, 3), (3, 19, 20)),
+    "large image": (lambda: nn.Conv2d(3, 4, 3), (3, 25, 25)),
     "ids": (lambda: nn.Embedding(9, 64), (3,)),
 }
 
@@ -129,19 +129,19 @@ def test_positions_that_cancel_are_seen(name):
 
 
 LOOPED = {
-    "image": ("squares_of_convolution", nn.Conv2d(3, 5, 3, padding=1), (3, 16, 17)),
-    "no padding": ("squares_of_convolution", nn.Conv2d(4, 8, 3), (4, 19, 18)),
+    "image": ("squares_of_convolution", nn.Conv2d(3, 5, 3, padding=1), (3, 22, 25)),
+    "no padding": ("squares_of_convolution", nn.Conv2d(4, 8, 3), (4, 25, 25)),
     "much padding": (
         "squares_of_convolution",
         nn.Conv2d(1, 6, 3, padding=(0, 4), bias=False),
-        (1, 25, 11),
+        (1, 35, 11),
     ),
     "reflected": (
         "squares_of_convolution",
         nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"),
-        (2, 17, 17),
+        (2, 23, 23),
     ),
-    "stride": ("squares_of_convolution", nn.Conv2d(2, 3, 3, stride=2), (2, 40, 40)),
+    "stride": ("squares_of_convolution", nn.Conv2d(2, 3, 3, stride=2), (2, 47, 47)),
     "tokens": ("squares_by_positions", nn.Linear(11, 13), (6, 11)),
     "wide tokens": ("squares_by_positions", nn.Linear(1030, 30, bias=False), (5, 1030)),
     "norm": ("of_layer_norm", nn.LayerNorm(7), (5, 7)),
