@@ -382,54 +382,91 @@ def _add_up(channels, signs, total):
 
 @compiled
 def _shift(channel, first, strides, positions, patch):
-    """Writes ``channel[first + position * stride]`` where that is inside."""
-    sizes, step = channel.shape, strides[2]
+    """Writes ``channel[first + position * stride]`` where that is inside.
+
+    Elsewhere in ``patch`` there are zeros, and stay.
+    """
+    sizes, step, width = channel.shape, strides[2], positions[2]
     low = max(0, -(first[2] // step))
-    high = min(positions[2], (sizes[2] - 1 - first[2]) // step + 1)
-    at = 0
+    high = min(width, (sizes[2] - 1 - first[2]) // step + 1)
+    # Lines that are shifted and no shorter follow one another, as all of an image.
+    together = step == strides[1] == 1 and width == sizes[2]
+    values, at = channel.reshape(-1), 0
     for a in range(positions[0]):
-        for b in range(positions[1]):
-            x, y = first[0] + a * strides[0], first[1] + b * strides[1]
-            if 0 <= x < sizes[0] and 0 <= y < sizes[1]:
-                line = channel[x, y]
-                if step == 1:
-                    for t in range(low, high):
-                        patch[at + t] = line[first[2] + t]
-                else:
+        x = first[0] + a * strides[0]
+        if x < 0 or x >= sizes[0]:
+            at += positions[1] * width
+        elif together:
+            begin = max(0, -first[1])
+            end = min(positions[1], sizes[1] - first[1])
+            if end > begin and high > low:
+                source = (x * sizes[1] + first[1]) * width + first[2]
+                # Slices: an index that may be negative is looked at before it is used.
+                since, until = begin * width + low, end * width - width + high
+                seen = values[source + since : source + until]
+                into = patch[at + since : at + until]
+                for t in range(len(seen)):
+                    into[t] = seen[t]
+                for t in range(width):
+                    if t < low or t >= high:
+                        into = patch[at + begin * width + t : at + end * width : width]
+                        for b in range(len(into)):
+                            into[b] = 0
+            at += positions[1] * width
+        else:
+            for b in range(positions[1]):
+                y = first[1] + b * strides[1]
+                if 0 <= y < sizes[1]:
+                    line = channel[x, y]
                     for t in range(low, high):
                         patch[at + t] = line[first[2] + t * step]
-            at += positions[2]
+                at += width
 
 
 @compiled
 def _multiply(seen, starts, gradient, found):
-    """Writes products of rows, four of the gradient's at a time.
+    """Writes products of rows: four of the gradient's with two others at a time.
 
     The others begin at ``starts`` in ``seen``.
     """
     found[:] = 0
-    last, num_positions = len(gradient) - 1, gradient.shape[1]
+    last, last_start = len(gradient) - 1, len(starts) - 1
+    num_positions, zero = gradient.shape[1], found.dtype.type(0)
     for begin in range(0, num_positions, _TOGETHER):
         end = min(begin + _TOGETHER, num_positions)
         for j in range(0, last + 1, 4):
             j1, j2, j3 = min(j + 1, last), min(j + 2, last), min(j + 3, last)
             d0, d1 = gradient[j, begin:end], gradient[j1, begin:end]
             d2, d3 = gradient[j2, begin:end], gradient[j3, begin:end]
-            for k in range(len(starts)):
-                patch = seen[starts[k] + begin : starts[k] + end]
-                s0 = s1 = s2 = s3 = found.dtype.type(0)
-                for t in range(len(patch)):
-                    s0 += d0[t] * patch[t]
-                    s1 += d1[t] * patch[t]
-                    s2 += d2[t] * patch[t]
-                    s3 += d3[t] * patch[t]
-                found[k, j] += s0
-                if j1 > j:
-                    found[k, j1] += s1
-                if j2 > j1:
-                    found[k, j2] += s2
-                if j3 > j2:
-                    found[k, j3] += s3
+            for k in range(0, last_start + 1, 2):
+                k1 = min(k + 1, last_start)
+                x = seen[starts[k] + begin : starts[k] + end]
+                y = seen[starts[k1] + begin : starts[k1] + end]
+                s0 = s1 = s2 = s3 = t0 = t1 = t2 = t3 = zero
+                for t in range(len(x)):
+                    s0 += d0[t] * x[t]
+                    s1 += d1[t] * x[t]
+                    s2 += d2[t] * x[t]
+                    s3 += d3[t] * x[t]
+                    t0 += d0[t] * y[t]
+                    t1 += d1[t] * y[t]
+                    t2 += d2[t] * y[t]
+                    t3 += d3[t] * y[t]
+                _add_four(found[k], j, last, s0, s1, s2, s3)
+                if k1 > k:
+                    _add_four(found[k1], j, last, t0, t1, t2, t3)
+
+
+@compiled
+def _add_four(into, first, last, s0, s1, s2, s3):
+    """Adds four numbers, or as many as there are up to ``last``."""
+    into[first] += s0
+    if first + 1 <= last:
+        into[first + 1] += s1
+    if first + 2 <= last:
+        into[first + 2] += s2
+    if first + 3 <= last:
+        into[first + 3] += s3
 
 
 @compiled
@@ -438,8 +475,9 @@ def _fold(values, fold, into):
     signs, kept = fold
     into[:] = 0
     for first in range(0, len(values), kept):
-        for t in range(min(kept, len(values) - first)):
-            into[t] += signs[first + t] * values[first + t]
+        some, own = values[first : first + kept], signs[first : first + kept]
+        for t in range(len(some)):
+            into[t] += own[t] * some[t]
 
 
 @compiled
@@ -448,10 +486,13 @@ def _fold_matrix(products, num_columns, rows, columns, by_column, into):
     (signs, k1), (column_signs, k2) = rows, columns
     to_row, to_column = (1, k1) if by_column else (k2, 1)
     into[:] = 0
+    num_rows = products.shape[1]
     for k in range(num_columns):
         sign, start = column_signs[k], k % k2 * to_column
-        for j in range(products.shape[1]):
-            into[start + j % k1 * to_row] += sign * signs[j] * products[k, j]
+        for first in range(0, num_rows, k1):  # faster than remainders
+            some, own = products[k, first : first + k1], signs[first : first + k1]
+            for j in range(len(some)):
+                into[start + j * to_row] += sign * own[j] * some[j]
 
 
 @compiled

@@ -109,6 +109,7 @@ CONVOLUTIONS = {
     "three dimensions": nn.Conv3d(2, 9, (2, 3, 1), stride=(1, 2, 1), padding=(1, 1, 0)),
     "no bias": nn.Conv2d(3, 4, 2, bias=False),
     "outside": nn.Conv2d(3, 4, (1, 2), padding=(2, 3)),
+    "far outside": nn.Conv2d(3, 4, 3, padding=18, dilation=18),
     "circular": nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"),
 }
 
