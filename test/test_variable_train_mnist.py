@@ -123,6 +123,21 @@ def test_adascale_trains_for_so_many_iterations(tmp_path, capsys):
     )
 
 
+def test_a_complete_run_is_not_trained_further_when_it_is_started_again(
+    tmp_path, capsys
+):
+    arguments = [
+        "--dataset", "fake", "--num-replicas", "1", "--rule", "adascale",
+        "--iterations", "6", "--checkpoint", str(tmp_path), "--device", "cpu",
+        "--no-progress", "--log-steps", "1",
+    ]  # fmt: skip
+    texts = []
+    for _ in range(2):
+        assert variable_train_mnist.main(arguments) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != ""
+
+
 @pytest.mark.skipif(HAS_XLA, reason="tested in the other environment")
 def test_a_closed_loop_is_repeated_by_what_it_decided(tmp_path, capsys):
     common = [
@@ -162,6 +177,12 @@ def test_digits_reach_97_percent_on_eight_replicas(tmp_path, rule):
     ("arguments", "message"),
     [
         (["--epochs", 0], "--epochs must be at least 1, got 0"),
+        (["--iterations", "nan"], "--iterations must be above 0, got nan"),
+        (["--checkpoint-steps", 5], "--checkpoint-steps needs --checkpoint FOLDER"),
+        (["--closed-loop", "512"], "smaller one first, such as 64:512, got '512'"),
+        (["--closed-loop", "512:64"], "smaller one first, such as 64:512, got '512:"),
+        (["--closed-loop", "64:512", "--on-end", "stop"], "leave out --on-end, got"),
+        (["--dataset", "fake", "--lr", "nan"], "the reference learning rate must be"),
         (["--rule", "lars"], "--rule: rule='lars' is unknown; allowed are"),
         (["--trace", "nofile.csv", "--dataset", "fake"], "nofile.csv"),
         (

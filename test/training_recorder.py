@@ -20,6 +20,9 @@ AXES = ("step", "time", "samples", "epoch")
 class Recorder:
     """Is called after every update on every replica; replica 0 shows the run.
 
+    As a context it surrounds the training: what it has opened is closed however the
+    training ends, also where the run is asked to stop.
+
     Args:
         replica: The replica that the caller runs in.
         optimizer: Its optimizer.
@@ -56,11 +59,15 @@ class Recorder:
         if replica.is_primary:
             self._bar.write(f"{args.dataset}, on {replica}", sys.stderr)
 
-    def begin(self, num_updates: int) -> None:
+    def begin(self, num_updates: int) -> Recorder:
         """Begins after so many updates: TensorBoard drops what came after them."""
         self._bar.update(num_updates)
         if self._is_primary:
             self._writer = SummaryWriter(self._logdir, purge_step=num_updates)
+        return self
+
+    def __enter__(self) -> Recorder:
+        return self
 
     def __call__(self, update: vbs.Update) -> None:
         self.log(update)
@@ -74,9 +81,10 @@ class Recorder:
         if self._is_primary:
             self._bar.write(f"epoch {epoch}: test accuracy {percent:.2f} %", sys.stderr)
 
-    def close(self) -> None:
-        """Closes the bar and the logs."""
-        self.log.close()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Closes the bar and the logs; only a run that ended by itself says so."""
+        if kind is None:
+            self.log.close()
         self._bar.close()
         if self._writer:
             self._writer.close()

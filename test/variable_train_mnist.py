@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import sys
 import time
@@ -124,27 +125,26 @@ def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | No
         )
         restored = checkpointer.load()
         optimizer.attach(checkpointer)
-    recorder.begin(restored.num_updates if restored else 0)
     percent = None
-    for epoch in range(sampler.epoch, epochs):
-        sampler.set_epoch(epoch)  # elastic
-        optimizer.set_epoch(epoch)  # elastic
-        model.train()
-        for images, labels in replica.loader(batches):
-            loss = F.cross_entropy(model(images), labels)
-            loss.backward()
-            recorder.log.add(loss)
-            optimizer.step()
-        optimizer.average_buffers(model)  # elastic: before evaluation and checkpoints
-        percent = evaluate(model, data, args.test_batch_size, replica)
-        recorder.accuracy(epoch, percent)
-        if checkpointer:
-            checkpointer.save(metric=percent)
-        if args.iterations and optimizer.noise.progress >= args.iterations:
-            break  # elastic: training length that no batch size changes
-    if percent is None:  # a complete run was started again: no epoch was left
-        percent = evaluate(model, data, args.test_batch_size, replica)
-    recorder.close()
+    with recorder.begin(restored.num_updates if restored else 0):
+        for epoch in range(sampler.epoch, epochs):
+            if args.iterations and optimizer.noise.progress >= args.iterations:
+                break  # elastic: training length that no batch size changes
+            sampler.set_epoch(epoch)  # elastic
+            optimizer.set_epoch(epoch)  # elastic
+            model.train()
+            for images, labels in replica.loader(batches):
+                loss = F.cross_entropy(model(images), labels)
+                loss.backward()
+                recorder.log.add(loss)
+                optimizer.step()
+            optimizer.average_buffers(model)  # elastic: before evaluation, checkpoints
+            percent = evaluate(model, data, args.test_batch_size, replica)
+            recorder.accuracy(epoch, percent)
+            if checkpointer:
+                checkpointer.save(metric=percent)
+        if percent is None:  # a complete run was started again: no epoch was left
+            percent = evaluate(model, data, args.test_batch_size, replica)
     history = vbs.read_run(recorder.log.path).updates if replica.is_primary else None
     return percent, history
 
@@ -189,8 +189,13 @@ def evaluate(
 
 
 def limits(text: str) -> tuple[int, int]:
-    """Returns the integers of a text such as ``64:512``."""
+    """Returns the integers of a text such as ``64:512``, the smaller one first."""
     least, _, most = text.partition(":")
+    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+        raise argparse.ArgumentTypeError(
+            f"must be two batch sizes, the smaller one first, such as 64:512, got "
+            f"{text!r}"
+        )
     return int(least), int(most)
 
 
@@ -206,9 +211,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add(
         "--on-end",
-        default="cycle",
         choices=("stop", "error", "hold", "cycle"),
-        help="what follows the trace's last step (default: the trace begins again)",
+        help="what follows the trace's last step (default: the trace begins again, or "
+        "with --closed-loop its last batch size is held)",
     )
     add(
         "--closed-loop",
@@ -315,11 +320,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--no-progress", dest="progress", action="store_false",
         help="do not show a progress bar")  # fmt: skip
     args = parser.parse_args(argv)
-    positive = "epochs num_replicas log_steps test_batch_size checkpoint_steps"
+    positive = (
+        "epochs num_replicas log_steps test_batch_size checkpoint_steps batch_size "
+        "ref_batchsize"
+    )
     for name in positive.split():
         value = getattr(args, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if args.iterations is not None and not 0 < args.iterations < math.inf:
+        parser.error(f"--iterations must be above 0, got {args.iterations}")
+    if args.checkpoint_steps and not args.checkpoint:
+        parser.error("--checkpoint-steps needs --checkpoint FOLDER, where to save")
+    if args.closed_loop and args.on_end not in (None, "hold"):
+        parser.error(
+            "--closed-loop decides what follows the trace: leave out --on-end, got "
+            f"{args.on_end}"
+        )
     try:
         rule = vbs.rule_named(args.rule)
     except ValueError as error:
@@ -327,8 +344,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.optimizer = args.optimizer or ("adamw" if rule.beta else "sgd")
     args.lr = LEARNING_RATES[args.optimizer] if args.lr is None else args.lr
     args.measure_noise |= args.iterations is not None or args.closed_loop is not None
-    if args.closed_loop:
-        args.on_end = "hold"
+    args.on_end = args.on_end or ("hold" if args.closed_loop else "cycle")
     if args.trace.isdecimal():
         args.trace = int(args.trace)
     now = time.strftime("%Y%m%d-%H%M%S")

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-import xla_replica
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.device_scalars import DeviceScalars, as_floats
 from variable_batch_size.gradient_noise.meter import NoiseOptions, meter_for
@@ -23,6 +22,7 @@ from variable_batch_size.step.replica_steps import ReplicaSteps
 from variable_batch_size.step.settings import Settings
 from variable_batch_size.step.step_counter import StepCounter
 from xla_replica import Replica, ReplicaError
+from xla_replica.backends.registry import given_or_current
 from xla_replica.common.arguments import check_flag
 
 
@@ -132,7 +132,7 @@ class ElasticOptimizer(OptimizerProxy):
         replica: Replica | None = None,
     ) -> None:
         self.sampler = sampler
-        self.replica = xla_replica.current() if replica is None else replica
+        self.replica = given_or_current(replica)
         self._settings = Settings(
             with_options(rule, momentum_correction, decay_per_sample),
             ref_batchsize,

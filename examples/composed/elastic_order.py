@@ -70,6 +70,7 @@ def train(rank, args):
         args.checkpoint,
         optimizer,
         every_updates=50,
+        settings={"lr": args.lr},
         model=model,
         grab=grab,
         log=log,

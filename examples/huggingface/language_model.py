@@ -122,20 +122,53 @@ def show(history: list[dict[str, float]]) -> None:
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--folder", default="runs/huggingface", help="of checkpoints")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--minibatch-size", type=int, default=8, help="in texts")
-    parser.add_argument("--most", type=int, default=64, help="the largest batch size")
-    parser.add_argument("--context", type=int, default=128, help="most bytes of a text")
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=2e-3, help="of one minibatch")
-    parser.add_argument("--save-steps", type=int, default=20)
-    parser.add_argument("--no-progress", dest="progress", action="store_false")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder",
+        default="runs/huggingface",
+        help="of checkpoints, from which a run is resumed (default: runs/huggingface)",
+    )
+    parser.add_argument("--steps", type=int, default=200, help="updates (default: 200)")
+    parser.add_argument(
+        "--minibatch-size", type=int, default=8, help="in texts (default: 8)"
+    )
+    parser.add_argument(
+        "--most", type=int, default=64, help="the largest batch size (default: 64)"
+    )
+    parser.add_argument(
+        "--context", type=int, default=128, help="most bytes of a text (default: 128)"
+    )
+    parser.add_argument(
+        "--width", type=int, default=64, help="of the model (default: 64)"
+    )
+    parser.add_argument(
+        "--lr", type=float, default=2e-3, help="of one minibatch (default: 0.002)"
+    )
+    parser.add_argument(
+        "--save-steps", type=int, default=20, help="updates between saves (default: 20)"
+    )
+    parser.add_argument(
+        "--no-progress",
+        dest="progress",
+        action="store_false",
+        help="show no progress bar",
+    )
     add_replicas(parser)
     args = parser.parse_args(words)
     check_at_least_one(
-        parser, args, ("steps", "minibatch_size", "width", "save_steps", "num_replicas")
+        parser,
+        args,
+        (
+            "steps",
+            "minibatch_size",
+            "width",
+            "save_steps",
+            "num_replicas",
+            "most",
+            "context",
+        ),
     )
     results = xla_replica.launch(train, (args,), args.num_replicas, args.device)
     if results[0]:

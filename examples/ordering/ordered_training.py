@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 import time
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -58,9 +59,16 @@ class Task(Protocol):
 def train_and_report(task: Task, args: argparse.Namespace) -> int:
     """Trains in every order from every seed; returns the script's exit status."""
     num_replicas = args.num_replicas or xla_replica.default_num_replicas(args.device)
-    results = xla_replica.launch(
-        train_all, (task, args), num_replicas, args.device, timeout=TIMEOUT
-    )
+    try:
+        results = xla_replica.launch(
+            train_all, (task, args), num_replicas, args.device, timeout=TIMEOUT
+        )
+    except KeyboardInterrupt:
+        what = "nothing was saved without --checkpoint DIR"
+        if args.checkpoint:
+            what = f"--resume continues what {args.checkpoint} has saved"
+        print(f"interrupted; {what}", file=sys.stderr)
+        return 130
     if results[0] is not None:  # Under torchrun, every process comes here.
         report(results[0], task.title, args)
     return 0

@@ -107,7 +107,13 @@ def build(
     checkpointer = None
     if args.checkpoint:
         checkpointer = vbs.Checkpointer(
-            args.checkpoint, optimizer, best="max", model=model, pruner=pruner, log=log
+            args.checkpoint,
+            optimizer,
+            best="max",
+            settings=lasting(args),
+            model=model,
+            pruner=pruner,
+            log=log,
         )
         checkpointer.load()
         optimizer.attach(checkpointer)
@@ -158,6 +164,12 @@ def evaluate(model: nn.Module, test: Split, replica: xla_replica.Replica) -> flo
     inputs, labels = replica.send(tuple(test))
     right = (model(inputs).argmax(1) == labels).float().mean().reshape(1)
     return 100 * replica.fetch([right])[0].item()
+
+
+def lasting(args: argparse.Namespace) -> dict[str, object]:
+    """Returns the options that a run and its continuation must share."""
+    may_change = {"data", "epochs", "replicas", "device", "checkpoint"}
+    return {name: value for name, value in vars(args).items() if name not in may_change}
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:

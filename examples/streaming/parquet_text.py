@@ -88,7 +88,12 @@ def train(rank, args):
     log = vbs.RunLog(args.run / "run.jsonl", optimizer)
     optimizer.attach(log)
     saver = vbs.Checkpointer(
-        args.run, optimizer, every_updates=50, model=model, log=log
+        args.run,
+        optimizer,
+        every_updates=50,
+        settings={"lr": args.lr, "length": args.length},
+        model=model,
+        log=log,
     )
     saver.load()  # where nothing was saved, training begins at 0
     optimizer.attach(saver)

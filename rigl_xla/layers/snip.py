@@ -22,7 +22,7 @@ from rigl_xla.topology import masks
 from rigl_xla.topology.distribution import Distribution, Shapes, num_inactive
 from xla_replica import Replica
 from xla_replica.backends.registry import given_or_current
-from xla_replica.common.arguments import check_type
+from xla_replica.common.arguments import check_names, check_type
 
 
 def snip_scores(
@@ -143,12 +143,8 @@ def check_scores(
 ) -> None:
     """Raises ValueError or TypeError unless all of ``shapes`` have finite scores."""
     check_type("scores", scores, Mapping, "a dict of tensors by parameter name")
+    check_names("scores are needed for", shapes, scores, "the weights that have some")
     for name, shape in shapes.items():
-        if name not in scores:
-            raise ValueError(
-                f"there are no scores for the weight {name!r}; there are those of "
-                f"{list(scores)}"
-            )
         found = scores[name]
         check_type(f"the scores of {name!r}", found, torch.Tensor, "a tensor")
         if found.is_complex() or found.is_meta:

@@ -23,6 +23,7 @@ from rigl_xla.topology.update_schedule import UpdateSchedule, gradual_sparsity
 from xla_replica.common.arguments import (
     check_choice,
     check_integer,
+    check_names,
     check_number,
     check_type,
 )
@@ -296,12 +297,8 @@ def _pairs(
     """Yields the cost and the sparsity of every layer; 0 where none is given."""
     given = {} if sparsities is None else sparsities
     check_type("sparsities", given, Mapping, "a dict of numbers by name")
+    check_names("a sparsity is given for", given, costs, "the layers with a cost")
     for name, sparsity in given.items():
-        if name not in costs:
-            raise ValueError(
-                f"a sparsity is given for {name!r}, of which the cost is not known; "
-                f"there are costs of {list(costs)}"
-            )
         check_number(f"the sparsity of {name!r}", sparsity, 0, 1)
     for name, cost in check_costs(costs).items():
         yield cost, given.get(name, 0.0)

@@ -23,6 +23,7 @@ from xla_replica.common.arguments import (
     check_choice,
     check_flag,
     check_integer,
+    check_names,
     check_number,
     check_type,
 )
@@ -131,12 +132,8 @@ def allocate(
         for size in shape:
             check_integer(f"each number of the shape of {name!r}", size, 1)
     given = dict(check_type("fixed", fixed or {}, Mapping, "a dict by name"))
+    check_names("a sparsity is given for", given, shapes, "the layers")
     for name, value in given.items():
-        if name not in shapes:
-            raise ValueError(
-                f"a sparsity is given for {name!r}, which is not a layer; layers are "
-                f"{list(shapes)}"
-            )
         what = f"the sparsity of {name!r}"
         given[name] = as_float(check_number(what, value, 0, below=1))
     if dense_first is None:

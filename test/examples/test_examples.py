@@ -229,7 +229,7 @@ def test_a_run_in_two_parts_is_one_run(tmp_path, tasks, name):
     )
 
 
-def test_a_run_that_breaks_off_amid_an_epoch_is_one_run(tmp_path, monkeypatch):
+def test_a_run_that_breaks_off_amid_an_epoch_is_one_run(tmp_path, monkeypatch, capsys):
     """Epochs have 8 steps; 13 steps are done, 11 of them saved."""
     arguments = (*IMAGES, "--order", "rr,mean,pair", "--epochs", 3)
     run_here("images", *arguments, "--logdir", tmp_path / "whole")
@@ -238,11 +238,12 @@ def test_a_run_that_breaks_off_amid_an_epoch_is_one_run(tmp_path, monkeypatch):
     for order in ("rr", "mean", "pair"):
         with monkeypatch.context() as patch:
             patch.setattr(ordered_training.Run, "_update", breaks_off(update, order))
-            with pytest.raises(KeyboardInterrupt):
-                run_here(
-                    "images", *arguments, *saved, "--resume",
-                    "--logdir", tmp_path / "broken",
-                )  # fmt: skip
+            status = run_here(
+                "images", *arguments, *saved, "--resume",
+                "--logdir", tmp_path / "broken",
+            )  # fmt: skip
+        assert status == 130
+        assert "interrupted; --resume continues what" in capsys.readouterr().err
         state = torch.load(tmp_path / "saved" / f"{order}-seed0.pt")
         assert (state["epoch"], state["step"]) == (1, 3)
     run_here("images", *arguments, *saved, "--resume", "--logdir", tmp_path / "parts")

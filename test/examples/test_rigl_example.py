@@ -17,14 +17,17 @@ import variable_batch_size as vbs
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(*arguments: str, launcher: tuple[str, ...] = (sys.executable,)) -> str:
+def run(
+    *arguments: str, launcher: tuple[str, ...] = (sys.executable,), fails: bool = False
+) -> str:
+    """Runs the script; returns what it prints, or tells of where it ``fails``."""
     pytest.importorskip("sklearn")
     command = [*launcher, str(ROOT / "examples" / "sparse" / "rigl_mnist.py")]
     command += ["--dataset", "digits", "--device", "cpu", "--delta", "10", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert (done.returncode != 0) == fails, done.stderr
+    return done.stderr if fails else done.stdout
 
 
 def accuracies(output: str) -> list[float]:
@@ -49,6 +52,8 @@ def test_it_learns_and_resumes(tmp_path):
     told = updates["accuracy"].dropna().tolist()
     assert told == pytest.approx(accuracies(whole) + accuracies(more), abs=0.01)
     assert updates["loss"].dropna().iloc[-1] < updates["loss"].dropna().iloc[0] / 2
+    refused = run("--sparsity", "0.5", "--lr", "9", *checkpoint, fails=True)
+    assert re.search(r"of another run: .*lr was 0.1 and is 9.*sparsity was 0", refused)
 
 
 @of_torch_alone

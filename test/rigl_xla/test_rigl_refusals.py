@@ -45,7 +45,7 @@ BAD = [
     ({"grow": 3}, ValueError, "or a function of"),
     ({"initial_masks": "snipe"}, ValueError, "must be one of"),
     ({"initial_masks": 3}, ValueError, "scores by parameter name"),
-    ({"initial_masks": {}}, ValueError, "no scores for the weight '2.weight'"),
+    ({"initial_masks": {}}, ValueError, "scores are needed for '2.weight'"),
     ({"initial_masks": BAD_SCORES}, ValueError, r"have shape \(3,\); the weight has"),
     ({"initial_masks": "magnitude", "method": "gmp"}, ValueError, "begins dense"),
     ({"initial_weights": "he"}, ValueError, "must be one of"),

@@ -223,6 +223,38 @@ def test_optimizers_that_cannot_be_wrapped():
         vbs.LinearRuleOptimizer(tensor, sampler, 32, replica=CPU)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_learning_rate_that_is_not_finite_is_refused(value):
+    """torch's SGD takes NaN, after which every weight is NaN."""
+    model, sampler, optimizer = make()
+    with pytest.raises(ValueError, match=f"reference learning rate must .*got {value}"):
+        vbs.LinearRuleOptimizer(SGD(model.parameters(), value), sampler, 32)
+    optimizer.param_groups[0]["lr"] = value  # as an attached function might
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(ValueError, match=f"parameter group 0 has become {value}"):
+        run_epoch(model, sampler, optimizer)
+    for parameter, kept in zip(model.parameters(), before):
+        torch.testing.assert_close(parameter.detach(), kept, rtol=0, atol=0)
+
+
+def test_a_hyperparameter_of_nan_is_refused():
+    model, sampler, _ = make()
+    sgd = SGD(model.parameters(), 0.1, momentum=float("nan"))
+    with pytest.raises(ValueError, match="momentum must be a number, got nan"):
+        vbs.LinearRuleOptimizer(sgd, sampler, 32)
+    sgd = SGD(model.parameters(), 0.1, weight_decay=float("nan"))
+    with pytest.raises(ValueError, match="weight_decay must be a number, got nan"):
+        vbs.LinearRuleOptimizer(sgd, sampler, 32)
+
+
+def test_replica_must_be_a_replica():
+    model, sampler, _ = make()
+    with pytest.raises(TypeError, match="replica is 'cpu'; it must be a"):
+        vbs.LinearRuleOptimizer(
+            SGD(model.parameters(), 0.1), sampler, 32, replica="cpu"
+        )
+
+
 def test_sampler_and_replica_must_agree():
     model, sampler, _ = make(rank=1, replicas=4)
     inner = SGD(model.parameters(), 0.1)

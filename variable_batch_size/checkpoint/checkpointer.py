@@ -170,10 +170,15 @@ class Checkpointer:
         due = self._times.due(self.num_updates)
         look = due or self.num_updates % self._look_every == 0
         if self._optimizer.asked_to_stop(look):
-            self._save()
-            self._writer.wait()
+            written = self._save()
+            written = self._writer.wait() or written
             self.replica.barrier()  # no replica leaves while replica 0 writes
             request = save_and_stop.agreed_request(self.replica)
+            if self.replica.is_primary:  # a warning is seen without any set-up
+                logger.warning(
+                    f"stopped after {self.num_updates} updates: {request.reason}. "
+                    f"Started again, the run continues from {written}"
+                )
             raise xla_replica.Stopped(request.reason, request.exit_status)
         if due:
             self._save()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -169,6 +170,12 @@ class Scaling:
             return self._scalars.get((name, index), value, dtype)
 
         decay = group.get("weight_decay", 0.0)
+        if not math.isfinite(group["lr"]):
+            raise ValueError(
+                f"the learning rate of parameter group {index} has become "
+                f"{group['lr']!r}, which would make every weight NaN: look at what "
+                "sets it, a scheduler or an attached function"
+            )
         if self._is_late:
             inputs = {**group}
             known: Any = batch_ratio

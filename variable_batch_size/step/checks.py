@@ -167,12 +167,21 @@ def check_numbers(rule: Rule, ref_batchsize: float | None, **given: Any) -> None
 
 
 def check_groups(groups: list[dict[str, Any]], replica: Replica) -> None:
-    """Raises unless learning rates are numbers and parameters the replica's to sum."""
+    """Raises unless hyperparameters are numbers and parameters the replica's to sum."""
     if any(isinstance(group["lr"], torch.Tensor) for group in groups):
         raise TypeError(
             "the reference learning rate must be a number, not a tensor, which every "
             "step would read back; the wrapper brings it to the device itself"
         )
+    for group in groups:
+        check_number("the reference learning rate", group["lr"])
+        for name, value in group.items():
+            values = value if isinstance(value, tuple) else (value,)
+            if any(isinstance(each, float) and math.isnan(each) for each in values):
+                raise ValueError(
+                    f"the optimizer's {name} must be a number, got {value!r}, which "
+                    "would make every weight NaN"
+                )
     parameters = [parameter for group in groups for parameter in group["params"]]
     replica.check_parameters(parameters)
     for parameter in parameters:

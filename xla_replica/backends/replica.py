@@ -9,6 +9,8 @@ compiles a new graph for every value otherwise, so callers divide by a tensor in
 from __future__ import annotations
 
 import abc
+import math
+import numbers
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -247,7 +249,20 @@ class Replica(abc.ABC):
 
         One dimension, not zero: a lazy backend bakes a Python number or a 0-d tensor
         into the graph when it is 0, 1 or -1 or happens to equal another one.
+
+        Raises:
+            TypeError: ``value`` is not a number of the host; a tensor would be read.
+            ValueError: ``dtype`` holds integers or truth values, and not this number.
         """
+        if not isinstance(value, numbers.Real):
+            raise TypeError(f"scalar: value must be a number, got {value!r}")
+        if not dtype.is_floating_point and value not in (
+            (0, 1) if dtype == torch.bool else (math.isfinite(value) and int(value),)
+        ):
+            raise ValueError(
+                f"scalar: {dtype} cannot hold {value!r}, which would be another number "
+                "without a word; pass a floating-point dtype, or round it yourself"
+            )
         if not self.is_lazy:
             # A copy from memory that is not pinned would wait for all that is queued.
             return torch.full((1,), value, dtype=dtype, device=self.device)

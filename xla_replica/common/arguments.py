@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 
@@ -92,6 +92,20 @@ def check_choice(
         choices += f" or {otherwise}" if otherwise else ""
         raise ValueError(f"{name} must be one of {choices}, got {value!r}")
     return value
+
+
+def check_names(
+    what: str, names: Iterable[str], known: Collection[str], kind: str
+) -> None:
+    """Raises ValueError unless all of ``names`` are among the ``known`` ones.
+
+    >>> check_names("a sparsity is given for", ["a"], ["a", "b"], "the layers")
+    """
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"{what} {name!r}, which is not among {kind}, {list(known)}"
+            )
 
 
 def check_function(name: str, value: Any) -> Any:

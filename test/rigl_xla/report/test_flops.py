@@ -132,7 +132,7 @@ GRADUAL = {"begin": 0, "end": 10, "delta": 2, "num_steps": 12}
         (lambda: LayerCost((2, 2), 1, 2, -1), ValueError, "output_positions must be"),
         (lambda: inference_macs({"fc": 3}), TypeError, "'fc' must be a LayerCost"),
         (lambda: inference_flops(3), TypeError, "costs must be a dict of LayerCost"),
-        (lambda: inference_flops(FC, {"f": 0.5}), ValueError, r"are costs of \['fc'\]"),
+        (lambda: inference_flops(FC, {"f": 0.5}), ValueError, r"a cost, \['fc'\]"),
         (lambda: size_in_bytes(FC, {"fc": 2}), ValueError, ">= 0 and <= 1, got 2"),
         (lambda: size_in_bytes(FC, [0.5]), TypeError, "sparsities must be a dict"),
         (lambda: inference_ratio({}, {}), ValueError, "compute nothing, so no ratio"),

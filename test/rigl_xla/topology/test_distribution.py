@@ -106,7 +106,11 @@ def test_a_function_can_distribute():
             "must be one of .* or a function of .*, got 'erq'",
         ),
         ((SHAPES, 0.5, 3), ValueError, "must be one of"),
-        ((SHAPES, 0.5, "erk", {"hed": 0.1}), ValueError, "'hed', which is not a layer"),
+        (
+            (SHAPES, 0.5, "erk", {"hed": 0.1}),
+            ValueError,
+            "'hed', which is not among the layers",
+        ),
         ((SHAPES, 0.5, "erk", {"head": 1}), ValueError, "sparsity of 'head'"),
         ((SHAPES, 0.5, lambda f, s, d: dict.fromkeys(f, 2)), ValueError, "gives"),
         ((SHAPES, 0.5, lambda f, s, d: {"stem": s}), ValueError, "for each of"),

@@ -180,6 +180,8 @@ def test_a_signal_to_the_whole_group_spares_the_loader_s_workers(tmp_path):
         os.killpg(run.process.pid, signal.SIGTERM)
         assert run.wait() == 143, run.output
     assert "DataLoader worker" not in run.output
+    assert "received SIGTERM. Started again, the run continues from" in run.output
+    assert "Traceback" not in run.output
 
 
 @needs_xla
@@ -192,6 +194,7 @@ def test_asked_to_stop_eight_replicas_save_and_resume_to_their_target(tmp_path):
         assert run.wait_for_update(1), run.output  # saved at the end of the first epoch
         os.kill(run.process.pid, signal.SIGTERM)
         assert run.wait() == 143, run.output
+    assert "Traceback" not in run.output  # of a thread that writes for TensorBoard
     newest = files.saved_files(folder)[0]
     stopped_at = newest.num_updates
     sampler = torch.load(newest.path)["optimizer"]["elastic"]["sampler"]

@@ -399,6 +399,27 @@ def test_current_refuses_to_train_torchrun_processes_apart(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("value", "dtype", "error"),
+    [
+        (1.5, torch.int32, ValueError),
+        (float("nan"), torch.int64, ValueError),
+        (float("inf"), torch.int64, ValueError),
+        (2, torch.bool, ValueError),
+        (0.5, torch.bool, ValueError),
+        (torch.ones(1), torch.float32, TypeError),
+        ("1", torch.float32, TypeError),
+    ],
+)
+def test_a_scalar_is_the_number_that_was_given(value, dtype, error):
+    replica = xla_replica.LocalReplica("cpu")
+    with pytest.raises(error, match=r"^scalar: "):
+        replica.scalar(value, dtype)
+    for held in (3, 3.0, -(2**40)):
+        assert replica.scalar(held, torch.int64).tolist() == [held]
+    assert replica.scalar(True, torch.bool).tolist() == [True]
+
+
+@pytest.mark.parametrize(
     "name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"]
 )
 def test_processes_of_another_launcher_do_not_each_train_alone(name, monkeypatch):
