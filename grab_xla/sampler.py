@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
@@ -18,13 +17,13 @@ from grab_xla.balancers import ordering_named
 from grab_xla.epoch.columns import Columns, replica_for
 from grab_xla.epoch.epoch_metrics import EpochMetrics
 from grab_xla.epoch.online_balancer import OnlineBalancer
-from grab_xla.epoch.orders import GraBWarning, Orders
+from grab_xla.epoch.orders import Orders
 from grab_xla.epoch.progress import Progress
 from grab_xla.epoch.round_robin_sharding import RoundRobinSharding
 from grab_xla.epoch.sample_weights import SampleWeights, Weights, WeightsOf
 from grab_xla.recording import fidelities
 from grab_xla.recording.fidelities import Fidelity
-from grab_xla.recording.group_gradients import add_gradient
+from grab_xla.recording.steps import Steps
 from grab_xla.recording.vectors import Vectors
 from per_sample_grad import Capture, Projection
 from xla_replica.common.differences import check_same
@@ -96,6 +95,10 @@ class GraBSampler(Sampler[int]):
             are sharded, as by FSDP2.
         ValueError: An argument is out of range.
         ReplicaError: Replicas have different first orders.
+
+    Attributes:
+        projection: The map of ``fidelity="projected"``, for `Factors.project`; else
+            None.
     """
 
     def __init__(
@@ -145,16 +148,17 @@ class GraBSampler(Sampler[int]):
         self._timer = timer or contextlib.nullcontext
         kind = str(getattr(random_projection, "value", random_projection))
         self.fidelity = fidelities.chosen(fidelity, trainable_params, ordering, kind)
-        self._recording = fidelities.recorder(
+        recording = fidelities.recorder(
             trainable_params, self.fidelity, projection_size, seed
         )
+        self.projection: Projection | None = recording.projection
         self._group_size = fidelities.samples_together(
             self.fidelity, group_size, self.num_samples, ordering
         )
         self._num_groups = self.num_samples // self._group_size
         self._weights = SampleWeights(weights, self.num_samples)
         self._vectors = Vectors(
-            trainable_params, self._recording, self._num_groups, kind, pi_eps,
+            trainable_params, recording, self._num_groups, kind, pi_eps,
             kron_order, seed, normalize_grads, dtype, self.device,
         )  # fmt: skip
         num_columns = self._vectors.project.num_outputs
@@ -208,8 +212,7 @@ class GraBSampler(Sampler[int]):
             self._orders, sharding, self._columns, self._balancer, self._weights,
             uses_gradients, self._timer,
         )  # fmt: skip
-        self._reduction: str | None = None  # that of the last `backward`
-        self._is_recorded = False  # without a `backward` or a `step` since
+        self._steps = Steps(recording, self._vectors, self._progress, self._timer)
 
     def __len__(self) -> int:
         """Returns how many samples this replica runs in a pass over the order."""
@@ -217,15 +220,7 @@ class GraBSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """Begins the next epoch, or continues a restored one."""
-        if self._is_recorded and self._progress.balancer.num_seen == 0:
-            warnings.warn(
-                "forward passes were recorded, but backward() was never called, so the "
-                "order stays the same: call sampler.backward(losses) in place of "
-                "losses.mean().backward()",
-                GraBWarning,
-                stacklevel=2,
-            )
-        self._is_recorded = False
+        self._steps.begin_epoch()
         return self._progress.iterate()
 
     def __call__(self, epoch: int) -> np.ndarray:
@@ -268,11 +263,6 @@ class GraBSampler(Sampler[int]):
         """The number of samples of the current order whose gradients `step` took."""
         return self._progress.num_seen
 
-    @property
-    def projection(self) -> Projection | None:
-        """The map of ``fidelity="projected"``, for `Factors.project`; else None."""
-        return self._recording.projection
-
     def record(
         self, model: torch.nn.Module, **options: Any
     ) -> Capture | contextlib.AbstractContextManager[None]:
@@ -284,11 +274,7 @@ class GraBSampler(Sampler[int]):
                 ``"group"`` needs none and ignores them, as does an order that needs no
                 gradients.
         """
-        if not self._progress.uses_gradients:
-            return contextlib.nullcontext()
-        started = self._recording.start(model, options)
-        self._is_recorded = True
-        return started
+        return self._steps.record(model, options)
 
     def backward(
         self,
@@ -322,37 +308,7 @@ class GraBSampler(Sampler[int]):
             ValueError: As for `step`; or these are not the losses of one group, or
                 ``reduction`` is not allowed.
         """
-        if self._group_size > 1 and losses.dim():
-            group = self._progress.next_samples(1)
-            if len(group) and losses.shape != group.shape:
-                raise ValueError(
-                    f"backward() with losses of shape {tuple(losses.shape)}, but the "
-                    f"next group has {len(group)} samples: with "
-                    f"group_size={self._group_size} every backward pass is of one "
-                    "group, so pass the same number as batch_size= to the DataLoader, "
-                    "or as minibatch_size= to CustomSampler"
-                )
-        if not self._progress.uses_gradients:
-            if self._group_size == 1 and losses.dim() != 1:
-                raise ValueError(
-                    f"backward() with losses of shape {tuple(losses.shape)}: give one "
-                    'number per sample, shape (B,), as with reduction="none"'
-                )
-            add_gradient(losses, reduction)
-            self._reduction = reduction
-            self._progress.take(len(losses) if self._group_size == 1 else 1, indices)
-            return
-        takes_factors = self._vectors.takes_factors
-        factors = takes_factors and self._balancer.takes_factored(losses.numel())
-        taker = self._orders.ordering if factors else None
-        rows = self._recording.backward(losses, reduction, taker, from_samples)
-        self._is_recorded = False
-        self._reduction = reduction
-        if isinstance(rows, Mapping):
-            self.step(rows, indices=indices)
-        elif self._progress.take(len(rows), indices):
-            with self._timer("sorter_step"), torch.no_grad():
-                self._vectors.balance_rows(rows, self._progress)
+        self._steps.backward(losses, reduction, indices, from_samples)
 
     def step(
         self,
@@ -381,12 +337,7 @@ class GraBSampler(Sampler[int]):
                 ``indices`` are not the next samples of the order, or, without them, the
                 gradients may be of another pass over the order than the newest one.
         """
-        grads = per_sample_grads
-        num_rows = self._vectors.count(grads, batch)
-        self._is_recorded = False
-        if self._progress.take(num_rows, indices):
-            with self._timer("sorter_step"), torch.no_grad():
-                self._vectors.balance(grads, batch, num_rows, self._progress)
+        self._steps.step(per_sample_grads, batch, indices)
 
     def count(self, num_samples: int) -> None:
         """Takes the place of `step` for an order that needs no gradients.
@@ -421,13 +372,7 @@ class GraBSampler(Sampler[int]):
                 minibatches, before ``optimizer.step()``; or some of their samples are
                 padding; or `backward` was called with another ``reduction``.
         """
-        expected = "mean" if getattr(update, "weight", None) is None else "sum"
-        if self._reduction not in (None, expected):
-            raise ValueError(
-                f"the optimizer's reduction is {expected!r}, but backward() left the "
-                f"gradient of the {self._reduction} of the losses in .grad: call "
-                f"sampler.backward(losses, reduction={expected!r})"
-            )
+        self._steps.check_reduction(update)
         self._progress.after_update(update)
 
     def update_v(self, second_moment: Tensor) -> None:

@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,11 +71,11 @@ class Centred(Balancer):
                 rows = weighted(rows_of.centred(rows, centre), weights)
                 centre = torch.zeros_like(centre)
             if decide.loops:
-                how = (thresholds, self.depth, decide.tie)
+                counted = count if weights is None else None
+                how = thresholds, self.depth, decide.tie, counted
                 placements = balance_in_sequence(rows, centre, sums, *how)
-                num_seen = np.count_nonzero(placements.numpy())
                 if weights is not None:
-                    num_seen = weighted(placements != 0, weights).sum()
+                    count = count + weighted(placements != 0, weights).sum()
             else:
                 rows = without_nan(rows)
                 gram, products = decide.centred_gram(rows, centre, sums[:-1])
@@ -87,8 +86,7 @@ class Centred(Balancer):
                 factors = torch.cat([signs, seen.unsqueeze(1)], dim=1).T
                 rows_of.add_(sums, factors, rows)
                 sums.addcmul_(factors.sum(1, keepdim=True), centre, value=-1)
-                num_seen = weighted(seen, weights).sum()
-            count = count + num_seen
+                count = count + weighted(seen, weights).sum()
             parts.append(placements.to(self.placement_dtype))
         placements = parts[0] if len(parts) == 1 else torch.cat(parts)
         return {**state, "sums": sums, "count": count}, placements

@@ -30,6 +30,7 @@ class Cursor:
     def begin(self) -> None:
         """Begins an epoch."""
         self.start, self.resumed = 0, False
+        self._end = self._sharding.end(0)
 
     def deal(self, order: np.ndarray) -> list[int]:
         """Returns the samples of this replica in a pass over the rest of the order."""
@@ -47,6 +48,7 @@ class Cursor:
         end = self._sharding.end(0) + (self._sharding.num_remaining > 0)
         self.resumed = 0 < num_seen < end
         self.start = num_seen if self.resumed else 0
+        self._end = self._sharding.end(self.start)
         self._own = self._sharding.own(order, self.start)
 
     def __len__(self) -> int:
@@ -55,7 +57,7 @@ class Cursor:
 
     def left(self, num_seen: int) -> int:
         """Returns how many whole groups of the pass are left on all replicas."""
-        return self._sharding.end(self.start) - num_seen
+        return self._end - num_seen
 
     def next_samples(
         self, order: np.ndarray, num_seen: int, num_pending: int, num_groups: int
@@ -71,7 +73,7 @@ class Cursor:
         sharding, size = self._sharding, self._sharding.group_size
         if self.given_for is None:
             first, own = -(-(num_seen - self.start) // sharding.num_replicas), self._own
-            if self.left(num_seen) < 0:  # the smaller group at the end is done, too
+            if num_seen > self._end:  # the smaller group at the end is done, too
                 first = len(own)
         else:
             turn = num_pending * sharding.num_replicas + sharding.rank

@@ -97,12 +97,11 @@ class OnlineBalancer:
             like = {"generator": generator, "dtype": self.columns.dtype}
             self._uniforms = torch.rand(size, **like)
 
-    @torch.no_grad()
     def balance(self, pieces: Callable[[], Iterable[Rows]]) -> None:
         """Balances this replica's columns of a step's samples, with all replicas.
 
         ``pieces`` returns them, ``(R, columns)`` at a time; see ``piece_size`` and
-        `takes_split`.
+        `takes_split`. Call it under ``torch.no_grad()``, as `balance_factored`.
         """
         self.state = self._ordering.begin_step(self.state, pieces(), self._decisions)
         for rows in pieces():
@@ -123,7 +122,6 @@ class OnlineBalancer:
         can = self._decisions.loops and self.piece_size is not None and simple
         return can and self._ordering.takes_split(self.state, num_rows)
 
-    @torch.no_grad()
     def balance_factored(self, rows: FactoredRows) -> None:
         """Balances a step whose rows are not formed; see `takes_factored`."""
         self._balance(rows)

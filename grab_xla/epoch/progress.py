@@ -48,7 +48,8 @@ class Progress:
     ) -> None:
         self._orders, self._sharding, self._columns = orders, sharding, columns
         self.balancer, self._weights, self._timer = balancer, weights, timer
-        self._replica, self._size = columns.replica, sharding.group_size
+        self._replica, self.ordering = columns.replica, orders.ordering
+        self.group_size = sharding.group_size
         self.uses_gradients = uses_gradients
         self.cursor = Cursor(sharding, orders.order)
         self._passes = Passes()
@@ -57,7 +58,7 @@ class Progress:
     @property
     def num_seen(self) -> int:
         """The samples of the current order whose gradients have been taken."""
-        return min(self.balancer.num_seen * self._size, self._sharding.num_samples)
+        return min(self.balancer.num_seen * self.group_size, self._sharding.num_samples)
 
     def iterate(self) -> Iterator[int]:
         """Begins the next epoch, or what is left of a restored one."""
@@ -88,7 +89,7 @@ class Progress:
     def _weigh(self, epoch: int) -> None:
         weights = self._weights.of(epoch)
         # Samples of a group are of one update.
-        self.balancer.weights = None if weights is None else weights[:: self._size]
+        self.balancer.weights = None if weights is None else weights[:: self.group_size]
 
     def _advance(self) -> None:
         """Begins an epoch unless the current one has not been used."""
@@ -118,8 +119,15 @@ class Progress:
         done = self.balancer.num_seen, num_pending
         return self.cursor.next_samples(self._orders.order, *done, num_groups)
 
-    def take(self, num_groups: int, indices: Sequence[int] | Tensor | None) -> bool:
+    def take(
+        self,
+        num_groups: int,
+        indices: Sequence[int] | Tensor | None,
+        expected: np.ndarray | None = None,
+    ) -> bool:
         """Counts a step; returns whether there is something to balance.
+
+        ``expected`` is what `next_samples` returned, if it was asked.
 
         Raises:
             ValueError: These cannot be the next groups.
@@ -129,7 +137,9 @@ class Progress:
                 "step() before the first epoch: iterate over the sampler (or its "
                 "DataLoader) first"
             )
-        expected, num_samples = self.next_samples(num_groups), num_groups * self._size
+        if expected is None:
+            expected = self.next_samples(num_groups)
+        num_samples = num_groups * self.group_size
         deals = self.cursor.given_for is None
         # What is left after the whole groups is not balanced.
         is_smaller = deals and num_groups == 1 and 0 < len(expected) < num_samples
@@ -146,11 +156,11 @@ class Progress:
 
     def count(self, num_samples: int) -> None:
         """Counts steps of an order that needs no gradients."""
-        num_groups, num_remaining = divmod(num_samples, self._size)
+        num_groups, num_remaining = divmod(num_samples, self.group_size)
         if num_remaining and num_remaining != self._sharding.num_remaining:
             raise ValueError(
-                f"count({num_samples}): with group_size={self._size} samples are used "
-                "in whole groups"
+                f"count({num_samples}): with group_size={self.group_size} samples are "
+                "used in whole groups"
             )
         self.take(num_groups, None)
         if num_remaining:
@@ -170,7 +180,7 @@ class Progress:
 
     def after_update(self, update: Any) -> None:
         """Balances what waits for an update; see `GraBSampler.after_update`."""
-        size = self._size
+        size = self.group_size
         if size > 1 and update.minibatch_size != size:
             raise ValueError(
                 f"group_size={size}, but minibatches have {update.minibatch_size} "

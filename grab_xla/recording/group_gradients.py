@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 import xla_replica
 from grab_xla.balancers import Ordering
-from xla_replica import traits
+from grab_xla.recording.arrivals import CopiedGradients, KeptGradients, arrivals
 from xla_replica.common.arguments import check_choice
 
-# So many numbers take less time to be copied into one row than to be visited where
-# they are, parameter after parameter: 4 MiB in float32.
-COPIED = 2**20
+_NOTHING = contextlib.nullcontext()
 
 
 class GroupGradients:
     """What ``fidelity="group"`` balances: what a backward pass adds to ``.grad``.
 
     It is taken from hooks, before it is added. So what other groups have left in
-    ``.grad``, and sums over replicas in the same backward pass, do not matter.
+    ``.grad``, and sums over replicas in the same backward pass, do not matter. The
+    hooks are there during the pass alone.
 
     Args:
         parameters: The parameters, by name.
@@ -36,10 +37,18 @@ class GroupGradients:
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self.balanced = parameters
-        self._parameters: dict[str, nn.Parameter] | None = None
-        values = list(parameters.values())
-        size = sum(value.numel() for value in values)
-        self._is_copied = size <= COPIED and all(traits(v).is_host for v in values)
+        self._started = False
+        self._model: Callable[[], nn.Module | None] = lambda: None  # a weak reference
+        # The dictionaries of modules that lead from the model to its parameters.
+        self._path: list[tuple[Mapping[str, Any], str, Any]] = []
+        self._parameters: list[nn.Parameter] = []
+        self._kind = _kind([])
+        self._handles: list[RemovableHandle] = []
+        self._arrivals: KeptGradients | CopiedGradients = KeptGradients([])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Returns what makes a copy, which is not of what was found of a model."""
+        return type(self), (self.balanced,)
 
     def start(
         self, model: nn.Module, options: Mapping[str, Any]
@@ -52,19 +61,54 @@ class GroupGradients:
             ValueError: The model has no such parameter, or it is frozen.
         """
         del options
-        found = {name: _parameter(model, name) for name in self.balanced}
+        if not self._is_known(model):
+            self._find(model)
+        self._started = True
+        return _NOTHING
+
+    def _is_known(self, model: nn.Module) -> bool:
+        """Returns whether parameters are still those of this model, and trained."""
+        if self._model() is not model:
+            return False
+        for held, name, value in self._path:
+            if held.get(name) is not value:
+                return False
+        for parameter, handle in zip(self._parameters, self._handles):
+            if not parameter.requires_grad or handle.hooks_dict_ref() is None:
+                return False
+        return self._kind == _kind(self._parameters)
+
+    def _find(self, model: nn.Module) -> None:
+        """Looks for the parameters in the model; see `start`."""
+        self._model = lambda: None
+        paths = {name: _path(model, name) for name in self.balanced}
+        ends = {name: path[-1][2] for name, path in paths.items()}
         wrong = [
             name
-            for name, parameter in found.items()
-            if parameter is None or not parameter.requires_grad
+            for name, found in ends.items()
+            if found is None
+            or not found.requires_grad
+            or found.shape != self.balanced[name].shape
         ]
         if wrong:
             raise ValueError(
                 f"record: {', '.join(wrong[:5])} are not trainable parameters of the "
-                "model; build the sampler with those of the model that is recorded"
+                "model, of the same shapes; build the sampler with those of the model "
+                "that is recorded"
             )
-        self._parameters = {n: p for n, p in found.items() if p is not None}
-        return contextlib.nullcontext()
+        # Parameters of a module share the way to it.
+        self._path = list(
+            {
+                (id(step[0]), step[1]): step for path in paths.values() for step in path
+            }.values()
+        )
+        self._parameters = list(ends.values())
+        self._kind = _kind(self._parameters)
+        self._arrivals = arrivals(self._parameters)
+        self._handles = [p.register_hook(_nothing) for p in self._parameters]
+        for handle in self._handles:
+            handle.remove()
+        self._model = weakref.ref(model)
 
     def backward(
         self,
@@ -79,32 +123,61 @@ class GroupGradients:
             The gradient of that, ``(1, *shape)`` by name, or ``(1, columns)``.
 
         Raises:
-            RuntimeError: `start` was not called for this forward pass.
+            RuntimeError: `start` was not called for this forward pass, or the losses do
+                not depend on the parameters.
             ValueError: ``reduction`` is not allowed.
         """
         del taker, from_samples  # There is one row, of the pass's own gradient.
-        if self._parameters is None:
+        if not self._started:
             raise RuntimeError(
                 "backward() without record(): compute the losses inside "
                 "`with sampler.record(model):`, once for every backward()"
             )
-        parameters, self._parameters = self._parameters, None
-        with _kept(parameters) as found:
+        self._started = False
+        found, handles = self._arrivals, self._handles
+        found.begin()
+        # A registered hook is an item of a dictionary: registering it anew takes ten
+        # times as long.
+        for handle, hook in zip(handles, found.hooks):
+            handle.hooks_dict_ref()[handle.id] = hook
+        try:
             add_gradient(losses, reduction)
-        sums = {name: _sum(parameters[name], each) for name, each in found.items()}
-        if self._is_copied:
-            return torch.cat([each.flatten() for each in sums.values()]).unsqueeze(0)
-        return {name: each.unsqueeze(0) for name, each in sums.items()}
+        finally:
+            for handle in handles:
+                handle.remove()
+        if not found.any_came():
+            raise RuntimeError(
+                "backward(): the losses do not depend on the sampler's parameters: "
+                "compute them from the model that was given to record()"
+            )
+        taken = found.take()
+        if isinstance(taken, Tensor):
+            return taken
+        return dict(zip(self.balanced, taken))
 
 
-def _parameter(model: nn.Module, name: str) -> nn.Parameter | None:
-    """Returns the parameter that `named_parameters` gives this name, None if none."""
-    *path, last = name.split(".")
-    module: nn.Module | None = model
-    for part in path:
-        if module is not None:
-            module = module._modules.get(part)
-    return None if module is None else module._parameters.get(last)
+def _path(model: nn.Module, name: str) -> list[tuple[Mapping[str, Any], str, Any]]:
+    """Returns the way to the parameter that `named_parameters` gives this name.
+
+    Every step is a dictionary, a key and the value, None if there is none.
+    """
+    *modules, last = name.split(".")
+    found, module = [], model
+    for each in modules:
+        found.append((module._modules, each, module._modules.get(each)))
+        module = found[-1][2]
+        if module is None:
+            return found
+    return [*found, (module._parameters, last, module._parameters.get(last))]
+
+
+def _kind(parameters: Sequence[Tensor]) -> tuple[torch.dtype, torch.device] | None:
+    """Returns what a model that is converted or sent elsewhere changes in place."""
+    return (parameters[0].dtype, parameters[0].device) if parameters else None
+
+
+def _nothing(gradient: Tensor) -> None:
+    """Holds a place among the hooks of a parameter."""
 
 
 def add_gradient(losses: Tensor, reduction: str) -> None:
@@ -115,34 +188,3 @@ def add_gradient(losses: Tensor, reduction: str) -> None:
     """
     check_choice("reduction", reduction, ("mean", "sum"))
     xla_replica.backward(losses.mean() if reduction == "mean" else losses.sum())
-
-
-@contextlib.contextmanager
-def _kept(
-    parameters: Mapping[str, nn.Parameter],
-) -> Iterator[dict[str, list[Tensor]]]:
-    """Keeps every gradient that comes to a parameter inside the context.
-
-    Autograd copies a gradient that somebody keeps before it adds to it, so that no
-    other copy is needed, and no Python runs in the pass.
-    """
-    found: dict[str, list[Tensor]] = {name: [] for name in parameters}
-    handles = [
-        parameter.register_hook(found[name].append)
-        for name, parameter in parameters.items()
-    ]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _sum(parameter: nn.Parameter, gradients: list[Tensor]) -> Tensor:
-    """Returns the sum of what came to a parameter, of which nothing may have come."""
-    if not gradients:  # the losses do not depend on it
-        return torch.zeros_like(parameter)
-    total, *others = gradients  # several, where a pass runs within the pass
-    for each in others:
-        total = total + each
-    return total.detach().to_dense() if total.is_sparse else total.detach()

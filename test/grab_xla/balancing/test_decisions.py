@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -68,20 +70,50 @@ def test_signs_are_those_of_the_loop(rows, tie_positive, walks, data):
     assert sums[0].tolist() == total.tolist()
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_the_compiled_tree_is_the_python_it_was_made_of(monkeypatch, depth):
-    """The results are the same with and without Numba."""
-    x, y = torch.randn(6, 5), torch.randn(1, 5)
-    slow, limits = torch.randn(2 ** (depth + 1), 5), torch.randn(6, depth + 1)
-    fast = slow.clone()
-    if has_numba():
-        found = compiled_loop.balance_in_sequence(x, y, fast, limits, depth=depth)
-    monkeypatch.setattr(compiled_loop, "_compiled", lambda loop: loop)
-    expected = compiled_loop.balance_in_sequence(x, y, slow, limits, depth=depth)
-    assert expected.abs().max() <= 2**depth
-    if has_numba():
-        assert torch.equal(found, expected)
-        torch.testing.assert_close(fast, slow)
+def down_a_tree(vectors, sums, limits, depth, tie_positive) -> list[int]:
+    """Balances vectors one by one, in place, and returns their placements."""
+    placements = []
+    for z, thresholds in zip(vectors, limits):
+        node = placement = 0
+        for level in range((depth + 1) * bool(np.isfinite(z).all())):
+            product, leaf = z @ sums[node], node - (2**level - 1)
+            positive = product < thresholds[level]
+            positive |= tie_positive and product == thresholds[level]
+            sums[node] += z if positive else -z
+            placement = leaf + 1 if positive else -(leaf + 1)
+            node = 2 * node + (1 if positive else 2)
+        if placement and len(sums) == 2 ** (depth + 1):
+            sums[-1] += z
+        placements.append(placement)
+    return placements
+
+
+@pytest.mark.skipif(not has_numba(), reason="needs Numba")
+@pytest.mark.parametrize("dtype", compiled_loop.DTYPES)
+@pytest.mark.parametrize("tie", ["positive", "negative"])
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_the_compiled_tree_is_that_of_an_oracle(depth, rows, tie, dtype):
+    """Integers have exact products, some of which are ties; one row is not finite."""
+    draw = torch.Generator().manual_seed(depth)
+    random = functools.partial(torch.randint, -2, 3, generator=draw)
+    for turn in range(20):
+        whole, y = random((2 * rows, 5)).to(dtype), random((1, 5)).to(dtype)
+        x = whole[1::2]
+        if turn % 4 == 3:
+            x[rows // 2, turn % 5] = (torch.nan, torch.inf)[turn // 4 % 2]
+        sums = random((2 ** (depth + 1) - turn % 2, 5)).to(dtype)
+        limits = None if turn % 3 else random((rows, depth + 1)).to(dtype)
+        zeros = torch.zeros(rows, depth + 1)
+        total, count = sums.double().numpy().copy(), torch.ones(1, dtype=dtype)
+        expected = down_a_tree(
+            (x - y).double().numpy(), total,
+            (zeros if limits is None else limits).numpy(), depth, tie == "positive",
+        )  # fmt: skip
+        found = compiled_loop.balance_in_sequence(x, y, sums, limits, depth, tie, count)
+        assert found.tolist() == expected
+        assert np.array_equal(sums.numpy(), total)
+        assert count.item() == 1 + np.count_nonzero(expected)
 
 
 @pytest.mark.parametrize("dtype", compiled_loop.DTYPES)
