@@ -393,11 +393,11 @@ class BackwardPass:
         """Applies a call's rule, in `forms.full_precision`."""
         call = self._calls[number]
         assert call is not None
-        names = call.owner.names
+        names, taker = call.owner.names, self._taker
         if gradient is not None:
             if gradient.requires_grad or gradient.shape != call.shape:
                 gradient = gradient.detach().reshape(call.shape)
-            if self._taker is not None and self._taker.take(call, gradient):
+            if taker is not None and taker.take(call, gradient):
                 self._handed_on.update(names)
             else:
                 self._apply(call, gradient)
@@ -410,7 +410,9 @@ class BackwardPass:
                 continue
             if name not in self._handed_on:
                 uses = forms.merge(self._parts.pop(name, []))
-                if not self._keeps_small(name, uses):
+                if taker is not None and taker.take_gradients(uses):
+                    self._handed_on.add(name)
+                elif not self._keeps_small(name, uses):
                     complete[name] = uses
             elif name in self._parts:  # the taker has others of its uses
                 complete[name] = forms.merge(self._parts.pop(name))

@@ -125,7 +125,8 @@ class Capture:
         # only believed when it is compared.
         reruns = way is not None and way.takes_calls and check != "never"
         reruns = reruns and not any(
-            xla_replica.traits(each).is_lazy for each in self.params.values()
+            xla_replica.traits(each).is_lazy
+            for each in {each.device: each for each in self.params.values()}.values()
         )
         self._recorder = recording.Recorder(placed, batch_dim, reruns)
         followed: list[nn.Parameter] = []

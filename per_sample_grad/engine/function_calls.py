@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from per_sample_grad.engine.recording import (
     RecordedModule,
     autocast_state,
 )
-from per_sample_grad.engine.rerunning import by_sample
+from per_sample_grad.engine.rerunning import by_sample, cut_at_samples
 from per_sample_grad.errors import Refusal
 from per_sample_grad.factors.forms import Contribution, Dense, summed
 from per_sample_grad.layers.registry import Call, memories, memory
@@ -35,8 +35,7 @@ from per_sample_grad.operations.vectorising import gradients_by_sample
 from xla_replica.common.trees import map_tensors, tensors_in
 
 
-@dataclasses.dataclass(frozen=True)
-class FunctionCall:
+class FunctionCall(NamedTuple):
     """One call of a function of torch in which parameters meet other tensors.
 
     Attributes:
@@ -197,7 +196,7 @@ def _gradients(
 ) -> dict[int, torch.Tensor]:
     """Returns ``(B, *shape)`` for each tensor that is computed from parameters."""
     called, count, dim = call.called, call.num_samples, call.batch_dim
-    rows, rank = len(grad), len(called.shape)
+    rows, rank = grad.shape[0], len(called.shape)
     sized = [
         -rank <= dim < each.dim() and each.dim() == rank and each.shape[dim] == rows
         for each in inputs
@@ -217,13 +216,13 @@ def _gradients(
         [output] = tensors_in(
             called.run(placed.get(i, each) for i, each in enumerate(inputs))
         )
-        return [output.movedim(dim, 0)]
+        return [output.movedim(dim, 0) if dim else output]
 
     found = gradients_by_sample(
         run,
         [inputs[i] for i in own],
         samples,
-        [grad.unflatten(0, (count, -1))],
+        [cut_at_samples(grad, count)],
         called.autocast,
     )
     return dict(zip(own, found))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 from per_sample_grad.engine import graph
@@ -49,8 +50,7 @@ class RecordedCall(NamedTuple):
         return self.shape[dim] > 0 and self.shape[dim] % num_samples == 0
 
 
-@dataclasses.dataclass(frozen=True)
-class EnclosingCall:
+class EnclosingCall(NamedTuple):
     """One call of a module that holds parameters, with all it needs to run again."""
 
     name: str  # of the module in the model
@@ -60,6 +60,9 @@ class EnclosingCall:
     positions: tuple[int, ...]
     shapes: tuple[torch.Size, ...]  # of these tensors
     autocast: Mapping[str, Any]  # the state of autocast then, arguments of it
+    # What it returned, if a function with a derivative in Python returned that, and how
+    # often it had been changed in place.
+    output: tuple[torch.Tensor, int] | None = None
 
 
 class Recorder:
@@ -244,22 +247,25 @@ class Recorder:
         kwargs: dict[str, Any],
         out: Any,
     ) -> None:
-        inputs = tensors_in((args, kwargs))
-        outputs = dict(enumerate(tensors_in(out)))
-        outputs = {i: tensor for i, tensor in outputs.items() if tensor.requires_grad}
-        if not outputs or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return
-        call = self._call(name, module, args, kwargs)
-        regions = tuple(graph.region_of(inputs, each) for each in outputs.values())
-        autocast = autocast_state(next(iter(outputs.values())))
+        outputs = [out] if isinstance(out, torch.Tensor) else tensors_in(out)
+        positions = [i for i, each in enumerate(outputs) if each.requires_grad]
+        if not positions:
+            return
+        inputs, chosen = _tensors(args, kwargs), [outputs[i] for i in positions]
+        output = None
+        if len(chosen) == 1 and isinstance(chosen[0].grad_fn, BackwardCFunction):
+            output = chosen[0].detach(), chosen[0]._version
         self.enclosing.append(
             EnclosingCall(
                 name,
-                call,
-                regions,
-                tuple(outputs),
-                tuple(each.shape for each in outputs.values()),
-                autocast,
+                self._call(name, module, args, kwargs),
+                tuple([graph.region_of(inputs, each) for each in chosen]),
+                tuple(positions),
+                tuple([each.shape for each in chosen]),
+                autocast_state(chosen[0]),
+                output,
             )
         )
 
@@ -290,11 +296,10 @@ def _tensors(
 def autocast_state(tensor: torch.Tensor) -> dict[str, Any]:
     """Returns the arguments of `torch.autocast` that hold for a tensor's device."""
     kind = tensor.device.type
-    return {
-        "device_type": kind,
-        "dtype": torch.get_autocast_dtype(kind),
-        "enabled": torch.is_autocast_enabled(kind),
-    }
+    if not torch.is_autocast_enabled(kind):
+        return {"device_type": kind, "enabled": False}
+    dtype = torch.get_autocast_dtype(kind)
+    return {"device_type": kind, "dtype": dtype, "enabled": True}
 
 
 def _is_constant(recorded: RecordedCall, known: Collection[int]) -> bool:

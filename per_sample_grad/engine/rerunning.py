@@ -9,11 +9,14 @@ gives every sample's gradient at the cost of one more pass through that module.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
+from torch import nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -29,10 +32,12 @@ from per_sample_grad.errors import Refusal
 from per_sample_grad.factors import forms
 from per_sample_grad.factors.forms import Contribution, Dense
 from per_sample_grad.layers.registry import Call
-from per_sample_grad.operations.vectorising import gradients_by_sample
+from per_sample_grad.operations.vectorising import as_autocast_was, gradients_by_sample
 from xla_replica.common.trees import map_tensors, tensors_in
 
 Calls = dict[str, list[EnclosingCall]]  # by the module's name
+# Units in the last place by which two runs of a module may differ.
+_ROUNDINGS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +51,7 @@ class RepeatedCall(Call):
     """
 
     enclosing: EnclosingCall
-    wanted: Mapping[str, torch.nn.Parameter]
+    wanted: Mapping[str, nn.Parameter]
     num_samples: int
 
 
@@ -62,9 +67,112 @@ def by_repetition(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     return {name: Dense(grad) for name, grad in found.items()}
 
 
+def by_rows(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
+    """Returns what `by_repetition` does, from a run of the module as it is.
+
+    Each sample's row of a parameter is its own. What functions with a derivative in
+    Python do cannot be known, and vectorising them takes many times as long as they do
+    themselves, where torch can. So they are run, and what comes out is only believed
+    if it shows that rows of samples do not meet.
+    """
+    assert isinstance(call, RepeatedCall)
+    if call.module not in _MIXING:
+        try:
+            found = _of_rows(call, grad)
+        except Exception:  # whatever the module's own code raises
+            found = None
+        if found is not None:
+            return {name: Dense(gradients) for name, gradients in found.items()}
+        _MIXING.add(call.module)
+    return by_repetition(call, grad)
+
+
+# Modules whose rows have met in some run.
+_MIXING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _of_rows(call: RepeatedCall, grad: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    """Returns the gradients ``(B, *shape)`` by name; None where rows may have met.
+
+    With a row of the parameters for each sample the module must return what it returns
+    without, and gradients times powers of two must give rows of gradients times these.
+    """
+    module, enclosing, count = call.module, call.enclosing, call.num_samples
+    [shape], [position] = enclosing.shapes, enclosing.positions
+    dim, dtype = range(len(shape))[call.batch_dim], grad.dtype
+    if grad.shape[0] != count or dtype not in (torch.float32, torch.float64):
+        return None
+    rows: dict[str, torch.Tensor] = {}
+    for name, param in call.wanted.items():
+        own = [1] * (len(shape) - param.dim()) + list(param.shape)
+        if len(own) > len(shape) or own[dim] != 1 or param.dtype != dtype:
+            return None
+        own[dim] = count
+        rows[name] = param.detach().expand(own).requires_grad_()
+    replaced = {id(param): rows[name] for name, param in call.wanted.items()}
+    args, kwargs = call.args, call.kwargs
+    before, version = enclosing.output or (None, 0)
+    with torch.random.fork_rng(devices=[]), as_autocast_was(enclosing.autocast):
+        if before is None or before._version != version:
+            with torch.no_grad():
+                before = tensors_in(module(*args, **kwargs))[position]
+        with torch.enable_grad(), _replaced(module, replaced):
+            output = tensors_in(module(*args, **kwargs))[position]
+    if output.shape != shape or not _is_equal(output.detach(), before):
+        return None
+    weights = torch.exp2(torch.arange(count, dtype=dtype) * 7 % 31 - 15)
+    found, weighted = (
+        torch.autograd.grad(
+            output,
+            list(rows.values()),
+            each.movedim(0, dim) if dim else each,
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        for each in (grad, grad * weights.view(-1, *[1] * (grad.dim() - 1)))
+    )
+    weights = weights.view(-1, *[1] * (len(shape) - dim - 1))
+    if not all(torch.equal(a * weights, b) for a, b in zip(found, weighted)):
+        return None
+    return {
+        name: each.movedim(dim, 0).reshape(count, *param.shape)
+        for each, (name, param) in zip(found, call.wanted.items())
+    }
+
+
+def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Returns whether two tensors are equal up to rounding."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    if torch.equal(first, second):
+        return True
+    eps = torch.finfo(first.dtype).eps
+    difference = (first - second).abs().max()
+    return bool(difference <= _ROUNDINGS * eps * second.abs().max())
+
+
+@contextlib.contextmanager
+def _replaced(module: nn.Module, tensors: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Puts tensors in the places of a module's parameters, by id, inside the block."""
+    places = [
+        (each._parameters, name, param)
+        for each in module.modules()
+        for name, param in each._parameters.items()
+        if id(param) in tensors
+    ]
+    try:
+        for parameters, name, param in places:
+            parameters[name] = tensors[id(param)]  # type: ignore[assignment]
+        yield
+    finally:
+        for parameters, name, param in places:
+            parameters[name] = param
+
+
 def modules_again(
     losses: torch.Tensor,
-    params: Mapping[str, torch.nn.Parameter],
+    params: Mapping[str, nn.Parameter],
     calls: Sequence[EnclosingCall],
 ) -> list[Substitute]:
     """Returns calls that account for parameters when their modules run once more.
@@ -85,7 +193,7 @@ def modules_again(
             owner = RecordedModule(
                 module,
                 type(each.call.module).__name__,
-                by_repetition,
+                by_rows if _has_python_inside(each) else by_repetition,
                 {name: name for name in wanted},
                 is_operation=True,
             )
@@ -93,10 +201,20 @@ def modules_again(
     return found
 
 
+def _has_python_inside(each: EnclosingCall) -> bool:
+    """Returns whether a derivative is computed in Python, and on the host."""
+    [region] = each.regions
+    on_host = all(
+        xla_replica.traits(param).is_host for param in each.call.module.parameters()
+    )
+    kind = torch.autograd.function.BackwardCFunction
+    return on_host and any(isinstance(node, kind) for node in graph.inside(region))
+
+
 def repeated_call(
     each: Substitute,
-    module: torch.nn.Module,
-    params: Mapping[str, torch.nn.Parameter],
+    module: nn.Module,
+    params: Mapping[str, nn.Parameter],
     batch_dim: int,
     num_samples: int,
 ) -> RecordedCall:
@@ -113,7 +231,7 @@ def repeated_call(
 
 def by_running_again(
     losses: torch.Tensor,
-    params: Mapping[str, torch.nn.Parameter],
+    params: Mapping[str, nn.Parameter],
     calls: Sequence[EnclosingCall],
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Returns gradients ``(B, *shape)`` by name, and why others could not be had.
@@ -153,7 +271,7 @@ def by_running_again(
 
 
 def _candidates(
-    params: Mapping[str, torch.nn.Parameter], calls: Sequence[EnclosingCall]
+    params: Mapping[str, nn.Parameter], calls: Sequence[EnclosingCall]
 ) -> tuple[Calls, dict[str, list[str]]]:
     """Returns calls by module, and each parameter's modules, the smallest first."""
     by_module: Calls = defaultdict(list)
@@ -178,7 +296,7 @@ def _depth(module: str) -> int:
 
 def _used_outside(
     losses: torch.Tensor,
-    params: Mapping[str, torch.nn.Parameter],
+    params: Mapping[str, nn.Parameter],
     by_module: Calls,
     chosen: Mapping[str, Sequence[str]],
 ) -> set[str]:
@@ -210,7 +328,7 @@ def _gradients(
 
 def _of_call(
     enclosing: EnclosingCall,
-    wanted: Mapping[str, torch.nn.Parameter],
+    wanted: Mapping[str, nn.Parameter],
     gradients: Mapping[int, torch.Tensor],
     num_samples: int,
 ) -> dict[str, torch.Tensor]:
@@ -250,12 +368,23 @@ def _of_call(
             [given[name] for name in wanted],
             samples,
             [
-                call.batch_first(gradient).unflatten(0, (num_samples, -1))
+                cut_at_samples(call.batch_first(gradient), num_samples)
                 for gradient in gradients.values()
             ],
             enclosing.autocast,
         )
     return dict(zip(wanted, found))
+
+
+def cut_at_samples(tensor: torch.Tensor, num_samples: int) -> torch.Tensor:
+    """Returns ``(k B, *)`` as ``(B, k, *)``."""
+    if tensor.shape[0] == num_samples:
+        return tensor.unsqueeze(1)
+    return tensor.unflatten(0, (num_samples, -1))
+
+
+def _moved(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    return tensor.movedim(0, dim) if dim else tensor
 
 
 def by_sample(
@@ -280,12 +409,12 @@ def by_sample(
     def with_samples(samples: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         own = iter(samples)
         return [
-            next(own).movedim(0, dim) if is_batched else tensor
+            _moved(next(own), dim) if is_batched else tensor
             for is_batched, tensor in zip(batched, tensors)
         ]
 
     cut = [
-        each.movedim(dim, 0).unflatten(0, (num_samples, -1))
+        cut_at_samples(each.movedim(dim, 0) if dim else each, num_samples)
         for each, is_batched in zip(tensors, batched)
         if is_batched
     ]

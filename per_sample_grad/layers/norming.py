@@ -11,7 +11,7 @@ Axes: B samples, T positions, p rows and q columns of a weight, K offsets in a k
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from torch import nn
 from per_sample_grad.errors import Refusal
 from per_sample_grad.factors import algebra, forms, plan
 from per_sample_grad.factors.factors import JOINED, Factors
-from per_sample_grad.factors.forms import Dense, Extent, Outer, Windows
+from per_sample_grad.factors.forms import Contribution, Dense, Extent, Outer, Windows
 from per_sample_grad.factors.plan import Method
 from per_sample_grad.layers import summing
 from per_sample_grad.layers.batch_norm import batch_norm
@@ -115,6 +115,18 @@ class Norming:
             size = 4 * self._recorded
             self._budget = plan.default_budget(size, self._device)
         return self._budget
+
+    def take_gradients(self, uses: Sequence[Contribution]) -> bool:
+        """Takes gradients that are formed, and products of one position."""
+        match uses:
+            case [Dense(values)] if self._is_direct:
+                self.add_rows(values.flatten(1))
+                return True
+            case [Outer(left, right)] if self._is_direct:
+                if left.shape[1] == left.shape[2] == 1:  # one group, one position
+                    _add_products(self, left[:, 0, 0], right[:, 0, 0], "weight", None)
+                    return True
+        return False
 
     def choice(
         self, use: Extent, shape: tuple[int, int], method: Method = "auto"

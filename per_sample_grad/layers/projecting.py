@@ -19,6 +19,7 @@ from torch import nn
 
 from per_sample_grad.factors import forms
 from per_sample_grad.factors.factors import Factors
+from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.factors.projection import Fold, Projection
 from per_sample_grad.layers import placing, summing
 from per_sample_grad.layers.convolution import convolution, unfolding_of
@@ -109,6 +110,10 @@ class Projecting:
                 return True
             loops.run()  # what is written may be added to
         return way(self, call, call.call.args[0], gradient)
+
+    def take_gradients(self, uses: Sequence[Contribution]) -> bool:
+        """Leaves them to `Factors`."""
+        return False
 
     def finish(self) -> None:
         """Lets loops write the numbers of the calls that they were given."""

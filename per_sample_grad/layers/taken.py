@@ -8,7 +8,7 @@ operations: see `projecting` and `norming`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
 from per_sample_grad.factors.factors import Factors
+from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.layers import summing
 from per_sample_grad.layers.group_norm import group_norm
 from per_sample_grad.layers.layer_norm import layer_norm
@@ -78,6 +79,9 @@ class Taker(Protocol):
 
         It may keep both until `finish`.
         """
+
+    def take_gradients(self, uses: Sequence[Contribution]) -> bool:
+        """Takes all uses of a parameter, none of which it took; returns whether."""
 
     def finish(self) -> None:
         """Computes what depends on the calls that were taken, and lets go of them."""

@@ -34,11 +34,11 @@ def gradients_by_sample(
     Raises:
         RuntimeError: torch cannot vectorise the run.
     """
-    count = len(gradients[0])
+    count = gradients[0].shape[0]
     # Each sample has a copy of its own, which takes no memory.
     rows = [t.detach().expand(count, *t.shape).requires_grad_() for t in own]
     # Plain autograd through one vectorised run: functional transforms take longer.
-    with torch.enable_grad(), _as_autocast_was(autocast):
+    with torch.enable_grad(), as_autocast_was(autocast):
         outputs = vectorised(run, [*rows, *samples], count)
     pairs = [
         (output, grad.reshape(output.shape))
@@ -86,7 +86,7 @@ def _vectorised(
         _functorch._vmap_decrement_nesting()
 
 
-def _as_autocast_was(
+def as_autocast_was(
     state: Mapping[str, Any],
 ) -> contextlib.AbstractContextManager[Any]:
     """Returns a context with autocast in this state; it takes time to enter one."""

@@ -225,6 +225,92 @@ def test_modules_that_run_once_more_are_as_small_as_they_can_be():
     assert runs_of(model, torch.randn(5, 3)) == [*once, nn.Linear, Hidden]
 
 
+class Gated(torch.autograd.Function):
+    """``x`` times a parameter, or times its mean where that is negative.
+
+    torch cannot vectorise it.
+    """
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        gated = torch.where(gate < 0, gate.mean().expand_as(gate), gate)
+        ctx.save_for_backward(x, gate, gated)
+        return x * gated
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, gate, gated = ctx.saved_tensors
+        at_gate = (grad * x).sum_to_size(gate.shape)
+        mixed = torch.where(gate < 0, at_gate, 0).mean()
+        return grad * gated, torch.where(gate < 0, mixed, at_gate + mixed)
+
+
+class Vectorised(Gated):
+    """The same, told how it is vectorised."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return x * torch.where(gate < 0, gate.mean().expand_as(gate), gate)
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        x, gate = inputs
+        gated = torch.where(gate < 0, gate.mean().expand_as(gate), gate)
+        ctx.save_for_backward(x, gate, gated)
+
+
+class Gate(nn.Module):
+    """A module that computes with its parameter in one of these."""
+
+    def __init__(self, function: type[Gated], *shape: int, times: int = 2) -> None:
+        super().__init__()
+        self.gate, self.function = nn.Parameter(torch.rand(shape)), function
+        self.times = times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.function.apply(x, self.gate)
+        return found if self.times == 1 else self.times * found
+
+
+@pytest.mark.parametrize(
+    ("inputs", "shape"),
+    [((3,), (4,)), ((5, 3), (4,)), ((5, 3), (5, 1)), ((3,), ()), ((5, 3), (1, 5, 4))],
+)
+@pytest.mark.parametrize("function", [Gated, Vectorised])
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_of_a_parameter_are_told_apart_by_a_run(
+    inputs, shape, function, times, dtype
+):
+    """And what torch cannot vectorise takes no backward pass for each sample."""
+    case = Case("", lambda: nn.Sequential(
+        nn.Linear(3, 4), Gate(function, *shape, times=times),
+        nn.ReLU(inplace=True), nn.Linear(4, 2)), inputs)  # fmt: skip
+    model, inputs = case.make(dtype)
+    with torch.no_grad():
+        model[1].gate.abs_()
+    truth = oracle(case, model, inputs)
+    rtol = 1e-10 if dtype == torch.float64 else 1e-5
+    for _ in range(3):
+        agree(psg.per_sample_factors(model, fold, inputs, fallback="batched"),
+              truth, rtol)  # fmt: skip
+
+
+def test_rows_that_meet_in_some_step_only_are_told_apart_then():
+    case = Case("", lambda: nn.Sequential(
+        nn.Linear(3, 4), Gate(Vectorised, 4), nn.Linear(4, 2)), (3,))  # fmt: skip
+    model, inputs = case.make(torch.float64)
+    for negative in (0, 0, 1, 2, 0):
+        with torch.no_grad():
+            model[1].gate.copy_(torch.tensor([0.5, 1.0, 0.25, 2.0]))
+            model[1].gate[:negative] *= -1
+        truth = oracle(case, model, inputs)
+        agree(psg.per_sample_factors(model, fold, inputs, fallback="batched"),
+              truth, 1e-10)  # fmt: skip
+
+
 def test_no_module_runs_once_more_where_a_function_will_do():
     model = nn.Sequential(nn.Linear(3, 64), nn.Linear(64, 3), Turned(), nn.Linear(4, 8))
     once = [nn.Linear, nn.Linear, nn.Linear, Turned, nn.Linear]
