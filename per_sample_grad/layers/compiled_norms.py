@@ -160,8 +160,10 @@ def square_sums_of_table(index, values, num_rows, squares):
             at, value = place[index[n, t]], values[n, t]
             if at < 0:
                 place[index[n, t]] = count
-                table[count] = value
+                row = table[count]
                 count += 1
+                for i in range(len(row)):
+                    row[i] = value[i]
             else:
                 row = table[at]
                 for i in range(len(row)):

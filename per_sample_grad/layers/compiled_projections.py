@@ -32,6 +32,8 @@ _PLACES, _ROWS, _COLUMNS, _BIAS, _BY_COLUMN, _MATRIX, _SIZES = 5, 9, 12, 15, 18,
 WIDTH = _SIZES + 18
 # Positions whose numbers of four rows stay in a CPU's first cache.
 _TOGETHER = 1024
+# Sums that are formed beside one another, in a few vectors of a CPU.
+_AT_ONCE = 64
 
 
 @compiled
@@ -474,6 +476,21 @@ def _fold(values, fold, into):
     """Writes the sums of numbers, with their signs, that share a place."""
     signs, kept = fold
     into[:] = 0
+    # A few sums would each wait for the one before; more of them make a vector.
+    times = min(_AT_ONCE, len(values)) // kept
+    if times < 2:
+        _fold_to(values, signs, kept, into)
+        return
+    more = np.zeros(times * kept, into.dtype)
+    _fold_to(values, signs, times * kept, more)
+    for first in range(0, times * kept, kept):
+        some = more[first : first + kept]
+        for t in range(kept):
+            into[t] += some[t]
+
+
+@compiled
+def _fold_to(values, signs, kept, into):
     for first in range(0, len(values), kept):
         some, own = values[first : first + kept], signs[first : first + kept]
         for t in range(len(some)):
@@ -500,5 +517,6 @@ def _multiply_outer(left, right, into):
     """Writes an outer product, row after row."""
     num = len(right)
     for j in range(len(left)):
+        factor, row = left[j], into[j * num : (j + 1) * num]
         for t in range(num):
-            into[j * num + t] = left[j] * right[t]
+            row[t] = factor * right[t]

@@ -218,7 +218,7 @@ def _linear(
 def _are_alike(left: torch.Tensor) -> bool:
     """Returns whether all positions have the same gradient, ``(B, T, p)``."""
     first = left[:, :1]
-    return torch.equal(first, left[:, -1:]) and bool((first == left).all())
+    return torch.equal(first, left[:, -1:]) and torch.equal(first.expand_as(left), left)
 
 
 def _add_alike(

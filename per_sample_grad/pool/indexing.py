@@ -31,7 +31,7 @@ PART_SIZE = 1024
 LABELS = ("given", "pseudo")
 # Counts changes after which the same projections are rounded in another way, so that
 # parts of earlier ones must not be continued.
-VERSION = 3
+VERSION = 4
 
 
 def index_pool(
