@@ -405,7 +405,7 @@ def test_opening_says_what_is_wrong(finished, tmp_path):
     saved = json.loads((finished / "pool.json").read_text())
     del saved["index version"]
     (finished / "pool.json").write_text(json.dumps(saved))
-    with pytest.raises(ValueError, match="else: index version was None and is 3"):
+    with pytest.raises(ValueError, match="else: index version was None and is 4"):
         psg.index_pool(dense_model(), Vectors(COUNT), folder=finished, **OPTIONS)
     for text, told in (("{", "is damaged"), ('{"format": 2}', "format is 2, and this")):
         (finished / "pool.json").write_text(text)
