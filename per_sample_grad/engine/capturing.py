@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, get_args
@@ -133,7 +132,6 @@ class Capture:
         if reruns and may_run_functions(model, self.params):
             followed = [every[number] for number in where.without_rule]
         self._functions = FunctionRecorder(model, followed)
-        self._placed = contextlib.ExitStack()
         self._entered = self._answered = False
         # Parameters that no loss depends on, and whether others take gradients.
         self._finished: tuple[set[str], bool] | None = None
@@ -142,13 +140,12 @@ class Capture:
         if self._entered:
             raise RuntimeError("this capture was used already; make another")
         self._recorder.start()
-        if self._functions.follows_any:
-            self._placed.enter_context(self._functions)
+        self._functions.start()
         self._entered = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self._placed.close()
+        self._functions.leave()
         self._recorder.stop()
         if kind is not None:
             self._functions.stop()

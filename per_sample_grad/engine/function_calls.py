@@ -66,7 +66,7 @@ class FunctionCall(NamedTuple):
 
 
 class FunctionRecorder:
-    """Notes, while it is entered, the calls of functions that take some parameters.
+    """Notes the calls of functions that take some parameters, until it leaves these.
 
     Args:
         model: What it owns beside parameters does not depend on samples.
@@ -83,20 +83,25 @@ class FunctionRecorder:
         self._own = {id(param): (param, param._version) for param in params}
         self._model = model
         self._known: set[int] | None = None
-        self._following = Following(self)
+        self._following, self._has_started = Following(self), False
 
     @property
     def follows_any(self) -> bool:
         """Whether there is anything to follow."""
         return bool(self._own)
 
-    def __enter__(self) -> FunctionRecorder:
-        self._following.start()
-        self._following.add([param for param, _ in self._own.values()])
-        return self
+    def start(self) -> None:
+        """Begins to follow parameters, if there are any."""
+        if self._own:
+            self._following.start()
+            self._following.add([param for param, _ in self._own.values()])
+            self._has_started = True
 
-    def __exit__(self, *error: object) -> None:
-        self._following.stop()
+    def leave(self) -> None:
+        """Ends that; notes are kept."""
+        if self._has_started:
+            self._following.stop()
+            self._has_started = False
 
     def stop(self) -> None:
         """Lets go of what was noted, and notes nothing more."""
@@ -150,6 +155,8 @@ class FunctionRecorder:
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         """Returns whether a tensor is one of the model's own."""
+        if tensor.grad_fn is not None and not tensor._is_view():
+            return False  # something has computed it
         if self._known is None:
             self._known = memories(self._model)
         return memory(tensor) in self._known

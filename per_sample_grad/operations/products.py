@@ -24,6 +24,7 @@ PRODUCTS: dict[str, dict[int, int]] = {
     "MmBackward0": {0: 1, 1: 0},
     "AddmmBackward0": {1: 1, 2: 0},
     "BmmBackward0": {0: 2, 1: 1},
+    "MvBackward0": {1: 0},
 }
 _BIAS = ("AddmmBackward0", 0)  # what is added, and has no row for each sample
 _RESHAPES = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
@@ -131,6 +132,12 @@ def contribution(node: Node, slot: int, grad: torch.Tensor, rows: Rows) -> Contr
         values = rules.summed_to_source(grad, node, slot, rows.axis).values
         values = values.unflatten(0, (rows.before, -1, rows.after)).sum((0, 2))
         return forms.multiplied(Dense(values), float(rules.saved(node, "beta")))
+    if name == "MvBackward0":
+        left, right = (
+            _by_sample(each.unsqueeze(0), rows)
+            for each in (grad.unsqueeze(1), rules.saved(node, "self"))
+        )
+        return Dense((left.transpose(2, 3) @ right).flatten(1))
     names = ("mat1", "mat2") if name == "AddmmBackward0" else ("self", "mat2")
     on_the_left = rows.axis == max(PRODUCTS[name].values())
     other = rules.saved(node, names[1 if on_the_left else 0])

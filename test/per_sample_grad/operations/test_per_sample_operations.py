@@ -204,6 +204,15 @@ CASES = [
     Case("matmul-time-first", lambda: Raw(
         lambda m, x: (m.a(x).transpose(0, 1) @ m.p).transpose(0, 1), 4, 3,
         a=nn.Linear(3, 4)), (5, 3), {"batch_dim": {"": 1, "a": 0}}),
+    Case("vector", lambda: Raw(
+        lambda m, x: (m.a(x) @ m.p)[:, None], 4, a=nn.Linear(3, 4)), (3,)),
+    Case("vector-of-places", lambda: Raw(
+        lambda m, x: F.linear(m.a(x), 3 * m.p), 4, a=nn.Linear(3, 4)), (5, 3)),
+    Case("vector-of-the-input", lambda: Raw(
+        lambda m, x: m.a(torch.tanh(x @ m.p)), 3, a=nn.Linear(5, 2)), (5, 3)),
+    Case("vector-time-first", lambda: Raw(
+        lambda m, x: (m.a(x).transpose(0, 1) @ m.p).transpose(0, 1), 4,
+        a=nn.Linear(3, 4)), (5, 3), {"batch_dim": {"": 1, "a": 0}}),
     Case("weight-and-bias", lambda: Raw(
         lambda m, x: F.linear(m.a(x), m.p, m.p[:, 0]), 5, 4, a=nn.Linear(3, 4)),
         (5, 3)),
@@ -462,6 +471,9 @@ COUPLED = [
         lambda m, x: m.a(x) + m.p * x.mean(0, keepdim=True), 3, a=nn.Linear(3, 3))),
     ("a-product-with-the-inputs'-mean", lambda: Raw(
         lambda m, x: m.a(x) + x.mean(0, keepdim=True) @ m.p, 3, 3,
+        a=nn.Linear(3, 3))),
+    ("a-vector-times-the-mean", lambda: Raw(
+        lambda m, x: m.a(x) + ((m.a(x) + m.a(x).mean(0)) @ m.p)[:, None], 3,
         a=nn.Linear(3, 3))),
     ("a-product-with-the-sum", lambda: Raw(
         lambda m, x: m.a(x) + torch.einsum("bi,ij->j", m.a(x), m.p), 3, 3,
