@@ -7,8 +7,8 @@
 A multilayer perceptron, a convolutional network, a small transformer and torchvision's
 mobilenet_v3_small with frozen statistics (64 by 64 images); norms, Gram matrices and
 the gradients themselves; by a loop over samples, ``vmap(grad)``, Opacus (hooks, ghost
-norms), TorchJD's engine, and this package. Norms are also written by hand, as a lower
-limit, and the forward pass and the gradients of activations run alone. Opacus and
+norms), TorchJD's engine, and this package. Norms are also written by hand, of torch's
+operations, and the forward pass and the gradients of activations run alone. Opacus and
 TorchJD are installed into a temporary folder. What another library refuses is noted.
 
 Every way of a model runs once in every round, in an order that changes from round to

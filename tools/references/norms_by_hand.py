@@ -1,9 +1,10 @@
-"""Norms of each sample's gradient by hand, for one kind of model: a lower limit.
+"""Norms of each sample's gradient by hand, for one kind of model, out of torch's parts.
 
 Ordinary hooks keep the inputs of layers, and hooks of their outputs compute norms with
-the fastest operation that is known here for these sizes. Nothing is checked, a use of a
-parameter outside of these layers is not noticed, and every layer must be called once.
-What a library takes longer is the price of being right about any model.
+torch's fastest operation that is known here for these sizes. Nothing is checked, a use
+of a parameter outside of these layers is not noticed, and every layer must be called
+once. What a library takes longer is the price of being right about any model; loops
+that are compiled for a layer can be faster than the operations here.
 """
 
 from __future__ import annotations
