@@ -134,7 +134,11 @@ class ElasticOptimizer(OptimizerProxy):
         self.sampler = sampler
         self.replica = given_or_current(replica)
         self._settings = Settings(
-            with_options(rule, momentum_correction, decay_per_sample),
+            with_options(
+                rule,
+                check_flag("momentum_correction", momentum_correction),
+                check_flag("decay_per_sample", decay_per_sample),
+            ),
             ref_batchsize,
             ref_weight,
             reduction,
@@ -165,7 +169,13 @@ class ElasticOptimizer(OptimizerProxy):
         )
         self._settings.check_agreement(sampler, groups, self.noise, self.replica)
         self._programs = StepPrograms(
-            self, sampler, self._settings, self.replica, scalars, self.noise, overlap
+            self,
+            sampler,
+            self._settings,
+            self.replica,
+            scalars,
+            self.noise,
+            check_flag("overlap", overlap),
         )
         self._attached = Attached(self.noise)
         self._steps = ReplicaSteps(
@@ -267,11 +277,19 @@ class ElasticOptimizer(OptimizerProxy):
         Raises:
             TypeError: ``target`` is neither, or a scheduler whose step needs a metric,
                 or a function with a unit; or iterations are not measured.
-            ValueError: ``unit`` or ``every`` is not allowed.
+            ValueError: ``unit`` or ``every`` is not allowed; or ``target`` is attached
+                already, or is the scheduler of another optimizer.
             ReplicaError: This replica has joined updates of the epoch, and other
                 replicas have not made them yet: attach before `set_epoch`.
         """
         self._counter.check_attach()
+        scheduled = getattr(target, "optimizer", None)
+        groups = getattr(scheduled, "param_groups", self.param_groups)
+        if hasattr(target, "get_last_lr") and groups is not self.param_groups:
+            raise ValueError(
+                f"attach: {target!r} changes the learning rate of another optimizer: "
+                "build it with this wrapper, or with the optimizer that it wraps"
+            )
         self._attached.add(target, unit, every)
 
     def change_batch_size(self, batch_size: int) -> int:

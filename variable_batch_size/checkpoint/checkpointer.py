@@ -24,7 +24,7 @@ from variable_batch_size.data.schedule import Cursor, TraceExhausted
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.step.attached import Update
 from xla_replica import Replica
-from xla_replica.common.arguments import check_choice, check_integer
+from xla_replica.common.arguments import check_choice, check_flag, check_integer
 from xla_replica.common.differences import check_same
 from xla_replica.common.trees import leaves
 
@@ -135,6 +135,11 @@ class Checkpointer:
                     raise TypeError(
                         f"settings[{name!r}] has {leaf!r}, a {type(leaf).__name__}; "
                         "settings may be texts, numbers, None, lists and dicts of these"
+                    )
+                if leaf != leaf:
+                    raise ValueError(
+                        f"settings[{name!r}] has NaN, which is equal to nothing: the "
+                        "run could not be resumed"
                     )
         self.folder = Path(folder)
         self.replica: Replica = optimizer.replica
@@ -330,6 +335,8 @@ class Checkpointer:
                 for a minute and a half: on a network a listing may be a minute old.
             ValueError: It is of another run; all differences are listed.
         """
+        check_flag("allow_changes", allow_changes)
+        check_flag("best", best)
         self._writer.wait()
         found = self._choose("best" if best else "update")
         if found is None:

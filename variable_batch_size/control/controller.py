@@ -18,7 +18,12 @@ from variable_batch_size.control.policies import (
 from variable_batch_size.runs.run_log import RunLog
 from variable_batch_size.step.attached import Update
 from variable_batch_size.trace_tools.step_time import fit_step_time
-from xla_replica.common.arguments import check_choice, check_integer, check_number
+from xla_replica.common.arguments import (
+    check_choice,
+    check_function,
+    check_integer,
+    check_number,
+)
 from xla_replica.common.files import write_whole
 
 if TYPE_CHECKING:
@@ -95,6 +100,8 @@ class BatchSizeController:
                 f"constant trace, or on_end='hold'; got on_end={on_end!r}"
             )
         self._optimizer, self._replica = optimizer, optimizer.replica
+        if available is not None:
+            check_function("available", available)
         self._policy, self._available = policy, available
         self._path = None if trace_file is None else Path(trace_file)
         self._log = log
@@ -140,7 +147,9 @@ class BatchSizeController:
             num_replicas=self._replica.num_replicas,
             noise_estimator=noise.estimator,
         )
-        available = self._most if self._available is None else self._available()
+        available = self._most
+        if self._available is not None:
+            available = check_integer("what available() returns", self._available(), 0)
         told = self._replica.all_gather_object((seen, available))
         seen, _ = told[0]
         most = max(schedule.minibatch_size, min(self._most, *(n for _, n in told)))

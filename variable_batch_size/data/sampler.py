@@ -21,7 +21,7 @@ from variable_batch_size.data.lazy_orders import LazyOrder
 from variable_batch_size.data.minibatches import Minibatches, is_torchdata
 from variable_batch_size.data.schedule import Cursor, EpochPlan, Schedule
 from variable_batch_size.traces.batch_trace import Trace, TraceSource
-from xla_replica.common.arguments import check_integer
+from xla_replica.common.arguments import check_flag, check_integer
 from xla_replica.common.differences import check_same
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class CustomSampler(Sampler[list[int]]):
         self._dealing = threading.Lock()
         self._dealt = -1  # the last step whose batch size this replica has used
         self._order = order
-        self._verbose = verbose
+        self._verbose = check_flag("verbose", verbose)
         self._committed: Cursor | None = None
         self._restored: Cursor | None = None
         self._order_digests: dict[int, str] = {}  # of the epoch under way

@@ -16,7 +16,7 @@ from variable_batch_size.device_scalars import dtype_for
 from variable_batch_size.runs.run_file import RunFile
 from variable_batch_size.runs.sinks import Sink
 from variable_batch_size.step.attached import Update
-from xla_replica.common.arguments import check_integer
+from xla_replica.common.arguments import check_integer, check_type
 
 if TYPE_CHECKING:
     from variable_batch_size.optimizer import ElasticOptimizer
@@ -161,6 +161,13 @@ class RunLog:
 
         The seconds of the next update begin here.
         """
+        for name, value in values.items():
+            if name in ("step", "event"):
+                raise ValueError(
+                    f"write: {name}= is what a line is known by; give {value!r} "
+                    "another name"
+                )
+            check_type(f"write: {name}", value, (int, float, np.number), "a number")
         step = self._next_step() - 1
         if step < 0:
             raise ValueError("write: there has been no update that it could tell of")

@@ -84,6 +84,12 @@ class Attached:
                 "attach: ReduceLROnPlateau needs a metric; step it at the end of an "
                 "epoch, or attach a function that does"
             )
+        schedulers = [each.scheduler for each in self._schedulers()]
+        if target in [*self._callbacks, *schedulers]:
+            raise ValueError(
+                f"attach: {target!r} is attached already, and would run twice after "
+                "every update"
+            )
         check_choice("attach: unit", unit, UNITS)
         check_number("attach: every", every, above=0)
         is_class = isinstance(target, type)
@@ -167,7 +173,7 @@ class AttachedScheduler:
                 "with reduction='sum', where the host does not know the batch ratio: "
                 "count 'updates' or 'samples', and look at noise.progress when you log"
             )
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._unit = unit
         self._every = every
         self._noise = noise
@@ -182,7 +188,7 @@ class AttachedScheduler:
             self._done += self._amount(update)
         due = math.floor(self._done / self._every)
         while self._ticks < due:
-            self._scheduler.step()
+            self.scheduler.step()
             self._ticks += 1
 
     def _iterations(self) -> float:
@@ -198,7 +204,7 @@ class AttachedScheduler:
     def state_dict(self) -> dict[str, Any]:
         """Returns how far it has counted, and the scheduler's own state."""
         return {
-            "scheduler": self._scheduler.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
             "unit": self._unit,
             "every": self._every,
             "done": self._done,
@@ -219,7 +225,7 @@ class AttachedScheduler:
         """Takes what `state_dict` returned; see `check_state`."""
         self.check_state(state)
         if "scheduler" in state:
-            self._scheduler.load_state_dict(state["scheduler"])
+            self.scheduler.load_state_dict(state["scheduler"])
         self._done, self._ticks = state["done"], int(state["ticks"])
         self._begin = state["begin"]
 

@@ -14,6 +14,7 @@ from variable_batch_size.rules.rule import Rule
 from variable_batch_size.step import checks
 from variable_batch_size.step.agreement import Groups, hyperparameters
 from xla_replica import Replica
+from xla_replica.common.arguments import check_integer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +42,11 @@ class Settings:
             self.rule,
             sampler.schedule,
         )
+        if self.log_steps is not None:
+            check_integer("log_steps", self.log_steps, least=1)
         checks.check_numbers(
             self.rule,
             self.ref_batchsize if self.ref_weight is None else self.ref_weight,
-            log_steps=self.log_steps,
             max_grad_norm=self.max_grad_norm,
         )
         self.check_groups(optimizer.param_groups, sampler.schedule, replica)

@@ -190,6 +190,12 @@ def test_another_run_s_folder_is_not_written_to(tmp_path):
         forgetful.train()
 
 
+@pytest.mark.parametrize("name", ["allow_changes", "best"])
+def test_a_text_is_not_taken_for_a_flag(name, tmp_path):
+    with pytest.raises(TypeError, match=f"{name} must be True or False, got 'no'"):
+        Training(tmp_path).checkpointer.load(**{name: "no"})
+
+
 @pytest.mark.parametrize("loads", [False, True])
 def test_a_checkpointer_that_was_not_attached_does_not_save(loads, tmp_path):
     """Every file would have the number of update 0, or of the one it has loaded."""
@@ -234,6 +240,7 @@ def test_a_forgotten_model_is_noticed(tmp_path):
     [
         ("gs://bucket/job", {}, ValueError, "mount the bucket"),
         ("job", {"data": Path("x")}, TypeError, r"settings\['data'\]"),
+        ("job", {"rate": float("nan")}, ValueError, "has NaN, which is equal to noth"),
     ],
 )
 def test_what_a_file_could_not_hold_is_named(folder, settings, error, message):

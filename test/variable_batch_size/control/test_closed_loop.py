@@ -285,6 +285,7 @@ def test_a_decision_has_hysteresis_and_limits(wanted, least, most, expected):
         ({"most": 2}, ValueError, "most must be an integer >= 4, got 2"),
         ({"factor": 1}, ValueError, "factor must be a finite number > 1, got 1"),
         ({"policy": "x"}, ValueError, "policy must be one of 'noise-scale', 'goodput'"),
+        ({"available": 64}, TypeError, "available must be a function, got 64"),
     ],
 )
 def test_wrong_arguments_say_so(tmp_path, options, error, message):

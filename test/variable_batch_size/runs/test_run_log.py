@@ -365,6 +365,10 @@ def test_wrong_arguments_say_so(tmp_path):
         vbs.RunLog(None, Training(tmp_path, log=False).optimizer, sinks=["wandb"])
     with pytest.raises(ValueError, match="there has been no update"):
         Training(tmp_path).log.write(accuracy=1.0)
+    with pytest.raises(TypeError, match="write: accuracy must be a number, got"):
+        Training(tmp_path).log.write(accuracy=torch.ones(1))
+    with pytest.raises(ValueError, match="write: step= is what a line is known by"):
+        Training(tmp_path).log.write(step=3)
 
 
 def test_waiting_for_the_device_is_time_of_the_step_that_waits(tmp_path, monkeypatch):

@@ -222,6 +222,21 @@ def test_bad_units(arguments, error, message):
         optimizer.attach(StepLR(optimizer, 1), *arguments)
 
 
+def test_what_is_attached_twice_or_belongs_to_others_is_an_error():
+    """It would run twice after every update, or change what nobody uses."""
+    weight, optimizer = make()
+    scheduler = StepLR(optimizer, 1)
+    update = [].append
+    for target in (scheduler, update):
+        optimizer.attach(target)
+        with pytest.raises(ValueError, match="is attached already, and would run tw"):
+            optimizer.attach(target)
+    optimizer.attach(StepLR(optimizer.inner, 1))
+    strange = StepLR(SGD([weight], 0.1), 1)
+    with pytest.raises(ValueError, match="learning rate of another optimizer: build"):
+        optimizer.attach(strange)
+
+
 def test_a_function_has_no_unit_and_a_plateau_no_place():
     _, optimizer = make()
     with pytest.raises(TypeError, match="unit= and every= are for LR schedulers"):
