@@ -364,7 +364,7 @@ def test_attaching_after_updates_were_joined_is_an_error():
         wrapper.attach(print)
         wrapper.set_epoch(0)
         if rank == 0:
-            wrapper.attach(print)
+            wrapper.attach(repr)
             continue
         with pytest.raises(ReplicaError, match=r"is 1 updates into epoch 0 already"):
             wrapper.attach(print)
