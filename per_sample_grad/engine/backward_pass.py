@@ -317,11 +317,10 @@ class BackwardPass:
         finally:
             for handle in handles:
                 handle.remove()
-        take_waiting(None)
-        with forms.full_precision(self._losses.device):
-            for number, gradient in zip(ends, gradients):
-                self._reach_inside(number, gradient)
-            self._finish()
+        if any(waiting):
+            take_waiting(None)
+        for number, gradient in zip(ends, gradients):
+            self._reach(number, gradient)
         del gradients
         if any(self._calls):
             self._reach_rest(edges)

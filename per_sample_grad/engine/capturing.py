@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, get_args
 
@@ -30,6 +30,20 @@ from xla_replica.common.arguments import check_choice, check_integer, check_numb
 from xla_replica.common.trees import tree_add
 
 _T = TypeVar("_T")
+# What options are if nobody says anything, in the sequence of `_check_options`.
+_DEFAULTS = ("error", "first", "auto", None, 1.0)
+
+
+def _check_options(
+    fallback: Fallback, check: Check, method: Method, budget: int | None, scale: float
+) -> None:
+    """Raises TypeError or ValueError if a capture's option is not allowed."""
+    if budget is not None:
+        check_integer("budget", budget, least=1)
+    check_choice("fallback", fallback, FALLBACKS)
+    check_choice("check", check, CHECKS)
+    check_choice("method", method, METHODS)
+    check_number("scale", scale, above=0)
 
 
 class Capture:
@@ -103,21 +117,11 @@ class Capture:
         placed = place(model, params)
         every, where = placed.params, placed.placement
         self.params = {name: every[number] for name, number in where.params.items()}
-        xla_replica.refuse_sharded(
-            self.params, "capture", ", or leave these out (params=)"
-        )
         recording.refuse_hooked(self.params)
-        if budget is not None:
-            check_integer("budget", budget, least=1)
-        self._settings = Settings(
-            model,
-            self.params,
-            check_choice("fallback", fallback, FALLBACKS),
-            check_choice("check", check, CHECKS),
-            check_choice("method", method, METHODS),
-            budget,
-            check_number("scale", scale, above=0),
-        )
+        options = fallback, check, method, budget, scale
+        if any(map(operator.is_not, options, _DEFAULTS)):
+            _check_options(*options)
+        self._settings = Settings(model, self.params, *options)
         self.compared = False
         way = FALLBACKS[fallback]
         # Functional transforms lose gradients on lazy devices, and what is run again is
@@ -376,10 +380,13 @@ class Capture:
             ValueError: The projection is of other parameters, or ``out`` has another
                 shape.
         """
-        shapes = {name: tuple(param.shape) for name, param in self.params.items()}
-        check_projected(shapes, projection)
-        names = [name for name in projection.shapes if name in shapes]
-        size = sum(math.prod(projection.kept[name]) for name in names)
+        shapes = {name: param.shape for name, param in self.params.items()}
+        names = list(projection.shapes)
+        if shapes != projection.shapes:  # other parameters, or some of them
+            shapes = {name: tuple(shape) for name, shape in shapes.items()}
+            check_projected(shapes, projection)
+            names = [name for name in names if name in shapes]
+        size = projection.columns_of(names).size
         if out is not None and out.shape != (len(losses), size):
             raise ValueError(
                 f"project: out must have shape ({len(losses)}, {size}), got "

@@ -38,6 +38,10 @@ _FLAT = ("TakeBackward0",)
 _BY_INDICES = frozenset((*_INDEXED, *_ALONG_A_DIMENSION, *_FLAT))
 
 
+# A node in Python needs more than a reference to stay alive.
+_IN_PYTHON = torch.autograd.function.BackwardCFunction
+
+
 class Region(NamedTuple):
     """The part of a graph that one call of a module made."""
 
@@ -52,24 +56,23 @@ def region_of(inputs: Iterable[torch.Tensor], output: torch.Tensor) -> Region:
     edge of the base stays, and where the view only changes the shape (a Linear of many
     dimensions) its gradient is the output's.
     """
-    edge = _edge_of(output)
+    node = output.grad_fn
+    if node is None or isinstance(node, _IN_PYTHON):
+        edge = get_gradient_edge(output)
+    else:  # as torch does, in less time
+        edge = GradientEdge(node, output.output_nr)
     base = output._base if output._is_view() else None
     if base is not None and base.requires_grad and edge.node.name() in _RESHAPES:
         # Compare nodes: strides say nothing on a lazy backend.
-        below = _edge_of(base)
+        below = get_gradient_edge(base)
         if edge.node.next_functions == ((below.node, below.output_nr),):
             edge = below
-    nodes = [_edge_of(each).node for each in inputs if each.requires_grad]
+    nodes = []
+    for each in inputs:
+        if each.requires_grad:
+            node = each.grad_fn
+            nodes.append(get_gradient_edge(each).node if node is None else node)
     return Region(edge, tuple(nodes))
-
-
-def _edge_of(tensor: torch.Tensor) -> GradientEdge:
-    """Returns where a tensor's gradient arrives, faster than torch where it can."""
-    node = tensor.grad_fn
-    # A node in Python needs more to stay alive.
-    if node is None or isinstance(node, torch.autograd.function.BackwardCFunction):
-        return get_gradient_edge(tensor)
-    return GradientEdge(node, tensor.output_nr)
 
 
 class Stage(NamedTuple):
@@ -170,7 +173,7 @@ def walk(
                     "graph; pass use_reentrant=False, or do not checkpoint while "
                     "capturing"
                 )
-            if isinstance(node, torch.autograd.function.BackwardCFunction):
+            if isinstance(node, _IN_PYTHON):
                 custom = name
             if several and name in _BY_INDICES and not reordered:
                 reordered = _reorders(node, batch_dims)

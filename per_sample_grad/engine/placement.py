@@ -24,8 +24,9 @@ from typing import NamedTuple
 from torch import nn
 
 from per_sample_grad.layers import batch_norm
-from per_sample_grad.layers.registry import Rule, registered, rule_of
+from per_sample_grad.layers.registry import RULES, Rule, rule_of
 from per_sample_grad.operations import wrong_operations
+from xla_replica import refuse_sharded
 
 Selection = Collection[str] | Callable[[str, nn.Parameter], bool] | None
 
@@ -98,9 +99,15 @@ class Placed(NamedTuple):
     params: list[nn.Parameter]
 
 
-_KNOWN: weakref.WeakKeyDictionary[
-    nn.Module, dict[Hashable, tuple[list[Hashable], Placement]]
-]
+class _Kept(NamedTuple):
+    """A placement, and all that it depends on: the rules, and what was looked at."""
+
+    rules: Mapping[type[nn.Module], Rule]
+    seen: list[object]
+    placement: Placement
+
+
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, _Kept]]
 _KNOWN = weakref.WeakKeyDictionary()
 
 
@@ -109,45 +116,54 @@ def place(model: nn.Module, selection: Selection) -> Placed:
 
     Raises:
         ValueError: The selection has unknown names or is empty.
+        TypeError: A selected parameter is sharded.
     """
     modules, params, seen = _look_at(model)
-    if callable(selection):
-        return Placed(model, _find(model, modules, params, selection), modules, params)
-    key = None if selection is None else frozenset(selection)
-    known = _KNOWN.get(model)
-    if known is not None and key in known:
-        before, placement = known[key]
-        if before == seen:
-            return Placed(model, placement, modules, params)
+    key: Hashable = None
+    if not callable(selection):
+        key = None if selection is None else frozenset(selection)
+        kept = _KNOWN.get(model, {}).get(key)
+        if kept is not None and kept.seen == seen and kept.rules == RULES:
+            return Placed(model, kept.placement, modules, params)
     placement = _find(model, modules, params, selection)
-    known = _KNOWN.setdefault(model, {})
-    known.pop(key, None)
-    known[key] = seen, placement
-    while len(known) > MOST:
-        known.pop(next(iter(known)), None)
+    chosen = {name: params[number] for name, number in placement.params.items()}
+    refuse_sharded(chosen, "capture", ", or leave these out (params=)")
+    if not callable(selection):
+        known = _KNOWN.setdefault(model, {})
+        known.pop(key, None)
+        known[key] = _Kept(dict(RULES), seen, placement)
+        while len(known) > MOST:
+            known.pop(next(iter(known)), None)
     return Placed(model, placement, modules, params)
 
 
 def _look_at(
     model: nn.Module,
-) -> tuple[list[nn.Module], list[nn.Parameter], list[Hashable]]:
-    """Returns all modules and parameters, and all that a placement depends on."""
+) -> tuple[list[nn.Module], list[nn.Parameter], list[object]]:
+    """Returns all modules and parameters, and all else that a placement depends on.
+
+    That is looked at in every capture, so it is little: of a module's attributes only
+    what decides whether it has a rule and is compiled.
+    """
     modules, params = [model], []
-    seen: list[Hashable] = []
+    seen: list[object] = []
     numbers = {id(model): 0}
     for module in modules:
         attributes = vars(module)
-        seen += type(module), registered(module)
-        seen += *attributes, *map(type, attributes.values())
-        for name, param in module._parameters.items():
+        own, children = module._parameters, module._modules
+        seen += type(module), _is_compiled(module)
+        if own or children:
+            # A tensor that is no parameter was computed from parameters.
+            seen += "forward" in attributes, set(map(type, attributes.values()))
+        for name, param in own.items():
             if param is None:
                 seen.append(name)
                 continue
             number = numbers.setdefault(id(param), len(params))
             if number == len(params):
                 params.append(param)
-            seen += name, number, param.requires_grad
-        for name, child in module._modules.items():
+            seen += name, number, param.requires_grad, type(param)
+        for name, child in children.items():
             if child is None:
                 seen.append(name)
                 continue
@@ -265,7 +281,7 @@ def selected(model: nn.Module, params: Selection) -> dict[str, nn.Parameter]:
 def _is_compiled(module: nn.Module) -> bool:
     """Returns whether torch.compile has made or changed a module."""
     own = vars(module)
-    return "dynamo_ctx" in own or own.get("_compiled_call_impl") is not None
+    return own.get("_compiled_call_impl") is not None or "dynamo_ctx" in own
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -88,24 +87,31 @@ class Recorder:
         # must not be read twice.
         self.saved_by_hooks = False
         self._placed = placed
+        # By module name, and under "" of all others; and modules that return the same
+        # for all samples.
+        self._batch_dims, self._without_batch = {"": 0}, set[str]()
+        if isinstance(batch_dim, int):
+            self._batch_dims[""] = check_integer("batch_dim", batch_dim)
+        else:
+            self._name_batch_dims(batch_dim)
+        self.batch_dim = self._batch_dims[""]
+        self._handles: list[RemovableHandle] = []
+        self._compiled: contextlib.AbstractContextManager[None] | None = None
+
+    def _name_batch_dims(self, batch_dim: object) -> None:
         if not isinstance(batch_dim, Mapping):
             batch_dim = {"": check_integer("batch_dim", batch_dim)}
-        # By module name, and under "" of all others.
-        self._batch_dims = {n: d for n, d in batch_dim.items() if d is not None}
-        self.batch_dim = self._batch_dims.setdefault("", 0)
-        # Modules that return the same for all samples.
-        self._without_batch = {n for n, d in batch_dim.items() if d is None}
+        self._batch_dims |= {n: d for n, d in batch_dim.items() if d is not None}
+        self._without_batch |= {n for n, d in batch_dim.items() if d is None}
         unknown = (self._batch_dims.keys() | self._without_batch) - {""}
         if unknown:
-            unknown -= dict(placed.model.named_modules()).keys()
+            unknown -= dict(self._placed.model.named_modules()).keys()
         if unknown:
             raise ValueError(
                 f"batch_dim names {', '.join(sorted(unknown))}, which are not modules "
                 'of the model; give names as model.named_modules() does, "" for all '
                 "others"
             )
-        self._handles: list[RemovableHandle] = []
-        self._compiled: contextlib.AbstractContextManager[None] | None = None
 
     def start(self) -> None:
         """Places the hooks; places none of them if one cannot be placed."""
@@ -218,17 +224,12 @@ class Recorder:
             or not output.requires_grad
         ):
             return
+        # As little as can be, since the forward pass has filled the caches.
         tensors = _tensors(args, kwargs)
-        for kind in {type(output), *map(type, tensors)}:
-            if kind not in ORDINARY:
-                raise CoverageError(
-                    f"module {owner.name!r} was called with or returned a "
-                    f"{kind.__name__}: hooks cannot record what is being traced "
-                    "(scan_layers, torch.func, torch.jit). Capture the model without it"
-                )
-        call = self._call(owner.name, module, args, kwargs)
-        if is_joined:
-            call = dataclasses.replace(call, batch_dim=0)
+        if type(output) not in ORDINARY or not ORDINARY.issuperset(map(type, tensors)):
+            _refuse_traced(owner.name, [output, *tensors])
+        dim = 0 if is_joined else self._batch_dims.get(owner.name, self.batch_dim)
+        call = Call(module, *_detached(args, kwargs, tensors), dim)
         region = graph.region_of(tensors, output)
         versions = tuple([tensor._version for tensor in tensors])
         has_batch = owner.name not in self._without_batch
@@ -254,13 +255,13 @@ class Recorder:
         if not positions:
             return
         inputs, chosen = _tensors(args, kwargs), [outputs[i] for i in positions]
-        output = None
+        output, dim = None, self._batch_dims.get(name, self.batch_dim)
         if len(chosen) == 1 and isinstance(chosen[0].grad_fn, BackwardCFunction):
             output = chosen[0].detach(), chosen[0]._version
         self.enclosing.append(
             EnclosingCall(
                 name,
-                self._call(name, module, args, kwargs),
+                Call(module, *_detached(args, kwargs, inputs), dim),
                 tuple([graph.region_of(inputs, each) for each in chosen]),
                 tuple(positions),
                 tuple([each.shape for each in chosen]),
@@ -269,19 +270,15 @@ class Recorder:
             )
         )
 
-    def _call(
-        self,
-        name: str,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Call:
-        detached: Any
-        if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
-            detached = ((args[0].detach(),), {})
-        else:
-            detached = map_tensors((args, kwargs), torch.Tensor.detach)
-        return Call(module, *detached, self._batch_dims.get(name, self.batch_dim))
+
+def _refuse_traced(name: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Raises CoverageError for the first of these that is not an ordinary tensor."""
+    kind = next(kind for kind in map(type, tensors) if kind not in ORDINARY)
+    raise CoverageError(
+        f"module {name!r} was called with or returned a "
+        f"{kind.__name__}: hooks cannot record what is being traced "
+        "(scan_layers, torch.func, torch.jit). Capture the model without it"
+    )
 
 
 def _tensors(
@@ -291,6 +288,15 @@ def _tensors(
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
         return args
     return tensors_in((args, kwargs))
+
+
+def _detached(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[torch.Tensor]
+) -> Any:
+    """Returns a call's arguments without graphs; ``tensors`` are those in them."""
+    if tensors is args:
+        return (tensors[0].detach(),), {}
+    return map_tensors((args, kwargs), torch.Tensor.detach)
 
 
 def autocast_state(tensor: torch.Tensor) -> dict[str, Any]:

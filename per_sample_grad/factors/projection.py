@@ -23,7 +23,7 @@ import itertools
 import math
 import random
 from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -196,7 +196,7 @@ class Columns:
 
     size: int
     places: Mapping[str, tuple[int, int]]
-    for_loops: dict[Hashable, object]
+    for_loops: dict[Hashable, Any]
 
 
 # The shorter side of a projection, and a convolution's input, keep no more than this:

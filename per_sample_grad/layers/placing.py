@@ -29,18 +29,16 @@ from per_sample_grad.layers.taken import Normalisations, TakenCall, names_of
 _MOST_FOLDED_FIRST = 8
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Row:
     """What loops are told about a call, but for the addresses of its tensors.
 
     Attributes:
-        kind: That of the loop.
-        rest: The columns of `compiled_projections.project_calls` after the addresses.
-        kept: What has the memory of addresses among these.
+        numbers: A row of `compiled_projections.project_calls`, zero for the addresses.
+        kept: What has the memory of other addresses in it.
     """
 
-    kind: int
-    rest: tuple[int, ...]
+    numbers: tuple[int, ...]
     kept: tuple[Any, ...]
 
 
@@ -57,9 +55,10 @@ class Loops:
         self, projection: Projection, columns: Columns, out: torch.Tensor
     ) -> None:
         self._projection, self._columns, self._out = projection, columns, out
-        # Rows of integers of what waits, and the tensors that it is computed from.
-        self._waiting: list[int] = []
-        self._kept: list[torch.Tensor] = []
+        # What waits: rows, four addresses for each, and the tensors there.
+        self._rows: list[_Row] = []
+        self._addresses: list[tuple[int, ...]] = []
+        self._tensors: list[torch.Tensor] = []
 
     def take(
         self, call: TakenCall, gradient: torch.Tensor, saved: Normalisations
@@ -91,19 +90,23 @@ class Loops:
             return False
         assert isinstance(row, _Row)
         tensors = [each.contiguous() for each in tensors]
-        addresses = [each.data_ptr() for each in tensors]
-        self._kept += tensors
-        self._waiting += row.kind, *addresses, *[0] * (4 - len(addresses)), *row.rest
+        addresses = tuple([each.data_ptr() for each in tensors])
+        self._rows.append(row)
+        self._addresses.append(addresses if way.takes_saved else (*addresses, 0, 0))
+        self._tensors += tensors
         return True
 
     def run(self) -> None:
         """Writes the projections of all calls that were taken."""
-        if not self._waiting:
+        if not self._rows:
             return
-        compiled = _compiled()
-        rows = np.array(self._waiting, np.int64).reshape(-1, compiled.WIDTH)
-        compiled.project_calls(rows, self._out.numpy())
-        self._waiting, self._kept = [], []
+        key, known = tuple(self._rows), self._columns.for_loops
+        if key not in known:
+            known[key] = np.array([row.numbers for row in key], np.int64)
+        rows = known[key].copy()
+        rows[:, 1:5] = self._addresses
+        _compiled().project_calls(rows, self._out.numpy())
+        self._rows, self._addresses, self._tensors = [], [], []
 
     def _row(
         self,
@@ -130,7 +133,7 @@ class Loops:
                 fold, count = getattr(each, axis), getattr(each, f"num_{axis}")
             folds.append(_of_axis(fold, count, gradient))
         nowhere = (0, 0)
-        rest: list[int] = []
+        rest: list[int] = [getattr(compiled, kind), 0, 0, 0, 0]
         for name in names:
             rest += self._columns.places.get(name, nowhere) if name else nowhere
         for signs, kept in folds:
@@ -140,8 +143,8 @@ class Loops:
         if matrix is not None:
             shape = (matrix.data_ptr(), *matrix.shape, *[0] * (2 - matrix.dim()))
         rest += *shape, *sizes
-        rest += [0] * (compiled.WIDTH - 5 - len(rest))
-        return _Row(getattr(compiled, kind), tuple(map(int, rest)), (folds, matrix))
+        rest += [0] * (compiled.WIDTH - len(rest))
+        return _Row(tuple(map(int, rest)), (folds, matrix))
 
 
 @functools.cache
