@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -12,11 +13,38 @@ from torch import Tensor
 
 @dataclasses.dataclass
 class Pass:
-    """One pass over an order: the samples that it gave, and those of its steps."""
+    """One pass over an order: the samples that it gave, and those of its steps.
+
+    Attributes:
+        num_drawn, num_stepped: How many there are of each.
+        ended: Whether it has given all of its samples.
+        thread: The thread that draws them.
+        num_waiting: How many of those that it had given when samples were drawn for the
+            last time after a step still wait for theirs.
+        is_prompt: Whether none did once: then nobody draws samples ahead of time.
+    """
 
     num_drawn: int = 0
     num_stepped: int = 0
     ended: bool = False
+    thread: int | None = None
+    num_waiting: int = 0
+    is_prompt: bool = False
+    _stepped_before: int = 0
+
+    def draw(self) -> None:
+        """Counts a sample that is given."""
+        if self.num_stepped > self._stepped_before:
+            self._stepped_before = self.num_stepped
+            self.num_waiting = self.num_drawn - self.num_stepped
+            self.is_prompt |= self.num_waiting == 0
+            self.thread = threading.get_ident()
+        self.num_drawn += 1
+
+    def step(self, num_samples: int) -> None:
+        """Counts the samples of a step."""
+        self.num_stepped += num_samples
+        self.num_waiting = max(0, self.num_waiting - num_samples)
 
 
 class Passes:
@@ -56,7 +84,7 @@ class Passes:
     def _draw(self, samples: list[int], own: Pass, epoch: int) -> Iterator[int]:
         try:
             for sample in samples:
-                own.num_drawn += 1
+                own.draw()
                 self._older_goes_on |= epoch != self._epoch
                 yield sample
         except GeneratorExit:
@@ -86,6 +114,7 @@ class Passes:
         """
         if guesses and indices is None:  # Otherwise they tell passes apart.
             self._check_pass(num_samples)
+            self._check_all_used(num_samples)
         if len(expected) < num_samples:
             raise ValueError(
                 f"step() with {num_samples} samples, but only {len(expected)} are left "
@@ -101,7 +130,7 @@ class Passes:
                     "order in which the loader gives them; a second pass over the "
                     "loader begins the next epoch"
                 )
-        self._newest.num_stepped += num_samples
+        self._newest.step(num_samples)
 
     def _check_pass(self, num_samples: int) -> None:
         """Raises ValueError unless a step can only be one of the newest pass."""
@@ -115,6 +144,24 @@ class Passes:
                 "DataLoader of its own, such as DataLoader(dataset, batch_size); take "
                 "the steps of a pass before the next one begins; or pass indices=, the "
                 "samples that these gradients are of"
+            )
+
+    def _check_all_used(self, num_samples: int) -> None:
+        """Raises ValueError if samples of an earlier batch had no step.
+
+        Batches that a loader draws ahead of time are whole. So what waits is either no
+        sample or at least the next batch, and always none where none has waited before.
+        A thread that draws samples beside the steps may do so at any time.
+        """
+        own = self._newest
+        too_few = own.is_prompt or own.num_waiting < num_samples
+        if own.num_waiting and too_few and own.thread == threading.get_ident():
+            raise ValueError(
+                f"step() with {num_samples} samples, but {own.num_waiting} samples of "
+                "earlier batches had no step, and these gradients would be taken for "
+                "theirs: give a loss (or a gradient) for every sample that the loader "
+                "gives, a zero for one that does not count. If no batch was left out, "
+                "such as where several are joined, pass indices="
             )
 
     def check_update(self, num_seen: int, batch_size: int) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+import torch
 from support.grab_xla import ordering
 from support.grab_xla.ordering import KINDS
 from torch.utils.data import DataLoader, Dataset
@@ -11,6 +14,7 @@ from grab_xla import GraBSampler
 from xla_replica.device.loader import DeviceLoader
 
 N, BATCH = 22, 4  # six batches, the last one of two samples
+PARAMETERS = {"w": torch.zeros(2, 5), "b": torch.zeros(3)}
 REFUSED = "began before another one had taken all its steps"
 
 
@@ -165,3 +169,51 @@ def test_passes_that_need_no_gradients_are_told_apart_too(steps):
                 use(batch)
             break
         use(batch)
+
+
+@pytest.mark.parametrize("left_out", ["one of every batch", "a batch", "some of one"])
+@pytest.mark.parametrize("name", ["plain", "drop_last"])
+def test_samples_without_a_gradient_are_refused(name, left_out):
+    """The next step would be taken for theirs."""
+    sampler = GraBSampler(range(N), PARAMETERS)
+
+    def run() -> None:
+        for number, batch in enumerate(LOADERS[name](sampler)):
+            if left_out == "one of every batch":
+                step(sampler, batch[1:], 0)
+            elif number != 2:
+                step(sampler, batch, 0)
+            elif left_out == "some of one":
+                step(sampler, batch[:1], 0)
+            assert number < 4
+
+    with pytest.raises(ValueError, match="samples of earlier batches had no step"):
+        run()
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+@pytest.mark.parametrize("name", LOADERS)
+def test_batches_may_have_several_steps(name, pieces):
+    sampler = GraBSampler(range(N), PARAMETERS)
+    for epoch in range(2):
+        for batch in LOADERS[name](sampler):
+            for part in batch.chunk(pieces):
+                step(sampler, part, epoch)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_joined_batches_are_the_samples_of_one_step(ahead):
+    """Where they are also drawn ahead, it must say which they are."""
+    sampler = GraBSampler(range(24), PARAMETERS)
+    loader = iter(DataLoader(range(24), BATCH, sampler=sampler))
+    waiting = [next(loader) for _ in range(ahead)]
+    for number in range(3):
+        waiting += itertools.islice(loader, 2)
+        batch = torch.cat(waiting[:2])
+        waiting = waiting[2:]
+        rows = ordering.as_dict(ordering.gradients(0, 24)[batch])
+        if ahead == 1 and number:
+            with pytest.raises(ValueError, match=r"If no batch was left out.*indices="):
+                sampler.step(rows)
+        sampler.step(rows, indices=batch)
+    assert sampler.num_seen == 24
