@@ -13,15 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-LIBRARIES = ("torch", "torch_xla", "numpy", "scikit-learn")
+import torch
+
+LIBRARIES = ("torch", "torch_xla", "numpy", "numba", "scikit-learn")
 
 
 def versions() -> dict[str, Any]:
-    """Returns versions of Python and libraries, None for one that is missing."""
+    """Returns the machine and versions of libraries, None for one that is missing."""
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
     }
     for name in LIBRARIES:
         try:
