@@ -17,9 +17,9 @@ def has_numba() -> bool:
 def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that Numba compiles when it is called, and keeps on the disk.
 
-    Sums may be formed in any order, so that they vectorise; NaN is preserved. What is kept
-    is compiled anew when the function's own file changes, and not when the file of a
-    function that it calls does: that should be the same one, or hardly ever change.
+    Sums may be formed in any order, so that they vectorise; NaN is preserved. What is
+    kept is compiled anew when the function's own file changes, and not when the file of
+    a function that it calls does: that should be the same one, or hardly ever change.
     """
     import numba
 
