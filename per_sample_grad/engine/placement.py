@@ -153,7 +153,7 @@ def _look_at(
         own, children = module._parameters, module._modules
         seen += type(module), _is_compiled(module)
         if own or children:
-            # A tensor that is no parameter was computed from parameters.
+            # A plain tensor among the attributes was computed from parameters.
             seen += "forward" in attributes, set(map(type, attributes.values()))
         for name, param in own.items():
             if param is None:

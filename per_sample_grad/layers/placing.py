@@ -176,7 +176,7 @@ class _Way:
     Attributes:
         settings: All of the module that `describe` depends on, by which it is kept.
         describe: From module, input, gradient, folds of the weight, and the shape of
-            what the node has saved; None: there is no loop for this.
+            what the node has saved. It returns None where no loop can do it.
         takes_saved: Whether what the node has saved is needed.
     """
 

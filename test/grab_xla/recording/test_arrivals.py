@@ -1,4 +1,4 @@
-"""A group's gradient is taken from hooks that leave nothing behind."""
+"""Tests of the hooks that take a group's gradient and are removed after the pass."""
 
 from __future__ import annotations
 

@@ -114,6 +114,25 @@ CONVOLUTIONS = {
 }
 
 
+def projected_with_loops_and_without(monkeypatch, model, losses_of, projection):
+    """Returns projections of two captures with loops and one without, and what took.
+
+    The first capture is compared with autograd, and lets no loop take a call.
+    """
+    answers, taken = [], []
+    take = placing.Loops.take
+    monkeypatch.setattr(
+        placing.Loops, "take", lambda *given: taken.append(take(*given)) or taken[-1]
+    )
+    for numba in (True, True, False):
+        if not numba:
+            monkeypatch.setattr(summing, "has_numba", lambda: False)
+        with psg.capture(model) as recorded:
+            losses = losses_of(model)
+        answers.append(recorded.project(losses, projection, accumulate="mean"))
+    return answers, taken
+
+
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 @pytest.mark.parametrize("size", [12, 60, 4000])
 def test_loops_write_what_torch_multiplies(monkeypatch, name, size):
@@ -121,18 +140,11 @@ def test_loops_write_what_torch_multiplies(monkeypatch, name, size):
     rank = len(layer.kernel_size)
     side = 40 if name == "more than a cache" else 7
     x = torch.randn(3, layer.in_channels, *[side] * rank, dtype=torch.float64)
-    model, answers, taken = nn.Sequential(layer, nn.Flatten()), [], []
+    model = nn.Sequential(layer, nn.Flatten())
     projection = psg.Projection(parameters_of(model), size, seed=1)
-    take = placing.Loops.take
-    monkeypatch.setattr(
-        placing.Loops, "take", lambda *given: taken.append(take(*given)) or taken[-1]
+    answers, taken = projected_with_loops_and_without(
+        monkeypatch, model, lambda model: model(x).square().sum(1), projection
     )
-    for numba in (True, True, False):  # the first one is compared
-        if not numba:
-            monkeypatch.setattr(summing, "has_numba", lambda: False)
-        with psg.capture(model) as recorded:
-            losses = model(x).square().sum(1)
-        answers.append(recorded.project(losses, projection, accumulate="mean"))
     is_folded = projection.size < sum(p.numel() for p in model.parameters())
     expected = has_numba() and is_folded and name != "circular"
     if torch.get_num_threads() <= 2:
@@ -168,21 +180,14 @@ POSITIONS = {
 @pytest.mark.parametrize("size", [4, 40])
 def test_loops_sum_over_positions_what_torch_multiplies(monkeypatch, name, size):
     layer, shape, num_words = POSITIONS[name]
-    model, answers, taken = nn.Sequential(layer.double(), nn.Flatten()), [], []
+    model = nn.Sequential(layer.double(), nn.Flatten())
     x = torch.randn(3, *shape, dtype=torch.float64, requires_grad=num_words is None)
     if num_words is not None:
         x = torch.randint(0, num_words, (3, *shape))
     projection = psg.Projection(parameters_of(model), size, seed=1)
-    take = placing.Loops.take
-    monkeypatch.setattr(
-        placing.Loops, "take", lambda *given: taken.append(take(*given)) or taken[-1]
+    answers, taken = projected_with_loops_and_without(
+        monkeypatch, model, lambda model: model(x).sin().sum(1), projection
     )
-    for numba in (True, True, False):  # the first one is compared
-        if not numba:
-            monkeypatch.setattr(summing, "has_numba", lambda: False)
-        with psg.capture(model) as recorded:
-            losses = model(x).sin().sum(1)
-        answers.append(recorded.project(losses, projection, accumulate="mean"))
     if torch.get_num_threads() <= 2:
         assert taken == [has_numba()]
     for answer in answers[1:]:
