@@ -36,38 +36,31 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     return value
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    """Yields what nested tuples, lists and dicts hold, except such containers."""
-    if isinstance(value, Mapping):
-        for part in value.values():
-            yield from leaves(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from leaves(part)
-    else:
-        yield value
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Returns the tensors that `map_tensors` calls its function with, in that order."""
-    found: list[torch.Tensor] = []
+def leaves(value: Any) -> list[Any]:
+    """Returns what nested tuples, lists and dicts hold, except such containers."""
+    found: list[Any] = []
     _collect(value, found)
     return found
 
 
-def _collect(value: Any, found: list[torch.Tensor]) -> None:
+def _collect(value: Any, found: list[Any]) -> None:
     # In the order of what is seen most: asking whether something is a Mapping takes
     # many times as long.
-    if isinstance(value, torch.Tensor):
+    if value is None or isinstance(value, (torch.Tensor, str, int, float)):
         found.append(value)
     elif isinstance(value, (tuple, list)):
         for part in value:
             _collect(part, found)
-    elif value is None or isinstance(value, (str, int, float)):
-        return
     elif isinstance(value, Mapping):
         for part in value.values():
             _collect(part, found)
+    else:
+        found.append(value)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Returns the tensors that `map_tensors` calls its function with, in that order."""
+    return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
