@@ -219,10 +219,21 @@ def cost_table(steps: Mapping[str, By]) -> str:
 def main() -> None:
     parser = parser_with_output(__doc__)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--cases", nargs="+", choices=[*CASES, *COSTS], metavar="CASE")
+    which.add_argument(
+        "--cases",
+        nargs="+",
+        choices=[*CASES, *COSTS],
+        metavar="CASE",
+        help="rows of cases.py, by name (default: all but those of --costs)",
+    )
     which.add_argument("--quick", action="store_true", help="one case of each family")
     which.add_argument("--costs", action="store_true", help="costs of a larger model")
-    parser.add_argument("--slices", nargs="+", default=SLICES)
+    parser.add_argument(
+        "--slices",
+        nargs="+",
+        default=SLICES,
+        help=f"generation and topology of slices (default: {' '.join(SLICES)})",
+    )
     parser.add_argument("--replicas", type=int, default=8, help="default: 8")
     parser.add_argument("--at-most", type=float, default=5.0, metavar="SECONDS",
                         help="for compiling a program; default: 5")  # fmt: skip

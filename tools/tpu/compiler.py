@@ -90,8 +90,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("programs", nargs="+", type=Path)
-    parser.add_argument("--slices", nargs="+", default=["v5e:2x4", "v6e:2x4"])
+    parser.add_argument(
+        "programs", nargs="+", type=Path, help="files that torch_xla has dumped"
+    )
+    parser.add_argument(
+        "--slices",
+        nargs="+",
+        default=["v5e:2x4", "v6e:2x4"],
+        help="generation and topology of slices (default: v5e:2x4 v6e:2x4)",
+    )
     parser.add_argument("--replicas", type=int, default=8, help="default: 8")
     args = parser.parse_args()
     for slice_name in args.slices:

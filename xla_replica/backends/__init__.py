@@ -1,0 +1,1 @@
+"""`Replica`, its verbs on every backend, and how `current` finds one."""

@@ -1,0 +1,1 @@
+"""What every package shares: argument checks, trees of tensors, whole files."""

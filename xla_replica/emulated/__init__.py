@@ -1,0 +1,1 @@
+"""N replicas on XLA:CPU, in threads of one process."""

@@ -200,12 +200,9 @@ class Emulator:
     def _fetching(self) -> Iterator[None]:
         """Surrounds a fetch, which may compile a graph without collectives.
 
-        The lock is not needed for that graph, and fetches run beside each other, unless
-        somebody has set a precision that this graph could take from a peer.
+        Beside a peer that compiles, products of that graph could take its precision,
+        and the peer could take the fetch's compilation for its own.
         """
-        if not own_process.has_own_precision():
-            yield
-            return
         self._wait(self._xr.global_ordinal())  # cure 3
         with self._compiling:
             own_process.put_own_precision()

@@ -220,7 +220,7 @@ def _install_precision() -> None:
     """Makes the precision of matrix products what the calling replica has set.
 
     It is part of the programs that are compiled while it is in place, so that a replica
-    which sets it would change those of its peers; see `own_precision`.
+    which sets it would change those of its peers; see `put_own_precision`.
     """
     import torch_xla
 
@@ -254,14 +254,3 @@ def put_own_precision() -> None:
     own = torch_xla._XLAC._xla_get_mat_mul_precision()
     if own != _precision_of_process():
         torch_xla._XLAC._xla_set_mat_mul_precision.of_process(own)
-
-
-def has_own_precision() -> bool:
-    """Returns whether a precision has been set, by the calling replica or a peer.
-
-    What compiles without the lock could then have that of another replica.
-    """
-    import torch_xla
-
-    own = torch_xla._XLAC._xla_get_mat_mul_precision()
-    return {own, _precision_of_process()} != {"default"}

@@ -1,0 +1,1 @@
+"""`launch`, and how replicas are started and ended."""
