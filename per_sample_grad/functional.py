@@ -24,7 +24,7 @@ LossFunction = Callable[..., torch.Tensor]
 def per_sample_factors(
     model: nn.Module, loss_fn: LossFunction, batch: tuple[Any, ...], **options: Any
 ) -> Factors:
-    """Runs a forward and a backward pass; all answers are methods of the result.
+    """Returns the factors of every gradient, whose methods are the answers.
 
     Args:
         model: As for `capture`.

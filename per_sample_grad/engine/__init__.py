@@ -1,0 +1,1 @@
+"""`Capture`: one forward and one backward pass, checked against autograd."""

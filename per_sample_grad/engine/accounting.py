@@ -33,7 +33,7 @@ from per_sample_grad.engine.operation_calls import (
 )
 from per_sample_grad.engine.recording import EnclosingCall, RecordedCall, Recorder
 from per_sample_grad.engine.rerunning import modules_again, repeated_call
-from per_sample_grad.layers.registry import memories
+from per_sample_grad.layers.registry import Owned
 from per_sample_grad.operations.uses import Belief, is_broadcast
 from xla_replica.common.trees import tensors_in
 
@@ -309,7 +309,7 @@ class _Accountant:
                     if not all(id(self._params[name]) in held for name in each.names):
                         return False
         if details.believed:
-            known = memories(self._model)
+            known = Owned(self._model)
             return all(belief(nodes[n], known) for n, belief in details.believed)
         return True
 
@@ -377,7 +377,7 @@ class _Accountant:
         outside = {name: self._params[name] for name in reached.outside}
         reasons = dict.fromkeys(outside, "it was called outside of the capture")
         if outside and recorder.called:
-            known = None if recorder.saved_by_hooks else memories(self._model)
+            known = None if recorder.saved_by_hooks else Owned(self._model)
             found, reasons, self._believed = operations(
                 self._model,
                 losses,

@@ -443,21 +443,24 @@ class BackwardPass:
             missing = sorted(set(wanted) - set(found))
             if missing:
                 raise Refusal(f"its rule returned nothing for {', '.join(missing)}")
-            parts = {
-                inner: forms.regroup(forms.widened(found[inner]), len(self._losses))
-                for inner in wanted
-            }
+            parts = {inner: self._uses_in(found[inner]) for inner in wanted}
         except Refusal as refusal:
             for name in dict.fromkeys(params.values()):
                 self.problems.setdefault(name, []).append(f"{call.owner}: {refusal}")
                 self._parts.pop(name, None)
             return
-        for inner, part in parts.items():
-            self._parts.setdefault(wanted[inner], []).append(part)
+        for inner, uses in parts.items():
+            self._parts.setdefault(wanted[inner], []).extend(uses)
+
+    def _uses_in(
+        self, found: Contribution | Sequence[Contribution]
+    ) -> list[Contribution]:
+        uses = found if isinstance(found, Sequence) else [found]
+        return [forms.regroup(forms.widened(use), len(self._losses)) for use in uses]
 
     def _contributions(
         self, call: RecordedCall, gradient: torch.Tensor
-    ) -> Mapping[str, Contribution]:
+    ) -> Mapping[str, Contribution | Sequence[Contribution]]:
         """Applies the rule to a gradient whose rows belong to the samples."""
         gradient, num_samples = call.call.batch_first(gradient), len(self._losses)
         rows = gradient.shape[0]

@@ -64,8 +64,7 @@ class Capture:
             positions; that is believed where the number of rows is not a multiple of B.
         fallback: What to do about parameters that no rule accounts for: ``"error"``,
             ``"batched"`` (the functions or, where that cannot be, the modules that use
-            them run once more, vectorised by torch; else B backward passes of the
-            batch) or ``"loop"``
+            them run once more, vectorised by torch; else as ``"loop"``) or ``"loop"``
             (B backward passes of the batch, for whatever autograd can do). A fallback
             also replaces rules that turn out wrong when checked.
         check: When to compare with autograd, for one more backward pass and, on a

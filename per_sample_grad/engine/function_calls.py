@@ -27,10 +27,10 @@ from per_sample_grad.engine.recording import (
 )
 from per_sample_grad.engine.rerunning import by_sample, cut_at_samples
 from per_sample_grad.errors import Refusal
-from per_sample_grad.factors.forms import Contribution, Dense, summed
+from per_sample_grad.factors.forms import Contribution, Dense
 from per_sample_grad.layers.registry import Call, memories, memory
+from per_sample_grad.operations.computed import take_down
 from per_sample_grad.operations.following import Following
-from per_sample_grad.operations.uses import take_down
 from per_sample_grad.operations.vectorising import gradients_by_sample
 from xla_replica.common.trees import map_tensors, tensors_in
 
@@ -178,7 +178,7 @@ class RepeatedFunction(Call):
     num_samples: int
 
 
-def by_function(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
+def by_function(call: Call, grad: torch.Tensor) -> dict[str, list[Contribution]]:
     """Returns the contributions of a `RepeatedFunction`, by the parameter's name."""
     assert isinstance(call, RepeatedFunction)
     called = call.called
@@ -189,13 +189,12 @@ def by_function(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
         found = _gradients(call, inputs, grad)
     except Exception as error:  # whatever the function raises
         raise Refusal(f"its function cannot be vectorised, {error!r}") from error
-    parts: dict[str, list[torch.Tensor]] = defaultdict(list)
+    parts: dict[str, list[Contribution]] = defaultdict(list)
     for place, values in found.items():
         below = take_down(called.own[place], Dense(values), call.params[place])
-        for name, part in below.items():
-            assert isinstance(part, Dense)
-            parts[name].append(part.values)
-    return {name: Dense(summed(each)) for name, each in parts.items()}
+        for name, each in below.items():
+            parts[name] += each
+    return dict(parts)
 
 
 def _gradients(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -50,7 +50,7 @@ def operations(
     params: Mapping[str, nn.Parameter],
     without_batch: Sequence[graph.Region],
     batch_dim: int,
-    known: Collection[int] | None,
+    known: Container[torch.Tensor] | None,
 ) -> tuple[list[Substitute], dict[str, str], list[tuple[Node, uses.Belief]]]:
     """Returns operations that account for parameters, and what is in the way.
 
@@ -61,7 +61,7 @@ def operations(
         params: Parameters that are used outside of them, by name.
         without_batch: Calls that return the same for all samples, whatever the shapes.
         batch_dim: The dimension that counts samples.
-        known: Where the model's tensors are stored; None: operations must not be asked
+        known: What the model owns; None: operations must not be asked
             for what they have saved.
 
     Returns:

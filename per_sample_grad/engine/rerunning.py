@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -120,7 +121,7 @@ def _of_rows(call: RepeatedCall, grad: torch.Tensor) -> dict[str, torch.Tensor] 
             output = tensors_in(module(*args, **kwargs))[position]
     if output.shape != shape or not _is_equal(output.detach(), before):
         return None
-    weights = torch.exp2(torch.arange(count, dtype=dtype) * 7 % 31 - 15)
+    weights = _powers_of_two(count, dtype)
     found, weighted = (
         torch.autograd.grad(
             output,
@@ -139,6 +140,11 @@ def _of_rows(call: RepeatedCall, grad: torch.Tensor) -> dict[str, torch.Tensor] 
         name: each.movedim(dim, 0).reshape(count, *param.shape)
         for each, (name, param) in zip(found, call.wanted.items())
     }
+
+
+@functools.lru_cache(maxsize=16)
+def _powers_of_two(count: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.exp2(torch.arange(count, dtype=dtype) * 7 % 31 - 15)
 
 
 def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:

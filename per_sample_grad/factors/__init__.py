@@ -1,0 +1,1 @@
+"""What gradients are products of, and the answers that follow from that."""

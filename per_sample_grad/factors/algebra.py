@@ -15,8 +15,16 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from per_sample_grad.factors import forms
-from per_sample_grad.factors.forms import Contribution, Dense, Lookup, Outer, Windows
+from per_sample_grad.factors import forms, hadamard
+from per_sample_grad.factors.forms import (
+    Contribution,
+    Dense,
+    Hadamard,
+    Lookup,
+    Outer,
+    Part,
+    Windows,
+)
 from xla_replica import traits
 
 # One operation is faster than two for at most so many numbers.
@@ -31,8 +39,10 @@ def dot(contribution: Contribution, vectors: torch.Tensor, budget: int) -> torch
     return _joined(_dots(some, vectors) for _, _, some in _parts(contribution, budget))
 
 
-def _dots(contribution: Outer | Lookup | Dense, vectors: torch.Tensor) -> torch.Tensor:
+def _dots(contribution: Part, vectors: torch.Tensor) -> torch.Tensor:
     match contribution:
+        case Hadamard(products, matrix):
+            return _dots(products, vectors.reshape(-1, *matrix.shape) * matrix)
         case Outer(left, right) if left.shape[1] == left.shape[2] == 1:
             # One product for all samples, and not one for each.
             left, right = left[:, 0, 0], right[:, 0, 0]
@@ -105,7 +115,7 @@ def add_weighted_sums_(
 
 
 def _weighted_sum(
-    contribution: Outer | Lookup | Dense, shape: Sequence[int], weights: torch.Tensor
+    contribution: Part, shape: Sequence[int], weights: torch.Tensor
 ) -> torch.Tensor:
     match contribution:
         case Outer(left, right):
@@ -123,11 +133,11 @@ def _weighted_sum(
             return table.index_add(0, index.flatten().long(), scaled).reshape(shape)
         case Dense(values):
             return (weights @ values.flatten(1)).reshape(shape)
+        case Hadamard(products, matrix):
+            return _weighted_sum(products, shape, weights) * matrix.reshape(shape)
 
 
-def _parts(
-    contribution: Contribution, budget: int
-) -> Iterator[tuple[int, int, Outer | Lookup | Dense]]:
+def _parts(contribution: Contribution, budget: int) -> Iterator[tuple[int, int, Part]]:
     """Yields start, stop and samples whose unfolded factors fit ``budget`` bytes."""
     rows, extent = forms.num_rows(contribution), forms.extent(contribution)
     each = extent.unfolded * extent.itemsize
@@ -248,6 +258,14 @@ def materialized_gram(
     )
 
 
+def formed(contribution: Contribution, shape: tuple[int, ...]) -> torch.Tensor:
+    """Returns the gradients of a tensor of this shape, ``(N, *shape)``."""
+    if isinstance(contribution, Dense):
+        return contribution.values.reshape(-1, *shape)
+    count, columns = forms.num_rows(contribution), forms.matrix_shape(shape)[1]
+    return gradients([contribution], shape, count, 0, columns).reshape(-1, *shape)
+
+
 def gradients(
     contributions: Sequence[Contribution],
     shape: Sequence[int],
@@ -315,6 +333,8 @@ def _columns(
             case Dense(values):
                 matrix = values[low:high].reshape(high - low, rows, all_columns)
                 return scaled(matrix[..., first:last])
+            case Hadamard(products, matrix):
+                return of_use(products) * matrix[:, first:last]
 
     def scaled(values: torch.Tensor) -> torch.Tensor:
         return values if scale == 1 else values * scale
@@ -332,7 +352,7 @@ def squares(block: torch.Tensor) -> torch.Tensor:
 
 
 def _square_and_terms(
-    part: Outer | Lookup | Dense,
+    part: Part,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns ``‖g_n‖²`` of one use and the squares of its terms, ``(N,)`` each."""
     match part:
@@ -357,13 +377,22 @@ def _square_and_terms(
                 )
             return found, terms
     kernel = _kernel(part, part)
+    if kernel[0].numel() == 1:  # one group and position
+        terms = kernel.flatten()
+        return terms, terms
     terms = kernel.diagonal(dim1=-2, dim2=-1)
     return kernel.flatten(1).sum(1), terms.flatten(1).sum(1)
 
 
-def _kernel(a: Outer | Lookup | Dense, b: Outer | Lookup | Dense) -> torch.Tensor:
+def _kernel(a: Part, b: Part) -> torch.Tensor:
     """Returns ``⟨a_n, b_n⟩`` by pairs of positions, ``(N, ..., T, S)``, to be added."""
     match a, b:
+        case Hadamard(), Hadamard():
+            return hadamard.kernel(a, b)
+        case Outer(), Hadamard():
+            return hadamard.kernel_with_outer(a, b)
+        case Hadamard(), Outer():
+            return hadamard.kernel_with_outer(b, a).transpose(2, 3)
         case Dense(), Dense():
             return (a.values * b.values).flatten(1)[:, None, None]
         case Lookup(), Outer():
@@ -388,7 +417,7 @@ def _kernel(a: Outer | Lookup | Dense, b: Outer | Lookup | Dense) -> torch.Tenso
     raise AssertionError("no factored product; see plan.has_product")
 
 
-def _pairs(a: Outer | Lookup | Dense, b: Outer | Lookup | Dense) -> torch.Tensor:
+def _pairs(a: Part, b: Part) -> torch.Tensor:
     """Returns ``⟨a_i, b_j⟩``, ``(n, n')``, from ``n T n' T'`` products per group."""
     match a, b:
         case Dense(), Dense():

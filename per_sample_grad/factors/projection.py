@@ -29,7 +29,15 @@ import torch
 import torch.nn.functional as F
 
 from per_sample_grad.factors import forms
-from per_sample_grad.factors.forms import Contribution, Dense, Lookup, Outer, Windows
+from per_sample_grad.factors.forms import (
+    Contribution,
+    Dense,
+    Hadamard,
+    Lookup,
+    Outer,
+    Part,
+    Windows,
+)
 from xla_replica import traits
 from xla_replica.common.arguments import check_integer
 
@@ -351,6 +359,9 @@ def _fold(count: int, kept: int, seed: str, like: torch.Tensor) -> Fold | None:
 
 def _project(use: Contribution, folds: Folds, budget: int) -> torch.Tensor:
     """Returns ``P G Qᵀ`` of every sample's gradient of one use, ``(N, k1 k2)``."""
+    if isinstance(use, Hadamard):
+        parts = use.formed_parts(budget)
+        return torch.cat([_project(part, folds, budget) for part in parts])
     if folds.channels is not None:
         use = _fewer_channels(use, folds.channels, folds.kernel)
     like = forms.float_factor(use)
@@ -392,7 +403,7 @@ def _fewer_channels(use: Contribution, channels: Fold, kernel: int) -> Contribut
             return Dense(folded(values.flatten(2)))
 
 
-def _project_part(part: Outer | Lookup | Dense, folds: Folds) -> torch.Tensor:
+def _project_part(part: Part, folds: Folds) -> torch.Tensor:
     match part:
         case Dense(values):
             matrix = values.reshape(-1, folds.num_rows, folds.num_columns)

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from per_sample_grad.factors.compiled_products import TOGETHER, add_products
 from xla_replica.common.compiling import compiled
 
-# Numbers of seven rows that stay in a CPU's first cache.
-_TOGETHER = 1024
 # A vector of a CPU has no more numbers.
 _VECTOR = 16
 
@@ -42,12 +41,12 @@ def square_sums_of_products(lefts, rights, ones, squares, terms):
             for s in range(0, min(t + 4, num_positions), 3):
                 of_left[:] = 0
                 of_right[:] = ones
-                for first in range(0, p, _TOGETHER):
-                    end = min(first + _TOGETHER, p)
-                    _add_products(left, t, left, s, first, end, of_left, 0)
-                for first in range(0, q, _TOGETHER):
-                    end = min(first + _TOGETHER, q)
-                    _add_products(right, t, right, s, first, end, of_right, 0)
+                for first in range(0, p, TOGETHER):
+                    end = min(first + TOGETHER, p)
+                    add_products(left, t, left, s, first, end, of_left, 0)
+                for first in range(0, q, TOGETHER):
+                    end = min(first + TOGETHER, q)
+                    add_products(right, t, right, s, first, end, of_right, 0)
                 for b in range(3):
                     for a in range(min(4, num_positions - t)):
                         product = of_left[4 * b + a] * of_right[4 * b + a]
@@ -117,7 +116,7 @@ def square_sums_of_convolution(inputs, gradients, before, with_bias, squares):
             for k in range(16):
                 four, others, into = found[k], seen[k], products[k]
                 for c in range(0, channels, 3):
-                    _add_products(four, 0, others, c, 0, size, into, 4 * c)
+                    add_products(four, 0, others, c, 0, size, into, 4 * c)
             total += _squares(products, 4 * channels)
         squares[n] = total
 
@@ -174,56 +173,6 @@ def square_sums_of_table(index, values, num_rows, squares):
         for number in table[:count].reshape(-1):
             total += number * number
         squares[n] = total
-
-
-@compiled
-def _add_products(rows, t, others, s, first, end, found, at):
-    """Adds twelve products of four rows and three others, from t and s on.
-
-    A row after the last is the last one. They are of the numbers ``[first, end)``, and
-    added to those from ``found[at]`` on, four for each of the others.
-    """
-    # Slices are made here: one that is handed on is counted, by atomic operations.
-    last = len(rows) - 1
-    a0, a1 = rows[t, first:end], rows[min(t + 1, last), first:end]
-    a2, a3 = rows[min(t + 2, last), first:end], rows[min(t + 3, last), first:end]
-    last = len(others) - 1
-    b0, b1 = others[s, first:end], others[min(s + 1, last), first:end]
-    b2 = others[min(s + 2, last), first:end]
-    # As many sums as a CPU has registers for, so that it reads 7 numbers for 12.
-    p00 = p01 = p02 = p03 = found.dtype.type(0)
-    p10 = p11 = p12 = p13 = found.dtype.type(0)
-    p20 = p21 = p22 = p23 = found.dtype.type(0)
-    for i in range(len(a0)):
-        x, y, z = b0[i], b1[i], b2[i]
-        a = a0[i]
-        p00 += a * x
-        p10 += a * y
-        p20 += a * z
-        a = a1[i]
-        p01 += a * x
-        p11 += a * y
-        p21 += a * z
-        a = a2[i]
-        p02 += a * x
-        p12 += a * y
-        p22 += a * z
-        a = a3[i]
-        p03 += a * x
-        p13 += a * y
-        p23 += a * z
-    found[at] += p00
-    found[at + 1] += p01
-    found[at + 2] += p02
-    found[at + 3] += p03
-    found[at + 4] += p10
-    found[at + 5] += p11
-    found[at + 6] += p12
-    found[at + 7] += p13
-    found[at + 8] += p20
-    found[at + 9] += p21
-    found[at + 10] += p22
-    found[at + 11] += p23
 
 
 @compiled

@@ -17,9 +17,16 @@ import torch
 from torch import nn
 
 from per_sample_grad.errors import Refusal
-from per_sample_grad.factors import algebra, forms, plan
+from per_sample_grad.factors import algebra, forms, hadamard, loops, plan
 from per_sample_grad.factors.factors import JOINED, Factors
-from per_sample_grad.factors.forms import Contribution, Dense, Extent, Outer, Windows
+from per_sample_grad.factors.forms import (
+    Contribution,
+    Dense,
+    Extent,
+    Hadamard,
+    Outer,
+    Windows,
+)
 from per_sample_grad.factors.plan import Method
 from per_sample_grad.layers import summing
 from per_sample_grad.layers.batch_norm import batch_norm
@@ -118,13 +125,22 @@ class Norming:
 
     def take_gradients(self, uses: Sequence[Contribution]) -> bool:
         """Takes gradients that are formed, and products of one position."""
+        if not self._is_direct:
+            return False
         match uses:
-            case [Dense(values)] if self._is_direct:
+            case [Dense(values)]:
                 self.add_rows(values.flatten(1))
                 return True
-            case [Outer(left, right)] if self._is_direct:
-                if left.shape[1] == left.shape[2] == 1:  # one group, one position
-                    _add_products(self, left[:, 0, 0], right[:, 0, 0], "weight", None)
+            case [Outer(left, right) as use] if _is_one_product(use):
+                _add_products(self, left[:, 0, 0], right[:, 0, 0], "weight", None)
+                return True
+            case [Hadamard() as use] if _is_one_product(use):
+                self.add(hadamard.kernel(use, use).flatten())
+                return True
+            case [_, *_] if all(map(_is_one_product, uses)):
+                found, terms = algebra.squared_norms_and_terms(uses, self._num_samples)
+                if not bool(plan.cancels(found, terms)):
+                    self.add(found)
                     return True
         return False
 
@@ -181,6 +197,12 @@ class Norming:
         rest = list(self._of_factors.values())
         terms = rest if total is None else [total, *rest]
         return forms.summed(terms)
+
+
+def _is_one_product(use: Contribution) -> bool:
+    """Returns whether a use has one group and one position of each sample."""
+    outer = use.products if isinstance(use, Hadamard) else use
+    return isinstance(outer, Outer) and outer.groups == outer.positions == 1
 
 
 def _linear(
@@ -287,7 +309,7 @@ def _by_positions(
     """
     found, terms = [], []
     for us, zs in pairs:
-        if us.is_contiguous() and zs.is_contiguous() and summing.available(us):
+        if us.is_contiguous() and zs.is_contiguous() and loops.available(us):
             squares, alone = summing.squares_by_positions(us, zs, with_bias)
         else:
             of_left = torch.bmm(us, us.transpose(1, 2))
@@ -319,7 +341,7 @@ def _convolution(
     use = windows(gradient, inputs, unfolding)
     extent = forms.extent(use)
     shape = extent.groups * extent.height, extent.width
-    if summing.has_loop(unfolding) and summing.available(gradient):
+    if summing.has_loop(unfolding) and loops.available(gradient):
         size = summing.elements_of_convolution(unfolding, inputs.shape[1])
         is_formed = into.choice(extent, shape).form == "materialized"
         if is_formed and size * gradient.itemsize <= into.budget:
@@ -378,7 +400,7 @@ def _embedding(
     if module.scale_grad_by_freq:
         return False
     use = embedding(call.call, gradient)["weight"]
-    if summing.available(use.values):
+    if loops.available(use.values):
         into.add(summing.squares_of_table(use, module.num_embeddings))
         return True
     extent, shape = forms.extent(use), tuple(module.weight.shape)

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from per_sample_grad.factors import forms
+from per_sample_grad.factors import forms, loops
 from per_sample_grad.factors.factors import Factors
 from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.factors.projection import Fold, Projection
-from per_sample_grad.layers import placing, summing
+from per_sample_grad.layers import placing
 from per_sample_grad.layers.convolution import convolution, unfolding_of
 from per_sample_grad.layers.embedding import embedding
 from per_sample_grad.layers.group_norm import group_norm
@@ -72,7 +72,7 @@ class Projecting:
         # Parameters whose numbers are in their places already.
         self._placed: set[str] = set()
         self._loops: placing.Loops | None = None
-        if out is not None and summing.available(out):
+        if out is not None and loops.available(out):
             self._loops = placing.Loops(projection, self._columns, out)
         self._found: dict[str, torch.Tensor] = {}
         # Gradients of parameters that are vectors.

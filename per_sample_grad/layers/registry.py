@@ -1,7 +1,7 @@
 """What layer rules see, the sums that several take, and which module has which rule."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,7 +59,9 @@ class Call:
 
 # From a call and the gradient of the summed losses with respect to its output (batch
 # first) to the contribution of each parameter, by its name within the module.
-Rule = Callable[[Call, torch.Tensor], Mapping[str, Contribution]]
+Rule = Callable[
+    [Call, torch.Tensor], Mapping[str, Contribution | Sequence[Contribution]]
+]
 
 # From a module and what it returned to one tensor (B, *) of all its outputs, and parts
 # of that tensor in place of what it returned; None where this cannot be.
@@ -76,14 +78,15 @@ def register_rule(
     like: type[nn.Module] | None = None,
     joining: Joining | None = None,
 ) -> Callable[[Rule], Rule]:
-    """A decorator that makes a function the rule of exactly these module types.
+    """Returns a decorator: the function becomes the rule of exactly these types.
 
     The function gets a `Call` and the gradient of the summed losses with respect to
     the module's (first) output, batch first, ``(N, ...)``. It returns, by the names of
     the parameters within the module (``"weight"``, or ``"inner.weight"`` for a module
-    that is treated as one layer), an `Outer`, `Lookup` or `Dense` each with N rows. It
-    raises `Refusal` where its formula does not hold. The first backward pass of every
-    model compares the result with autograd, so a wrong rule raises an error.
+    that is treated as one layer), an `Outer`, `Lookup` or `Dense` each with N rows, or
+    several that are added. It raises `Refusal` where its formula does not hold. The
+    first backward pass of every model compares the result with autograd, so a wrong
+    rule raises an error.
 
     A subclass of a module that has a rule has none until it is registered: it may
     compute something else. If it does not, ``register_rule(Subclass, like=nn.Linear)``
@@ -223,14 +226,49 @@ def memory(tensor: torch.Tensor) -> int | None:
 
 def memories(model: nn.Module) -> set[int]:
     """Returns where a model's parameters and buffers are stored, as `memory` does."""
-    found = {
-        memory(tensor)
-        for module in model.modules()
-        for own in (module._parameters, module._buffers)  # as names take time
-        for tensor in own.values()
-        if tensor is not None
-    }
-    return {each for each in found if each is not None}
+    return set(_memories(model))
+
+
+def _memories(model: nn.Module) -> Iterator[int]:
+    for module in model.modules():
+        for own in (module._buffers, module._parameters):  # as names take time
+            for tensor in own.values():
+                where = None if tensor is None else memory(tensor)
+                if where is not None:
+                    yield where
+
+
+class Owned:
+    """The tensors of a model, and copies of its vectors, as spectral norm makes them.
+
+    On a CPU copies are told by their values: reading those from another device would
+    take a transfer. Where it cannot be told how tensors are stored, only the tensors
+    themselves are the model's.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._memories: set[int] = set()  # as far as they were looked at
+        self._rest = _memories(model)
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        where = memory(tensor)
+        if where is None:
+            return any(tensor is each for each in self._model.buffers())
+        if where in self._memories:
+            return True
+        for each in self._rest:
+            self._memories.add(each)
+            if each == where:
+                return True
+        if tensor.dim() != 1 or tensor.requires_grad or not traits(tensor).is_host:
+            return False
+        return any(
+            each.shape == tensor.shape
+            and each.dtype == tensor.dtype
+            and torch.equal(each, tensor)
+            for each in self._model.buffers()
+        )
 
 
 def rows_in_cache(grad: torch.Tensor) -> int:

@@ -1,6 +1,6 @@
 """Norms and sums of single layers by compiled loops, on a CPU with Numba.
 
-Numbers are float32 or float64.
+They are used where `loops.available` says so. Numbers are float32 or float64.
 """
 
 from __future__ import annotations
@@ -11,21 +11,9 @@ import torch
 
 from per_sample_grad.factors.forms import Lookup
 from per_sample_grad.layers.patches import Unfolding
-from xla_replica import traits
-from xla_replica.common.compiling import has_numba
 
-# So many threads of torch take longer than the loops, which have one (measured).
-_MOST_THREADS = 2
 # Of fewer positions torch forms a convolution's gradients in less time (measured).
 _FEWEST_POSITIONS = 512
-
-
-def available(like: torch.Tensor) -> bool:
-    """Returns whether loops can read this tensor, and take less time than torch."""
-    if not (has_numba() and traits(like).is_host):
-        return False
-    floats = like.dtype == torch.float32 or like.dtype == torch.float64
-    return floats and torch.get_num_threads() <= _MOST_THREADS
 
 
 def squares_by_positions(

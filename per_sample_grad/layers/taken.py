@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
+from per_sample_grad.factors import loops
 from per_sample_grad.factors.factors import Factors
 from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.layers import summing
@@ -163,7 +164,7 @@ def _of_layer_norm(call: Call, gradient: torch.Tensor, saved: _Pair) -> _Pair | 
         return None
     q = gradient.shape[-1]
     x, left = (each.reshape(len(each), -1, q) for each in (call.args[0], gradient))
-    if summing.available(left):
+    if loops.available(left):
         of_rows = [each.detach().reshape(len(x), -1) for each in saved]
         return summing.of_layer_norm(x, left, *of_rows)
     # (B, 1, T)

@@ -1,0 +1,1 @@
+"""Rules of single operations of autograd's graph, and runs for fallbacks."""

@@ -8,6 +8,7 @@ which rows are those of a sample.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 from torch.autograd.graph import Node
 
 from per_sample_grad.factors import forms
-from per_sample_grad.factors.forms import Contribution, Dense, Outer
+from per_sample_grad.factors.forms import Contribution, Dense, Outer, Windows
 from per_sample_grad.operations import rules
 
 # By the name of the node: of the input that is computed from parameters, the dimension
@@ -155,6 +156,8 @@ def contribution(node: Node, slot: int, grad: torch.Tensor, rows: Rows) -> Contr
 
 def _by_sample(matrices: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Returns ``(G, R, p)`` as ``(N, G, T, p)``, where R rows are N times T."""
+    if len(matrices) == rows.before == rows.after == 1:
+        return matrices[0].unsqueeze(1).unsqueeze(1)
     cut = matrices.unflatten(1, (rows.before, -1, rows.after))
     return cut.permute(2, 0, 1, 3, 4).flatten(2, 3)
 
@@ -171,14 +174,15 @@ def through_product(node: Node, slot: int, found: Outer) -> Arranged:
     return Arranged(Outer(found.left @ other.to(found.left.dtype), found.right))
 
 
-def scaled(found: Outer, times: torch.Tensor) -> Outer:
+def scaled(found: Outer | Windows, times: torch.Tensor) -> Outer | Windows:
     """Returns a matrix with rows or columns times numbers, ``(n, 1, *)`` or ``(1, *)``.
 
-    Columns are all that is not the first dimension.
+    Columns are all that is not the first dimension; those of `Windows` have one number.
     """
     if times.numel() == len(times):
         rows = times.reshape(found.groups, 1, -1).to(found.left.dtype)
-        return Outer(found.left * rows, found.right)
+        return dataclasses.replace(found, left=found.left * rows)
+    assert isinstance(found, Outer)
     return Outer(found.left, found.right * times.flatten().to(found.right.dtype))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,7 @@ from torch.autograd.graph import Node
 
 from per_sample_grad.errors import Refusal
 from per_sample_grad.factors import forms
-from per_sample_grad.factors.forms import Contribution, Dense, Outer
+from per_sample_grad.factors.forms import Contribution, Dense
 from per_sample_grad.layers import embedding, registry
 from per_sample_grad.layers.patches import Unfolding, windows
 from xla_replica import traits
@@ -108,31 +107,55 @@ def order_of(node: Node) -> tuple[int, ...] | None:
     return tuple(order)
 
 
-def times_of(node: Node, slot: int) -> float | torch.Tensor | None:
-    """Returns what a node multiplies an input by, for the output to be linear in it.
+def times_of(node: Node, slot: int) -> list[float | torch.Tensor] | None:
+    """Returns what the output's gradient is multiplied by, for that of an input.
 
-    That is a number, which is known without a read from the device, or a constant
-    tensor. None: another operation, or one that broadcasts its input.
+    These are factors: numbers, which are known without a read from the device, and
+    tensors. None: another operation. An input that is broadcast gets the sum besides.
     """
     name = node.name()
-    if name not in _LINEAR or source_shape(node, slot) != output_shape(node):
+    if name not in _LINEAR:
         return None
     if name == "NegBackward0":
-        return -1.0
+        return [-1.0]
+    if name == "DivBackward0" and slot:
+        below = _not_expanded(saved(node, "other"))
+        return [-1 / below.square(), _not_expanded(saved(node, "self"))]
     if name in ("MulBackward0", "DivBackward0"):
+        times = _not_expanded(saved(node, "self" if slot else "other"))
         below, _ = node.next_functions[1 - slot]
-        if below is not None or (slot and name == "DivBackward0"):
-            return None
-        times = saved(node, "self" if slot else "other")
-        if times.numel() == 1 and traits(times).is_host and not times.is_complex():
+        constant = below is None and times.numel() == 1 and traits(times).is_host
+        if constant and not times.is_complex():
             times = float(times)
-        return times if name == "MulBackward0" else 1 / times
+        return [times if name == "MulBackward0" else 1 / times]
     if name == "RsubBackward1":  # what it is subtracted from is a number
-        return -float(saved(node, "alpha"))
+        return [-float(saved(node, "alpha"))]
     if not slot:
-        return 1.0
+        return [1.0]
     alpha = float(saved(node, "alpha"))
-    return alpha if name == "AddBackward0" else -alpha
+    return [alpha if name == "AddBackward0" else -alpha]
+
+
+def _not_expanded(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor with one row where it has the same ones, as far as it tells."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
+        if size > 1 and stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def summed_dims(node: Node, slot: int) -> tuple[int, ...] | None:
+    """Returns the input's dimensions that each number of the output is computed over.
+
+    None: another operation.
+    """
+    name, rank = node.name(), len(source_shape(node, slot))
+    if name not in _OVER_DIMS:
+        return None
+    dims = getattr(node, "_saved_dim", None)
+    if isinstance(dims, int):
+        dims = [dims]
+    return tuple(_signed(dim) % rank for dim in dims or range(rank))
 
 
 def _signed(dim: int) -> int:
@@ -394,11 +417,17 @@ def keeps_rows(node: Node, slot: int) -> bool:
 
 
 @functools.cache
-def _is_pointwise(name: str) -> bool:
+def _is_pointwise(node: str) -> bool:
     """Returns whether an operation computes each number from those in its place.
 
     Of some names there are overloads for numbers alone, which have no tags.
     """
+    found = re.fullmatch(r"(\w+)Backward\d+", node)
+    if found is None:
+        return False
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", found[1]).lower()
+    if name in _POINTWISE:
+        return True
     operation = getattr(torch.ops.aten, name, None)
     return operation is not None and any(
         torch.Tag.pointwise in getattr(operation, overload).tags
@@ -406,39 +435,17 @@ def _is_pointwise(name: str) -> bool:
     )
 
 
-@functools.cache
-def _named(node: str) -> Operation | None:
-    """Returns what is known of operations whose nodes have this name."""
-    found = re.fullmatch(r"(\w+)Backward\d+", node)
-    if node in OPERATIONS or found is None:
-        return OPERATIONS.get(node)
-    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", found[1]).lower()
-    if name in _POINTWISE or _is_pointwise(name):
-        return _AS_AUTOGRAD_DOES
-    return None
+def is_pointwise(node: Node) -> bool:
+    """Returns whether an operation computes each number from those in its place."""
+    return _is_pointwise(node.name())
 
 
 def operation_of(node: Node) -> Operation | None:
     """Returns what is known of a node's operation; None: nothing."""
-    return _named(node.name())
-
-
-def formed(contribution: Contribution, shape: tuple[int, ...]) -> torch.Tensor:
-    """Returns the gradients of a tensor of this shape, ``(N, *shape)``."""
-    match contribution:
-        case Dense(values):
-            found = values
-        case Outer(left, right):
-            found = left.transpose(2, 3) @ right
-        case forms.Windows():
-            rows = forms.num_rows(contribution)
-            found = contribution.gradients(0, rows, 0, contribution.width)
-        case _:
-            index, values = contribution.index, contribution.values
-            found = values.new_zeros(len(values), shape[0], math.prod(shape[1:]))
-            places = index.long().unsqueeze(2).expand_as(values)
-            found = found.scatter_add(1, places, values)
-    return found.reshape(-1, *shape)
+    name = node.name()
+    if name in OPERATIONS:
+        return OPERATIONS[name]
+    return _AS_AUTOGRAD_DOES if _is_pointwise(name) else None
 
 
 # By the name of the node. Channels are the second dimension, so that the batch of
@@ -458,10 +465,24 @@ OPERATIONS: dict[str, Operation] = {
     "NativeBatchNormBackward0": Operation(_batch_normalized, (1, 2), False, 1, True),
     "ConvolutionBackward0": Operation(_convolved, (1, 2), False, 2, True),
 }
-# Operations that are linear in an input, as far as `times_of` knows them.
+# Operations that `times_of` knows.
 _LINEAR = (
     "AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0", "NegBackward0",
-    "RsubBackward1",
+    "RsubBackward1", "ExpandBackward0",
+)  # fmt: skip
+# Each number of their output is computed from others of the input.
+_OVER_DIMS = (
+    "SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1", "NormBackward0",
+    "NormBackward1", "LinalgVectorNormBackward0", "VarBackward0", "StdBackward0",
+    "VarMeanBackward0", "AmaxBackward0", "AminBackward0", "LogsumexpBackward0",
+    "DotBackward0", "VdotBackward0",
+)  # fmt: skip
+# Nodes that change a tensor's shape, and neither its numbers nor their order; and its
+# dtype.
+UNCHANGED = (
+    "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0",
+    "UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1", "AliasBackward0",
+    "CloneBackward0", "ToCopyBackward0",
 )  # fmt: skip
 # Of other operations that compute each number from those in its place autograd's own
 # formula has a row for each sample.

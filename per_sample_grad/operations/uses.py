@@ -5,8 +5,7 @@ parameters alone, such as a table of positions, a normalised weight or ``1 + wei
 does not depend on samples. It meets samples in an operation that broadcasts it over
 them, looks rows up in it or multiplies with it. There the gradient still has a row for
 each sample, and a rule of that operation says what each contributes. From there the
-contribution goes down to the parameter: unchanged, transposed, or, for what else is
-computed, by autograd, vectorised over the samples.
+contribution goes down to the parameter (see `computed`).
 
 That shapes alone decide where samples are met may be wrong. The comparison with
 autograd notices that, as it does for rules of modules.
@@ -15,34 +14,25 @@ autograd notices that, as it does for rules of modules.
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-import xla_replica
-from per_sample_grad.errors import Refusal
 from per_sample_grad.factors import forms
-from per_sample_grad.factors.forms import Contribution, Dense, Outer
-from per_sample_grad.layers import registry
+from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.layers.registry import Call
 from per_sample_grad.operations import products, rules
+from per_sample_grad.operations.computed import take_down
 from per_sample_grad.operations.products import Rows
 from xla_replica.common.trees import tensors_in
 
 # How many operations the search climbs, at most, for one parameter.
 _LONGEST_SEARCH = 1000
-# Nodes that change a tensor's shape, and neither its numbers nor their order; and its
-# dtype.
-_UNCHANGED = (
-    "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0",
-    "UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1", "AliasBackward0",
-    "CloneBackward0", "ToCopyBackward0",
-)  # fmt: skip
 # Nodes that bring dimensions into another order.
 _MOVED = ("PermuteBackward0", "TransposeBackward0", "TBackward0")
 # Nodes that depend on more than their inputs in the graph.
@@ -50,13 +40,8 @@ _BY_DATA = (
     "EmbeddingBackward0", "IndexBackward0", "IndexSelectBackward0", "GatherBackward0",
     "IndexPutBackward0",
 )  # fmt: skip
-# How many operations are gone through by rules on the way down to parameters, at most:
-# a tensor that is used again and again has as many ways down as it has uses.
-_MOST_STEPS = 64
-# What a tensor gets of each sample, on the way.
-Found = Contribution | products.Arranged
-# From a node, and where the model's tensors are stored.
-Belief = Callable[[Node, Collection[int]], bool]
+# From a node, and what the model owns.
+Belief = Callable[[Node, Container[torch.Tensor]], bool]
 # What takes a node's tensor, and as which input: a node, or a call with a rule, which
 # is an integer.
 Consumers = Mapping[Node, Sequence[tuple[Node | int, int]]]
@@ -103,10 +88,11 @@ class OperationCall(Call):
         return operation is not None and operation.runs
 
 
-def by_operation(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
+def by_operation(call: Call, grad: torch.Tensor) -> dict[str, list[Contribution]]:
     """Returns the contributions of an `OperationCall`, by the parameter's name."""
     assert isinstance(call, OperationCall)
-    use, parts = call.use, defaultdict(list)
+    use = call.use
+    parts: dict[str, list[Contribution]] = defaultdict(list)
     for slot, names in use.params.items():
         if use.rows is not None:
             found = products.contribution(use.node, slot, grad, use.rows)
@@ -118,139 +104,10 @@ def by_operation(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
         below, number = use.node.next_functions[slot]
         assert below is not None
         wanted = {name: call.params[name] for name in names}
-        for name, part in take_down(GradientEdge(below, number), found, wanted).items():
-            parts[name].append(part)
-    return {name: _one(each, call.params[name]) for name, each in parts.items()}
-
-
-def _one(parts: list[Contribution], param: nn.Parameter) -> Contribution:
-    if len(parts) == 1:
-        return parts[0]
-    shape = tuple(param.shape)
-    return Dense(forms.summed(rules.formed(each, shape) for each in parts))
-
-
-def take_down(
-    edge: GradientEdge, found: Contribution, wanted: Mapping[str, nn.Parameter]
-) -> dict[str, Contribution]:
-    """Takes what a tensor gets of each sample to the parameters that it depends on."""
-    names = {id(param): name for name, param in wanted.items()}
-    parts: dict[str, list[Contribution]] = defaultdict(list)
-    stack: list[tuple[GradientEdge, Found]]
-    stack = [(edge, products.Arranged(found) if isinstance(found, Outer) else found)]
-    steps = 0
-    while stack:
-        edge, here = stack.pop()
-        node = edge.node
-        shape = tuple(node._input_metadata[edge.output_nr].shape)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            if id(variable) in names:
-                parts[names[id(variable)]].append(_of_shape(here, shape))
-            continue
-        steps += 1
-        below = _below(node, shape, here) if steps < _MOST_STEPS else None
-        if below is not None:
-            stack += below
-            continue
-        for name, part in _by_autograd(edge, _of_shape(here, shape), wanted).items():
-            parts[name].append(part)
-    missing = [name for name in wanted if name not in parts]
-    if missing:
-        raise Refusal(f"it does not depend on {', '.join(missing)}")
-    return {name: _one(parts[name], param) for name, param in wanted.items()}
-
-
-def _of_shape(found: Found, shape: tuple[int, ...]) -> Contribution:
-    if isinstance(found, products.Arranged):
-        return found.of(shape)
-    if isinstance(found, Dense):
-        return Dense(found.values.reshape(-1, *shape))
-    return found
-
-
-def _below(
-    node: Node, shape: tuple[int, ...], found: Found
-) -> list[tuple[GradientEdge, Found]] | None:
-    """Returns what a node's inputs get where it gets this; None: autograd knows."""
-    name = node.name()
-    inputs = [
-        (slot, GradientEdge(below, number))
-        for slot, (below, number) in enumerate(node.next_functions)
-        if below is not None
-    ]
-    if name == "MmBackward0":
-        if not isinstance(found, products.Arranged):
-            return None
-        matrix = found.of(shape)
-        if not isinstance(matrix, Outer) or matrix.groups > 1:
-            return None
-        return [
-            (edge, products.through_product(node, slot, matrix))
-            for slot, edge in inputs
-        ]
-    times = [rules.times_of(node, slot) for slot, _ in inputs]
-    if all(each is not None for each in times):
-        return [
-            (edge, _multiplied(found, shape, each))
-            for (_, edge), each in zip(inputs, times)
-            if each is not None
-        ]
-    if len(inputs) > 1:
-        return None
-    [(_, edge)] = inputs
-    order = rules.order_of(node)
-    if order is not None:
-        if isinstance(found, products.Arranged):
-            permuted = found.permuted(shape, order)
-            return None if permuted is None else [(edge, permuted)]
-        if isinstance(found, Dense):
-            before = [1 + order.index(dim) for dim in range(len(order))]
-            values = found.values.reshape(-1, *shape)
-            return [(edge, Dense(values.permute(0, *before)))]
-        return None
-    if name == "EmbeddingBackward0" and isinstance(found, Dense):
-        index = rules.saved(node, "indices")
-        index = index.expand(len(found.values), *index.shape)
-        values = found.values.reshape(*index.shape, -1)
-        return [(edge, rules.lookup(node, index, values))]
-    if name in _UNCHANGED and isinstance(found, (Dense, products.Arranged)):
-        return [(edge, found)]
-    return None
-
-
-def _multiplied(
-    found: Found, shape: tuple[int, ...], times: float | torch.Tensor
-) -> Found:
-    """Returns what a tensor of this shape gets, times a number or numbers in it."""
-    if isinstance(times, float):
-        if isinstance(found, products.Arranged):
-            return found.multiplied(times)
-        return forms.multiplied(found, times)
-    found = _of_shape(found, shape)
-    own = rules.aligned(tuple(times.shape), shape)
-    if isinstance(found, Outer) and math.prod(own) in (own[0], math.prod(own[1:])):
-        return products.Arranged(products.scaled(found, times.reshape(own)))
-    values = rules.formed(found, shape)
-    return Dense(values * times.to(values.dtype))
-
-
-def _by_autograd(
-    edge: GradientEdge, found: Contribution, wanted: Mapping[str, nn.Parameter]
-) -> dict[str, Contribution]:
-    data = edge.node._input_metadata[edge.output_nr]
-    values = rules.formed(found, tuple(data.shape)).to(data.dtype)
-    inputs = list(wanted.values())
-    with xla_replica.AccumulationHook.paused(inputs):
-        gradients = torch.autograd.grad(
-            [edge],
-            inputs,
-            [values],
-            retain_graph=True,
-            allow_unused=True,
-            is_grads_batched=True,
-        )
-    return {n: Dense(grad) for n, grad in zip(wanted, gradients) if grad is not None}
+        down = take_down(GradientEdge(below, number), found, wanted)
+        for name, each in down.items():
+            parts[name] += each
+    return dict(parts)
 
 
 @dataclasses.dataclass
@@ -267,7 +124,7 @@ class Search:
         outputs: The nodes that made what calls with rules returned.
         constant: Nodes that are known not to depend on samples.
         batch_dim: The dimension that counts samples.
-        known: Where the model's tensors are stored, see `registry.memory`.
+        known: What the model owns, see `registry.Owned`.
         may_read: Whether operations may be asked for what they have saved.
         believed: What else the result depends on than the graph and shapes.
     """
@@ -277,7 +134,7 @@ class Search:
     outputs: Collection[Node]
     constant: Collection[Node]
     batch_dim: int
-    known: Collection[int]
+    known: Container[torch.Tensor]
     may_read: bool
 
     def __post_init__(self) -> None:
@@ -301,6 +158,7 @@ class Search:
                 continue
             for node, slot in met:
                 by_node.setdefault(node, {}).setdefault(slot, []).append(name)
+        _join(by_node)
         found = [
             OperationUse(
                 node,
@@ -412,26 +270,32 @@ class Search:
         return products.rows_of(node, self.consumers, *where)
 
 
-def is_own(node: Node, known: Collection[int]) -> bool:
+@functools.cache
+def _saved_by(kind: type[Node]) -> tuple[str, ...]:
+    """Returns the names of what operations of a kind save; listing them takes time."""
+    return tuple(name for name in dir(kind) if name.startswith("_saved_"))
+
+
+def is_own(node: Node, known: Container[torch.Tensor]) -> bool:
     """Returns whether all that an operation has saved is what the model owns."""
-    saved = (getattr(node, n) for n in dir(node) if n.startswith("_saved_"))
-    return all(registry.memory(each) in known for each in tensors_in(list(saved)))
+    saved = (getattr(node, name) for name in _saved_by(type(node)))
+    return all(each in known for each in tensors_in(list(saved)))
 
 
-def is_known(node: Node, known: Collection[int]) -> bool:
+def is_known(node: Node, known: Container[torch.Tensor]) -> bool:
     """Returns whether what an operation has saved can be told from samples.
 
     That are single numbers, integers, and what the model owns. What has a graph is
     looked at elsewhere, and what the operation has computed depends on nothing else
     than what it took.
     """
-    names = (n for n in dir(node) if n.startswith("_saved_"))
+    names = _saved_by(type(node))
     saved = (getattr(node, n) for n in names if not n.startswith("_saved_result"))
     return all(
         each.numel() == 1
         or each.requires_grad
         or not each.is_floating_point()
-        or registry.memory(each) in known
+        or each in known
         for each in saved
         if isinstance(each, torch.Tensor)
     )
@@ -458,7 +322,7 @@ def is_broadcast(
                 and operation.meets_samples(taker, slot, num_samples, batch_dim)
             ):
                 found = True
-            elif taker.name() in (*_UNCHANGED, *_MOVED) or (
+            elif taker.name() in (*rules.UNCHANGED, *_MOVED) or (
                 0 <= at < len(shape) and shape[at] == 1
             ):
                 if taker not in seen:
@@ -467,6 +331,31 @@ def is_broadcast(
             else:
                 return False
     return found and not stack
+
+
+def _join(found: dict[Node, dict[int, list[str]]]) -> None:
+    """Leaves out nodes that what another node takes is computed by.
+
+    Where there is one sample, each repetition of rows looks like one over samples. What
+    goes down from the other node comes by the parameters anyway.
+    """
+    for outer, slots in list(found.items()):
+        for slot, names in slots.items():
+            below = _inside(outer.next_functions[slot][0])
+            for inner in found.keys() & below:
+                for others in found.pop(inner).values():
+                    names += [name for name in others if name not in names]
+
+
+def _inside(node: Node | None) -> set[Node]:
+    """Returns a node and all that it depends on."""
+    stack, seen = [node], {node}
+    while stack:
+        current = stack.pop()
+        new = set() if current is None else {n for n, _ in current.next_functions}
+        stack.extend(new - seen)
+        seen |= new
+    return {each for each in seen if each is not None}
 
 
 def _of_parameters_alone(node: Node, slot: int, of_data: set[Node]) -> bool:

@@ -1,0 +1,1 @@
+"""Scores and projections of all samples of a pool, in parts that survive."""

@@ -21,9 +21,10 @@ training: forward pass, backward pass and the gradients. The tool fails if two w
 disagree about the answer.
 
 ``--uncovered`` measures something else: what one parameter that no rule of a module
-accounts for adds to norms with ``fallback="batched"``, as a ratio to the norms of the
-same model without that parameter. It is an exponent, which autograd's own formula
-accounts for, or is in a function that runs once more.
+accounts for adds to norms, as a ratio to the norms of the same model without that
+parameter. It is an exponent, which autograd's own formula accounts for, what a weight
+is computed from, or in a function or module that runs once more: these need
+``fallback="batched"``, and only they have it.
 """
 
 from __future__ import annotations
@@ -338,8 +339,13 @@ def measure_uncovered(name: str, batch: int, rounds: int) -> dict[str, Any]:
         names = [name for name, _ in model.named_parameters()]
         rest = [n for n in names if n.rpartition(".")[2] not in UNCOVERED_NAMES]
 
-        def whole(model: nn.Module = model, data: Any = data) -> torch.Tensor:
-            return psg.per_sample_grad_norms(model, losses_of, data, fallback="batched")
+        is_complete = psg.coverage(model, losses_of, data).complete
+        fallback = "error" if is_complete else "batched"
+
+        def whole(
+            model: nn.Module = model, data: Any = data, fallback: Any = fallback
+        ) -> torch.Tensor:
+            return psg.per_sample_grad_norms(model, losses_of, data, fallback=fallback)
 
         def covered(
             model: nn.Module = model, data: Any = data, rest: list[str] = rest
@@ -408,10 +414,26 @@ def install(folder: str) -> None:
 
 def main() -> None:
     parser = parser_with_output(__doc__)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--quantities", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=MODELS,
+        default=list(MODELS),
+        help="what is trained (default: all)",
+    )
+    parser.add_argument(
+        "--quantities",
+        nargs="+",
+        choices=WAYS,
+        default=list(WAYS),
+        help="what is computed (default: all)",
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="samples of a step (default: 32)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=40, help="how often all are timed (default: 40)"
+    )
     parser.add_argument(
         "--uncovered", action="store_true", help="what an uncovered parameter costs"
     )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from tools.outside.models import import_torchvision
 
@@ -76,6 +77,39 @@ class Halved(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.doubled * 0.5)
+
+
+class Masked(nn.Module):
+    """A linear layer of which half of the weights are masked."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.unmasked = nn.Parameter(layer.weight.detach())
+        self.register_buffer("mask", (torch.rand_like(self.unmasked) < 0.5).float())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.unmasked * self.mask)
+
+
+def normalised(layer: nn.Linear) -> nn.Module:
+    """Returns the layer with a weight that is normalised row by row."""
+    return parametrizations.weight_norm(layer)
+
+
+def of_norm_one(layer: nn.Linear) -> nn.Module:
+    """Returns the layer with a weight over its largest singular value."""
+    return parametrizations.spectral_norm(layer)
+
+
+class Bounded(nn.Module):
+    """A linear layer whose weights are between -1 and 1."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.unbounded = nn.Parameter(layer.weight.detach().atanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.unbounded.tanh())
 
 
 class Transformer(nn.Module):
@@ -173,15 +207,18 @@ def transformer_with_module(kind: Activation = Power) -> nn.Module:
     return model
 
 
-def mlp_with_computed_weight() -> nn.Module:
+Computing = Callable[[nn.Linear], nn.Module]
+
+
+def mlp_with_computed_weight(computing: Computing) -> nn.Module:
     model = mlp()
-    model[2] = Halved(model[2])
+    model[2] = computing(model[2])
     return model
 
 
-def transformer_with_computed_weight() -> nn.Module:
+def transformer_with_computed_weight(computing: Computing) -> nn.Module:
     model = Transformer()
-    model.up = Halved(model.up)
+    model.up = computing(model.up)
     return model
 
 
@@ -191,18 +228,33 @@ UNCOVERED: dict[str, dict[str, Callable[[], nn.Module]]] = {
         "the model's own": OwnExponent,
         "a function's that runs once more": lambda: mlp_with_module(Distance),
         "a module's that runs once more": lambda: mlp_with_module(Squashed),
-        "what a weight is computed from": mlp_with_computed_weight,
+        "what a weight is half of": lambda: mlp_with_computed_weight(Halved),
+        "a masked weight's": lambda: mlp_with_computed_weight(Masked),
+        "a bounded weight's": lambda: mlp_with_computed_weight(Bounded),
+        "a weight's with weight norm": lambda: mlp_with_computed_weight(normalised),
+        "a weight's with spectral norm": lambda: mlp_with_computed_weight(of_norm_one),
     },
     "transformer": {
         "a small module's": transformer_with_module,
         "the model's own": TransformerWithExponent,
         "a function's that runs once more": lambda: transformer_with_module(Distance),
         "a module's that runs once more": lambda: transformer_with_module(Squashed),
-        "what a weight is computed from": transformer_with_computed_weight,
+        "what a weight is half of": lambda: transformer_with_computed_weight(Halved),
+        "a masked weight's": lambda: transformer_with_computed_weight(Masked),
+        "a bounded weight's": lambda: transformer_with_computed_weight(Bounded),
+        "a weight's with weight norm": lambda: transformer_with_computed_weight(
+            normalised
+        ),
+        "a weight's with spectral norm": lambda: transformer_with_computed_weight(
+            of_norm_one
+        ),
     },
 }
 # What the parameters that no rule of a module accounts for are called.
-UNCOVERED_NAMES = ("exponent", "centre", "squash", "doubled")
+UNCOVERED_NAMES = (
+    "exponent", "centre", "squash", "doubled", "unmasked", "unbounded", "original",
+    "original0", "original1",
+)  # fmt: skip
 
 
 def losses_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

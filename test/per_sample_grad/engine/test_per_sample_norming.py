@@ -10,6 +10,7 @@ from torch import nn
 
 import per_sample_grad as psg
 from per_sample_grad.engine import placement
+from per_sample_grad.factors import loops
 from per_sample_grad.layers import norming, summing
 from xla_replica.common.compiling import has_numba
 
@@ -168,7 +169,7 @@ def test_loops_find_what_torch_does(monkeypatch, name, frozen):
     )
     for numba in (True, True, False):  # the first one is compared
         if not numba:
-            monkeypatch.setattr(summing, "has_numba", lambda: False)
+            monkeypatch.setattr(loops, "has_numba", lambda: False)
         answers.append(norms(model, x, params=params))
     has_loop = name not in ("reflected", "stride")
     needs_loop = frozen != "weight" or name == "norm"
@@ -193,7 +194,7 @@ def test_positions_below_a_mean_take_one_product(monkeypatch, bias):
 
     products, bmm = [], torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda *a: products.append(1) or bmm(*a))
-    monkeypatch.setattr(summing, "has_numba", lambda: False)
+    monkeypatch.setattr(loops, "has_numba", lambda: False)
     for losses_of in (mean, almost):
         expected = psg.per_sample_factors(model, losses_of, (x,)).norms()
         products.clear()

@@ -9,7 +9,8 @@ from support.per_sample_grad.layer_cases import CASES
 from torch import nn
 
 import per_sample_grad as psg
-from per_sample_grad.layers import placing, projecting, summing
+from per_sample_grad.factors import loops
+from per_sample_grad.layers import placing, projecting
 from xla_replica.common.compiling import has_numba
 
 
@@ -126,7 +127,7 @@ def projected_with_loops_and_without(monkeypatch, model, losses_of, projection):
     )
     for numba in (True, True, False):
         if not numba:
-            monkeypatch.setattr(summing, "has_numba", lambda: False)
+            monkeypatch.setattr(loops, "has_numba", lambda: False)
         with psg.capture(model) as recorded:
             losses = losses_of(model)
         answers.append(recorded.project(losses, projection, accumulate="mean"))

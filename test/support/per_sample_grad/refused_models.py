@@ -57,6 +57,18 @@ def weight_norm() -> nn.Module:
     return nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 2)))
 
 
+class Masked(nn.Module):
+    """A layer whose weight is a parameter times a buffer, as pruning leaves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3))
+        self.register_buffer("mask", (torch.arange(12).view(4, 3) % 3 > 0).float())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight * self.mask)
+
+
 def pruned() -> nn.Module:
     model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
     prune.random_unstructured(model[0], "weight", 0.5)
@@ -130,6 +142,7 @@ BY_OPERATIONS = [
     Case("positions", Positions, (5, 3)),
     Case("weight-norm", weight_norm, (3,)),
     Case("pruned", pruned, (3,)),
+    Case("masked", lambda: nn.Sequential(Masked(), nn.Tanh(), nn.Linear(4, 2)), (3,)),
     Case("weight-as-input", weight_as_input, (3,)),
     Case("patched-forward", patched, (3,)),
 ]

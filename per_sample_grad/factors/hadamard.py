@@ -1,0 +1,75 @@
+"""Inner products of outer products of which some are multiplied by a shared matrix.
+
+As each is a product, ``Σ_ij m_ij (u_i z_j) (u'_i z'_j)`` is ``(u u')ᵀ m (z z')``, with
+products number by number: one product with m, for all samples together.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from per_sample_grad.factors import loops
+from per_sample_grad.factors.forms import Hadamard, Outer
+
+
+def kernel(a: Hadamard, b: Hadamard) -> torch.Tensor:
+    """Returns ``⟨a_n, b_n⟩`` by pairs of positions, ``(N, G, T, S)``."""
+    mine, theirs = a.products, b.products
+    assert isinstance(mine, Outer)
+    assert isinstance(theirs, Outer)
+    if _is_one_number(mine.right) and _is_one_number(theirs.right):
+        if a.matrix is not b.matrix:
+            sums = torch.linalg.vecdot(a.matrix, b.matrix)
+        elif a.known is not None:
+            sums = a.known.squares
+        else:  # nothing is written
+            sums = torch.linalg.vector_norm(a.matrix, dim=1).square_()
+        by_group = sums.view(mine.groups, 1, -1)
+        found = (mine.left * by_group) @ theirs.left.transpose(2, 3)
+        return found * (mine.right[..., :1] * theirs.right[..., :1].transpose(2, 3))
+    left = _pairs(mine.left, theirs.left)
+    groups, _, height = left.shape
+    right = _pairs(mine.right, theirs.right)
+    if groups == 1 and loops.available(a.matrix):
+        found = loops.sums_with_matrices(left[0], right[0], a.matrix, b.matrix)
+    else:
+        through = left @ (a.matrix * b.matrix).view(groups, height, -1)
+        found = torch.linalg.vecdot(through, right)
+    return _by_sample(found, mine, theirs)
+
+
+def kernel_with_outer(a: Outer, b: Hadamard) -> torch.Tensor:
+    """Returns ``⟨a_n, b_n⟩`` by pairs of positions, ``(N, G, T, S)``."""
+    theirs = b.products
+    assert isinstance(theirs, Outer)
+    if (
+        b.known is not None
+        and b.known.right is a.right
+        and _is_one_number(theirs.right)
+    ):
+        # Σ_i u_i u'_i (m z)_i, of which m z is known.
+        found = (a.left * b.known.through) @ theirs.left.transpose(2, 3)
+        return found * theirs.right[..., :1].transpose(2, 3)
+    left, right = _pairs(a.left, theirs.left), _pairs(a.right, theirs.right)
+    through = left @ b.matrix.view(a.groups, left.shape[2], -1)
+    return _by_sample(torch.linalg.vecdot(through, right), a, theirs)
+
+
+def _is_one_number(factor: torch.Tensor) -> bool:
+    """Returns whether a factor was expanded from one number, as far as it tells."""
+    sizes = zip(factor.shape, factor.stride())
+    return all(size == 1 or stride == 0 for size, stride in sizes)
+
+
+def _pairs(factor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Returns products of all pairs of positions, ``(G, N T S, p)``."""
+    if factor.shape[2] == other.shape[2] == 1:
+        found = factor * other
+    else:
+        found = (factor.unsqueeze(3) * other.unsqueeze(2)).flatten(2, 3)
+    return found.transpose(0, 1).flatten(1, 2)
+
+
+def _by_sample(found: torch.Tensor, a: Outer, b: Outer) -> torch.Tensor:
+    by_position = found.view(a.groups, -1, a.positions, b.positions)
+    return by_position.transpose(0, 1)
