@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", TraceWarning)
+            _check_out(args)
             output = COMMANDS[args.command][1](args)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         choices.choices[args.command].error(str(error))
@@ -55,3 +57,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"warning: {warning.message}\n")
     sys.stdout.write(f"{output}\n")
     return 0
+
+
+def _check_out(args: argparse.Namespace) -> None:
+    """Raises ValueError if the output would replace a file that is read."""
+    out = getattr(args, "out", None)
+    if out is None or not os.path.isfile(out):
+        return
+    given = [value for name, value in vars(args).items() if name != "out"]
+    read = [
+        each for value in given for each in (value if type(value) is list else [value])
+    ]
+    paths = [each for each in read if isinstance(each, (str, os.PathLike))]
+    if any(os.path.isfile(path) and os.path.samefile(path, out) for path in paths):
+        raise ValueError(
+            f"--out {out} is the file that is read, which would be lost: give it "
+            "another name"
+        )

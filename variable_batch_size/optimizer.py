@@ -28,7 +28,8 @@ from xla_replica.common.arguments import check_flag
 
 def _setting(name: str) -> property:
     """Returns a setting of the wrapper, which cannot be assigned."""
-    return property(lambda self: getattr(self._settings, name))
+    doc = f"The argument ``{name}``; it cannot be assigned."
+    return property(lambda self: getattr(self._settings, name), doc=doc)
 
 
 class ElasticOptimizer(OptimizerProxy):
@@ -48,7 +49,7 @@ class ElasticOptimizer(OptimizerProxy):
     **Idle replicas.** A replica without a minibatch in a step runs no forward pass and
     adds nothing. It joins the update inside its previous `step` call, or in `set_epoch`
     where the epoch begins with such steps. `step` therefore returns how many updates it
-    made, and whatever must happen once per update (an LR scheduler, a log) belongs into
+    made, and whatever must happen once per update (an LR scheduler, a log) belongs in
     `attach`, which runs it for these updates too. With ``lockstep`` such a replica
     calls `join_step` instead, and loop bodies run once per update on every replica.
     Replicas that use different learning rates raise `ReplicaError`: at once where the
@@ -188,8 +189,8 @@ class ElasticOptimizer(OptimizerProxy):
             self._sharded,
         )
         self._saved = ElasticState(
-            self.rule,
-            ref_batchsize,
+            self._settings,
+            self._settings.lasting(optimizer),
             self._programs.scaling,
             self.noise,
             self._attached,
@@ -278,7 +279,7 @@ class ElasticOptimizer(OptimizerProxy):
             TypeError: ``target`` is neither, or a scheduler whose step needs a metric,
                 or a function with a unit; or iterations are not measured.
             ValueError: ``unit`` or ``every`` is not allowed; or ``target`` is attached
-                already, or is the scheduler of another optimizer.
+                already, or was built with another optimizer.
             ReplicaError: This replica has joined updates of the epoch, and other
                 replicas have not made them yet: attach before `set_epoch`.
         """
@@ -289,6 +290,12 @@ class ElasticOptimizer(OptimizerProxy):
             raise ValueError(
                 f"attach: {target!r} changes the learning rate of another optimizer: "
                 "build it with this wrapper, or with the optimizer that it wraps"
+            )
+        if getattr(target, "updates_of", self) is not self:
+            raise ValueError(
+                f"attach: {target!r} was built with another optimizer, and would tell "
+                "of that one's sampler and state, or save them: build it with this "
+                "wrapper"
             )
         self._attached.add(target, unit, every)
 
@@ -454,11 +461,14 @@ class ElasticOptimizer(OptimizerProxy):
             state_dict: On every replica.
             place: Continue at the saved epoch and step. If False, only weights' states,
                 schedulers and measurements are taken: for another training run.
-            allow_changes: See `CustomSampler.load_state_dict`.
+            allow_changes: Accept other settings and hyperparameters than the saved
+                run had, of which those of parameter groups are then the saved ones, as
+                in torch; fewer schedulers; and what `CustomSampler.load_state_dict`
+                accepts.
 
         Raises:
             ValueError: The state does not fit the parameter groups, or is of another
-                rule or a run on other samples.
+                rule or run.
         """
         elastic = dict(state_dict.get("elastic", {}))
         if not place:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
+
+from xla_replica.common.arguments import check_number
 
 
 def _of_inner(name: str) -> property:
@@ -79,11 +81,14 @@ class OptimizerProxy(Optimizer):
 
     def set_lr(self, values: tuple[float, ...]) -> None:
         """Sets the reference learning rate of each parameter group."""
-        if len(values) != len(self.param_groups):
+        num_groups = len(self.param_groups)
+        if not isinstance(values, Sequence) or len(values) != num_groups:
             raise ValueError(
-                f"set_lr needs one learning rate for each of "
-                f"{len(self.param_groups)} parameter groups, got {values!r}"
+                f"set_lr needs a tuple with one learning rate for each of {num_groups} "
+                f"parameter groups, got {values!r}"
             )
+        for value in values:
+            check_number("set_lr: the learning rate", value, least=0)
         for group, value in zip(self.param_groups, values):
             group["lr"] = value
 

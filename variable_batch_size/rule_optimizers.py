@@ -32,42 +32,53 @@ class _NamedRuleOptimizer(ElasticOptimizer):
 
 
 class LinearRuleOptimizer(_NamedRuleOptimizer):
-    """lr * B / ref_batchsize. Further options are those of `ElasticOptimizer`."""
+    """Multiplies the learning rate by B / ref_batchsize.
+
+    The linear rule of Goyal et al. 2017, arXiv:1706.02677. Further options are those of
+    `ElasticOptimizer`.
+    """
 
     _rule = "linear"
 
 
 class RootRuleOptimizer(_NamedRuleOptimizer):
-    """lr * sqrt(B / ref_batchsize). Further options: see `ElasticOptimizer`."""
+    """Multiplies the learning rate by sqrt(B / ref_batchsize).
+
+    Krizhevsky 2014, arXiv:1404.5997. Further options are those of `ElasticOptimizer`.
+    """
 
     _rule = "root"
 
 
 class AdamRootRuleOptimizer(_NamedRuleOptimizer):
-    """For Adam and AdamW at kappa = B / ref_batchsize times the reference batch.
+    """Scales what Adam and AdamW use, for kappa = B / ref_batchsize.
 
-    Learning rate times sqrt(kappa), 1 - beta times kappa, epsilon over sqrt(kappa),
-    and bias corrections for betas that change: see `variable_batch_size.rules.adam`.
-    Needs kappa (1 - beta1) < 1. Further options: see `ElasticOptimizer`.
+    Learning rate times sqrt(kappa), 1 - beta times kappa, epsilon over sqrt(kappa)
+    (Malladi et al. 2022, arXiv:2205.10287), and bias corrections for betas that change:
+    see `variable_batch_size.rules.adam`. Needs kappa (1 - beta1) < 1. Further options
+    are those of `ElasticOptimizer`.
     """
 
     _rule = "adam-root"
 
 
 class AdamHalfLifeRuleOptimizer(_NamedRuleOptimizer):
-    """`AdamRootRuleOptimizer` with beta ** kappa, valid at every batch size."""
+    """Scales as `AdamRootRuleOptimizer`, but with beta ** kappa: for every kappa."""
 
     _rule = "adam-half-life"
 
 
 class ConstantOptimizer(_NamedRuleOptimizer):
-    """The learning rate stays. For further options see `ElasticOptimizer`."""
+    """Leaves the learning rate as it is. Options are those of `ElasticOptimizer`."""
 
     _rule = "constant"
 
 
 class PowerRuleOptimizer(ElasticOptimizer):
-    """lr * (B / ref_batchsize) ** alpha. Further options: see `ElasticOptimizer`."""
+    """Multiplies the learning rate by (B / ref_batchsize) ** alpha.
+
+    Further options are those of `ElasticOptimizer`.
+    """
 
     def __init__(
         self,
@@ -84,11 +95,12 @@ class PowerRuleOptimizer(ElasticOptimizer):
 
 
 class AdaScaleOptimizer(ElasticOptimizer):
-    """lr * gain: AdaScale SGD (Johnson et al. 2020, arXiv:2007.05105, Algorithm 1).
+    """Multiplies the learning rate by the gain that it measures: AdaScale SGD.
 
-    The gain says how many steps at ``ref_batchsize`` a step is worth, between 1 and
-    B / ref_batchsize. It is measured from the gradients that the step sees anyway, and
-    stays on the device; the methods read it. Measure training length and schedules in
+    Johnson et al. 2020, arXiv:2007.05105, Algorithm 1. The gain says how many steps at
+    ``ref_batchsize`` a step is worth, between 1 and B / ref_batchsize. It is measured
+    from the gradients that the step sees anyway, and stays on the device; the methods
+    read it. Measure training length and schedules in
     `progress`, the sum of the gains, instead of steps.
 
     Args:

@@ -253,6 +253,25 @@ def test_a_learning_rate_that_is_not_finite_is_refused(value):
         torch.testing.assert_close(parameter.detach(), kept, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("value", [-0.1, "0.1", torch.tensor(0.1), None])
+def test_a_learning_rate_that_is_set_later_is_a_number(value):
+    """torch's SGD checks none after construction, and climbs where it is negative."""
+    model, sampler, optimizer = make()
+    optimizer.param_groups[0]["lr"] = value
+    before = model.weight.detach().clone()
+    with pytest.raises(ValueError, match=r"has become .*must be a finite number"):
+        run_epoch(model, sampler, optimizer)
+    assert torch.equal(model.weight, before)
+    with pytest.raises((TypeError, ValueError), match="set_lr: the learning rate must"):
+        optimizer.set_lr((value,))
+
+
+def test_a_wrapper_is_not_wrapped_again():
+    _, sampler, wrapper = make()
+    with pytest.raises(TypeError, match="a LinearRuleOptimizer, which is a wrapper"):
+        vbs.RootRuleOptimizer(wrapper, sampler, 32, replica=CPU)
+
+
 def test_a_hyperparameter_of_nan_is_refused():
     model, sampler, _ = make()
     sgd = SGD(model.parameters(), 0.1, momentum=float("nan"))
@@ -298,6 +317,8 @@ def test_learning_rates_for_every_group():
     _, _, wrapper = make()
     with pytest.raises(ValueError, match="one learning rate for each of 1 parameter"):
         wrapper.set_lr((0.1, 0.2))
+    with pytest.raises(ValueError, match=r"needs a tuple with one .* got 0.1"):
+        wrapper.set_lr(0.1)
 
 
 def test_a_closure_is_refused():

@@ -51,8 +51,10 @@ def test_a_copy_is_refused():
 def test_a_state_of_another_reference_is_refused():
     _, optimizer = noise.make(ref_batchsize=2)
     _, other = noise.make(ref_batchsize=1)
-    with pytest.raises(ValueError, match="counts steps of 2 samples, and this opt"):
+    with pytest.raises(ValueError, match="ref_batchsize was 2 and is 1"):
         other.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match="counts steps of 2 samples, and this opt"):
+        other.load_state_dict(optimizer.state_dict(), allow_changes=True)
 
 
 def test_a_state_of_another_rule_is_refused():

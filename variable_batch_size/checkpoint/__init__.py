@@ -1,0 +1,1 @@
+"""`Checkpointer`: what is saved, how files are written, when a run stops."""

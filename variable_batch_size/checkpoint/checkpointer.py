@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import errno
 import logging
 import operator
-import random
+import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch import nn
 
 import xla_replica
-from variable_batch_size.checkpoint import files, save_and_stop, shards
+from variable_batch_size.checkpoint import files, random_state, save_and_stop, shards
 from variable_batch_size.checkpoint.writer import Writer, detached
 from variable_batch_size.data.schedule import Cursor, TraceExhausted
 from variable_batch_size.optimizer import ElasticOptimizer
-from variable_batch_size.step.attached import Update
+from variable_batch_size.runs.run_log import RunLog
+from variable_batch_size.step.attached import AttachedScheduler, Update
 from xla_replica import Replica
 from xla_replica.common.arguments import check_choice, check_flag, check_integer
 from xla_replica.common.differences import check_same
@@ -37,12 +36,19 @@ _LOOK_SECONDS = 1.0
 
 
 class Restored(NamedTuple):
-    """What a loaded run has done, and where it resumes."""
+    """What a loaded run has done, and where it resumes.
 
-    path: Path  # the checkpoint
+    Attributes:
+        path: The checkpoint.
+        num_updates: Updates that the run has made.
+        epoch: Where the loop begins; the sampler yields what is left of it.
+        best: The best metric so far, or None.
+    """
+
+    path: Path
     num_updates: int
-    epoch: int  # where the loop begins; the sampler yields what is left of it
-    best: float | None  # the best metric so far, if one was saved
+    epoch: int
+    best: float | None
 
 
 class Checkpointer:
@@ -92,13 +98,11 @@ class Checkpointer:
     Attributes:
         num_updates: Updates that the run has made.
         best_metric: The best metric passed to `save` so far, or None.
+        updates_of: The optimizer, the only one that this may be attached to.
 
     Raises:
         ValueError, TypeError: An argument is out of range, or of the wrong type.
     """
-
-    # Read by `ElasticOptimizer.attach`: what is attached later would be saved too old.
-    saves_updates = True
 
     def __init__(
         self,
@@ -145,13 +149,15 @@ class Checkpointer:
         self.replica: Replica = optimizer.replica
         self.num_updates = 0
         self.best_metric: float | None = None
-        self._optimizer, self._parts = optimizer, parts
+        self.updates_of = self._optimizer = optimizer
+        self._parts = parts
         self._keep, self._best, self._look_every = keep, best, look_every
         self._times = save_and_stop.SaveTimes(
             self.replica, every_updates, every_minutes
         )
         self._writer = Writer(asynchronous)
         self._is_proven = False  # True after what it writes was loaded once
+        self._has_looked = False  # at the folder, for a run to resume
         # Where the run began, until this has been called after an update.
         self._begun: Cursor | None = optimizer.sampler.cursor
         if stop_on:
@@ -170,6 +176,8 @@ class Checkpointer:
         """
         del update
         self._writer.check()
+        if self._begun is not None and self.replica.is_primary:
+            self._check_folder()
         self.num_updates += 1
         self._begun = None
         due = self._times.due(self.num_updates)
@@ -179,6 +187,9 @@ class Checkpointer:
             written = self._writer.wait() or written
             self.replica.barrier()  # no replica leaves while replica 0 writes
             request = save_and_stop.agreed_request(self.replica)
+            for part in self._parts.values():
+                if isinstance(part, RunLog):
+                    part.close(request.reason)
             if self.replica.is_primary:  # a warning is seen without any set-up
                 logger.warning(
                     f"stopped after {self.num_updates} updates: {request.reason}. "
@@ -187,6 +198,14 @@ class Checkpointer:
             raise xla_replica.Stopped(request.reason, request.exit_status)
         if due:
             self._save()
+
+    def saves(self, part: Any) -> bool:
+        """Returns whether checkpoints hold the state of a part or attached scheduler.
+
+        `ElasticOptimizer.attach` asks: what is attached later would be saved too old.
+        """
+        parts = self._parts.values()
+        return isinstance(part, AttachedScheduler) or any(p is part for p in parts)
 
     def save(self, metric: float | None = None) -> Path | None:
         """Writes a checkpoint now, such as last in the loop over epochs. Collective.
@@ -243,6 +262,7 @@ class Checkpointer:
 
     def _save(self, is_best: bool = False, between_epochs: bool = False) -> Path | None:
         since = time.perf_counter()
+        self._has_looked = True  # what is in the folder then is this run's, or an error
         self._writer.wait()  # before another state is copied
         self.replica.sync()
         random_numbers = self.replica.rng_state()
@@ -256,7 +276,7 @@ class Checkpointer:
             "settings": self._settings,
             "optimizer": self._optimizer.state_dict(),
             "parts": {n: p.state_dict() for n, p in self._parts.items()},
-            "random": _random_state(self.replica, random_numbers),
+            "random": random_state.saved(self.replica, random_numbers),
         }
         if between_epochs:
             cursor = state["optimizer"]["elastic"]["sampler"]
@@ -292,13 +312,7 @@ class Checkpointer:
 
     def _write(self, state: dict[str, Any], is_best: bool, since: float) -> Path:
         num_updates = state["num_updates"]  # the run may have made more meanwhile
-        newer = files.saved_files(self.folder)[:1]
-        if newer and newer[0].num_updates > num_updates:
-            raise files.CheckpointError(
-                f"{newer[0].path} has {newer[0].num_updates} updates, and this run "
-                f"has {num_updates}: call load() before training, or give the run "
-                "another folder"
-            )
+        self._check_newest(num_updates)
         path = files.write(self.folder, num_updates, state)
         if not self._is_proven:
             try:
@@ -318,6 +332,26 @@ class Checkpointer:
         logger.info(f"saved {path}: {megabytes:.1f} MB in {seconds:.2f} s")
         return path
 
+    def _check_folder(self) -> None:
+        """Raises now what would be raised by the first save, perhaps much later."""
+        if not self._has_looked:
+            self._check_newest(-1)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(self.folder, os.W_OK):
+            raise PermissionError(
+                errno.EACCES, "checkpoints cannot be written", str(self.folder)
+            )
+
+    def _check_newest(self, most: int) -> None:
+        """Raises CheckpointError if the folder has a run with more updates."""
+        newest = files.saved_files(self.folder)[:1]
+        if newest and newest[0].num_updates > most:
+            raise files.CheckpointError(
+                f"{newest[0].path} has {newest[0].num_updates} updates, and this run "
+                f"has {self.num_updates}: call load() before training, or give the run "
+                "another folder"
+            )
+
     def load(
         self, *, allow_changes: bool = False, best: bool = False
     ) -> Restored | None:
@@ -327,7 +361,8 @@ class Checkpointer:
 
         Args:
             allow_changes: Also resume a run with other settings, trace, dataset length,
-                minibatch size or seed; see `CustomSampler.load_state_dict`.
+                minibatch size, seed or hyperparameters, of which the saved ones hold;
+                see `ElasticOptimizer.load_state_dict`.
             best: Load the best checkpoint instead, to evaluate it, not to train on.
 
         Raises:
@@ -338,6 +373,7 @@ class Checkpointer:
         check_flag("allow_changes", allow_changes)
         check_flag("best", best)
         self._writer.wait()
+        self._has_looked = True
         found = self._choose("best" if best else "update")
         if found is None:
             return None
@@ -364,7 +400,7 @@ class Checkpointer:
         )
         for name, part in self._parts.items():
             part.load_state_dict(own(state["parts"][name]))
-        _restore_random_state(own(state["random"]), self.replica)
+        random_state.restore(own(state["random"]), self.replica)
         self.num_updates, self.best_metric = state["num_updates"], state["best"]
         self._times.saved(self.num_updates)
         self._begun = self._optimizer.sampler.cursor
@@ -425,41 +461,6 @@ class Checkpointer:
             time.sleep(_LOOK_SECONDS)
 
 
-def _random_state(replica: Replica, own: torch.Tensor) -> dict[str, Any]:
-    """Returns what the generators of replica 0 and of all devices hold. Collective."""
-    _, keys, *rest = np.random.get_state()
-    version, internal, gauss = random.getstate()
-    return {
-        "torch": torch.get_rng_state(),
-        "numpy": [torch.from_numpy(keys.astype(np.int64)), *rest],
-        "python": [version, list(internal), gauss],
-        # (num_replicas, length) uint8
-        "devices": torch.stack(replica.all_gather_object(own)),
-    }
-
-
-def _restore_random_state(state: dict[str, Any], replica: Replica) -> None:
-    """Restores what `_random_state` returned.
-
-    A replica that is new, or on a device of another kind, is seeded from the saved
-    state: its dropout differs from that of the other replicas, as it should.
-    """
-    if replica.is_primary:  # other processes may have been seeded by rank
-        keys, *rest = state["numpy"]
-        np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *rest))
-        version, internal, gauss = state["python"]
-        random.setstate((version, tuple(internal), gauss))
-        torch.set_rng_state(state["torch"])
-    devices = state["devices"]
-    same_kind = devices.shape[1] == len(replica.rng_state())
-    if same_kind and replica.rank < len(devices):
-        # A copy: torch 2.13 ignores where in its storage a view begins, and crashes.
-        replica.set_rng_state(devices[replica.rank].clone())
-        return
-    seed = hashlib.sha256(devices[0].numpy().tobytes()).digest()[:4]
-    replica.seed(int.from_bytes(seed, "little"))
-
-
 def _check_parts(optimizer: Any, parts: Mapping[str, Any]) -> None:
     """Raises unless a checkpoint of these would hold all that is trained, once."""
     if not isinstance(optimizer, ElasticOptimizer):
@@ -477,8 +478,21 @@ def _check_parts(optimizer: Any, parts: Mapping[str, Any]) -> None:
                 f"Checkpointer: {name} is already saved with the wrapper's state: "
                 "leave it out"
             )
+        told_by = getattr(part, "updates_of", optimizer)
+        if not any(told_by is own for own in (optimizer, *parts.values())):
+            raise ValueError(
+                f"Checkpointer: {name}={part!r} tells of the updates of another "
+                "optimizer: build it with the one that this checkpointer saves"
+            )
         if isinstance(part, nn.Module):
             saved.update(part.parameters())
+    order = optimizer.sampler.order
+    has_state = hasattr(order, "state_dict") and hasattr(order, "load_state_dict")
+    if has_state and not any(part is order for part in parts.values()):
+        raise ValueError(
+            f"Checkpointer: the sampler's order= has a state, which would begin anew "
+            f"where the run is resumed: pass order={order!r}, or by another name"
+        )
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     missing = len(set(trained) - saved)
     if missing:

@@ -1,0 +1,1 @@
+"""The controller that decides batch sizes while a run lasts."""

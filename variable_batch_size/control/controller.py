@@ -64,6 +64,9 @@ class BatchSizeController:
         trace_file: Where to write the trace as it was decided, on replica 0.
         log: Tells the decisions, as events ``decision``.
 
+    Attributes:
+        updates_of: The optimizer, the only one that this may be attached to.
+
     Raises:
         ValueError, TypeError: An argument is out of range, or of the wrong type.
     """
@@ -99,7 +102,8 @@ class BatchSizeController:
                 "BatchSizeController needs a sampler whose last batch size is held: a "
                 f"constant trace, or on_end='hold'; got on_end={on_end!r}"
             )
-        self._optimizer, self._replica = optimizer, optimizer.replica
+        self.updates_of = self._optimizer = optimizer
+        self._replica = optimizer.replica
         if available is not None:
             check_function("available", available)
         self._policy, self._available = policy, available

@@ -1,0 +1,1 @@
+"""From a trace to indices: schedule, sampler, orders, blocks, augmentation."""

@@ -39,8 +39,9 @@ class Minibatches(Iterator[list[int]]):
         return next(self._minibatches)
 
     def _deal(self) -> Iterator[list[int]]:
-        check_loader(self._loader)
-        self._loader, sampler = None, self._sampler
+        sampler = self._sampler
+        check_loader(self._loader, sampler.dataset_length)
+        self._loader = None
         rank, size = sampler.rank, sampler.minibatch_size
         plan = self._plan = sampler.plan  # that of the first minibatch's moment
         samples_at = sampler.order_of(plan)
@@ -133,8 +134,35 @@ def is_torchdata(frame: FrameType) -> bool:
     return frame.f_globals.get("__name__", "").split(".")[0] == "torchdata"
 
 
-def check_loader(loader: Any) -> None:
-    """Raises TypeError if a loader would hand out minibatches other than in order."""
+def loader_in(frame: FrameType, sampler: Any) -> Any:
+    """Returns the loader that iterates a sampler in a frame, if one does.
+
+    Not another one that happens to be at hand there.
+    """
+    loader = frame.f_locals.get("loader")
+    iterated = (getattr(loader, name, None) for name in ("batch_sampler", "sampler"))
+    return loader if any(each is sampler for each in iterated) else None
+
+
+def check_loader(loader: Any, dataset_length: int | None) -> None:
+    """Raises unless a loader hands out these minibatches, in order.
+
+    Args:
+        loader: A DataLoader, or None.
+        dataset_length: That of the dataset that the sampler was given, if any.
+
+    Raises:
+        TypeError: It changes their order.
+        ValueError: Its dataset is another one than the sampler's.
+    """
+    dataset = getattr(loader, "dataset", None)
+    length = len(dataset) if hasattr(dataset, "__len__") else dataset_length
+    if dataset_length not in (None, length):
+        raise ValueError(
+            f"the loader's dataset has {length} samples, and the one that "
+            f"CustomSampler was given has {dataset_length}: give both the same, or "
+            "CustomSampler dataset_size=, to train on the first so many samples"
+        )
     if not getattr(loader, "num_workers", 0):
         return
     if not getattr(loader, "in_order", True):

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 import xla_replica
 from variable_batch_size.data.lazy_orders import LazyOrder
-from variable_batch_size.data.minibatches import Minibatches, is_torchdata
+from variable_batch_size.data.minibatches import Minibatches, is_torchdata, loader_in
 from variable_batch_size.data.schedule import Cursor, EpochPlan, Schedule
 from variable_batch_size.traces.batch_trace import Trace, TraceSource
 from xla_replica.common.arguments import check_flag, check_integer
@@ -65,7 +65,9 @@ class CustomSampler(Sampler[list[int]]):
     Attributes:
         plan: The plan of the epoch that iterating yields now.
         schedule: The trace, cut into epochs.
+        order: As it was given.
         num_yielded: Minibatches that all iterations have yielded so far.
+        dataset_length: The length of ``dataset``; None with ``dataset_size``.
 
     Raises:
         TraceError: The trace is bad or does not fit the dataset and minibatch size.
@@ -107,7 +109,13 @@ class CustomSampler(Sampler[list[int]]):
             raise TypeError("CustomSampler needs either dataset= or dataset_size=")
         if dataset_size is not None:
             num_samples = check_integer("dataset_size", dataset_size, least=1)
+            self.dataset_length: int | None = None
         else:
+            if isinstance(dataset, DataLoader):
+                raise TypeError(
+                    "dataset= is a DataLoader, whose length counts batches: pass its "
+                    "dataset"
+                )
             try:
                 num_samples = len(dataset)
             except TypeError as error:
@@ -115,6 +123,7 @@ class CustomSampler(Sampler[list[int]]):
                     f"dataset={dataset!r} has no length; pass a dataset with __len__, "
                     "or dataset_size= for the number of samples"
                 ) from error
+            self.dataset_length = num_samples
         self.schedule = Schedule(
             trace, num_samples, minibatch_size, on_end, pad_minibatches
         )
@@ -123,7 +132,7 @@ class CustomSampler(Sampler[list[int]]):
         # Held while a minibatch is dealt; loaders do that in threads of their own.
         self._dealing = threading.Lock()
         self._dealt = -1  # the last step whose batch size this replica has used
-        self._order = order
+        self.order = order
         self._verbose = check_flag("verbose", verbose)
         self._committed: Cursor | None = None
         self._restored: Cursor | None = None
@@ -131,7 +140,7 @@ class CustomSampler(Sampler[list[int]]):
         self._padded = False
         self._weights: dict[int, float] | None = None  # by batch size
         self.num_yielded = 0
-        self.set_epoch(0)
+        self.plan: EpochPlan = self.plan_of(0)
         if isinstance(order, LazyOrder) and order.length not in (None, num_samples):
             raise ValueError(
                 f"order= is one of {order.length} samples ({order.name}), and the "
@@ -169,7 +178,7 @@ class CustomSampler(Sampler[list[int]]):
         Raises TraceExhausted if the trace has ended and ``on_end='error'``, and
         ValueError if a restored run is in a later epoch.
         """
-        self.plan: EpochPlan = self.plan_of(epoch)
+        self.plan = self.plan_of(epoch)
         plan, trace = self.plan, self.schedule.trace
         if plan.num_steps == 0:
             logger.warning(
@@ -321,7 +330,7 @@ class CustomSampler(Sampler[list[int]]):
         # version saved has the digest of the one before.
         is_of_epoch = cursor.step > 0 and not allow_changes and bool(state.get("order"))
         self._order_digests = {cursor.epoch: state["order"]} if is_of_epoch else {}
-        self.set_epoch(cursor.epoch)
+        self.plan = self.plan_of(cursor.epoch)
         return cursor
 
     def plan_after(self, state: Mapping[str, Any]) -> EpochPlan:
@@ -364,7 +373,7 @@ class CustomSampler(Sampler[list[int]]):
 
         A resumed run must have the same one, and so must every replica.
         """
-        schedule, order = self._first_schedule, self._order
+        schedule, order = self._first_schedule, self.order
         trace, shuffled = schedule.trace, order is None
         given = order.name if isinstance(order, LazyOrder) else "given"
         return {
@@ -386,14 +395,21 @@ class CustomSampler(Sampler[list[int]]):
         return True  # a sampler without minibatches is still a sampler
 
     def __iter__(self) -> Minibatches:
-        return Minibatches(self, sys._getframe(1).f_locals.get("loader"))
+        frame = sys._getframe(1)
+        batching = frame.f_locals.get("self")
+        if isinstance(batching, BatchSampler) and batching.sampler is self:
+            raise TypeError(
+                "CustomSampler yields whole minibatches, and DataLoader(sampler=...) "
+                "makes batches of what it yields: pass it as batch_sampler="
+            )
+        return Minibatches(self, loader_in(frame, self))
 
     def order_of(self, plan: EpochPlan) -> Callable[[np.ndarray], np.ndarray]:
         """Returns a function from positions in an epoch's order to their samples.
 
         Raises ValueError if it is not an order, or not the one that was saved.
         """
-        order, num_samples = self._order, plan.num_samples
+        order, num_samples = self.order, plan.num_samples
         if isinstance(order, LazyOrder):
             digest = order.digest(plan.epoch, num_samples)
             samples_at = functools.partial(order.samples, plan.epoch, num_samples)
@@ -422,11 +438,11 @@ class CustomSampler(Sampler[list[int]]):
     def _epoch_order(self, epoch: int) -> np.ndarray:
         """Returns the epoch's permutation: ``(num_samples,)`` integers."""
         num_samples = self.schedule.num_samples
-        if self._order is None:
+        if self.order is None:
             generator = torch.Generator()
             generator.manual_seed(self.seed + epoch)
             return torch.randperm(num_samples, generator=generator).numpy()
-        order = self._order(epoch) if callable(self._order) else self._order
+        order = self.order(epoch) if callable(self.order) else self.order
         if not isinstance(order, (np.ndarray, torch.Tensor)):
             order = [*order]
         order = np.asarray(order)

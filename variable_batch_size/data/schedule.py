@@ -43,21 +43,32 @@ class TraceExhausted(TraceError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EpochPlan:
-    """The steps of one epoch, and which replica runs which of their minibatches."""
+    """The steps of one epoch, and which replica runs which of their minibatches.
 
-    epoch: int  # from 0
-    first_step: int  # its number since the beginning of training
-    num_samples: int  # the length of the epoch's order
-    minibatch_size: int  # in samples
-    num_replicas: int  # how many share the steps
-    # (num_steps - num_held,) int64: minibatches of every step, until one is held.
+    Attributes:
+        epoch: From 0.
+        first_step: The number of its first step since the beginning of training.
+        num_samples: The length of the epoch's order.
+        minibatch_size: In samples.
+        num_replicas: How many share the steps.
+        head: ``(num_steps - num_held,)`` int64: minibatches of every step, until one is
+            held.
+        start_step: How many steps are done, where a run was resumed within the epoch.
+        padded: Whether every replica runs as many minibatches in a step as replica 0.
+        head_missing: As ``head``: samples that a step's last minibatch lacks; or 0.
+        num_held: How many more steps are like the last of ``head``.
+    """
+
+    epoch: int
+    first_step: int
+    num_samples: int
+    minibatch_size: int
+    num_replicas: int
     head: np.ndarray
-    start_step: int = 0  # how many steps are done, where a run was resumed within it
-    # Every replica runs as many minibatches in a step as replica 0.
+    start_step: int = 0
     padded: bool = False
-    # As `head`: samples that the last minibatch of every step lacks; or 0.
     head_missing: np.ndarray | int = 0
-    num_held: int = 0  # how many more steps are like the last of `head`
+    num_held: int = 0
 
     @functools.cached_property
     def num_minibatches(self) -> np.ndarray:
@@ -211,8 +222,8 @@ class Schedule:
             'error': they raise `TraceExhausted`; 'hold': the last batch size is
             repeated without end; 'cycle': the trace begins again. The epoch in which
             the trace ends keeps the steps it has.
-        pad_minibatches: Whether batch sizes may be no multiples of ``minibatch_size``,
-            so that the last minibatch of a step lacks samples.
+        pad_minibatches: Whether batch sizes need not be multiples of
+            ``minibatch_size``, so that the last minibatch of a step lacks samples.
 
     Attributes:
         capacity: Whole minibatches in an epoch.

@@ -16,10 +16,8 @@ import torch
 from variable_batch_size.device_scalars import DeviceScalars, dtype_for
 from variable_batch_size.gradient_noise import estimators
 from variable_batch_size.gradient_noise.norm_noise import NormLayerNoise
-from variable_batch_size.gradient_noise.readings import (
-    Measurements,
-    Reading,
-)
+from variable_batch_size.gradient_noise.progress import Progress
+from variable_batch_size.gradient_noise.readings import Measurements, Reading
 from variable_batch_size.gradient_noise.squares import (
     GradientDifferences,
     GradientSquares,
@@ -88,10 +86,7 @@ class NoiseMeter:
     Attributes:
         dtype: The dtype of all statistics: float64 where a parameter has it, else
             float32.
-        progress_bounds: The least and the most that `progress` can be, as far as the
-            host knows: each update adds between 1 and its batch ratio.
-        weighted: Whether minibatches have weights. `progress_bounds` then have no most.
-        last_read_progress: What `progress` was when the device was last read.
+        weighted: Whether minibatches have weights.
         estimator: Whose numbers were asked for last: those of a step's
             ``'minibatches'``, of ``'norm layers'``, also with ``', factor unknown'``,
             of ``'differences'`` between steps, or ``'nothing'``.
@@ -133,11 +128,7 @@ class NoiseMeter:
         self._count = torch.zeros(1, dtype=self.dtype, device=replica.device)
         self._differences = GradientDifferences(self._gradients, minibatch_size or 1)
         self._norm_layers = NormLayerNoise(self.dtype, replica)
-        # The sum of the gains: one float would lose fractions as it grows.
-        self._whole = torch.zeros(1, dtype=torch.int64, device=replica.device)
-        self._fraction = torch.zeros(1, dtype=self.dtype, device=replica.device)
-        self.progress_bounds = (0.0, 0.0)
-        self.last_read_progress = 0.0
+        self._progress = Progress(self.dtype, replica)
         self.estimator = "nothing"
         self._uploaded: dict[str, torch.Tensor] = {}
         self._uploaded_for: tuple[float, ...] | None = None
@@ -268,7 +259,8 @@ class NoiseMeter:
         statistics = before if causal else self._statistics()
         ratio, base = self._uploaded["ratio"], self._uploaded["base"]
         gain = estimators.gain(estimators.overall(statistics), ratio, base)
-        self._add_to_progress(gain)
+        known = None if self.weighted else self._batch_size / self._base
+        self._progress.add(gain, known)
         if self.options.per_group and statistics.shape[1] > 1:
             gains = estimators.gain(statistics, ratio, base)
         else:
@@ -292,7 +284,21 @@ class NoiseMeter:
 
         Scale-invariant iterations: the sum of the overall gains (arXiv:2007.05105).
         """
-        return self._note_progress(*self._replica.fetch([self._whole, self._fraction]))
+        return self._progress.read()
+
+    @property
+    def progress_bounds(self) -> tuple[float, float]:
+        """The least and the most that `progress` can be, as far as the host knows.
+
+        Each update adds between 1 and its batch ratio. There is no upper bound
+        where minibatches have weights.
+        """
+        return self._progress.bounds
+
+    @property
+    def last_read_progress(self) -> float:
+        """What `progress` was when the device was last read."""
+        return self._progress.last_read
 
     def measure(self) -> Measurements:
         """Returns everything at once, with a single read of the device."""
@@ -320,7 +326,7 @@ class NoiseMeter:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns averages and progress, on the CPU: a few numbers per group."""
         tensors = [self._averages, self._differences.averages]
-        tensors += [self._norm_layers.state(), self._whole, self._fraction]
+        tensors += [self._norm_layers.state(), *self._progress.tensors]
         if isinstance(self._batch_size, torch.Tensor):
             tensors.append(self._batch_size)
         fetched = self._replica.fetch(tensors)
@@ -330,7 +336,7 @@ class NoiseMeter:
         state = dict(zip(_STATE, [*fetched, *sizes.split(1)]))
         # A run that loads the state knows its progress, and so must this one, so that
         # both read the device at the same updates.
-        self._note_progress(state["whole"], state["fraction"])
+        self._progress.note(state["whole"], state["fraction"])
         return state
 
     def check_state(self, state: dict[str, torch.Tensor]) -> None:
@@ -363,9 +369,7 @@ class NoiseMeter:
         if "norm layers" in state:
             self._norm_layers.load_state(state["norm layers"])
         self._batch_size = state["batch_size"].item()
-        self._note_progress(state["whole"], state["fraction"])
-        self._whole = state["whole"].to(device)
-        self._fraction = state["fraction"].to(self.dtype).to(device)
+        self._progress.load(state["whole"], state["fraction"])
         self._replica.sync()
 
     # --- how ------------------------------------------------------------------------
@@ -408,25 +412,6 @@ class NoiseMeter:
         numbers["ratio"] = total / numbers["base"]
         weight = -torch.expm1(-self._count / numbers["time constant"])
         numbers["weight"] = torch.where(self._count > 1, weight, weight * 0)
-
-    def _add_to_progress(self, gain: torch.Tensor) -> None:
-        total = self._fraction + gain
-        whole = total.floor()
-        self._whole = self._whole + whole.to(torch.int64)
-        self._fraction = total - whole
-        low, high = self.progress_bounds
-        if self.weighted:
-            self.progress_bounds = (low, math.inf)
-            return
-        batch_ratio = self._batch_size / self._base
-        low, high = low + min(1.0, batch_ratio), high + max(1.0, batch_ratio)
-        self.progress_bounds = (low, high)
-
-    def _note_progress(self, whole: torch.Tensor, fraction: torch.Tensor) -> float:
-        """Takes what was read of the sum of gains; returns the sum."""
-        value = whole.item() + fraction.item()
-        self.progress_bounds, self.last_read_progress = (value, value), value
-        return value
 
     def _statistics(self) -> torch.Tensor:
         """Returns the best statistics on the device: ``(3, G)``, or ``(3, 1)``."""

@@ -1,0 +1,1 @@
+"""The elastic batch in trainers of other libraries; each file is optional."""

@@ -1,0 +1,1 @@
+"""From the batch ratio to the hyperparameters of one update."""

@@ -23,6 +23,7 @@ from variable_batch_size.rules.rule import (
     ScaledHyperparameters,
 )
 from xla_replica import Replica
+from xla_replica.common.arguments import is_number
 
 Group = dict[str, Any]
 # From the gain, if the rule is measured, and the batch ratio to a group's numbers and
@@ -170,11 +171,11 @@ class Scaling:
             return self._scalars.get((name, index), value, dtype)
 
         decay = group.get("weight_decay", 0.0)
-        if not math.isfinite(group["lr"]):
+        if not (is_number(group["lr"]) and 0 <= group["lr"] < math.inf):
             raise ValueError(
                 f"the learning rate of parameter group {index} has become "
-                f"{group['lr']!r}, which would make every weight NaN: look at what "
-                "sets it, a scheduler or an attached function"
+                f"{group['lr']!r}; it must be a finite number >= 0, not a tensor: look "
+                "at what sets it, a scheduler or an attached function"
             )
         if self._is_late:
             inputs = {**group}

@@ -1,0 +1,1 @@
+"""The log of a run, and the page that compares runs."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-import xla_replica
+from variable_batch_size.data.schedule import Cursor
 from variable_batch_size.device_scalars import dtype_for
 from variable_batch_size.runs.run_file import RunFile
 from variable_batch_size.runs.sinks import Sink
@@ -66,6 +66,9 @@ class RunLog:
             ``idle_share`` (of the replicas' time) since the last one; and with what
             `write` is given. An exception in one ends the run.
 
+    Attributes:
+        updates_of: The optimizer, the only one that this may be attached to.
+
     Raises:
         ValueError, TypeError: ``log_steps`` is not an integer above zero, or a sink is
             not a function.
@@ -89,7 +92,8 @@ class RunLog:
                     "sinks must be functions that take log(values, step=step), such "
                     f"as wandb_run.log or mlflow.log_metrics, got {sink!r}"
                 )
-        self._optimizer, self._replica = optimizer, optimizer.replica
+        self.updates_of = self._optimizer = optimizer
+        self._replica = optimizer.replica
         self._sampler = optimizer.sampler
         self._shows = shows
         self._file: RunFile | None = None
@@ -113,7 +117,8 @@ class RunLog:
         # Since the last logging step: samples, seconds, seconds that replicas idled.
         self._totals = np.zeros(3)
         self._step: int | None = None  # of the last update
-        self._begun = False
+        self._begun = self._closed = False
+        self._added_at: Cursor | None = None  # the first minibatch
         self._since = time.perf_counter()
 
     @property
@@ -125,15 +130,26 @@ class RunLog:
         """Adds the loss of the minibatch under way, before `step`; nothing is read.
 
         It is that of the backward pass, a mean or a sum. Padding is left out.
+
+        Raises TypeError or ValueError if it is not a tensor of one number, and
+        ValueError if updates were made that this was not told of.
         """
+        check_type("add: loss", loss, torch.Tensor, "a tensor, which is not read")
+        if loss.numel() != 1:
+            raise ValueError(
+                "add: the loss of a minibatch is one number, got a tensor of shape "
+                f"{tuple(loss.shape)}: add its mean or sum, that of the backward pass"
+            )
+        if self._step is None:
+            self._check_attached()
         if not self._optimizer.is_padding:
-            loss = loss.detach().to(self._loss.dtype)
+            loss = loss.detach().reshape(()).to(self._loss.dtype)
             self._loss += torch.stack([loss, torch.ones_like(loss)])
 
     def __call__(self, update: Update) -> None:
         """Tells of an update; `ElasticOptimizer.attach` has it called."""
         self._begin(update.step)
-        self._step = update.step
+        self._step, self._closed = update.step, False
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         num_replicas = self._replica.num_replicas
@@ -190,19 +206,21 @@ class RunLog:
         self._begin(self._next_step())
         self._write(measure=False)
 
-    def close(self) -> None:
-        """Writes the rest and the event ``stop``."""
-        self.event("stop", reason="the script has ended")
+    def close(self, reason: str = "the script has ended") -> None:
+        """Writes the rest and the event ``stop``, unless that was told already.
+
+        `Checkpointer` calls it where the run is asked to stop, if it has this log.
+        """
+        if not self._closed:
+            self.event("stop", reason=reason)
+        self._closed = True
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the losses since the last logging step. Collective.
 
-        A checkpoint has asked for them, so this tells of it, and of a stop.
+        A checkpoint has asked for them, so this tells of it.
         """
         self.event("checkpoint")
-        request = xla_replica.stop_requested()
-        if request is not None:
-            self.event("stop", reason=request.reason)
         loss = self._loss.clone()
         self._replica.all_reduce_([loss])
         return {"loss": loss, "weight": self._weight}
@@ -210,12 +228,23 @@ class RunLog:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues the mean of the loss; the file shows by itself what was lost."""
         self._begun, self._step, self._pending = False, None, []
+        self._added_at = None
         self._weight = state["weight"]
         self._totals[:] = 0
         if self._replica.is_primary:  # it is the sum of all: the others begin with zero
             self._loss.copy_(state["loss"])
         else:
             self._loss.zero_()
+
+    def _check_attached(self) -> None:
+        """Raises ValueError if an update was made since the first minibatch."""
+        cursor = self._sampler.cursor
+        self._added_at = self._added_at or cursor
+        if cursor.step > 0 and cursor != self._added_at:
+            raise ValueError(
+                "add: the optimizer has made updates that this RunLog was not told of: "
+                "call optimizer.attach(log) before training"
+            )
 
     def _begin(self, step: int) -> None:
         """Writes the header, once, before anything else."""

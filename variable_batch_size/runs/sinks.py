@@ -7,14 +7,14 @@ from typing import Any, Protocol
 
 
 class Sink(Protocol):
-    """Any function that takes numbers by name, and the step that they are of.
+    """A function that logs numbers by name, and takes the step that they are of.
 
     ``run.log`` of a Weights & Biases run, ``mlflow.log_metrics`` and ``log_metrics`` of
     a Lightning logger are such functions as they are.
     """
 
     def __call__(self, values: dict[str, float], /, *, step: int) -> Any:
-        """Logs them. ``step`` never falls in a run; resumed, it repeats a few."""
+        """Logs numbers. ``step`` never falls in a run; a resumed run repeats a few."""
 
 
 class _ScalarWriter(Protocol):

@@ -77,9 +77,9 @@ class Agreement:
         minibatch, and not at all in steps in which they are idle. What looks right
         from here and is not, the ballots find.
         """
-        if self._replica.num_replicas == 1 or self._remembered is None:
+        if self._remembered is None:
             return
-        if counter.substep:
+        if counter.substep:  # on one replica, too: more of them would do otherwise
             where = f"within step {counter.cursor.step}"
             why = "replicas may accumulate different numbers of minibatches"
         elif counter.plan.has_idle_replicas and not self._lockstep:

@@ -76,6 +76,7 @@ class Attached:
         self._noise = noise
         self._callbacks: list[Callable[[Update], Any]] = []
         self._waiting: list[dict[str, Any]] = []  # states of schedulers yet to come
+        self._may_lack = False  # whether these may never come
 
     def add(self, target: Any, unit: str, every: float) -> None:
         """Adds what `ElasticOptimizer.attach` was given; see there."""
@@ -89,6 +90,11 @@ class Attached:
             raise ValueError(
                 f"attach: {target!r} is attached already, and would run twice after "
                 "every update"
+            )
+        if hasattr(getattr(target, "__self__", None), "get_last_lr"):
+            raise TypeError(
+                f"attach: {target!r} is a method of an LR scheduler, which would take "
+                "the update for an epoch: attach the scheduler"
             )
         check_choice("attach: unit", unit, UNITS)
         check_number("attach: every", every, above=0)
@@ -105,21 +111,38 @@ class Attached:
                 "every update and can look at it"
             )
         else:
+            self._check_saved_after(target)
             self._callbacks.append(target)
 
+    def _check_saved_after(self, target: Any) -> None:
+        """Raises ValueError if what is attached already saves the target's state."""
+        owner = getattr(target, "__self__", target)  # of a method
+        for saver in self._callbacks:
+            if getattr(saver, "saves", lambda part: False)(owner):
+                raise ValueError(
+                    f"attach: {target!r} after a Checkpointer would be an update late "
+                    "in what that saves; attach it before"
+                )
+
     def _add_scheduler(self, scheduler: AttachedScheduler) -> None:
-        if any(getattr(each, "saves_updates", False) for each in self._callbacks):
-            raise ValueError(
-                "attach: a scheduler after a Checkpointer would be an update late in "
-                "what it saves; attach it before"
-            )
+        self._check_saved_after(scheduler)
         if self._waiting:
             scheduler.load_state_dict(self._waiting[0])
             del self._waiting[0]
         self._callbacks.append(scheduler)
 
     def run(self, update: Update) -> None:
-        """Calls them all, in the order in which they were attached."""
+        """Calls them all, in the order in which they were attached.
+
+        Raises ValueError where a saved run had more schedulers.
+        """
+        if self._waiting and not self._may_lack:
+            kinds = [state.get("kind", "a scheduler") for state in self._waiting]
+            raise ValueError(
+                f"the run that was loaded had {', '.join(kinds)} attached, which this "
+                "one lacks, so its learning rate would stay as it was saved: attach "
+                "the same schedulers before training, or load with allow_changes=True"
+            )
         for callback in self._callbacks:
             callback(update)
 
@@ -132,8 +155,14 @@ class Attached:
         for scheduler, state in zip(self._schedulers(), states):
             scheduler.check_state(state)
 
-    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Takes what `state_dict` returned; schedulers may be attached later."""
+    def load_state_dict(
+        self, states: list[dict[str, Any]], may_lack: bool = False
+    ) -> None:
+        """Takes what `state_dict` returned; schedulers may be attached later.
+
+        Or, if this one ``may_lack`` some of them, never.
+        """
+        self._may_lack = may_lack
         schedulers = self._schedulers()
         for scheduler, state in zip(schedulers, states):
             scheduler.load_state_dict(state)
@@ -204,6 +233,7 @@ class AttachedScheduler:
     def state_dict(self) -> dict[str, Any]:
         """Returns how far it has counted, and the scheduler's own state."""
         return {
+            "kind": type(self.scheduler).__name__,
             "scheduler": self.scheduler.state_dict(),
             "unit": self._unit,
             "every": self._every,
@@ -213,7 +243,13 @@ class AttachedScheduler:
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raises ValueError if the state is that of a scheduler in another unit."""
+        """Raises ValueError if the state is of another kind or unit of scheduler."""
+        kind = type(self.scheduler).__name__
+        if state.get("kind", kind) != kind:
+            raise ValueError(
+                f"the saved scheduler was a {state['kind']}, and the one attached in "
+                f"its place is a {kind}: attach the same schedulers in the same order"
+            )
         if (state["unit"], state["every"]) != (self._unit, self._every):
             raise ValueError(
                 f"the saved scheduler counted {state['unit']} by {state['every']}, and "

@@ -11,6 +11,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import Schedule
+from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.rules.rule import Rule
 from xla_replica import Replica
 from xla_replica.common.arguments import check_choice, check_number, is_number
@@ -19,6 +20,7 @@ from xla_replica.common.arguments import check_choice, check_number, is_number
 # the way SGD's do.
 _ADAPTIVE = (
     "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop",
+    "Adafactor", "Muon", "Rprop",
 )  # fmt: skip
 
 
@@ -27,6 +29,11 @@ def check_optimizer(optimizer: Optimizer, rule: Rule) -> None:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
     name = type(optimizer).__name__
+    if isinstance(optimizer, OptimizerProxy):
+        raise TypeError(
+            f"the optimizer is a {name}, which is a wrapper already: wrap the torch "
+            "optimizer inside it, its attribute inner, once"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("LBFGS evaluates the loss inside step(): not supported")
     if hasattr(optimizer.step, "get_compiler_config"):  # torch.compile leaves it

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.gradient_noise.meter import NoiseMeter
-from variable_batch_size.rules.rule import Rule
 from variable_batch_size.rules.scaling import Scaling
 from variable_batch_size.step.attached import Attached
+from variable_batch_size.step.settings import Settings
+from xla_replica.common.differences import check_same
 
 
 class ElasticState(NamedTuple):
@@ -17,8 +18,8 @@ class ElasticState(NamedTuple):
     The state does not depend on the number of replicas.
     """
 
-    rule: Rule
-    ref_batchsize: int | None
+    settings: Settings
+    lasting: dict[str, Any]  # `Settings.lasting`, as the run began
     scaling: Scaling
     noise: NoiseMeter | None
     attached: Attached
@@ -27,8 +28,9 @@ class ElasticState(NamedTuple):
     def state_dict(self) -> dict[str, Any]:
         """Returns the state after the last update. Reads the device for noise."""
         return {
-            "rule": self.rule.name,
-            "ref_batchsize": self.ref_batchsize,
+            "rule": self.settings.rule.name,
+            "ref_batchsize": self.settings.ref_batchsize,
+            "settings": self.lasting,
             "scaling": self.scaling.state_dict(),
             "noise": self.noise.state_dict() if self.noise else None,
             "schedules": self.attached.state_dict(),
@@ -42,21 +44,33 @@ class ElasticState(NamedTuple):
             state: What `state_dict` returned; parts may be missing.
             allow_changes: See `CustomSampler.load_state_dict`.
         """
+        rule, ref_batchsize = self.settings.rule.name, self.settings.ref_batchsize
         if "sampler" in state:
             self.sampler.check_state(state["sampler"], allow_changes)
-        if state.get("rule", self.rule.name) != self.rule.name:
+        if state.get("rule", rule) != rule:
             raise ValueError(
                 f"the state is of rule {state['rule']!r}, and this optimizer has "
-                f"{self.rule.name!r}; to change rules, load state['state'] and "
+                f"{rule!r}; to change rules, load state['state'] and "
                 "state['param_groups'] alone"
+            )
+        if "sampler" in state and not allow_changes:  # another run may have others
+            saved = state.get("settings", {})  # of an earlier version: nothing
+            check_same(
+                saved,
+                self.lasting,
+                "the optimizer's state is of another run",
+                "Build the optimizer as it was; or pass allow_changes=True to resume "
+                "all the same, with the saved hyperparameters of parameter groups, and "
+                "set others after that",
+                {name: name for name in self.lasting if name in saved},
             )
         self.attached.check_state(state.get("schedules", []))
         if not (self.noise and state.get("noise")):
             return
-        if state["ref_batchsize"] != self.ref_batchsize:
+        if state["ref_batchsize"] != ref_batchsize:
             raise ValueError(
                 f"the state's progress counts steps of {state['ref_batchsize']} "
-                f"samples, and this optimizer's ref_batchsize={self.ref_batchsize}"
+                f"samples, and this optimizer's ref_batchsize={ref_batchsize}"
             )
         self.noise.check_state(state["noise"])
 
@@ -65,6 +79,6 @@ class ElasticState(NamedTuple):
         self.scaling.load_state_dict(state.get("scaling", []))
         if self.noise and state.get("noise"):
             self.noise.load_state_dict(state["noise"])
-        self.attached.load_state_dict(state.get("schedules", []))
+        self.attached.load_state_dict(state.get("schedules", []), allow_changes)
         if "sampler" in state:
             self.sampler.load_state_dict(state["sampler"], allow_changes=allow_changes)

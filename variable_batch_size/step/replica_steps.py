@@ -85,26 +85,28 @@ class ReplicaSteps:
         if counter.announced and counter.plan.epoch == epoch:
             if not counter.begun:
                 return 0  # a second call: idle steps are joined already
+            again = f"epoch {epoch} has been trained; another pass needs another number"
             if counter.ended and not is_alone:
                 # One that idled all epoch takes the repetition for a second call.
-                raise ReplicaError(
-                    f"epoch {epoch} has been trained; another pass needs another "
-                    "number, on several replicas",
-                    rank,
-                )
+                raise ReplicaError(f"{again}, on several replicas", rank)
+            if counter.ended:
+                logger.warning(f"{again}: this one has the same order and steps")
         plan = self._sampler.plan_of(epoch)
         if counter.begun and not counter.ended:
             left = (
                 f"epoch {counter.plan.epoch} is abandoned after {counter.cursor.step} "
                 f"of {counter.plan.num_steps} steps"
             )
+            remedy = (
+                "run every minibatch of the sampler, and call step() after each of "
+                "them: it accumulates by itself. To train less, shorten the trace"
+            )
             if not is_alone:
                 raise ReplicaError(
-                    f"{left}, and the other replicas would wait for this one: run "
-                    "every minibatch of the sampler; to train less, shorten the trace",
+                    f"{left}, and the other replicas would wait for this one: {remedy}",
                     rank,
                 )
-            logger.warning(left)
+            logger.warning(f"{left}: {remedy}")
             self._programs.discard()
         self.counter = StepCounter(plan, rank, announced=True)
         self._programs.note_parameters()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -15,6 +16,9 @@ from variable_batch_size.step import checks
 from variable_batch_size.step.agreement import Groups, hyperparameters
 from xla_replica import Replica
 from xla_replica.common.arguments import check_integer
+
+# Hyperparameters that say how a device computes, not what.
+_OF_DEVICES = ("foreach", "fused", "capturable", "differentiable")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +83,7 @@ class Settings:
             {
                 **sampler.fingerprint(),
                 "rule": self.rule.name,
-                "momentum_correction": self.rule.momentum_correction,
-                "decay_per_sample": self.rule.decay_per_sample,
-                "ref_batchsize": self.ref_batchsize,
-                "reduction": self.reduction,
-                "ref_weight": self.ref_weight,
-                "max_grad_norm": self.max_grad_norm,
+                **self._options(),
                 "noise": noise.options if noise else None,
                 "lockstep": self.lockstep,
                 "hyperparameters": hyperparameters(groups),
@@ -96,6 +95,41 @@ class Settings:
             "on every replica, without the rank in seeds, files or conditions.",
         )
 
+    def _options(self) -> dict[str, Any]:
+        """Returns what replicas have in common, and a run with one that it resumes."""
+        return {
+            "momentum_correction": self.rule.momentum_correction,
+            "decay_per_sample": self.rule.decay_per_sample,
+            "ref_batchsize": self.ref_batchsize,
+            "reduction": self.reduction,
+            "ref_weight": self.ref_weight,
+            "max_grad_norm": self.max_grad_norm,
+        }
+
+    def lasting(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns what a run must have in common with one that it resumes.
+
+        Plain values by name. The sampler's part is `CustomSampler.fingerprint`.
+        """
+        found = {
+            "optimizer": type(optimizer).__name__,
+            **self._options(),
+        }
+        for index, group in enumerate(optimizer.param_groups):
+            place = f" of parameter group {index}" if index else ""
+            for name, value in hyperparameters([group]):
+                if name not in _OF_DEVICES:
+                    found[name + place] = _plain(value)
+        return found
+
     def batch_ratio(self, batch_size: int) -> float:
         """Returns how many times the reference batch size this is; 1 without one."""
         return batch_size / (self.ref_batchsize or 1)
+
+
+def _plain(value: Any) -> Any:
+    """Returns a hyperparameter without NumPy's types, which a checkpoint refuses."""
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    exact = value is None or isinstance(value, (bool, int, str))
+    return value if exact else float(value)

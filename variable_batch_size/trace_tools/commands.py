@@ -198,10 +198,11 @@ def add_check(parser: Parser) -> None:
     """Adds the options of `run_check`."""
     _add_trace(parser)
     _add_schedule(parser)
-    parser.add_argument("--replicas", type=whole, required=True, metavar="N")
+    parser.add_argument("--replicas", type=whole, required=True, metavar="N",
+                        help="that share the minibatches of a step")  # fmt: skip
     parser.add_argument(
         "--seconds-per-substep", type=float, metavar="X",
-        help="what one minibatch takes: idle time is then told in seconds too",
+        help="what one minibatch takes: idle time is then in seconds too",
     )  # fmt: skip
 
 
@@ -253,7 +254,8 @@ def add_simulate(parser: Parser) -> None:
     add("--rule", default="constant",
         help="how the learning rate follows the batch: a key of vbs.RULES, or "
         "power:ALPHA; default: %(default)s")  # fmt: skip
-    add("--ref-batchsize", type=whole, metavar="N")
+    add("--ref-batchsize", type=whole, metavar="N",
+        help="batch size at which --lr was tuned; most rules need it")  # fmt: skip
     add("--lr", type=float, default=1.0, metavar="X",
         help="the reference learning rate's peak; default: %(default)s")  # fmt: skip
     add("--schedule", default="constant", metavar="NAME",
@@ -270,8 +272,15 @@ def add_simulate(parser: Parser) -> None:
         help="where the schedule is at its peak; default: %(default)s")  # fmt: skip
     add("--noise-scale", metavar="N_OR_CSV",
         help="a number of samples, or a CSV file, interpolated")  # fmt: skip
-    add("--restart-seconds", type=float, default=0.0, metavar="X")
-    add("--compile-seconds", type=float, default=0.0, metavar="X")
+    add(
+        "--restart-seconds",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="of every restart; default: 0",
+    )
+    add("--compile-seconds", type=float, default=0.0, metavar="X",
+        help="at the beginning and after every restart; default: 0")  # fmt: skip
     add("--price", type=float, default=0.0, metavar="X",
         help="of one device in one hour")  # fmt: skip
     _add_step_time(parser)

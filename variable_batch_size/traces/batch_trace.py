@@ -13,8 +13,8 @@ holds::
     0,1024
     500000,2048
 
-Spaces, a byte order mark, CRLF, blank lines, extra columns and their order do not
-matter. A `TraceError` names file, line, column and value.
+Spaces, a byte order mark, CRLF, blank lines, capitals in the header, extra columns and
+their order do not matter. A `TraceError` names file, line, column and value.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Trace:
             integers, a DataFrame, another trace, or one integer for a constant batch
             size.
         strict_steps: Raise TraceError, instead of a warning, where the ``step`` column
-            does not count up by one.
+            does not count up by one from 0 or 1.
         tokens_per_sample: How many tokens every sample has. A source with a column
             ``tokens`` needs it.
 
@@ -250,17 +250,25 @@ class Trace:
         """Warns or raises TraceError where the steps do not count up by one."""
         numbers = pd.to_numeric(column, errors="coerce")
         steps = numbers.to_numpy(dtype=np.float64, na_value=np.nan)
+
+        def told(row: int) -> str:
+            number = np.isfinite(steps[row])
+            return str(int(steps[row])) if number else "a cell that is not a number"
+
         bad = np.diff(steps) != 1  # NaN, a cell that is not a number, is bad too
         if bad.any():
             row = int(np.argmax(bad)) + 1
-            before, after = (
-                str(int(step)) if np.isfinite(step) else "a cell that is not a number"
-                for step in steps[row - 1 : row + 1]
+            problem = (
+                f"{told(row)} follows {told(row - 1)}; steps should count up by one"
             )
-            self._step_problem = (
-                f"{self.place(row)}, {STEP_COLUMN}: {after} follows {before}; steps "
-                "should count up by one. Rows are used in the order of the file"
-            )
-            if strict:
-                raise TraceError(self._step_problem)
-            warnings.warn(self._step_problem, TraceWarning, stacklevel=3)
+        elif steps[0] not in (0, 1):
+            row, problem = 0, f"the first step is {told(0)}; it should be 0 or 1"
+        else:
+            return
+        self._step_problem = (
+            f"{self.place(row)}, {STEP_COLUMN}: {problem}. Rows are used in the order "
+            "of the file, from the beginning of training on"
+        )
+        if strict:
+            raise TraceError(self._step_problem)
+        warnings.warn(self._step_problem, TraceWarning, stacklevel=3)

@@ -77,9 +77,10 @@ def named_columns(
 ) -> pd.DataFrame:
     """Returns the column ``batchsize`` of a table and what its rows count, if it says.
 
-    That is the column ``step`` or, without one, ``samples`` or ``tokens``.
+    That is the column ``step`` or, without one, ``samples`` or ``tokens``. Names may be
+    in capitals.
     """
-    columns = [str(cell).strip() for cell in header]
+    columns = [str(cell).strip().lower() for cell in header]
     if columns.count(COLUMN) != 1:
         hint = ""
         if len(columns) == 2 and all(_INTEGER.fullmatch(cell) for cell in columns):

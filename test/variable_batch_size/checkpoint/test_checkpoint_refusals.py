@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from support.variable_batch_size.checkpointed import CASE, Training
 from support.variable_batch_size.elastic import Case
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
 import variable_batch_size as vbs
 import xla_replica
@@ -138,12 +140,66 @@ def test_what_the_wrapper_saves_is_not_saved_twice(tmp_path):
         vbs.Checkpointer(tmp_path, training.optimizer.inner)
 
 
+def test_the_log_of_another_optimizer_is_no_part(tmp_path):
+    training, other = Training(tmp_path), Training(tmp_path)
+    log = vbs.RunLog(None, other.optimizer)
+    with pytest.raises(ValueError, match="tells of the updates of another optimizer"):
+        vbs.Checkpointer(tmp_path, training.optimizer, model=training.model, log=log)
+    # That of one that is saved as well is not another one's.
+    parts = {"model": training.model, "second": other.optimizer, "log": log}
+    vbs.Checkpointer(tmp_path, training.optimizer, **parts)
+
+
 def test_a_scheduler_attached_after_the_checkpointer_is_refused(tmp_path):
     training = Training(tmp_path)
     training.optimizer.attach(training.checkpointer)
     late = CosineAnnealingLR(training.optimizer.inner, 30)
     with pytest.raises(ValueError, match="attach it before"):
         training.optimizer.attach(late)
+
+
+class Counter:
+    """A part that counts updates."""
+
+    def __init__(self) -> None:
+        self.num = 0
+
+    def after_update(self, update: vbs.Update) -> None:
+        self.num += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num": self.num}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.num = state["num"]
+
+
+def test_a_part_attached_after_the_checkpointer_is_refused(tmp_path):
+    counter = Counter()
+    training = Training(tmp_path, parts={"counter": counter})
+    training.optimizer.attach(training.checkpointer)
+    with pytest.raises(ValueError, match="attach it before"):
+        training.optimizer.attach(counter.after_update)
+    training.optimizer.attach(Counter().after_update)  # nobody saves it
+
+
+class Order(Counter):
+    """An order that follows from what it has seen."""
+
+    def __call__(self, epoch: int) -> range:
+        return range(32)
+
+
+def test_an_order_with_a_state_must_be_a_part(tmp_path):
+    """Between epochs no digest of the order could tell that it begins anew."""
+    order, weight = Order(), nn.Parameter(torch.ones(1))
+    sampler = vbs.CustomSampler(range(32), 8, minibatch_size=4, order=order)
+    inner = torch.optim.SGD([weight])
+    optimizer = vbs.ElasticOptimizer(inner, sampler, "constant")
+    parts = {"model": nn.ParameterList([weight])}
+    with pytest.raises(ValueError, match="order= has a state, which would begin anew"):
+        vbs.Checkpointer(tmp_path, optimizer, **parts)
+    vbs.Checkpointer(tmp_path, optimizer, grab=order, **parts)
 
 
 def test_resuming_with_another_order_is_an_error(tmp_path):
@@ -183,11 +239,91 @@ def test_an_epoch_before_the_restored_one_is_an_error():
 
 
 def test_another_run_s_folder_is_not_written_to(tmp_path):
+    """Which is said at the first update, however seldom this run saves."""
     training = Training(tmp_path)
     training.train()
-    forgetful = Training(tmp_path)
+    found = files.saved_files(tmp_path)
+    forgetful = Training(tmp_path, every_updates=1000)
     with pytest.raises(vbs.CheckpointError, match=r"call load\(\) before training"):
         forgetful.train()
+    assert forgetful.updates == [0]
+    assert files.saved_files(tmp_path) == found
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_at_the_first_update(
+    tmp_path, monkeypatch
+):
+    training = Training(tmp_path / "read only", every_updates=1000)
+    monkeypatch.setattr(checkpointer.os, "access", lambda path, mode: False)
+    with pytest.raises(PermissionError, match=r"cannot be written: .*read only"):
+        training.train()
+    assert training.updates == [0]
+
+
+# What may not change from one part of a run to the next, and what the error says.
+OTHER_SETTINGS = {
+    "learning rate": ({"lr": 0.3}, {}, "lr was 0.1 and is 0.3"),
+    "other group": ({}, {"lr": 0.3}, "lr of parameter group 1 was 0.1 and is 0.3"),
+    "decay": ({"weight_decay": 0.1}, {}, "weight_decay was 0 and is 0.1"),
+    "optimizer": ({"kind": torch.optim.AdamW}, {}, "optimizer was 'SGD' and is 'AdamW"),
+    "reference": ({"ref_batchsize": 8}, {}, "ref_batchsize was 16 and is 8"),
+    "clipping": ({"max_grad_norm": 1.0}, {}, "max_grad_norm was None and is 1.0"),
+    "loss": ({"reduction": "sum"}, {}, "reduction was 'mean' and is 'sum'"),
+}
+
+
+def wrapped(first: dict, second: dict) -> vbs.ElasticOptimizer:
+    """Returns a wrapper of two groups, with changed settings and hyperparameters."""
+    first = {"kind": torch.optim.SGD, "ref_batchsize": 16} | first
+    names = ("ref_batchsize", "max_grad_norm", "reduction")
+    options = {name: first.pop(name) for name in names if name in first}
+    inner = first.pop("kind")(
+        [{"params": [nn.Parameter(torch.ones(1))], **each} for each in (first, second)],
+        lr=np.float64(0.1),  # as a computed one; files hold numbers of Python
+    )
+    sampler = vbs.CustomSampler(range(32), 8, minibatch_size=4, verbose=False)
+    return vbs.ElasticOptimizer(inner, sampler, "root", **options)
+
+
+@pytest.mark.parametrize("what", OTHER_SETTINGS)
+def test_other_settings_are_refused_on_resuming(what):
+    """torch takes the saved hyperparameters silently in place of the script's."""
+    first, second, message = OTHER_SETTINGS[what]
+    saved = copy.deepcopy(wrapped({}, {}).state_dict())
+    with pytest.raises(ValueError, match=message):
+        wrapped(first, second).load_state_dict(saved)
+    wrapped({}, {}).load_state_dict(saved)
+    wrapped({"fused": True}, {"foreach": True}).load_state_dict(saved)
+    if what != "optimizer":
+        allowed = wrapped(first, second)
+        allowed.load_state_dict(saved, allow_changes=True)
+        assert allowed.get_lr() == (0.1, 0.1)
+        wrapped(first, second).load_state_dict(saved, place=False)
+    del saved["elastic"]["settings"]  # of an earlier version
+    wrapped(first, second).load_state_dict(saved)
+
+
+def test_a_scheduler_that_is_missing_on_resuming_is_noticed(tmp_path):
+    training = Training(tmp_path)
+    training.train()
+    for allow_changes in (False, True):
+        again = Training(tmp_path)
+        again.optimizer._attached._callbacks.clear()
+        again.checkpointer.load(allow_changes=allow_changes)
+        if allow_changes:
+            again.train_epoch(again.sampler.epoch)
+            continue
+        with pytest.raises(ValueError, match="had CosineAnnealingLR attached, which"):
+            again.train_epoch(again.sampler.epoch)
+
+
+def test_another_kind_of_scheduler_is_refused_on_resuming(tmp_path):
+    saved = Training(tmp_path).optimizer.state_dict()
+    other = Training(tmp_path)
+    other.optimizer._attached._callbacks.clear()
+    other.optimizer.attach(ExponentialLR(other.optimizer, 0.5))
+    with pytest.raises(ValueError, match=r"was a CosineAnnealingLR, and .* Expon"):
+        other.optimizer.load_state_dict(saved)
 
 
 @pytest.mark.parametrize("name", ["allow_changes", "best"])

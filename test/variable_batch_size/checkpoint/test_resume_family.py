@@ -28,8 +28,8 @@ BACKENDS = [
     row("cpu", 8, slow=True),
     row("xla", 1, slow=True),
     row("xla", 2, slow=True),
-    row("xla", 3, slow=True),
-    row("xla", 8),
+    row("xla", 3),
+    row("xla", 8, slow=True),
 ]
 
 

@@ -128,7 +128,7 @@ def test_any_number_of_replicas_reads_the_same_steps_and_every_block_once(num_re
         assert together(runs, epoch) == expected
         used = sum(map(len, expected))
         assert reference.sampler.plan.num_dropped_samples == NUM_SAMPLES - used
-        samples = whole(runs[0].sampler._order, epoch)
+        samples = whole(runs[0].sampler.order, epoch)
         assert flat(expected) == sorted(samples[:used])
     for run in runs:
         assert run.dataset.num_blocks_read <= 2 * sum(size > 0 for size in SIZES)
@@ -149,7 +149,7 @@ def test_a_resumed_run_reads_no_more_than_a_window_of_what_was_seen(step, num_re
     assert together(runs, 1) == expected[step:]
     place = before.sampler.plan._sample_starts[step]
     block_of = np.repeat(np.arange(len(SIZES)), SIZES)
-    left = {block_of[sample] for sample in whole(before.sampler._order, 1)[place:]}
+    left = {block_of[sample] for sample in whole(before.sampler.order, 1)[place:]}
     for run in runs:
         assert run.dataset.num_blocks_read <= len(left) + 2 * WINDOW
 

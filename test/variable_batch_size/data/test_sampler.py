@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import variable_batch_size as vbs
 
@@ -171,9 +171,10 @@ def test_replica_defaults_to_the_callers(monkeypatch):
 
 def test_what_is_dropped_is_logged_on_rank_0(caplog):
     with caplog.at_level(logging.INFO):
-        sampler(trace=[64, 96, 128])
-        sampler(trace=[64, 96, 128], num_replicas=2, rank=1)
-        sampler(trace=[64, 96, 128], verbose=False)
+        for options in ({}, {"num_replicas": 2, "rank": 1}, {"verbose": False}):
+            one = sampler(trace=[64, 96, 128], **options)
+            one.load_state_dict(one.state_dict())
+            one.set_epoch(0)
     assert len(caplog.records) == 1
     assert "2 steps from step 0 on, 96 of 256 samples dropped" in caplog.text
 
@@ -206,6 +207,35 @@ def test_a_loader_that_changes_the_order_is_refused(option, message):
         iterate(loader)
     loader.num_workers = 0  # without workers they change nothing
     assert len(iterate(loader)) == 32
+
+
+def test_a_loader_of_another_dataset_is_refused():
+    """A shorter one would be an IndexError, and of a longer one a part is never run."""
+    one, whole = vbs.CustomSampler(range(256), 64, verbose=False), range(300)
+    with pytest.raises(ValueError, match=r"has 300 samples, and .* given has 256"):
+        next(iter(DataLoader(whole, batch_sampler=one)))
+    loader = DataLoader(whole)  # one that does not iterate the sampler
+    assert len(next(iter(one))) == 32
+    del loader
+    one = vbs.CustomSampler(dataset_size=256, trace=64, verbose=False)
+    assert len(next(iter(DataLoader(whole, batch_sampler=one)))) == 32
+
+
+def test_it_is_not_taken_for_a_sampler_of_samples():
+    one = sampler()
+    with pytest.raises(TypeError, match="pass it as batch_sampler="):
+        next(iter(DataLoader(range(256), sampler=one)))
+    wrapped = BatchSampler(range(9), 3, False)
+    wrapped.inside = one  # as accelerate's, which is one and yields another's
+
+    def through(self):
+        return next(iter(self.inside))
+
+    assert len(through(wrapped)) == 32
+    with pytest.raises(TypeError, match="a DataLoader, whose length counts batches"):
+        vbs.CustomSampler(DataLoader(range(256), batch_size=16), 32)
+    loader = DataLoader(torch.arange(256), sampler=one, batch_size=None)
+    assert next(iter(loader)).shape == (32,)  # which makes no batches
 
 
 def test_loaders_with_in_order_false_are_refused():

@@ -278,14 +278,51 @@ def test_updates_that_were_made_again_are_told_once(tmp_path):
     assert run.header["num_lost"] == 3
 
 
-def test_a_stop_is_told_with_its_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        xla_replica, "stop_requested", lambda: xla_replica.StopRequest("maintenance", 7)
+def stopped(rank: int, folder: Path, ask_after: int | None) -> None:
+    """Is asked to stop after an update, or between the epochs, where it is saved."""
+    training = Training(folder)
+    checkpointer = vbs.Checkpointer(
+        folder, training.optimizer, model=training.model, log=training.log, stop_on=()
     )
+
+    def ask(update: vbs.Update | None = None) -> None:
+        if update is None or update.step == ask_after:
+            xla_replica.request_stop("maintenance", 7)
+
+    training.optimizer.attach(ask)
+    training.optimizer.attach(checkpointer)
+    try:
+        for epoch in range(2):
+            training.epoch(epoch)
+            if ask_after is None:
+                ask()
+            training.log.write(accuracy=50.0)
+            checkpointer.save()
+    finally:
+        training.log.close()
+
+
+# Within the epoch, in its last update but one, and between epochs.
+@pytest.mark.parametrize("ask_after", [2, 5, None])
+def test_a_stop_is_told_once_with_its_reason(ask_after, tmp_path):
+    with pytest.raises(xla_replica.Stopped):
+        xla_replica.launch(stopped, (tmp_path, ask_after), 1, "cpu")
+    run = vbs.read_run(tmp_path / "run.jsonl")
+    assert run.updates["epoch"].iloc[-1] == (ask_after is None)
+    stops = [event for event in run.events if event["event"] == "stop"]
+    assert [(stop["reason"], stop["step"]) for stop in stops] == [
+        ("maintenance", len(run.updates))
+    ]
+    assert run.events[-2]["event"] == "checkpoint"
+
+
+def test_a_log_that_was_not_attached_is_noticed(tmp_path):
     training = Training(tmp_path)
-    training.log.state_dict()
-    told = vbs.read_run(tmp_path / "run.jsonl").events[-1]
-    assert (told["event"], told["reason"]) == ("stop", "maintenance")
+    training.optimizer._attached._callbacks.remove(training.log)
+    with pytest.raises(ValueError, match=r"call optimizer\.attach\(log\) before"):
+        training.epoch(0)
+    assert training.optimizer._steps.last_lrs  # one update was made, not two
+    assert training.sampler.cursor.step == 1
 
 
 # --- reading and refusals ----------------------------------------------------------
@@ -363,6 +400,11 @@ def test_wrong_arguments_say_so(tmp_path):
         vbs.RunLog(tmp_path / "a", Training(tmp_path, log=False).optimizer, log_steps=0)
     with pytest.raises(TypeError, match="sinks must be functions that take log"):
         vbs.RunLog(None, Training(tmp_path, log=False).optimizer, sinks=["wandb"])
+    with pytest.raises(TypeError, match=r"add: loss must be a tensor.*got 0\.5"):
+        Training(tmp_path).log.add(0.5)
+    with pytest.raises(ValueError, match=r"is one number, got a tensor of shape \(3,"):
+        Training(tmp_path).log.add(torch.ones(3))
+    Training(tmp_path).log.add(torch.ones(1))
     with pytest.raises(ValueError, match="there has been no update"):
         Training(tmp_path).log.write(accuracy=1.0)
     with pytest.raises(TypeError, match="write: accuracy must be a number, got"):

@@ -101,7 +101,13 @@ def test_epochs_end_where_they_end(outcomes):
 def make(unit: str = "updates", every: float = 1, noise: bool = True, **options):
     weight = nn.Parameter(torch.zeros(1))
     sampler = vbs.CustomSampler(
-        range(64), 8, num_replicas=1, rank=0, minibatch_size=2, verbose=False
+        range(64),
+        8,
+        on_end="hold",
+        num_replicas=1,
+        rank=0,
+        minibatch_size=2,
+        verbose=False,
     )
     sampler.num_yielded = 10_000  # `run` does not iterate it
     optimizer = vbs.ElasticOptimizer(
@@ -119,6 +125,23 @@ def run(weight, optimizer, updates: int) -> None:
             epoch = optimizer.epoch + 1
             optimizer.sampler.set_epoch(epoch)
             optimizer.set_epoch(epoch)
+
+
+@pytest.mark.parametrize("kind", ["log", "checkpointer", "controller"])
+def test_what_belongs_to_another_optimizer_is_refused(kind, tmp_path):
+    _, own = make()
+    weight, optimizer = make()
+    build = {
+        "log": lambda: vbs.RunLog(tmp_path / "run.jsonl", optimizer),
+        "checkpointer": lambda: vbs.Checkpointer(
+            tmp_path, optimizer, model=nn.ParameterList([weight]), stop_on=()
+        ),
+        "controller": lambda: vbs.BatchSizeController(optimizer, least=2, most=8),
+    }
+    target = build[kind]()
+    with pytest.raises(ValueError, match="was built with another optimizer"):
+        own.attach(target)
+    optimizer.attach(target)
 
 
 def test_fractions_and_composed_schedulers():
@@ -318,10 +341,10 @@ def test_a_scheduler_that_would_diverge_is_an_error_on_every_replica(rank):
         stepped_by_hand()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_scheduler_stepped_per_minibatch_is_an_error_on_several_replicas(rank):
+@pytest.mark.parametrize(("rank", "replicas"), [(0, 1), (0, 2), (1, 2)])
+def test_a_scheduler_stepped_per_minibatch_is_an_error(rank, replicas):
     """No replica is idle, but replica 0 runs two minibatches and replica 1 one."""
-    model, sampler, wrapper = wrapping.make(trace=96, rank=rank, replicas=2)
+    model, sampler, wrapper = wrapping.make(trace=96, rank=rank, replicas=replicas)
     scheduler = StepLR(wrapper, 1)
 
     def stepped_every_time() -> None:
@@ -353,6 +376,8 @@ def test_attach_takes_schedulers_and_functions_only():
         wrapper.attach(ReduceLROnPlateau(wrapper))
     with pytest.raises(TypeError, match="neither an LR scheduler nor a function"):
         wrapper.attach(3)
+    with pytest.raises(TypeError, match="is a method of an LR scheduler"):
+        wrapper.attach(StepLR(wrapper, 1).step)
 
 
 def test_attaching_after_updates_were_joined_is_an_error():

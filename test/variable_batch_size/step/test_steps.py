@@ -80,7 +80,7 @@ def test_an_abandoned_epoch_warns_and_loses_its_gradients(caplog):
     backward(model)
     wrapper.step()
     wrapper.set_epoch(0)
-    assert "epoch 0 is abandoned after 0 of 3 steps" in caplog.text
+    assert "epoch 0 is abandoned after 0 of 3 steps: run every min" in caplog.text
     assert torch.equal(model.weight.grad, torch.zeros(1, 2))
     assert run_epoch(model, sampler, wrapper) == [0, 1, 0, 0, 1, 0, 0, 1]
 
@@ -94,6 +94,15 @@ def test_an_abandoned_epoch_is_an_error_on_several_replicas():
         ReplicaError, match=r"abandoned after 0 of 2 steps, and the oth"
     ):
         wrapper.set_epoch(1)
+
+
+def test_an_epoch_number_that_is_trained_twice_warns(caplog):
+    model, sampler, wrapper = make()
+    wrapper.set_epoch(0)
+    run_epoch(model, sampler, wrapper)
+    assert not caplog.text
+    wrapper.set_epoch(0)
+    assert "epoch 0 has been trained; another pass needs another" in caplog.text
 
 
 def test_an_epoch_number_is_trained_once_on_several_replicas():

@@ -172,8 +172,8 @@ def one_process(run: Run) -> tuple[list[torch.Tensor], list[float]]:
         row("cpu", 1),
         row("cpu", 2),
         row("xla", 1, slow=True),
-        row("xla", 2, slow=True),
-        row("xla", 8),
+        row("xla", 2),
+        row("xla", 8, slow=True),
     ],
 )
 def outcomes(request):

@@ -39,6 +39,8 @@ GOOD = {
     "no step column": "batchsize\n64\n96\n",
     "floats": "step,batchsize\n0,64.0\n1,9.6e1\n",
     "quoted numbers": 'step,batchsize\n0,"64"\n1,"96"\n',
+    "capitals": "Step,BatchSize\n0,64\n1,96\n",
+    "steps from 1": "step,batchsize\n1,64\n2,96\n",
     "plus signs": "step,batchsize\n0,+64\n1,+96\n",
 }
 
@@ -99,6 +101,16 @@ def test_steps_out_of_order_warn_or_raise(tmp_path, content):
     for source in (path, trace):
         with pytest.raises(TraceError, match="line 3, step: "):
             Trace(source, strict_steps=True)
+
+
+@pytest.mark.parametrize("first", ["1000", "-1", "x"])
+def test_a_trace_that_begins_later_warns(tmp_path, first):
+    """As one that was cut out of a longer one: its rows are those of step 0 and on."""
+    path = write(tmp_path, f"step,batchsize\n{first},64\n")
+    with pytest.warns(TraceWarning, match="line 2, step: the first step is .* 0 or 1"):
+        Trace(path)
+    with pytest.raises(TraceError, match="from the beginning of training on"):
+        Trace(path, strict_steps=True)
 
 
 def test_a_step_that_is_not_a_number_warns(tmp_path):
@@ -364,6 +376,11 @@ def test_errors_of_the_schedule_name_the_line_of_a_threshold():
     table = pd.DataFrame({"samples": [0, 100, 300], "batchsize": [32, 40, 64]})
     with pytest.raises(TraceError, match="DataFrame, element 1: batch size 40 is not"):
         Schedule(Trace(table), 256, 32)
+
+
+def test_thresholds_may_be_in_capitals(tmp_path):
+    path = write(tmp_path, "Samples,BatchSize\n0,64\n128,96\n")
+    assert Trace(path).batch_sizes.tolist() == [64, 64, 96]
 
 
 def test_where_there_are_steps_samples_and_tokens_are_columns_like_others(tmp_path):

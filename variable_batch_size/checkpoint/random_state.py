@@ -1,0 +1,47 @@
+"""The states of random number generators in a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from xla_replica import Replica
+
+
+def saved(replica: Replica, own: torch.Tensor) -> dict[str, Any]:
+    """Returns what the generators of replica 0 and of all devices hold. Collective."""
+    _, keys, *rest = np.random.get_state()
+    version, internal, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": [torch.from_numpy(keys.astype(np.int64)), *rest],
+        "python": [version, list(internal), gauss],
+        # (num_replicas, length) uint8
+        "devices": torch.stack(replica.all_gather_object(own)),
+    }
+
+
+def restore(state: dict[str, Any], replica: Replica) -> None:
+    """Restores what `saved` returned.
+
+    A replica that is new, or on a device of another kind, is seeded from the saved
+    state: its dropout differs from that of the other replicas, as it should.
+    """
+    if replica.is_primary:  # other processes may have been seeded by rank
+        keys, *rest = state["numpy"]
+        np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *rest))
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+        torch.set_rng_state(state["torch"])
+    devices = state["devices"]
+    same_kind = devices.shape[1] == len(replica.rng_state())
+    if same_kind and replica.rank < len(devices):
+        # A copy: torch 2.13 ignores where in its storage a view begins, and crashes.
+        replica.set_rng_state(devices[replica.rank].clone())
+        return
+    seed = hashlib.sha256(devices[0].numpy().tobytes()).digest()[:4]
+    replica.seed(int.from_bytes(seed, "little"))
