@@ -26,6 +26,7 @@ from grab_xla.recording.fidelities import Fidelity
 from grab_xla.recording.steps import Steps
 from grab_xla.recording.vectors import Vectors
 from per_sample_grad import Capture, Projection
+from xla_replica.common.arguments import check_type
 from xla_replica.common.differences import check_same
 
 # The version of `GraBSampler.state_dict`.
@@ -137,6 +138,12 @@ class GraBSampler(Sampler[int]):
         **balance_options: Any,
     ) -> None:
         del cuda_herding
+        if not isinstance(data_source, Sized):
+            raise TypeError(
+                f"data_source is {data_source!r}, which has no length: an order needs "
+                "a dataset whose samples have numbers, such as a torch Dataset with "
+                "__len__; a stream (IterableDataset) brings its own order"
+            )
         self.num_samples = len(data_source)
         if self.num_samples == 0:
             raise ValueError("data_source is empty: there is nothing to order")
@@ -156,6 +163,7 @@ class GraBSampler(Sampler[int]):
             self.fidelity, group_size, self.num_samples, ordering
         )
         self._num_groups = self.num_samples // self._group_size
+        ordering.check_fits(self._num_groups)
         self._weights = SampleWeights(weights, self.num_samples)
         self._vectors = Vectors(
             trainable_params, recording, self._num_groups, kind, pi_eps,
@@ -447,8 +455,10 @@ class GraBSampler(Sampler[int]):
         The next ``iter()`` gives the rest of that epoch.
 
         Raises:
-            ValueError: The state belongs to another data set, model or balance type.
+            TypeError, ValueError: It is not such a state, or it belongs to another data
+                set, model or balance type.
         """
+        check_type("load_state_dict: the state", state, Mapping, "a dict")
         own = self._orders.state_dict().keys() | {"given_for", "engine"}
         missing = sorted((self._identity.keys() | own) - state.keys())
         if missing:
@@ -458,10 +468,15 @@ class GraBSampler(Sampler[int]):
             )
         theirs = {name: state[name] for name in self._identity}
         error = "load_state_dict: the state of another sampler"
-        check_same(theirs, self._identity, error)
+        check_same(_flat(theirs), _flat(self._identity), error)
         # The epoch's random numbers are drawn again rather than saved.
         self._orders.generator.set_state(state["drawn_from"].cpu())
         self._balancer.draw(self._num_groups, self._orders.generator)
         self._balancer.load_state_dict(state["engine"])
         self._orders.load_state_dict(state)
         self._progress.restore(state["given_for"])
+
+
+def _flat(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a saved state must agree with, each setting by its own name."""
+    return {**identity, "settings": None, **identity["settings"]}

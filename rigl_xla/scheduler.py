@@ -20,7 +20,7 @@ from rigl_xla.layers.checks import Hold, check_bound, check_hold, take
 from rigl_xla.layers.first_masks import first_layer_state
 from rigl_xla.layers.initial import INITIAL_WEIGHTS
 from rigl_xla.layers.options import Options
-from rigl_xla.layers.sparse_layer import SparseLayer, zero_inactive_
+from rigl_xla.layers.sparse_layer import SparseLayer
 from rigl_xla.layers.weights import Selector, check_model
 from rigl_xla.report.costs import LayerCost
 from rigl_xla.report.report import Report, describe
@@ -113,7 +113,8 @@ class RigLScheduler(RigLTorchNames):
             Nothing has been touched then.
 
     Warns:
-        UserWarning: ``T_end`` is not past ``delta``: there will be no update.
+        UserWarning: ``T_end`` is not past ``delta``: there will be no update; or the
+            schedule is another one than that of ``state_dict``, which goes on.
     """
 
     def __init__(
@@ -294,10 +295,10 @@ class RigLScheduler(RigLTorchNames):
     def load_state_dict(self, state_dict: Mapping[str, Any], **changes: Any) -> None:
         """Loads what `state_dict` returned, or rigl-torch 0.5.2's did.
 
-        Steps, masks, seed and schedule are the saved ones. So are ``method``,
-        ``skip_step``, ``drop``, ``grow`` and ``sparsity_distribution`` where this
-        pruner has the default; functions, known by name, have to be given again.
-        Weights are masked at once.
+        Steps, masks and schedule are the saved ones, and so are the options that a
+        state holds where this pruner has the default, such as ``method``, ``seed`` and
+        ``dense_allocation``; functions, known by name, have to be given again. Weights
+        are masked at once.
 
         Args:
             state_dict: The saved state.
@@ -307,6 +308,9 @@ class RigLScheduler(RigLTorchNames):
         Raises:
             ValueError, TypeError: It is not such a state, or does not fit the model or
                 this pruner's options. Nothing has changed then.
+
+        Warns:
+            UserWarning: This pruner's schedule is another one than the saved.
         """
         self._restore(state_dict, self.options, self.schedule, changes)
 
@@ -323,7 +327,8 @@ class RigLScheduler(RigLTorchNames):
         schedule: UpdateSchedule,
         changes: Mapping[str, Any],
     ) -> None:
-        found = state.from_dict(saved, self.model, options, schedule, changes)
+        what = (options, schedule, changes)
+        found = state.from_dict(saved, self.model, *what, stacklevel=4)
         found.options.check_schedule(found.schedule, stacklevel=3)
         self._adopt(found)
 
@@ -354,7 +359,7 @@ class RigLScheduler(RigLTorchNames):
             ]
             self._holds.append(take(parameter, Hold(self, handles)))
         # A pruner that counts the optimizer's steps lives as long as that.
-        hook = functools.partial(_mask_weights, self._layers, self._holds)
+        hook = functools.partial(_mask_weights, steps, self._layers, self._holds)
         if not self.options.skip_step:
             hook = self._after_step
         if self._layers:
@@ -400,14 +405,18 @@ def _note_accumulation(
 
 @torch.no_grad()
 def _mask_weights(
-    layers: Sequence[SparseLayer], holds: Sequence[Hold], *args: object
+    steps: weakref.ref[TopologySteps],
+    layers: Sequence[SparseLayer],
+    holds: Sequence[Hold],
+    *args: object,
 ) -> None:
     """Runs after the optimizer's step, whether or not anybody has the pruner."""
     del args
     for layer, hold in zip(layers, holds):
         if not hold.released:
-            layer.follow(layer.data.device)
-            zero_inactive_(layer.data, layer.mask)
+            layer.mask_()
+    if (found := steps()) is not None:
+        found.note_optimizer_step()
 
 
 def _made_of(kind: Any, arguments: Mapping[str, Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,15 +12,16 @@ from torch import nn
 
 from rigl_xla.contrib import rigl_torch
 from rigl_xla.layers.checks import check_kind
-from rigl_xla.layers.options import ASKED, WINS, Options
+from rigl_xla.layers.options import SAVED, Options
 from rigl_xla.layers.sparse_layer import SparseLayer, to_host
 from rigl_xla.layers.weights import Weight, weights_of
+from rigl_xla.topology.distribution import as_float
 from rigl_xla.topology.masks import pack, unpack
 from rigl_xla.topology.update_schedule import UpdateSchedule
 from rigl_xla.update.collect import is_collecting
 from xla_replica import Replica
 from xla_replica.common.arguments import check_integer, check_number, check_type
-from xla_replica.common.differences import check_same
+from xla_replica.common.differences import check_same, differences
 
 FORMAT = 1
 _FUNCTION = "function "  # begins the name of a function, which a state cannot hold
@@ -57,9 +59,9 @@ def to_dict(now: PrunerState, replica: Replica) -> dict[str, Any]:
         "step": now.step,
         "num_updates": now.num_updates,
         "schedule": dataclasses.asdict(now.schedule),
-        "options": _plain_options(now.options, WINS),
-        "asked": _plain_options(now.options, ASKED),
+        "options": _plain_options(now.options),
         "layers": layers,
+        "dense": [w.name for w in now.weights if w.name not in layers],
     }
 
 
@@ -87,6 +89,7 @@ def from_dict(
     options: Options,
     schedule: UpdateSchedule,
     changes: Mapping[str, Any],
+    stacklevel: int,
 ) -> PrunerState:
     """Fits a saved state to a model; see `RigLScheduler.load_state_dict`."""
     if not isinstance(state, Mapping):
@@ -108,21 +111,23 @@ def from_dict(
             f"this release reads its own format {FORMAT} and rigl-torch 0.5.2's states"
         )
     _check_parts(state)
-    asked = _asked(options, state.get("asked", {}))
-    options = dataclasses.replace(options, **state["options"], **asked)
+    # Older releases had options in two dicts.
+    options = _resumed(options, {**state["options"], **state.get("asked", {})})
     values = {**dataclasses.asdict(schedule), **state["schedule"], **changes}
     if options.from_rigl_torch:
         weights = rigl_torch.weights_of(model)
     else:
         weights = weights_of(model, options.include, options.exclude)
-    return PrunerState(
+    found = PrunerState(
         weights,
-        _fit(state["layers"], weights, options),
+        _fit(state["layers"], state.get("dense"), weights, options),
         options,
         UpdateSchedule(**values),
         check_integer("the step in state_dict", state["step"], 0),
         check_integer("num_updates in state_dict", state["num_updates"], 0),
     )
+    _warn_of_schedule(schedule, state["schedule"], changes, stacklevel)
+    return found
 
 
 # The parts of a state that are dicts, with the names that these may have.
@@ -151,22 +156,45 @@ def _check_parts(state: Mapping[str, Any]) -> None:
             )
 
 
-def _plain_options(options: Options, how: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the options that are saved so, functions by name."""
+def _warn_of_schedule(
+    own: UpdateSchedule,
+    saved: Mapping[str, Any],
+    changes: Mapping[str, Any],
+    stacklevel: int,
+) -> None:
+    """Warns if a schedule that the caller asked for is not the saved one."""
+    default = dataclasses.asdict(UpdateSchedule())
+    asked = {
+        name: value
+        for name, value in dataclasses.asdict(own).items()
+        if value != default[name] and name in saved and name not in changes
+    }
+    if found := differences(saved, asked, {name: name for name in asked}):
+        names = ", ".join(f"{n}={v!r}" for n, v in asked.items() if saved[n] != v)
+        warnings.warn(
+            f"the saved schedule goes on: {'; '.join(found)} in this call, which has "
+            f"no effect. For another one say pruner.load_state_dict(state, {names})",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _plain_options(options: Options) -> dict[str, Any]:
+    """Returns the options that are saved, functions by name."""
     found = {}
     for field in dataclasses.fields(options):
-        if field.metadata == how:
+        if field.metadata == SAVED:
             value = getattr(options, field.name)
             if callable(value):
                 value = _FUNCTION + getattr(value, "__name__", type(value).__name__)
+            elif isinstance(value, Mapping):
+                value = {name: as_float(number) for name, number in value.items()}
             found[field.name] = value
     return found
 
 
-def _asked(options: Options, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the saved values of options, which the caller may have to repeat."""
-    own = _plain_options(options, ASKED)
-    defaults = _plain_options(Options(), ASKED)
+def _resumed(options: Options, saved: Mapping[str, Any]) -> Options:
+    """Returns the caller's options with the saved ones, which may be repeated."""
+    own, defaults = _plain_options(options), _plain_options(Options())
     chosen = {name: name for name in saved if own[name] != defaults[name]}
     what = "load_state_dict: the state of a run with other options"
     check_same(saved, own, what, "Leave them out or give the same", chosen)
@@ -180,21 +208,30 @@ def _asked(options: Options, saved: Mapping[str, Any]) -> dict[str, Any]:
                 f"state_dict was made with {name}= a {value}, which it cannot hold; "
                 f"give the same {name}= again"
             )
-    return found
+    return dataclasses.replace(options, **found)
 
 
 def _fit(
-    saved: Mapping[str, Any], weights: Sequence[Weight], options: Options
+    saved: Mapping[str, Any],
+    dense: Sequence[str] | None,
+    weights: Sequence[Weight],
+    options: Options,
 ) -> list[SparseLayer]:
-    """Returns the layers of a saved state, in the order of the model's weights."""
+    """Returns the layers of a saved state, in the order of the model's weights.
+
+    ``dense`` are names of the other weights; None: the state does not know them.
+    """
     # Older releases called a shared weight by another of its names.
     named = {name: w.name for w in weights for name in (*w.names, w.name)}
-    missing = [name for name in saved if name not in named]
-    if missing:
+    missing = [name for name in (*saved, *(dense or ())) if name not in named]
+    known = {named.get(name) for name in (*saved, *(dense or ()))}
+    more = [w.name for w in weights if dense is not None and w.name not in known]
+    if missing or more:
         raise ValueError(
-            f"state_dict has masks of {missing}, which are not weights of this model "
-            f"that can be sparse; there are {list(dict.fromkeys(named.values()))}. It "
-            "must be the same model, with the same include= and exclude="
+            f"state_dict has {missing}, which are not weights of this model that can "
+            f"be sparse, and lacks {more}, which are; these are all: "
+            f"{[w.name for w in weights]}. It must be the same model, with the same "
+            "include= and exclude=, and the same weights frozen"
         )
     saved = {named[name]: entry for name, entry in saved.items()}
     layers = []

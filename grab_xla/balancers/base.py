@@ -68,6 +68,9 @@ class Ordering:
         """Returns the number of samples that wait for a partner."""
         return 0
 
+    def check_fits(self, num_samples: int) -> None:
+        """Raises ValueError if so few samples could never be ordered."""
+
     def first_order(
         self, num_samples: int, shuffled: bool, generator: torch.Generator
     ) -> np.ndarray:

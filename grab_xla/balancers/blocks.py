@@ -36,6 +36,14 @@ class BlockBalancer(Balancer):
     def balance_blocks(self, sums: Tensor, rows_RD: Any, decide: Decisions) -> Tensor:
         """Returns the placements of whole blocks, and adds to ``sums`` in place."""
 
+    def check_fits(self, num_samples: int) -> None:
+        if 1 < num_samples < self.block_size:
+            raise ValueError(
+                f"{self} balances whole blocks of {self.block_size} samples (or "
+                f"groups), and there are only {num_samples}, so that the order would "
+                "never change: choose smaller blocks, or another balance_type"
+            )
+
     def is_whole(self, state: State, num_rows: int) -> bool:
         """Returns whether a step begins and ends where blocks do."""
         return self.num_pending(state) == 0 and num_rows % self.block_size == 0

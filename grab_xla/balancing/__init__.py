@@ -1,0 +1,1 @@
+"""Pure functions of balancing: inner products, signs, the next order, herding."""

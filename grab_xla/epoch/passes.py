@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from grab_xla.epoch.orders import GraBWarning
+
 
 @dataclasses.dataclass
 class Pass:
     """One pass over an order: the samples that it gave, and those of its steps.
+
+    A loader draws the samples of its next batches between two steps. How many wait for
+    their step then is 0 if the loader draws nothing ahead of time; otherwise it stays
+    the same as long as batches have one size and every one of them has its step.
 
     Attributes:
         num_drawn, num_stepped: How many there are of each.
@@ -21,7 +28,7 @@ class Pass:
         thread: The thread that draws them.
         num_waiting: How many of those that it had given when samples were drawn for the
             last time after a step still wait for theirs.
-        is_prompt: Whether none did once: then nobody draws samples ahead of time.
+        is_unsteady: Whether another number waited then than a loader explains.
     """
 
     num_drawn: int = 0
@@ -29,22 +36,63 @@ class Pass:
     ended: bool = False
     thread: int | None = None
     num_waiting: int = 0
-    is_prompt: bool = False
-    _stepped_before: int = 0
+    is_unsteady: bool = False
+    _stepped_before: int = 0  # when samples were drawn for the last time after a step
+    _drawn_before: int = 0
+    _stepped_after_end: int = 0
+    _first: int = 0  # how many were drawn before the first step,
+    _batch: int = 0  # and between the last two times that samples were drawn
+    _usual: int = 0  # how many waited the first time,
+    _least: int = 0  # and at least
+    _size: int = 0  # of the first step
+    _has_one_size: bool = True  # steps have, and what is drawn is made of such batches
 
     def draw(self) -> None:
         """Counts a sample that is given."""
         if self.num_stepped > self._stepped_before:
-            self._stepped_before = self.num_stepped
-            self.num_waiting = self.num_drawn - self.num_stepped
-            self.is_prompt |= self.num_waiting == 0
-            self.thread = threading.get_ident()
+            self._begin_batch()
         self.num_drawn += 1
+
+    def _begin_batch(self) -> None:
+        """Looks how many samples wait when the first one is drawn after a step."""
+        drawn = self.num_drawn - self._drawn_before
+        self._stepped_before, self._drawn_before = self.num_stepped, self.num_drawn
+        self.num_waiting = self.num_drawn - self.num_stepped
+        self.thread = threading.get_ident()
+        if not self._first:
+            self._first, self._usual = drawn, self.num_waiting
+            self._least = self._usual
+            return
+        self._least = min(self._least, self.num_waiting)
+        self._has_one_size &= drawn % self._size == 0 or self._batch in (0, drawn)
+        self._batch = drawn
+        if self._has_one_size:
+            self.is_unsteady = self.num_waiting != self._usual
+        else:
+            # Batches of several sizes: twice as many as at first may wait.
+            most = 2 * self._first if self._least else 0
+            self.is_unsteady = self.num_waiting > most
 
     def step(self, num_samples: int) -> None:
         """Counts the samples of a step."""
+        self._size = self._size or num_samples
+        self._has_one_size &= num_samples == self._size
         self.num_stepped += num_samples
         self.num_waiting = max(0, self.num_waiting - num_samples)
+        if self.ended:
+            self._stepped_after_end += num_samples
+
+    @property
+    def num_unused(self) -> int:
+        """How many samples of whole batches had no step when all had been drawn.
+
+        0 if the loop may have been left while a loader held batches that it had drawn
+        ahead of time: the steps after the end are then of more than the last batch.
+        """
+        left = self.num_drawn - self.num_stepped
+        last = self.num_drawn - self._drawn_before
+        is_over = self.ended and self._stepped_after_end <= last
+        return left if is_over and left >= self._batch > 0 else 0
 
 
 class Passes:
@@ -58,6 +106,8 @@ class Passes:
     - samples are drawn from the older pass;
     - the newer pass is over without a step, while the older one has given samples that
       may still be used: the current minibatch, and those that a loader prefetched.
+
+    It also refuses steps after samples that had none, or two: see `Pass`.
     """
 
     def __init__(self) -> None:
@@ -147,21 +197,42 @@ class Passes:
             )
 
     def _check_all_used(self, num_samples: int) -> None:
-        """Raises ValueError if samples of an earlier batch had no step.
+        """Raises ValueError if samples of an earlier batch had no step, or two.
 
         Batches that a loader draws ahead of time are whole. So what waits is either no
-        sample or at least the next batch, and always none where none has waited before.
-        A thread that draws samples beside the steps may do so at any time.
+        sample or at least the next batch. A thread that draws samples beside the steps
+        may do so at any time.
         """
         own = self._newest
-        too_few = own.is_prompt or own.num_waiting < num_samples
-        if own.num_waiting and too_few and own.thread == threading.get_ident():
+        num_left = own.num_drawn - own.num_stepped
+        if own.num_drawn and num_samples > num_left:
             raise ValueError(
-                f"step() with {num_samples} samples, but {own.num_waiting} samples of "
-                "earlier batches had no step, and these gradients would be taken for "
-                "theirs: give a loss (or a gradient) for every sample that the loader "
+                f"step() with {num_samples} samples, but only {num_left} are left of "
+                "those that the loader has given: every sample has one step, so where "
+                "a batch has several losses, add them up and call backward() once"
+            )
+        too_few = own.num_waiting and own.num_waiting < num_samples
+        unclear = own.is_unsteady or too_few
+        if unclear and own.thread == threading.get_ident():
+            raise ValueError(
+                f"step() with {num_samples} samples, but samples of earlier batches "
+                "had no step, or two, and these gradients would be taken for those of "
+                "others: give one loss (or gradient) for every sample that the loader "
                 "gives, a zero for one that does not count. If no batch was left out, "
                 "such as where several are joined, pass indices="
+            )
+
+    def warn_of_unused(self, epoch: int) -> None:
+        """Warns if samples of an epoch that is over had no step."""
+        num_unused, thread = self._newest.num_unused, self._newest.thread
+        if num_unused and thread == threading.get_ident():
+            warnings.warn(
+                f"{num_unused} samples of epoch {epoch} had no step. Unless they were "
+                "the last ones, the gradients after them were taken for those of "
+                "others: give one loss (or gradient) for every sample that the loader "
+                "gives, a zero for one that does not count, or pass indices=",
+                GraBWarning,
+                stacklevel=4,
             )
 
     def check_update(self, num_seen: int, batch_size: int) -> None:

@@ -105,6 +105,7 @@ class Progress:
             return
         num_groups = self._sharding.num_groups
         if num_seen:
+            self._passes.warn_of_unused(self._orders.epoch)
             self._passes.leave_epoch()
             if num_seen == num_groups or cursor.given_for is not None:
                 self._orders.warn_of_remainder()

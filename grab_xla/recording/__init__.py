@@ -1,0 +1,1 @@
+"""The fidelities: what of a module's backward pass is balanced."""

@@ -92,8 +92,7 @@ class RigLTorchNames:
     def apply_mask_to_weights(self) -> None:
         """Zeroes inactive weights; done after every optimizer step anyway."""
         for layer in self._layers:
-            layer.follow(layer.data.device)
-            zero_inactive_(layer.data, layer.mask)
+            layer.mask_()
 
     @torch.no_grad()
     def apply_mask_to_gradients(self) -> None:

@@ -29,10 +29,9 @@ from xla_replica.common.arguments import (
     check_number,
 )
 
-# What loading a state does with an option: the saved value wins over the caller's, or
-# the caller may repeat it, and gets it from the state otherwise.
-WINS: dict[str, str] = {"saved": "wins"}
-ASKED: dict[str, str] = {"saved": "asked"}
+# An option that a state holds: the caller may repeat it, and gets it from the state
+# otherwise.
+SAVED: dict[str, bool] = {"saved": True}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,24 +42,24 @@ class Options:
     there, in which norms and embeddings may be sparse.
     """
 
-    dense_allocation: float = field(default=1, metadata=WINS)
-    sparsity_distribution: str | Distribution = field(default="uniform", metadata=ASKED)
-    ignore_linear_layers: bool = field(default=True, metadata=WINS)
-    static_topo: bool = field(default=False, metadata=WINS)
-    method: str = field(default="rigl", metadata=ASKED)
-    drop: str | Score | None = field(default=None, metadata=ASKED)
-    grow: str | Score | None = field(default=None, metadata=ASKED)
-    structure: str | None = field(default=None, metadata=WINS)
+    dense_allocation: float = field(default=1, metadata=SAVED)
+    sparsity_distribution: str | Distribution = field(default="uniform", metadata=SAVED)
+    ignore_linear_layers: bool = field(default=True, metadata=SAVED)
+    static_topo: bool = field(default=False, metadata=SAVED)
+    method: str = field(default="rigl", metadata=SAVED)
+    drop: str | Score | None = field(default=None, metadata=SAVED)
+    grow: str | Score | None = field(default=None, metadata=SAVED)
+    structure: str | None = field(default=None, metadata=SAVED)
     initial_masks: str | Mapping[str, torch.Tensor] = "random"
     initial_weights: str | None = None
-    sparsities: Mapping[str, float] | None = None
+    sparsities: Mapping[str, float] | None = field(default=None, metadata=SAVED)
     include: Selector | Iterable[Selector] = ()
     exclude: Selector | Iterable[Selector] = ()
-    dense_first: bool | None = None
-    momentum: float = 0.9
-    skip_step: bool = field(default=True, metadata=ASKED)
-    seed: int = field(default=0, metadata=WINS)
-    from_rigl_torch: bool = field(default=False, metadata=WINS)
+    dense_first: bool | None = field(default=None, metadata=SAVED)
+    momentum: float = field(default=0.9, metadata=SAVED)
+    skip_step: bool = field(default=True, metadata=SAVED)
+    seed: int = field(default=0, metadata=SAVED)
+    from_rigl_torch: bool = field(default=False, metadata=SAVED)
 
     def __post_init__(self) -> None:
         for name in ("include", "exclude"):

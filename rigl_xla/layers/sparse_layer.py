@@ -102,6 +102,11 @@ class SparseLayer:
             self.mask, self.ever = self.mask.to(device), self.ever.to(device)
             self.counts = self.counts.to(device)
 
+    def mask_(self) -> None:
+        """Zeroes inactive weights."""
+        self.follow(self.data.device)
+        zero_inactive_(self.data, self.mask)
+
     def add(self, dense: torch.Tensor) -> None:
         """Adds a backward pass's dense gradient to what is pending."""
         self.drop_discarded()

@@ -157,13 +157,13 @@ def gradual_training_ratio(
     delta: int,
     num_steps: int,
 ) -> float:
-    """Returns the same for gradual pruning that changes masks every ``delta`` steps.
+    """Returns `training_ratio` of gradual pruning, by the mean over its steps.
 
-    The mean over steps: up to the next change, a step costs what the sparsity of the
-    last one makes it cost. The paper's 0.56 and 0.51 (ResNet-50, uniform, 80 % and
-    90 %, from step 10,000 to 25,000 of 32,000, ``delta`` 1,000) are the mean of 33
-    readings, at both ends of the run too, 0.5603 and 0.5053; the mean over 32
-    intervals, which this is, is 0.5707 and 0.5171.
+    Masks change every ``delta`` steps; up to the next change, a step costs what the
+    sparsity of the last one makes it cost. The paper's 0.56 and 0.51 (ResNet-50,
+    uniform, 80 % and 90 %, from step 10,000 to 25,000 of 32,000, ``delta`` 1,000) are
+    the mean of 33 readings, at both ends of the run too, 0.5603 and 0.5053; the mean
+    over 32 intervals, which this is, is 0.5707 and 0.5171.
 
     Args:
         costs, sparsities: Those of every layer, by name; the sparsities are final.

@@ -1,0 +1,1 @@
+"""Masks, structures, methods, update schedules and sparsities of layers."""

@@ -1,0 +1,1 @@
+"""The steps of a pruner: collecting gradients, and one update of all layers."""

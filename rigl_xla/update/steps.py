@@ -18,6 +18,10 @@ from xla_replica import Replica, traits
 
 logger = logging.getLogger(__name__)
 
+# So many steps beside delta may go without one of the optimizer, as those in which a
+# GradScaler looks for its scale.
+_PATIENCE = 100
+
 
 class TopologySteps:
     """Counts steps, collects what their gradients say, and changes the topology.
@@ -46,6 +50,9 @@ class TopologySteps:
         self._layers, self._options, self._schedule = layers, options, schedule
         self._method = options.method_in_use
         self._has_gradients = False
+        self._replaced = False  # the optimizer's step, by an update of the topology
+        self._num_uncalled = 0  # steps of the optimizer since the last `end`,
+        self._num_unstepped = 0  # and the other way round
 
     def begin(self, replica: Replica) -> None:
         """Prepares for the step after the last one, which may be of a saved run."""
@@ -87,6 +94,28 @@ class TopologySteps:
                     self._has_gradients = True
             zero_inactive_(grad.detach(), layer.mask)
 
+    def note_optimizer_step(self) -> None:
+        """Counts a step of the optimizer that `end` has to allow, and to count itself.
+
+        Raises:
+            RuntimeError: It was not allowed, or `end` is never called.
+        """
+        self._num_uncalled, self._num_unstepped = self._num_uncalled + 1, 0
+        if self._replaced:
+            raise RuntimeError(
+                f"optimizer.step() ran after pruner() had returned False in step "
+                f"{self.number}, in which the topology changed instead: `if pruner(): "
+                "optimizer.step()`; or build the pruner with skip_step=False"
+            )
+        expects = self._method.updates and self.number < self._schedule.last_update
+        if expects and self._num_uncalled > self._schedule.delta:
+            raise RuntimeError(
+                f"the optimizer took {self._num_uncalled} steps without a call of the "
+                "pruner, so that the topology never changes: `if pruner(): "
+                "optimizer.step()`; or build the pruner with skip_step=False, or "
+                "static_topo=True for a topology that stays"
+            )
+
     # --- its end --------------------------------------------------------------------
 
     @torch.no_grad()
@@ -94,12 +123,17 @@ class TopologySteps:
         """Counts a step and returns whether it was one that changes the topology.
 
         Raises:
-            RuntimeError: It is, but there was no gradient to make the update from.
+            RuntimeError: It is, but there was no gradient to make the update from; or
+                the optimizer has not stepped for long.
         """
+        self._check_has_stepped()
         due = self._method.updates and self._schedule.is_update(self.number + 1)
         if due:
             self._check_has_gradients()
             self._has_gradients = False
+        self._replaced = due and self._options.skip_step
+        self._num_uncalled = 0
+        self._num_unstepped += self._options.skip_step
         self.number += 1
         if self.collects and self._layers:
             running = self._method.collects == "always"
@@ -111,15 +145,27 @@ class TopologySteps:
             layer.discarded = layer.accumulated = None
         if due:
             self.num_updates += 1
-        if due and self._layers:
+        # What is frozen by now stays as it is.
+        trained = [x for x in self._layers if x.weight.parameter.requires_grad]
+        if due and trained:
             how = (self._method, self._schedule)
             now = (self.number, self.num_updates, self._options.seed)
-            change_(self._layers, optimizer, *how, *now)
+            change_(trained, optimizer, *how, *now)
             logger.debug("step %d: topology update %d", self.number, self.num_updates)
         used_up = due and self._method.collects == "updates"
         over = self.number == self._schedule.last_update + 1
         self._expect_next(replica, begin=used_up or over)
         return due
+
+    def _check_has_stepped(self) -> None:
+        """Raises RuntimeError if another optimizer seems to train the weights."""
+        if self._layers and self._num_unstepped > self._schedule.delta + _PATIENCE:
+            raise RuntimeError(
+                "the optimizer that this pruner was built with has not stepped in "
+                f"{self._num_unstepped} steps. If another one trains the model, what "
+                "it changes is not masked: close() this pruner and build one with that "
+                "optimizer, and state_dict=pruner.state_dict()"
+            )
 
     def _check_has_gradients(self) -> None:
         """Raises RuntimeError if nothing has come since the last update."""

@@ -11,7 +11,7 @@ from support.grab_xla import ordering
 from support.grab_xla.ordering import KINDS
 from support.xla_replica.replicas import SEVERAL_REPLICAS
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 import xla_replica
 from grab_xla import GraBSampler
@@ -112,11 +112,15 @@ def test_a_look_at_the_rest_of_a_restored_epoch_changes_nothing():
 
 def test_states_say_what_they_were_made_with():
     state = KINDS["mean"].sampler().state_dict()
-    for options in (
-        {"tie": "positive"}, {"normalize_grads": True}, {"prob_balance": True},
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match="settings was"):
+    for options, says in (
+        ({"tie": "positive"}, "tie was 'negative' and is 'positive'$"),
+        ({"normalize_grads": True}, "normalize_grads was False and is True$"),
+        ({"prob_balance": True}, "prob_balance was None and is 30$"),
+    ):
+        with pytest.raises(ValueError, match=f"another sampler: {says}"):
             KINDS["mean"].sampler(**options).load_state_dict(state)
+    with pytest.raises(TypeError, match="the state must be a dict, got None"):
+        KINDS["mean"].sampler().load_state_dict(None)
 
 
 def test_a_sampler_and_its_state_travel():
@@ -182,6 +186,28 @@ def test_no_sample_at_all_and_only_one(balance_type):
         sampler.step(ordering.as_dict(torch.ones(1, 13)))
     with pytest.raises(ValueError, match="data_source is empty"):
         KINDS[balance_type].sampler(0)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(24))
+
+
+@pytest.mark.parametrize("source", [Stream(), 24, iter(range(24))])
+def test_what_has_no_length_is_refused(source):
+    with pytest.raises(TypeError, match="has no length: an order needs a dataset"):
+        GraBSampler(source, {"w": torch.zeros(3)})
+
+
+@pytest.mark.parametrize(
+    ("balance_type", "options"),
+    [("recursive-pair", {"batch_size": 32}), ("pair", {"num_workers": 13})],
+)
+def test_blocks_that_no_epoch_fills_are_refused(balance_type, options):
+    parameters = {"w": torch.zeros(3)}
+    with pytest.raises(ValueError, match=r"whole blocks of (32|26) .* there are only"):
+        GraBSampler(range(N), parameters, balance_type, **options)
+    GraBSampler(range(32), parameters, balance_type, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

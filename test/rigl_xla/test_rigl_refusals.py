@@ -7,7 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from support.rigl_xla.sparse import batch, convnet, equal, pruned, sgd
+from support.rigl_xla.sparse import batch, convnet, equal, pruned, sgd, train
 from support.xla_replica.replicas import Backend
 from torch import nn
 
@@ -157,3 +157,45 @@ def test_an_optimizer_of_other_weights_is_refused():
     with pytest.raises(TypeError, match=r"model must be a torch module, got {} \(dict"):
         pruned({}, sgd(model))
     assert equal(before, model.state_dict())
+
+
+def steps(model, optimizer, ends_step) -> None:
+    """Runs a loop that does not ask the pruner whether to step."""
+    for step in range(8):
+        images, labels = batch(step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images), labels).backward()
+        ends_step()
+        optimizer.step()
+
+
+def test_a_loop_without_the_second_line_is_refused():
+    model = convnet()
+    optimizer = sgd(model)
+    pruner = pruned(model, optimizer)
+    with pytest.raises(RuntimeError, match="took 4 steps without a call of the pruner"):
+        steps(model, optimizer, ends_step=lambda: None)
+    assert pruner.step == 0
+    pruner.close()
+    for options in ({"static_topo": True}, {"skip_step": False}):
+        pruner = pruned(model, optimizer, **options)
+        steps(model, optimizer, ends_step=lambda: None)
+        pruner.close()
+
+
+def test_a_loop_that_does_not_look_at_the_answer_is_refused():
+    model = convnet()
+    optimizer = sgd(model)
+    pruner = pruned(model, optimizer)
+    with pytest.raises(RuntimeError, match="had returned False in step 3, in which"):
+        steps(model, optimizer, ends_step=pruner)
+    pruner.close()
+    steps(model, optimizer, ends_step=pruned(model, optimizer, skip_step=False))
+
+
+def test_another_optimizer_than_the_pruners_is_noticed():
+    model = convnet()
+    pruner, other = pruned(model, sgd(model)), sgd(model)
+    with pytest.raises(RuntimeError, match="has not stepped in 104 steps"):
+        train(model, other, pruner, range(120))
+    assert pruner.step == 104

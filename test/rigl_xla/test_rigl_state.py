@@ -81,7 +81,7 @@ def test_the_states_order_of_loading_does_not_matter():
     weights, momenta = model.state_dict(), optimizer.state_dict()
     other = convnet(seed=9)
     its = OPTIMIZERS["sgd"](other.parameters())
-    resumed = pruned(other, its, dense_allocation=0.5, T_end=500, delta=100)
+    resumed = pruned(other, its)
     resumed.load_state_dict(pruner.state_dict())
     assert (resumed.T_end, resumed.delta_T, resumed.dense_allocation) == (14, 3, 0.2)
     other.load_state_dict(copy.deepcopy(weights))
@@ -112,6 +112,56 @@ def test_saved_values_can_be_changed_in_so_many_words():
     with pytest.raises(ValueError, match="T_end must be an integer >= 1, got 0"):
         pruner.load_state_dict(state, T_end=0)
     assert pruner.T_end == 99
+
+
+def test_another_schedule_than_the_saved_one_is_told():
+    """It goes on as it was, also in a run that is resumed for more epochs."""
+    model, optimizer, pruner = sparse_convnet()
+    state = through_a_file(pruner.state_dict())
+    told = r"T_end was 14 and is 28; delta was 3 and is 4 .*state, T_end=28, delta=4\)"
+    pruner.close()
+    with pytest.warns(UserWarning, match=told) as caught:
+        resumed = pruned(model, optimizer, T_end=28, delta=4, state_dict=state)
+    assert [warning.filename for warning in caught] == [sparse.__file__]
+    assert (resumed.T_end, resumed.delta_T) == (14, 3)
+    resumed.close()
+    other = pruned(model, optimizer, T_end=28)
+    with pytest.warns(UserWarning, match="T_end was 14 and is 28") as caught:
+        other.load_state_dict(state)
+    assert [warning.filename for warning in caught] == [__file__]
+    other.load_state_dict(state, T_end=28)  # in so many words
+    assert other.T_end == 28
+
+
+def test_a_state_knows_all_weights_of_its_model():
+    model = convnet()
+    state = pruned(model, sgd(model)).state_dict()
+    for longer in (False, True):
+        layers = list(convnet())
+        if longer:
+            layers += [nn.Linear(10, 10), nn.Linear(10, 10)]
+        else:
+            layers[0] = nn.Identity()  # it was dense, and has no mask
+        other = nn.Sequential(*layers)
+        lacks = r"lacks \['8.weight', '9.weight'\], which" if longer else ""
+        has = r"has \[\], which" if longer else r"has \['0.weight'\], which"
+        with pytest.raises(ValueError, match=f"{has}.*{lacks}"):
+            pruned(other, sgd(other), state_dict=state)
+
+
+def test_a_state_of_an_older_release_fits():
+    """Its options are in two dicts, and it does not know which weights are dense."""
+    model, optimizer, pruner = sparse_convnet(method="set")
+    state = pruner.state_dict()
+    names = ("method", "drop", "grow", "skip_step", "sparsity_distribution")
+    state["asked"] = {name: state["options"].pop(name) for name in names}
+    for name in ("sparsities", "dense_first", "momentum"):
+        del state["options"][name]
+    del state["dense"]
+    pruner.close()
+    resumed = pruned(model, optimizer, state_dict=state)
+    assert resumed.options.method == "set"
+    assert equal(resumed.masks, pruner.masks)
 
 
 @pytest.mark.parametrize("method", ["rigl", "set", "snfs"])
@@ -147,6 +197,8 @@ def first(layer: Layer) -> torch.Tensor:
         {"method": "snfs", "drop": "sensitivity"},
         {"grow": "random"},
         {"static_topo": True, "method": "set"},
+        {"method": "snfs", "momentum": 0.5, "seed": 3},
+        {"sparsities": {"5": 0.5}, "dense_first": False},
     ],
 )
 def test_what_was_asked_for_need_not_be_repeated(options):
@@ -168,6 +220,10 @@ def test_what_was_asked_for_need_not_be_repeated(options):
     ("saved", "asked", "says"),
     [
         ({"method": "set"}, {"method": "snfs"}, "method was 'set' and is 'snfs'"),
+        ({}, {"dense_allocation": 0.5}, "dense_allocation was 0.2 and is 0.5"),
+        ({}, {"seed": 7}, "seed was 0 and is 7"),
+        ({}, {"sparsities": {"5": 0.5}}, "sparsities was None and is {'5': 0.5}"),
+        ({"method": "snfs"}, {"method": "snfs", "momentum": 0.5}, "momentum was 0.9"),
         ({}, {"method": "set"}, "method was 'rigl' and is 'set'"),
         ({}, {"skip_step": False}, "skip_step was True and is False"),
         ({}, {"grow": "random"}, "grow was None and is 'random'"),
@@ -281,7 +337,7 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing():
     other_shape = copy.deepcopy(state)
     other_shape["layers"]["5.weight"]["shape"] = [16, 255]
     for wrong, says in [
-        (renamed, r"masks of \['there'\], which are not weights"),
+        (renamed, r"has \['there'\], which are not .* lacks \['5.weight'\], which"),
         (other_shape, r"shape \(16, 255\) for '5.weight', which has shape \(16, 256\)"),
         ({**state, "format": 99}, "format 99"),
     ]:
@@ -296,7 +352,7 @@ DAMAGES = [
     (lambda s: s.update(step=-3), "the step in state_dict must be an integer >= 0"),
     (lambda s: s.update(num_updates=-1), "num_updates in state_dict must be"),
     (lambda s: s["options"].update(speed=3), r"'options'\] has \['speed'\], which"),
-    (lambda s: s["asked"].update(speed=3), r"'asked'\] has \['speed'\], which"),
+    (lambda s: s.update(asked={"speed": 3}), r"'asked'\] has \['speed'\], which"),
     (lambda s: s["schedule"].update(speed=3), r"'schedule'\] has \['speed'\]"),
     (lambda s: s["layers"][LAYER].pop("mask"), r"lacks \['mask'\] of '5.weight'"),
     (

@@ -10,7 +10,7 @@ from support.grab_xla import ordering
 from support.grab_xla.ordering import KINDS
 from torch.utils.data import DataLoader, Dataset
 
-from grab_xla import GraBSampler
+from grab_xla import GraBSampler, GraBWarning
 from xla_replica.device.loader import DeviceLoader
 
 N, BATCH = 22, 4  # six batches, the last one of two samples
@@ -171,24 +171,107 @@ def test_passes_that_need_no_gradients_are_told_apart_too(steps):
         use(batch)
 
 
-@pytest.mark.parametrize("left_out", ["one of every batch", "a batch", "some of one"])
-@pytest.mark.parametrize("name", ["plain", "drop_last"])
-def test_samples_without_a_gradient_are_refused(name, left_out):
+def one_of_every_batch(number, batch):
+    return [batch[1:]]
+
+
+def half_of_every_batch(number, batch):
+    return [batch[: BATCH // 2]]
+
+
+def a_batch(number, batch):
+    return [] if number == 2 else [batch]
+
+
+def some_of_one(number, batch):
+    return [batch[:1] if number == 2 else batch]
+
+
+def two_steps(number, batch):
+    return [batch, batch] if number == 2 else [batch]
+
+
+# What has a step of a batch, where some samples have none, or two.
+LEFT_OUT = [
+    one_of_every_batch,
+    half_of_every_batch,
+    a_batch,
+    some_of_one,
+    two_steps,
+]
+LONG = 80  # samples, of which "workers" draw 20 before the first step
+
+
+def loader_of(name: str, sampler: GraBSampler) -> DataLoader:
+    workers = {"num_workers": 1, "prefetch_factor": 4} if name == "workers" else {}
+    last = {"drop_last": name == "drop_last"}
+    return DataLoader(range(LONG), BATCH, sampler=sampler, **workers, **last)
+
+
+# Where a loader draws ahead, a part of one batch may be a batch of another size.
+@pytest.mark.parametrize(
+    ("name", "left_out"),
+    [
+        (name, left_out)
+        for name in ("plain", "drop_last", "workers")
+        for left_out in LEFT_OUT
+        if (name, left_out) != ("workers", some_of_one)
+    ],
+)
+def test_steps_that_are_not_those_of_all_samples_are_refused(name, left_out):
     """The next step would be taken for theirs."""
-    sampler = GraBSampler(range(N), PARAMETERS)
+    sampler = GraBSampler(range(LONG), PARAMETERS)
+    rows = ordering.gradients(0, LONG)
 
     def run() -> None:
-        for number, batch in enumerate(LOADERS[name](sampler)):
-            if left_out == "one of every batch":
-                step(sampler, batch[1:], 0)
-            elif number != 2:
-                step(sampler, batch, 0)
-            elif left_out == "some of one":
-                step(sampler, batch[:1], 0)
-            assert number < 4
+        for number, batch in enumerate(loader_of(name, sampler)):
+            assert number < 8
+            for part in left_out(number, batch):
+                sampler.step(ordering.as_dict(rows[part]))
 
-    with pytest.raises(ValueError, match="samples of earlier batches had no step"):
+    with pytest.raises(ValueError, match=r"had no step, or two|only 0 are left"):
         run()
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("name", ["plain", "drop_last"])
+def test_a_first_batch_without_a_step_is_told_when_the_epoch_is_over(name, last):
+    """Until then it looks like a batch that is drawn ahead of time."""
+    num_samples = LONG if last else LONG - 1
+    sampler = GraBSampler(range(num_samples), PARAMETERS)
+    loader = DataLoader(
+        range(num_samples), BATCH, sampler=sampler, drop_last=name == "drop_last"
+    )
+    rows = ordering.gradients(0, LONG)
+    for number, batch in enumerate(loader):
+        if number:
+            sampler.step(ordering.as_dict(rows[batch]))
+    with pytest.warns(GraBWarning, match=r"[4-7] samples of epoch 0 had no step"):
+        iter(sampler)
+
+
+SIZES = [4, 12, 4, 4, 7, 12, 4, 1, 9, 4, 16]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_of_several_sizes_may_be_drawn_ahead(num_workers):
+    class Batches:
+        def __iter__(self):
+            samples = iter(sampler)
+            for size in itertools.cycle(SIZES):
+                if not (batch := list(itertools.islice(samples, size))):
+                    return
+                yield batch
+
+    sampler = GraBSampler(range(LONG * 3), PARAMETERS)
+    rows = ordering.gradients(0, LONG * 3)
+    loader = DataLoader(
+        range(LONG * 3), batch_sampler=Batches(), num_workers=num_workers
+    )
+    for _ in range(2):
+        for batch in loader:
+            sampler.step(ordering.as_dict(rows[batch]))
+        assert sampler.num_seen == LONG * 3
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 4])

@@ -37,6 +37,20 @@ def test_a_compiled_model_trains_alike():
     assert equal(results[0][1], results[1][1])
 
 
+@pytest.mark.parametrize("method", ["rigl", "set", "gmp"])
+def test_a_layer_that_is_frozen_later_keeps_its_connections(method):
+    model, optimizer, pruner = sparse_convnet(method=method)
+    train(model, optimizer, pruner, range(4))
+    before, others = model[5].weight.detach().clone(), copy.deepcopy(pruner.masks)
+    mask = others.pop("5.weight")
+    model[5].requires_grad_(False)
+    train(model, optimizer, pruner, range(4, 13))
+    assert pruner.rigl_steps == 4
+    assert torch.equal(model[5].weight, before)
+    assert torch.equal(pruner.masks["5.weight"], mask)
+    assert not any(torch.equal(pruner.masks[name], others[name]) for name in others)
+
+
 def test_shared_weights_have_one_mask():
     model = nn.Sequential(
         nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 72), nn.Linear(72, 72)
