@@ -12,7 +12,10 @@ VENV ?= .venv-$(ENV)
 # What the torch environment tests with; any torch from 2.9 on works.
 TORCH ?= torch==2.13.0
 # A process per core; a file's tests stay together, they share what is slow to set up.
-PYTEST_ARGS ?= -n auto --dist loadfile
+# Files begin in the order of test/conftest.py, the longest ones first.
+PYTEST_ARGS ?= -n auto --dist loadfile --no-loadscope-reorder
+# Hundreds of processes import the packages, which each of them would compile.
+export PYTHONDONTWRITEBYTECODE :=
 
 REQUIREMENTS_xla = -e '.[xla-cpu,examples,test]'
 REQUIREMENTS_torch = '$(TORCH)' -e '.[test]'

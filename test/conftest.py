@@ -13,6 +13,32 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 import torch
 
+from xla_replica.starting import child_process
+
+# Replicas are forked from a server, and import the modules of tests and with them these
+# packages: most of a second in each of hundreds of processes. The server may have no
+# thread, so Arrow's allocator, which pandas loads, must not start one.
+os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
+child_process._IMPORTED += ["hypothesis", "numba", "pandas", "pytest"]
+
+# Files that take more than about 20 s begin first, the longest one before the others:
+# one that begins last keeps one worker busy, and the others wait.
+LONGEST = (
+    "test_interrupted_training", "test_variable_train_mnist", "test_stopping",
+    "test_rigl_replicas", "test_per_sample_xla", "test_examples", "test_recording",
+    "test_grab_replicas", "test_scripts", "test_readme", "test_grab_elastic",
+    "test_compilations", "test_elastic_family", "test_rigl_assigned_gradients",
+    "test_sharded_models", "test_rule_family", "test_overlapped_sum", "test_extending",
+    "test_accelerators", "test_grab_sampler_parity", "test_rigl_example",
+    "test_grab_memory", "test_token_weights", "test_replica_family", "test_emulation",
+    "test_per_sample_stream", "test_asynchronous_checkpoint", "test_grab_counts",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:

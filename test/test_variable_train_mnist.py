@@ -205,6 +205,7 @@ def test_help_teaches():
     ).stdout
     for word in ("torchrun", "--trace", "--rule", "default: MNIST if it can be loaded"):
         assert word in text
+    assert "{'" not in text  # a dict of Python is not for readers
 
 
 def test_digits_replace_mnist_with_a_warning(monkeypatch, caplog):

@@ -199,6 +199,11 @@ def limits(text: str) -> tuple[int, int]:
     return int(least), int(most)
 
 
+def listed(defaults: dict[str, float]) -> str:
+    """Returns defaults by name as the help shows them."""
+    return ", ".join(f"{value} for {name}" for name, value in defaults.items())
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -258,7 +263,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default=128,
         help="batch size at which --lr was tuned (default: 128)",
     )
-    add("--lr", type=float, help=f"reference learning rate (default: {LEARNING_RATES})")
+    add(
+        "--lr",
+        type=float,
+        help=f"reference learning rate (default: {listed(LEARNING_RATES)})",
+    )
     add("--momentum", type=float, default=0.9, help="momentum of SGD (default: 0.9)")
     add("--weight-decay", type=float, default=1e-4, help="default: 1e-4")
     add(
@@ -266,7 +275,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         type=float,
         help="clip the gradient to this global norm (default: do not clip)",
     )
-    add("--epochs", type=int, help=f"default: {EPOCHS}")
+    add("--epochs", type=int, help=f"default: {listed(EPOCHS)}")
     add(
         "--num-replicas",
         type=int,
@@ -288,7 +297,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="folder of MNIST, which is downloaded if missing (default: data)",
     )
     add("--num-workers", type=int, default=0, help="DataLoader workers (default: 0)")
-    add("--test-batch-size", type=int, default=64, help="(default: 64)")
+    add(
+        "--test-batch-size",
+        type=int,
+        default=64,
+        help="samples of a forward pass in evaluation (default: 64)",
+    )
     add("--seed", type=int, default=42, help="seed of weights and order (default: 42)")
     add(
         "--log-steps",

@@ -8,12 +8,10 @@ from collections.abc import Iterable
 import xla_replica
 
 
-def add_replicas(
-    group: argparse._ActionsContainer, name: str = "--num-replicas"
-) -> None:
-    """Adds --num-replicas, or by the other ``name``, and --device."""
+def add_replicas(group: argparse._ActionsContainer) -> None:
+    """Adds --num-replicas and --device."""
     group.add_argument(
-        name,
+        "--num-replicas",
         type=int,
         help="default: every chip, GPU or torchrun process there is; 1 on a CPU",
     )

@@ -1,12 +1,8 @@
 """Trains digits with a changing batch size, in the order that GraB chooses.
 
-    cd examples/composed
-    python elastic_order.py                                   # run again: resumes
-    python elastic_order.py --num-replicas 3 --device cpu     # the same samples
-
-Two packages in one loop: `variable_batch_size` cuts the steps of a trace out of the
-order that `grab_xla` makes of every sample's gradient.
-docs/tutorial.md comes to this script in four stages.
+`variable_batch_size` cuts the steps of a trace out of the order that `grab_xla` makes
+of every sample's gradient. Run it in its folder, and again to resume, on any number of
+replicas. docs/tutorial.md comes to this script in four stages.
 """
 
 import argparse
@@ -77,6 +73,14 @@ def train(rank, args):
     )
     checkpointer.load()  # where nothing was saved, training begins at 0
     optimizer.attach(checkpointer)
+    if sampler.epoch >= args.epochs:
+        percent = 100 * accuracy(model, images, labels)
+        if replica.is_primary:
+            print(
+                f"complete: {sampler.epoch} epochs, test accuracy {percent:.2f} %; "
+                "continue with more --epochs, or begin another --checkpoint",
+                flush=True,
+            )
     for epoch in range(sampler.epoch, args.epochs):
         sampler.set_epoch(epoch)
         optimizer.set_epoch(epoch)

@@ -34,9 +34,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--checkpoint", default="/shared/job", help="all hosts see it")
     parser.add_argument(
-        "--num-workers", type=int, nargs=2, default=(1, 8), metavar=("LEAST", "MOST")
+        "--checkpoint",
+        default="/shared/job",
+        help="folder that all hosts share (default: /shared/job)",
+    )
+    parser.add_argument(
+        "--num-workers",
+        type=int,
+        nargs=2,
+        default=(1, 8),
+        metavar=("LEAST", "MOST"),
+        help="GPUs to train on, as many as there are (default: 1 8)",
     )
     args = parser.parse_args()
     from ray.train import FailureConfig, RunConfig, ScalingConfig

@@ -84,7 +84,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--data-dir", default="data", help="folder of data sets (default: data)")
     add("--num-samples", type=int, help="samples to train on (default: all)")
-    add("--model", choices=MODELS, default="logistic", help="(default: logistic)")
+    add(
+        "--model",
+        choices=MODELS,
+        default="logistic",
+        help="logistic is convex, and shows best what an order gains "
+        "(default: logistic)",
+    )
     add(
         "--width",
         type=int,

@@ -116,8 +116,8 @@ def add_training(group: argparse._ArgumentGroup) -> None:
     add(
         "--decay",
         "steps",
-        f"how the learning rate falls: 'steps' divides it by ten after {STEP_DECAY} of "
-        "the run",
+        "how the learning rate falls: 'steps' divides it by ten after "
+        f"{', '.join(map(str, STEP_DECAY))} of the run",
         choices=("steps", "cosine"),
     )
     add("--momentum", 0.9, "momentum of SGD")

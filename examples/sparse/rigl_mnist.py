@@ -3,7 +3,7 @@
     python examples/sparse/rigl_mnist.py                             # 98 % sparse, RigL
     python examples/sparse/rigl_mnist.py --method static             # a fixed topology
     python examples/sparse/rigl_mnist.py --checkpoint digits  # run again to resume
-    python examples/sparse/rigl_mnist.py --replicas 3 --trace 96,192  # elastic
+    python examples/sparse/rigl_mnist.py --num-replicas 3 --trace 96,192
     torchrun --rdzv_backend c10d --nproc_per_node 2 examples/sparse/rigl_mnist.py
 
 The digits are MNIST's if torchvision and a network are there, else those inside
@@ -115,8 +115,15 @@ def build(
             pruner=pruner,
             log=log,
         )
+        last_update = pruner.T_end
         checkpointer.load()
         optimizer.attach(checkpointer)
+        if replica.is_primary and pruner.T_end != last_update:
+            print(
+                f"the topology stays from update {pruner.T_end} on, as this run began; "
+                f"a new one of {args.epochs} epochs would stop at {last_update}: for "
+                "that give another --checkpoint"
+            )
     return Parts(model, sampler, optimizer, pruner, log, checkpointer)
 
 
@@ -128,6 +135,11 @@ def train(rank: int, args: argparse.Namespace) -> float:
         args, training, replica
     )
     accuracy = evaluate(model, test, replica)
+    if sampler.epoch >= args.epochs and replica.is_primary:
+        print(
+            f"complete: {sampler.epoch} epochs, test accuracy {accuracy:.2f} %; "
+            "continue with more --epochs, or begin another --checkpoint"
+        )
     for epoch in range(sampler.epoch, args.epochs):
         sampler.set_epoch(epoch)
         optimizer.set_epoch(epoch)
@@ -180,7 +192,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--dataset",
         choices=["auto", "mnist", "digits"],
         default="auto",
-        help="digits to train on; 'auto' takes MNIST if it can be had (default: auto)",
+        help="digits to train on; 'auto': MNIST if it is available (default: auto)",
     )
     parser.add_argument(
         "--data", default="data", help="folder of MNIST (default: data)"
@@ -190,7 +202,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         t_end_fraction=0.75, initial_weights="rescale",
     )  # fmt: skip
     parser.add_argument(
-        "--epochs", type=int, default=40, help="passes over the digits (default: 40)"
+        "--epochs",
+        type=int,
+        default=40,
+        help="passes over the digits; a run that is resumed with more of them keeps "
+        "the end of topology updates that it began with (default: 40)",
     )
     parser.add_argument(
         "--trace",
@@ -207,18 +223,21 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--lr", type=float, default=0.1, help="learning rate (default: 0.1)"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of weights, masks and order"
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of weights, masks and order (default: 0)",
     )
     parser.add_argument(
         "--checkpoint", type=Path, help="folder that a run is saved in and resumed from"
     )
-    replica_options.add_replicas(parser, "--replicas")
+    replica_options.add_replicas(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> float:
     args = arguments(argv)
-    results = xla_replica.launch(train, (args,), args.replicas, args.device)
+    results = xla_replica.launch(train, (args,), args.num_replicas, args.device)
     return results[0]
 
 

@@ -18,8 +18,9 @@ def add_sparse(parser: argparse.ArgumentParser, **defaults: Any) -> None:
 
     def add(name: str, help: str, **options: Any) -> None:
         value = defaults[name[2:].replace("-", "_")]
+        shown = "the model's own" if value is None else value
         group.add_argument(
-            name, default=value, help=f"{help} (default: {value})", **options
+            name, default=value, help=f"{help} (default: {shown})", **options
         )
 
     add("--sparsity", "share of weights that are inactive, from 0 to below 1",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import re
 from pathlib import Path
 
@@ -13,8 +14,11 @@ import torch
 from support.documents import ROOT, anchors, block, blocks, links, pages, read
 from torch.utils.data import DataLoader, TensorDataset
 
+import per_sample_grad as psg
+import rigl_xla
 import variable_batch_size as vbs
-from grab_xla import BALANCE_TYPES
+import xla_replica
+from grab_xla import BALANCE_TYPES, GraBSampler
 
 PAGES = pytest.mark.parametrize(
     "page", pages(), ids=lambda page: str(page.relative_to(ROOT))
@@ -25,6 +29,21 @@ MODULES = {
     **{name: name for name in ("xla_replica", "grab_xla", "rigl_xla")},
 }
 FOLDERS = ("docs", "examples", "test", "tools", *MODULES.values())
+# What the pages call objects of these classes.
+VARIABLES: dict[str, tuple[type, ...]] = {
+    "optimizer": (vbs.AdaScaleOptimizer, torch.optim.SGD),
+    "sampler": (vbs.CustomSampler, GraBSampler),
+    "grab": (GraBSampler,),
+    "plan": (vbs.EpochPlan,),
+    "checkpointer": (vbs.Checkpointer,),
+    "log": (vbs.RunLog,),
+    "replica": (xla_replica.Replica,),
+    "recorded": (psg.Capture,),
+    "factors": (psg.Factors,),
+    "index": (psg.GradientIndex,),
+    "scores": (psg.PoolScores,),
+    "pruner": (rigl_xla.RigLScheduler,),
+}
 
 
 @PAGES
@@ -58,6 +77,34 @@ def test_names_that_are_public_exist(page):
         module = importlib.import_module(MODULES[alias])
         is_module = importlib.util.find_spec(f"{module.__name__}.{name}") is not None
         assert hasattr(module, name) or is_module, f"{alias}.{name}"
+
+
+def attributes(cls: type) -> set[str]:
+    """Returns the names that objects of a class have, those set by methods too."""
+    found = set(dir(cls))
+    for base in cls.__mro__[:-1]:
+        found.update(getattr(base, "__annotations__", {}))
+        found.update(re.findall(r"self\.(\w+)\b[^=\n]*=", inspect.getsource(base)))
+    return found
+
+
+@PAGES
+def test_attributes_of_what_pages_call_by_its_usual_name_exist(page):
+    # The first column of this page's table is of names that are gone.
+    text = re.sub(r"^\| `.*?` \|", "", read(page), flags=re.MULTILINE)
+    for name, classes in VARIABLES.items():
+        known = set().union(*map(attributes, classes))
+        for attribute in re.findall(rf"(?<![\w./]){name}\.([a-zA-Z_]\w*)", text):
+            file = attribute in ("py", "pt", "csv", "json")
+            assert file or attribute in known, f"{name}.{attribute}"
+
+
+def test_every_record_has_a_page_that_names_it():
+    text = "".join(map(read, pages()))
+    for record in ROOT.glob("docs/benchmarks/*.json"):
+        # A run's further records may be abbreviated: `...-wide.json`.
+        end = re.escape(record.name.rpartition("-")[2])
+        assert record.name in text or re.search(rf"`…-[\w-]*{end}`", text), record.name
 
 
 @PAGES

@@ -216,7 +216,7 @@ def test_a_traced_run_in_two_parts_is_one_run(tmp_path, tasks, traced, name, rep
 # --- resuming
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", ["images", pytest.param("text", marks=of_torch_alone)])
 def test_a_run_in_two_parts_is_one_run(tmp_path, tasks, name):
     arguments = (*tasks[name], "--order", "rr,so,mean,pair,recursive-pair")
     run_here(name, *arguments, "--epochs", 3, "--logdir", tmp_path / "whole")

@@ -39,12 +39,19 @@ def results(output: str) -> str:
     return output[output.index("epoch 0:") :]
 
 
+@of_torch_alone
 def test_it_learns_and_resumes(tmp_path):
     checkpoint = ["--checkpoint", str(tmp_path / "digits")]
     whole = run("--epochs", "12", *checkpoint)
     assert accuracies(whole)[-1] > 80
     assert "num_rigl_steps=13" in whole  # T_end is 135
+    assert "complete" not in whole
+    again = run("--epochs", "12", *checkpoint)
+    assert f"complete: 12 epochs, test accuracy {accuracies(whole)[-1]:.2f} %" in again
+    assert "the topology stays" not in again
     more = run("--epochs", "14", *checkpoint)
+    assert "the topology stays from update 135 on, as this run began" in more
+    assert "would stop at 157" in more
     assert len(accuracies(more)) == 2
     assert "step=210" in more
     updates = vbs.read_run(tmp_path / "digits" / "run.jsonl").updates
@@ -59,7 +66,7 @@ def test_it_learns_and_resumes(tmp_path):
 @of_torch_alone
 def test_on_replicas_with_a_trace():
     trace = ["--trace", "96,32,64", "--epochs", "3"]
-    alone, together = run(*trace), run(*trace, "--replicas", "2")
+    alone, together = run(*trace), run(*trace, "--num-replicas", "2")
     masks = re.compile(r"nonzero_params=.*")
     assert masks.search(alone).group() == masks.search(together).group()
     assert accuracies(together) == pytest.approx(accuracies(alone), abs=2)
@@ -69,6 +76,6 @@ def test_on_replicas_with_a_trace():
 def test_under_torchrun():
     """The run is that of two replicas that the script starts, a line for each epoch."""
     trace = ["--trace", "96,32,64", "--epochs", "3"]
-    own, torchrun = run(*trace, "--replicas", "2"), run(*trace, launcher=LAUNCHER)
+    own, torchrun = run(*trace, "--num-replicas", "2"), run(*trace, launcher=LAUNCHER)
     assert len(accuracies(torchrun)) == 3
     assert results(torchrun) == results(own)

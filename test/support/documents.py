@@ -12,7 +12,7 @@ SEPARATOR = "@@"
 
 def pages() -> list[Path]:
     """Returns every Markdown page that a reader is led to."""
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]
+    return [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 
 
 def read(page: str | Path) -> str:

@@ -16,7 +16,14 @@ SCRIPTS = [
 # One process runs them all, because each would import torch. What a script found in the
 # checkout is forgotten before the next one, which must find it again.
 RUN_ALL = """
-import runpy, sys
+import argparse, runpy, sys
+show = argparse.ArgumentParser.print_help
+def print_help(self):
+    show(self)
+    for action in self._actions:
+        if not action.help:
+            print("NOT EXPLAINED:", self.prog, action.dest)
+argparse.ArgumentParser.print_help = print_help
 path = sys.path.copy()
 for script in sys.argv[1:]:
     for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
@@ -36,6 +43,8 @@ def test_the_help_of_every_script(tmp_path):
     run_all.write_text(f"OURS = {{'tools', 'examples'}}\n{RUN_ALL}")
     status, text = run_script(run_all, *SCRIPTS, cwd=tmp_path)
     assert status == 0, text
+    assert "NOT EXPLAINED" not in text
+    assert "default: None" not in text
     texts = text.split("END OF HELP")[:-1]
     for script, shown in zip(SCRIPTS, texts, strict=True):
         assert "usage: " in shown, script

@@ -187,10 +187,20 @@ def main() -> None:
         "--models", nargs="+", default=list(MODELS), choices=MODELS, help="default: all"
     )
     parser.add_argument("--against", default="DDP", choices=OTHERS, help="default: DDP")
-    parser.add_argument("--substeps", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--rounds", type=int, default=10, help="rounds of each")
-    parser.add_argument("--steps", type=int, default=20, help="steps in a round")
-    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument(
+        "--substeps",
+        type=int,
+        nargs="+",
+        default=[1, 4],
+        help="minibatches of a step on each replica (default: 1 4)",
+    )
+    parser.add_argument("--rounds", type=int, default=10, help="of each (default: 10)")
+    parser.add_argument(
+        "--steps", type=int, default=20, help="steps in a round (default: 20)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="of each process (default: 1)"
+    )
     parser.add_argument(
         "--no-overlap", action="store_true", help="sum when a step is complete"
     )

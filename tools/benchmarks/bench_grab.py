@@ -434,15 +434,26 @@ def parse_args() -> argparse.Namespace:
         "--device", default="cpu", choices=xla_replica.DEVICES, help="where to balance"
     )
     parser.add_argument(
-        "--types", nargs="+", default=["mean", "pair"], help="balance types"
+        "--types",
+        nargs="+",
+        default=["mean", "pair"],
+        help="balance types (default: mean pair)",
     )
-    parser.add_argument("--sizes", nargs="+", type=int, default=[10**4, 10**5, 10**6])
-    parser.add_argument("--batches", nargs="+", type=int, default=[16, 64])
+    parser.add_argument(
+        "--sizes", nargs="+", type=int, default=[10**4, 10**5, 10**6],
+        help="numbers of a gradient (default: 10^4 10^5 10^6)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--batches", nargs="+", type=int, default=[16, 64],
+        help="samples of a step (default: 16 64)",
+    )  # fmt: skip
     parser.add_argument(
         "--models", nargs="+", choices=TRAINED_MODELS, default=[*TRAINED_MODELS],
-        help="what --training trains",
+        help="what --training trains (default: all)",
     )  # fmt: skip
-    parser.add_argument("--epochs", type=int, default=5, help="epochs that count")
+    parser.add_argument(
+        "--epochs", type=int, default=5, help="epochs that count (default: 5)"
+    )
     parser.add_argument(
         "--memory", action="store_true", help="measure memory instead of time"
     )

@@ -157,7 +157,11 @@ def search() -> dict[str, Any]:
 def main() -> None:
     parser = parser_with_output(__doc__)
     parser.add_argument(
-        "--models", nargs="+", choices=MODELS, default=["mlp", "cnn", "transformer"]
+        "--models",
+        nargs="+",
+        choices=MODELS,
+        default=["mlp", "cnn", "transformer"],
+        help="default: mlp cnn transformer",
     )
     parser.add_argument(
         "--count", type=int, default=2048, help="samples of the pool (default 2048)"

@@ -245,10 +245,16 @@ def main() -> None:
     parser.add_argument(
         "--replicas", type=int, nargs="+", default=[1, 8], help="default: 1 8"
     )
-    parser.add_argument("--rounds", type=int, default=15, help="rounds of each loop")
-    parser.add_argument("--steps", type=int, default=8, help="steps in a round")
-    parser.add_argument("--side", type=int, default=28, help="pixels of an image")
-    parser.add_argument("--width", type=int, default=1, help="times as wide a network")
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="of each loop (default: 15)"
+    )
+    parser.add_argument("--steps", type=int, default=8, help="of a round (default: 8)")
+    parser.add_argument(
+        "--side", type=int, default=28, help="of an image, in pixels (default: 28)"
+    )
+    parser.add_argument(
+        "--width", type=int, default=1, help="of the network (default: 1)"
+    )
     parser.add_argument("--trace-steps", type=int, default=10**7, help="default: 10^7")
     args = parser.parse_args()
     result: dict[str, Any] = {"image_side": args.side, "width": args.width}

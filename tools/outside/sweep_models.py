@@ -7,7 +7,7 @@ Every model has random weights, in float64, and three samples. Its norms, by one
 backward pass, are compared with a loop over the samples. A model is
 
 - 'covered' if layer rules account for all parameters;
-- 'fallback' if some need a backward pass for each sample (``fallback="loop"``);
+- 'fallback' if some need ``fallback="batched"`` or ``"loop"``;
 - 'refused' if there is an error in place of an answer.
 
 An answer that is wrong ends the sweep. The result is a file that the tests compare with

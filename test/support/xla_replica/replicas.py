@@ -65,9 +65,9 @@ BACKENDS = [
     row("cpu", 8, slow=True),
     row("xla", 1, slow=True),
     row("xla", 2, slow=True),
-    row("xla", 3, slow=True),
+    row("xla", 3),
     row("xla", 5, slow=True),
-    row("xla", 8),
+    row("xla", 8, slow=True),  # the script for eight replicas runs by default
     *GPUS,
 ]
 # One row of each backend, the rest for slow runs: for families whose programs take long

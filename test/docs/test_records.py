@@ -1,0 +1,150 @@
+"""Numbers on the pages are those of the records that they cite."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from support.documents import ROOT, read
+
+RECORDS = ROOT / "docs" / "benchmarks"
+BALANCE_TYPES = ("mean", "pair", "recursive", "recursive-pair")
+# How the tables call the models and the ways of the records.
+MODELS = {
+    "CNN": "cnn",
+    "transformer": "transformer",
+    "softmax regression": "softmax regression",
+    "multilayer perceptron": "mlp",
+}
+
+
+def record(name: str) -> dict:
+    [path] = RECORDS.glob(f"*{name}*.json")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def table(page: str, header: str) -> list[list[str]]:
+    """Returns the cells of the rows below the header that begins with a text."""
+    lines = iter(read(page).splitlines())
+    assert any(line.startswith(header) for line in lines), header
+    next(lines)
+    rows = []
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    assert rows
+    return rows
+
+
+def training_cells() -> dict[tuple[str, int], dict]:
+    cells = [
+        cell
+        for name in ("training-cpu", "training-small")
+        for cell in record(f"bench_grab-{name}")["cells"]
+    ]
+    return {(cell["model"], cell["batch"]): cell for cell in cells}
+
+
+def check(row: str, shown: str, expected: float, digits: int) -> None:
+    half = 0.5 * 10**-digits if expected < 10 else 0.5
+    assert float(shown) == pytest.approx(expected, abs=half * 1.02), row
+
+
+def test_what_an_epoch_costs():
+    recorded, model = training_cells(), ""
+    for name, *numbers in table("docs/grab_xla.md", "| | `mean` | `pair` | `rec"):
+        [named] = [m for m in MODELS if name.startswith(m)] or [""]
+        model = MODELS.get(named, model)
+        way = name.split(", ", 1)[0] if not named else "exact"
+        way = "exact, from samples" if name.startswith("exact, from") else way
+        cell = recorded[model, 32]
+        for balance_type, shown in zip(BALANCE_TYPES, numbers):
+            if shown:
+                check(name, shown, cell[f"{balance_type}, {way}"][0], 1)
+        check(name, numbers[4], cell[f"mean, {way}"][1], 1)
+
+
+def test_what_a_training_step_costs():
+    rows = table("docs/benchmarks/README.md", "| | mean | pair | recursive | rec")
+    recorded = training_cells()
+    for name, *numbers in rows:
+        heading, way = name.split(": ", 1)
+        model, batch = heading.split(", ")
+        cell = recorded[MODELS[model], int(batch)]
+        for balance_type, shown in zip(BALANCE_TYPES, numbers):
+            if shown:
+                check(name, shown, cell[f"{balance_type}, {way}"][0], 2)
+        check(name, numbers[4], cell[f"mean, {way}"][1], 2)
+
+
+@pytest.mark.parametrize(
+    ("page", "header"),
+    [
+        ("docs/grab_xla.md", "| | grab-sampler 0.1.3 | with Numba"),
+        ("docs/benchmarks/README.md", "| | grab-sampler 0.1.3 | grab_xla with"),
+    ],
+)
+def test_what_a_balance_step_takes_of_memory(page, header):
+    cells = record("bench_grab-memory")["cells"]
+    rows = table(page, header)
+    assert len(rows) <= len(cells)
+    for cell, (name, *numbers) in zip(cells, rows):
+        assert name.strip("`").startswith(cell["type"]), name
+        found = [value for value in cell.values() if isinstance(value, float)]
+        assert [int(shown) for shown in numbers] == [round(value) for value in found]
+
+
+def test_what_groups_and_projections_keep_of_the_gain():
+    kept = record("convex-groups")["problems"]["digits"]["share_kept"]
+    [row] = [r for r in table("docs/grab_xla.md", "| `mean`, `pair` in groups")
+             if r[0] == "digits"]  # fmt: skip
+    for size, shown in zip((2, 4, 8, 16), row[1:]):
+        values = [kept[f"{name} in groups of {size}"] for name in ("mean", "pair")]
+        assert shown == ", ".join(f"{value:.2f}" for value in values)
+    kept = record("convex-projected")["problems"]["digits"]["share_kept"]
+    for size, *shown in table("docs/grab_xla.md", "| numbers | `mean`"):
+        values = [kept[f"{name} of {size}"] for name in ("mean", "pair")]
+        assert shown == [f"{value:.2f}" for value in values]
+
+
+def test_accuracies_of_sparse_networks():
+    recorded = record("rigl_digits")["accuracy"]
+    for name, *shown in table("docs/rigl_xla.md", "| test accuracy in % | dense"):
+        sparsity = f"0.{name.split()[0]}"
+        methods = ("dense", "static", "set", "rigl")
+        means = [sum(recorded[sparsity][m]) / 5 for m in methods]
+        assert [cell.strip("*") for cell in shown] == [f"{mean:.1f}" for mean in means]
+
+
+def test_what_seesaw_saves():
+    ways = record("seesaw")["ways"]
+    rows = table("docs/traces.md", "| learning rate and batch | updates")
+    for way, (_, updates, train, test, accuracy) in zip(ways.values(), rows):
+        assert int(updates) == way["updates"]["mean"]
+        for shown, key, digits in (
+            (train, "train_loss", 4),
+            (test, "test_loss", 3),
+            (accuracy.removesuffix(" %"), "accuracy", 1),
+        ):
+            mean, deviation = (
+                f"{way[key][k]:.{digits}f}" for k in ("mean", "deviation")
+            )
+            assert shown == f"{mean} ± {deviation}"
+
+
+def test_what_weights_in_the_balance_do():
+    distance = record("weights")["distance"]
+    for trace, rule, *shown in table("docs/grab_xla.md", "| trace | rule | rr |"):
+        found = distance[trace][rule].values()
+        assert shown == [f"{value:.1e}" for value in found], trace
+
+
+def test_what_norms_cost():
+    models = record("bench_per_sample-norms")["models"].values()
+    text = " ".join(read("docs/per_sample_grad.md").split())
+    for way in ("per_sample_grad", "by hand"):
+        times = [f"{m['ways'][f'norms: {way}']['time']:.2f}" for m in models]
+        # Nothing but words and sizes in parentheses is between the four numbers.
+        assert re.search(r"[^.]*?".join(map(re.escape, times)), text), times
