@@ -105,7 +105,7 @@ class Loops:
             known[key] = np.array([row.numbers for row in key], np.int64)
         rows = known[key].copy()
         rows[:, 1:5] = self._addresses
-        _compiled().project_calls(rows, self._out.numpy())
+        _compiled().project_calls(rows, _whole_rows(self._out))
         self._rows, self._addresses, self._tensors = [], [], []
 
     def _row(
@@ -145,6 +145,23 @@ class Loops:
         rest += *shape, *sizes
         rest += [0] * (compiled.WIDTH - len(rest))
         return _Row(tuple(map(int, rest)), (folds, matrix))
+
+
+def is_in_rows(out: torch.Tensor) -> bool:
+    """Returns whether a matrix has the numbers of each row next to one another."""
+    return out.stride(1) == 1 and (len(out) < 2 or out.stride(0) >= out.shape[1])
+
+
+def _whole_rows(out: torch.Tensor) -> np.ndarray:
+    """Returns ``out`` as a contiguous array, whose rows go on to where the next begins.
+
+    Loops are compiled once and not for every layout, so that numbers do not depend on
+    where they are written. What belongs to others is not touched.
+    """
+    array = out.numpy()
+    width = max(out.stride(0), out.shape[1])
+    shape, strides = (len(out), width), (width * out.itemsize, out.itemsize)
+    return np.lib.stride_tricks.as_strided(array, shape, strides)
 
 
 @functools.cache

@@ -72,7 +72,7 @@ class Projecting:
         # Parameters whose numbers are in their places already.
         self._placed: set[str] = set()
         self._loops: placing.Loops | None = None
-        if out is not None and loops.available(out):
+        if out is not None and loops.available(out) and placing.is_in_rows(out):
             self._loops = placing.Loops(projection, self._columns, out)
         self._found: dict[str, torch.Tensor] = {}
         # Gradients of parameters that are vectors.

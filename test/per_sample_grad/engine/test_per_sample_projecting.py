@@ -40,14 +40,18 @@ def test_projections_are_those_of_factors(case, share, dtype):
         for param, grad in zip(model.parameters(), ordinary):
             assert (param.grad is None) == (grad is None)
             assert grad is None or param.grad.equal(grad)
-    # Numbers that are written into the columns of another tensor have the same bits.
-    columns = torch.full((len(answers[1]), projection.size + 2), torch.nan)
-    out = columns.to(answers[1].dtype)[:, 1:-1]
-    with psg.capture(model, **case.options) as recorded:
-        losses = case.loss(model, *inputs)
-    placed = recorded.project(losses, projection, out=out, accumulate="mean")
-    assert placed is out
-    assert placed.equal(answers[1])
+    # Written into the columns, or the transpose, of another tensor.
+    rounding = 1e-13 if dtype == torch.float64 else 1e-5
+    for wide in (False, True):
+        shape = len(answers[1]), projection.size + 2
+        other = answers[1].new_full(shape if wide else shape[::-1], torch.nan)
+        out = other[:, 1:-1] if wide else other[1:-1].T
+        with psg.capture(model, **case.options) as recorded:
+            losses = case.loss(model, *inputs)
+        placed = recorded.project(losses, projection, out=out, accumulate="mean")
+        assert placed is out
+        assert (placed - answers[1]).norm() <= rounding * answers[1].norm()
+        assert other.isnan().sum() == 2 * len(placed)  # nothing else is written
     with psg.capture(model, **case.options) as recorded:
         losses = case.loss(model, *inputs)
     found = recorded.backward(losses).project(projection)
