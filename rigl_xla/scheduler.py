@@ -17,7 +17,10 @@ import xla_replica
 from rigl_xla import state
 from rigl_xla.contrib.rigl_torch import RigLTorchNames
 from rigl_xla.layers.checks import Hold, check_bound, check_hold, take
-from rigl_xla.layers.first_masks import first_layer_state
+from rigl_xla.layers.first_masks import (
+    first_layer_state,
+    warn_of_lost_connections,
+)
 from rigl_xla.layers.initial import INITIAL_WEIGHTS
 from rigl_xla.layers.options import Options
 from rigl_xla.layers.sparse_layer import SparseLayer
@@ -114,7 +117,8 @@ class RigLScheduler(RigLTorchNames):
 
     Warns:
         UserWarning: ``T_end`` is not past ``delta``: there will be no update; or the
-            schedule is another one than that of ``state_dict``, which goes on.
+            schedule is another one than that of ``state_dict``, which goes on; or the
+            model is sparse already, and random masks drop connections that it has.
     """
 
     def __init__(
@@ -167,7 +171,10 @@ class RigLScheduler(RigLTorchNames):
             for weight in weights
             if sparse[weight.name] > 0
         ]
-        self._adopt(PrunerState(weights, layers, options, schedule))
+        found = PrunerState(weights, layers, options, schedule)
+        self._check_hold(found)
+        warn_of_lost_connections(layers, options, self.replica, stacklevel=2)
+        self._adopt(found)
         if initial_weights is not None:
             with torch.no_grad():
                 for layer in layers:
@@ -218,8 +225,7 @@ class RigLScheduler(RigLTorchNames):
             self.replica = xla_replica.current()
         self._holds, self._handles = [], []
         if not self._closed:
-            sparse = [layer.weight for layer in self._layers]
-            check_hold(sparse, self.optimizer, self.options.skip_step, self)
+            self._check_hold(self._state())
             self._place_hooks()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RigLScheduler:
@@ -330,12 +336,15 @@ class RigLScheduler(RigLTorchNames):
         what = (options, schedule, changes)
         found = state.from_dict(saved, self.model, *what, stacklevel=4)
         found.options.check_schedule(found.schedule, stacklevel=3)
+        self._check_hold(found)
         self._adopt(found)
+
+    def _check_hold(self, found: PrunerState) -> None:
+        sparse = [layer.weight for layer in found.layers]
+        check_hold(sparse, self.optimizer, found.options.skip_step, self)
 
     def _adopt(self, found: PrunerState) -> None:
         """Takes hold of the model, whose sparse weights are ``found.layers``."""
-        sparse = [layer.weight for layer in found.layers]
-        check_hold(sparse, self.optimizer, found.options.skip_step, self)
         self.close()
         self._closed = False
         self._weights, self._layers, self.options, self.schedule = found[:4]

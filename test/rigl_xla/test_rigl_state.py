@@ -133,6 +133,25 @@ def test_another_schedule_than_the_saved_one_is_told():
     assert other.T_end == 28
 
 
+def test_random_masks_for_a_model_that_was_sparse_are_told():
+    """A script that resumes weights but not the pruner trains another network."""
+    model, optimizer, pruner = sparse_convnet()
+    train(model, optimizer, pruner, range(4))
+    weights, state = copy.deepcopy(model.state_dict()), pruner.state_dict()
+
+    def resumed(**options):
+        other = convnet(seed=9)
+        other.load_state_dict(weights)
+        return other, pruned(other, OPTIMIZERS["sgd"](other.parameters()), **options)
+
+    dropped = r"3 of 3 weights are sparse already.* drop .*state_dict="
+    with pytest.warns(UserWarning, match=dropped):
+        other, _ = resumed()
+    assert not equal(other.state_dict(), weights)
+    for options in {"state_dict": state}, {"initial_masks": "magnitude"}:
+        assert equal(resumed(**options)[0].state_dict(), weights)
+
+
 def test_a_state_knows_all_weights_of_its_model():
     model = convnet()
     state = pruned(model, sgd(model)).state_dict()
