@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from grab_xla.balancers import Ordering
 from grab_xla.balancing.decisions import without_nan
 from grab_xla.balancing.rows import FactoredRows
+from grab_xla.recording.refusals import not_recorded, of_another_model
 from per_sample_grad import Capture, Factors, Projection
 from xla_replica.common.arguments import check_choice
 
@@ -65,7 +66,7 @@ class Recording:
     def backward(
         self,
         losses: Tensor,
-        reduction: str = "mean",
+        reduction: Literal["mean", "sum"] = "mean",
         taker: Ordering | None = None,
         from_samples: bool = False,
     ) -> dict[str, Tensor] | Tensor | FactoredRows:
@@ -83,17 +84,29 @@ class Recording:
             for all parameters together, or rows that are not formed.
 
         Raises:
-            RuntimeError: No forward pass was recorded.
+            RuntimeError: No forward pass was recorded, or the losses do not depend on
+                the parameters.
             ValueError: ``reduction`` is not allowed.
             PerSampleError: As for `Capture.backward`.
         """
         if self._capture is None:
-            raise RuntimeError(
-                "backward() without record(): compute the losses inside "
-                "`with sampler.record(model):`, once for every backward()"
-            )
+            raise not_recorded()
         check_choice("reduction", reduction, ("mean", "sum"))
         capture, self._capture = self._capture, None
+        found = self._balanced(capture, losses, reduction, taker, from_samples)
+        if capture.unused == capture.params.keys():
+            raise of_another_model()
+        return found
+
+    def _balanced(
+        self,
+        capture: Capture,
+        losses: Tensor,
+        reduction: Literal["mean", "sum"],
+        taker: Ordering | None,
+        from_samples: bool,
+    ) -> dict[str, Tensor] | Tensor | FactoredRows:
+        """Returns what `backward` returns."""
         projection = self.projection
         if projection is not None:
             if capture.params.keys() == projection.shapes.keys():

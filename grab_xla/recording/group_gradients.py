@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 import xla_replica
 from grab_xla.balancers import Ordering
 from grab_xla.recording.arrivals import CopiedGradients, KeptGradients, arrivals
+from grab_xla.recording.refusals import not_recorded, of_another_model
 from xla_replica.common.arguments import check_choice
 
 _NOTHING = contextlib.nullcontext()
@@ -129,10 +130,7 @@ class GroupGradients:
         """
         del taker, from_samples  # There is one row, of the pass's own gradient.
         if not self._started:
-            raise RuntimeError(
-                "backward() without record(): compute the losses inside "
-                "`with sampler.record(model):`, once for every backward()"
-            )
+            raise not_recorded()
         self._started = False
         found, handles = self._arrivals, self._handles
         found.begin()
@@ -146,10 +144,7 @@ class GroupGradients:
             for handle in handles:
                 handle.remove()
         if not found.any_came():
-            raise RuntimeError(
-                "backward(): the losses do not depend on the sampler's parameters: "
-                "compute them from the model that was given to record()"
-            )
+            raise of_another_model()
         taken = found.take()
         if isinstance(taken, Tensor):
             return taken

@@ -85,6 +85,8 @@ class Capture:
     Attributes:
         params: The selected parameters, by their first name in the model.
         compared: Whether the backward pass was compared with autograd.
+        unused: The selected parameters that the losses of the backward pass do not
+            depend on; their gradients are zero.
 
     Raises:
         PerSampleError: A selected parameter has a gradient hook.
@@ -122,6 +124,7 @@ class Capture:
             _check_options(*options)
         self._settings = Settings(model, self.params, *options)
         self.compared = False
+        self.unused: frozenset[str] = frozenset()
         way = FALLBACKS[fallback]
         # Functional transforms lose gradients on lazy devices, and what is run again is
         # only believed when it is compared.
@@ -136,8 +139,8 @@ class Capture:
             followed = [every[number] for number in where.without_rule]
         self._functions = FunctionRecorder(model, followed)
         self._entered = self._answered = False
-        # Parameters that no loss depends on, and whether others take gradients.
-        self._finished: tuple[set[str], bool] | None = None
+        # Whether what is not selected takes gradients; None: nothing can be added.
+        self._others_take_gradients: bool | None = None
 
     def __enter__(self) -> Capture:
         if self._entered:
@@ -274,12 +277,11 @@ class Capture:
             >>> model.weight.grad
             tensor([[1.5000, 3.0000]])
         """
-        if self._finished is None:
+        if self._others_take_gradients is None:
             raise RuntimeError(
                 "add_gradients() takes the place of the part of a backward pass that "
                 "adds to .grad: call backward() or stream() before, without accumulate="
             )
-        unused, has_others = self._finished
         if sums.keys() != self.params.keys():
             raise ValueError(
                 "add_gradients: give a sum for every selected parameter; missing or "
@@ -291,15 +293,15 @@ class Capture:
             for name, param in self.model.named_parameters()
             if param.requires_grad and id(param) not in selected
         ]
-        if has_others or others:
+        if self._others_take_gradients or others:
             raise PerSampleError(
                 "add_gradients: "
                 f"{', '.join(others[:5]) or 'a tensor outside of the model'} takes a "
                 "gradient, too, and would get none: select every parameter that is "
                 "trained (params=), or let the backward pass add to .grad (accumulate=)"
             )
-        self._finished = None
-        used = [name for name in self.params if name not in unused]
+        self._others_take_gradients = None
+        used = [name for name in self.params if name not in self.unused]
         params, scale = [self.params[name] for name in used], self._settings.scale
         gradients = [
             (sums[name] * scale if scale != 1 else sums[name]).to(param.dtype)
@@ -477,9 +479,9 @@ class Capture:
             self._answered = True
             backward_pass.run_without_samples()
         self.compared = backward_pass.compared is not None
+        self.unused = frozenset(backward_pass.unused)
         if accumulate is None:
-            finished = backward_pass
-            self._finished = finished.unused, finished.has_other_leaves
+            self._others_take_gradients = backward_pass.has_other_leaves
         return backward_pass
 
 

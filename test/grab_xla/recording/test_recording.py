@@ -300,6 +300,20 @@ def sampler(model: nn.Module, **options) -> GraBSampler:
     return GraBSampler(range(N), dict(model.named_parameters()), **options)
 
 
+@pytest.mark.parametrize("fidelity", ["exact", "projected", "group"])
+def test_losses_of_a_model_that_was_not_recorded_are_refused(fidelity):
+    model, other = mlp().double(), mlp().double()
+    options = {"group_size": 4} if fidelity == "group" else {}
+    grab = sampler(model, fidelity=fidelity, **options)
+    x, y = samples("mlp")
+    first = list(grab)[:4]
+    for wrong, recorded in [(other, model), (model, other)]:
+        with grab.record(recorded):
+            losses = losses_of(wrong, x[first], y[first])
+        with pytest.raises(RuntimeError, match="do not depend on the sampler's param"):
+            grab.backward(losses)
+
+
 def test_what_is_balanced_has_the_size_of_the_projection():
     model = mlp()
     grab = sampler(model, fidelity="projected", projection_size=30)
