@@ -137,12 +137,12 @@ def test_pip_installs_the_command(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("check trace.csv --dataset-size 1K --minibatch-size 48 --replicas 2",
+        ("check trace.csv --dataset-size 1K --minibatch-size 48 --num-replicas 2",
          "trace.csv, line 2: batch size 64 is not a multiple of minibatch_size=48"),
         ("stats missing.csv", "No such file or directory: 'missing.csv'"),
         ("stats 0", "0 must be > 0"),
-        ("check 64 --dataset-size 1K --replicas 2", "num_epochs must be an integer"),
-        ("check 64 --dataset-size many --replicas 2", "'many' is not an integer"),
+        ("check 64 --dataset-size 1K --num-replicas 2", "num_epochs must be an int"),
+        ("check 64 --dataset-size many --num-replicas 2", "'many' is not an integer"),
         ("make ramp --steps 2 --first 8", "arguments are required: --last"),
         ("make thresholds --rows 5:8 --total 9", "must be 0: a batch size is needed"),
         ("make saw --steps 2", "invalid choice: 'saw'"),
@@ -215,7 +215,7 @@ def test_a_converted_log_is_a_trace_that_all_commands_take(folder, capsys):
     assert Trace("made.csv").batch_sizes[0] == 32
     common = "made.csv --dataset-size 2K"
     for words in (
-        f"check {common} --replicas 4",
+        f"check {common} --num-replicas 4",
         "stats made.csv",
         "plot made.csv",
         "plot made.csv --out made.png",
@@ -258,7 +258,7 @@ def test_a_step_time_is_that_of_a_log(folder, capsys):
 
 
 def test_padding_is_counted(folder, capsys):
-    words = "check 100 --dataset-size 960 --epochs 1 --replicas 1 --pad-minibatches"
+    words = "check 100 --dataset-size 960 --epochs 1 --num-replicas 1 --pad-minibatches"
     assert main(words.split()) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^samples of padding +252$", shown, re.MULTILINE)

@@ -226,7 +226,7 @@ def state_cost(num_samples: int, num_steps: int) -> dict[str, float]:
 def main() -> None:
     parser = parser_with_output(__doc__)
     add = parser.add_argument
-    add("--replicas", type=int, nargs="+", default=[1, 8], help="default: 1 8")
+    add("--num-replicas", type=int, nargs="+", default=[1, 8], help="default: 1 8")
     add("--widths", type=int, nargs="+", default=[1, 4],
         help="of the network (default: 1 4)")  # fmt: skip
     add("--steps", type=int, default=20, help="of a round (default: 20)")
@@ -238,7 +238,7 @@ def main() -> None:
     args = parser.parse_args()
     result: dict[str, Any] = {"steps": [], "slow_disk": [], "states": []}
     print("replicas width  with/without (quartiles)   ms/step   save s  load s    MB")
-    for num_replicas in args.replicas:
+    for num_replicas in args.num_replicas:
         for width in args.widths:
             row = compare(num_replicas, width, args)
             result["steps"].append(row)
@@ -251,7 +251,7 @@ def main() -> None:
                 flush=True,
             )
     print("replicas width   ms/step  disk s  at once, beside/without (quartiles)")
-    for num_replicas in args.replicas:
+    for num_replicas in args.num_replicas:
         for width in args.widths:
             row = compare_slow_disk(num_replicas, width, args)
             result["slow_disk"].append(row)

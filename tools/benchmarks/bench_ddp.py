@@ -182,7 +182,7 @@ def seconds_per_step(
 
 def main() -> None:
     parser = parser_with_output(__doc__)
-    parser.add_argument("--replicas", type=int, default=2, help="default: 2")
+    parser.add_argument("--num-replicas", type=int, default=2, help="default: 2")
     parser.add_argument(
         "--models", nargs="+", default=list(MODELS), choices=MODELS, help="default: all"
     )
@@ -206,7 +206,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     result: dict[str, Any] = {
-        "replicas": args.replicas,
+        "replicas": args.num_replicas,
         "overlap": not args.no_overlap,
         "steps": {},
     }
@@ -217,7 +217,7 @@ def main() -> None:
         seconds = xla_replica.launch(
             seconds_per_step,
             (name, args.against, *numbers),
-            args.replicas,
+            args.num_replicas,
             "cpu",
             timeout=1200.0,
         )[0]

@@ -243,7 +243,7 @@ def main() -> None:
         "--device", choices=xla_replica.DEVICES, help="default: see xla_replica.launch"
     )
     parser.add_argument(
-        "--replicas", type=int, nargs="+", default=[1, 8], help="default: 1 8"
+        "--num-replicas", type=int, nargs="+", default=[1, 8], help="default: 1 8"
     )
     parser.add_argument(
         "--rounds", type=int, default=15, help="of each loop (default: 15)"
@@ -263,7 +263,7 @@ def main() -> None:
     for names in (("linear", "by hand"), ("adascale", "linear")):
         key = " over ".join(names)
         result[key] = {}
-        for num_replicas in args.replicas:
+        for num_replicas in args.num_replicas:
             compared = compare(names, num_replicas, args)
             result[key][num_replicas] = compared
             times = " against ".join(
@@ -274,7 +274,7 @@ def main() -> None:
 
     print("Distinct batch sizes: compilations, time per step")
     result["distinct_batch_sizes"] = {}
-    for num_replicas in args.replicas:
+    for num_replicas in args.num_replicas:
         for num_sizes in (1, 4, 16):
             if num_sizes > 4 * num_replicas - 1:
                 continue

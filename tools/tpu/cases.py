@@ -4,7 +4,7 @@ Every case runs on emulated replicas, and torch_xla writes what it gives to XLA.
 a script, it runs some cases one after the other:
 
     XLA_SAVE_TENSORS_FILE=programs XLA_SAVE_TENSORS_FMT=hlo \\
-        python tools/tpu/cases.py --replicas 8 "elastic step, linear"
+        python tools/tpu/cases.py --num-replicas 8 "elastic step, linear"
 """
 
 from __future__ import annotations
@@ -383,12 +383,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("cases", nargs="*", metavar="CASE", help="default: all")
-    parser.add_argument("--replicas", type=int, default=8, help="default: 8")
+    parser.add_argument("--num-replicas", type=int, default=8, help="default: 8")
     args = parser.parse_args()
     names = args.cases or list(CASES)
     if unknown := set(names) - {*CASES, *COSTS}:
         parser.error(f"no case is called {sorted(unknown)}")
-    xla_replica.launch(run_cases, (names,), args.replicas, "xla")
+    xla_replica.launch(run_cases, (names,), args.num_replicas, "xla")
 
 
 if __name__ == "__main__":

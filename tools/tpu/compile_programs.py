@@ -12,7 +12,7 @@ array of float64 is computed; see `program_checks.py`.
     make tpu-compiler
     python tools/tpu/compile_programs.py --output tpu.json
     python tools/tpu/compile_programs.py --quick --slices v5e:2x4
-    python tools/tpu/compile_programs.py --costs --replicas 2 --slices v5e:2x2 \\
+    python tools/tpu/compile_programs.py --costs --num-replicas 2 --slices v5e:2x2 \\
         --keep costs
 
 What --keep has, of a run that was interrupted, is not done again.
@@ -73,8 +73,9 @@ def programs_of(
 
 def _run_cases(cases: Sequence[str], num_replicas: int, log: Path) -> None:
     saving = {"XLA_SAVE_TENSORS_FILE": str(log), "XLA_SAVE_TENSORS_FMT": "hlo"}
+    command = [sys.executable, HERE / "cases.py", "--num-replicas", str(num_replicas)]
     done = subprocess.run(
-        [sys.executable, HERE / "cases.py", "--replicas", str(num_replicas), *cases],
+        [*command, *cases],
         env={**os.environ, **saving, "PJRT_DEVICE": "CPU"},
         capture_output=True,
         text=True,
@@ -131,7 +132,7 @@ def _rows(
     for path, text in zip(paths, texts):
         path.write_text(text, encoding="utf-8")
     command = [python, HERE / "compiler.py", *paths, "--slices", slice_name]
-    command += ["--replicas", str(num_replicas)]
+    command += ["--num-replicas", str(num_replicas)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:
@@ -234,7 +235,7 @@ def main() -> None:
         default=SLICES,
         help=f"generation and topology of slices (default: {' '.join(SLICES)})",
     )
-    parser.add_argument("--replicas", type=int, default=8, help="default: 8")
+    parser.add_argument("--num-replicas", type=int, default=8, help="default: 8")
     parser.add_argument("--at-most", type=float, default=5.0, metavar="SECONDS",
                         help="for compiling a program; default: 5")  # fmt: skip
     parser.add_argument("--keep", type=Path, metavar="FOLDER",
@@ -247,13 +248,13 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
-        by_case, last_steps = programs_of(names, args.replicas, folder)
-        how = (args.slices, args.replicas, args.python, folder)
+        by_case, last_steps = programs_of(names, args.num_replicas, folder)
+        how = (args.slices, args.num_replicas, args.python, folder)
         if args.costs:
             result, wrong = told_costs(last_steps, *how), []
         else:
             result, wrong = told_cases(by_case, args.at_most, *how)
-    save(args.output, {"replicas": args.replicas, **result})
+    save(args.output, {"replicas": args.num_replicas, **result})
     if wrong:
         sys.exit("\n".join(wrong))
 

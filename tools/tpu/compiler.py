@@ -99,11 +99,11 @@ def main() -> None:
         default=["v5e:2x4", "v6e:2x4"],
         help="generation and topology of slices (default: v5e:2x4 v6e:2x4)",
     )
-    parser.add_argument("--replicas", type=int, default=8, help="default: 8")
+    parser.add_argument("--num-replicas", type=int, default=8, help="default: 8")
     args = parser.parse_args()
     for slice_name in args.slices:
         for path in args.programs:
-            row = described(path, slice_name, args.replicas)
+            row = described(path, slice_name, args.num_replicas)
             print(json.dumps(row), flush=True)
 
 

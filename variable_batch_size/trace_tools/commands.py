@@ -55,10 +55,10 @@ def run_check(args: argparse.Namespace) -> str:
     line and column.
 
     example:
-      vbs check trace.csv --dataset-size 60000 --minibatch-size 32 --replicas 8
+      vbs check trace.csv --dataset-size 60000 --minibatch-size 32 --num-replicas 8
     """
     seconds = args.seconds_per_substep
-    numbers = summary.check(_schedule(args), args.replicas, args.epochs, seconds)
+    numbers = summary.check(_schedule(args), args.num_replicas, args.epochs, seconds)
     return listed(numbers)
 
 
@@ -159,13 +159,13 @@ def run_simulate(args: argparse.Namespace) -> str:
     examples:
       vbs simulate trace.csv --dataset-size 60000 --minibatch-size 32 --rule linear \\
           --ref-batchsize 128 --lr 0.1 --noise-scale 800
-      vbs simulate trace.csv --dataset-size 60000 --minibatch-size 32 --replicas 8 \\
-          --seconds-per-update 0.02 --seconds-per-substep 0.1 --price 1.2 \\
-          --restart-seconds 60 --compile-seconds 40 --out steps.csv
+      vbs simulate trace.csv --dataset-size 60000 --minibatch-size 32 \\
+          --num-replicas 8 --seconds-per-update 0.02 --seconds-per-substep 0.1 \\
+          --price 1.2 --restart-seconds 60 --compile-seconds 40 --out steps.csv
       vbs simulate trace.csv --dataset-size 60000 --minibatch-size 32 --fit run.jsonl
     """
     schedule = _schedule(args)
-    devices: int | np.ndarray | None = args.replicas
+    devices: int | np.ndarray | None = args.num_replicas
     if devices is None:
         devices = _devices_column(args, schedule.trace)
     step_time = _step_time(args)
@@ -198,7 +198,7 @@ def add_check(parser: Parser) -> None:
     """Adds the options of `run_check`."""
     _add_trace(parser)
     _add_schedule(parser)
-    parser.add_argument("--replicas", type=whole, required=True, metavar="N",
+    parser.add_argument("--num-replicas", type=whole, required=True, metavar="N",
                         help="that share the minibatches of a step")  # fmt: skip
     parser.add_argument(
         "--seconds-per-substep", type=float, metavar="X",
@@ -249,7 +249,7 @@ def add_simulate(parser: Parser) -> None:
     _add_trace(parser)
     _add_schedule(parser)
     add = parser.add_argument
-    add("--replicas", type=whole, metavar="N",
+    add("--num-replicas", type=whole, metavar="N",
         help="default: the trace's column devices, or 1")  # fmt: skip
     add("--rule", default="constant",
         help="how the learning rate follows the batch: a key of vbs.RULES, or "
