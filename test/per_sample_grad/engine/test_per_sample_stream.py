@@ -306,3 +306,33 @@ def test_a_convolution_is_unfolded_when_it_is_asked():
     torch.testing.assert_close(
         windows.outer(2, 4, 25, 75).right[:, 0], expected[2:4, :, 25:75]
     )
+
+
+ANSWERS = {
+    "backward": lambda recorded, losses: recorded.backward(losses),
+    "stream": lambda recorded, losses: recorded.stream(losses, psg.Factors.materialize),
+    "norms": lambda recorded, losses: recorded.norms(losses),
+    "project": lambda recorded, losses: recorded.project(
+        losses, psg.Projection(recorded.params, 6), accumulate="mean"
+    ),
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("fallback", ["error", "batched", "loop"])
+def test_a_capture_names_what_the_losses_do_not_depend_on(answer, fallback):
+    (case,) = [case for case in CASES if case.name == "unused-part"]
+    model, inputs = case.make(torch.float64)
+    # The first one is compared, and takes what rules return.
+    for _ in range(2):
+        with psg.capture(model, fallback=fallback) as recorded:
+            losses = case.loss(model, *inputs)
+        assert not recorded.unused
+        ANSWERS[answer](recorded, losses)
+        assert recorded.unused == {"unused.weight", "unused.bias"}
+    # Small gradients wait until the pass has ended, and are used.
+    model = nn.Sequential(nn.Linear(3, 2), nn.PReLU(), nn.LayerNorm(2))
+    with psg.capture(model, fallback=fallback) as recorded:
+        losses = model(torch.ones(4, 3)).square().sum(1)
+    ANSWERS[answer](recorded, losses)
+    assert not recorded.unused
