@@ -63,6 +63,22 @@ def test_projections_are_those_of_factors(case, share, dtype):
         assert difference <= bound * expected.norm() + 1e-30
 
 
+@pytest.mark.skipif(not has_numba(), reason="loops need Numba")
+def test_loops_are_compiled_once_for_all_layouts():
+    """Two compilations need not add in one order."""
+    from per_sample_grad.layers.compiled_projections import project_calls
+
+    model = nn.Linear(3, 2)
+    projection = psg.Projection(parameters_of(model), 6)
+    rows = torch.full((4, projection.size + 2), torch.nan)
+    for out in None, rows[:, 1:-1], rows[:1, :-2], rows[::2, 2:]:
+        for _ in range(2):  # the first one is compared
+            with psg.capture(model) as recorded:
+                losses = model(torch.ones(4 if out is None else len(out), 3)).sum(1)
+            recorded.project(losses, projection, out=out)
+    assert {array.layout for _, array in project_calls.signatures} == {"C"}
+
+
 def several_layers() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(),
