@@ -73,8 +73,8 @@ class Capture:
             activations are indexed along the batch (``losses[order]``), the order is
             data, and ``"first"`` compares every time. An order that is made in another
             way, by a product with a matrix say, needs ``"always"``.
-        method: The form of products: ``"auto"`` as planned, ``"factored"`` or
-            ``"materialized"`` (slower, and exact where positions cancel).
+        method: The form of products: ``"auto"`` as planned, ``"factored"`` (which
+            loses digits where positions cancel) or ``"materialized"`` (slower).
         budget: Bytes of temporary tensors; None: half of what the modules with
             rules returned, at least 1 MiB on a CPU and 64 MiB elsewhere, at most 256
             MiB.
