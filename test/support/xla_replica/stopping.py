@@ -96,7 +96,8 @@ class Run:
     def ends(self) -> tuple[int, str]:
         """Waits for the end; returns the exit status and what was written to stderr."""
         try:
-            error = self.process.communicate(timeout=60)[1]
+            # torchrun gives its processes 30 s, and a busy machine takes its time.
+            error = self.process.communicate(timeout=180)[1]
         finally:
             self.process.kill()
         return self.process.returncode, error
