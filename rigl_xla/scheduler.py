@@ -17,10 +17,7 @@ import xla_replica
 from rigl_xla import state
 from rigl_xla.contrib.rigl_torch import RigLTorchNames
 from rigl_xla.layers.checks import Hold, check_bound, check_hold, take
-from rigl_xla.layers.first_masks import (
-    first_layer_state,
-    warn_of_lost_connections,
-)
+from rigl_xla.layers.first_masks import first_layer_state, warn_of_lost_connections
 from rigl_xla.layers.initial import INITIAL_WEIGHTS
 from rigl_xla.layers.options import Options
 from rigl_xla.layers.sparse_layer import SparseLayer

@@ -61,11 +61,10 @@ def warn_of_lost_connections(
     """
     if options.initial_masks != "random" or options.method_in_use.gradual or not layers:
         return
-    counts = [
-        torch.stack([layer.data.ne(0).sum(), (layer.data.ne(0) & ~layer.mask).sum()])
-        for layer in layers
-    ]
-    lost = {}
+    counts, lost = [], {}
+    for layer in layers:
+        connected = layer.data.ne(0)
+        counts.append(torch.stack([connected.sum(), (connected & ~layer.mask).sum()]))
     for layer, (present, dropped) in zip(
         layers, to_host([torch.stack(counts)], replica)[0].tolist()
     ):

@@ -290,8 +290,8 @@ class NoiseMeter:
     def progress_bounds(self) -> tuple[float, float]:
         """The least and the most that `progress` can be, as far as the host knows.
 
-        Each update adds between 1 and its batch ratio. There is no upper bound
-        where minibatches have weights.
+        The gain of an update lies between 1 and its batch ratio. With minibatch
+        weights the host does not know that ratio, and the upper bound is infinite.
         """
         return self._progress.bounds
 
