@@ -44,6 +44,7 @@ _CALL_OF = {
     "nodes": operation_call, "functions": function_call, "modules": repeated_call,
 }  # fmt: skip
 _Numbers = Mapping[Node, int]
+_MODULES_ALONE = "modules alone"  # may run once more: functions are of no use
 
 
 class Accounted(NamedTuple):
@@ -111,19 +112,21 @@ class _Details:
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, _Kept]]
 _KNOWN = weakref.WeakKeyDictionary()
-# Whether any structure needed functions or modules, by the names of the parameters.
-_RERUN: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, ...], bool]]
-_RERUN = weakref.WeakKeyDictionary()
+# Whether functions may be of use to parameters that something had to run once more
+# for, by the names of all parameters of a capture.
+_OF_USE: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, ...], dict[str, bool]]]
+_OF_USE = weakref.WeakKeyDictionary()
 
 
 def may_run_functions(model: nn.Module, params: Mapping[str, nn.Parameter]) -> bool:
     """Returns whether functions may have to run once more to account for parameters.
 
-    False: all structures that these captures have seen did without anything that runs
-    once more. Noting functions takes a large part of a small model's forward pass. A
-    structure that needs them all the same makes do with modules once.
+    False: they were of no use to any structure that these captures have seen. Noting
+    them takes a large part of a small model's forward pass. A structure that may need
+    them for other parameters makes do with modules once.
     """
-    return _RERUN.get(model, {}).get(tuple(params), True)
+    of_use = _OF_USE.get(model, {}).get(tuple(params))
+    return of_use is None or any(of_use.values())
 
 
 def account(
@@ -175,9 +178,8 @@ class _Accountant:
         """Returns what was kept of this structure, or looks, and keeps it."""
         begun = None if self._recorder.unrecorded else self._begun()
         every = _KNOWN.get(self._model, {})
-        # What needs nothing to run once more is the same whether anything may.
-        for may_rerun in (None, self._reruns):
-            known = None if begun is None else every.get((begun, may_rerun))
+        for reruns in (None, _MODULES_ALONE, self._reruns):
+            known = None if begun is None else every.get((begun, reruns))
             order = None if known is None else self._repeated(known)
             if known is not None and order is not None:
                 modules = [self._recorded[n] for n in order if isinstance(n, int)]
@@ -190,24 +192,42 @@ class _Accountant:
         recording.refuse_hidden(self._recorder.unrecorded, modules, reached)
         order, reasons = self._order(reached)
         bare = reached.without_graph({name: reached.outside[name] for name in reasons})
-        asked = self._asked_functions or self._asked_modules
-        before = _RERUN.setdefault(self._model, {})
-        names = tuple(self._params)
-        before[names] = before.get(names, False) or asked or bool(reasons)
+        reruns = self._needed(order, reasons)
         calls = self._calls(order)
         key = comparison.signature(self._losses, calls, self._params, bare)
         structure = graph.Structure(bare, key)
         if begun is not None and not reasons and not reached.reordered:
             numbers = reached.numbers
-            details = self._details(order, numbers, bool(reached.outside))
+            details = self._details(order, numbers, bool(reached.outside), reruns)
             if details is None or details.is_complete:
                 kept = self._kept(order, numbers)
                 regions = [each.region for each in calls]
                 lowest = graph.lowest_calls(self._losses.grad_fn, regions)
                 structure = dataclasses.replace(structure, lowest=lowest)
                 found = _Kept(structure, tables, kept, details)
-                _remember(self._model, (begun, self._reruns if asked else None), found)
+                _remember(self._model, (begun, reruns), found)
         return Accounted(calls, structure, reasons, self._enclosing)
+
+    def _needed(
+        self, order: Iterable[int | Substitute], reasons: Iterable[str]
+    ) -> Hashable:
+        """Returns what captures may run once more that find the same: None for all."""
+        names = tuple(self._params)
+        of_use = _OF_USE.setdefault(self._model, {}).setdefault(names, {})
+        of_use |= dict.fromkeys(reasons, True)
+        again = [e for e in order if isinstance(e, Substitute) and e.among != "nodes"]
+        follows, _ = self._reruns
+        for each in again:
+            for name in each.owner.names:
+                if each.among == "functions":
+                    of_use[name] = True
+                else:  # which functions were not, if they were noted
+                    of_use.setdefault(name, not follows)
+        if not again:
+            return None
+        # Without use to any of these they need not be noted.
+        some = any(of_use[name] for each in again for name in each.owner.names)
+        return self._reruns if some else _MODULES_ALONE
 
     def _begun(self) -> Hashable:
         """Returns what is known before a walk, and decides what it is compared with."""
@@ -280,7 +300,7 @@ class _Accountant:
         return [
             each
             if isinstance(each, int)
-            else dataclasses.replace(each, source=sources[each.among][each.source])
+            else each._replace(source=sources[each.among][each.source])
             for each in kept.order
         ]
 
@@ -306,15 +326,20 @@ class _Accountant:
                 if each.among == "modules":
                     call = self._enclosing[each.source].call
                     held = {id(param) for param in call.module.parameters()}
-                    if not all(id(self._params[name]) in held for name in each.names):
+                    names = each.owner.names
+                    if not all(id(self._params[name]) in held for name in names):
                         return False
         if details.believed:
-            known = Owned(self._model)
+            known = Owned(self._recorder.modules)
             return all(belief(nodes[n], known) for n, belief in details.believed)
         return True
 
     def _details(
-        self, order: Sequence[int | Substitute], numbers: _Numbers, has_outside: bool
+        self,
+        order: Sequence[int | Substitute],
+        numbers: _Numbers,
+        has_outside: bool,
+        reruns: Hashable,
     ) -> _Details | None:
         if not has_outside and not self._dropped:
             return None
@@ -323,12 +348,12 @@ class _Accountant:
             tuple((numbers[node], belief) for node, belief in self._believed),
             self._training([each for each in order if isinstance(each, Substitute)]),
             self._dropped_calls(numbers),
-            self._functions(numbers) if self._asked_functions else None,
+            self._functions(numbers) if reruns == self._reruns else None,
             self._modules(numbers) if self._asked_modules else None,
         )
 
     def _training(self, owners: Sequence[Substitute]) -> tuple[bool, ...]:
-        of = self._model.get_submodule
+        of = self._recorder.module
         return tuple([of(each.owner.name).training for each in owners])
 
     def _dropped_calls(self, numbers: _Numbers) -> Hashable:
@@ -377,7 +402,7 @@ class _Accountant:
         outside = {name: self._params[name] for name in reached.outside}
         reasons = dict.fromkeys(outside, "it was called outside of the capture")
         if outside and recorder.called:
-            known = None if recorder.saved_by_hooks else Owned(self._model)
+            known = None if recorder.saved_by_hooks else Owned(self._recorder.modules)
             found, reasons, self._believed = operations(
                 self._model,
                 losses,
@@ -411,7 +436,7 @@ class _Accountant:
         return {name: self._params[name] for name in names}
 
     def _calls(self, order: Sequence[int | Substitute]) -> list[RecordedCall]:
-        of, dim = self._model.get_submodule, self._recorder.batch_dim
+        of, dim = self._recorder.module, self._recorder.batch_dim
         rest = self._params, dim, self._num_samples
         return [
             self._recorded[each]
@@ -433,9 +458,8 @@ class _Accountant:
         return tuple(
             each
             if isinstance(each, int)
-            else dataclasses.replace(
-                each,
-                source=place[each.source if each.among == "nodes" else id(each.source)],
+            else each._replace(
+                source=place[each.source if each.among == "nodes" else id(each.source)]
             )
             for each in order
         )
@@ -444,7 +468,7 @@ class _Accountant:
 def _found(again: list[Substitute], reasons: dict[str, str]) -> list[Substitute]:
     """Returns these, and takes what they account for out of the reasons."""
     for each in again:
-        for name in each.names:
+        for name in each.owner.names:
             reasons.pop(name, None)
     return again
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, get_args
 
@@ -30,8 +31,10 @@ from xla_replica.common.arguments import check_choice, check_integer, check_numb
 from xla_replica.common.trees import tree_add
 
 _T = TypeVar("_T")
-# What options are if nobody says anything, in the sequence of `_check_options`.
-_DEFAULTS = ("error", "first", "auto", None, 1.0)
+# Options that are allowed, in the sequence of `_check_options`: the defaults, and what
+# was checked last.
+_ALLOWED: deque[tuple[object, ...]] = deque(maxlen=8)
+_ALLOWED.append(("error", "first", "auto", None, 1.0))
 
 
 def _check_options(
@@ -120,8 +123,9 @@ class Capture:
         self.params = {name: every[number] for name, number in where.params.items()}
         recording.refuse_hooked(self.params)
         options = fallback, check, method, budget, scale
-        if any(map(operator.is_not, options, _DEFAULTS)):
+        if not any(all(map(operator.is_, options, each)) for each in _ALLOWED):
             _check_options(*options)
+            _ALLOWED.append(options)
         self._settings = Settings(model, self.params, *options)
         self.compared = False
         self.unused: frozenset[str] = frozenset()

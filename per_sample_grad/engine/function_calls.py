@@ -136,7 +136,7 @@ class FunctionRecorder:
             [output] = outputs
             detached: Any = map_tensors((args, kwargs), torch.Tensor.detach)
             edges = {
-                i: get_gradient_edge(each)
+                i: graph.edge_of(each, output)
                 for i, each in own.items()
                 if each.requires_grad
             }

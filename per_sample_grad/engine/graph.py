@@ -75,6 +75,16 @@ def region_of(inputs: Iterable[torch.Tensor], output: torch.Tensor) -> Region:
     return Region(edge, tuple(nodes))
 
 
+def edge_of(tensor: torch.Tensor, output: torch.Tensor) -> GradientEdge:
+    """Returns where the gradient goes of a tensor that an output was computed from."""
+    if tensor.grad_fn is None and output.grad_fn is not None:
+        for node, number in output.grad_fn.next_functions:
+            # Asking torch for that of a leaf takes an operation.
+            if node is not None and getattr(node, "variable", None) is tensor:
+                return GradientEdge(node, number)
+    return get_gradient_edge(tensor)
+
+
 class Stage(NamedTuple):
     """What a walk sees at one node. Nodes have numbers in the order of first mention.
 

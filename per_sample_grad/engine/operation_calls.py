@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Container, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -17,8 +16,7 @@ from per_sample_grad.operations.products import Rows
 from per_sample_grad.operations.uses import OperationCall, OperationUse
 
 
-@dataclasses.dataclass(frozen=True)
-class Substitute:
+class Substitute(NamedTuple):
     """What accounts for parameters in place of a call of a module with a rule.
 
     Attributes:
@@ -36,11 +34,6 @@ class Substitute:
     source: Any
     inputs: Mapping[int, tuple[str, ...]]
     rows: Rows | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """The names of all parameters."""
-        return list(dict.fromkeys(n for names in self.inputs.values() for n in names))
 
 
 def operations(
@@ -114,7 +107,7 @@ def operation_call(
     use = OperationUse(each.source, each.inputs, each.rows)
     if each.rows is not None:
         batch_dim = each.rows.axis
-    wanted = {name: params[name] for name in each.names}
+    wanted = {name: params[name] for name in each.owner.names}
     call = OperationCall(module, (), {}, batch_dim, use, wanted, num_samples)
     region = graph.Region(GradientEdge(use.node, 0), ())
     shape = torch.Size(rules.output_shape(use.node))

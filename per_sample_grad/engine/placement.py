@@ -89,6 +89,12 @@ class Placement:
     may_be_wrong: tuple[int, ...]
     is_compiled: bool
 
+    @functools.cached_property
+    def with_selected(self) -> Mapping[str, int]:
+        """The modules that own or contain selected parameters, by name."""
+        owners = {owner.name: number for number, owner in self.owners}
+        return owners | {name: number for number, name in self.holders}
+
 
 class Placed(NamedTuple):
     """A placement in a model, with the modules and parameters that it counts."""

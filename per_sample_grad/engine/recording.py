@@ -98,6 +98,18 @@ class Recorder:
         self._handles: list[RemovableHandle] = []
         self._compiled: contextlib.AbstractContextManager[None] | None = None
 
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """All modules of the model, each once."""
+        return self._placed.modules
+
+    def module(self, name: str) -> nn.Module:
+        """Returns the module of this name; looking for it takes time."""
+        number = self._placed.placement.with_selected.get(name)
+        if number is None:
+            return self._placed.model.get_submodule(name)
+        return self._placed.modules[number]
+
     def _name_batch_dims(self, batch_dim: object) -> None:
         if not isinstance(batch_dim, Mapping):
             batch_dim = {"": check_integer("batch_dim", batch_dim)}
@@ -299,11 +311,16 @@ def _detached(
     return map_tensors((args, kwargs), torch.Tensor.detach)
 
 
-def autocast_state(tensor: torch.Tensor) -> dict[str, Any]:
+@functools.cache
+def _without_autocast(kind: str) -> Mapping[str, Any]:
+    return {"device_type": kind, "enabled": False}
+
+
+def autocast_state(tensor: torch.Tensor) -> Mapping[str, Any]:
     """Returns the arguments of `torch.autocast` that hold for a tensor's device."""
     kind = tensor.device.type
     if not torch.is_autocast_enabled(kind):
-        return {"device_type": kind, "enabled": False}
+        return _without_autocast(kind)
     dtype = torch.get_autocast_dtype(kind)
     return {"device_type": kind, "dtype": dtype, "enabled": True}
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -121,25 +122,58 @@ def _of_rows(call: RepeatedCall, grad: torch.Tensor) -> dict[str, torch.Tensor] 
             output = tensors_in(module(*args, **kwargs))[position]
     if output.shape != shape or not _is_equal(output.detach(), before):
         return None
+
     weights = _powers_of_two(count, dtype)
     found, weighted = (
-        torch.autograd.grad(
-            output,
-            list(rows.values()),
-            each.movedim(0, dim) if dim else each,
-            retain_graph=True,
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        for each in (grad, grad * weights.view(-1, *[1] * (grad.dim() - 1)))
+        [
+            found.movedim(dim, 0) if dim else found
+            for found in _gradients_of(list(rows.values()), output, _moved(each, dim))
+        ]
+        for each in (grad, _times(grad, weights))
     )
-    weights = weights.view(-1, *[1] * (len(shape) - dim - 1))
-    if not all(torch.equal(a * weights, b) for a, b in zip(found, weighted)):
+    if not all(torch.equal(_times(a, weights), b) for a, b in zip(found, weighted)):
         return None
     return {
-        name: each.movedim(dim, 0).reshape(count, *param.shape)
+        name: each.reshape(count, *param.shape)
         for each, (name, param) in zip(found, call.wanted.items())
     }
+
+
+def _gradients_of(
+    leaves: Sequence[torch.Tensor], output: torch.Tensor, gradient: torch.Tensor
+) -> Sequence[torch.Tensor]:
+    """Returns the gradients of all leaves that an output was computed from."""
+    node = output.grad_fn
+    if isinstance(node, BackwardCFunction) and len(node._input_metadata) == 1:
+        below = [each for each, _ in node.next_functions if each is not None]
+        taken = [id(getattr(each, "variable", None)) for each in below]
+        if sorted(taken) == sorted(map(id, leaves)):
+            # One function has made it. A pass of the engine takes as long as that.
+            with torch.no_grad():
+                found = node.apply(gradient)
+            found = found if isinstance(found, tuple) else (found,)
+            wanted = [g for g, needs in zip(found, node.needs_input_grad) if needs]
+            by_leaf = dict(zip(taken, wanted))
+            own = [by_leaf.get(id(leaf)) for leaf in leaves]
+            if all(
+                each is not None
+                and each.shape == leaf.shape
+                and each.dtype == leaf.dtype
+                for each, leaf in zip(own, leaves)
+            ):
+                return own
+    return torch.autograd.grad(
+        output,
+        leaves,
+        gradient,
+        retain_graph=True,
+        allow_unused=True,
+        materialize_grads=True,
+    )
+
+
+def _times(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return rows * weights.view(-1, *[1] * (rows.dim() - 1))
 
 
 @functools.lru_cache(maxsize=16)
@@ -213,8 +247,9 @@ def _has_python_inside(each: EnclosingCall) -> bool:
     on_host = all(
         xla_replica.traits(param).is_host for param in each.call.module.parameters()
     )
-    kind = torch.autograd.function.BackwardCFunction
-    return on_host and any(isinstance(node, kind) for node in graph.inside(region))
+    return on_host and any(
+        isinstance(node, BackwardCFunction) for node in graph.inside(region)
+    )
 
 
 def repeated_call(
@@ -226,7 +261,7 @@ def repeated_call(
 ) -> RecordedCall:
     """Returns a call that runs once more as one that has a rule."""
     enclosing: EnclosingCall = each.source
-    wanted = {name: params[name] for name in each.names}
+    wanted = {name: params[name] for name in each.owner.names}
     own = enclosing.call
     call = RepeatedCall(
         own.module, own.args, own.kwargs, own.batch_dim, enclosing, wanted, num_samples

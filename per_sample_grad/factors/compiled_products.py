@@ -14,8 +14,8 @@ TOGETHER = 1024
 
 
 @compiled
-def add_sums_with_matrices(lefts, rights, matrix, other, found):
-    """Adds ``Σ_ij left_ri m_ij m'_ij right_rj`` to ``found``, ``(R,)`` in float64.
+def sums_with_matrices(lefts, rights, matrix, other, found):
+    """Writes ``Σ_ij left_ri m_ij m'_ij right_rj`` to ``found``, ``(R,)``.
 
     Args:
         lefts, rights: ``(R, p)`` and ``(R, q)``, contiguous.
@@ -23,21 +23,24 @@ def add_sums_with_matrices(lefts, rights, matrix, other, found):
         found: See above.
     """
     num_rows, (p, q) = len(lefts), matrix.shape
-    products, sums = np.empty((4, q), matrix.dtype), np.empty(12, matrix.dtype)
-    for i in range(0, p, 4):
-        height = min(4, p - i)
+    products, sums = np.empty((3, q), matrix.dtype), np.empty(12, matrix.dtype)
+    totals = np.zeros(num_rows)
+    for i in range(0, p, 3):
+        height = min(3, p - i)
         for a in range(height):
             row, mine, theirs = products[a], matrix[i + a], other[i + a]
             for j in range(q):
                 row[j] = mine[j] * theirs[j]
-        for n in range(0, num_rows, 3):
+        # Batches are powers of two more often than multiples of three.
+        for n in range(0, num_rows, 4):
             sums[:] = 0
             for first in range(0, q, TOGETHER):
                 end = min(first + TOGETHER, q)
-                add_products(products, 0, rights, n, first, end, sums, 0)
-            for b in range(min(3, num_rows - n)):
-                for a in range(height):
-                    found[n + b] += lefts[n + b, i + a] * sums[4 * b + a]
+                add_products(rights, n, products, 0, first, end, sums, 0)
+            for a in range(height):
+                for b in range(min(4, num_rows - n)):
+                    totals[n + b] += lefts[n + b, i + a] * sums[4 * a + b]
+    found[:] = totals
 
 
 @compiled

@@ -165,10 +165,10 @@ class Windows(_Grouped):
 
 
 class Known(NamedTuple):
-    """Products with the matrix of a `Hadamard`.
+    """Products with the matrix of a `Hadamard` whose right factor is one number, 1.
 
     Attributes:
-        right: The right factor of another use of one group, ``(N, 1, T, c)``.
+        right: That of another use of one group, ``(N, 1, T, c)``.
         through: What the matrix makes of it, ``(N, 1, T, r)``.
         squares: The squared norms of the matrix's rows, ``(r,)``.
     """
@@ -334,7 +334,11 @@ def widened(contribution: Contribution) -> Contribution:
     if isinstance(contribution, Hadamard):
         products = widened(contribution.products)
         assert isinstance(products, _Grouped)
-        matrix = contribution.matrix.detach().to(products.left.dtype)
+        matrix = contribution.matrix.to(products.left.dtype)
+        if matrix.requires_grad:
+            matrix = matrix.detach()
+        if products is contribution.products and matrix is contribution.matrix:
+            return contribution
         return dataclasses.replace(contribution, products=products, matrix=matrix)
     tensors = _tensors(contribution)
     dtype = accumulation_dtype(*[tensor.dtype for tensor in tensors.values()])
@@ -494,6 +498,8 @@ def part(contribution: Contribution, start: int, stop: int) -> Part:
         return contribution.outer(start, stop)
     if isinstance(contribution, Hadamard):
         products = part(contribution.products, start, stop)
+        if products is contribution.products:
+            return contribution
         return dataclasses.replace(contribution, products=products)
     if start == 0 and stop == num_rows(contribution):
         return contribution

@@ -25,7 +25,9 @@ def kernel(a: Hadamard, b: Hadamard) -> torch.Tensor:
         else:  # nothing is written
             sums = torch.linalg.vector_norm(a.matrix, dim=1).square_()
         by_group = sums.view(mine.groups, 1, -1)
-        found = (mine.left * by_group) @ theirs.left.transpose(2, 3)
+        found = _inner(mine.left * by_group, theirs.left)
+        if a.known is not None and a.known is b.known:
+            return found
         return found * (mine.right[..., :1] * theirs.right[..., :1].transpose(2, 3))
     left = _pairs(mine.left, theirs.left)
     groups, _, height = left.shape
@@ -48,11 +50,17 @@ def kernel_with_outer(a: Outer, b: Hadamard) -> torch.Tensor:
         and _is_one_number(theirs.right)
     ):
         # Σ_i u_i u'_i (m z)_i, of which m z is known.
-        found = (a.left * b.known.through) @ theirs.left.transpose(2, 3)
-        return found * theirs.right[..., :1].transpose(2, 3)
+        return _inner(a.left * b.known.through, theirs.left)
     left, right = _pairs(a.left, theirs.left), _pairs(a.right, theirs.right)
     through = left @ b.matrix.view(a.groups, left.shape[2], -1)
     return _by_sample(torch.linalg.vecdot(through, right), a, theirs)
+
+
+def _inner(factor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Returns inner products of all pairs of positions, ``(N, G, T, S)``."""
+    if factor.shape[2] == other.shape[2] == 1:  # in less time than a product's
+        return torch.linalg.vecdot(factor, other).unsqueeze(3)
+    return factor @ other.transpose(2, 3)
 
 
 def _is_one_number(factor: torch.Tensor) -> bool:

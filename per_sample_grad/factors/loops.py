@@ -36,7 +36,7 @@ def sums_with_matrices(
     """
     from per_sample_grad.factors import compiled_products
 
-    found = torch.zeros(len(left), dtype=torch.float64)
+    found = left.new_empty(len(left))
     given = [each.contiguous().numpy() for each in (left, right, matrix, other)]
-    compiled_products.add_sums_with_matrices(*given, found.numpy())
-    return found.to(left.dtype)
+    compiled_products.sums_with_matrices(*given, found.numpy())
+    return found

@@ -1,7 +1,7 @@
 """What layer rules see, the sums that several take, and which module has which rule."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -226,11 +226,11 @@ def memory(tensor: torch.Tensor) -> int | None:
 
 def memories(model: nn.Module) -> set[int]:
     """Returns where a model's parameters and buffers are stored, as `memory` does."""
-    return set(_memories(model))
+    return set(_memories(model.modules()))
 
 
-def _memories(model: nn.Module) -> Iterator[int]:
-    for module in model.modules():
+def _memories(modules: Iterable[nn.Module]) -> Iterator[int]:
+    for module in modules:
         for own in (module._buffers, module._parameters):  # as names take time
             for tensor in own.values():
                 where = None if tensor is None else memory(tensor)
@@ -246,29 +246,37 @@ class Owned:
     themselves are the model's.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
+        buffers = [each for module in modules for each in module._buffers.values()]
+        self._buffers = [each for each in buffers if each is not None]
+        self._rest = _memories(modules)
         self._memories: set[int] = set()  # as far as they were looked at
-        self._rest = _memories(model)
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        where = memory(tensor)
-        if where is None:
-            return any(tensor is each for each in self._model.buffers())
-        if where in self._memories:
+        # What takes least time, and is most often so, comes first.
+        if any(tensor is each for each in self._buffers):
             return True
+        if (
+            tensor.dim() == 1
+            and not tensor.requires_grad
+            and traits(tensor).is_host
+            and any(
+                each.shape == tensor.shape
+                and each.dtype == tensor.dtype
+                and torch.equal(each, tensor)
+                for each in self._buffers
+            )
+        ):
+            return True
+        where = memory(tensor)
+        if where is None or where in self._memories:
+            return where is not None
         for each in self._rest:
             self._memories.add(each)
             if each == where:
                 return True
-        if tensor.dim() != 1 or tensor.requires_grad or not traits(tensor).is_host:
-            return False
-        return any(
-            each.shape == tensor.shape
-            and each.dtype == tensor.dtype
-            and torch.equal(each, tensor)
-            for each in self._model.buffers()
-        )
+        return False
 
 
 def rows_in_cache(grad: torch.Tensor) -> int:

@@ -130,7 +130,9 @@ def _below(
     [(slot, below)] = inputs
     summed = rules.summed_dims(node, slot)
     if summed is not None and isinstance(found, Dense):
-        [factor] = _derivatives(edge, inputs, wanted)
+        factor = rules.other_vector(node, slot)
+        if factor is None:
+            [factor] = _derivatives(edge, inputs, wanted)
         here = _spread(found, factor, summed)
     else:
         here = _through_one(node, slot, shape, found)

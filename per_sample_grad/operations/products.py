@@ -131,7 +131,8 @@ def contribution(node: Node, slot: int, grad: torch.Tensor, rows: Rows) -> Contr
     name = node.name()
     if (name, slot) == _BIAS:
         values = rules.summed_to_source(grad, node, slot, rows.axis).values
-        values = values.unflatten(0, (rows.before, -1, rows.after)).sum((0, 2))
+        if rows.before != 1 or rows.after != 1:
+            values = values.unflatten(0, (rows.before, -1, rows.after)).sum((0, 2))
         return forms.multiplied(Dense(values), float(rules.saved(node, "beta")))
     if name == "MvBackward0":
         left, right = (

@@ -158,6 +158,18 @@ def summed_dims(node: Node, slot: int) -> tuple[int, ...] | None:
     return tuple(_signed(dim) % rank for dim in dims or range(rank))
 
 
+def other_vector(node: Node, slot: int) -> torch.Tensor | None:
+    """Returns the vector that an inner product multiplies its input by.
+
+    None: another operation, or one of complex numbers.
+    """
+    name = node.name()
+    if name not in _INNER:
+        return None
+    other: torch.Tensor = saved(node, "self" if slot else _INNER[name])
+    return None if other.is_complex() else other
+
+
 def _signed(dim: int) -> int:
     return dim - 2 * _NEGATIVE if dim >= _NEGATIVE else dim
 
@@ -477,6 +489,8 @@ _OVER_DIMS = (
     "VarMeanBackward0", "AmaxBackward0", "AminBackward0", "LogsumexpBackward0",
     "DotBackward0", "VdotBackward0",
 )  # fmt: skip
+# Inner products, and under which name they save their second vector.
+_INNER = {"DotBackward0": "tensor", "VdotBackward0": "other"}
 # Nodes that change a tensor's shape, and neither its numbers nor their order; and its
 # dtype.
 UNCHANGED = (

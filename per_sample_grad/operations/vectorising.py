@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -66,11 +67,12 @@ def vectorised(
 
     What `torch.vmap` does about nested containers takes longer than a small run.
     """
-    lazy_load_decompositions()
+    _load_decompositions()
     with torch.autograd.graph.disable_saved_tensors_hooks(_NO_HOOKS):
         return _vectorised(run, tensors, count)
 
 
+_load_decompositions = functools.cache(lazy_load_decompositions)
 _NO_HOOKS = "what is vectorised cannot be given to hooks of saved tensors"
 
 

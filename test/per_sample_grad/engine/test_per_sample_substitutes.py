@@ -311,7 +311,8 @@ def test_what_accounts_for_parameters_is_found_once(way, searches):
     assert first > 0
 
 
-def test_functions_are_noted_only_where_a_structure_has_needed_them(monkeypatch):
+@pytest.mark.parametrize("way", [by_formulas, by_modules])
+def test_functions_are_noted_only_where_a_structure_has_needed_them(way, monkeypatch):
     noted: list[object] = []
     before = FunctionRecorder.run
 
@@ -320,7 +321,7 @@ def test_functions_are_noted_only_where_a_structure_has_needed_them(monkeypatch)
         return before(self, func, *rest)
 
     monkeypatch.setattr(FunctionRecorder, "run", counted)
-    model, x = made(by_formulas)
+    model, x = made(way)
     outcome(model, x, "batched")
     assert noted
     noted.clear()

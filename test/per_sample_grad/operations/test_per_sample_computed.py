@@ -91,6 +91,8 @@ FACTORED: dict[str, Computing] = {
     ),
     "columns": by_columns,
     "spectral": lambda m, p: p / torch.dot(m.mask[:, 2], p @ m.mask[2]),
+    "spectral-turned": lambda m, p: p * torch.dot(p @ m.mask[2], m.mask[:, 2]),
+    "spectral-conjugate": lambda m, p: p * torch.vdot(p @ m.mask[2], m.mask[:, 2]),
     "largest": lambda m, p: p / p.abs().amax(1, keepdim=True),
 }
 WEIGHT = parametrizations.weight_norm
