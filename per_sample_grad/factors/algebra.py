@@ -169,7 +169,7 @@ def squared_norms_and_terms(
         squared, terms = map(forms.summed, zip(*map(_square_and_terms, parts)))
         for i, a in enumerate(parts):
             for b in parts[i + 1 :]:
-                squared = squared + 2 * _kernel(a, b).flatten(1).sum(1)
+                squared = squared.add(_kernel(a, b).flatten(1).sum(1), alpha=2)
         found.append((squared, terms))
     if len(found) == 1:
         return found[0]

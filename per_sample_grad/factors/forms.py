@@ -170,12 +170,12 @@ class Known(NamedTuple):
     Attributes:
         right: That of another use of one group, ``(N, 1, T, c)``.
         through: What the matrix makes of it, ``(N, 1, T, r)``.
-        squares: The squared norms of the matrix's rows, ``(r,)``.
+        lengths: The norms of the matrix's rows, ``(r,)``.
     """
 
     right: torch.Tensor
     through: torch.Tensor
-    squares: torch.Tensor
+    lengths: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)

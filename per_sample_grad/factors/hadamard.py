@@ -17,17 +17,18 @@ def kernel(a: Hadamard, b: Hadamard) -> torch.Tensor:
     mine, theirs = a.products, b.products
     assert isinstance(mine, Outer)
     assert isinstance(theirs, Outer)
+    if a.known is not None and a.known is b.known:
+        left = mine.left * a.known.lengths
+        if theirs.left is mine.left:
+            return _inner(left, left)
+        return _inner(left, theirs.left * a.known.lengths)
     if _is_one_number(mine.right) and _is_one_number(theirs.right):
         if a.matrix is not b.matrix:
             sums = torch.linalg.vecdot(a.matrix, b.matrix)
-        elif a.known is not None:
-            sums = a.known.squares
         else:  # nothing is written
             sums = torch.linalg.vector_norm(a.matrix, dim=1).square_()
         by_group = sums.view(mine.groups, 1, -1)
         found = _inner(mine.left * by_group, theirs.left)
-        if a.known is not None and a.known is b.known:
-            return found
         return found * (mine.right[..., :1] * theirs.right[..., :1].transpose(2, 3))
     left = _pairs(mine.left, theirs.left)
     groups, _, height = left.shape

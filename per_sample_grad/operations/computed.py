@@ -301,8 +301,9 @@ def _through_weight_norm(
     if isinstance(found, Outer) and found.groups == 1:
         # Of four dimensions torch might make a product for each sample.
         through = (found.right.flatten(0, 2) @ matrix.T).view_as(found.left)
-        known = Known(found.right, through, lengths.square())
-        along = (found.left * through).sum((1, 2))
+        known = Known(found.right, through, lengths)
+        along = found.left * through
+        along = along[:, 0, 0] if along.shape[2] == 1 else along.sum((1, 2))
         straight: Contribution = Outer(found.left * scale, found.right)
     else:
         with_v = _of_shape(_multiplied(found, shape, v), shape)
