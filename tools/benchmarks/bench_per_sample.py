@@ -37,6 +37,7 @@ import random
 import statistics
 import sys
 import tempfile
+import textwrap
 import time
 import warnings
 from collections.abc import Callable
@@ -241,7 +242,7 @@ def check(steps: dict[tuple[str, str], Step]) -> dict[str, str]:
         except Exception as error:
             if way in OWN:
                 raise
-            why = str(error).strip().partition("\n")[0]
+            why = textwrap.shorten(str(error), 160)
             refused[f"{quantity}: {way}"] = f"{type(error).__name__}: {why}"
             del steps[quantity, way]
             continue
