@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from per_sample_grad.factors.forms import (
     Outer,
     Windows,
 )
+from per_sample_grad.layers.registry import memory
 from per_sample_grad.operations import products, rules
 
 # How many operations are gone through by rules on the way down to parameters, at most:
@@ -40,6 +41,8 @@ _MOST_STEPS = 64
 # What a tensor gets of each sample, on the way.
 Found = Contribution | products.Arranged
 _Inputs = Sequence[tuple[int, GradientEdge]]
+# By where a matrix is: the matrix, a right factor of one group, and their product.
+_Made = dict[Hashable, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 def take_down(
@@ -49,6 +52,7 @@ def take_down(
 
     Returns what each of them gets, by name, to be added.
     """
+    made: _Made = {}
     names = {id(param): name for name, param in wanted.items()}
     parts: dict[str, list[Contribution]] = defaultdict(list)
     stack: list[tuple[GradientEdge, Found]]
@@ -63,7 +67,9 @@ def take_down(
                 parts[names[id(variable)]].append(_of_shape(here, shape))
             continue
         steps += 1
-        below = _below(edge, shape, here, wanted) if steps < _MOST_STEPS else None
+        below = None
+        if steps < _MOST_STEPS:
+            below = _below(edge, shape, here, wanted, made)
         if below is not None:
             stack += below
             continue
@@ -88,6 +94,7 @@ def _below(
     shape: tuple[int, ...],
     found: Found,
     wanted: Mapping[str, nn.Parameter],
+    made: _Made,
 ) -> list[tuple[GradientEdge, Found]] | None:
     """Returns what a node's inputs get where it gets this; None: autograd knows."""
     node = edge.node
@@ -112,7 +119,9 @@ def _below(
         return [
             (
                 below,
-                _through_factors(found, shape, each, rules.source_shape(node, slot)),
+                _through_factors(
+                    found, shape, each, rules.source_shape(node, slot), made
+                ),
             )
             for (slot, below), each in zip(inputs, times)
             if each is not None
@@ -130,10 +139,11 @@ def _below(
     [(slot, below)] = inputs
     summed = rules.summed_dims(node, slot)
     if summed is not None and isinstance(found, Dense):
-        factor = rules.other_vector(node, slot)
-        if factor is None:
-            [factor] = _derivatives(edge, inputs, wanted)
-        here = _spread(found, factor, summed)
+        derivative = rules.derivative_over(node, slot)
+        if derivative is None:
+            derivative = rules.Derivative(*_derivatives(edge, inputs, wanted))
+        source = rules.source_shape(node, slot)
+        here = _spread(found, derivative, source, summed, made)
     else:
         here = _through_one(node, slot, shape, found)
     return None if here is None else [(below, here)]
@@ -174,6 +184,7 @@ def _through_factors(
     shape: tuple[int, ...],
     factors: Sequence[float | torch.Tensor],
     source: tuple[int, ...],
+    made: _Made,
 ) -> Found:
     """Returns what an operand of this ``source`` shape gets of a product with factors.
 
@@ -181,7 +192,9 @@ def _through_factors(
     """
     for times in factors:
         found = _multiplied(found, shape, times)
-    return found if source == shape else _summed(_of_shape(found, shape), shape, source)
+    if source == shape:
+        return found
+    return _summed(_of_shape(found, shape), shape, source, made)
 
 
 def _multiplied(
@@ -215,7 +228,10 @@ def _multiplied(
 
 
 def _summed(
-    found: Contribution, shape: tuple[int, ...], source: tuple[int, ...]
+    found: Contribution,
+    shape: tuple[int, ...],
+    source: tuple[int, ...],
+    made: _Made,
 ) -> Dense:
     """Returns gradients of this shape, summed to an operand that was broadcast.
 
@@ -228,6 +244,8 @@ def _summed(
         left, right = outer.left[:, 0], outer.right[:, 0]
         if math.prod(own[1:]) == 1:
             through = _along(right, found, 0)
+            if isinstance(found, Hadamard):
+                made[_place(found.matrix)] = found.matrix, outer.right, through[:, None]
             values = (left * through).sum(1)
             values = values if own[0] > 1 else values.sum(1)
             return Dense(values.reshape(count, *source))
@@ -253,37 +271,63 @@ def _along(factor: torch.Tensor, found: Contribution, dim: int) -> torch.Tensor:
     return (factor.flatten(0, 1) @ matrix).unflatten(0, factor.shape[:2])
 
 
+def _place(matrix: torch.Tensor) -> Hashable:
+    """Returns what tensors of the same numbers in the same memory have in common."""
+    where = memory(matrix)
+    return id(matrix) if where is None else (where, matrix.shape, matrix.stride())
+
+
 def _over(dims: list[int], part: Dense, shape: tuple[int, ...]) -> torch.Tensor:
     values = part.values.reshape(-1, *shape)
     return values.sum(dims) if dims else values
 
 
 def _spread(
-    found: Dense, factor: torch.Tensor, summed: Sequence[int]
-) -> Contribution | None:
+    found: Dense,
+    derivative: rules.Derivative,
+    shape: tuple[int, ...],
+    summed: Sequence[int],
+    made: _Made,
+) -> Found | None:
     """Returns what a tensor gets where numbers were computed from its rows or columns.
 
     None where they are neither of rows nor of columns.
 
     Args:
         found: What the numbers get.
-        factor: The derivative of the number that each entry is a part of.
+        derivative: That of the numbers.
+        shape: That of the tensor.
         summed: The dimensions of the tensor that the numbers are computed over.
+        made: See `take_down`.
     """
-    shape, count = tuple(factor.shape), len(found.values)
+    matrix, times, lengths = derivative
+    count, values = len(found.values), found.values
     own = [1 if dim in summed else size for dim, size in enumerate(shape)]
+    values = values.reshape(count, *own)
+    if isinstance(times, torch.Tensor):
+        values = values * times.to(values.dtype).reshape(own)
+    elif times != 1:
+        values = values * times
     rows, columns = forms.matrix_shape(shape)
     if columns == 1:
-        return Dense(found.values.reshape(count, *own) * factor)
+        return Dense(
+            values.expand(count, *shape) if matrix is None else values * matrix
+        )
     if math.prod(own[1:]) == 1:
-        left = found.values.reshape(count, 1, 1, -1).expand(-1, -1, -1, rows)
+        left = values.reshape(count, 1, 1, -1).expand(-1, -1, -1, rows)
         right = left.new_ones(1, 1, 1, 1).expand(count, -1, -1, columns)
     elif own == [1, *shape[1:]]:
-        right = found.values.reshape(count, 1, 1, -1)
+        right = values.reshape(count, 1, 1, -1)
         left = right.new_ones(1, 1, 1, 1).expand(count, -1, -1, rows)
     else:
         return None
-    return Hadamard(Outer(left, right), factor.reshape(rows, columns).to(left.dtype))
+    if matrix is None:
+        return products.Arranged(Outer(left, right))
+    matrix, known = matrix.reshape(rows, columns).to(left.dtype), None
+    if lengths is not None and own[0] == rows and math.prod(own[1:]) == 1:
+        _, *through = made.get(_place(matrix), (None, None, None))
+        known = Known(*through, lengths.to(left.dtype).flatten())
+    return Hadamard(Outer(left, right), matrix, known)
 
 
 def _through_weight_norm(
@@ -307,7 +351,7 @@ def _through_weight_norm(
         straight: Contribution = Outer(found.left * scale, found.right)
     else:
         with_v = _of_shape(_multiplied(found, shape, v), shape)
-        along = _summed(with_v, shape, tuple(g.shape)).values.flatten(1)
+        along = _summed(with_v, shape, tuple(g.shape), {}).values.flatten(1)
         rows = _multiplied(found, shape, scale.view(g.shape))
         straight = _of_shape(rows, shape)
     along = along / lengths

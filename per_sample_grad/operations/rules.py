@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import Node
@@ -118,6 +119,8 @@ def times_of(node: Node, slot: int) -> list[float | torch.Tensor] | None:
         return None
     if name == "NegBackward0":
         return [-1.0]
+    if name == "ClampMinBackward0":
+        return [saved(node, "self") >= saved(node, "min")]
     if name == "DivBackward0" and slot:
         below = _not_expanded(saved(node, "other"))
         return [-1 / below.square(), _not_expanded(saved(node, "self"))]
@@ -158,16 +161,43 @@ def summed_dims(node: Node, slot: int) -> tuple[int, ...] | None:
     return tuple(_signed(dim) % rank for dim in dims or range(rank))
 
 
-def other_vector(node: Node, slot: int) -> torch.Tensor | None:
-    """Returns the vector that an inner product multiplies its input by.
+class Derivative(NamedTuple):
+    """That of an output whose numbers are each computed from others of the input.
+
+    Attributes:
+        matrix: Of the input's shape; None: ones.
+        times: What it is multiplied by besides: a number, or one for each of the
+            output's, in its shape.
+        lengths: The norms of the matrix over the same dimensions, in the output's
+            shape; None: they are not known.
+    """
+
+    matrix: torch.Tensor | None
+    times: float | torch.Tensor = 1.0
+    lengths: torch.Tensor | None = None
+
+
+def derivative_over(node: Node, slot: int) -> Derivative | None:
+    """Returns the derivative of a sum, a mean, an inner product or a Euclidean norm.
 
     None: another operation, or one of complex numbers.
     """
     name = node.name()
-    if name not in _INNER:
+    if name in ("SumBackward0", "SumBackward1"):
+        return Derivative(None)
+    if name in ("MeanBackward0", "MeanBackward1"):
+        count = math.prod(source_shape(node, slot))
+        return Derivative(None, max(1, math.prod(output_shape(node))) / max(1, count))
+    if name in _INNER:
+        other: torch.Tensor = saved(node, "self" if slot else _INNER[name])
+        return None if other.is_complex() else Derivative(other)
+    if name != "LinalgVectorNormBackward0" or saved(node, "ord") != 2:
         return None
-    other: torch.Tensor = saved(node, "self" if slot else _INNER[name])
-    return None if other.is_complex() else other
+    matrix, norms = saved(node, "self"), saved(node, "result")
+    if matrix.is_complex() or matrix.dtype != norms.dtype:
+        return None
+    # That of zeros is zero, as autograd has it.
+    return Derivative(matrix, torch.where(norms == 0, 0, 1 / norms), norms)
 
 
 def _signed(dim: int) -> int:
@@ -480,7 +510,7 @@ OPERATIONS: dict[str, Operation] = {
 # Operations that `times_of` knows.
 _LINEAR = (
     "AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0", "NegBackward0",
-    "RsubBackward1", "ExpandBackward0",
+    "RsubBackward1", "ExpandBackward0", "ClampMinBackward0",
 )  # fmt: skip
 # Each number of their output is computed from others of the input.
 _OVER_DIMS = (

@@ -83,9 +83,11 @@ FACTORED: dict[str, Computing] = {
     "again": lambda m, p: torch.sigmoid(p * m.mask).clamp(0.2, 0.8),
     "over-shared": lambda m, p: m.mask / (2 + p.square()),
     "unit-rows": lambda m, p: F.normalize(p, dim=1),
+    "unit-rows-of-zeros": lambda m, p: F.normalize(p * m.mask[:, :1], dim=1),
     "unit-columns": lambda m, p: F.normalize(p, dim=0),
     "unit-matrix": lambda m, p: p / p.norm(),
     "centred": lambda m, p: p - p.mean(1, keepdim=True),
+    "sums": lambda m, p: p * p.sum(1, keepdim=True) + p.sum(),
     "standardised": lambda m, p: (
         (p - p.mean(1, True)) / (p.var(1, keepdim=True) + 0.1).sqrt()
     ),
