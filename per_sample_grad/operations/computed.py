@@ -34,6 +34,7 @@ from per_sample_grad.factors.forms import (
 )
 from per_sample_grad.layers.registry import memory
 from per_sample_grad.operations import products, rules
+from per_sample_grad.operations.unit_rows import UnitRows, unit_rows
 
 # How many operations are gone through by rules on the way down to parameters, at most:
 # a tensor that is used again and again has as many ways down as it has uses.
@@ -112,8 +113,9 @@ def _below(
             (below, products.through_product(node, slot, matrix))
             for slot, below in inputs
         ]
-    if name == "WeightNormInterfaceBackward0":
-        return _through_weight_norm(node, inputs, shape, found)
+    unit = unit_rows(node)
+    if unit is not None:
+        return _through_unit_rows(unit, inputs, shape, found, made)
     times = [rules.times_of(node, slot) for slot, _ in inputs]
     if all(each is not None for each in times):
         return [
@@ -330,17 +332,18 @@ def _spread(
     return Hadamard(Outer(left, right), matrix, known)
 
 
-def _through_weight_norm(
-    node: Node, inputs: _Inputs, shape: tuple[int, ...], found: Found
-) -> list[tuple[GradientEdge, Found]] | None:
-    """Returns what v and g get, of ``g v / ‖v‖`` with a norm for each row."""
-    if rules.saved(node, "dim") != 0:
-        return None
-    v, g, norms = (rules.saved(node, name) for name in ("v", "g", "result1"))
+def _through_unit_rows(
+    unit: UnitRows,
+    inputs: _Inputs,
+    shape: tuple[int, ...],
+    found: Found,
+    made: _Made,
+) -> list[tuple[GradientEdge, Found]]:
+    """Returns what v gets, and g if there is one, of ``g v / ‖v‖`` in each row."""
     found = _of_shape(found, shape)
     dtype = forms.float_factor(found).dtype
-    matrix = v.to(dtype).flatten(1)
-    lengths, scale = norms.to(dtype).flatten(), (g / norms).to(dtype).flatten()
+    matrix = unit.v.to(dtype).flatten(1)
+    lengths, scale = unit.norms.to(dtype).flatten(), unit.scale.to(dtype).flatten()
     known = None
     if isinstance(found, Outer) and found.groups == 1:
         # Of four dimensions torch might make a product for each sample.
@@ -350,23 +353,26 @@ def _through_weight_norm(
         along = along[:, 0, 0] if along.shape[2] == 1 else along.sum((1, 2))
         straight: Contribution = Outer(found.left * scale, found.right)
     else:
-        with_v = _of_shape(_multiplied(found, shape, v), shape)
-        along = _summed(with_v, shape, tuple(g.shape), {}).values.flatten(1)
-        rows = _multiplied(found, shape, scale.view(g.shape))
+        with_v = _of_shape(_multiplied(found, shape, unit.v), shape)
+        along = _summed(with_v, shape, tuple(unit.norms.shape), made).values.flatten(1)
+        rows = _multiplied(found, shape, unit.scale)
         straight = _of_shape(rows, shape)
-    along = along / lengths
     # Less what is along v, which does not change the quotient.
-    left = (along * (-scale / lengths))[:, None, None]
+    times = scale / lengths.square().neg_()
+    if unit.turns is not None:
+        times = torch.where(unit.turns.flatten(), times, 0)
+    left = (along * times)[:, None, None]
     right = left.new_ones(1, 1, 1, 1).expand(len(left), -1, -1, matrix.shape[1])
     turned = Hadamard(Outer(left, right), matrix, known)
-    below: list[tuple[GradientEdge, Found]] = []
-    for slot, edge in inputs:
-        if slot:
-            below.append((edge, Dense(along.view(-1, *g.shape))))
-        elif isinstance(straight, Outer):
-            below += [(edge, products.Arranged(straight)), (edge, turned)]
-        else:
-            below += [(edge, straight), (edge, turned)]
+    (_, of_v), *rest = inputs
+    if isinstance(straight, Outer):
+        below: list[tuple[GradientEdge, Found]]
+        below = [(of_v, products.Arranged(straight)), (of_v, turned)]
+    else:
+        below = [(of_v, straight), (of_v, turned)]
+    if unit.gained:
+        along = along / lengths
+        below += [(edge, Dense(along.view(-1, *unit.norms.shape))) for _, edge in rest]
     return below
 
 

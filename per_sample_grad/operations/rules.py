@@ -122,10 +122,10 @@ def times_of(node: Node, slot: int) -> list[float | torch.Tensor] | None:
     if name == "ClampMinBackward0":
         return [saved(node, "self") >= saved(node, "min")]
     if name == "DivBackward0" and slot:
-        below = _not_expanded(saved(node, "other"))
-        return [-1 / below.square(), _not_expanded(saved(node, "self"))]
+        below = not_expanded(saved(node, "other"))
+        return [-1 / below.square(), not_expanded(saved(node, "self"))]
     if name in ("MulBackward0", "DivBackward0"):
-        times = _not_expanded(saved(node, "self" if slot else "other"))
+        times = not_expanded(saved(node, "self" if slot else "other"))
         below, _ = node.next_functions[1 - slot]
         constant = below is None and times.numel() == 1 and traits(times).is_host
         if constant and not times.is_complex():
@@ -139,7 +139,7 @@ def times_of(node: Node, slot: int) -> list[float | torch.Tensor] | None:
     return [alpha if name == "AddBackward0" else -alpha]
 
 
-def _not_expanded(tensor: torch.Tensor) -> torch.Tensor:
+def not_expanded(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor with one row where it has the same ones, as far as it tells."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
         if size > 1 and stride == 0:
@@ -191,13 +191,21 @@ def derivative_over(node: Node, slot: int) -> Derivative | None:
     if name in _INNER:
         other: torch.Tensor = saved(node, "self" if slot else _INNER[name])
         return None if other.is_complex() else Derivative(other)
-    if name != "LinalgVectorNormBackward0" or saved(node, "ord") != 2:
-        return None
-    matrix, norms = saved(node, "self"), saved(node, "result")
-    if matrix.is_complex() or matrix.dtype != norms.dtype:
+    norms = euclidean_norms(node)
+    if norms is None:
         return None
     # That of zeros is zero, as autograd has it.
-    return Derivative(matrix, torch.where(norms == 0, 0, 1 / norms), norms)
+    times = torch.where(norms == 0, 0, 1 / norms)
+    return Derivative(saved(node, "self"), times, norms)
+
+
+def euclidean_norms(node: Node) -> torch.Tensor | None:
+    """Returns what a node computed; None: another operation, or of complex numbers."""
+    if node.name() != "LinalgVectorNormBackward0" or saved(node, "ord") != 2:
+        return None
+    norms: torch.Tensor = saved(node, "result")
+    of = saved(node, "self")
+    return None if of.is_complex() or of.dtype != norms.dtype else norms
 
 
 def _signed(dim: int) -> int:

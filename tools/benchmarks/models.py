@@ -101,6 +101,18 @@ def of_norm_one(layer: nn.Linear) -> nn.Module:
     return parametrizations.spectral_norm(layer)
 
 
+class UnitRows(nn.Module):
+    """A linear layer whose weight's rows are over their norms, by an operation."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.unnormalised = nn.Parameter(layer.weight.detach())
+        self.bias = nn.Parameter(layer.bias.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, F.normalize(self.unnormalised, dim=1), self.bias)
+
+
 class Bounded(nn.Module):
     """A linear layer whose weights are between -1 and 1."""
 
@@ -233,6 +245,7 @@ UNCOVERED: dict[str, dict[str, Callable[[], nn.Module]]] = {
         "a bounded weight's": lambda: mlp_with_computed_weight(Bounded),
         "a weight's with weight norm": lambda: mlp_with_computed_weight(normalised),
         "a weight's with spectral norm": lambda: mlp_with_computed_weight(of_norm_one),
+        "a weight's of unit rows": lambda: mlp_with_computed_weight(UnitRows),
     },
     "transformer": {
         "a small module's": transformer_with_module,
@@ -248,12 +261,13 @@ UNCOVERED: dict[str, dict[str, Callable[[], nn.Module]]] = {
         "a weight's with spectral norm": lambda: transformer_with_computed_weight(
             of_norm_one
         ),
+        "a weight's of unit rows": lambda: transformer_with_computed_weight(UnitRows),
     },
 }
 # What the parameters that no rule of a module accounts for are called.
 UNCOVERED_NAMES = (
     "exponent", "centre", "squash", "doubled", "unmasked", "unbounded", "original",
-    "original0", "original1",
+    "original0", "original1", "unnormalised",
 )  # fmt: skip
 
 

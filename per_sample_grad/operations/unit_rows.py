@@ -1,0 +1,65 @@
+"""Weights whose rows are over their norms, by one operation or several."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.autograd.graph import Node
+
+from per_sample_grad.operations import rules
+
+# What may be done with a norm before it is divided by, as `F.normalize` does.
+_CLAMPED = "ClampMinBackward0"
+_BETWEEN = ("ExpandBackward0", _CLAMPED)
+
+
+class UnitRows(NamedTuple):
+    """A weight of rows ``scale v``, where a row of v that is longer changes the scale.
+
+    Numbers of rows are of the shape ``(r, 1, ...)``.
+
+    Attributes:
+        v: The tensor, ``(r, ...)``.
+        norms: ``‖v‖`` of each row.
+        scale: What each row is multiplied by: one over its norm, times a gain.
+        turns: Rows whose scale is that; other norms are too small. None: all.
+        gained: Whether the gain is the node's second input.
+    """
+
+    v: torch.Tensor
+    norms: torch.Tensor
+    scale: torch.Tensor
+    turns: torch.Tensor | None = None
+    gained: bool = False
+
+
+def unit_rows(node: Node) -> UnitRows | None:
+    """Returns what a node made of its first input, if it made such a weight."""
+    name = node.name()
+    if name == "WeightNormInterfaceBackward0":
+        if rules.saved(node, "dim") != 0:
+            return None
+        v, g, norms = (rules.saved(node, name) for name in ("v", "g", "result1"))
+        return UnitRows(v, norms, g / norms, gained=True)
+    if name != "DivBackward0" or len(node.next_functions) != 2:
+        return None
+    own, (norm, _) = node.next_functions
+    between = []
+    while norm is not None and norm.name() in _BETWEEN:
+        between.append(norm.name())
+        norm, _ = norm.next_functions[0]
+    if norm is None or norm.next_functions != (own,):
+        return None
+    norms, over = rules.euclidean_norms(norm), rules.summed_dims(norm, 0)
+    if norms is None or over is None:
+        return None
+    v = rules.saved(node, "self")
+    if v.dim() < 2 or sorted(over) != list(range(1, v.dim())):
+        return None
+    norms = norms.reshape(-1, *[1] * (v.dim() - 1))
+    divisor = rules.not_expanded(rules.saved(node, "other"))
+    if divisor.shape != norms.shape:
+        return None
+    turns = divisor == norms if _CLAMPED in between else None
+    return UnitRows(v, norms, 1 / divisor, turns)
