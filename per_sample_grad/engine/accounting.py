@@ -221,7 +221,7 @@ class _Accountant:
             for name in each.owner.names:
                 if each.among == "functions":
                     of_use[name] = True
-                else:  # which functions were not, if they were noted
+                else:  # Functions were not, if any were noted.
                     of_use.setdefault(name, not follows)
         if not again:
             return None

@@ -31,10 +31,10 @@ from xla_replica.common.arguments import check_choice, check_integer, check_numb
 from xla_replica.common.trees import tree_add
 
 _T = TypeVar("_T")
-# Options that are allowed, in the sequence of `_check_options`: the defaults, and what
-# was checked last.
-_ALLOWED: deque[tuple[object, ...]] = deque(maxlen=8)
-_ALLOWED.append(("error", "first", "auto", None, 1.0))
+# Options that are allowed, in the sequence of `_check_options`: what they are if nobody
+# says anything, and what was checked last.
+_DEFAULTS = ("error", "first", "auto", None, 1.0)
+_CHECKED: deque[tuple[object, ...]] = deque(maxlen=8)
 
 
 def _check_options(
@@ -123,9 +123,10 @@ class Capture:
         self.params = {name: every[number] for name, number in where.params.items()}
         recording.refuse_hooked(self.params)
         options = fallback, check, method, budget, scale
-        if not any(all(map(operator.is_, options, each)) for each in _ALLOWED):
+        allowed = (_DEFAULTS, *_CHECKED)
+        if not any(all(map(operator.is_, options, each)) for each in allowed):
             _check_options(*options)
-            _ALLOWED.append(options)
+            _CHECKED.append(options)
         self._settings = Settings(model, self.params, *options)
         self.compared = False
         self.unused: frozenset[str] = frozenset()

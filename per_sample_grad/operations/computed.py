@@ -33,7 +33,7 @@ from per_sample_grad.factors.forms import (
     Windows,
 )
 from per_sample_grad.layers.registry import memory
-from per_sample_grad.operations import products, rules
+from per_sample_grad.operations import over_dims, products, rules
 from per_sample_grad.operations.unit_rows import UnitRows, unit_rows
 
 # How many operations are gone through by rules on the way down to parameters, at most:
@@ -139,11 +139,11 @@ def _below(
     if len(inputs) > 1:
         return None
     [(slot, below)] = inputs
-    summed = rules.summed_dims(node, slot)
+    summed = over_dims.summed_dims(node, slot)
     if summed is not None and isinstance(found, Dense):
-        derivative = rules.derivative_over(node, slot)
+        derivative = over_dims.derivative_over(node, slot)
         if derivative is None:
-            derivative = rules.Derivative(*_derivatives(edge, inputs, wanted))
+            derivative = over_dims.Derivative(*_derivatives(edge, inputs, wanted))
         source = rules.source_shape(node, slot)
         here = _spread(found, derivative, source, summed, made)
     else:
@@ -286,7 +286,7 @@ def _over(dims: list[int], part: Dense, shape: tuple[int, ...]) -> torch.Tensor:
 
 def _spread(
     found: Dense,
-    derivative: rules.Derivative,
+    derivative: over_dims.Derivative,
     shape: tuple[int, ...],
     summed: Sequence[int],
     made: _Made,
@@ -364,15 +364,15 @@ def _through_unit_rows(
     left = (along * times)[:, None, None]
     right = left.new_ones(1, 1, 1, 1).expand(len(left), -1, -1, matrix.shape[1])
     turned = Hadamard(Outer(left, right), matrix, known)
-    (_, of_v), *rest = inputs
-    if isinstance(straight, Outer):
-        below: list[tuple[GradientEdge, Found]]
-        below = [(of_v, products.Arranged(straight)), (of_v, turned)]
-    else:
-        below = [(of_v, straight), (of_v, turned)]
-    if unit.gained:
-        along = along / lengths
-        below += [(edge, Dense(along.view(-1, *unit.norms.shape))) for _, edge in rest]
+    below: list[tuple[GradientEdge, Found]] = []
+    for slot, edge in inputs:
+        if slot == 0:
+            is_outer = isinstance(straight, Outer)
+            below.append((edge, products.Arranged(straight) if is_outer else straight))
+            below.append((edge, turned))
+        elif unit.gained:
+            of_gain = (along / lengths).view(-1, *unit.norms.shape)
+            below.append((edge, Dense(of_gain)))
     return below
 
 

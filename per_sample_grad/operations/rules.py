@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.graph import Node
@@ -96,9 +95,9 @@ def order_of(node: Node) -> tuple[int, ...] | None:
     """Returns the input's dimensions in the output's order; None: another operation."""
     name, rank = node.name(), len(output_shape(node))
     if name == "PermuteBackward0":
-        return tuple(dim % rank for dim in map(_signed, saved(node, "dims")))
+        return tuple(dim % rank for dim in map(signed, saved(node, "dims")))
     if name == "TransposeBackward0":
-        first, second = (_signed(saved(node, f"dim{n}")) % rank for n in (0, 1))
+        first, second = (signed(saved(node, f"dim{n}")) % rank for n in (0, 1))
     elif name == "TBackward0" and rank == 2:
         first, second = 0, 1
     else:
@@ -147,68 +146,8 @@ def not_expanded(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def summed_dims(node: Node, slot: int) -> tuple[int, ...] | None:
-    """Returns the input's dimensions that each number of the output is computed over.
-
-    None: another operation.
-    """
-    name, rank = node.name(), len(source_shape(node, slot))
-    if name not in _OVER_DIMS:
-        return None
-    dims = getattr(node, "_saved_dim", None)
-    if isinstance(dims, int):
-        dims = [dims]
-    return tuple(_signed(dim) % rank for dim in dims or range(rank))
-
-
-class Derivative(NamedTuple):
-    """That of an output whose numbers are each computed from others of the input.
-
-    Attributes:
-        matrix: Of the input's shape; None: ones.
-        times: What it is multiplied by besides: a number, or one for each of the
-            output's, in its shape.
-        lengths: The norms of the matrix over the same dimensions, in the output's
-            shape; None: they are not known.
-    """
-
-    matrix: torch.Tensor | None
-    times: float | torch.Tensor = 1.0
-    lengths: torch.Tensor | None = None
-
-
-def derivative_over(node: Node, slot: int) -> Derivative | None:
-    """Returns the derivative of a sum, a mean, an inner product or a Euclidean norm.
-
-    None: another operation, or one of complex numbers.
-    """
-    name = node.name()
-    if name in ("SumBackward0", "SumBackward1"):
-        return Derivative(None)
-    if name in ("MeanBackward0", "MeanBackward1"):
-        count = math.prod(source_shape(node, slot))
-        return Derivative(None, max(1, math.prod(output_shape(node))) / max(1, count))
-    if name in _INNER:
-        other: torch.Tensor = saved(node, "self" if slot else _INNER[name])
-        return None if other.is_complex() else Derivative(other)
-    norms = euclidean_norms(node)
-    if norms is None:
-        return None
-    # That of zeros is zero, as autograd has it.
-    times = torch.where(norms == 0, 0, 1 / norms)
-    return Derivative(saved(node, "self"), times, norms)
-
-
-def euclidean_norms(node: Node) -> torch.Tensor | None:
-    """Returns what a node computed; None: another operation, or of complex numbers."""
-    if node.name() != "LinalgVectorNormBackward0" or saved(node, "ord") != 2:
-        return None
-    norms: torch.Tensor = saved(node, "result")
-    of = saved(node, "self")
-    return None if of.is_complex() or of.dtype != norms.dtype else norms
-
-
-def _signed(dim: int) -> int:
+def signed(dim: int) -> int:
+    """Returns a dimension as it was given, from what torch has saved of it."""
     return dim - 2 * _NEGATIVE if dim >= _NEGATIVE else dim
 
 
@@ -520,15 +459,6 @@ _LINEAR = (
     "AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0", "NegBackward0",
     "RsubBackward1", "ExpandBackward0", "ClampMinBackward0",
 )  # fmt: skip
-# Each number of their output is computed from others of the input.
-_OVER_DIMS = (
-    "SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1", "NormBackward0",
-    "NormBackward1", "LinalgVectorNormBackward0", "VarBackward0", "StdBackward0",
-    "VarMeanBackward0", "AmaxBackward0", "AminBackward0", "LogsumexpBackward0",
-    "DotBackward0", "VdotBackward0",
-)  # fmt: skip
-# Inner products, and under which name they save their second vector.
-_INNER = {"DotBackward0": "tensor", "VdotBackward0": "other"}
 # Nodes that change a tensor's shape, and neither its numbers nor their order; and its
 # dtype.
 UNCHANGED = (

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import Node
 
-from per_sample_grad.operations import rules
+from per_sample_grad.operations import over_dims, rules
 
 # What may be done with a norm before it is divided by, as `F.normalize` does.
 _CLAMPED = "ClampMinBackward0"
@@ -51,7 +51,7 @@ def unit_rows(node: Node) -> UnitRows | None:
         norm, _ = norm.next_functions[0]
     if norm is None or norm.next_functions != (own,):
         return None
-    norms, over = rules.euclidean_norms(norm), rules.summed_dims(norm, 0)
+    norms, over = over_dims.euclidean_norms(norm), over_dims.summed_dims(norm, 0)
     if norms is None or over is None:
         return None
     v = rules.saved(node, "self")

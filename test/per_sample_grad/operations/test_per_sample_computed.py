@@ -98,11 +98,28 @@ FACTORED: dict[str, Computing] = {
     "largest": lambda m, p: p / p.abs().amax(1, keepdim=True),
 }
 WEIGHT = parametrizations.weight_norm
+
+
+def without(name: str) -> Callable[[nn.Module], nn.Module]:
+    """Returns weight norm of which one parameter is not trained."""
+
+    def normalised(layer: nn.Module) -> nn.Module:
+        own = WEIGHT(layer).parametrizations.weight
+        frozen = {"gain": own.original0, "direction": own.original1}[name]
+        frozen.requires_grad_(False)
+        return layer
+
+    return normalised
+
+
 CASES = [
     *(Case(f"{name}-{dims}", linear(computing), shape)
       for name, computing in FACTORED.items()
       for dims, shape in (("one-position", (3,)), ("positions", (7, 3)))),
     Case("weight-norm", parametrized(WEIGHT, lambda: nn.Linear(4, 5)), (3,)),
+    *(Case(f"weight-norm-without-{name}", parametrized(
+        without(name), lambda: nn.Linear(4, 5)), (3,))
+      for name in ("gain", "direction")),
     Case("weight-norm-positions", parametrized(
         WEIGHT, lambda: nn.Linear(4, 5)), (6, 3)),
     Case("weight-norm-of-columns", parametrized(
