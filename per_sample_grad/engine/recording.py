@@ -104,7 +104,7 @@ class Recorder:
         return self._placed.modules
 
     def module(self, name: str) -> nn.Module:
-        """Returns the module of this name; looking for it takes time."""
+        """Returns the module of this name, without a search where it is recorded."""
         number = self._placed.placement.with_selected.get(name)
         if number is None:
             return self._placed.model.get_submodule(name)

@@ -75,7 +75,10 @@ def derivative_over(node: Node, slot: int) -> Derivative | None:
 
 
 def euclidean_norms(node: Node) -> torch.Tensor | None:
-    """Returns what a node computed; None: another operation, or of complex numbers."""
+    """Returns the Euclidean norms that a node has computed.
+
+    None: another operation, or norms of complex numbers.
+    """
     if node.name() != "LinalgVectorNormBackward0" or rules.saved(node, "ord") != 2:
         return None
     norms: torch.Tensor = rules.saved(node, "result")

@@ -15,16 +15,17 @@ _BETWEEN = ("ExpandBackward0", _CLAMPED)
 
 
 class UnitRows(NamedTuple):
-    """A weight of rows ``scale v``, where a row of v that is longer changes the scale.
+    """A weight of rows ``scale v``, where the scale is a gain over the norm of v.
 
     Numbers of rows are of the shape ``(r, 1, ...)``.
 
     Attributes:
         v: The tensor, ``(r, ...)``.
         norms: ``‖v‖`` of each row.
-        scale: What each row is multiplied by: one over its norm, times a gain.
-        turns: Rows whose scale is that; other norms are too small. None: all.
-        gained: Whether the gain is the node's second input.
+        scale: What each row is multiplied by.
+        turns: Rows that are over their own norm; others are over a least norm. None:
+            all are over their own.
+        gained: Whether the gain is the node's second input; otherwise it is 1.
     """
 
     v: torch.Tensor
@@ -35,7 +36,7 @@ class UnitRows(NamedTuple):
 
 
 def unit_rows(node: Node) -> UnitRows | None:
-    """Returns what a node made of its first input, if it made such a weight."""
+    """Returns what a node has made of its first input, if that is such a weight."""
     name = node.name()
     if name == "WeightNormInterfaceBackward0":
         if rules.saved(node, "dim") != 0:
