@@ -168,13 +168,13 @@ class Known(NamedTuple):
     """Products with the matrix of a `Hadamard` whose right factor is one number, 1.
 
     Attributes:
-        right: That of another use of one group, ``(N, 1, T, c)``; None: there is none.
+        right: That of another use of one group, ``(N, 1, T, c)``.
         through: What the matrix makes of it, ``(N, 1, T, r)``.
         lengths: The norms of the matrix's rows, ``(r,)``.
     """
 
-    right: torch.Tensor | None
-    through: torch.Tensor | None
+    right: torch.Tensor
+    through: torch.Tensor
     lengths: torch.Tensor
 
 

@@ -47,7 +47,6 @@ def kernel_with_outer(a: Outer, b: Hadamard) -> torch.Tensor:
     assert isinstance(theirs, Outer)
     if (
         b.known is not None
-        and b.known.through is not None
         and b.known.right is a.right
         and _is_one_number(theirs.right)
     ):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -32,7 +32,6 @@ from per_sample_grad.factors.forms import (
     Outer,
     Windows,
 )
-from per_sample_grad.layers.registry import memory
 from per_sample_grad.operations import over_dims, products, rules
 from per_sample_grad.operations.unit_rows import UnitRows, unit_rows
 
@@ -42,8 +41,6 @@ _MOST_STEPS = 64
 # What a tensor gets of each sample, on the way.
 Found = Contribution | products.Arranged
 _Inputs = Sequence[tuple[int, GradientEdge]]
-# By where a matrix is: the matrix, a right factor of one group, and their product.
-_Made = dict[Hashable, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 def take_down(
@@ -53,7 +50,6 @@ def take_down(
 
     Returns what each of them gets, by name, to be added.
     """
-    made: _Made = {}
     names = {id(param): name for name, param in wanted.items()}
     parts: dict[str, list[Contribution]] = defaultdict(list)
     stack: list[tuple[GradientEdge, Found]]
@@ -68,9 +64,7 @@ def take_down(
                 parts[names[id(variable)]].append(_of_shape(here, shape))
             continue
         steps += 1
-        below = None
-        if steps < _MOST_STEPS:
-            below = _below(edge, shape, here, wanted, made)
+        below = _below(edge, shape, here, wanted) if steps < _MOST_STEPS else None
         if below is not None:
             stack += below
             continue
@@ -95,7 +89,6 @@ def _below(
     shape: tuple[int, ...],
     found: Found,
     wanted: Mapping[str, nn.Parameter],
-    made: _Made,
 ) -> list[tuple[GradientEdge, Found]] | None:
     """Returns what a node's inputs get where it gets this; None: autograd knows."""
     node = edge.node
@@ -115,15 +108,13 @@ def _below(
         ]
     unit = unit_rows(node)
     if unit is not None:
-        return _through_unit_rows(unit, inputs, shape, found, made)
+        return _through_unit_rows(unit, inputs, shape, found)
     times = [rules.times_of(node, slot) for slot, _ in inputs]
     if all(each is not None for each in times):
         return [
             (
                 below,
-                _through_factors(
-                    found, shape, each, rules.source_shape(node, slot), made
-                ),
+                _through_factors(found, shape, each, rules.source_shape(node, slot)),
             )
             for (slot, below), each in zip(inputs, times)
             if each is not None
@@ -145,7 +136,7 @@ def _below(
         if derivative is None:
             derivative = over_dims.Derivative(*_derivatives(edge, inputs, wanted))
         source = rules.source_shape(node, slot)
-        here = _spread(found, derivative, source, summed, made)
+        here = _spread(found, derivative, source, summed)
     else:
         here = _through_one(node, slot, shape, found)
     return None if here is None else [(below, here)]
@@ -186,7 +177,6 @@ def _through_factors(
     shape: tuple[int, ...],
     factors: Sequence[float | torch.Tensor],
     source: tuple[int, ...],
-    made: _Made,
 ) -> Found:
     """Returns what an operand of this ``source`` shape gets of a product with factors.
 
@@ -194,9 +184,7 @@ def _through_factors(
     """
     for times in factors:
         found = _multiplied(found, shape, times)
-    if source == shape:
-        return found
-    return _summed(_of_shape(found, shape), shape, source, made)
+    return found if source == shape else _summed(_of_shape(found, shape), shape, source)
 
 
 def _multiplied(
@@ -230,10 +218,7 @@ def _multiplied(
 
 
 def _summed(
-    found: Contribution,
-    shape: tuple[int, ...],
-    source: tuple[int, ...],
-    made: _Made,
+    found: Contribution, shape: tuple[int, ...], source: tuple[int, ...]
 ) -> Dense:
     """Returns gradients of this shape, summed to an operand that was broadcast.
 
@@ -246,8 +231,6 @@ def _summed(
         left, right = outer.left[:, 0], outer.right[:, 0]
         if math.prod(own[1:]) == 1:
             through = _along(right, found, 0)
-            if isinstance(found, Hadamard):
-                made[_place(found.matrix)] = found.matrix, outer.right, through[:, None]
             values = (left * through).sum(1)
             values = values if own[0] > 1 else values.sum(1)
             return Dense(values.reshape(count, *source))
@@ -273,12 +256,6 @@ def _along(factor: torch.Tensor, found: Contribution, dim: int) -> torch.Tensor:
     return (factor.flatten(0, 1) @ matrix).unflatten(0, factor.shape[:2])
 
 
-def _place(matrix: torch.Tensor) -> Hashable:
-    """Returns what tensors of the same numbers in the same memory have in common."""
-    where = memory(matrix)
-    return id(matrix) if where is None else (where, matrix.shape, matrix.stride())
-
-
 def _over(dims: list[int], part: Dense, shape: tuple[int, ...]) -> torch.Tensor:
     values = part.values.reshape(-1, *shape)
     return values.sum(dims) if dims else values
@@ -289,7 +266,6 @@ def _spread(
     derivative: over_dims.Derivative,
     shape: tuple[int, ...],
     summed: Sequence[int],
-    made: _Made,
 ) -> Found | None:
     """Returns what a tensor gets where numbers were computed from its rows or columns.
 
@@ -300,9 +276,8 @@ def _spread(
         derivative: That of the numbers.
         shape: That of the tensor.
         summed: The dimensions of the tensor that the numbers are computed over.
-        made: See `take_down`.
     """
-    matrix, times, lengths = derivative
+    matrix, times = derivative
     count, values = len(found.values), found.values
     own = [1 if dim in summed else size for dim, size in enumerate(shape)]
     values = values.reshape(count, *own)
@@ -325,19 +300,11 @@ def _spread(
         return None
     if matrix is None:
         return products.Arranged(Outer(left, right))
-    matrix, known = matrix.reshape(rows, columns).to(left.dtype), None
-    if lengths is not None and own[0] == rows and math.prod(own[1:]) == 1:
-        _, *through = made.get(_place(matrix), (None, None, None))
-        known = Known(*through, lengths.to(left.dtype).flatten())
-    return Hadamard(Outer(left, right), matrix, known)
+    return Hadamard(Outer(left, right), matrix.reshape(rows, columns).to(left.dtype))
 
 
 def _through_unit_rows(
-    unit: UnitRows,
-    inputs: _Inputs,
-    shape: tuple[int, ...],
-    found: Found,
-    made: _Made,
+    unit: UnitRows, inputs: _Inputs, shape: tuple[int, ...], found: Found
 ) -> list[tuple[GradientEdge, Found]]:
     """Returns what v gets, and g if there is one, of ``g v / ‖v‖`` in each row."""
     found = _of_shape(found, shape)
@@ -354,7 +321,7 @@ def _through_unit_rows(
         straight: Contribution = Outer(found.left * scale, found.right)
     else:
         with_v = _of_shape(_multiplied(found, shape, unit.v), shape)
-        along = _summed(with_v, shape, tuple(unit.norms.shape), made).values.flatten(1)
+        along = _summed(with_v, shape, tuple(unit.norms.shape)).values.flatten(1)
         rows = _multiplied(found, shape, unit.scale)
         straight = _of_shape(rows, shape)
     # Less what is along v, which does not change the quotient.

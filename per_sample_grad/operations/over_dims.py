@@ -41,13 +41,10 @@ class Derivative(NamedTuple):
         matrix: Of the input's shape; None: ones.
         times: What it is multiplied by besides: a number, or one for each of the
             output's, in its shape.
-        lengths: The norms of the matrix over the same dimensions, in the output's
-            shape; None: they are not known.
     """
 
     matrix: torch.Tensor | None
     times: float | torch.Tensor = 1.0
-    lengths: torch.Tensor | None = None
 
 
 def derivative_over(node: Node, slot: int) -> Derivative | None:
@@ -71,7 +68,7 @@ def derivative_over(node: Node, slot: int) -> Derivative | None:
         return None
     # That of zeros is zero, as autograd has it.
     times = torch.where(norms == 0, 0, 1 / norms)
-    return Derivative(rules.saved(node, "self"), times, norms)
+    return Derivative(rules.saved(node, "self"), times)
 
 
 def euclidean_norms(node: Node) -> torch.Tensor | None:
