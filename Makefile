@@ -3,6 +3,7 @@
 # make browser installs Chromium, in which a test looks at the page of `vbs report`
 # make tpu-compile compiles a program of every family for TPUs (docs/tpu.md)
 # make outside sets up, then runs other people's tests and models (docs/outside.md)
+# make wheel   installs the wheel with declared dependencies alone, and each extra
 #
 # ENV=xla (default) is torch 2.9 with torch_xla; ENV=torch is a current torch without it.
 
@@ -24,7 +25,7 @@ REQUIREMENTS_outside = '$(TORCH)' -e '.[test,outside]'
 # Packages whose dependencies are old or large, and not needed for what we run of them.
 ALONE_outside = adaptdl==0.2.11 fairscale==0.4.13 skypilot==0.14.1
 
-.PHONY: mnist test test-all browser tpu-compiler tpu-compile outside lint format bench clean help
+.PHONY: mnist test test-all browser tpu-compiler tpu-compile outside wheel lint format bench clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -63,6 +64,9 @@ tpu-compile: $(VENV)/ready tpu-compiler
 
 outside:
 	OUTSIDE=1 $(MAKE) ENV=outside PYTEST_ARGS='-n auto --dist worksteal -m outside test/outside' test
+
+wheel:
+	TORCH='$(TORCH)' $(MAKE) ENV=torch PYTEST_ARGS='-m wheel test/test_wheel.py' test
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .

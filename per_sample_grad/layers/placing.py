@@ -167,7 +167,7 @@ def _whole_rows(out: torch.Tensor) -> np.ndarray:
 @functools.cache
 def _compiled() -> Any:
     """Returns what imports Numba."""
-    from per_sample_grad.layers import compiled_projections
+    from per_sample_grad.factors import compiled_projections
 
     return compiled_projections
 

@@ -25,7 +25,7 @@ def squares_by_positions(
         left, right: ``(B, T, p)`` and ``(B, T, q)``, contiguous.
         with_bias: Whether z ends with 1.
     """
-    from per_sample_grad.layers import compiled_norms
+    from per_sample_grad.factors import compiled_norms
 
     squares, terms = left.new_empty(2, len(left))
     compiled_norms.square_sums_of_products(
@@ -63,7 +63,7 @@ def squares_of_convolution(
         unfolding: What the kernel sees.
         with_bias: Whether somebody wants the biases.
     """
-    from per_sample_grad.layers import compiled_norms
+    from per_sample_grad.factors import compiled_norms
 
     squares = gradient.new_empty(len(gradient))
     (above, _), (before, _) = unfolding.widths
@@ -76,7 +76,7 @@ def squares_of_convolution(
 
 def squares_of_table(use: Lookup, num_rows: int) -> torch.Tensor:
     """Returns squared norms of what a use adds to a table, ``(B,)``."""
-    from per_sample_grad.layers import compiled_norms
+    from per_sample_grad.factors import compiled_norms
 
     values = use.values.contiguous()
     squares = values.new_empty(len(values))
@@ -98,7 +98,7 @@ def of_layer_norm(
         inputs, gradient: ``(B, T, q)``.
         mean, scale: ``(B, T)``: the mean of each row, and 1 / its deviation.
     """
-    from per_sample_grad.layers import compiled_norms
+    from per_sample_grad.factors import compiled_norms
 
     found = gradient.new_empty(2, len(gradient), gradient.shape[2])
     given = [each.contiguous().numpy() for each in (inputs, gradient, mean, scale)]

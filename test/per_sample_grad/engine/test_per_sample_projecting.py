@@ -66,7 +66,7 @@ def test_projections_are_those_of_factors(case, share, dtype):
 @pytest.mark.skipif(not has_numba(), reason="loops need Numba")
 def test_loops_are_compiled_once_for_all_layouts():
     """Two compilations need not add in one order."""
-    from per_sample_grad.layers.compiled_projections import project_calls
+    from per_sample_grad.factors.compiled_projections import project_calls
 
     model = nn.Linear(3, 2)
     projection = psg.Projection(parameters_of(model), 6)

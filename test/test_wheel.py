@@ -1,0 +1,182 @@
+"""The wheel, with what it declares and nothing else, is enough for what it promises.
+
+Every other environment of this project has packages that hide a missing dependency.
+`make wheel` runs these: each extra is installed into an environment of its own, over
+one that has the required dependencies alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.documents import ROOT, blocks, read
+
+pytestmark = pytest.mark.wheel
+
+PACKAGES = [
+    "grab_xla", "per_sample_grad", "rigl_xla", "variable_batch_size", "xla_replica",
+]  # fmt: skip
+IMPORT_ALL = "\n".join(f"import {name}" for name in PACKAGES)
+ORDER = """
+import torch, grab_xla
+from xla_replica.common.compiling import has_numba
+assert has_numba()
+sampler = grab_xla.GraBSampler(range(4), {"w": torch.zeros(1)}, "mean")
+first = list(sampler)
+sampler.step({"w": torch.randn(4, 1)})
+assert sorted(sampler) == sorted(first)
+"""
+DRAW = """
+import pathlib
+from variable_batch_size.command_line import main
+pathlib.Path("t.csv").write_text("step,batchsize\\n0,8\\n1,16\\n")
+assert not main(["plot", "t.csv", "--out", "t.png"])
+assert pathlib.Path("t.png").stat().st_size
+"""
+REPORT = """
+import pathlib, torch, xla_replica, variable_batch_size as vbs
+from variable_batch_size.command_line import main
+model = torch.nn.Linear(4, 1)
+sampler = vbs.CustomSampler(
+    range(32), [8, 16], minibatch_size=8, num_replicas=1, rank=0)
+optimizer = vbs.LinearRuleOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=8,
+    replica=xla_replica.LocalReplica("cpu"))
+log = vbs.RunLog("run.jsonl", optimizer)
+optimizer.attach(log)
+for minibatch in sampler:
+    model(torch.ones(len(minibatch), 4)).mean().backward()
+    optimizer.step()
+log.close()
+assert not main(["report", "run.jsonl", "--out", "report.html"])
+assert pathlib.Path("report.html").stat().st_size
+"""
+READ_PARQUET = """
+import pyarrow, pyarrow.parquet, variable_batch_size as vbs
+pyarrow.parquet.write_table(pyarrow.table({"n": [1, 2, 3]}), "n.parquet")
+data = vbs.BlockDataset.from_parquet(["n.parquet"], columns=["n"])
+assert [data[i]["n"] for i in range(3)] == [1, 2, 3]
+"""
+REPLICAS = """
+import os
+os.environ["PJRT_DEVICE"] = "CPU"
+import torch, xla_replica
+
+def train(rank):
+    replica = xla_replica.current()
+    total = torch.ones(2, device=replica.device)
+    replica.all_reduce_([total])
+    assert total.tolist() == [2, 2]
+
+if __name__ == "__main__":
+    xla_replica.launch(train, num_replicas=2)
+"""
+# What each extra is for, as a script.
+USES = {
+    "xla-cpu": REPLICAS,  # before those that are over it
+    "xla": REPLICAS,
+    "xla-tpu": f"import libtpu\n{REPLICAS}",
+    "torchtpu": "from importlib.metadata import version\nversion('torch_tpu')",
+    "grab": ORDER,
+    "plot": DRAW,
+    "report": REPORT,
+    "parquet": READ_PARQUET,
+    "transformers": "from variable_batch_size.integrations.hugging_face import *",
+    "lightning": "from variable_batch_size.integrations.lightning import *",
+    "examples": "import matplotlib, numba, sklearn, torchvision",
+    "test": f"""
+import pytest, sys
+sys.exit(pytest.main(["--collect-only", "-qq", "--rootdir={ROOT}", {str(ROOT)!r}]))
+""",
+    "outside": f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from tools.outside.models import import_torchvision
+import_torchvision()
+import accelerate, lightning, opacus, timm, torchdata, transformers
+""",
+}
+# What has the same large packages, as test_packaging sees, is installed over another.
+OVER = {"xla": "xla-cpu", "xla-tpu": "xla-cpu"}
+
+
+def test_every_extra_has_a_use():
+    listed = read("setup.py").split("extras_require={")[1].split("    },\n")[0]
+    assert set(re.findall(r'^ +"([\w-]+)": \[', listed, re.MULTILINE)) == USES.keys()
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> None:
+    """Runs a command where no other package is in reach."""
+    kept = {n: v for n, v in os.environ.items() if not n.startswith(("PYTHON", "VIRT"))}
+    done = subprocess.run(
+        command, cwd=cwd, env=kept | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def environment(folder: Path, requirements: list[str], *below: Path) -> Path:
+    """Makes an environment in a folder, over others; returns its interpreter."""
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+    python = folder / "bin" / "python"
+    lines = "".join(f"{_packages(each)}\n" for each in below)
+    (_packages(python) / "below.pth").write_text(lines)
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q"]
+    run(*pip, *requirements, cwd=folder)
+    return python
+
+
+def _packages(python: Path) -> Path:
+    [found] = (python.parents[1] / "lib").glob("*/site-packages")
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    run("git", "clone", "-q", ROOT, source, cwd=folder)
+    # What is not committed yet counts, too.
+    changed = subprocess.run(
+        ["git", "diff", "HEAD", "--binary"], cwd=ROOT, capture_output=True
+    )
+    subprocess.run(["git", "apply", "--allow-empty"], cwd=source, input=changed.stdout)
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, source,
+        cwd=folder)  # fmt: skip
+    [found] = folder.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def environments(wheel, tmp_path_factory) -> dict[str, Path]:
+    """Interpreters by extra; under "" that with the required dependencies alone."""
+    folder = tmp_path_factory.mktemp("required") / "venv"
+    return {"": environment(folder, [str(wheel), os.environ.get("TORCH", "torch")])}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_package_imports_alone(package, environments, tmp_path):
+    code = f"import {package}; assert 'site-packages' in {package}.__file__"
+    run(environments[""], "-c", code, cwd=tmp_path)
+
+
+# They use all five packages, by a member of one's own in every family.
+@pytest.mark.parametrize("number", range(len(blocks("docs/extending.md", "python"))))
+def test_required_dependencies_are_enough(number, environments, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(blocks("docs/extending.md", "python")[number])
+    run(environments[""], script, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("extra", USES)
+def test_an_extra_is_enough_for_its_use(extra, wheel, environments, tmp_path):
+    below = [environments[name] for name in (OVER.get(extra), "") if name is not None]
+    python = environment(tmp_path / "venv", [f"{wheel}[{extra}]"], *below)
+    environments[extra] = python
+    script = tmp_path / "script.py"
+    script.write_text(f"{IMPORT_ALL}\n{USES[extra]}")
+    run(python, script, cwd=tmp_path)
