@@ -18,8 +18,10 @@ from torch.autograd.graph import GradientEdge, Node
 
 import xla_replica
 from per_sample_grad.engine import comparison, graph, recording
+from per_sample_grad.engine.accounting import Accounted
 from per_sample_grad.engine.comparison import Check, Comparer
 from per_sample_grad.engine.fallback import FALLBACKS, Fallback, raise_uncovered
+from per_sample_grad.engine.independence import samples_stay_apart
 from per_sample_grad.engine.placement import RecordedModule
 from per_sample_grad.engine.recording import EnclosingCall, RecordedCall
 from per_sample_grad.errors import PerSampleError, Refusal
@@ -109,6 +111,8 @@ class BackwardPass:
         # How many calls of each parameter are yet to be reached.
         self._missing: dict[str, int] = {}
         self._parts: dict[str, list[Contribution]] = {}
+        # Of contributions that wait for others, by the parameter's name.
+        self._versions: dict[str, list[forms.Versions]] = {}
         self._handed_on: set[str] = set()
         # Small gradients wait for others, which takes fewer calls; how many numbers.
         self._small: dict[str, list[Contribution]] = {}
@@ -116,36 +120,30 @@ class BackwardPass:
         # Parameters whose positions cancel, as far as that is known.
         self._cancelling: set[str] = set()
         self._may_read = xla_replica.traits(losses).is_host
+        # Whether what is proven of this structure holds for other data, too.
+        self._holds = False
         # What is given on after the comparison; None: at once.
         self._waiting: list[Factors] | None = None
 
-    def run(
-        self,
-        calls: list[RecordedCall],
-        structure: graph.Structure,
-        reasons: Mapping[str, str],
-        enclosing: Sequence[EnclosingCall],
-    ) -> None:
-        """Runs the pass; empties ``calls``, so that each can be freed once reached.
-
-        Args:
-            calls: The calls that the losses depend on.
-            structure: What the losses depend on, and under what a proof is kept.
-            reasons: Why some parameters have no calls, by name.
-            enclosing: Calls that a fallback may run again.
-        """
+    def run(self, accounted: Accounted) -> None:
+        """Runs the pass; empties its calls, so that each can be freed once reached."""
         settings, has_fallback = self._settings, self._fallback is not None
-        model, reached = settings.model, structure.reached
-        self.has_other_leaves = reached.has_other_leaves
+        model, calls = settings.model, accounted.calls
+        self.has_other_leaves = accounted.has_other_leaves
         outside = {
             name: [
                 f"{number} use(s) outside any module with a rule ("
-                f"{recording.why_outside(model, self._params[name])}; "
-                f"{reasons[name]})"
+                f"{recording.why_outside(model, self._params[name])}; {reason})"
             ]
-            for name, number in reached.outside.items()
+            for name, (number, reason) in accounted.uncovered.items()
         }
-        proof, lowest = comparison.PROVEN.get(model, {}).get(structure.key), None
+        proof = comparison.PROVEN.get(model, {}).get(accounted.key)
+        wrong = proof.wrong if proof is not None else frozenset()
+        if proof is not None and not wrong:
+            self._holds = proof.holds
+        else:  # Calls that a fallback replaces may be anywhere.
+            rest = [call for call in calls if not wrong.issuperset(call.owner.names)]
+            self._holds = samples_stay_apart(self._losses, rest, accounted.may_read)
         if settings.check == "never" and proof is None:
             # That shapes say where samples are is only believed when compared.
             unproven = [call for call in calls if call.owner.is_operation]
@@ -154,8 +152,6 @@ class BackwardPass:
                 for name in call.owner.names:
                     reason = f'{call.owner} is only believed without check="never"'
                     outside.setdefault(name, []).append(reason)
-        else:  # no position has changed
-            lowest = structure.lowest
         if outside and not has_fallback and not self._reported:
             raise_uncovered(outside, self._losses, self._called)
         is_lazy = xla_replica.traits(self._losses).is_lazy
@@ -165,7 +161,7 @@ class BackwardPass:
         # Without a fallback a report says what is missing, and not what is wrong.
         lenient = self._reported and not has_fallback
         if not lenient:
-            self._comparer = self._start_comparing(proof, reached.reordered)
+            self._comparer = self._start_comparing(proof)
         if proof is not None:
             self._cancelling |= proof.cancelling
         if self._comparer is not None:
@@ -175,8 +171,8 @@ class BackwardPass:
             else:
                 self._may_read = True
         if proof is not None and has_fallback and not self._reported:
-            wrong = "its rule is wrong for this structure"
-            self.problems = {name: [wrong] for name in proof.wrong}
+            reason = "its rule is wrong for this structure"
+            self.problems = {name: [reason] for name in wrong}
         self.problems |= outside
         # Temporaries are in float32.
         size = 4 * sum([call.shape.numel() for call in calls])
@@ -192,21 +188,23 @@ class BackwardPass:
         again |= any(call.call.runs_nodes for call in self._calls)
         self._frees = self._frees and not again
         if self._calls:
-            self._reach_all(lowest, self._retain_graph or again)
+            self._reach_all(self._retain_graph or again)
         if self.problems and not lenient:
             if not has_fallback:
                 raise_uncovered(self.problems, self._losses, self._called)
-            wrong = proof.wrong if proof is not None else frozenset()
-            found = self._by_fallback(self.problems.keys() - wrong, enclosing)
+            found = self._by_fallback(self.problems.keys() - wrong, accounted.enclosing)
             found |= self._by_fallback(self.problems.keys() & wrong, [])
             self._hand_on(found)
         rest = self._params.keys() - self._handed_on - self.problems.keys()
         if rest:
             ordered = [name for name in self._params if name in rest]
             self.unused = rest - self._small.keys()
+            for name in ordered:
+                self._refuse_changes(name)
             self._hand_on({name: self._small.pop(name, []) for name in ordered})
-        self._conclude(structure.key)
+        self._conclude(accounted.key)
         for factors in self._waiting or []:
+            factors.refuse_changes()
             self._receive(factors)
 
     def run_without_samples(self) -> None:
@@ -222,15 +220,13 @@ class BackwardPass:
         scale = self._settings.scale
         return total * scale if scale != 1 else total
 
-    def _start_comparing(
-        self, proof: comparison.Proof | None, reordered: bool
-    ) -> Comparer | None:
+    def _start_comparing(self, proof: comparison.Proof | None) -> Comparer | None:
         """Returns a comparer; None if nothing has to be compared in this capture."""
         check, scale = self._settings.check, self._settings.scale
         if check == "never":
             return None
-        # Where the order of samples is data, a proof says nothing about another order.
-        if check == "always" or reordered:
+        # Where data decide which samples meet, a proof says nothing about other data.
+        if check == "always" or not self._holds:
             proof = None
         known = proof is not None and (not proof.wrong or self._fallback is not None)
         # A parameter whose gradient was zero is compared again as soon as it has a
@@ -242,13 +238,15 @@ class BackwardPass:
         if not params:
             return None
         dtypes = graph.inventory(self._losses).dtypes
-        comparer = Comparer(self._losses, params, whole, scale, dtypes)
+        comparer = Comparer(
+            self._losses, params, whole, scale, dtypes, differ=not self._holds
+        )
         if not known:
             # With autograd's gradient known, each factor can be freed at once.
             comparer.expect(retain_graph=True)
         return comparer
 
-    def _reach_all(self, lowest: frozenset[int] | None, retain_graph: bool) -> None:
+    def _reach_all(self, retain_graph: bool) -> None:
         """Runs one backward pass, which forms no gradient of a parameter by default.
 
         Calls that have others below are seen when the pass comes by; only the lowest
@@ -271,7 +269,7 @@ class BackwardPass:
                 waits[number] = None
         edges = [region.output for region in regions]
         nodes = [edge.node for edge in edges]
-        ends, passed = self._ends(lowest, regions, nodes)
+        ends, passed = self._ends(nodes)
         del call, regions
         handles = []
 
@@ -279,31 +277,36 @@ class BackwardPass:
             self._reach(number, gradients[output])
 
         # What has come to each call, and waits.
-        waiting: list[list[Sequence[torch.Tensor]]] = [[] for _ in nodes]
+        waiting: list[list[tuple[torch.Tensor, forms.Versions]]] = [[] for _ in nodes]
         ends_waiting = self._ends_of_waiting(waits)
+
+        def wait(number: int, gradients: Sequence[torch.Tensor]) -> None:
+            gradient = gradients[edges[number].output_nr]
+            waiting[number].append((gradient, forms.Versions([forms.Dense(gradient)])))
 
         def take_waiting(last: int | None, *gradients: Sequence[torch.Tensor]) -> None:
             has_ended = last is None
             if last is not None:
-                waiting[last] += gradients
+                wait(last, *gradients)
             with forms.full_precision(self._losses.device):
                 for number, each in enumerate(waiting):
                     if each and (has_ended or number not in late):
-                        gradient = each.pop()[edges[number].output_nr]
+                        gradient, versions = each.pop()
+                        versions.refuse_changes(str(self._calls[number].owner))
                         self._reach_inside(number, gradient)
-                        del gradient
+                        del gradient, versions
                 self._finish()
 
         try:
             for number in passed:
                 if number in late:
-                    hook = waiting[number].append
+                    hook = functools.partial(wait, number)
                 elif number not in waits:
                     hook = functools.partial(look, number, edges[number].output_nr)
                 elif number in ends_waiting:
                     hook = functools.partial(take_waiting, number)
                 else:
-                    hook = waiting[number].append
+                    hook = functools.partial(wait, number)
                 handles.append(nodes[number].register_prehook(hook))
             del nodes
             gradients: Sequence[torch.Tensor | None] = ()
@@ -325,12 +328,7 @@ class BackwardPass:
         if any(self._calls):
             self._reach_rest(edges)
 
-    def _ends(
-        self,
-        lowest: frozenset[int] | None,
-        regions: Sequence[graph.Region],
-        nodes: Sequence[Node],
-    ) -> tuple[list[int], list[int]]:
+    def _ends(self, nodes: Sequence[Node]) -> tuple[list[int], list[int]]:
         """Returns the calls to ask for gradients of, and those that the pass comes by.
 
         What is in neither has no gradient.
@@ -338,11 +336,9 @@ class BackwardPass:
         numbers = range(len(nodes))
         if self._accumulate is not None:
             return [], list(numbers)
-        if lowest is None or not all(map(graph.goes_on, regions)):
-            found, passed = graph.lowest(self._losses.grad_fn, nodes)
-            ends = [number for number in numbers if nodes[number] in found]
-            return ends, [number for number in numbers if nodes[number] in passed]
-        return sorted(lowest), [number for number in numbers if number not in lowest]
+        found, passed = graph.lowest(self._losses.grad_fn, nodes)
+        ends = [number for number in numbers if nodes[number] in found]
+        return ends, [number for number in numbers if nodes[number] in passed]
 
     def _reach_rest(self, edges: Sequence[GradientEdge]) -> None:
         """Reaches calls to which no gradient came, as no module hands one on to them.
@@ -408,12 +404,14 @@ class BackwardPass:
             if missing[name] or name in self.problems:
                 continue
             if name not in self._handed_on:
+                self._refuse_changes(name)
                 uses = forms.merge(self._parts.pop(name, []))
                 if taker is not None and taker.take_gradients(uses):
                     self._handed_on.add(name)
                 elif not self._keeps_small(name, uses):
                     complete[name] = uses
             elif name in self._parts:  # the taker has others of its uses
+                self._refuse_changes(name)
                 complete[name] = forms.merge(self._parts.pop(name))
         if complete:
             self._hand_on(complete)
@@ -426,8 +424,14 @@ class BackwardPass:
                 number = self._num_small + values.numel()
                 if values.numel() <= JOINED and number <= 8 * JOINED:
                     self._num_small, self._small[name] = number, uses
+                    self._versions[name] = [forms.Versions(uses)]
                     return True
         return False
+
+    def _refuse_changes(self, name: str) -> None:
+        """Raises PerSampleError if what waited for other uses was changed in place."""
+        for each in self._versions.pop(name, []):
+            each.refuse_changes(name)
 
     def _apply(self, call: RecordedCall, gradient: torch.Tensor) -> None:
         params = call.owner.params
@@ -451,6 +455,7 @@ class BackwardPass:
             return
         for inner, uses in parts.items():
             self._parts.setdefault(wanted[inner], []).extend(uses)
+            self._versions.setdefault(wanted[inner], []).append(forms.Versions(uses))
 
     def _uses_in(
         self, found: Contribution | Sequence[Contribution]
@@ -533,4 +538,6 @@ class BackwardPass:
             self._hand_on(self._by_fallback(wrong, []))
             self.compared = comparer.result()
         comparison.judge(self.compared)
-        comparison.remember(self._settings.model, key, self.compared, wrong)
+        comparison.remember(
+            self._settings.model, key, self.compared, wrong, self._holds
+        )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, get_args
 
@@ -31,10 +29,6 @@ from xla_replica.common.arguments import check_choice, check_integer, check_numb
 from xla_replica.common.trees import tree_add
 
 _T = TypeVar("_T")
-# Options that are allowed, in the sequence of `_check_options`: what they are if nobody
-# says anything, and what was checked last.
-_DEFAULTS = ("error", "first", "auto", None, 1.0)
-_CHECKED: deque[tuple[object, ...]] = deque(maxlen=8)
 
 
 def _check_options(
@@ -72,10 +66,9 @@ class Capture:
             also replaces rules that turn out wrong when checked.
         check: When to compare with autograd, for one more backward pass and, on a
             lazy device, one read-back: the ``"first"`` time for each structure
-            (modules called, shapes), ``"always"`` or ``"never"``. Where losses or
-            activations are indexed along the batch (``losses[order]``), the order is
-            data, and ``"first"`` compares every time. An order that is made in another
-            way, by a product with a matrix say, needs ``"always"``.
+            (modules called, shapes), ``"always"`` or ``"never"``. Where an operation is
+            not known to keep samples apart whatever the data (``losses[order]``, an
+            operator of your own), ``"first"`` compares every time.
         method: The form of products: ``"auto"`` as planned, ``"factored"`` (which
             loses digits where positions cancel) or ``"materialized"`` (slower).
         budget: Bytes of temporary tensors; None: half of what the modules with
@@ -118,15 +111,11 @@ class Capture:
         scale: float = 1.0,
     ) -> None:
         self.model = model
-        placed = place(model, params)
-        every, where = placed.params, placed.placement
-        self.params = {name: every[number] for name, number in where.params.items()}
+        placement = place(model, params)
+        self.params = placement.params
         recording.refuse_hooked(self.params)
         options = fallback, check, method, budget, scale
-        allowed = (_DEFAULTS, *_CHECKED)
-        if not any(all(map(operator.is_, options, each)) for each in allowed):
-            _check_options(*options)
-            _CHECKED.append(options)
+        _check_options(*options)
         self._settings = Settings(model, self.params, *options)
         self.compared = False
         self.unused: frozenset[str] = frozenset()
@@ -138,10 +127,10 @@ class Capture:
             xla_replica.traits(each).is_lazy
             for each in {each.device: each for each in self.params.values()}.values()
         )
-        self._recorder = recording.Recorder(placed, batch_dim, reruns)
+        self._recorder = recording.Recorder(placement, batch_dim, reruns)
         followed: list[nn.Parameter] = []
         if reruns and may_run_functions(model, self.params):
-            followed = [every[number] for number in where.without_rule]
+            followed = list(placement.without_rule)
         self._functions = FunctionRecorder(model, followed)
         self._entered = self._answered = False
         # Whether what is not selected takes gradients; None: nothing can be added.
@@ -189,14 +178,14 @@ class Capture:
             CoverageError: Some use of a parameter is not accounted for.
             CouplingError: The answer differs from autograd's.
         """
-        merged: dict[str, Sequence[Contribution]] = {}
-
-        def keep(factors: Factors) -> None:
-            merged.update(factors.merged)
-
+        parts: list[Factors] = []
         finished = self._run(
-            losses, keep, retain_graph=retain_graph, accumulate=accumulate
+            losses, parts.append, retain_graph=retain_graph, accumulate=accumulate
         )
+        merged: dict[str, Sequence[Contribution]] = {}
+        for part in parts:
+            part.refuse_changes()
+            merged.update(part.merged)
         return finished.factors_of({name: merged[name] for name in self.params})
 
     def stream(
@@ -477,7 +466,7 @@ class Capture:
             model, recorder = self._settings.model, self._recorder
             found = account(model, self.params, losses, recorder, self._functions)
             self._answered = True
-            backward_pass.run(*found)
+            backward_pass.run(found)
         else:
             self._recorder.forget()
             self._functions.stop()

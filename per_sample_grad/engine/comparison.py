@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 import xla_replica
-from per_sample_grad.engine.graph import Reached
 from per_sample_grad.engine.recording import RecordedCall
 from per_sample_grad.errors import CouplingError, PerSampleError
 from per_sample_grad.factors.factors import Factors
@@ -78,7 +77,8 @@ class Comparer:
 
     ``whole`` is a lower bound of the whole gradient's size, other parameters included;
     losses are multiplied by ``scale`` in every backward pass; ``dtypes`` are those of
-    all gradients in the graph, of which the least precise one decides what is rounding.
+    all gradients in the graph, of which the least precise one decides what is rounding;
+    ``differ`` demands another weight for every sample.
     """
 
     def __init__(
@@ -88,12 +88,13 @@ class Comparer:
         whole: float,
         scale: float,
         dtypes: Collection[torch.dtype],
+        differ: bool,
     ) -> None:
         self.params = params
         self._scale = scale
         self._whole = whole
         self._losses = losses
-        self._weights = _weights(losses)
+        self._weights = _weights(losses, differ)
         self._expected: dict[str, torch.Tensor] | None = None
         # Sums from the factors, until autograd's gradient is there.
         self._actual: dict[str, torch.Tensor] = {}
@@ -285,17 +286,20 @@ def judge(found: Comparison) -> None:
         )
 
 
-def _weights(losses: torch.Tensor) -> torch.Tensor:
-    """Returns signed powers of two between 1/4 and 4, the same every time: ``(B,)``.
+def _weights(losses: torch.Tensor, differ: bool) -> torch.Tensor:
+    """Returns signed numbers between 1/4 and 4, the same every time: ``(B,)``.
 
     Powers of two scale a backward pass without rounding. Each ten consecutive samples
-    have ten different ones.
+    have ten different ones. Where data decide which samples meet they may just exchange
+    two, so that all must `differ`.
     """
     generator = random.Random(0x5EED)
     values = [sign * 2.0**power for sign in (1, -1) for power in range(-2, 3)]
     drawn: list[float] = []
     while len(drawn) < len(losses):
         drawn += generator.sample(values, len(values))
+    if differ and len(losses) > len(values):
+        drawn = [math.copysign(2 ** generator.uniform(-2, 2), each) for each in drawn]
     return torch.tensor(drawn[: len(losses)], dtype=losses.dtype).to(losses.device)
 
 
@@ -307,58 +311,49 @@ class Proof:
     wrong: frozenset[str] = frozenset()  # those that a fallback had to replace
     whole: float = 0.0  # the size of the whole gradient
     cancelling: frozenset[str] = frozenset()  # those whose positions cancel
+    # Whether it holds for other data, too: `independence.samples_stay_apart`.
+    holds: bool = False
 
 
 PROVEN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Proof]]
 PROVEN = weakref.WeakKeyDictionary()
 
 
-def of_calls(
-    losses: torch.Tensor,
-    calls: Sequence[RecordedCall],
-    params: Mapping[str, nn.Parameter],
-) -> Hashable:
-    """Returns the part of a `signature` that is known before a walk."""
-    called = tuple(
-        [(*each.owner.identity, each.call.batch_dim, each.shape) for each in calls]
-    )
-    training = tuple([each.call.module.training for each in calls])
-    kind = (losses.shape, losses.dtype, losses.device)
-    shapes = tuple([param.shape for param in params.values()])
-    return (called, training, kind, tuple(params), shapes)
-
-
-class Signature:
-    """What must be equal for one proof to hold for two captures; hashed once."""
-
-    def __init__(self, *parts: Hashable) -> None:
-        self._parts, self._hash = parts, hash(parts)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Signature) and self._parts == other._parts
-
-
 def signature(
     losses: torch.Tensor,
     calls: Sequence[RecordedCall],
     params: Mapping[str, nn.Parameter],
-    reached: Reached,
-) -> Signature:
-    """Returns under what a proof is kept.
+    structure: Hashable,
+) -> Hashable:
+    """Returns what must be equal for one proof to hold for two captures.
 
-    That includes the operations outside of modules, those of the loss among them.
+    ``structure`` is that of the operations outside of modules, those of the loss among
+    them.
     """
-    outside = (tuple(reached.outside.items()), reached.structure)
-    return Signature(of_calls(losses, calls, params), outside)
+    called = tuple(
+        [
+            (
+                *each.owner.identity,
+                each.call.batch_dim,
+                each.shape,
+                each.call.module.training,
+            )
+            for each in calls
+        ]
+    )
+    kind = (losses.shape, losses.dtype, losses.device)
+    shapes = tuple([param.shape for param in params.values()])
+    return (called, kind, tuple(params), shapes, structure)
 
 
 def remember(
-    model: nn.Module, key: Hashable, found: Comparison, wrong: Collection[str]
+    model: nn.Module,
+    key: Hashable,
+    found: Comparison,
+    wrong: Collection[str],
+    holds: bool,
 ) -> None:
-    """Keeps what a comparison proved, so that it is not repeated."""
+    """Keeps what a comparison proved, so that it is not repeated if it `holds`."""
     if not any(math.isnan(error) for error in found.errors.values()):
         proven = PROVEN.setdefault(model, {})
         before = proven.get(key, Proof(found.silent))
@@ -367,4 +362,5 @@ def remember(
             before.wrong | frozenset(wrong),
             max(found.whole, before.whole),
             before.cancelling | found.cancelling,
+            holds,
         )

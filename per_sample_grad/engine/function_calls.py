@@ -19,13 +19,13 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from per_sample_grad.engine import graph
+from per_sample_grad.engine.fallback import by_sample, cut_at_samples
 from per_sample_grad.engine.operation_calls import Substitute
 from per_sample_grad.engine.recording import (
     RecordedCall,
     RecordedModule,
     autocast_state,
 )
-from per_sample_grad.engine.rerunning import by_sample, cut_at_samples
 from per_sample_grad.errors import Refusal
 from per_sample_grad.factors.forms import Contribution, Dense
 from per_sample_grad.layers.registry import Call, memories, memory
@@ -253,7 +253,7 @@ def functions_again(
         batch_dim: The dimension that counts samples.
     """
     names = {id(param): name for name, param in params.items()}
-    reached = graph.walk(losses, [call.region for call in calls], names, {batch_dim})
+    reached = graph.walk(losses, [call.region for call in calls], names)
     # From a parameter's node; that of a parameter that is used elsewhere is not asked.
     nodes = {
         get_gradient_edge(param).node: name

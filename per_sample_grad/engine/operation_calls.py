@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 
 from per_sample_grad.engine import graph
 from per_sample_grad.engine.recording import RecordedCall, RecordedModule
@@ -23,8 +23,7 @@ class Substitute(NamedTuple):
         owner: As that of a recorded call.
         among: What ``source`` is: a node with a rule, or a function or a module that
             runs once more.
-        source: The node, `FunctionCall` or `EnclosingCall`; in a structure that is
-            kept its number.
+        source: The node, `FunctionCall` or `EnclosingCall`.
         inputs: The names of parameters, by the input that is computed from them.
         rows: Which rows of a node that is a product belong to which sample.
     """
@@ -44,7 +43,7 @@ def operations(
     without_batch: Sequence[graph.Region],
     batch_dim: int,
     known: Container[torch.Tensor] | None,
-) -> tuple[list[Substitute], dict[str, str], list[tuple[Node, uses.Belief]]]:
+) -> tuple[list[Substitute], dict[str, str]]:
     """Returns operations that account for parameters, and what is in the way.
 
     Args:
@@ -58,8 +57,7 @@ def operations(
             for what they have saved.
 
     Returns:
-        The operations; why other parameters have none; and what was believed of nodes
-        beside what the graph and shapes say.
+        The operations, and why other parameters have none.
     """
     constant = {node for region in without_batch for node in graph.inside(region)}
     search = uses.Search(
@@ -93,7 +91,7 @@ def operations(
             is_operation=True,
         )
         substitutes.append(Substitute(owner, "nodes", use.node, inputs, use.rows))
-    return substitutes, reasons, search.believed
+    return substitutes, reasons
 
 
 def operation_call(

@@ -1,16 +1,10 @@
-"""Which modules of a model a capture has hooks on, and for which parameters.
-
-That is found once. A later capture looks at every module only to see that nothing has
-changed on which it depends: classes and their rules, names, what attributes are, which
-parameters are trained, and which are the same.
-"""
+"""Which modules of a model a capture has hooks on, and for which parameters."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-import weakref
 from collections.abc import (
     Callable,
     Collection,
@@ -19,12 +13,11 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import NamedTuple
 
 from torch import nn
 
 from per_sample_grad.layers import batch_norm
-from per_sample_grad.layers.registry import RULES, Rule, rule_of
+from per_sample_grad.layers.registry import Rule, rule_of
 from per_sample_grad.operations import wrong_operations
 from xla_replica import refuse_sharded
 
@@ -35,8 +28,6 @@ Selection = Collection[str] | Callable[[str, nn.Parameter], bool] | None
 WRAPPERS = ("module.", "_orig_mod.")
 # How many names a message has.
 FEW = 12
-# How many selections of a model's parameters are kept: those that were used last.
-MOST = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,130 +60,43 @@ class RecordedModule:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """What a capture does with a model: positions of its modules and parameters.
+    """What a capture does with the modules and parameters of a model.
 
     Attributes:
+        model: The model.
         params: The selected parameters, by their first name in the model.
         owners: Modules that own some of them.
-        holders: Modules that contain some of them and are not a layer with a rule.
+        holders: Modules, by name, that contain some of them and are not a layer with a
+            rule.
         without_rule: The selected parameters that modules without a rule own.
         normalising: Modules that may use statistics, by name.
         may_be_wrong: Modules whose gradient is wrong on some devices.
         is_compiled: Whether torch.compile has compiled any module.
     """
 
-    params: Mapping[str, int]
-    owners: tuple[tuple[int, RecordedModule], ...]
-    holders: tuple[tuple[int, str], ...]
-    without_rule: tuple[int, ...]
-    normalising: tuple[tuple[int, str], ...]
-    may_be_wrong: tuple[int, ...]
+    model: nn.Module
+    params: Mapping[str, nn.Parameter]
+    owners: Sequence[tuple[nn.Module, RecordedModule]]
+    holders: Mapping[str, nn.Module]
+    without_rule: Sequence[nn.Parameter]
+    normalising: Mapping[str, nn.Module]
+    may_be_wrong: Sequence[nn.Module]
     is_compiled: bool
 
-    @functools.cached_property
-    def with_selected(self) -> Mapping[str, int]:
-        """The modules that own or contain selected parameters, by name."""
-        owners = {owner.name: number for number, owner in self.owners}
-        return owners | {name: number for number, name in self.holders}
 
-
-class Placed(NamedTuple):
-    """A placement in a model, with the modules and parameters that it counts."""
-
-    model: nn.Module
-    placement: Placement
-    modules: list[nn.Module]
-    params: list[nn.Parameter]
-
-
-class _Kept(NamedTuple):
-    """A placement, and all that it depends on: the rules, and what was looked at."""
-
-    rules: Mapping[type[nn.Module], Rule]
-    seen: list[object]
-    placement: Placement
-
-
-_KNOWN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, _Kept]]
-_KNOWN = weakref.WeakKeyDictionary()
-
-
-def place(model: nn.Module, selection: Selection) -> Placed:
+def place(model: nn.Module, selection: Selection) -> Placement:
     """Returns where hooks go in a model, for the selected parameters.
 
     Raises:
         ValueError: The selection has unknown names or is empty.
         TypeError: A selected parameter is sharded.
     """
-    modules, params, seen = _look_at(model)
-    key: Hashable = None
-    if not callable(selection):
-        key = None if selection is None else frozenset(selection)
-        kept = _KNOWN.get(model, {}).get(key)
-        if kept is not None and kept.seen == seen and kept.rules == RULES:
-            return Placed(model, kept.placement, modules, params)
-    placement = _find(model, modules, params, selection)
-    chosen = {name: params[number] for name, number in placement.params.items()}
-    refuse_sharded(chosen, "capture", ", or leave these out (params=)")
-    if not callable(selection):
-        known = _KNOWN.setdefault(model, {})
-        known.pop(key, None)
-        known[key] = _Kept(dict(RULES), seen, placement)
-        while len(known) > MOST:
-            known.pop(next(iter(known)), None)
-    return Placed(model, placement, modules, params)
-
-
-def _look_at(
-    model: nn.Module,
-) -> tuple[list[nn.Module], list[nn.Parameter], list[object]]:
-    """Returns all modules and parameters, and all else that a placement depends on.
-
-    That is looked at in every capture, so it is little: of a module's attributes only
-    what decides whether it has a rule and is compiled.
-    """
-    modules, params = [model], []
-    seen: list[object] = []
-    numbers = {id(model): 0}
-    for module in modules:
-        attributes = vars(module)
-        own, children = module._parameters, module._modules
-        seen += type(module), _is_compiled(module)
-        if own or children:
-            # A plain tensor among the attributes was computed from parameters.
-            seen += "forward" in attributes, set(map(type, attributes.values()))
-        for name, param in own.items():
-            if param is None:
-                seen.append(name)
-                continue
-            number = numbers.setdefault(id(param), len(params))
-            if number == len(params):
-                params.append(param)
-            seen += name, number, param.requires_grad, type(param)
-        for name, child in children.items():
-            if child is None:
-                seen.append(name)
-                continue
-            number = numbers.setdefault(id(child), len(modules))
-            if number == len(modules):
-                modules.append(child)
-            seen += name, number
-    return modules, params, seen
-
-
-def _find(
-    model: nn.Module,
-    modules: list[nn.Module],
-    params: list[nn.Parameter],
-    selection: Selection,
-) -> Placement:
-    number_of = {id(each): number for number, each in enumerate(modules)}
-    number_of |= {id(each): number for number, each in enumerate(params)}
     chosen = selected(model, selection)
+    refuse_sharded(chosen, "capture", ", or leave these out (params=)")
     names = {id(param): name for name, param in chosen.items()}
-    owners, holders, normalising, may_be_wrong = [], [], [], []
+    owners, holders, normalising = [], {}, {}
     for name, module in model.named_modules():
-        number, rule = number_of[id(module)], rule_of(module)
+        rule = rule_of(module)
         own = module._parameters.items()
         # A module with a rule is one layer, whatever modules are in it.
         if rule is not None and module._modules:
@@ -202,21 +106,21 @@ def _find(
         if not (inner and rule is not None) and any(
             id(param) in names for param in module.parameters()
         ):
-            holders.append((number, name))
+            holders[name] = module
         if inner:
-            owner = RecordedModule(name, type(module).__name__, rule, inner)
-            owners.append((number, owner))
+            recorded = RecordedModule(name, type(module).__name__, rule, inner)
+            owners.append((module, recorded))
         if batch_norm.is_normalising(module):
-            normalising.append((number, name))
-        if type(module) in wrong_operations.WRONG:
-            may_be_wrong.append(number)
+            normalising[name] = module
+    modules = list(model.modules())
     return Placement(
-        {name: number_of[id(param)] for name, param in chosen.items()},
-        tuple(owners),
-        tuple(holders),
-        tuple(number_of[id(each)] for each in _without_rule(model, names)),
-        tuple(normalising),
-        tuple(may_be_wrong),
+        model,
+        chosen,
+        owners,
+        holders,
+        _without_rule(model, names),
+        normalising,
+        [each for each in modules if type(each) in wrong_operations.WRONG],
         any(map(_is_compiled, modules)),
     )
 

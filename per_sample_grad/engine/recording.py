@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 from per_sample_grad.engine import graph
-from per_sample_grad.engine.placement import Placed, RecordedModule, uncompiled
+from per_sample_grad.engine.placement import Placement, RecordedModule, uncompiled
 from per_sample_grad.errors import CoverageError, PerSampleError
 from per_sample_grad.layers import batch_norm
 from per_sample_grad.layers.registry import (
@@ -59,9 +58,6 @@ class EnclosingCall(NamedTuple):
     positions: tuple[int, ...]
     shapes: tuple[torch.Size, ...]  # of these tensors
     autocast: Mapping[str, Any]  # the state of autocast then, arguments of it
-    # What it returned, if a function with a derivative in Python returned that, and how
-    # often it had been changed in place.
-    output: tuple[torch.Tensor, int] | None = None
 
 
 class Recorder:
@@ -73,7 +69,7 @@ class Recorder:
 
     def __init__(
         self,
-        placed: Placed,
+        placement: Placement,
         batch_dim: int | Mapping[str, int | None],
         enclosing: bool = False,
     ) -> None:
@@ -86,7 +82,7 @@ class Recorder:
         # Whether hooks keep what operations save, as those of checkpoints, so that it
         # must not be read twice.
         self.saved_by_hooks = False
-        self._placed = placed
+        self._placement = placement
         # By module name, and under "" of all others; and modules that return the same
         # for all samples.
         self._batch_dims, self._without_batch = {"": 0}, set[str]()
@@ -101,14 +97,11 @@ class Recorder:
     @property
     def modules(self) -> Sequence[nn.Module]:
         """All modules of the model, each once."""
-        return self._placed.modules
+        return list(self._placement.model.modules())
 
     def module(self, name: str) -> nn.Module:
-        """Returns the module of this name, without a search where it is recorded."""
-        number = self._placed.placement.with_selected.get(name)
-        if number is None:
-            return self._placed.model.get_submodule(name)
-        return self._placed.modules[number]
+        """Returns the module of this name."""
+        return self._placement.model.get_submodule(name)
 
     def _name_batch_dims(self, batch_dim: object) -> None:
         if not isinstance(batch_dim, Mapping):
@@ -117,7 +110,7 @@ class Recorder:
         self._without_batch |= {n for n, d in batch_dim.items() if d is None}
         unknown = (self._batch_dims.keys() | self._without_batch) - {""}
         if unknown:
-            unknown -= dict(self._placed.model.named_modules()).keys()
+            unknown -= dict(self._placement.model.named_modules()).keys()
         if unknown:
             raise ValueError(
                 f"batch_dim names {', '.join(sorted(unknown))}, which are not modules "
@@ -127,12 +120,11 @@ class Recorder:
 
     def start(self) -> None:
         """Places the hooks; places none of them if one cannot be placed."""
-        model, where, modules, _ = self._placed
-        named = [(name, modules[number]) for number, name in where.normalising]
-        batch_norm.refuse_batch_statistics(named)
+        where = self._placement
+        batch_norm.refuse_batch_statistics(where.normalising.items())
         try:
             if where.is_compiled:
-                compiled = uncompiled(model)
+                compiled = uncompiled(where.model)
                 compiled.__enter__()
                 self._compiled = compiled
             self._place_hooks()
@@ -166,7 +158,7 @@ class Recorder:
             same = not each.has_batch
             if not same and not each.counts(num_samples):
                 if known is None:
-                    known = memories(self._placed.model)
+                    known = memories(self._placement.model)
                 same = _is_constant(each, known)
             (dropped if same else kept).append(each)
         return kept, dropped
@@ -174,23 +166,22 @@ class Recorder:
     def _place_hooks(self) -> None:
         # Each is put first: the output is replaced before the call is recorded, and
         # other hooks change it after that.
-        _, where, modules, _ = self._placed
+        where = self._placement
         if self._records_enclosing:
-            for number, name in where.holders:
-                enclose = functools.partial(self._enclose, name)
-                self._hook(modules[number], enclose)
-        for number, owner in where.owners:
+            for name, module in where.holders.items():
+                self._hook(module, functools.partial(self._enclose, name))
+        for module, owner in where.owners:
             record = functools.partial(self._record, owner)
             joining = JOINING.get(owner.rule)
             if joining is not None:
                 record = functools.partial(self._record_joined, owner, joining)
-            self._hook(modules[number], record)
-        for number, _ in where.normalising:
-            if batch_norm.needs_arithmetic(modules[number]):
-                self._hook(modules[number], batch_norm.output_by_arithmetic)
-        for number in where.may_be_wrong:
-            if wrong_operations.is_wrong_on_lazy_devices(modules[number]):
-                self._hook(modules[number], wrong_operations.right_output)
+            self._hook(module, record)
+        for module in where.normalising.values():
+            if batch_norm.needs_arithmetic(module):
+                self._hook(module, batch_norm.output_by_arithmetic)
+        for module in where.may_be_wrong:
+            if wrong_operations.is_wrong_on_lazy_devices(module):
+                self._hook(module, wrong_operations.right_output)
 
     def _hook(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True)
@@ -267,9 +258,7 @@ class Recorder:
         if not positions:
             return
         inputs, chosen = _tensors(args, kwargs), [outputs[i] for i in positions]
-        output, dim = None, self._batch_dims.get(name, self.batch_dim)
-        if len(chosen) == 1 and isinstance(chosen[0].grad_fn, BackwardCFunction):
-            output = chosen[0].detach(), chosen[0]._version
+        dim = self._batch_dims.get(name, self.batch_dim)
         self.enclosing.append(
             EnclosingCall(
                 name,
@@ -278,7 +267,6 @@ class Recorder:
                 tuple(positions),
                 tuple([each.shape for each in chosen]),
                 autocast_state(chosen[0]),
-                output,
             )
         )
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from per_sample_grad.errors import PerSampleError
 from xla_replica import traits
 
 
@@ -369,6 +370,27 @@ def multiplied(contribution: Contribution, number: float) -> Contribution:
 def _tensors(contribution: Contribution) -> dict[str, torch.Tensor]:
     found = vars(contribution).items()
     return {name: value for name, value in found if isinstance(value, torch.Tensor)}
+
+
+class Versions:
+    """How often the tensors of contributions had been changed in place by now.
+
+    Contributions may hold gradients that are on their way through a backward pass.
+    """
+
+    def __init__(self, uses: Iterable[Contribution]) -> None:
+        tensors = [each for use in uses for each in _tensors(use).values()]
+        self._seen = [(each, each._version) for each in tensors]
+
+    def refuse_changes(self, name: str) -> None:
+        """Raises PerSampleError if any was changed since; ``name`` is the parameter."""
+        if any(tensor._version != version for tensor, version in self._seen):
+            raise PerSampleError(
+                f"a gradient that {name} depends on was changed in place after it had "
+                "arrived: a backward function of torch.autograd.Function or a tensor's "
+                "hook edits what it is given (grad.mul_(2)), which other users of that "
+                "gradient see; return a new tensor (grad * 2)"
+            )
 
 
 def where(kept: torch.Tensor, contribution: Part) -> Part:

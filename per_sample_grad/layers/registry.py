@@ -185,6 +185,19 @@ def why_no_rule(module: nn.Module) -> str | None:
     return None
 
 
+def is_of_torch(module: nn.Module, rule: Rule | None) -> bool:
+    """Returns whether a module of torch has this package's rule.
+
+    Then it is known to keep samples apart whatever the data. A module or a rule by
+    others was only seen to do so with the data of a comparison.
+    """
+    of_rule = getattr(rule, "__module__", None) or ""
+    package = __name__.partition(".")[0]
+    return type(module).__module__.startswith("torch.nn.") and of_rule.startswith(
+        f"{package}.layers."
+    )
+
+
 def over_positions(values: torch.Tensor, kept: Sequence[int]) -> torch.Tensor:
     """Returns ``values`` summed over all dimensions but the first and ``kept``."""
     dims = [d for d in range(1, values.dim()) if d not in kept]

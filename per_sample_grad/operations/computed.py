@@ -119,8 +119,10 @@ def _below(
             for (slot, below), each in zip(inputs, times)
             if each is not None
         ]
-    if rules.is_pointwise(node) and all(
-        rules.source_shape(node, slot) == shape for slot, _ in inputs
+    if (
+        rules.is_pointwise(node)
+        and all(rules.source_shape(node, slot) == shape for slot, _ in inputs)
+        and not _lead_to_each_other([each.node for _, each in inputs])
     ):
         factors = _derivatives(edge, inputs, wanted)
         return [
@@ -140,6 +142,13 @@ def _below(
     else:
         here = _through_one(node, slot, shape, found)
     return None if here is None else [(below, here)]
+
+
+def _lead_to_each_other(nodes: Sequence[Node]) -> bool:
+    """Returns whether the gradient of one of these is a part of another's."""
+    return len(set(nodes)) < len(nodes) or any(
+        len(rules.inside(node).intersection(nodes)) > 1 for node in nodes
+    )
 
 
 def _through_one(

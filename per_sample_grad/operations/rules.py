@@ -91,6 +91,17 @@ def aligned(shape: tuple[int, ...], output: tuple[int, ...]) -> tuple[int, ...]:
     return (1,) * (len(output) - len(shape)) + shape
 
 
+def inside(node: Node | None) -> set[Node]:
+    """Returns a node and all that it depends on."""
+    stack, seen = [node], {node}
+    while stack:
+        current = stack.pop()
+        new = set() if current is None else {n for n, _ in current.next_functions}
+        stack.extend(new - seen)
+        seen |= new
+    return {each for each in seen if each is not None}
+
+
 def order_of(node: Node) -> tuple[int, ...] | None:
     """Returns the input's dimensions in the output's order; None: another operation."""
     name, rank = node.name(), len(output_shape(node))
@@ -414,14 +425,23 @@ def _is_pointwise(node: str) -> bool:
     found = re.fullmatch(r"(\w+)Backward\d+", node)
     if found is None:
         return False
-    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", found[1]).lower()
-    if name in _POINTWISE:
-        return True
-    operation = getattr(torch.ops.aten, name, None)
-    return operation is not None and any(
+    names = _operations_by_node().get(found[1], ())
+    every = [getattr(torch.ops.aten, name) for name in names]
+    return found[1] in _POINTWISE or any(
         torch.Tag.pointwise in getattr(operation, overload).tags
+        for operation in every
         for overload in operation.overloads()
     )
+
+
+@functools.cache
+def _operations_by_node() -> dict[str, list[str]]:
+    """Returns the names of torch's operations, as their nodes write them."""
+    every = (name.partition("::") for name in torch._C._dispatch_get_all_op_names())
+    found: dict[str, list[str]] = {}
+    for name in {name.partition(".")[0] for space, _, name in every if space == "aten"}:
+        found.setdefault(name.title().replace("_", ""), []).append(name)
+    return found
 
 
 def is_pointwise(node: Node) -> bool:
@@ -469,4 +489,4 @@ UNCHANGED = (
 # Of other operations that compute each number from those in its place autograd's own
 # formula has a row for each sample.
 _AS_AUTOGRAD_DOES = Operation(_by_its_node, slots=None, runs=True)
-_POINTWISE = ("prelu_kernel",)  # which torch does not say of these
+_POINTWISE = ("PreluKernel",)  # which torch does not say of these

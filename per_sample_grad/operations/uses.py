@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -40,8 +40,6 @@ _BY_DATA = (
     "EmbeddingBackward0", "IndexBackward0", "IndexSelectBackward0", "GatherBackward0",
     "IndexPutBackward0",
 )  # fmt: skip
-# From a node, and what the model owns.
-Belief = Callable[[Node, Container[torch.Tensor]], bool]
 # What takes a node's tensor, and as which input: a node, or a call with a rule, which
 # is an integer.
 Consumers = Mapping[Node, Sequence[tuple[Node | int, int]]]
@@ -126,7 +124,6 @@ class Search:
         batch_dim: The dimension that counts samples.
         known: What the model owns, see `registry.Owned`.
         may_read: Whether operations may be asked for what they have saved.
-        believed: What else the result depends on than the graph and shapes.
     """
 
     losses: torch.Tensor
@@ -138,9 +135,6 @@ class Search:
     may_read: bool
 
     def __post_init__(self) -> None:
-        # What was believed because of where operations have saved tensors, and not of
-        # the graph and shapes alone.
-        self.believed: list[tuple[Node, Belief]] = []
         # Nodes that may depend on samples, as far as that was looked at.
         self._of_data: set[Node] = set()
 
@@ -196,7 +190,7 @@ class Search:
                 if None in (n for n, _ in taker.next_functions):
                     if not self.may_read:
                         return "what its operation has saved is kept by hooks"
-                    if not self._believes(taker, is_known):
+                    if not is_known(taker, self.known):
                         return f"{taker.name()} mixes it with what may be samples"
                 if taker not in seen:
                     seen.add(taker)
@@ -237,13 +231,7 @@ class Search:
         rows, count = shape[dim] if dim < len(shape) else 1, len(self.losses)
         if count == 1 or rows % count:
             return True
-        return node in self.constant or self._believes(node, is_own)
-
-    def _believes(self, node: Node, belief: Belief) -> bool:
-        found = belief(node, self.known)
-        if found:
-            self.believed.append((node, belief))
-        return found
+        return node in self.constant or is_own(node, self.known)
 
     def _meets(self, node: Node, slot: int) -> bool:
         if node in self.constant or not self._has_shapes_of_meeting(node, slot):
@@ -341,21 +329,10 @@ def _join(found: dict[Node, dict[int, list[str]]]) -> None:
     """
     for outer, slots in list(found.items()):
         for slot, names in slots.items():
-            below = _inside(outer.next_functions[slot][0])
+            below = rules.inside(outer.next_functions[slot][0])
             for inner in found.keys() & below:
                 for others in found.pop(inner).values():
                     names += [name for name in others if name not in names]
-
-
-def _inside(node: Node | None) -> set[Node]:
-    """Returns a node and all that it depends on."""
-    stack, seen = [node], {node}
-    while stack:
-        current = stack.pop()
-        new = set() if current is None else {n for n, _ in current.next_functions}
-        stack.extend(new - seen)
-        seen |= new
-    return {each for each in seen if each is not None}
 
 
 def _of_parameters_alone(node: Node, slot: int, of_data: set[Node]) -> bool:

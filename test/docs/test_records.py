@@ -52,6 +52,22 @@ def check(row: str, shown: str, expected: float, digits: int) -> None:
     assert float(shown) == pytest.approx(expected, abs=half * 1.02), row
 
 
+def test_what_a_comparison_in_every_pass_costs():
+    found = record("outside_compared")
+    rows = table("docs/outside.md", "| model | training, ms")
+    for name, training, once, always in rows:
+        prices = found["prices"][name.split(",")[0]]
+        check(name, training, prices["training_ms"], 0)
+        check(name, always, prices["every pass"], 2)
+        assert once == str(prices.get("once", ""))
+    reasons = list(found["compared"].values())
+    counts = [reasons.count(each) for each in dict.fromkeys(reasons)]
+    words = {4: "four", 12: "twelve"}
+    assert [words[count] for count in counts] == ["four", "twelve"]
+    for text in ("four are compared in every pass", "In twelve more"):
+        assert text in " ".join(read("docs/outside.md").split())
+
+
 def test_what_an_epoch_costs():
     recorded, model = training_cells(), ""
     for name, *numbers in table("docs/grab_xla.md", "| | `mean` | `pair` | `rec"):

@@ -281,10 +281,10 @@ class Gate(nn.Module):
 @pytest.mark.parametrize("function", [Gated, Vectorised])
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_rows_of_a_parameter_are_told_apart_by_a_run(
+@pytest.mark.filterwarnings("ignore:fallback=")  # torch cannot vectorise `Gated`
+def test_rows_of_a_parameter_of_a_function_are_told_apart(
     inputs, shape, function, times, dtype
 ):
-    """And what torch cannot vectorise takes no backward pass for each sample."""
     case = Case("", lambda: nn.Sequential(
         nn.Linear(3, 4), Gate(function, *shape, times=times),
         nn.ReLU(inplace=True), nn.Linear(4, 2)), inputs)  # fmt: skip

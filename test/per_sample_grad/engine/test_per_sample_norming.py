@@ -9,7 +9,6 @@ from support.per_sample_grad.layer_cases import CASES, Apply
 from torch import nn
 
 import per_sample_grad as psg
-from per_sample_grad.engine import placement
 from per_sample_grad.factors import loops
 from per_sample_grad.layers import norming, summing
 from xla_replica.common.compiling import has_numba
@@ -216,17 +215,3 @@ def test_no_samples_have_no_norms():
     model = nn.Linear(3, 2)
     for _ in range(2):
         assert norms(model, torch.zeros(0, 3)).shape == (0,)
-
-
-def test_modules_are_searched_once(monkeypatch):
-    model, x, found = several_layers(), torch.randn(2, 3, 16, 16), []
-    find = placement._find
-
-    def counted(*args):
-        found.append(1)
-        return find(*args)
-
-    monkeypatch.setattr(placement, "_find", counted)
-    for params in (None, None, ["0.weight"], None, ["0.weight"]):
-        norms(model, x, params=params)
-    assert len(found) == 2

@@ -14,7 +14,6 @@ from support.per_sample_grad.gradient_oracle import fold, rules_kept
 from torch import nn
 
 import per_sample_grad as psg
-from per_sample_grad.engine import accounting, graph
 
 
 class Switched(nn.Module):
@@ -263,46 +262,6 @@ def test_of_the_changes_many_are_refused_and_many_are_not():
             change(model)
             refused += isinstance(outcome(model, x)[0], type)
     assert 8 <= refused <= len(CHANGES) - 8
-
-
-@pytest.fixture
-def walks(monkeypatch) -> list[int]:
-    """Returns a list that grows with every whole walk."""
-    seen, walk = [], graph.walk
-
-    def counted(*args):
-        seen.append(1)
-        return walk(*args)
-
-    monkeypatch.setattr(graph, "walk", counted)
-    return seen
-
-
-def test_a_structure_is_walked_once(walks):
-    model, counts = Switched().double(), []
-    for size in (6, 6, 6, 3, 3, 6):
-        outcome(model, torch.randn(size, 4, dtype=torch.float64))
-        counts.append(len(walks))
-    assert counts == [1, 1, 1, 2, 2, 2]
-
-
-def test_coefficients_are_no_structure_and_settings_are(walks):
-    model, counts = Switched().double(), []
-    for number, dim in ((1.0, 1), (0.5, 1), (0.25, 2), (0.5, 2)):
-        model.way = lambda m, x, number=number, dim=dim: (
-            number * m.last(m.first(x))[:, None, None].sum(dim).flatten(1)
-        )
-        outcome(model, torch.randn(6, 4, dtype=torch.float64))
-        counts.append(len(walks))
-    assert counts == [1, 1, 2, 2]
-
-
-def test_the_structures_that_were_used_last_are_kept(walks):
-    model = nn.Linear(3, 2).double()
-    for size in range(1, accounting.MOST + 3):
-        outcome(model, torch.randn(size, 3, dtype=torch.float64))
-    assert len(accounting._KNOWN[model]) == accounting.MOST
-    assert len(walks) == accounting.MOST + 2
 
 
 def test_neither_a_graph_nor_a_model_is_kept():

@@ -1,0 +1,480 @@
+"""Samples that meet by data, or behind a coefficient of zero: right or refused.
+
+Every case runs with a regular batch first, in which nothing meets, and then with others
+of the same shapes. A comparison of the first pass says nothing about those.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.per_sample_grad.gradient_oracle import rules_kept
+from torch import nn
+
+import per_sample_grad as psg
+
+B, WIDTH = 6, 6
+REGULAR = torch.arange(B)
+PERMUTED = torch.tensor([2, 0, 5, 1, 3, 4])
+UNEVEN = torch.tensor([0, 0, 0, 3, 4, 5])
+Losses = Callable[..., torch.Tensor]
+
+
+class Hidden(nn.Module):
+    """Two Linears with a function between them, which a case chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 4)
+        self.gate = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor, between: Callable) -> torch.Tensor:
+        return self.last(between(torch.tanh(self.first(x))))
+
+
+def truth(losses: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    """Returns norms from a loop of autograd."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    rows = [
+        torch.autograd.grad(
+            loss, params, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        for loss in losses
+    ]
+    return torch.stack([torch.cat([g.flatten() for g in row]).norm() for row in rows])
+
+
+def outcome(
+    model: nn.Module, losses_of: Losses, batch: tuple, **options: object
+) -> tuple[str, bool]:
+    """Returns "right" or the error's name, and whether the pass was compared."""
+    expected = truth(losses_of(model, *batch), model)
+    try:
+        with psg.capture(model, **options) as recorded:
+            losses = losses_of(model, *batch)
+        found = [recorded.norms(losses)]
+        with psg.capture(model, **options) as recorded:
+            losses = losses_of(model, *batch)
+        found.append(recorded.backward(losses).norms())
+    except psg.PerSampleError as error:
+        return type(error).__name__, True
+    for norms in found:
+        torch.testing.assert_close(norms, expected, rtol=1e-9, atol=1e-12)
+    return "right", recorded.compared
+
+
+def mask(rows: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(B, WIDTH, dtype=torch.bool).index_fill(0, rows, True)
+
+
+def sampled_along(h: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Returns rows of h in another order, as pixels of a picture."""
+    place = (2.0 * order + 1) / B - 1
+    grid = torch.stack([torch.zeros(B), place], -1).to(h.dtype)[None, :, None]
+    picture = h.t()[None, :, :, None]
+    found = F.grid_sample(picture, grid, mode="nearest", align_corners=False)
+    return found[0, :, :, 0].t()
+
+
+POSITIONS = torch.arange(WIDTH)
+BY_DATA: dict[str, Callable] = {
+    "index": lambda h, i: h[i],
+    "index-pairs": lambda h, i: h + h[i, POSITIONS][:, None],
+    "index-transposed": lambda h, i: h.transpose(0, 1)[:, i].transpose(0, 1),
+    "index-put": lambda h, i: (
+        torch.zeros_like(h).index_put((i, POSITIONS), h[REGULAR, POSITIONS]) + h
+    ),
+    "index-list": lambda h, i: torch.stack([h[int(row)] for row in i]),
+    "masked_scatter": lambda h, i: torch.zeros_like(h).masked_scatter(mask(i), h),
+    "masked_select": lambda h, i: h + h.masked_select(mask(i))[:WIDTH],
+    "scatter_reduce": lambda h, i: torch.zeros_like(h).scatter_reduce(
+        0, i[:, None].expand(-1, WIDTH), h, "sum"
+    ),
+    "index_reduce": lambda h, i: torch.ones_like(h).index_reduce(0, i, h, "prod"),
+    "segment_reduce": lambda h, i: torch.segment_reduce(
+        h, "sum", lengths=torch.bincount(i, minlength=B), axis=0
+    ),
+    "repeat_interleave": lambda h, i: h.repeat_interleave(
+        torch.bincount(i, minlength=B), 0
+    ),
+    "take_along_dim": lambda h, i: h + h.take_along_dim(i[:, None], 0),
+    "embedding": lambda h, i: F.embedding(i, h),
+    "embedding_bag": lambda h, i: F.embedding_bag(i, h, REGULAR),
+    "put": lambda h, i: torch.zeros_like(h).put(i * WIDTH, h[:, 0]) + h,
+    "grid_sample": sampled_along,
+    "sort": lambda h, i: (h + 10 * i[:, None]).sort(0).values,
+    "product": lambda h, i: F.one_hot(i, B).to(h.dtype) @ h,
+}
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("name", BY_DATA)
+def test_rows_that_data_choose(name):
+    torch.manual_seed(0)
+    model, x = Hidden().double(), torch.randn(B, 4, dtype=torch.float64)
+
+    def losses_of(m: nn.Module, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        return m(x, lambda h: BY_DATA[name](h, order)).square().sum(1)
+
+    seen = [outcome(model, losses_of, (x, each)) for each in (REGULAR, REGULAR,
+            PERMUTED, UNEVEN, REGULAR)]  # fmt: skip
+    assert all(was_compared for _, was_compared in seen)
+    assert "CouplingError" in {found for found, _ in seen}
+
+
+class Experts(nn.Module):
+    """Samples are routed to one of two Linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, WIDTH)
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor, route: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        out = torch.zeros_like(h)
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where(route == number)
+            out = out.index_add(0, rows, expert(h[rows]))
+        return out
+
+
+@pytest.mark.parametrize("fallback", ["error", "batched", "loop"])
+@pytest.mark.filterwarnings("ignore:fallback=")
+def test_experts_that_are_routed_evenly_and_then_unevenly(fallback):
+    torch.manual_seed(0)
+    model, x = Experts().double(), torch.randn(B, 4, dtype=torch.float64)
+    routes = [torch.zeros(B).long(), REGULAR % 2, PERMUTED % 2, UNEVEN % 2,
+              torch.tensor([0, 0, 0, 0, 0, 1])]  # fmt: skip
+    for route in routes:
+        outcome(
+            model,
+            lambda m, x, route: m(x, route).square().sum(1),
+            (x, route),
+            fallback=fallback,
+        )
+
+
+def contrastive(m: nn.Module, x: torch.Tensor, weight: float) -> torch.Tensor:
+    z = m(x, torch.relu)
+    return z.square().sum(1) + weight * torch.logsumexp(z @ z.T, 1)
+
+
+def gated(mix: Callable[[torch.Tensor], torch.Tensor]) -> Losses:
+    def losses_of(m: nn.Module, x: torch.Tensor, gate: float) -> torch.Tensor:
+        m.gate.data.fill_(gate)
+        return m(x, lambda h: h + m.gate * mix(h)).square().sum(1)
+
+    return losses_of
+
+
+BEHIND_ZERO: dict[str, Losses] = {
+    "contrastive": contrastive,
+    "mean": gated(lambda h: h - h.mean(0)),
+    "softmax": gated(lambda h: torch.softmax(h, 0)),
+    "differences": gated(lambda h: (h[:, None] - h[None]).square().sum(1)),
+    "attention": gated(
+        lambda h: F.scaled_dot_product_attention(*[h[None, None]] * 3)[0, 0]
+    ),
+    "batch-norm": gated(lambda h: F.batch_norm(h, None, None, training=True)),
+    "roll": gated(lambda h: h.roll(1, 0)),
+    "flip": gated(lambda h: h.flip(0)),
+    "cumsum": gated(lambda h: h.cumsum(0)),
+    "neighbours": gated(lambda h: F.pad(h, (0, 0, 1, -1))),
+    "convolution": gated(
+        lambda h: F.conv1d(h.t()[None], h.new_ones(WIDTH, 1, 3), padding=1,
+                           groups=WIDTH)[0].t()
+    ),
+    "shuffled": gated(lambda h: h.view(2, 3, WIDTH).transpose(0, 1).reshape(B, WIDTH)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BEHIND_ZERO)
+def test_what_a_coefficient_of_zero_hides(name):
+    torch.manual_seed(0)
+    model, x = Hidden().double(), torch.randn(B, 4, dtype=torch.float64)
+    seen = [outcome(model, BEHIND_ZERO[name], (x, size)) for size in (0.0, 0.0, 1e-4,
+            0.5)]  # fmt: skip
+    assert [found for found, _ in seen[:2]] == ["right", "right"] or name != "mean"
+    assert seen[3][0] == "CouplingError"
+
+
+class Edited(torch.autograd.Function):
+    """Its backward function changes the gradient that it is given."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.mul_(0.7)
+
+
+def edited_by_function(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = m(x, torch.relu)
+    return (y + Edited.apply(y)).square().sum(1)
+
+
+def edited_below(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return m(x, Edited.apply).square().sum(1)
+
+
+def edited_twice(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return Edited.apply(m(Edited.apply(m(x, torch.relu)), Edited.apply)).square().sum(1)
+
+
+def edited_by_hook(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The gradient of a sum is that of both terms."""
+    y = m(x, torch.tanh)
+    other = m.first(x)[:, :4]
+    other.register_hook(lambda grad: grad.mul_(0.5))
+    return (y + other).square().sum(1)
+
+
+@pytest.mark.parametrize(
+    "losses_of", [edited_by_function, edited_below, edited_twice, edited_by_hook]
+)
+def test_backward_functions_that_edit_their_gradient(losses_of):
+    torch.manual_seed(0)
+    model = Hidden().double()
+    for _ in range(4):
+        outcome(model, losses_of, (torch.randn(B, 4, dtype=torch.float64),))
+
+
+@pytest.mark.parametrize("answer", ["backward", "norms"])
+def test_a_gradient_that_is_edited_while_it_waits_is_refused(answer):
+    """A hook gets the very gradient that a layer has got before."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for edits in (False, False, True):
+        with psg.capture(model) as recorded:
+            h = model[0](torch.randn(B, 4))
+            beside = h * 1
+            if edits:
+                beside.register_hook(lambda grad: grad.mul_(0.5))
+            losses = (model[1](h) + beside).square().sum(1)
+        if not edits:
+            getattr(recorded, answer)(losses)
+            continue
+        with pytest.raises(psg.PerSampleError, match="changed in place after it had"):
+            getattr(recorded, answer)(losses)
+
+
+WEIGHTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "maximum": lambda w: torch.maximum(w, w.t()),
+    "maximum-transposed-first": lambda w: torch.maximum(w.t(), w),
+    "itself": lambda w: torch.maximum(w, w),
+    "minimum-of-a-function": lambda w: torch.minimum(torch.sin(w), w),
+    "atan2": lambda w: torch.atan2(w, w.t() + 3),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_leaf_in_two_inputs_of_one_operation(name):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Module()).double()
+    model[1].weight = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+
+    def losses_of(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(m[0](x)) @ WEIGHTS[name](m[1].weight)).square().sum(1)
+
+    for _ in range(2):
+        x = torch.randn(B, 4, dtype=torch.float64)
+        assert outcome(model, losses_of, (x,))[0] == "right"
+
+
+def polar(x: torch.Tensor, weight: torch.Tensor, sharpness: float) -> torch.Tensor:
+    return torch.polar(weight.abs() + x * x, sharpness * x).real
+
+
+class Sharpened(nn.Module):
+    """No rule knows its weight, and an attribute that others set decides."""
+
+    def __init__(self, function: Callable) -> None:
+        super().__init__()
+        self.weight, self.function = nn.Parameter(torch.randn(4)), function
+        self.sharpness = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x, self.weight, self.sharpness)
+
+
+class Setting(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.last = inner, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, sharpness: float) -> torch.Tensor:
+        self.inner.sharpness = sharpness
+        out = self.inner(x)
+        self.inner.sharpness = 1.0
+        return self.last(out)
+
+
+@pytest.mark.parametrize("is_scripted", [False, True])
+@pytest.mark.filterwarnings("ignore:fallback=")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")
+def test_an_attribute_that_is_set_around_a_call(is_scripted):
+    torch.manual_seed(0)
+    function = torch.jit.script(polar) if is_scripted else polar
+    model = Setting(Sharpened(function)).double()
+    x = torch.randn(B, 4, dtype=torch.float64)
+    for sharpness in (1.0, 1.0, 1.04, 0.5, 1.0):
+        found, _ = outcome(
+            model,
+            lambda m, x, s: m(x, s).square().sum(1),
+            (x, sharpness),
+            fallback="batched",
+        )
+        assert found == "right"
+
+
+# --- what is known, and what is not -----------------------------------------------
+
+
+@torch.library.custom_op("test_independence::mixed", mutates_args=())
+def mixed(x: torch.Tensor, size: float) -> torch.Tensor:
+    """Adds the mean of all samples, times a number."""
+    return x + size * x.mean(0)
+
+
+@mixed.register_fake
+def _(x, size):
+    return torch.empty_like(x)
+
+
+def _keep_size(ctx, inputs, output):
+    _, ctx.size = inputs
+
+
+mixed.register_autograd(
+    lambda ctx, grad: (grad + ctx.size * grad.mean(0), None), setup_context=_keep_size
+)
+
+
+class Mixing(nn.Module):
+    """A module with a rule of its own, which cannot see that samples meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor, size: float) -> torch.Tensor:
+        return mixed(x * self.weight, size)
+
+
+def of_mixing(call: psg.Call, grad: torch.Tensor) -> dict[str, psg.Dense]:
+    return {"weight": psg.Dense(grad * call.input)}
+
+
+@rules_kept()
+@pytest.mark.parametrize("is_module", [False, True])
+def test_an_operation_from_outside_is_compared_every_time(is_module):
+    torch.manual_seed(0)
+    psg.register_rule(Mixing)(of_mixing)
+    model = Mixing().double() if is_module else Hidden().double()
+
+    def losses_of(m: nn.Module, x: torch.Tensor, size: float) -> torch.Tensor:
+        if is_module:
+            return m(x, size).square().sum(1)
+        return m(x, lambda h: mixed(h, size)).square().sum(1)
+
+    x = torch.randn(B, 4, dtype=torch.float64)
+    seen = [outcome(model, losses_of, (x, size)) for size in (0.0, 0.0, 0.5, 0.0)]
+    assert seen == [("right", True), ("right", True), ("CouplingError", True),
+                    ("right", True)]  # fmt: skip
+
+
+TARGET = torch.tensor([1, 0, 3, 3, 2, 0])
+USUAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "pointwise": lambda h: torch.log1p(h.exp()) * torch.sigmoid(h) - h.clamp(min=0),
+    "attention": lambda h: F.scaled_dot_product_attention(
+        *h.view(B, 2, 3, 1).repeat(1, 1, 1, 3).chunk(3, 3)
+    ).flatten(1),
+    "heads": lambda h: (
+        torch.softmax(h.view(B, 3, 2) @ h.view(B, 2, 3), -1) @ h.view(B, 3, 2)
+    ).reshape(B, WIDTH),
+    "time-major": lambda h: h.view(B, 3, 2).transpose(0, 1).cumsum(0).transpose(0, 1)
+    .reshape(B, WIDTH),
+    "convolution": lambda h: F.conv1d(h[:, None], h.new_ones(2, 1, 3)).flatten(1),
+    "normalised": lambda h: F.group_norm(F.layer_norm(h, (WIDTH,)), 2),
+    "instance-norm": lambda h: F.instance_norm(h.view(B, 2, 3)).flatten(1),
+    "pooled": lambda h: F.avg_pool1d(F.max_pool1d(h[:, None], 2), 2)[:, 0],
+    "resized": lambda h: F.interpolate(h[:, None], scale_factor=2)[:, 0],
+    "padded": lambda h: F.pad(h, (1, -1)),
+    "sorted": lambda h: h.sort(1).values + h.topk(WIDTH).values,
+    "joined": lambda h: torch.cat([h, torch.stack([h, h], 2).sum(2)], 1),
+    "cut": lambda h: h[:, 1:4] * h.unbind(1)[0][:, None] + h.split(3, 1)[1],
+    "rolled": lambda h: h.roll(1, 1).flip(1),
+    "means": lambda h: h - h.mean(1, keepdim=True) + h.std(1, keepdim=True),
+    "spectrum": lambda h: torch.fft.rfft(h, dim=1).abs(),
+    "einsum": lambda h: torch.einsum("bij,bkj->bik", *[h.view(B, 3, 2)] * 2).flatten(1),
+    "gathered": lambda h: h.gather(1, TARGET[:, None]),
+    "indexed": lambda h: h[:, TARGET],
+    "cross-entropy": lambda h: F.cross_entropy(h, TARGET, reduction="none")[:, None],
+    "dropout": lambda h: F.dropout(h, 0.5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_usual_operations_are_compared_once(name):
+    torch.manual_seed(0)
+    model = Hidden().double()
+    compared = []
+    for _ in range(3):
+        with psg.capture(model) as recorded:
+            h = torch.tanh(model.first(torch.randn(B, 4, dtype=torch.float64)))
+            losses = USUAL[name](h).square().sum(1) + model.last(h).square().sum(1)
+        recorded.norms(losses)
+        compared.append(recorded.compared)
+    assert compared == [True, False, False]
+
+
+# --- drawn models -----------------------------------------------------------------
+
+PIECES: list[Callable] = [
+    *(lambda h, i, f=f: f(h) for n, f in USUAL.items() if n != "dropout"),
+    *(lambda h, i, f=f: f(h, i) for n, f in BY_DATA.items() if n != "index_reduce"),
+]
+NUM_MODELS, PER_TEST = 500, 50
+
+
+def widened(h: torch.Tensor) -> torch.Tensor:
+    """Returns h with the width that every piece takes."""
+    return F.pad(h, (0, WIDTH - h.shape[1])) if h.shape[1] < WIDTH else h[:, :WIDTH]
+
+
+@pytest.mark.parametrize("first", range(0, NUM_MODELS, PER_TEST))
+def test_drawn_models_agree_with_a_loop_whatever_the_indices(first):
+    """Their structures stay, and the indices in them are drawn anew for each batch."""
+    seen = []
+    for number in range(first, first + PER_TEST):
+        rng = random.Random(number)
+        torch.manual_seed(number)
+        model = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)]).double()
+        pieces = [rng.choice(PIECES) for _ in range(rng.randint(1, 3))]
+
+        def losses_of(
+            m: nn.Module, x: torch.Tensor, indices: list, pieces: list = pieces
+        ) -> torch.Tensor:
+            h = torch.tanh(m[0](x))
+            for piece, index, layer in zip(pieces, indices, [*m[1:], nn.Identity()]):
+                h = torch.tanh(layer(widened(piece(h, index))))
+            return h.square().sum(1)
+
+        for kind in ("regular", "drawn", "drawn"):
+            indices = [
+                REGULAR if kind == "regular" else rng.choice((torch.randperm(B),
+                torch.randint(B, (B,)).sort().values))
+                for _ in pieces
+            ]  # fmt: skip
+            x = torch.randn(B, WIDTH, dtype=torch.float64)
+            seen.append(outcome(model, losses_of, (x, indices))[0])
+    assert seen.count("right") > len(seen) / 3
+    assert seen.count("CouplingError") > len(seen) / 10
