@@ -29,7 +29,6 @@ from per_sample_grad.factors import forms
 from per_sample_grad.factors.factors import JOINED, Factors
 from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.factors.plan import Method, default_budget
-from per_sample_grad.layers.taken import Taker
 from per_sample_grad.operations import wrong_operations
 
 # The reductions whose gradient a pass may add to ``.grad``.
@@ -63,8 +62,6 @@ class BackwardPass:
         frees: Memory that the pass has used is free afterwards, so that temporaries
             may take half of it.
         called: Whether any module with a selected parameter was called.
-        taker: Takes calls and the gradients of their outputs in place of rules. It is
-            not asked where answers are compared.
 
     Attributes:
         modules: The modules of all calls that the losses depend on.
@@ -88,7 +85,6 @@ class BackwardPass:
         reported: bool = False,
         frees: bool = False,
         called: bool = True,
-        taker: Taker | None = None,
     ) -> None:
         self.modules: list[RecordedModule] = []
         self.problems: dict[str, list[str]] = {}
@@ -101,7 +97,6 @@ class BackwardPass:
         self._losses, self._receive = losses, receive
         self._retain_graph, self._accumulate = retain_graph, accumulate
         self._reported, self._frees, self._called = reported, frees, called
-        self._taker = taker
         self._fallback = FALLBACKS[settings.fallback]
         self._comparer: Comparer | None = None
         self._budget = 0
@@ -180,8 +175,6 @@ class BackwardPass:
         self.modules = [call.owner for call in calls]
         self._calls = list(calls)
         calls.clear()
-        if self._comparer is not None or self.problems:
-            self._taker = None
         # A fallback needs the graph once more, and so may a comparison.
         comparer = self._comparer
         again = has_fallback or (comparer is not None and not comparer.knows_truth)
@@ -253,60 +246,31 @@ class BackwardPass:
         are asked for, and their gradients kept until the pass ends. A pass that
         accumulates goes on to the parameters, so that it comes by all of them.
         """
-        missing, taker = self._missing, self._taker
-        regions: list[graph.Region] = []
-        waits: dict[int, None] = {}
-        late: set[int] = set()  # they wait for the end of the pass
+        edges = [call.region.output for call in self._calls if call is not None]
+        nodes = [edge.node for edge in edges]
+        # Some calls wait for the end of the pass, since their rules run the node.
+        late: dict[int, list[tuple[torch.Tensor, forms.Versions]]] = {}
         for number, call in enumerate(self._calls):
             assert call is not None
-            regions.append(call.region)
             for name in call.owner.names:
-                missing[name] = missing.get(name, 0) + 1
-            may_wait = taker is not None and taker.prepare(call) and self._may_read
+                self._missing[name] = self._missing.get(name, 0) + 1
             if call.call.runs_nodes:
-                late.add(number)
-            elif may_wait:
-                waits[number] = None
-        edges = [region.output for region in regions]
-        nodes = [edge.node for edge in edges]
+                late[number] = []
         ends, passed = self._ends(nodes)
-        del call, regions
-        handles = []
+        del call
 
         def look(number: int, output: int, gradients: Sequence[torch.Tensor]) -> None:
-            self._reach(number, gradients[output])
+            gradient = gradients[output]
+            if number in late and gradient is not None:
+                versions = forms.Versions([forms.Dense(gradient)])
+                late[number].append((gradient, versions))
+            else:
+                self._reach(number, gradient)
 
-        # What has come to each call, and waits.
-        waiting: list[list[tuple[torch.Tensor, forms.Versions]]] = [[] for _ in nodes]
-        ends_waiting = self._ends_of_waiting(waits)
-
-        def wait(number: int, gradients: Sequence[torch.Tensor]) -> None:
-            gradient = gradients[edges[number].output_nr]
-            waiting[number].append((gradient, forms.Versions([forms.Dense(gradient)])))
-
-        def take_waiting(last: int | None, *gradients: Sequence[torch.Tensor]) -> None:
-            has_ended = last is None
-            if last is not None:
-                wait(last, *gradients)
-            with forms.full_precision(self._losses.device):
-                for number, each in enumerate(waiting):
-                    if each and (has_ended or number not in late):
-                        gradient, versions = each.pop()
-                        versions.refuse_changes(str(self._calls[number].owner))
-                        self._reach_inside(number, gradient)
-                        del gradient, versions
-                self._finish()
-
+        handles = []
         try:
             for number in passed:
-                if number in late:
-                    hook = functools.partial(wait, number)
-                elif number not in waits:
-                    hook = functools.partial(look, number, edges[number].output_nr)
-                elif number in ends_waiting:
-                    hook = functools.partial(take_waiting, number)
-                else:
-                    hook = functools.partial(wait, number)
+                hook = functools.partial(look, number, edges[number].output_nr)
                 handles.append(nodes[number].register_prehook(hook))
             del nodes
             gradients: Sequence[torch.Tensor | None] = ()
@@ -320,8 +284,10 @@ class BackwardPass:
         finally:
             for handle in handles:
                 handle.remove()
-        if any(waiting):
-            take_waiting(None)
+        for number, kept in late.items():
+            for gradient, versions in kept:
+                versions.refuse_changes(str(self._calls[number].owner))
+                self._reach(number, gradient)
         for number, gradient in zip(ends, gradients):
             self._reach(number, gradient)
         del gradients
@@ -357,65 +323,30 @@ class BackwardPass:
                 "losses depend: this is a defect of per_sample_grad; please report it"
             )
 
-    def _ends_of_waiting(self, waits: Mapping[int, None]) -> set[int]:
-        """Returns the calls at which what has come so far is taken."""
-        found, total, taker = set(), 0, self._taker
-        for number in reversed(waits):
+    def _reach(self, number: int, gradient: torch.Tensor | None) -> None:
+        """Applies a call's rule, and hands on the parameters that are complete."""
+        with forms.full_precision(self._losses.device):
             call = self._calls[number]
             assert call is not None
-            assert taker is not None
-            numbers = call.shape.numel()
-            for each in call.call.args:
-                if isinstance(each, torch.Tensor):
-                    numbers += each.numel()
-            total += numbers * self._losses.itemsize
-            if total > taker.waiting:
-                found.add(number)
-                total = 0
-        return found
-
-    def _reach(self, number: int, gradient: torch.Tensor | None) -> None:
-        with forms.full_precision(self._losses.device):
-            self._reach_inside(number, gradient)
-            self._finish()
-
-    def _finish(self) -> None:
-        """Lets the taker compute what it has postponed."""
-        if self._taker is not None:
-            self._taker.finish()
-
-    def _reach_inside(self, number: int, gradient: torch.Tensor | None) -> None:
-        """Applies a call's rule, in `forms.full_precision`."""
-        call = self._calls[number]
-        assert call is not None
-        names, taker = call.owner.names, self._taker
-        if gradient is not None:
-            if gradient.requires_grad or gradient.shape != call.shape:
-                gradient = gradient.detach().reshape(call.shape)
-            if taker is not None and taker.take(call, gradient):
-                self._handed_on.update(names)
-            else:
+            names = call.owner.names
+            if gradient is not None:
+                if gradient.requires_grad or gradient.shape != call.shape:
+                    gradient = gradient.detach().reshape(call.shape)
                 self._apply(call, gradient)
-        size = call.shape.numel()
-        self._calls[number] = call = None  # its arguments can be freed
-        missing, complete = self._missing, {}
-        for name in names:
-            missing[name] -= 1
-            if missing[name] or name in self.problems:
-                continue
-            if name not in self._handed_on:
+            size = call.shape.numel()
+            self._calls[number] = call = None  # its arguments can be freed
+            complete = {}
+            for name in names:
+                self._missing[name] -= 1
+                if self._missing[name] or name in self.problems:
+                    continue
                 self._refuse_changes(name)
                 uses = forms.merge(self._parts.pop(name, []))
-                if taker is not None and taker.take_gradients(uses):
-                    self._handed_on.add(name)
-                elif not self._keeps_small(name, uses):
+                if not self._keeps_small(name, uses):
                     complete[name] = uses
-            elif name in self._parts:  # the taker has others of its uses
-                self._refuse_changes(name)
-                complete[name] = forms.merge(self._parts.pop(name))
-        if complete:
-            self._hand_on(complete)
-        self._passed += size
+            if complete:
+                self._hand_on(complete)
+            self._passed += size
 
     def _keeps_small(self, name: str, uses: list[Contribution]) -> bool:
         """Keeps gradients that are small until the pass ends, up to a MiB or two."""

@@ -22,9 +22,6 @@ from per_sample_grad.factors.factors import Factors, check_projected
 from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.factors.plan import METHODS, Method
 from per_sample_grad.factors.projection import Projection
-from per_sample_grad.layers.norming import Norming
-from per_sample_grad.layers.projecting import Projecting
-from per_sample_grad.layers.taken import Taker
 from xla_replica.common.arguments import check_choice, check_integer, check_number
 from xla_replica.common.trees import tree_add
 
@@ -314,8 +311,7 @@ class Capture:
     ) -> torch.Tensor:
         """Returns norms of every sample's gradient, in the memory of training.
 
-        They are what `Factors.norms` returns, up to rounding, for less time: of layers
-        of many kinds no factors are made.
+        They are what `Factors.norms` returns, up to rounding.
 
         Args:
             losses: ``(B,)``, as for `backward`.
@@ -335,16 +331,24 @@ class Capture:
             >>> recorded.norms(losses)
             tensor([5., 2.])
         """
-        settings = self._settings
-        norming = Norming(
+        found: dict[str, torch.Tensor] = {}
+        may_come_again = FALLBACKS[self._settings.fallback] is not None
+
+        def add(factors: Factors) -> None:
+            if may_come_again:
+                found.update(factors.norms_by_parameter(squared=True))
+            else:
+                found[next(iter(factors.shapes))] = factors.norms(squared=True)
+
+        self._run(
             losses,
-            not self._recorder.saved_by_hooks,
-            settings.budget,
-            FALLBACKS[settings.fallback] is not None,
+            add,
+            retain_graph=retain_graph,
+            accumulate=accumulate,
+            frees=not retain_graph,
         )
-        takes = settings.method == "auto"
-        found = self._taken(losses, norming, retain_graph, accumulate, takes)
-        return found if squared else found.sqrt()
+        total = forms.summed(list(found.values()))
+        return total if squared else total.sqrt()
 
     def project(
         self,
@@ -357,8 +361,7 @@ class Capture:
     ) -> torch.Tensor:
         """Returns projections of every sample's gradient, in the memory of training.
 
-        They are what `Factors.project` returns, up to rounding, for less time: of
-        layers of many kinds no factors are kept, and gradients are read once.
+        They are what `Factors.project` returns, side by side.
 
         Args:
             losses: ``(B,)``, as for `backward`.
@@ -381,35 +384,29 @@ class Capture:
             shapes = {name: tuple(shape) for name, shape in shapes.items()}
             check_projected(shapes, projection)
             names = [name for name in names if name in shapes]
-        size = projection.columns_of(names).size
-        if out is not None and out.shape != (len(losses), size):
+        columns = projection.columns_of(names)
+        if out is not None and out.shape != (len(losses), columns.size):
             raise ValueError(
-                f"project: out must have shape ({len(losses)}, {size}), got "
+                f"project: out must have shape ({len(losses)}, {columns.size}), got "
                 f"{tuple(out.shape)}"
             )
-        saved_by_hooks = self._recorder.saved_by_hooks
-        projecting = Projecting(projection, losses, names, not saved_by_hooks, out)
-        return self._taken(losses, projecting, retain_graph, accumulate)
+        found: dict[str, torch.Tensor] = {}
 
-    def _taken(
-        self,
-        losses: torch.Tensor,
-        taker: Taker,
-        retain_graph: bool,
-        accumulate: Accumulate | None,
-        takes: bool = True,
-    ) -> torch.Tensor:
-        """Returns a taker's result; without ``takes`` it is given factors alone."""
-        finished = self._run(
+        def place(factors: Factors) -> None:
+            for name, numbers in factors.project(projection).items():
+                if out is None:
+                    found[name] = numbers
+                else:
+                    out.narrow(1, *columns.places[name]).copy_(numbers)
+
+        self._run(
             losses,
-            taker.receive,
+            place,
             retain_graph=retain_graph,
             accumulate=accumulate,
             frees=not retain_graph,
-            taker=taker if takes else None,
         )
-        with forms.full_precision(losses.device):
-            return taker.result(finished.multiplier)
+        return torch.cat([found[name] for name in names], 1) if out is None else out
 
     def _run(
         self,
@@ -420,7 +417,6 @@ class Capture:
         accumulate: Accumulate | None = None,
         reported: bool = False,
         frees: bool = False,
-        taker: Taker | None = None,
     ) -> BackwardPass:
         """Runs the backward pass; the arguments are those of `BackwardPass`."""
         if accumulate is not None:
@@ -460,7 +456,6 @@ class Capture:
             reported=reported,
             frees=frees,
             called=self._recorder.called,
-            taker=taker,
         )
         if losses.shape[0]:
             model, recorder = self._settings.model, self._recorder

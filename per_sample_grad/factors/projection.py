@@ -22,8 +22,8 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -93,9 +93,6 @@ class Projection:
         self.size = sum(map(math.prod, self.kept.values()))
         self._folds: dict[tuple[object, ...], Folds] = {}
         self._columns: dict[tuple[str, ...], Columns] = {}
-        self._stacked: dict[
-            tuple[object, ...], tuple[torch.Tensor, torch.Tensor, int]
-        ] = {}
 
     def __repr__(self) -> str:
         total = sum(map(math.prod, self.shapes.values()))
@@ -112,7 +109,7 @@ class Projection:
             sizes = tuple(math.prod(self.kept[name]) for name in names)
             starts = itertools.accumulate(sizes, initial=0)
             places = dict(zip(names, zip(starts, sizes)))
-            found = self._columns[key] = Columns(sum(sizes), places, {})
+            found = self._columns[key] = Columns(sum(sizes), places)
         return found
 
     def of(self, name: str, uses: Sequence[Contribution], budget: int) -> torch.Tensor:
@@ -125,50 +122,6 @@ class Projection:
         """
         folds = self.folds_like(name, forms.float_factor(uses[0]))
         return forms.summed([_project(use, folds, budget) for use in uses])
-
-    def of_vectors(
-        self, gradients: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Returns the projections of gradients ``(B, n)`` of vectors, by name.
-
-        Vectors of one length are folded together.
-        """
-        found = dict(gradients)
-        alike: dict[tuple[object, ...], list[str]] = {}
-        for name, values in gradients.items():
-            fold = self.folds_like(name, values).rows
-            if fold is not None and fold.matrix is not None:
-                key = (values.shape, fold.kept, values.dtype, values.device)
-                alike.setdefault(key, []).append(name)
-            elif fold is not None:
-                found[name] = fold.along(values, 1)
-        for names in alike.values():
-            if len(names) == 1:
-                fold = self.folds_like(names[0], gradients[names[0]]).rows
-                assert fold is not None
-                found[names[0]] = fold.of_vectors(gradients[names[0]])
-                continue
-            stacked = torch.stack([gradients[name] for name in names])
-            signs, matrices, kept = self._alike(tuple(names), stacked)
-            if _is_product(stacked, kept):
-                projected = stacked @ matrices
-            else:
-                projected = _added_up(stacked * signs, 2, kept)
-            found.update(zip(names, projected.unbind()))
-        return found
-
-    def _alike(
-        self, names: tuple[str, ...], like: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Returns signs ``(G, 1, n)`` and matrices ``(G, n, k)`` of vectors, and k."""
-        key = (names, like.device, like.dtype)
-        if key not in self._stacked:
-            folds = [self.folds_like(name, like).rows for name in names]
-            folds = [fold for fold in folds if fold and fold.matrix is not None]
-            signs = torch.stack([fold.signs for fold in folds]).unsqueeze(1)
-            matrices = torch.stack([fold.matrix.T for fold in folds])
-            self._stacked[key] = signs, matrices, folds[0].kept
-        return self._stacked[key]
 
     def folds_like(self, name: str, like: torch.Tensor) -> Folds:
         """Returns P and Q of a parameter, made once for each device and dtype."""
@@ -199,12 +152,10 @@ class Columns:
     Attributes:
         size: How many there are.
         places: The first column and how many, by the parameter's name.
-        for_loops: What compiled loops know about calls, made once.
     """
 
     size: int
     places: Mapping[str, tuple[int, int]]
-    for_loops: dict[Hashable, Any]
 
 
 # The shorter side of a projection, and a convolution's input, keep no more than this:
@@ -219,7 +170,6 @@ _LEAST_OF_SHORTER, _FEW_OF_SHORTER = 3, 4
 # are few; and where the matrix is small.
 _MOST_BY_PRODUCT = 32
 _FEW = 2**22
-_FEW_IN_VECTORS = 2**19
 _LARGEST_MATRIX = 2**18
 # The bytes of patches that are unfolded at a time, which stay in a CPU's cache.
 _CACHE = 2**21
@@ -251,17 +201,6 @@ class Fold:
             return self.matrix @ values if after else F.linear(values, self.matrix)
         signs = self.signs.view(-1, *(1 for _ in after)) if after else self.signs
         return _added_up(values * signs, dim, self.kept)
-
-    def of_vectors(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns `along` the last dimension, ``(B, k)`` of ``(B, n)``."""
-        if self.matrix is not None and _is_product(values, self.kept):
-            return F.linear(values, self.matrix)
-        return _added_up(values * self.signs, 1, self.kept)
-
-
-def _is_product(vectors: torch.Tensor, kept: int) -> bool:
-    """Returns whether a product takes less time than sums of so many vectors."""
-    return vectors.numel() * kept <= _FEW_IN_VECTORS or not traits(vectors).is_host
 
 
 def _added_up(signed: torch.Tensor, dim: int, kept: int) -> torch.Tensor:

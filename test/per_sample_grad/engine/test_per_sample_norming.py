@@ -9,9 +9,6 @@ from support.per_sample_grad.layer_cases import CASES, Apply
 from torch import nn
 
 import per_sample_grad as psg
-from per_sample_grad.factors import loops
-from per_sample_grad.layers import norming, summing
-from xla_replica.common.compiling import has_numba
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -52,29 +49,10 @@ def norms(model: nn.Module, x: torch.Tensor, **options: object) -> torch.Tensor:
     return psg.per_sample_grad_norms(model, fold, (x,), **options)
 
 
-def test_no_factors_are_made_after_the_comparison(monkeypatch):
-    model, made, counts = several_layers(), [], []
-    init = psg.Factors.__init__
-
-    def counted(self, *args, **kwargs):
-        made.append(1)
-        init(self, *args, **kwargs)
-
-    monkeypatch.setattr(psg.Factors, "__init__", counted)
-    for _ in range(3):
-        made.clear()
-        norms(model, torch.randn(4, 3, 16, 16))
-        counts.append(len(made))
-    assert counts[0] > 0
-    assert counts[1:] == [0, 0]
-
-
-def test_neither_chunks_nor_waiting_nor_forms_change_the_numbers(monkeypatch):
+def test_neither_chunks_nor_forms_change_the_numbers():
     model, x = several_layers(), torch.randn(5, 3, 16, 16)
     answers = [norms(model, x, method="materialized") for _ in range(2)]
-    for waiting, budget in ((0, None), (2**20, 1), (20000, 2**16), (2**30, 2**30)):
-        monkeypatch.setattr(norming.Norming, "waiting", waiting)
-        answers.append(norms(model, x, budget=budget))
+    answers += [norms(model, x, budget=budget) for budget in (None, 1, 2**16, 2**30)]
     for answer in answers[1:]:
         torch.testing.assert_close(answer, answers[0], rtol=1e-5, atol=0)
 
@@ -128,58 +106,45 @@ def test_positions_that_cancel_are_seen(name):
     assert ((found - expected).abs() <= 2e-3 * expected).all()
 
 
-LOOPED = {
-    "image": ("squares_of_convolution", nn.Conv2d(3, 5, 3, padding=1), (3, 22, 25)),
-    "no padding": ("squares_of_convolution", nn.Conv2d(4, 8, 3), (4, 25, 25)),
-    "much padding": (
-        "squares_of_convolution",
-        nn.Conv2d(1, 6, 3, padding=(0, 4), bias=False),
-        (1, 35, 11),
-    ),
+LAYERS = {
+    "image": (nn.Conv2d(3, 5, 3, padding=1), (3, 22, 25)),
+    "no padding": (nn.Conv2d(4, 8, 3), (4, 25, 25)),
+    "much padding": (nn.Conv2d(1, 6, 3, padding=(0, 4), bias=False), (1, 35, 11)),
     "reflected": (
-        "squares_of_convolution",
         nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"),
         (2, 23, 23),
     ),
-    "stride": ("squares_of_convolution", nn.Conv2d(2, 3, 3, stride=2), (2, 47, 47)),
-    "tokens": ("squares_by_positions", nn.Linear(11, 13), (6, 11)),
-    "wide tokens": ("squares_by_positions", nn.Linear(1030, 30, bias=False), (5, 1030)),
-    "norm": ("of_layer_norm", nn.LayerNorm(7), (5, 7)),
-    "table": ("squares_of_table", nn.Embedding(6, 3, padding_idx=2), (9,)),
+    "stride": (nn.Conv2d(2, 3, 3, stride=2), (2, 47, 47)),
+    "tokens": (nn.Linear(11, 13), (6, 11)),
+    "wide tokens": (nn.Linear(1030, 30, bias=False), (5, 1030)),
+    "norm": (nn.LayerNorm(7), (5, 7)),
+    "table": (nn.Embedding(6, 3, padding_idx=2), (9,)),
 }
 
 
-@pytest.mark.parametrize("name", LOOPED)
+@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("frozen", [None, "weight", "bias"])
-def test_loops_find_what_torch_does(monkeypatch, name, frozen):
-    function, layer, shape = LOOPED[name]
+def test_sizes_that_are_computed_in_other_ways(name, frozen):
+    layer, shape = LAYERS[name]
     layer = layer.double().requires_grad_()
-    params = [n for n, _ in layer.named_parameters() if n != frozen]
+    params = [f"0.{n}" for n, _ in layer.named_parameters() if n != frozen]
     if not params:
         return
     x = torch.randn(3, *shape, dtype=torch.float64)
     if name == "table":
         x = torch.randint(0, 6, (3, *shape))
-    model, answers, called = nn.Sequential(layer, nn.Tanh(), nn.Flatten()), [], []
-    params = ["0." + each for each in params]
-    loop = getattr(summing, function)
-    monkeypatch.setattr(
-        summing, function, lambda *given: called.append(1) or loop(*given)
-    )
-    for numba in (True, True, False):  # the first one is compared
-        if not numba:
-            monkeypatch.setattr(loops, "has_numba", lambda: False)
-        answers.append(norms(model, x, params=params))
-    has_loop = name not in ("reflected", "stride")
-    needs_loop = frozen != "weight" or name == "norm"
-    if torch.get_num_threads() <= 2:
-        assert bool(called) == (has_numba() and has_loop and needs_loop)
-    for answer in answers[1:]:
-        torch.testing.assert_close(answer, answers[0], rtol=1e-11, atol=0)
+    model = nn.Sequential(layer, nn.Tanh(), nn.Flatten())
+    own = [p for n, p in model.named_parameters() if n in params]
+    rows = [
+        torch.autograd.grad(loss, own, retain_graph=True) for loss in fold(model, x)
+    ]
+    expected = torch.stack([torch.cat([g.flatten() for g in r]).norm() for r in rows])
+    for _ in range(2):
+        torch.testing.assert_close(norms(model, x, params=params), expected)
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_positions_below_a_mean_take_one_product(monkeypatch, bias):
+def test_positions_below_a_mean(bias):
     model = nn.Linear(5, 4, bias=bias).double()
     x = torch.randn(3, 6, 5, dtype=torch.float64)
     last = torch.ones(3, 6, 1, dtype=torch.float64)
@@ -191,16 +156,11 @@ def test_positions_below_a_mean_take_one_product(monkeypatch, bias):
     def almost(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh((model(x) * last).mean(1)).sum(1)
 
-    products, bmm = [], torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda *a: products.append(1) or bmm(*a))
-    monkeypatch.setattr(loops, "has_numba", lambda: False)
     for losses_of in (mean, almost):
         expected = psg.per_sample_factors(model, losses_of, (x,)).norms()
-        products.clear()
         for _ in range(2):
             found = psg.per_sample_grad_norms(model, losses_of, (x,))
         torch.testing.assert_close(found, expected)
-        assert bool(products) == (losses_of is almost)
 
 
 def test_a_parameter_of_several_calls_has_their_cross_terms():

@@ -9,9 +9,6 @@ from support.per_sample_grad.layer_cases import CASES
 from torch import nn
 
 import per_sample_grad as psg
-from per_sample_grad.factors import loops
-from per_sample_grad.layers import placing, projecting
-from xla_replica.common.compiling import has_numba
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -63,22 +60,6 @@ def test_projections_are_those_of_factors(case, share, dtype):
         assert difference <= bound * expected.norm() + 1e-30
 
 
-@pytest.mark.skipif(not has_numba(), reason="loops need Numba")
-def test_loops_are_compiled_once_for_all_layouts():
-    """Two compilations need not add in one order."""
-    from per_sample_grad.factors.compiled_projections import project_calls
-
-    model = nn.Linear(3, 2)
-    projection = psg.Projection(parameters_of(model), 6)
-    rows = torch.full((4, projection.size + 2), torch.nan)
-    for out in None, rows[:, 1:-1], rows[:1, :-2], rows[::2, 2:]:
-        for _ in range(2):  # the first one is compared
-            with psg.capture(model) as recorded:
-                losses = model(torch.ones(4 if out is None else len(out), 3)).sum(1)
-            recorded.project(losses, projection, out=out)
-    assert {array.layout for _, array in project_calls.signatures} == {"C"}
-
-
 def several_layers() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(),
@@ -87,35 +68,12 @@ def several_layers() -> nn.Module:
     )  # fmt: skip
 
 
-def test_no_factors_are_made_after_the_comparison(monkeypatch):
-    model, made, counts = several_layers(), [], []
-    projection = psg.Projection(parameters_of(model), 400)
-    init = psg.Factors.__init__
-
-    def counted(self, *args, **kwargs):
-        made.append(1)
-        init(self, *args, **kwargs)
-
-    monkeypatch.setattr(psg.Factors, "__init__", counted)
-    for _ in range(3):
-        made.clear()
-        with psg.capture(model) as recorded:
-            losses = fold(model, torch.randn(4, 3, 8, 8))
-        recorded.project(losses, projection, accumulate="mean")
-        counts.append(len(made))
-    assert counts[0] > 0
-    assert counts[1:] == [0, 0]
-
-
 @pytest.mark.parametrize("accumulate", ["mean", None])
-def test_neither_parts_nor_waiting_change_the_numbers(monkeypatch, accumulate):
+def test_the_budget_does_not_change_the_numbers(accumulate):
     model, x = several_layers().double(), torch.randn(5, 3, 8, 8, dtype=torch.float64)
     projection, answers = psg.Projection(parameters_of(model), 400), []
-    settings = [(2**19, 2**23), (2**19, 2**23), (50, 2**23), (2**19, 0), (50, 20000)]
-    for cached, waiting in settings:
-        monkeypatch.setattr(projecting, "CACHED", cached)
-        monkeypatch.setattr(projecting.Projecting, "waiting", waiting)
-        with psg.capture(model) as recorded:
+    for budget in (None, None, 1, 2**12, 2**30):
+        with psg.capture(model, budget=budget) as recorded:
             losses = fold(model, x)
         answers.append(recorded.project(losses, projection, accumulate=accumulate))
     for answer in answers[1:]:
@@ -135,43 +93,39 @@ CONVOLUTIONS = {
 }
 
 
-def projected_with_loops_and_without(monkeypatch, model, losses_of, projection):
-    """Returns projections of two captures with loops and one without, and what took.
-
-    The first capture is compared with autograd, and lets no loop take a call.
-    """
-    answers, taken = [], []
-    take = placing.Loops.take
-    monkeypatch.setattr(
-        placing.Loops, "take", lambda *given: taken.append(take(*given)) or taken[-1]
+def check_projections(model, losses_of, projection) -> None:
+    """Compares two captures with projections of gradients from a loop."""
+    trained = parameters_of(model)
+    losses = losses_of(model)
+    rows = [
+        torch.autograd.grad(loss, list(trained.values()), retain_graph=True)
+        for loss in losses
+    ]
+    columns = [torch.stack(each) for each in zip(*rows)]
+    expected = torch.cat(
+        [
+            projection.of(name, [psg.Dense(each)], 2**20)
+            for name, each in zip(trained, columns)
+        ],
+        1,
     )
-    for numba in (True, True, False):
-        if not numba:
-            monkeypatch.setattr(loops, "has_numba", lambda: False)
+    for _ in range(2):
         with psg.capture(model) as recorded:
             losses = losses_of(model)
-        answers.append(recorded.project(losses, projection, accumulate="mean"))
-    return answers, taken
+        found = recorded.project(losses, projection, accumulate="sum")
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 @pytest.mark.parametrize("size", [12, 60, 4000])
-def test_loops_write_what_torch_multiplies(monkeypatch, name, size):
+def test_convolutions_of_many_settings(name, size):
     layer = CONVOLUTIONS[name].double()
     rank = len(layer.kernel_size)
     side = 40 if name == "more than a cache" else 7
     x = torch.randn(3, layer.in_channels, *[side] * rank, dtype=torch.float64)
     model = nn.Sequential(layer, nn.Flatten())
     projection = psg.Projection(parameters_of(model), size, seed=1)
-    answers, taken = projected_with_loops_and_without(
-        monkeypatch, model, lambda model: model(x).square().sum(1), projection
-    )
-    is_folded = projection.size < sum(p.numel() for p in model.parameters())
-    expected = has_numba() and is_folded and name != "circular"
-    if torch.get_num_threads() <= 2:
-        assert taken == [expected]
-    for answer in answers[1:]:
-        torch.testing.assert_close(answer, answers[0], rtol=1e-9, atol=1e-12)
+    check_projections(model, lambda model: model(x).square().sum(1), projection)
 
 
 def norm_without(name: str) -> nn.Module:
@@ -199,20 +153,14 @@ POSITIONS = {
 
 @pytest.mark.parametrize("name", POSITIONS)
 @pytest.mark.parametrize("size", [4, 40])
-def test_loops_sum_over_positions_what_torch_multiplies(monkeypatch, name, size):
+def test_layers_of_many_positions(name, size):
     layer, shape, num_words = POSITIONS[name]
     model = nn.Sequential(layer.double(), nn.Flatten())
     x = torch.randn(3, *shape, dtype=torch.float64, requires_grad=num_words is None)
     if num_words is not None:
         x = torch.randint(0, num_words, (3, *shape))
     projection = psg.Projection(parameters_of(model), size, seed=1)
-    answers, taken = projected_with_loops_and_without(
-        monkeypatch, model, lambda model: model(x).sin().sum(1), projection
-    )
-    if torch.get_num_threads() <= 2:
-        assert taken == [has_numba()]
-    for answer in answers[1:]:
-        torch.testing.assert_close(answer, answers[0], rtol=1e-9, atol=1e-12)
+    check_projections(model, lambda model: model(x).sin().sum(1), projection)
 
 
 def test_a_layers_settings_may_change_between_captures():
@@ -231,7 +179,7 @@ def test_a_layers_settings_may_change_between_captures():
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_a_layer_that_is_called_twice_adds_to_what_a_loop_wrote():
+def test_a_layer_that_is_called_twice():
     linear = nn.Linear(4, 4).double()
     model, answers = nn.Sequential(linear, nn.Tanh(), linear), []
     x = torch.randn(3, 4, dtype=torch.float64)

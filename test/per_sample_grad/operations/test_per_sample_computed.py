@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import per_sample_grad as psg
-from per_sample_grad.factors import loops
 from per_sample_grad.factors.tensor_sketch import sketch
 
 # From a module with masks, and its parameter.
@@ -143,13 +142,11 @@ CASES = [
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_weights_that_are_computed(case, batch, monkeypatch):
+def test_weights_that_are_computed(case, batch):
     model, inputs = case.make(torch.float64, batch)
     truth = oracle(case, model, inputs)
     for _ in range(2):  # compared, and proven
         agree(psg.per_sample_factors(model, fold, inputs), truth, 1e-10)
-    monkeypatch.setattr(loops, "has_numba", lambda: False)
-    agree(psg.per_sample_factors(model, fold, inputs), truth, 1e-10)
 
 
 @pytest.mark.parametrize("name", FACTORED)
@@ -181,7 +178,6 @@ def large_normalised() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 300), WEIGHT(nn.Linear(300, 64)))
 
 
-@pytest.mark.parametrize("with_numba", [True, False])
 @pytest.mark.parametrize(
     "case",
     [
@@ -190,9 +186,7 @@ def large_normalised() -> nn.Module:
     ],
     ids=lambda case: case.name,
 )
-def test_large_weights_that_are_computed(case, with_numba, monkeypatch):
-    if not with_numba:
-        monkeypatch.setattr(loops, "has_numba", lambda: False)
+def test_large_weights_that_are_computed(case):
     model, inputs = case.make(torch.float32, 7)
     truth = oracle(case, model, inputs)
     factors = psg.per_sample_factors(model, fold, inputs)
