@@ -313,11 +313,24 @@ _ALONG_IN_ANOTHER_FORM = """
     SumBackward1 MeanBackward1 ProdBackward1 MedianBackward1 NanmedianBackward1
     NormBackward1 NormBackward3 SortBackward1 IndexFillBackward1 ScatterBackward1
 """
-_POOLS = """
-    AvgPool AdaptiveAvgPool AdaptiveMaxPool MaxPool MkldnnMaxPool FractionalMaxPool
-    MaxUnpool ReflectionPad ReplicationPad UpsampleNearest UpsampleNearestExact
-    UpsampleLinear UpsampleBilinear UpsampleBicubic UpsampleTrilinear
-"""
+_ON_LAST_DIMENSIONS = {
+    1: """
+        ReflectionPad1D ReplicationPad1D UpsampleNearest1D UpsampleNearestExact1D
+        UpsampleLinear1D
+    """,
+    2: """
+        AvgPool2D AdaptiveAvgPool2D AdaptiveMaxPool2D MaxPool2D MaxPool2DWithIndices
+        MkldnnMaxPool2D FractionalMaxPool2D MaxUnpool2D ReflectionPad2D
+        ReplicationPad2D UpsampleNearest2D UpsampleNearestExact2D UpsampleBilinear2D
+        UpsampleBilinear2DAa UpsampleBicubic2D UpsampleBicubic2DAa
+    """,
+    3: """
+        AvgPool3D AdaptiveAvgPool3D AdaptiveMaxPool3D MaxPool3D MaxPool3DWithIndices
+        MkldnnMaxPool3D FractionalMaxPool3D MaxUnpool3D ReflectionPad3D
+        ReplicationPad3D UpsampleNearest3D UpsampleNearestExact3D UpsampleTrilinear3D
+        PixelShuffle PixelUnshuffle
+    """,
+}
 _ATTENTIONS = """
     ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention
     ScaledDotProductEfficientAttention ScaledDotProductCudnnAttention
@@ -330,7 +343,7 @@ LAYOUTS: dict[str, Callable[[LayoutQuery], Layout]] = {
     "MaskedFillBackward1": _broadcast,
     "CopyBackwards": _broadcast,
     **dict.fromkeys(rules.UNCHANGED, _viewed),
-    **_named("SqueezeBackward2", _viewed),
+    "SqueezeBackward2": _viewed,
     **_named("Permute Transpose T", _permuted),
     **_named(_ALONG_A_DIMENSION, _along("dim")),
     **dict.fromkeys(_ALONG_IN_ANOTHER_FORM.split(), _along("dim")),
@@ -359,14 +372,10 @@ LAYOUTS: dict[str, Callable[[LayoutQuery], Layout]] = {
     ),
     **_named("ConstantPadNd", _padded),
     **{
-        f"{name}{rank}DBackward0": _but_last(rank)
-        for name in _POOLS.split()
-        for rank in (1, 2, 3)
+        name: rule
+        for count, names in _ON_LAST_DIMENSIONS.items()
+        for name, rule in _named(names, _but_last(count)).items()
     },
-    **_named(
-        "MaxPool2DWithIndices UpsampleBilinear2DAa UpsampleBicubic2DAa", _but_last(2)
-    ),
-    **_named("MaxPool3DWithIndices PixelShuffle PixelUnshuffle", _but_last(3)),
     **_named("Im2Col Col2Im MultiMarginLoss MultilabelMarginLoss", _of_first(0)),
     **_named("GridSampler2D GridSampler3D", _of_first(0, 0)),
     **_named("NllLoss NllLoss2D", _class_losses),
