@@ -123,7 +123,7 @@ def _along(*names: str, leading: int = 0) -> Callable[[LayoutQuery], Layout]:
     def rule(of: LayoutQuery) -> Layout:
         found: list[int | None] = []
         for shape in of.inputs:
-            if shape is None:
+            if not shape:  # no graph, or a number that fills
                 found.append(None)
                 continue
             rank = len(shape) + leading
@@ -325,7 +325,7 @@ _ON_LAST_DIMENSIONS = {
         UpsampleBilinear2DAa UpsampleBicubic2D UpsampleBicubic2DAa
     """,
     3: """
-        AvgPool3D AdaptiveAvgPool3D AdaptiveMaxPool3D MaxPool3D MaxPool3DWithIndices
+        AvgPool3D AdaptiveAvgPool3D AdaptiveMaxPool3D MaxPool3DWithIndices
         MkldnnMaxPool3D FractionalMaxPool3D MaxUnpool3D ReflectionPad3D
         ReplicationPad3D UpsampleNearest3D UpsampleNearestExact3D UpsampleTrilinear3D
         PixelShuffle PixelUnshuffle
