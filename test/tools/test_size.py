@@ -1,0 +1,88 @@
+"""Size is a budget: lines of code, and what a reader has to follow."""
+
+from __future__ import annotations
+
+import pytest
+from support.scripts import run_script
+
+from tools.size.count_calls import WAYS
+from tools.size.count_lines import PACKAGES, ROOT, size_of, size_of_source, total
+
+SCRIPT = ROOT / "tools/size/count_lines.py"
+SOURCE = '''\
+"""A module.
+
+With a long docstring.
+"""
+
+import os  # a comment beside code counts as code
+
+# a comment alone does not
+
+
+def first(
+    number: int,
+) -> str:
+    """Returns a text."""
+
+    def inner() -> str:
+        return """two
+        lines"""
+
+    return inner() * number
+
+
+NAMES = [
+    "a",
+
+    "b",
+]
+'''
+# Lines of code; of all text, docstrings are to stay a fifth.
+CODE = 27_595
+TEST_LINES = 44_500
+# Files and functions of ours.
+LIMITS = {
+    "minibatch": (12, 41), "update": (21, 83), "norms": (21, 117), "grab": (37, 160),
+    "order": (16, 37),
+}  # fmt: skip
+
+
+def test_lines_are_counted():
+    size = size_of_source(SOURCE)
+    assert size.code == 1 + 7 + 4
+    assert size.docstrings == 5
+    assert size.lines == SOURCE.count("\n")
+    assert sorted(size.functions) == [3, 7]
+    assert size.median_function == 5
+
+
+def test_the_packages_stay_within_their_budget():
+    sizes = {name: size_of(ROOT / name) for name in PACKAGES}
+    everything = total(list(sizes.values()))
+    assert everything.code <= CODE, {name: size.code for name, size in sizes.items()}
+    assert everything.docstrings >= everything.lines / 5
+    assert everything.median_function <= 6
+    assert size_of(ROOT / "test").lines <= TEST_LINES
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_way_passes_few_functions(name):
+    found = WAYS[name]()
+    num_files, num_functions = LIMITS[name]
+    assert len(found.files) <= num_files, found.files
+    assert len(found.functions) <= num_functions, found.functions
+
+
+def test_a_path_that_does_not_exist(tmp_path):
+    status, output = run_script(SCRIPT, "nothing", cwd=tmp_path)
+    assert status == 1
+    assert "nothing does not exist: name a folder" in output
+
+
+def test_a_table_of_folders(tmp_path):
+    status, output = run_script(SCRIPT, "rigl_xla", cwd=tmp_path)
+    assert status == 0
+    assert output.splitlines()[1].split()[:2] == [
+        "rigl_xla", f"{size_of(ROOT / 'rigl_xla').code:,}",
+    ]  # fmt: skip
