@@ -1,0 +1,127 @@
+"""What the first page of each package writes by hand is what the package does."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from support.documents import block
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import grab_xla
+import per_sample_grad as psg
+import rigl_xla
+import variable_batch_size as vbs
+import xla_replica
+
+
+def from_page(package: str, name: str):
+    """Returns a function that a package's page defines."""
+    names = {"torch": torch, "F": F, "math": math}
+    exec(block(f"docs/{package}.md", "python", f"def {name}("), names)
+    return names[name]
+
+
+def model_and_optimizer(**options) -> tuple[nn.Module, torch.optim.Optimizer]:
+    with xla_replica.LocalReplica("cpu").seeded(0):
+        model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, **options)
+
+
+def data(num_samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(num_samples, 5, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(3, (num_samples,), generator=generator)
+
+
+def assert_same_weights(model: nn.Module, other: nn.Module) -> None:
+    for ours, theirs in zip(model.parameters(), other.parameters()):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_an_elastic_loop():
+    train_by_hand = from_page("variable_batch_size", "train_by_hand")
+    inputs, targets = data(512)
+    batch_sizes, seed = [64, 128, 96, 32, 160], 7
+    expected, plain = model_and_optimizer(momentum=0.9)
+    with xla_replica.LocalReplica("cpu").seeded(seed):  # for its randperm
+        train_by_hand(expected, plain, inputs, targets, batch_sizes, 64)
+
+    model, inner = model_and_optimizer(momentum=0.9)
+    sampler = vbs.CustomSampler(
+        range(512), batch_sizes, minibatch_size=32, num_replicas=1, rank=0, seed=seed
+    )
+    optimizer = vbs.LinearRuleOptimizer(
+        inner, sampler, ref_batchsize=64, replica=xla_replica.LocalReplica("cpu")
+    )
+    for indices in sampler:
+        F.cross_entropy(model(inputs[indices]), targets[indices]).backward()
+        optimizer.step()
+    assert_same_weights(model, expected)
+
+
+def test_mean_balance():
+    train_by_hand = from_page("grab_xla", "train_by_hand")
+    dataset, num_epochs = TensorDataset(*data(40)), 4
+    model, optimizer = model_and_optimizer()
+    sampler = grab_xla.GraBSampler(
+        dataset, dict(model.named_parameters()), dtype=torch.float64
+    )
+    orders = []
+    for _ in range(num_epochs):
+        orders.append(list(sampler))
+        for sample in orders[-1]:
+            x, y = dataset[sample : sample + 1]
+            optimizer.zero_grad()
+            with sampler.record(model):
+                losses = F.cross_entropy(model(x), y, reduction="none")
+            sampler.backward(losses)
+            optimizer.step()
+    expected, plain = model_and_optimizer()
+    last = train_by_hand(expected, plain, dataset, orders[0], num_epochs)
+    assert list(sampler) == last != orders[-1] != orders[0]
+    assert_same_weights(model, expected)
+
+
+def test_gradients_of_samples():
+    gradients_by_loop = from_page("per_sample_grad", "gradients_by_loop")
+    inputs, targets = data(6)
+    model, _ = model_and_optimizer()
+    with psg.capture(model) as recorded:
+        losses = F.cross_entropy(model(inputs), targets, reduction="none")
+    expected = gradients_by_loop(model, losses)
+    found = recorded.backward(losses).materialize()
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_topology_update():
+    update_by_hand = from_page("rigl_xla", "update_by_hand")
+    inputs, _ = data(8)
+    model, optimizer = model_and_optimizer()
+    layer, alpha, T_end, num_updates = model[2], 0.3, 100, 0
+    pruner = rigl_xla.RigLScheduler(
+        model, optimizer, dense_allocation=0.5, T_end=T_end, delta=5, alpha=alpha,
+        ignore_linear_layers=False,
+    )  # fmt: skip
+    for step in range(1, 16):
+        before = layer.weight.detach().clone()
+        mask = pruner.masks["2.weight"].clone()
+        dense = torch.func.grad(
+            lambda weight: torch.func.functional_call(
+                model, {"2.weight": weight}, inputs
+            ).square().mean()
+        )(before)  # fmt: skip
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        if pruner():
+            optimizer.step()
+            continue
+        share = alpha / 2 * (1 + math.cos(math.pi * step / T_end))
+        num = int(share * int(mask.sum()))
+        expected = update_by_hand(before, dense, mask, num)
+        assert torch.equal(pruner.masks["2.weight"], expected)
+        assert torch.equal(layer.weight, before)
+        num_updates += num > 0
+    assert num_updates == 3
