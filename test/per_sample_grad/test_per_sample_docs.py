@@ -1,4 +1,4 @@
-"""The code on the pages about per_sample_grad, and in the README, runs."""
+"""The code on the pages about per_sample_grad runs."""
 
 from __future__ import annotations
 
@@ -69,16 +69,6 @@ def test_scoring_a_pool_by_a_function_of_factors():
     gram = psg.per_sample_gram(names["model"], names["loss_fn"], (x, y))
     found = torch.from_numpy(names["scores"].scores)
     torch.testing.assert_close(found, gram.sum(1))
-
-
-def test_the_lines_of_the_readme(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = {"model": dense_model(), "pool": Vectors(COUNT)}
-    exec(block("README.md", "python", "psg.score_pool"), names)
-    truth = psg.score_pool(
-        names["model"], names["pool"], score="egl", labels="expected", progress=False
-    )
-    assert (names["scores"].scores == truth.scores).all()
 
 
 class Tokenised(Dataset):
