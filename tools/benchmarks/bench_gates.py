@@ -1,0 +1,249 @@
+"""Measures what the packages may cost over training, at the sizes that users have.
+
+    python tools/benchmarks/bench_gates.py
+    python tools/benchmarks/bench_gates.py --rounds 24 --output result.json
+
+A convolutional network, a GPT and a vision transformer whose training steps take 30 ms
+and more on one thread, and a multilayer perceptron of a millisecond, with and without
+parameters that no layer's rule accounts for. Every way runs once in each round, in an
+order that changes, between two training steps, over whose processor time its own is
+taken; the median over rounds is compared with the gate. The exit status is 1 if one is
+missed. Only ratios mean anything, and only on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
+
+import grab_xla
+import per_sample_grad as psg
+from tools.benchmarks.models import MODELS, losses_of
+from tools.record import parser_with_output, save
+
+BATCH, CLASSES, VOCABULARY, LENGTH = 32, 10, 200, 64
+LARGE = {
+    "norms": 1.45, "project": 1.15, "exact": 2.0, "projected": 1.25, "group": 1.06,
+}  # fmt: skip
+SMALL = {"norms": 2.0}
+WITH_FREE_PARAMETERS = {"norms": 2.5}
+Step = Callable[[], object]
+
+
+class Attention(nn.Module):
+    """A block of a transformer, written of Linears."""
+
+    def __init__(self, width: int, heads: int, is_causal: bool) -> None:
+        super().__init__()
+        self.heads, self.is_causal = heads, is_causal
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.qkv(self.norm1(x)).chunk(3, -1)
+        q, k, v = (p.unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in parts)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Four blocks of width 128; the loss is the mean over 64 tokens."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(LENGTH, width)
+        self.blocks = nn.Sequential(*(Attention(width, 4, True) for _ in range(4)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.tokens(x) + self.positions(torch.arange(LENGTH))
+        return self.head(self.norm(self.blocks(h)))
+
+
+class ViT(nn.Module):
+    """Four blocks of width 96, a class token and positions of its own."""
+
+    def __init__(self, width: int = 96) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 4, 4)
+        self.token = nn.Parameter(torch.randn(1, 1, width) / 10)
+        self.positions = nn.Parameter(torch.randn(1, 65, width) / 10)
+        self.blocks = nn.Sequential(*(Attention(width, 4, False) for _ in range(4)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        patches = self.patches(x).flatten(2).transpose(1, 2)
+        h = torch.cat([self.token.expand(len(x), -1, -1), patches], 1) + self.positions
+        return self.head(self.norm(self.blocks(h))[:, 0])
+
+
+class FreeMLP(nn.Module):
+    """Layers with a gain and an offset that are parameters of the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = small_mlp()
+        self.gain, self.offset = (
+            nn.Parameter(torch.ones(256)), nn.Parameter(torch.zeros(256)),
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x * self.gain + self.offset)
+
+
+def small_mlp() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(),
+        nn.Linear(512, CLASSES),
+    )  # fmt: skip
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (BATCH, LENGTH))
+
+
+def images() -> torch.Tensor:
+    return torch.randn(BATCH, 3, 32, 32)
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(BATCH, 256)
+
+
+# The model, its inputs, and by a way's name the most that it may take over training.
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable, dict[str, float]]] = {
+    "cnn": (MODELS["cnn"][0], images, LARGE),
+    "gpt": (GPT, tokens, LARGE),
+    "vit": (ViT, images, LARGE),
+    "mlp": (small_mlp, rows, SMALL),
+    "mlp, free parameters": (FreeMLP, rows, WITH_FREE_PARAMETERS),
+}
+
+
+def losses(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Returns each sample's loss, ``(B,)``, for a language model the mean of tokens."""
+    if isinstance(model, GPT):
+        return psg.token_cross_entropy(model(x), x)
+    return losses_of(model, x, y)
+
+
+def steps_of(build: Callable[[], nn.Module], x: torch.Tensor) -> dict[str, Step]:
+    """Returns a step of training, and of every way to compare with it."""
+    torch.manual_seed(0)
+    y = torch.randint(0, CLASSES, (len(x),))
+
+    def train(model: nn.Module) -> Step:
+        def step() -> None:
+            model.zero_grad()
+            losses(model, x, y).mean().backward()
+
+        return step
+
+    def norms(model: nn.Module) -> Step:
+        def step() -> torch.Tensor:
+            with psg.capture(model) as recorded:
+                found = losses(model, x, y)
+            return recorded.norms(found)
+
+        return step
+
+    def project(model: nn.Module) -> Step:
+        projection = psg.Projection(dict(model.named_parameters()), 4096)
+
+        def step() -> torch.Tensor:
+            with psg.capture(model) as recorded:
+                found = losses(model, x, y)
+            return recorded.project(found, projection)
+
+        return step
+
+    def balanced(fidelity: str) -> Callable[[nn.Module], Step]:
+        def way(model: nn.Module) -> Step:
+            size = {"group_size": BATCH} if fidelity == "group" else {}
+            sampler = grab_xla.GraBSampler(
+                range(BATCH * 10_000), dict(model.named_parameters()), "mean",
+                fidelity=fidelity, **size,
+            )  # fmt: skip
+            list(sampler)  # begins an epoch
+
+            def step() -> None:
+                model.zero_grad()
+                with sampler.record(model):
+                    found = losses(model, x, y)
+                sampler.backward(found)
+
+            return step
+
+        return way
+
+    ways = {"train": train, "norms": norms, "project": project}
+    ways |= {name: balanced(name) for name in ("exact", "projected", "group")}
+    return {name: way(build()) for name, way in ways.items()}
+
+
+def seconds(step: Step) -> float:
+    """Returns the processor time of one step."""
+    began = time.process_time()
+    step()
+    return time.process_time() - began
+
+
+def measure(case: str, rounds: int) -> dict[str, float]:
+    """Returns the milliseconds of training, and the ratio of every way to it."""
+    build, draw, gates = CASES[case]
+    steps = steps_of(build, draw())
+    train = steps.pop("train")
+    steps = {name: step for name, step in steps.items() if name in gates}
+    ratios: dict[str, list[float]] = {name: [] for name in steps}
+    plain = []
+    for turn in tqdm(range(-2, rounds), case, disable=None):
+        before = seconds(train)
+        for name in steps if turn % 2 else reversed(steps):
+            own, after = seconds(steps[name]), seconds(train)
+            if turn >= 0:
+                ratios[name].append(2 * own / (before + after))
+                plain.append(after)
+            before = after
+    found = {name: statistics.median(each) for name, each in ratios.items()}
+    return {"training, ms": 1000 * statistics.median(plain), **found}
+
+
+def main() -> None:
+    parser = parser_with_output(__doc__)
+    parser.add_argument(
+        "--rounds", type=int, default=12, help="how often every way runs; default 12"
+    )
+    parser.add_argument(
+        "--cases", nargs="*", choices=CASES, default=list(CASES),
+        help="which models; default: all",
+    )  # fmt: skip
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    results, missed = {}, []
+    for case in arguments.cases:
+        gates, found = CASES[case][2], measure(case, arguments.rounds)
+        results[case] = found | {f"{name}: gate": gate for name, gate in gates.items()}
+        print(f"{case}: a training step takes {found['training, ms']:.1f} ms")
+        for name, gate in gates.items():
+            print(f"    {name:12}{found[name]:8.2f}  at most {gate}")
+            if found[name] > gate:
+                missed.append(f"{case}: {name}")
+    save(arguments.output, {"rounds": arguments.rounds, "cases": results})
+    sys.exit(f"missed: {', '.join(missed)}" if missed else 0)
+
+
+if __name__ == "__main__":
+    main()
