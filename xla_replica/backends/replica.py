@@ -227,6 +227,7 @@ class Replica(abc.ABC):
                 tensor.copy_(self.all_gather(tensor)[source])
 
     def _check_parts(self, tensor: torch.Tensor) -> None:
+        """Raises ValueError unless `all_to_all` has a part for every replica."""
         n = self.num_replicas
         if tensor.dim() == 0 or len(tensor) != n:
             raise ValueError(
@@ -235,6 +236,7 @@ class Replica(abc.ABC):
             )
 
     def _check_source(self, source: int) -> None:
+        """Raises TypeError or ValueError unless ``source`` is a replica's rank."""
         check_integer("broadcast_: source", source, 0, self.num_replicas - 1)
 
     def barrier(self) -> None:
