@@ -1,20 +1,6 @@
-"""The command ``python -m xla_replica``: other people's scripts on this CPU."""
-
-from __future__ import annotations
-
-import argparse
-import sys
-from collections.abc import Sequence
-
-from xla_replica.common.arguments import check_number
-from xla_replica.starting.scripts import ScriptRunner
-from xla_replica.starting.xla import is_installed
-
-_DESCRIPTION = """\
-Runs a script that calls torch_xla.launch or xmp.spawn, without a change, on N XLA
+"""Runs a script that calls torch_xla.launch or xmp.spawn, without a change, on N XLA
 replicas of this CPU with real collectives, as a TPU with N cores would.
-"""
-_EXAMPLES = """\
+
 examples:
   python -m xla_replica --num-replicas 8 train.py --lr 0.1
   python -m xla_replica --num-replicas 4 -m my_package.train --epochs 2
@@ -32,12 +18,21 @@ Options of this command come before the script, whose arguments follow it. The e
 status is the script's. docs/xla_replica.md says what differs from a TPU.
 """
 
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from xla_replica.common.arguments import check_number
+from xla_replica.starting.scripts import ScriptRunner
+from xla_replica.starting.xla import is_installed
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m xla_replica",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(

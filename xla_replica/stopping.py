@@ -47,6 +47,7 @@ class _FirstSignal:
     at: float | None = None
 
     def insists(self) -> bool:
+        """Notes a signal; returns whether it came later than copies of the first do."""
         now = time.monotonic()
         self.at = now if self.at is None else self.at
         return now - self.at >= DUPLICATE_SECONDS
@@ -185,6 +186,7 @@ def listening_for_parent(folder: str) -> Iterator[None]:
 
 
 def _listen_for_good(folder: str) -> None:
+    """Installs handlers that stay until this process ends; see `forwarding`."""
     _process.num_runs += 1
     _process.folder = folder
     _process.listened |= _install(LISTENED, _on_signal).keys()
@@ -200,9 +202,8 @@ class Listener:
     def __init__(self, folder: str) -> None:
         self.folder = folder
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        _listen_for_good(self.folder)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _listen_for_good, (self.folder,)
 
 
 @contextlib.contextmanager
@@ -246,6 +247,7 @@ def leave_signals_to_parent(worker_id: int = 0) -> None:
 
 
 def _leave_group_if_armed() -> None:
+    """Moves a forked loader's worker out of the group where signals are caught."""
     if _process.armed:
         leave_signals_to_parent()
 
@@ -288,6 +290,7 @@ def _install(numbers: Iterable[int], caught: Callable[[int], bool]) -> _Installe
 
 
 def _restore(installed: _Installed) -> None:
+    """Puts back the handlers that `_install` has replaced."""
     for number, (handler, before) in installed.items():
         if signal.getsignal(number) is handler:  # else the user has installed another
             signal.signal(number, before)
@@ -310,6 +313,7 @@ def _handler(before: Any, caught: Callable[[int], bool]) -> Callable[[int, Any],
 
 
 def _number(name: int | str) -> int:
+    """Returns the number of a signal that can be caught; raises ValueError if none."""
     try:
         if isinstance(name, str):
             number = signal.Signals[name]
@@ -326,4 +330,5 @@ def _number(name: int | str) -> int:
 
 
 def _armed_file(folder: str, number: int) -> Path:
+    """Returns the file that says that this process has armed a signal."""
     return Path(folder, f"{os.getpid()}.{number}.armed")

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -108,8 +109,4 @@ def count(replica: Replica | None = None) -> Iterator[Counts]:
     barrier()
     counts.compilations = after.compilations - before.compilations
     counts.transfers = after.transfers - before.transfers
-    counts.fallbacks = {
-        name: number - before.fallbacks.get(name, 0)
-        for name, number in after.fallbacks.items()
-        if number > before.fallbacks.get(name, 0)
-    }
+    counts.fallbacks = dict(Counter(after.fallbacks) - Counter(before.fallbacks))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._utils import _take_tensors
 
 from xla_replica.backends.gradient_sum import GradientSum
 from xla_replica.backends.overlapped_sum import OverlappedSum
@@ -119,7 +120,8 @@ class DistributedReplica(Replica):
 
     def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
-            for bucket in buckets(listed("all_reduce_", tensors), BUCKET_BYTES):
+            # In groups of one dtype, the same on every replica.
+            for bucket in _take_tensors(listed("all_reduce_", tensors), BUCKET_BYTES):
                 flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
                 with self._named("all_reduce_", bucket):
                     torch.distributed.all_reduce(flat)
@@ -283,23 +285,3 @@ class Work:
         """Returns when the sum can be used."""
         with self._replica._named("all_reduce_", [self._flat]):
             self._work.wait()
-
-
-def buckets(
-    tensors: Sequence[torch.Tensor], bucket_bytes: int
-) -> Iterator[list[torch.Tensor]]:
-    """Yields tensors in groups of one device and dtype and about ``bucket_bytes``.
-
-    The grouping depends only on shapes and dtypes, so it is the same on every replica.
-    """
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    bytes_in_group: dict[tuple[torch.device, torch.dtype], int] = {}
-    for tensor in tensors:
-        key = (tensor.device, tensor.dtype)
-        groups.setdefault(key, []).append(tensor)
-        num_bytes = tensor.numel() * tensor.element_size()
-        bytes_in_group[key] = bytes_in_group.get(key, 0) + num_bytes
-        if bytes_in_group[key] >= bucket_bytes:
-            bytes_in_group[key] = 0
-            yield groups.pop(key)
-    yield from groups.values()

@@ -80,13 +80,12 @@ def register_backend(
             CPU, and not only as many as there are devices.
     """
     check_type("device", device, str, "a name as `launch` takes it")
-    parts = {"find": find, "replica": replica, "preference": preference}
-    parts |= {"has_any_number": has_any_number}
-    parts |= {} if launch is None else {"launch": launch}
-    for name, part in parts.items():
-        check_function(f"register_backend: {name}", part)
-    DEVICES.pop(device, None)
-    DEVICES[device] = Backend(find, replica, launch, preference, has_any_number)
+    backend = Backend(find, replica, launch, preference, has_any_number)
+    for name, part in backend._asdict().items():
+        if name != "launch" or part is not None:
+            check_function(f"register_backend: {name}", part)
+    DEVICES.pop(device, None)  # `current` asks the last one first
+    DEVICES[device] = backend
 
 
 # Where launchers say how many processes they have started: torchrun and whoever joins

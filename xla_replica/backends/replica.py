@@ -9,6 +9,7 @@ compiles a new graph for every value otherwise, so callers divide by a tensor in
 from __future__ import annotations
 
 import abc
+import functools
 import math
 import numbers
 import pickle
@@ -37,8 +38,8 @@ _FIRST_BYTES = 1024
 class Replica(abc.ABC):
     """One data-parallel copy of a training job.
 
-    A backend must define `all_gather`. The other collectives have definitions in terms
-    of it, which are correct but send more than they must.
+    A backend must define `all_gather`, whose result is checked. The other collectives
+    have definitions in terms of it, which are correct but send more than they must.
 
     Attributes:
         rank: This replica's number, ``0 <= rank < num_replicas``.
@@ -54,6 +55,11 @@ class Replica(abc.ABC):
         self.num_replicas = num_replicas
         self.device = device
         self.reason = reason
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "all_gather" in vars(cls):
+            cls.all_gather = _shape_checked(cls.all_gather)  # type: ignore[method-assign]
 
     def __str__(self) -> str:
         place = f"{self.rank} of {self.num_replicas} on {self.device}"
@@ -221,6 +227,7 @@ class Replica(abc.ABC):
                 tensor.copy_(self.all_gather(tensor)[source])
 
     def _check_parts(self, tensor: torch.Tensor) -> None:
+        """Raises ValueError unless `all_to_all` has a part for every replica."""
         n = self.num_replicas
         if tensor.dim() == 0 or len(tensor) != n:
             raise ValueError(
@@ -229,6 +236,7 @@ class Replica(abc.ABC):
             )
 
     def _check_source(self, source: int) -> None:
+        """Raises TypeError or ValueError unless ``source`` is a replica's rank."""
         check_integer("broadcast_: source", source, 0, self.num_replicas - 1)
 
     def barrier(self) -> None:
@@ -420,6 +428,29 @@ class Replica(abc.ABC):
         Build the model inside it, then move it to `device`. See `xla_replica.seeded`.
         """
         return seeded(seed)
+
+
+def _shape_checked(all_gather: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """Returns a backend's `all_gather`, which raises if its result has a wrong shape.
+
+    Without the replica dimension sums and broadcasts would be wrong without an error.
+    """
+
+    @functools.wraps(all_gather)
+    def checked(self: Replica, tensor: torch.Tensor) -> torch.Tensor:
+        gathered = all_gather(self, tensor)
+        shape = (self.num_replicas, *tensor.shape)
+        if not isinstance(gathered, torch.Tensor) or gathered.shape != shape:
+            got = getattr(gathered, "shape", None)
+            got = repr(gathered) if got is None else f"one of shape {tuple(got)}"
+            raise ValueError(
+                f"{type(self).__name__}.all_gather must return a tensor of shape "
+                f"(num_replicas, *tensor.shape), here {shape}, got {got}: stack what "
+                "the replicas brought in a new first dimension, by rank"
+            )
+        return gathered
+
+    return checked
 
 
 class LocalReplica(Replica):

@@ -129,6 +129,8 @@ def _reader(folder: Path) -> Any:
 
 
 class _Unpickler(pickle.Unpickler):
+    """Reads the description of a folder, and refuses all classes but its own."""
+
     def find_class(self, module: str, name: str) -> Any:
         found = None
         if module in _MODULES and "." not in name:

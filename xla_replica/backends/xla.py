@@ -35,31 +35,33 @@ class XlaReplica(Replica):
         tensors = listed("all_reduce_", tensors)
         if not tensors or self.num_replicas == 1:
             return
-        narrow = [t for t in tensors if t.dtype == torch.bfloat16 and self._on_cpu]
-        wide = [tensor.float() for tensor in narrow]  # XLA:CPU cannot sum bfloat16
-        kept = [t for t in tensors if not any(t is other for other in narrow)]
+        totals = [self._widened(tensor) for tensor in tensors]
         # The list form reduces in place, all tensors in one collective.
-        self._xm.all_reduce(self._xm.REDUCE_SUM, [*kept, *wide])
-        for tensor, value in zip(narrow, wide):
-            tensor.copy_(value)
+        self._xm.all_reduce(self._xm.REDUCE_SUM, totals)
+        for tensor, total in zip(tensors, totals):
+            if total is not tensor:
+                tensor.copy_(total)
+
+    def _widened(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns bfloat16 as float32 on XLA:CPU, whose collectives do not have it."""
+        is_narrow = tensor.dtype == torch.bfloat16 and self._on_cpu
+        return tensor.float() if is_narrow else tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         value = tensor.detach().unsqueeze(0)
         if self.num_replicas == 1:
             return value.clone()
-        if tensor.dtype == torch.bfloat16 and self._on_cpu:
-            return self.all_gather(tensor.float()).to(torch.bfloat16)
         # Pinned layouts make torch_xla pad with the replica's own ordinal: a
         # different graph on every replica, which hangs.
-        return self._xm.all_gather(value, dim=0, pin_layout=False)
+        gathered = self._xm.all_gather(self._widened(value), dim=0, pin_layout=False)
+        return gathered.to(tensor.dtype)
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         self._check_parts(tensor)
         if self.num_replicas == 1:
             return tensor.detach().clone()
-        if tensor.dtype == torch.bfloat16 and self._on_cpu:
-            return self.all_to_all(tensor.float()).to(torch.bfloat16)
-        return self._xm.all_to_all(tensor.detach(), 0, 0, self.num_replicas)
+        sent = self._widened(tensor.detach())
+        return self._xm.all_to_all(sent, 0, 0, self.num_replicas).to(tensor.dtype)
 
     def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         self._check_source(source)

@@ -129,6 +129,7 @@ def _range(
     above: float | None = None,
     below: float | None = None,
 ) -> str:
+    """Returns the limits that are given in words, such as " >= 0 and < 1"."""
     limits = ((">=", least), (">", above), ("<=", most), ("<", below))
     parts = [f"{sign} {limit}" for sign, limit in limits if limit is not None]
     return " " + " and ".join(parts) if parts else ""

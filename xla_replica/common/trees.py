@@ -17,45 +17,27 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     """
     if isinstance(value, torch.Tensor):
         return function(value)
-    if type(value) is tuple:  # asking for a Mapping takes longer
-        return tuple([map_tensors(part, function) for part in value])
-    if value is None or isinstance(value, (str, int, float)):
-        return value
-    if isinstance(value, dict) and type(value) is not dict:
-        # A copy keeps type and attributes: state_dict()._metadata, Counter.
-        changed = copy.copy(value)
-        for key, part in value.items():
-            changed[key] = map_tensors(part, function)
-        return changed
-    if isinstance(value, Mapping):
-        return {key: map_tensors(part, function) for key, part in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(part, function) for part in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(part, function) for part in value)
-    return value
+        parts = [map_tensors(part, function) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if not isinstance(value, Mapping):
+        return value
+    parts = {key: map_tensors(part, function) for key, part in value.items()}
+    if not isinstance(value, dict):
+        return parts
+    changed = copy.copy(value)  # with its attributes, such as state_dict()._metadata
+    for key, part in parts.items():
+        changed[key] = part
+    return changed
 
 
 def leaves(value: Any) -> list[Any]:
     """Returns what nested tuples, lists and dicts hold, except such containers."""
-    found: list[Any] = []
-    _collect(value, found)
-    return found
-
-
-def _collect(value: Any, found: list[Any]) -> None:
-    # In the order of what is seen most: asking whether something is a Mapping takes
-    # many times as long.
-    if value is None or isinstance(value, (torch.Tensor, str, int, float)):
-        found.append(value)
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            _collect(part, found)
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            _collect(part, found)
-    else:
-        found.append(value)
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return [value]
+    return [leaf for part in value for leaf in leaves(part)]
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

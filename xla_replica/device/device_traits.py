@@ -38,6 +38,7 @@ class DeviceTraits(NamedTuple):
 
 @contextlib.contextmanager
 def _highest_in_torch() -> Iterator[None]:
+    """Surrounds a block in which torch's float32 matmul precision is "highest"."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -48,6 +49,7 @@ def _highest_in_torch() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_tf32() -> Iterator[None]:
+    """Surrounds a block in which GPUs do not use TF32."""
     # torch has an older and a newer setting. The older one, if it has been used, sets
     # the newer one too, and then must not differ from it: reading it would raise.
     matmul = torch.backends.cuda.matmul
@@ -64,6 +66,7 @@ def _without_tf32() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _highest_from_now_on() -> Iterator[None]:
+    """Makes torch_xla's precision "highest" for good, unless the script chose one."""
     import torch_xla.backends
 
     if torch_xla.backends.get_mat_mul_precision() == "default":

@@ -13,67 +13,52 @@ import torch
 
 from xla_replica.common.arguments import check_integer
 
-
-class _Turn:
-    """A lock for the CPU generator, which all threads of the process share."""
-
-    def __init__(self) -> None:
-        self.renew()
-
-    def renew(self) -> None:
-        self.lock = threading.RLock()
-
-
-_turn = _Turn()
+# All threads of the process share the CPU generator.
+_turn = threading.RLock()
 # A loader worker may be forked while another emulated replica holds the lock, and
 # would then wait for it for ever.
-os.register_at_fork(after_in_child=_turn.renew)
-
-
-class Draws:
-    """The state of the CPU generator that a replica would have if it were a process."""
-
-    def __init__(self, state: torch.Tensor) -> None:
-        self.state = state
+os.register_at_fork(after_in_child=_turn._at_fork_reinit)
 
 
 class _Own(threading.local):
-    """The calling thread's `Draws`, and whether the generator has their state now."""
+    """The calling thread's generator, and whether its state is in place now."""
 
-    draws: Draws | None = None
+    generator: torch.Generator | None = None
     in_place = False
 
 
 _own = _Own()
 
 
-def draw_from(draws: Draws | None) -> None:
-    """Makes `own_draws` in the calling thread use ``draws``."""
-    _own.draws = draws
+def draw_from(generator: torch.Generator | None) -> None:
+    """Makes `own_draws` in the calling thread draw from ``generator``.
+
+    It has the state that the CPU generator would have if the replica were a process.
+    """
+    _own.generator = generator
 
 
 @contextlib.contextmanager
 def own_draws() -> Iterator[None]:
     """Makes what torch draws on the CPU inside the block the calling thread's own.
 
-    No other thread enters such a block meanwhile. In a thread without `Draws` the
-    generator is the process's.
+    No other thread enters such a block meanwhile. In a thread without a generator of
+    its own they are the process's.
     """
-    draws = _own.draws
-    with _turn.lock:
-        if draws is None or _own.in_place:
+    own = _own.generator
+    with _turn:
+        if own is None or _own.in_place:
             yield
             return
-        generator = torch.default_generator
-        shared = generator.get_state()
-        generator.set_state(draws.state)
+        shared = torch.default_generator.get_state()
+        torch.default_generator.set_state(own.get_state())
         _own.in_place = True
         try:
             yield
         finally:
             _own.in_place = False
-            draws.state = generator.get_state()
-            generator.set_state(shared)
+            own.set_state(torch.default_generator.get_state())
+            torch.default_generator.set_state(shared)
 
 
 def in_turn(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,7 +29,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +99,9 @@ class Emulator:
             setattr(self._c, name, self._guarded(getattr(self._c, name)))
         self._c._xla_sync_multi = self._after_collectives(self._c._xla_sync_multi)
         self._c._xla_warm_up_cache = self._alone(self._c._xla_warm_up_cache)
-        self._tracing = compiling.install(self._num_replicas, self._torch_xla.sync)
-        own_process.install()
+        # Held by whoever compiles with torch.compile.
+        self.tracing = compiling.install(self._num_replicas, self._torch_xla.sync)
+        self._put_own_precision = own_process.install()
 
     @contextlib.contextmanager
     def replica(self) -> Iterator[int]:
@@ -109,18 +109,9 @@ class Emulator:
         rank = self._xr.global_ordinal()
         self._rendezvous.enter(rank)
         self._alive.append(torch.zeros(1).to(self._torch_xla.device()))  # cure 5
-        # Not the raw step marker: only sync resets the chain of all-reduce tokens,
-        # without which every call would be a new graph.
-        pending, sync = self._pending, self._torch_xla.sync
-        guard = _CallGuard(
-            lambda: bool(pending[rank]), sync, self._fetching, self._tracing
-        )
-        # Its further threads read what has been synced, and must not sync beside it.
-        of_others = functools.partial(
-            _CallGuard, bool, sync, contextlib.nullcontext, self._tracing
-        )
         device = str(self._torch_xla.device())
-        with own_process.replica(device, of_others), guard:
+        of_threads = functools.partial(_CallGuard, self, None)
+        with own_process.replica(device, of_threads), _CallGuard(self, rank):
             yield rank
             self._torch_xla.sync()
         self._report(rank, "returned")
@@ -158,7 +149,7 @@ class Emulator:
                 here = self._rendezvous.meet(rank, collectives)
                 self._report(rank, f"running the graph with {collectives[0]}")
             with self._compiling:  # cure 1
-                own_process.put_own_precision()
+                self._put_own_precision()
                 before = counters.snapshot().compilations if here else 0
                 compile_and_start(*args, **kwargs, wait=False)
                 if here:
@@ -179,8 +170,7 @@ class Emulator:
         guarded = self._guarded(sync_some)
 
         def sync_all_first(*args: Any, **kwargs: Any) -> None:
-            if self._pending[self._xr.global_ordinal()]:
-                self._torch_xla.sync()
+            self.run_pending(self._xr.global_ordinal())
             guarded(*args, **kwargs)
 
         return compiling.untraced(sync_all_first)
@@ -191,21 +181,29 @@ class Emulator:
         @functools.wraps(compile_only)
         def compile_alone(*args: Any) -> Any:
             with self._compiling:
-                own_process.put_own_precision()
+                self._put_own_precision()
                 return compile_only(*args)
 
         return compile_alone
 
+    def run_pending(self, rank: int) -> None:
+        """Syncs if the replica has traced a collective that has not run yet."""
+        if self._pending[rank]:
+            # Not the raw step marker: only sync resets the chain of all-reduce tokens,
+            # without which every call would be a new graph.
+            self._torch_xla.sync()
+
     @contextlib.contextmanager
-    def _fetching(self) -> Iterator[None]:
+    def fetching(self, rank: int) -> Iterator[None]:
         """Surrounds a fetch, which may compile a graph without collectives.
 
         Beside a peer that compiles, products of that graph could take its precision,
-        and the peer could take the fetch's compilation for its own.
+        and the peer could take the fetch's compilation for its own. It does not sync
+        because of what peers have done: the graph would then depend on them.
         """
-        self._wait(self._xr.global_ordinal())  # cure 3
+        self._wait(rank)  # cure 3
         with self._compiling:
-            own_process.put_own_precision()
+            self._put_own_precision()
             yield
 
     def _check_same_program(
@@ -226,6 +224,7 @@ class Emulator:
         here.num_dispatched += 1
 
     def _wait(self, rank: int) -> None:
+        """Blocks until the replica's device is idle."""
         self._c._xla_wait_device_ops(devices=[f"CPU:{rank}"])
 
 
@@ -261,22 +260,13 @@ class _CallGuard(TorchFunctionMode):
     The guard costs little where no collective is pending. It does not see what the
     threads of autograd call: a hook that sums must not fetch.
 
-    ``fetching`` returns what surrounds a call that reads the device. It must not sync
-    because of what peers have done: the graph of a fetch would then depend on them.
-    ``tracing`` is held by whoever compiles with torch.compile: torch_xla tells what it
-    cannot compile by counting fallbacks of the whole process, and a fetch is one.
+    ``rank`` is None in a further thread of a replica. It reads what has been synced,
+    and must not sync beside the replica.
     """
 
-    def __init__(
-        self,
-        is_pending: Callable[[], bool],
-        sync: Callable[[], Any],
-        fetching: Callable[[], AbstractContextManager[Any]],
-        tracing: AbstractContextManager[Any],
-    ) -> None:
+    def __init__(self, emulator: Emulator, rank: int | None) -> None:
         super().__init__()
-        self._is_pending, self._sync = is_pending, sync
-        self._fetching, self._tracing = fetching, tracing
+        self._emulator, self._rank = emulator, rank
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         del types
@@ -284,11 +274,16 @@ class _CallGuard(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():  # a graph fetches nothing
             return func(*args, **kwargs)
         if func in _FETCHES or func in _MAY_FETCH:
-            fetches = _fetches(func, args, kwargs)
-            if fetches and self._is_pending():
-                self._sync()
-            traces = self._tracing if func in _FETCHES else contextlib.nullcontext()
-            with traces, self._fetching() if fetches else contextlib.nullcontext():
+            fetches = self._rank is not None and _fetches(func, args, kwargs)
+            if fetches:
+                self._emulator.run_pending(self._rank)
+            with contextlib.ExitStack() as held:
+                if func in _FETCHES:
+                    # torch_xla tells what torch.compile cannot compile by counting
+                    # fallbacks of the whole process, and a fetch is one.
+                    held.enter_context(self._emulator.tracing)
+                if fetches:
+                    held.enter_context(self._emulator.fetching(self._rank))
                 return func(*args, **kwargs)
         # On the device nothing is drawn from the CPU's generator, and a lazy operation
         # that falls back to the host might wait for peers.
@@ -319,6 +314,7 @@ def _fetches(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _on_xla(value: Any) -> bool:
+    """Returns whether a value is a tensor on an XLA device."""
     return isinstance(value, torch.Tensor) and value.device.type == "xla"
 
 

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils.data
 
-from xla_replica.device.seeding import Draws, draw_from, in_turn, own_draws
+from xla_replica.device.seeding import draw_from, in_turn, own_draws
 
 _HAVE_DRAWN = """
     rand randn randint randperm normal bernoulli multinomial poisson binomial rand_like
@@ -51,33 +52,40 @@ _OF_THE_GENERATOR = (
 )
 
 
-class Member(NamedTuple):
+@dataclasses.dataclass
+class Member:
     """What the threads of one replica have in common.
 
     Attributes:
         device: The name of its torch_xla device.
         draws: Its CPU generator.
         groups: Its groups of torch.distributed.
-        settings: Its precision of matrix products, under "precision".
+        precision: That of its matrix products.
         surround: Returns what surrounds a further thread that it starts.
     """
 
     device: str
-    draws: Draws
+    draws: torch.Generator
     groups: dict[str, Any]
-    settings: dict[str, str]
+    precision: str
     surround: Callable[[], AbstractContextManager[Any]]
 
 
 class _Here(threading.local):
+    """Which replica the calling thread belongs to."""
+
     member: Member | None = None
 
 
 _here = _Here()
 
 
-def install() -> None:
-    """Replaces what belongs to a process by what belongs to a replica."""
+def install() -> Callable[[], None]:
+    """Replaces what belongs to a process by what belongs to a replica.
+
+    Returns a function to be called before anything compiles, with the lock without
+    which nothing does: it makes the calling replica's precision the process's.
+    """
     for name in _OF_THE_GENERATOR:
         function = in_turn(getattr(torch.random, name))
         setattr(torch.random, name, function)
@@ -88,7 +96,7 @@ def install() -> None:
     threading.Thread.start = _as_member(threading.Thread.start)
     _install_groups()
     _install_model_wrapper()
-    _install_precision()
+    return _install_precision()
 
 
 @contextlib.contextmanager
@@ -97,9 +105,11 @@ def replica(
 ) -> Iterator[None]:
     """Surrounds a replica's thread; ``surround`` returns what surrounds its others."""
     with own_draws():  # nobody else's state is in place now
-        draws = Draws(torch.default_generator.get_state())
-    settings = {"precision": _precision_of_process()}
-    _here.member = Member(device, draws, _new_groups(), settings, surround)
+        draws = torch.default_generator.clone_state()
+    import torch_xla
+
+    precision = torch_xla._XLAC._xla_get_mat_mul_precision()
+    _here.member = Member(device, draws, _new_groups(), precision, surround)
     draw_from(draws)
     try:
         yield
@@ -166,6 +176,7 @@ class _Groups:
 
 
 def _install_groups() -> None:
+    """Gives every replica its own groups of torch.distributed."""
     import torch.distributed.distributed_c10d as c10d
     from torch_xla._internal import rendezvous
     from torch_xla.distributed import xla_backend
@@ -197,6 +208,7 @@ def _synced(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _install_model_wrapper() -> None:
+    """Makes `MpModelWrapper` move a copy of the model for each replica."""
     import torch_xla.distributed.xla_multiprocessing as xmp
 
     def to(self: Any, device: Any) -> torch.nn.Module:
@@ -209,18 +221,11 @@ def _install_model_wrapper() -> None:
 # --- Precision of matrix products ---------------------------------------------------
 
 
-def _precision_of_process() -> str:
-    import torch_xla
-
-    get = torch_xla._XLAC._xla_get_mat_mul_precision
-    return getattr(get, "of_process", get)()
-
-
-def _install_precision() -> None:
+def _install_precision() -> Callable[[], None]:
     """Makes the precision of matrix products what the calling replica has set.
 
     It is part of the programs that are compiled while it is in place, so that a replica
-    which sets it would change those of its peers; see `put_own_precision`.
+    which sets it would change those of its peers. Returns what `install` does.
     """
     import torch_xla
 
@@ -232,25 +237,12 @@ def _install_precision() -> None:
         if _here.member is None:
             set_process(precision)
         else:
-            _here.member.settings["precision"] = precision
+            _here.member.precision = precision
 
     def get_precision() -> str:
         member = _here.member
-        return get_process() if member is None else member.settings["precision"]
+        return get_process() if member is None else member.precision
 
-    set_precision.of_process = set_process  # type: ignore[attr-defined]
-    get_precision.of_process = get_process  # type: ignore[attr-defined]
     native._xla_set_mat_mul_precision = set_precision
     native._xla_get_mat_mul_precision = get_precision
-
-
-def put_own_precision() -> None:
-    """Makes the calling replica's precision the process's; call it before compiling.
-
-    The caller holds the lock without which nothing compiles.
-    """
-    import torch_xla
-
-    own = torch_xla._XLAC._xla_get_mat_mul_precision()
-    if own != _precision_of_process():
-        torch_xla._XLAC._xla_set_mat_mul_precision.of_process(own)
+    return lambda: set_process(get_precision())

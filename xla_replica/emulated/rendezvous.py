@@ -86,10 +86,10 @@ class Rendezvous:
                 here.open = True
                 self._round = Round()
                 self._changed.notify_all()
-            settled = self._changed.wait_for(
+            is_decided = self._changed.wait_for(
                 lambda: here.open or self._gone(here), self.timeout
             )
-            if not settled:
+            if not is_decided:
                 raise self._late(here.arrived, _first(here))
             if not here.open:
                 raise self._left(here)
@@ -98,9 +98,11 @@ class Rendezvous:
             return here
 
     def _gone(self, here: Round) -> set[int]:
+        """Returns the replicas that have returned without coming to this round."""
         return self._returned - set(here.arrived)
 
     def _left(self, here: Round) -> ReplicaError:
+        """Returns the error for a round that some replicas will not come to."""
         gone = sorted(self._gone(here))
         return ReplicaError(
             f"{_name(gone)} returned while {_name(here.arrived)} wait in "
@@ -111,6 +113,7 @@ class Rendezvous:
         )
 
     def _late(self, in_time: Iterable[int], goal: str) -> ReplicaError:
+        """Returns the error that names the late replicas, with their stacks."""
         late = sorted(set(range(self.num_replicas)) - set(in_time))
         stacks = "\n".join(
             f"{_name([rank])} is at:\n{_stack(self._threads.get(rank))}"
@@ -149,17 +152,20 @@ def _disagreement(arrived: dict[int, tuple[Collective, ...]]) -> ReplicaError | 
 
 
 def _first(here: Round) -> str:
+    """Returns the collectives of the first replica of a round, in words."""
     rank = min(here.arrived)
     return ", ".join(str(collective) for collective in here.arrived[rank])
 
 
 def _name(ranks: Iterable[int]) -> str:
+    """Returns "replica 2" or "replicas 0, 1"."""
     ranks = sorted(ranks)
     numbers = ", ".join(str(rank) for rank in ranks)
     return f"replica {numbers}" if len(ranks) == 1 else f"replicas {numbers}"
 
 
 def _stack(thread: int | None) -> str:
+    """Returns the innermost frames of a thread, as a traceback shows them."""
     frame = sys._current_frames().get(thread) if thread is not None else None
     if frame is None:
         return "  (its thread is not running)\n"

@@ -1,41 +1,49 @@
-"""Accelerators whose runtime binds every process to one device, one row per kind.
+"""TorchTPU's runtime, which binds every process to one device.
 
-Of other kinds, such as GPUs, a process sees every device and chooses one. TorchTPU 0.2
-chooses itself, from the variables that a launcher gives every process and from
-addresses and a topology that the launcher's parent must compute, once for all of them.
-A process then sees its device as the only one. It cannot be forked from a process that
-has loaded the runtime, which importing torch does.
+Of other kinds of accelerators, such as GPUs, a process sees every device and chooses
+one. TorchTPU 0.2 chooses itself, from the variables that a launcher gives every process
+and from addresses and a topology that the launcher's parent must compute, once for all
+of them. A process then sees its device as the only one. It cannot be forked from a
+process that has loaded the runtime, which importing torch does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
 from unittest import mock
 
 import torch
 
 from xla_replica.errors import ReplicaError
 
+# The kinds of devices with such a runtime.
+BOUND_KINDS = ("tpu",)
+# What the parent sets, without which a process of several fails.
+_REQUIRED = ("TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY")
 
-class BoundRuntime(NamedTuple):
-    """What such a runtime needs.
 
-    Attributes:
-        set_variables: Called in the parent, before any process starts, with the number
-            of processes; sets variables in ``os.environ``.
-        required: Variables that it sets, without which a process of several fails.
-        remedy: How to set them where something else starts the processes.
+@contextlib.contextmanager
+def starting_on(device: torch.device, num_processes: int) -> Iterator[None]:
+    """Surrounds the start of processes: the environment is then what they need.
+
+    Raises:
+        ValueError: The runtime cannot have so many processes.
     """
+    with mock.patch.dict(os.environ):
+        if device.type in BOUND_KINDS:
+            try:
+                _set_variables(num_processes)
+            except (RuntimeError, ValueError) as error:
+                raise ValueError(
+                    f"num_replicas={num_processes} on {device.type!r}: {error}"
+                ) from error
+        yield
 
-    set_variables: Callable[[int], None]
-    required: tuple[str, ...]
-    remedy: str
 
-
-def _set_torch_tpu_variables(num_processes: int) -> None:
+def _set_variables(num_processes: int) -> None:
+    """Sets the variables of `_REQUIRED` for processes that start on this host."""
     from torch.tpu import distributed  # torch_tpu's
 
     distributed.set_tpu_launch_env(nproc_per_node=num_processes)
@@ -50,40 +58,11 @@ def _set_torch_tpu_variables(num_processes: int) -> None:
         )
 
 
-BOUND_RUNTIMES = {
-    "tpu": BoundRuntime(
-        _set_torch_tpu_variables,
-        ("TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY"),
-        "before torchrun, in its shell: eval $(python -m torch.tpu.distributed | sed "
-        "'s/^/export /')",
-    ),
-}
-
-
-@contextlib.contextmanager
-def starting_on(device: torch.device, num_processes: int) -> Iterator[None]:
-    """Surrounds the start of processes: the environment is then what they need.
-
-    Raises:
-        ValueError: The runtime cannot have so many processes.
-    """
-    runtime = BOUND_RUNTIMES.get(device.type)
-    with mock.patch.dict(os.environ):
-        if runtime is not None:
-            try:
-                runtime.set_variables(num_processes)
-            except (RuntimeError, ValueError) as error:
-                raise ValueError(
-                    f"num_replicas={num_processes} on {device.type!r}: {error}"
-                ) from error
-        yield
-
-
 def variables_of_process(
     device: torch.device, rank: int, num_processes: int
 ) -> Mapping[str, str]:
     """Returns what a launcher such as torchrun sets, where the runtime reads it."""
-    if device.type not in BOUND_RUNTIMES:
+    if device.type not in BOUND_KINDS:
         return {}
     return {
         "RANK": str(rank),
@@ -97,13 +76,13 @@ def variables_of_process(
 
 def check_variables(device: torch.device, num_processes: int) -> None:
     """Raises ReplicaError if what started this process has not set all variables."""
-    runtime = BOUND_RUNTIMES.get(device.type)
-    if runtime is None or num_processes == 1:
+    if device.type not in BOUND_KINDS or num_processes == 1:
         return
-    missing = [name for name in runtime.required if name not in os.environ]
+    missing = [name for name in _REQUIRED if name not in os.environ]
     if missing:
         raise ReplicaError(
             f"this process is one of {num_processes} on {device.type!r}, but "
             f"{' and '.join(missing)} must be set before the first of them starts; "
-            f"{runtime.remedy}"
+            "before torchrun, in its shell: eval $(python -m torch.tpu.distributed | "
+            "sed 's/^/export /')"
         )

@@ -43,7 +43,7 @@ _FILES = (1, 2)
 
 def run_in_children(
     main: Callable[..., None],
-    arguments: Mapping[str, tuple[Any, ...]],
+    arguments: Sequence[tuple[Any, ...]],
     watch: Callable[[Sequence[BaseProcess], str], ReplicaError | None],
     num_replicas: int,
     variables: Mapping[str, str] | None = None,
@@ -52,14 +52,14 @@ def run_in_children(
 ) -> list[Any]:
     """Runs replicas in child processes and returns or raises as `collect_results` does.
 
-    Every child calls ``main(folder, *arguments[name])``, where ``name`` is that of its
-    process, and the folder is shared for `exit_results` and `forwarding`.
-    ``watch(processes, folder)`` returns when the replicas have ended, with the error if
-    they ended badly; a process that still runs is then killed. ``variables`` are set in
-    the environment of the children alone. ``start_method`` is "spawn" for a runtime
-    that does not survive a fork and that importing torch loads. With ``script_later``
-    the children import the script when they call `exit_results.load_task`; otherwise
-    before all else, since it may register the device that they compute on.
+    Child n calls ``main(folder, *arguments[n])``, where the folder is shared for
+    `exit_results` and `forwarding`. ``watch(processes, folder)`` returns when the
+    replicas have ended, with the error if they ended badly; a process that still runs
+    is then killed. ``variables`` are set in the environment of the children alone.
+    ``start_method`` is "spawn" for a runtime that does not survive a fork and that
+    importing torch loads. With ``script_later`` the children import the script when
+    they call `exit_results.load_task`; otherwise before all else, since it may register
+    the device that they compute on.
     """
     context = _context(start_method)
     with tempfile.TemporaryDirectory(prefix="xla_replica") as folder:
@@ -67,15 +67,13 @@ def run_in_children(
             context.Process(
                 target=_run_child,
                 args=(_Surroundings(variables), main, folder, *own),
-                name=name,
             )
-            for name, own in arguments.items()
+            for own in arguments
         ]
         try:
             with forwarding(folder):
-                for process in processes:
-                    held_back = main_held_back if script_later else nullcontext
-                    with held_back():
+                with main_held_back() if script_later else nullcontext():
+                    for process in processes:
                         process.start()
                 death = watch(processes, folder)
         finally:  # also on Ctrl-C, which may reach this process alone
@@ -89,6 +87,7 @@ def run_in_children(
 def _run_child(
     surroundings: _Surroundings, main: Callable[..., None], folder: str, *own: Any
 ) -> None:
+    """Calls ``main`` in the child, which has the parent's surroundings and its end."""
     surroundings.enter()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     main(folder, *own)

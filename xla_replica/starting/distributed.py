@@ -47,7 +47,7 @@ from xla_replica.device.device_traits import traits
 from xla_replica.errors import ReplicaError
 from xla_replica.starting import child_process, exit_results
 from xla_replica.starting.bound_runtimes import (
-    BOUND_RUNTIMES,
+    BOUND_KINDS,
     check_variables,
     starting_on,
     variables_of_process,
@@ -65,6 +65,7 @@ _LOCAL_RANKS = (
 
 
 def _launch(name: str, job: Job) -> list[Any]:
+    """Runs a job on the devices that the row ``name`` means; see `launch`."""
     device = _kind_of_device(name)
     if job.is_started:
         return [_run_here(job, device)]
@@ -83,17 +84,16 @@ def _launch(name: str, job: Job) -> list[Any]:
         with listening(), bound(alone):
             return [job.fn(0, *job.args)]
     task = exit_results.dump_task(job.fn, job.args)
-    arguments = {
-        f"replica-{rank}": (rank, task, num_replicas, device, job.timeout)
-        for rank in range(num_replicas)
-    }
+    arguments = [
+        (rank, task, num_replicas, device, job.timeout) for rank in range(num_replicas)
+    ]
     with starting_on(device, num_replicas):
         return child_process.run_in_children(
             _child_main,
             arguments,
             functools.partial(_watch, device),
             num_replicas,
-            start_method="spawn" if device.type in BOUND_RUNTIMES else "forkserver",
+            start_method="spawn" if device.type in BOUND_KINDS else "forkserver",
         )
 
 
@@ -116,7 +116,7 @@ def _take_device(kind: torch.device, local_rank: int | None) -> torch.device:
         local_rank: The process's number on this host; None where nobody knows it, and
             the device is the one that the script uses.
     """
-    if traits(kind).is_host or kind.type in BOUND_RUNTIMES:
+    if traits(kind).is_host or kind.type in BOUND_KINDS:
         return kind
     if local_rank is None:
         return in_use(kind)
@@ -170,6 +170,7 @@ def _child_main(
     kind: torch.device,
     timeout: float,
 ) -> None:
+    """Runs one replica in its process, and writes its result or failure."""
     try:
         os.environ.update(variables_of_process(kind, rank, num_replicas))
         device = _take_device(kind, rank)
@@ -186,7 +187,7 @@ def _child_main(
         replica = DistributedReplica("a process", device)
         with listening_for_parent(folder):
             result = _run_as(replica, fn, args)
-            exit_results.write_result(folder, rank, exit_results.dump(result))
+            exit_results.write_result(folder, rank, result)
             _wait_for_peers(rank, timeout)
     except BaseException as error:  # a replica that exits has failed its peers too
         exit_results.write_failure(folder, rank, error)
@@ -316,8 +317,9 @@ def _in_group_of_its_own(device: torch.device, timeout: float) -> Iterator[None]
 
 
 def _run_as(replica: Replica, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    with bound(replica), computing_on(replica.device):
-        return exit_results.run_to_end(fn, replica.rank, args)
+    """Returns what `exit_results.run_replica` does; threads compute on its device."""
+    with computing_on(replica.device):
+        return exit_results.run_replica(replica, fn, args)
 
 
 # --- the rows -----------------------------------------------------------------------
@@ -332,6 +334,7 @@ def _find() -> str | None:
 
 
 def _accelerator_preference(job: Job) -> int:
+    """Returns how much an accelerator is preferred: 0 where there is none."""
     if process_group() is None:
         device = default_device()
     elif _find() is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import multiprocessing.connection
 import os
 import signal
 import sys
@@ -22,7 +21,6 @@ from typing import Any
 
 import torch
 
-from xla_replica.backends.registry import bound
 from xla_replica.backends.xla import XlaReplica
 from xla_replica.emulated.emulator import Emulator, environment
 from xla_replica.errors import ReplicaError
@@ -50,14 +48,17 @@ class _Shared:
         ]
 
     def report(self, rank: int, text: str) -> None:
+        """Keeps what replica ``rank`` is doing now."""
         self._rows[rank].value = text.encode()[: _STATUS_BYTES - 1]
 
     def beat(self) -> None:
+        """Keeps the time, twice a second, for as long as the process lives."""
         while True:
             self._heartbeat.value = time.monotonic()
             time.sleep(0.5)
 
     def _last_seen(self) -> str:
+        """Returns what every replica was last doing, in words."""
         texts = [row.value.decode(errors="replace") for row in self._rows]
         return "Last seen: " + "; ".join(
             f"replica {rank}: {text or 'not started'}"
@@ -69,19 +70,23 @@ class _Shared:
     ) -> ReplicaError | None:
         """Waits until all results are there, or returns how the child has failed."""
         [process] = processes
-        while multiprocessing.connection.wait([process.sentinel], timeout=1.0) == []:
-            if exit_results.have_all_ended(folder, self._num_replicas):
-                process.join(EXIT_SECONDS)
-                return None
+        is_running = True
+        while not exit_results.have_all_ended(folder, self._num_replicas):
+            if not is_running:
+                return self._death(process)
             if time.monotonic() - self._heartbeat.value > self._frozen_after:
                 return ReplicaError(
                     "the process of the emulated replicas has not run any Python code "
                     f"for {self._frozen_after:g} s: native code holds the interpreter "
                     f"lock. {self._last_seen()}"
                 )
-        process.join()
-        if exit_results.have_all_ended(folder, self._num_replicas):
-            return None
+            process.join(1.0)
+            is_running = process.is_alive()
+        process.join(EXIT_SECONDS)
+        return None
+
+    def _death(self, process: BaseProcess) -> ReplicaError:
+        """Returns the error that says how the process has ended without all results."""
         cause = child_process.cause_of_death(process.exitcode)
         if process.exitcode == -signal.SIGABRT:
             cause += (
@@ -106,10 +111,9 @@ def run_emulated(
     """
     shared = _Shared(num_replicas, timeout)
     task = exit_results.dump_task(fn, args)
-    own = task, num_replicas, timeout, shared, prepare
     return child_process.run_in_children(
         _child_main,
-        {"emulated-replicas": own},
+        [(task, num_replicas, timeout, shared, prepare)],
         shared.watch,
         num_replicas,
         environment(num_replicas),
@@ -128,6 +132,7 @@ def _child_main(
     shared: _Shared,
     prepare: Callable[[], None] | None,
 ) -> None:
+    """Runs all replicas in threads, and writes their results or the first failure."""
     threading.Thread(target=shared.beat, daemon=True).start()
     torch.set_num_threads(1)
     failed = threading.Lock()
@@ -155,7 +160,6 @@ def _child_main(
         fn, args = exit_results.load_task(task)
     except BaseException as error:
         fail(None, error)
-    results: dict[int, bytes] = {}
 
     def run_replica() -> None:
         rank = None
@@ -163,15 +167,12 @@ def _child_main(
             with emulator.replica() as rank:
                 shared.report(rank, "computing")
                 replica = XlaReplica(f"emulated on the CPU, {num_replicas} threads")
-                with bound(replica):
-                    result = exit_results.run_to_end(fn, rank, args)
+                result = exit_results.run_replica(replica, fn, args)
                 replica.sync()
-                results[rank] = exit_results.dump(result)
+                exit_results.write_result(folder, rank, result)
         except BaseException as error:
             fail(rank, error)
 
     # This thread waits where it can be interrupted: it runs the signal handlers.
     with listening_for_parent(folder):
         pjrt._run_thread_per_device(0, 1, run_replica, pjrt.initialize_multiprocess)
-    for rank, result in results.items():
-        exit_results.write_result(folder, rank, result)

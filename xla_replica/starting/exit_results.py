@@ -17,18 +17,24 @@ from typing import Any
 
 import torch
 
+from xla_replica.backends.registry import bound
+from xla_replica.backends.replica import Replica
 from xla_replica.device.device_traits import traits
 from xla_replica.errors import ReplicaError, Stopped
 
 logger = logging.getLogger(__name__)
 
 
-def run_to_end(fn: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> Any:
-    """Returns ``fn(rank, *args)``, or the `Stopped` that it raises: both end well."""
-    try:
-        return fn(rank, *args)
-    except Stopped as stopped:
-        return stopped
+def run_replica(replica: Replica, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Runs ``fn`` as the calling thread's replica, its `current`.
+
+    Returns ``fn(rank, *args)``, or the `Stopped` that it raises: both end well.
+    """
+    with bound(replica):
+        try:
+            return fn(replica.rank, *args)
+        except Stopped as stopped:
+            return stopped
 
 
 def values(results: list[Any]) -> list[Any]:
@@ -48,7 +54,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def dump(value: Any, failure: str = "the replica's result cannot be pickled") -> bytes:
+def _dump(value: Any, failure: str) -> bytes:
     """Returns ``value`` as bytes that any process can unpickle, or raises TypeError."""
     buffer = io.BytesIO()
     try:
@@ -60,14 +66,14 @@ def dump(value: Any, failure: str = "the replica's result cannot be pickled") ->
 
 def dump_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """Returns ``(fn, args)`` as bytes for `load_task`, or raises TypeError."""
-    called = dump(
+    called = _dump(
         (fn, args),
         f"launch: {fn!r} and its arguments must be picklable, because replicas run in "
         "another process: pass a function defined at the top level of a module",
     )
-    # What multiprocessing tells its own children of the script.
-    told = spawn.get_preparation_data("")
-    main = {name: told[name] for name in told if name.startswith("init_main_")}
+    # What multiprocessing sends its own children, here about the script alone.
+    data = spawn.get_preparation_data("")
+    main = {name: data[name] for name in data if name.startswith("init_main_")}
     return pickle.dumps((main, called))
 
 
@@ -102,9 +108,13 @@ def load_task(task: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return pickle.loads(called)
 
 
-def write_result(folder: str, rank: int, result: bytes) -> None:
-    """Writes how replica ``rank`` ended, as `dump` gave it, into the folder."""
-    Path(folder, f"{rank:06d}.result").write_bytes(result)
+def write_result(folder: str, rank: int, result: Any) -> None:
+    """Writes into the folder how replica ``rank`` ended, as `run_replica` returned it.
+
+    Raises TypeError if it cannot be pickled.
+    """
+    content = _dump(result, "the replica's result cannot be pickled")
+    Path(folder, f"{rank:06d}.result").write_bytes(content)
 
 
 def read_results(folder: str) -> list[Any]:
@@ -124,9 +134,9 @@ def write_failure(folder: str, rank: int | None, error: BaseException) -> None:
     text = f"{who} raised {type(error).__name__}: {error}\n\n{trace}"
     content = pickle.dumps((rank, text, None))
     with contextlib.suppress(Exception):  # the exception, if it can be pickled and back
-        whole = dump((rank, text, error))
-        pickle.loads(whole)
-        content = whole
+        with_error = _dump((rank, text, error), "")
+        pickle.loads(with_error)
+        content = with_error
     path = Path(folder, f"{rank}.unfinished")
     path.write_bytes(content)
     path.rename(path.with_suffix(".failure"))  # never read half-written

@@ -107,11 +107,13 @@ def default_num_replicas(device: str | None = None, on_cpu: int = 1) -> int | No
 
 
 def _check_device(device: Any) -> None:
+    """Raises ValueError unless `launch` can start replicas on ``device``."""
     startable = [name for name, backend in DEVICES.items() if backend.launch]
     check_choice("device", device, [*startable, None])
 
 
 def _preferred(job: Job) -> str:
+    """Returns the name of the backend that a job without a device is run on."""
     return max(DEVICES, key=lambda device: DEVICES[device].preference(job))
 
 

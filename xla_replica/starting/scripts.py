@@ -13,17 +13,11 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from xla_replica.emulated.emulator import environment
 from xla_replica.errors import ReplicaError
 from xla_replica.starting.emulated import run_emulated
-
-
-class _Exited(NamedTuple):
-    """A replica has ended by ``sys.exit(0)``, after which torch_xla's parent exits."""
-
-    code: int | None
 
 
 class ScriptRunner:
@@ -75,7 +69,9 @@ class ScriptRunner:
         The script is imported anew, whatever the ``start_method``.
         """
         del start_method
-        if _is_initialised():
+        import torch_xla
+
+        if torch_xla._XLAC._xla_runtime_is_initialized():
             raise RuntimeError(
                 "this process has used an XLA device before it starts replicas, which "
                 "torch_xla does not allow: make tensors and ask for devices in the "
@@ -95,29 +91,27 @@ class ScriptRunner:
                 raise
             raise error.__cause__ from error  # a script may catch it
         for result in results:
-            if isinstance(result, _Exited):
-                raise SystemExit(result.code)
+            if isinstance(result, SystemExit):
+                raise result
         return dict(enumerate(results))
 
 
-def _is_initialised() -> bool:
-    import torch_xla
-
-    return torch_xla._XLAC._xla_runtime_is_initialized()
-
-
 def _call_without_rank(rank: int, call: Callable[[], Any]) -> Any:
-    """Calls what torch_xla has prepared; it asks for the rank itself."""
+    """Calls what torch_xla has prepared, which asks for the rank itself.
+
+    Returns the exception of ``sys.exit(0)``, after which torch_xla's parent exits.
+    """
     del rank
     try:
         return call()
     except SystemExit as exited:
         if exited.code not in (None, 0):
             raise
-        return _Exited(exited.code)
+        return exited
 
 
 def _say_tpu() -> None:
+    """Makes ``xm.xla_device_hw`` return "TPU"."""
     import torch_xla.core.xla_model as xm
 
     xm.xla_device_hw = functools.wraps(xm.xla_device_hw)(lambda device: "TPU")

@@ -15,12 +15,7 @@ from typing import Any
 from unittest import mock
 
 from xla_replica.backends.distributed import kinds_served, process_group
-from xla_replica.backends.registry import (
-    Job,
-    bound,
-    check_is_alone,
-    register_backend,
-)
+from xla_replica.backends.registry import Job, check_is_alone, register_backend
 from xla_replica.backends.xla import XlaReplica
 from xla_replica.starting import emulated, exit_results
 from xla_replica.stopping import Listener, forwarding, listening
@@ -78,6 +73,7 @@ def _run_replica(
     folder: str,
     signals: Listener,
 ) -> None:
+    """Runs the replica of one chip, and writes its result; torch_xla calls it."""
     replica = XlaReplica("launched by torch_xla")
     if num_replicas not in (None, replica.num_replicas):
         raise ValueError(
@@ -86,10 +82,9 @@ def _run_replica(
         )
     # Under torchrun the rank that torch_xla passes is one within the host.
     del rank, signals
-    with bound(replica):
-        result = exit_results.run_to_end(fn, replica.rank, args)
+    result = exit_results.run_replica(replica, fn, args)
     replica.wait()
-    exit_results.write_result(folder, replica.rank, exit_results.dump(result))
+    exit_results.write_result(folder, replica.rank, result)
 
 
 def _run_here(job: Job) -> Any:
@@ -100,8 +95,8 @@ def _run_here(job: Job) -> Any:
             f"num_replicas={job.num_replicas}, but the process group that this process "
             f"has joined has {replica.num_replicas}: leave num_replicas out"
         )
-    with listening(), bound(replica):
-        result = exit_results.run_to_end(job.fn, replica.rank, job.args)
+    with listening():
+        result = exit_results.run_replica(replica, job.fn, job.args)
         replica.wait()
     return exit_results.values([result])[0]
 
@@ -115,6 +110,7 @@ def _is_joined() -> bool:
 
 
 def _find() -> str | None:
+    """Returns why the calling thread has a torch_xla device, None if it has not."""
     if _is_joined():
         return f"torch.distributed is initialised with {process_group()}"
     chosen = os.environ.get("PJRT_DEVICE")
@@ -124,6 +120,7 @@ def _find() -> str | None:
 
 
 def _launch(job: Job) -> list[Any]:
+    """Runs a job on the TPU, in the group that was joined, or emulated on the CPU."""
     if not is_installed():
         raise ValueError(
             "device='xla' needs torch_xla: pip install 'elastic-xla[xla-tpu]' on a TPU "
@@ -145,6 +142,7 @@ def _launch(job: Job) -> list[Any]:
 
 
 def _preference(job: Job) -> int:
+    """Returns how much 'xla' is preferred: most on a TPU, then for several replicas."""
     if _is_joined() or (has_tpu() and process_group() is None):
         return 4 if is_installed() else 2  # PJRT_DEVICE=TPU may be torch_tpu's host's
     several_here = job.num_replicas not in (None, 1) and not job.is_started

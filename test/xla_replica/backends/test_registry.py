@@ -84,6 +84,34 @@ def test_all_verbs_follow_from_all_gather(threads):
         }
 
 
+class WithoutReplicas(ThreadReplica):
+    """Forgets the dimension of the replicas."""
+
+    def all_gather(self, tensor):
+        return super().all_gather(tensor).flatten(0, 1)
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [
+        lambda replica: replica.all_gather(torch.ones(1, 3)),
+        lambda replica: replica.all_reduce_([torch.ones(1, 3)]),
+        lambda replica: replica.broadcast_([torch.ones(1, 3)]),
+        lambda replica: replica.all_to_all(torch.ones(1, 3)),
+        lambda replica: replica.barrier(),
+    ],
+)
+def test_an_all_gather_without_the_dimension_of_replicas_is_an_error(collective):
+    """Sums and broadcasts of what it returns have the right shape and other numbers."""
+    replica = WithoutReplicas(0, [None], threading.Barrier(1))
+    with pytest.raises(
+        ValueError,
+        match=r"WithoutReplicas\.all_gather must return a tensor of shape "
+        r"\(num_replicas, \*tensor\.shape\), here \(1, (1, 3|1)\), got one of shape ",
+    ):
+        collective(replica)
+
+
 def disagrees(rank: int) -> None:
     xla_replica.current().check_agreement("the seed", rank, "Pass the same seed.")
 

@@ -515,16 +515,3 @@ def test_broadcast_rejects_a_source_that_is_not_a_replica():
 def test_a_single_replica_raises_its_own_exception():
     with pytest.raises(KeyError, match="no such thing"):
         xla_replica.launch(raises, (0,), num_replicas=1, device="cpu")
-
-
-def test_buckets_group_by_dtype_and_stay_small():
-    from xla_replica.backends.distributed import buckets
-
-    tensors = [torch.ones(4), torch.ones(4, dtype=torch.float64), torch.ones(4)]
-    sizes = [[t.dtype for t in bucket] for bucket in buckets(tensors * 2, 32)]
-    assert sizes == [
-        [torch.float64],
-        [torch.float32] * 2,
-        [torch.float64],
-        [torch.float32] * 2,
-    ]

@@ -48,7 +48,10 @@ def misbehaves(rank: int, how: str) -> torch.Tensor | None:
             tensor = tensor * 3.5
         if how == "has other work pending":
             other = torch.ones(5).to(replica.device) * tensor[0]
-    replica.all_reduce_([tensor])
+    if how == "sums elsewhere" and rank == 2:
+        replica.all_reduce_([tensor])
+    else:
+        replica.all_reduce_([tensor])
     replica.sync()
     del other
     return replica.fetch([tensor])[0]
@@ -83,8 +86,10 @@ def test_a_replica_that_differs_ends_the_run(how, error, seconds):
     assert time.monotonic() - start < seconds
 
 
-def test_well_behaved_replicas_give_results():
-    results = FOUR.run(misbehaves, "not at all")
+@pytest.mark.parametrize("how", ["not at all", "sums elsewhere"])
+def test_well_behaved_replicas_give_results(how):
+    """The place in the code from which a collective is called may differ."""
+    results = FOUR.run(misbehaves, how)
     assert all(torch.equal(result, torch.full((4,), 4.0)) for result in results)
 
 
