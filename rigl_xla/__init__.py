@@ -10,12 +10,6 @@ if pruner():
 
 from rigl_xla.contrib.compact_file import load_compact, save_compact
 from rigl_xla.contrib.google_costs import google_costs_of
-from rigl_xla.contrib.semi_structured import (
-    Conversion,
-    Kernels,
-    SemiStructuredReport,
-    to_semi_structured,
-)
 from rigl_xla.layers.snip import global_distribution, snip_scores
 from rigl_xla.layers.weights import Weight, weights_of
 from rigl_xla.report.costs import (
@@ -41,16 +35,13 @@ __all__ = [
     "DISTRIBUTIONS",
     "METHODS",
     "SCORES",
-    "Conversion",
     "CostReport",
-    "Kernels",
     "Layer",
     "LayerCost",
     "LayerReport",
     "Method",
     "Report",
     "RigLScheduler",
-    "SemiStructuredReport",
     "TopologyLog",
     "UpdateSchedule",
     "Weight",
@@ -66,7 +57,6 @@ __all__ = [
     "save_compact",
     "size_in_bytes",
     "snip_scores",
-    "to_semi_structured",
     "training_ratio",
     "weights_of",
 ]
