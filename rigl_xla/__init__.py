@@ -9,7 +9,6 @@ if pruner():
 """
 
 from rigl_xla.contrib.compact_file import load_compact, save_compact
-from rigl_xla.contrib.google_costs import google_costs_of
 from rigl_xla.layers.snip import global_distribution, snip_scores
 from rigl_xla.layers.weights import Weight, weights_of
 from rigl_xla.report.costs import (
@@ -48,7 +47,6 @@ __all__ = [
     "allocate",
     "costs_of",
     "global_distribution",
-    "google_costs_of",
     "gradual_training_ratio",
     "inference_flops",
     "inference_macs",

@@ -1,1 +1,1 @@
-"""Other people's names, files and conventions; compact files."""
+"""Names and files of rigl-torch, and compact files."""
