@@ -128,7 +128,7 @@ def global_distribution(scores: Mapping[str, torch.Tensor]) -> Distribution:
             flat.append(own)
         budget = sum(size - num_inactive(sparsity, size) for size in sizes)
         count = max(budget, len(sizes))
-        best_N = masks.top(torch.cat(flat)[None], torch.tensor([count]), [count])[0]
+        best_N = masks.top(torch.cat(flat)[None], torch.tensor([count]))[0]
         return {
             name: 1 - int(chosen.sum()) / size
             for name, chosen, size in zip(free, best_N.split(sizes), sizes)
