@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 import xla_replica
 from rigl_xla import state
 from rigl_xla.contrib.rigl_torch import RigLTorchNames
-from rigl_xla.layers.checks import Hold, check_bound, check_hold, take
+from rigl_xla.layers.checks import Hold, check_bound, check_hold
 from rigl_xla.layers.first_masks import first_layer_state, warn_of_lost_connections
 from rigl_xla.layers.initial import INITIAL_WEIGHTS
 from rigl_xla.layers.options import Options
@@ -24,7 +24,6 @@ from rigl_xla.layers.sparse_layer import SparseLayer
 from rigl_xla.layers.weights import Selector, check_model
 from rigl_xla.report.costs import LayerCost
 from rigl_xla.report.report import Report, describe
-from rigl_xla.state import PrunerState
 from rigl_xla.topology.distribution import Distribution
 from rigl_xla.topology.methods import Score
 from rigl_xla.topology.update_schedule import UpdateSchedule
@@ -154,7 +153,6 @@ class RigLScheduler(RigLTorchNames):
         schedule = _made_of(UpdateSchedule, arguments)
         self.model, self.optimizer = model, optimizer
         self.replica = given_or_current(replica)
-        self._layers: list[SparseLayer] = []
         self._holds: list[Hold] = []
         self._handles: list[Any] = []
         self._closed = True  # until it takes hold of the model
@@ -168,10 +166,10 @@ class RigLScheduler(RigLTorchNames):
             for weight in weights
             if sparse[weight.name] > 0
         ]
-        found = PrunerState(weights, layers, options, schedule)
-        self._check_hold(found)
+        steps = TopologySteps(weights, layers, options, schedule)
+        self._check_hold(steps)
         warn_of_lost_connections(layers, options, self.replica, stacklevel=2)
-        self._adopt(found)
+        self._adopt(steps)
         if initial_weights is not None:
             with torch.no_grad():
                 for layer in layers:
@@ -195,8 +193,10 @@ class RigLScheduler(RigLTorchNames):
             return True
         check_bound(layer.weight for layer in self._layers)
         self._steps.end_backward()
-        self._take_assigned()
-        return not (self.options.skip_step and self._end_step())
+        self._steps.collect_assigned(self.replica)
+        if not self.options.skip_step:
+            return True
+        return not self._steps.end(self.optimizer, self.replica)
 
     def close(self) -> None:
         """Lets go of model and optimizer, which stay as they are; may be repeated."""
@@ -222,7 +222,7 @@ class RigLScheduler(RigLTorchNames):
             self.replica = xla_replica.current()
         self._holds, self._handles = [], []
         if not self._closed:
-            self._check_hold(self._state())
+            self._check_hold(self._steps)
             self._place_hooks()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RigLScheduler:
@@ -259,7 +259,7 @@ class RigLScheduler(RigLTorchNames):
         Raises:
             ValueError: The costs are of another model.
         """
-        return Report(self._state(), self.model, self.replica, costs, num_steps)
+        return Report(self._steps, self.model, self.replica, costs, num_steps)
 
     def __str__(self) -> str:
         # With gradual pruning only masks know whether an update was refused.
@@ -267,7 +267,7 @@ class RigLScheduler(RigLTorchNames):
             found = self.report().layers
             for layer in self._layers:
                 layer.num_active = found[layer.name].num_active
-        return describe(self._state(), self.model)
+        return describe(self._steps, self.model)
 
     def check_replicas(self) -> None:
         """Compares masks and sparse weights of all replicas; reads the device.
@@ -293,7 +293,7 @@ class RigLScheduler(RigLTorchNames):
         Plain types and copies on the CPU, for any number of replicas; loads with
         ``weights_only=True``. Call it between steps, not after a backward pass.
         """
-        return state.to_dict(self._state(), self.replica)
+        return state.to_dict(self._steps, self.replica)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **changes: Any) -> None:
         """Loads what `state_dict` returned, or rigl-torch 0.5.2's did.
@@ -319,10 +319,6 @@ class RigLScheduler(RigLTorchNames):
 
     # --- how ------------------------------------------------------------------------
 
-    def _state(self) -> PrunerState:
-        what = (self._weights, self._layers, self.options, self.schedule)
-        return PrunerState(*what, self.step, self.rigl_steps)
-
     def _restore(
         self,
         saved: Mapping[str, Any],
@@ -331,21 +327,22 @@ class RigLScheduler(RigLTorchNames):
         changes: Mapping[str, Any],
     ) -> None:
         what = (options, schedule, changes)
-        found = state.from_dict(saved, self.model, *what, stacklevel=4)
-        found.options.check_schedule(found.schedule, stacklevel=3)
-        self._check_hold(found)
-        self._adopt(found)
+        steps = state.from_dict(saved, self.model, *what, stacklevel=4)
+        steps.options.check_schedule(steps.schedule, stacklevel=3)
+        self._check_hold(steps)
+        self._adopt(steps)
 
-    def _check_hold(self, found: PrunerState) -> None:
-        sparse = [layer.weight for layer in found.layers]
-        check_hold(sparse, self.optimizer, found.options.skip_step, self)
+    def _check_hold(self, steps: TopologySteps) -> None:
+        """Raises ValueError or TypeError unless this pruner may train such steps."""
+        sparse = [layer.weight for layer in steps.layers]
+        check_hold(sparse, self.optimizer, steps.options.skip_step, self)
 
-    def _adopt(self, found: PrunerState) -> None:
-        """Takes hold of the model, whose sparse weights are ``found.layers``."""
+    def _adopt(self, steps: TopologySteps) -> None:
+        """Replaces the pruner's state, and keeps the model sparse by its masks."""
         self.close()
         self._closed = False
-        self._weights, self._layers, self.options, self.schedule = found[:4]
-        self._steps = TopologySteps(*found[1:])
+        self._steps, self._layers = steps, steps.layers
+        self.options, self.schedule = steps.options, steps.schedule
         self._place_hooks()
         self._steps.begin(self.replica)
         self.apply_mask_to_weights()
@@ -363,7 +360,7 @@ class RigLScheduler(RigLTorchNames):
                 parameter.register_hook(mask),
                 parameter.register_post_accumulate_grad_hook(note),
             ]
-            self._holds.append(take(parameter, Hold(self, handles)))
+            self._holds.append(Hold(parameter, self, handles))
         # A pruner that counts the optimizer's steps lives as long as that.
         hook = functools.partial(_mask_weights, steps, self._layers, self._holds)
         if not self.options.skip_step:
@@ -381,14 +378,8 @@ class RigLScheduler(RigLTorchNames):
                 # A replica without a minibatch looks for what was assigned, too: in a
                 # program of its own, not in the one with the optimizer's collective.
                 self.replica.sync()
-            self._take_assigned()
-        self._end_step()
-
-    def _take_assigned(self) -> None:
-        self._steps.take_assigned(self.replica)
-
-    def _end_step(self) -> bool:
-        return self._steps.end(self.optimizer, self.replica)
+            self._steps.collect_assigned(self.replica)
+        self._steps.end(self.optimizer, self.replica)
 
 
 def _mask_gradient(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from rigl_xla.topology.masks import pack
 from rigl_xla.topology.update_schedule import UpdateSchedule
 from rigl_xla.update.steps import TopologySteps
 from rigl_xla.update.topology_update import optimizer_state_of
+from xla_replica import Replica
 from xla_replica.common.arguments import check_integer
 
 
@@ -33,10 +34,9 @@ class RigLTorchNames:
     optimizer: Optimizer
     options: Options
     schedule: UpdateSchedule
-    _weights: list[Weight]
+    replica: Replica
     _layers: list[SparseLayer]
     _steps: TopologySteps
-    _take_assigned: Callable[[], None]
 
     # `RigLScheduler` says what they mean.
     T_end = _of("schedule", "T_end")
@@ -65,7 +65,7 @@ class RigLTorchNames:
     @property
     def W(self) -> list[nn.Parameter]:
         """All weights that can be sparse, dense ones too, in order of registration."""
-        return [weight.parameter for weight in self._weights]
+        return [weight.parameter for weight in self._steps.weights]
 
     @property
     def N(self) -> list[int]:
@@ -76,13 +76,13 @@ class RigLTorchNames:
     def S(self) -> list[float]:
         """Sparsity of each of `W`."""
         found = {layer.name: layer.sparsity for layer in self._layers}
-        return [found.get(weight.name, 0.0) for weight in self._weights]
+        return [found.get(weight.name, 0.0) for weight in self._steps.weights]
 
     @property
     def backward_masks(self) -> list[torch.Tensor | None]:
         """Mask of each of `W`; None where it is dense."""
         found = {layer.name: layer.mask for layer in self._layers}
-        return [found.get(weight.name) for weight in self._weights]
+        return [found.get(weight.name) for weight in self._steps.weights]
 
     def cosine_annealing(self) -> float:
         """Returns the drop fraction of an update at this step."""
@@ -101,7 +101,7 @@ class RigLTorchNames:
         For gradients that are assigned by hand, before somebody clips them: what an
         update needs of them is collected first.
         """
-        self._take_assigned()
+        self._steps.collect_assigned(self.replica)
         for layer in self._layers:
             gradient = layer.weight.parameter.grad
             if gradient is not None and layer.hooked:

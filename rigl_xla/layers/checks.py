@@ -19,18 +19,20 @@ class Hold:
     """The hooks of one pruner on one parameter; keeps neither of the two alive.
 
     They work until they are released, also when nobody has the pruner any more: the
-    parameter then stays sparse, by its last mask, until another pruner takes it.
+    parameter then stays sparse, by its last mask, until another pruner has a hold on
+    it, which releases this one.
     """
 
-    def __init__(self, pruner: object, handles: Iterable[Any]) -> None:
-        self._pruner = weakref.ref(pruner)
+    def __init__(
+        self, parameter: nn.Parameter, pruner: object, handles: Iterable[Any]
+    ) -> None:
+        self.pruner = weakref.ref(pruner)
         self._handles = handles
         self.released = False
-
-    @property
-    def pruner(self) -> object | None:
-        """The pruner, if anybody still has it."""
-        return self._pruner()
+        before = _holds.get(parameter)
+        if before is not None:
+            before.release()
+        _holds[parameter] = self
 
     def release(self) -> None:
         """Removes the hooks."""
@@ -43,19 +45,10 @@ class Hold:
 _holds: MutableMapping[nn.Parameter, Hold] = WeakIdKeyDictionary()
 
 
-def take(parameter: nn.Parameter, hold: Hold) -> Hold:
-    """Makes ``hold`` the only one on a parameter, and returns it."""
-    before = _holds.get(parameter)
-    if before is not None:
-        before.release()
-    _holds[parameter] = hold
-    return hold
-
-
 def pruner_of(parameter: nn.Parameter) -> object | None:
     """Returns the pruner that keeps a parameter sparse, if anybody has it."""
     hold = _holds.get(parameter)
-    return None if hold is None or hold.released else hold.pruner
+    return None if hold is None or hold.released else hold.pruner()
 
 
 def check_hold(

@@ -25,7 +25,7 @@ from xla_replica import Replica
 from xla_replica.common.arguments import check_integer
 
 if TYPE_CHECKING:
-    from rigl_xla.state import PrunerState
+    from rigl_xla.update.steps import TopologySteps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Report:
 
     def __init__(
         self,
-        now: PrunerState,
+        now: TopologySteps,
         model: nn.Module,
         replica: Replica,
         costs: Mapping[str, LayerCost] | None = None,
@@ -97,8 +97,8 @@ class Report:
             check_costs(costs)
         if num_steps is not None:
             check_integer("num_steps", num_steps, 1)
-        self.step, self.num_updates = now.step, now.num_updates
-        self.drop_fraction = now.schedule.drop_fraction(now.step)
+        self.step, self.num_updates = now.number, now.num_updates
+        self.drop_fraction = now.schedule.drop_fraction(now.number)
         self._replica = replica
         # Counts may still be on the device.
         self._counts = {layer.name: (layer.size, layer.counts) for layer in now.layers}
@@ -241,7 +241,7 @@ def left_out(dense: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def describe(now: PrunerState, model: nn.Module) -> str:
+def describe(now: TopologySteps, model: nn.Module) -> str:
     """Returns lines as rigl-torch prints them, from counts known on the host.
 
     What was left out comes after them.
@@ -259,7 +259,7 @@ def describe(now: PrunerState, model: nn.Module) -> str:
         "nonzero_percentages": f"[{shares}]",
         "total_nonzero_params": _share(rows),
         "total_CONV_nonzero_params": _share([row for row in rows if row[2]]),
-        "step": now.step,
+        "step": now.number,
         "num_rigl_steps": now.num_updates,
         "ignoring_linear_layers": now.options.ignore_linear_layers,
         "sparsity_distribution": now.options.sparsity_distribution,

@@ -13,7 +13,7 @@ from rigl_xla.topology.update_schedule import (
     UpdateSchedule,
     gradual_sparsity,
 )
-from rigl_xla.update.collect import collects
+from rigl_xla.update.steps import collects
 
 
 def test_updates_every_delta_steps_before_the_end():
