@@ -17,8 +17,11 @@ import xla_replica
 from rigl_xla import state
 from rigl_xla.contrib.rigl_torch import RigLTorchNames
 from rigl_xla.layers.checks import Hold, check_bound, check_hold
-from rigl_xla.layers.first_masks import first_layer_state, warn_of_lost_connections
-from rigl_xla.layers.initial import INITIAL_WEIGHTS
+from rigl_xla.layers.initial import (
+    INITIAL_WEIGHTS,
+    initial_layer,
+    warn_of_lost_connections,
+)
 from rigl_xla.layers.options import Options
 from rigl_xla.layers.sparse_layer import SparseLayer
 from rigl_xla.layers.weights import Selector, check_model
@@ -162,7 +165,7 @@ class RigLScheduler(RigLTorchNames):
         weights, sparse = options.plan(model)
         options.check_schedule(schedule, stacklevel=2)
         layers = [
-            first_layer_state(weight, sparse[weight.name], options)
+            initial_layer(weight, sparse[weight.name], options)
             for weight in weights
             if sparse[weight.name] > 0
         ]

@@ -237,7 +237,7 @@ def _layer_of(
     ever = unpack(entry.get("ever_active", entry["mask"]), shape)
     pattern = options.pattern(weight, sparsity)
     active = int(mask.count_nonzero())
-    layer = SparseLayer.with_mask(weight, sparsity, active, mask, pattern, ever)
+    layer = SparseLayer(weight, sparsity, active, mask, pattern, ever)
     gradient = entry.get("gradient")
     if gradient is not None:
         if tuple(gradient.shape) != shape:

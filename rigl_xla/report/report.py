@@ -12,13 +12,8 @@ from torch import nn
 
 from rigl_xla.layers.sparse_layer import COUNTS
 from rigl_xla.layers.weights import reasons_for_dense, weights_of
-from rigl_xla.report.costs import (
-    CostReport,
-    LayerCost,
-    check_costs,
-    cost_report,
-    size_in_bytes,
-)
+from rigl_xla.report import costs as counted
+from rigl_xla.report.costs import CostReport, LayerCost
 from rigl_xla.report.positions import cost_of
 from rigl_xla.topology.methods import cost_name
 from xla_replica import Replica
@@ -94,7 +89,7 @@ class Report:
         num_steps: int | None = None,
     ) -> None:
         if costs is not None:
-            check_costs(costs)
+            counted.check_costs(costs)
         if num_steps is not None:
             check_integer("num_steps", num_steps, 1)
         self.step, self.num_updates = now.number, now.num_updates
@@ -119,14 +114,9 @@ class Report:
             **{name: f"by {asked}" for name in own if name not in self._counts},
             **reasons_for_dense(model, now.weights, now.options.exclude),
         }
-        self._cost_report = functools.partial(
-            cost_report,
-            self._costs,
-            final={layer.name: layer.sparsity for layer in now.layers},
-            method=cost_name(now.options.method, now.options.method_in_use),
-            schedule=now.schedule,
-            num_steps=num_steps,
-        )
+        self._final = {layer.name: layer.sparsity for layer in now.layers}
+        self._method = cost_name(now.options.method, now.options.method_in_use)
+        self._schedule, self._num_steps = now.schedule, num_steps
 
     @staticmethod
     def read(reports: Iterable[Report]) -> None:
@@ -176,12 +166,23 @@ class Report:
                 "operations depend on how often a forward pass uses each weight; give "
                 "report(costs), where costs = rigl_xla.costs_of(model, inputs)"
             )
-        return self._cost_report(now=self._now())
+        costs, now = self._costs, self._now()
+        run = (self._final, self._schedule, self._num_steps)
+        return CostReport(
+            counted.inference_macs(costs, now),
+            counted.inference_macs(costs),
+            counted.inference_flops(costs, now),
+            counted.inference_flops(costs),
+            counted.size_in_bytes(costs, now),
+            counted.size_in_bytes(costs),
+            counted.training_ratios(costs, now, *run),
+            self._method,
+        )
 
     @property
     def size_in_bytes(self) -> float:
         """Size stored: float32 weights and biases, and a bit per weight of a mask."""
-        return size_in_bytes(self._costs, self._now())
+        return counted.size_in_bytes(self._costs, self._now())
 
     def scalars(self) -> dict[str, float]:
         """Returns what a log shows, by name; operations if their costs are known."""
