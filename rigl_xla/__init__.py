@@ -22,8 +22,7 @@ from rigl_xla.report.costs import (
     training_ratio,
 )
 from rigl_xla.report.positions import costs_of
-from rigl_xla.report.report import LayerReport, Report
-from rigl_xla.report.topology_log import TopologyLog
+from rigl_xla.report.report import LayerReport, Report, TopologyLog
 from rigl_xla.scheduler import RigLScheduler
 from rigl_xla.topology.distribution import DISTRIBUTIONS, allocate
 from rigl_xla.topology.methods import METHODS, SCORES, Layer, Method

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import operator
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,6 @@ from torch.optim import Optimizer
 
 import xla_replica
 from rigl_xla import state
-from rigl_xla.contrib.rigl_torch import RigLTorchNames
 from rigl_xla.layers.checks import Hold, check_bound, check_hold
 from rigl_xla.layers.initial import (
     INITIAL_WEIGHTS,
@@ -23,7 +23,7 @@ from rigl_xla.layers.initial import (
     warn_of_lost_connections,
 )
 from rigl_xla.layers.options import Options
-from rigl_xla.layers.sparse_layer import SparseLayer
+from rigl_xla.layers.sparse_layer import SparseLayer, zero_inactive_
 from rigl_xla.layers.weights import Selector, check_model
 from rigl_xla.report.costs import LayerCost
 from rigl_xla.report.report import Report, describe
@@ -32,11 +32,19 @@ from rigl_xla.topology.methods import Score
 from rigl_xla.topology.update_schedule import UpdateSchedule
 from rigl_xla.update.drift import check_equal
 from rigl_xla.update.steps import TopologySteps
+from rigl_xla.update.topology_update import optimizer_state_of
 from xla_replica import AccumulationHook, AccumulationNote, Replica
 from xla_replica.backends.registry import given_or_current
+from xla_replica.common.arguments import check_integer
 
 
-class RigLScheduler(RigLTorchNames):
+def _of(part: str, name: str) -> property:
+    """Returns a property that reads an attribute of the schedule or the options."""
+    doc = f"What `{name}` of the {part} is."
+    return property(operator.attrgetter(f"{part}.{name}"), doc=doc)
+
+
+class RigLScheduler:
     """Keeps a model sparse while it trains, and moves its connections.
 
     Every ``delta`` steps before ``T_end`` the weakest connections of each layer are
@@ -287,6 +295,84 @@ class RigLScheduler(RigLTorchNames):
             ReplicaError: They differ.
         """
         check_equal(self._layers, self.replica)
+
+    # --- the attributes and methods of rigl-torch ------------------------------------
+
+    T_end = _of("schedule", "T_end")
+    delta_T = _of("schedule", "delta")
+    alpha = _of("schedule", "alpha")
+    grad_accumulation_n = _of("schedule", "grad_accumulation_n")
+    dense_allocation = _of("options", "dense_allocation")
+    sparsity_distribution = _of("options", "sparsity_distribution")
+    ignore_linear_layers = _of("options", "ignore_linear_layers")
+    static_topo = _of("options", "static_topo")
+
+    @property
+    def step(self) -> int:
+        """The number of the last step."""
+        return self._steps.number
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._steps.number = check_integer("step", number, least=0)
+
+    @property
+    def rigl_steps(self) -> int:
+        """How many updates of the topology there were."""
+        return self._steps.num_updates
+
+    @property
+    def W(self) -> list[nn.Parameter]:
+        """All weights that can be sparse, dense ones too, in order of registration."""
+        return [weight.parameter for weight in self._steps.weights]
+
+    @property
+    def N(self) -> list[int]:
+        """Number of weights in each of `W`."""
+        return [parameter.numel() for parameter in self.W]
+
+    @property
+    def S(self) -> list[float]:
+        """Sparsity of each of `W`."""
+        found = {layer.name: layer.sparsity for layer in self._layers}
+        return [found.get(weight.name, 0.0) for weight in self._steps.weights]
+
+    @property
+    def backward_masks(self) -> list[torch.Tensor | None]:
+        """Mask of each of `W`; None where it is dense."""
+        found = {layer.name: layer.mask for layer in self._layers}
+        return [found.get(weight.name) for weight in self._steps.weights]
+
+    def cosine_annealing(self) -> float:
+        """Returns the drop fraction of an update at this step."""
+        return self.schedule.drop_fraction(self.step)
+
+    @torch.no_grad()
+    def apply_mask_to_weights(self) -> None:
+        """Zeroes inactive weights; done after every optimizer step anyway."""
+        for layer in self._layers:
+            layer.mask_()
+
+    @torch.no_grad()
+    def apply_mask_to_gradients(self) -> None:
+        """Zeroes gradients of inactive weights, as the backward pass does anyway.
+
+        For gradients that are assigned by hand, before somebody clips them: what an
+        update needs of them is collected first.
+        """
+        self._steps.collect_assigned(self.replica)
+        for layer in self._layers:
+            gradient = layer.weight.parameter.grad
+            if gradient is not None and layer.hooked:
+                zero_inactive_(gradient.detach(), layer.mask)
+
+    @torch.no_grad()
+    def reset_momentum(self) -> None:
+        """Zeroes what the optimizer keeps for inactive weights."""
+        for layer in self._layers:
+            for tensor in optimizer_state_of(layer.weight.parameter, self.optimizer):
+                layer.follow(tensor.device)
+                zero_inactive_(tensor, layer.mask)
 
     # --- what is saved --------------------------------------------------------------
 

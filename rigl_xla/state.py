@@ -11,7 +11,7 @@ from torch import nn
 
 from rigl_xla.contrib import rigl_torch
 from rigl_xla.layers.checks import check_kind
-from rigl_xla.layers.options import SAVED, Options
+from rigl_xla.layers.options import NOT_SAVED, Options
 from rigl_xla.layers.sparse_layer import SparseLayer, to_host
 from rigl_xla.layers.weights import Weight, weights_of
 from rigl_xla.topology.distribution import as_float
@@ -159,7 +159,7 @@ def _plain_options(options: Options) -> dict[str, Any]:
     """Returns the options that are saved, functions by name."""
     found = {}
     for field in dataclasses.fields(options):
-        if field.metadata == SAVED:
+        if field.name not in NOT_SAVED:
             value = getattr(options, field.name)
             if callable(value):
                 value = _FUNCTION + getattr(value, "__name__", type(value).__name__)

@@ -1,4 +1,4 @@
-"""What a person is told about a sparse model."""
+"""Reports of a sparse model, as a table and for TensorBoard."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -17,9 +17,10 @@ from rigl_xla.report.costs import CostReport, LayerCost
 from rigl_xla.report.positions import cost_of
 from rigl_xla.topology.methods import cost_name
 from xla_replica import Replica
-from xla_replica.common.arguments import check_integer
+from xla_replica.common.arguments import check_flag, check_integer, check_type
 
 if TYPE_CHECKING:
+    from rigl_xla.scheduler import RigLScheduler
     from rigl_xla.update.steps import TopologySteps
 
 
@@ -221,13 +222,85 @@ class Report:
                 f"forward pass: {cost.flops:.4g} of {cost.dense_flops:.4g} operations "
                 f"({cost.inference_ratio:.4f})"
             )
-            ratios = cost.training_ratios.items()
-            each = ", ".join(f"{name} {ratio:.4f}" for name, ratio in ratios)
-            lines.append(f"training: {each}")
+            each = (f"{name} {x:.4f}" for name, x in cost.training_ratios.items())
+            lines.append(f"training: {', '.join(each)}")
         return "\n".join(lines)
 
     def _now(self) -> dict[str, float]:
         return {name: layer.sparsity for name, layer in self.layers.items()}
+
+
+class TopologyLog:
+    """Writes a `Report` for every topology update.
+
+    Call it after the optimizer's step, or attach it to an elastic optimizer: it takes
+    a report if the topology has changed, and reads nothing. Call `flush` where training
+    reads its loss.
+
+    Tags are ``prefix/sparsity``, ``/drop_fraction``, ``/churn``, ``/grown``,
+    ``/dropped``, ``/exploration_rate``, ``/size_in_bytes`` and, with costs,
+    ``/inference_flops_ratio`` and ``/training_flops_ratio``; of single layers
+    ``prefix_sparsity/NAME``, ``prefix_churn/NAME``, ``prefix_exploration_rate/NAME``.
+
+    Args:
+        pruner: The pruner whose topology is logged.
+        writer: A ``SummaryWriter`` of tensorboardX or of torch; None, as on all
+            replicas but one, logs nothing.
+        costs: The result of `costs_of`, for operations.
+        num_steps: Steps of the whole run, for the operations of gradual pruning.
+        layers: Whether to log single layers too.
+        prefix: Begins the tags.
+
+    Raises:
+        TypeError: The writer takes no scalars, or another argument is of a wrong type.
+        ValueError: The costs are of another model.
+    """
+
+    def __init__(
+        self,
+        pruner: RigLScheduler,
+        writer: Any | None,
+        *,
+        costs: Mapping[str, LayerCost] | None = None,
+        num_steps: int | None = None,
+        layers: bool = True,
+        prefix: str = "rigl",
+    ) -> None:
+        if not hasattr(pruner, "report"):
+            raise TypeError(f"pruner must be a RigLScheduler, got {pruner!r}")
+        if writer is not None and not hasattr(writer, "add_scalar"):
+            raise TypeError(
+                f"writer must be a SummaryWriter or have its add_scalar, got {writer!r}"
+            )
+        check_flag("layers", layers)
+        check_type("prefix", prefix, str, "a string")
+        self._pruner, self._writer = pruner, writer
+        self._costs, self._num_steps = costs, num_steps
+        self._layers, self._prefix = layers, prefix
+        self._waiting: list[Report] = []
+        self._num_updates = -1  # so that the first call logs how it began
+        pruner.report(costs, num_steps)  # costs that do not fit are found now
+
+    def __call__(self, *_: object) -> None:
+        """Makes a report, after a step; ignores what an elastic optimizer passes."""
+        if self._writer is None or self._pruner.rigl_steps == self._num_updates:
+            return
+        self._num_updates = self._pruner.rigl_steps
+        self._waiting.append(self._pruner.report(self._costs, self._num_steps))
+
+    def flush(self) -> None:
+        """Reads, in one transfer, and writes the reports taken since the last flush."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting or self._writer is None:
+            return
+        Report.read(waiting)
+        for report in waiting:
+            for name, value in report.scalars().items():
+                self._writer.add_scalar(f"{self._prefix}/{name}", value, report.step)
+            for layer, of_layer in report.layers.items() if self._layers else ():
+                for name in ("sparsity", "churn", "exploration_rate"):
+                    tag = f"{self._prefix}_{name}/{layer}"
+                    self._writer.add_scalar(tag, getattr(of_layer, name), report.step)
 
 
 def left_out(dense: Mapping[str, str]) -> list[str]:
@@ -248,10 +321,8 @@ def describe(now: TopologySteps, model: nn.Module) -> str:
     What was left out comes after them.
     """
     active = {layer.name: layer.num_active for layer in now.layers}
-    rows = []
-    for weight in now.weights:
-        size = weight.parameter.numel()
-        rows.append((active.get(weight.name, size), size, weight.is_conv))
+    sizes = [weight.parameter.numel() for weight in now.weights]
+    rows = [(active.get(w.name, n), n, w.is_conv) for w, n in zip(now.weights, sizes)]
     of_each = ", ".join(f"{nonzero}/{size}" for nonzero, size, _ in rows)
     shares = ", ".join(f"{100 * nonzero / size:.2f}%" for nonzero, size, _ in rows)
     lines = {
