@@ -65,7 +65,7 @@ def snip_scores(
             "no weight of the model can be sparse, so there is nothing to score; see "
             "weights_of, include= and exclude="
         )
-    total: list[torch.Tensor] | None = None
+    total: list[torch.Tensor] = []
     with _as_it_was(model):
         for batch in batches:
             value = loss(model, batch)
@@ -76,17 +76,17 @@ def snip_scores(
                     "loss(model, batch) must return a tensor of one number that "
                     f"depends on the model's weights, got {got}"
                 )
-            found = xla_replica.grad(value, parameters, allow_unused=True)
+            gradients = xla_replica.grad(value, parameters, allow_unused=True)
+            # Without a copy they may be shared by autograd, and are summed in place.
             own = [
-                torch.zeros_like(parameter) if gradient is None else gradient.detach()
-                for parameter, gradient in zip(parameters, found)
+                torch.zeros_like(p) if g is None else g.detach().clone()
+                for p, g in zip(parameters, gradients)
             ]
-            total = own if total is None else [a + b for a, b in zip(total, own)]
+            total = [a + b for a, b in zip(total, own)] if total else own
             replica.sync()  # one program for every batch
-    if total is None:
+    if not total:
         raise ValueError("snip_scores needs at least one batch, got none")
     with torch.no_grad():
-        total = [gradient.clone() for gradient in total]  # autograd may share them
         replica.all_reduce_(total)
         scores = [(p.detach() * g).abs() for p, g in zip(parameters, total)]
     fetched = dict(zip((w.name for w in weights), to_host(scores, replica)))

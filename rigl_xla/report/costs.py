@@ -132,10 +132,9 @@ def training_ratio(
     """
     check_integer("delta", delta, 1)
     check_integer("num_collected", num_collected, 1, delta)
-    fixed = [name for name, row in METHODS.items() if not row.gradual]
-    gradual = [name for name, row in METHODS.items() if row.gradual]
-    otherwise = f"gradual_training_ratio for {', '.join(map(repr, gradual))}"
-    check_choice("method", method, ["dense", *fixed], otherwise)
+    allowed = ["dense", *(name for name, row in METHODS.items() if not row.gradual)]
+    gradual = ", ".join(repr(name) for name in METHODS if name not in allowed)
+    check_choice("method", method, allowed, f"gradual_training_ratio for {gradual}")
     if method == "dense":
         return 1.0
     dense, sparse = _dense_flops(costs), inference_flops(costs, sparsities)
