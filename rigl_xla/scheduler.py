@@ -75,8 +75,8 @@ class RigLScheduler:
     model and the optimizer and keeps those sparse: copy ``(model, optimizer, pruner)``
     together. A copy of the model alone is not kept sparse.
 
-    **Devices.** Build it after the model was moved and the optimizer was built. A
-    model that is moved later in place takes its masks along; one whose parameters are
+    **Devices.** Build it after the model was moved and the optimizer was built. The
+    masks of a model that is moved later in place move too; one whose parameters are
     replaced (``.to('xla')``) is an error at the next call. An update reads nothing from
     the device and compiles nothing after the first.
 
@@ -166,7 +166,7 @@ class RigLScheduler:
         self.replica = given_or_current(replica)
         self._holds: list[Hold] = []
         self._handles: list[Any] = []
-        self._closed = True  # until it takes hold of the model
+        self._closed = True  # until `_adopt`
         if state_dict is not None:
             self._restore(state_dict, options, schedule, {})
             return
@@ -275,9 +275,9 @@ class RigLScheduler:
     def __str__(self) -> str:
         # With gradual pruning only masks know whether an update was refused.
         if self.options.method_in_use.gradual:
-            found = self.report().layers
+            layers = self.report().layers
             for layer in self._layers:
-                layer.num_active = found[layer.name].num_active
+                layer.num_active = layers[layer.name].num_active
         return describe(self._steps, self.model)
 
     def check_replicas(self) -> None:
@@ -334,14 +334,14 @@ class RigLScheduler:
     @property
     def S(self) -> list[float]:
         """Sparsity of each of `W`."""
-        found = {layer.name: layer.sparsity for layer in self._layers}
-        return [found.get(weight.name, 0.0) for weight in self._steps.weights]
+        sparsities = {layer.name: layer.sparsity for layer in self._layers}
+        return [sparsities.get(weight.name, 0.0) for weight in self._steps.weights]
 
     @property
     def backward_masks(self) -> list[torch.Tensor | None]:
         """Mask of each of `W`; None where it is dense."""
-        found = {layer.name: layer.mask for layer in self._layers}
-        return [found.get(weight.name) for weight in self._steps.weights]
+        masks = {layer.name: layer.mask for layer in self._layers}
+        return [masks.get(weight.name) for weight in self._steps.weights]
 
     def cosine_annealing(self) -> float:
         """Returns the drop fraction of an update at this step."""
@@ -422,7 +422,7 @@ class RigLScheduler:
         self._adopt(steps)
 
     def _check_hold(self, steps: TopologySteps) -> None:
-        """Raises ValueError or TypeError unless this pruner may train such steps."""
+        """Raises ValueError or TypeError unless model and optimizer fit the state."""
         sparse = [layer.weight for layer in steps.layers]
         check_hold(sparse, self.optimizer, steps.options.skip_step, self)
 
@@ -438,7 +438,7 @@ class RigLScheduler:
         self.reset_momentum()
 
     def _place_hooks(self) -> None:
-        """Places those on weights, which keep no pruner alive, and the optimizer's."""
+        """Registers hooks on weights, which keep no pruner alive, and the optimizer."""
         steps = weakref.ref(self._steps)
         self._holds, self._handles = [], []
         for layer in self._layers:
@@ -459,6 +459,7 @@ class RigLScheduler:
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Masks weights and ends the step, for ``skip_step=False``."""
         del optimizer, args, kwargs
         self.apply_mask_to_weights()
         check_bound(layer.weight for layer in self._layers)
@@ -474,19 +475,20 @@ class RigLScheduler:
 def _mask_gradient(
     steps: weakref.ref[TopologySteps], layer: SparseLayer, grad: torch.Tensor
 ) -> torch.Tensor:
-    """Runs in the backward pass, before gradients accumulate or are reduced."""
+    """Returns a gradient masked, before it accumulates or is reduced; collects it."""
     layer.follow(grad.device)
-    if (found := steps()) is not None:
-        found.note_gradient(layer, grad)
+    if (alive := steps()) is not None:
+        alive.note_gradient(layer, grad)
     return torch.where(layer.mask, grad, grad.new_zeros(()))
 
 
 def _note_accumulation(
     steps: weakref.ref[TopologySteps], layer: SparseLayer, parameter: torch.Tensor
 ) -> None:
+    """Notes that a masked gradient was added to ``.grad``."""
     layer.hooked = True
-    if (found := steps()) is not None:
-        found.note_accumulation(layer, parameter)
+    if (alive := steps()) is not None:
+        alive.note_accumulation(layer, parameter)
 
 
 @torch.no_grad()
@@ -496,13 +498,13 @@ def _mask_weights(
     holds: Sequence[Hold],
     *args: object,
 ) -> None:
-    """Runs after the optimizer's step, whether or not anybody has the pruner."""
+    """Masks weights after the optimizer's step, also where the pruner is gone."""
     del args
     for layer, hold in zip(layers, holds):
         if not hold.released:
             layer.mask_()
-    if (found := steps()) is not None:
-        found.note_optimizer_step()
+    if (alive := steps()) is not None:
+        alive.note_optimizer_step()
 
 
 def _made_of(kind: Any, arguments: Mapping[str, Any]) -> Any:

@@ -91,7 +91,7 @@ def from_dict(
         weights = rigl_torch.weights_of(model)
     else:
         weights = weights_of(model, options.include, options.exclude)
-    found = TopologySteps(
+    steps = TopologySteps(
         weights,
         _fit(state["layers"], state.get("dense"), weights, options),
         options,
@@ -100,7 +100,7 @@ def from_dict(
         check_integer("num_updates in state_dict", state["num_updates"], 0),
     )
     _warn_of_schedule(schedule, state["schedule"], changes, stacklevel)
-    return found
+    return steps
 
 
 # The parts of a state that are dicts, with the names that these may have.
@@ -146,10 +146,10 @@ def _warn_of_schedule(
         for name, value in dataclasses.asdict(own).items()
         if value != default[name] and name in saved and name not in changes
     }
-    if found := differences(saved, asked, {name: name for name in asked}):
+    if changed := differences(saved, asked, {name: name for name in asked}):
         names = ", ".join(f"{n}={v!r}" for n, v in asked.items() if saved[n] != v)
         warnings.warn(
-            f"the saved schedule goes on: {'; '.join(found)} in this call, which has "
+            f"the saved schedule goes on: {'; '.join(changed)} in this call, which has "
             f"no effect. For another one say pruner.load_state_dict(state, {names})",
             stacklevel=stacklevel + 1,
         )
@@ -157,7 +157,7 @@ def _warn_of_schedule(
 
 def _plain_options(options: Options) -> dict[str, Any]:
     """Returns the options that are saved, functions by name."""
-    found = {}
+    saved = {}
     for field in dataclasses.fields(options):
         if field.name not in NOT_SAVED:
             value = getattr(options, field.name)
@@ -165,8 +165,8 @@ def _plain_options(options: Options) -> dict[str, Any]:
                 value = _FUNCTION + getattr(value, "__name__", type(value).__name__)
             elif isinstance(value, Mapping):
                 value = {name: as_float(number) for name, number in value.items()}
-            found[field.name] = value
-    return found
+            saved[field.name] = value
+    return saved
 
 
 def _resumed(options: Options, saved: Mapping[str, Any]) -> Options:
@@ -175,17 +175,17 @@ def _resumed(options: Options, saved: Mapping[str, Any]) -> Options:
     chosen = {name: name for name in saved if own[name] != defaults[name]}
     what = "load_state_dict: the state of a run with other options"
     check_same(saved, own, what, "Leave them out or give the same", chosen)
-    found = {}
+    values = {}
     for name, value in saved.items():
         if not (isinstance(value, str) and value.startswith(_FUNCTION)):
-            found[name] = value
+            values[name] = value
         # A distribution has done its work; a score has not.
         elif own[name] != value and name != "sparsity_distribution":
             raise ValueError(
                 f"state_dict was made with {name}= a {value}, which it cannot hold; "
                 f"give the same {name}= again"
             )
-    return dataclasses.replace(options, **found)
+    return dataclasses.replace(options, **values)
 
 
 def _fit(

@@ -212,10 +212,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _checksum(content: Mapping[str, Any]) -> str:
     """Returns a hash of everything in a file, in its order."""
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     words = [content[name] for name in ("format", "tensors", "shared")]
-    found.update(repr(words).encode())
+    digest.update(repr(words).encode())
     for dtype, flat in [*content["values"].items(), ("masks", content["masks"])]:
-        found.update(f"{dtype} {len(flat)}".encode())
-        found.update(flat.view(torch.uint8).numpy())
-    return found.hexdigest()
+        digest.update(f"{dtype} {len(flat)}".encode())
+        digest.update(flat.view(torch.uint8).numpy())
+    return digest.hexdigest()

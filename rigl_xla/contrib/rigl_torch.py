@@ -57,21 +57,21 @@ def converted(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def weights_of(model: nn.Module) -> list[Weight]:
-    """Returns what rigl-torch 0.5.2 takes for the layers of a model, in its order.
+    """Returns the weights that rigl-torch 0.5.2 makes sparse, in its order.
 
     That is every module with a weight but `BatchNorm2d`, and nothing inside of one.
     """
     names = {id(p): clean(name) for name, p in model.named_parameters()}
-    found = []
+    weights = []
 
     def visit(module: nn.Module) -> None:
         weight = getattr(module, "weight", None)
         if isinstance(weight, nn.Parameter) and type(module) is not nn.BatchNorm2d:
             is_conv, name = not isinstance(module, nn.Linear), names[id(weight)]
-            found.append(Weight(name, weight, module, "weight", is_conv))
+            weights.append(Weight(name, weight, module, "weight", is_conv))
         else:
             for child in module.children():
                 visit(child)
 
     visit(model)
-    return found
+    return weights

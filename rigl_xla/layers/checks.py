@@ -54,7 +54,7 @@ def pruner_of(parameter: nn.Parameter) -> object | None:
 def check_hold(
     weights: Sequence[Weight], optimizer: Any, skip_step: bool, pruner: object
 ) -> None:
-    """Raises ValueError or TypeError unless ``pruner`` may take hold of the weights.
+    """Raises ValueError or TypeError unless ``pruner`` may keep the weights sparse.
 
     A wrapper that must be called after every backward pass, and decides when to update,
     has a true attribute ``steps_by_itself``.

@@ -114,7 +114,7 @@ class Options:
         return STATIC
 
     def check_schedule(self, schedule: UpdateSchedule, stacklevel: int) -> None:
-        """Raises, or warns, if the topology never changes against expectation."""
+        """Raises ValueError, or warns, if a method that has updates would have none."""
         method = self.method_in_use
         if not (method.updates and self.is_sparse) or schedule.last_update:
             return
@@ -158,18 +158,20 @@ class Options:
         # An excluded first layer is dense, and no other takes its place.
         first = [weight.name for weight in weights_of(model, self.include)[:1]]
         dense_first = self.dense_first if first == list(shapes)[:1] else False
-        found = allocate(shapes, target, self.sparsity_distribution, fixed, dense_first)
+        sparsities = allocate(
+            shapes, target, self.sparsity_distribution, fixed, dense_first
+        )
         if not isinstance(self.initial_masks, str):
-            sparse = {name: shapes[name] for name, value in found.items() if value}
+            sparse = {name: shapes[name] for name, value in sparsities.items() if value}
             check_scores(self.initial_masks, sparse)
-        if self.is_sparse and not any(found.values()):
+        if self.is_sparse and not any(sparsities.values()):
             raise ValueError(
                 f"no weight is left to be sparse: of {list(shapes)}, "
                 f"ignore_linear_layers={self.ignore_linear_layers}, dense_first and "
                 "sparsities= keep all dense; a model of linear layers needs "
                 "ignore_linear_layers=False"
             )
-        return weights, found
+        return weights, sparsities
 
     def pattern(self, weight: Weight, sparsity: float) -> RowPattern | None:
         """Returns the pattern that the mask of a weight keeps, if any."""

@@ -145,19 +145,19 @@ def check_scores(
     check_type("scores", scores, Mapping, "a dict of tensors by parameter name")
     check_names("scores are needed for", shapes, scores, "the weights that have some")
     for name, shape in shapes.items():
-        found = scores[name]
-        check_type(f"the scores of {name!r}", found, torch.Tensor, "a tensor")
-        if found.is_complex() or found.is_meta:
+        given = scores[name]
+        check_type(f"the scores of {name!r}", given, torch.Tensor, "a tensor")
+        if given.is_complex() or given.is_meta:
             raise TypeError(
                 f"the scores of {name!r} must be real numbers with values, got "
-                f"{found.dtype} on {found.device}"
+                f"{given.dtype} on {given.device}"
             )
-        if tuple(found.shape) != tuple(shape):
+        if tuple(given.shape) != tuple(shape):
             raise ValueError(
-                f"scores of {name!r} have shape {tuple(found.shape)}; the weight has "
+                f"scores of {name!r} have shape {tuple(given.shape)}; the weight has "
                 f"{tuple(shape)}"
             )
-        if not bool(torch.isfinite(found).all()):
+        if not bool(torch.isfinite(given).all()):
             raise ValueError(f"scores of {name!r} are not all finite")
 
 

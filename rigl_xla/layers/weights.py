@@ -144,7 +144,7 @@ def reasons_for_dense(
 
 
 def selectors(given: Selector | Iterable[Selector]) -> list[Selector]:
-    """Returns selectors as a list; a single one, such as a text, is not taken apart."""
+    """Returns selectors as a list; a single one becomes a list of one."""
     single = isinstance(given, (str, type, nn.Module)) or callable(given)
     single = single or not isinstance(given, Iterable)
     every = [given] if single else list(given)
@@ -266,7 +266,7 @@ def _included(given: list[Selector], places: list[_Place]) -> list[_Place]:
 
     A module may have biases too, but not alone.
     """
-    found = []
+    usable_places = []
     for selector in given:
         hits = _selected([selector], places)
         usable = [place for place in hits if place.is_allowed]
@@ -279,15 +279,15 @@ def _included(given: list[Selector], places: list[_Place]) -> list[_Place]:
                 f"and requires_grad={parameter.requires_grad}; only trained parameters "
                 "of two or more dimensions can be sparse"
             )
-        found += usable
-    return found
+        usable_places += usable
+    return usable_places
 
 
 def _selected(
     given: list[Selector], places: list[_Place], inside: bool = False
 ) -> list[_Place]:
     """Returns the places that any selector fits; raises ValueError if one fits none."""
-    found = []
+    selected = []
     for selector in given:
         hits = [place for place in places if place.fits(selector, inside)]
         # A function may well select nothing.
@@ -296,5 +296,5 @@ def _selected(
                 f"include or exclude names {selector!r}, but the model has no such "
                 "parameter, nor such a module with parameters"
             )
-        found += hits
-    return found
+        selected += hits
+    return selected

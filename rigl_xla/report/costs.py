@@ -255,8 +255,8 @@ def training_ratios(
 
     >>> costs, sparsities = {"fc": LayerCost((10, 100))}, {"fc": 0.9}
     >>> schedule = UpdateSchedule(75_000)
-    >>> found = training_ratios(costs, sparsities, sparsities, schedule, 100_000)
-    >>> {method: round(ratio, 2) for method, ratio in found.items()}
+    >>> ratios = training_ratios(costs, sparsities, sparsities, schedule, 100_000)
+    >>> {method: round(ratio, 2) for method, ratio in ratios.items()}
     {'dense': 1.0, 'static': 0.1, 'set': 0.1, 'rigl': 0.11, 'snfs': 0.4, 'gmp': 0.27}
     """
     delta, last = schedule.delta, schedule.last_update

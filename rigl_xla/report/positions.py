@@ -49,7 +49,7 @@ def costs_of(model: nn.Module, *inputs: Any, **named: Any) -> dict[str, LayerCos
             "counts samples along its first dimension, but there is none"
         )
     num_samples = len(tensors[0])
-    found: dict[str, list[_Use]] = defaultdict(list)
+    uses: dict[str, list[_Use]] = defaultdict(list)
     attentions = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
     # Attention does not call its projection.
     callers = {attention.out_proj: attention for attention in attentions}
@@ -57,11 +57,11 @@ def costs_of(model: nn.Module, *inputs: Any, **named: Any) -> dict[str, LayerCos
         for weight in weights:
             for module, attribute in multipliers_of(model, weight):
                 called = callers.get(module, module)
-                watch = _watch(found[weight.name], module, attribute)
+                watch = _watch(uses[weight.name], module, attribute)
                 handle = called.register_forward_hook(watch, with_kwargs=True)
                 hooks.enter_context(handle)
         model(*inputs, **named)
-    return {w.name: cost_of(w, found[w.name], num_samples) for w in weights}
+    return {w.name: cost_of(w, uses[w.name], num_samples) for w in weights}
 
 
 def cost_of(

@@ -124,10 +124,10 @@ class Report:
         """Reads the device for several reports of one pruner, in one transfer."""
         unread = [report for report in reports if "layers" not in vars(report)]
         counts = [c for report in unread for _, c in report._counts.values()]
-        found = iter(unread[0]._replica.fetch(counts) if counts else [])
+        fetched = iter(unread[0]._replica.fetch(counts) if counts else [])
         for report in unread:
             vars(report)["layers"] = {
-                name: LayerReport(size, **dict(zip(COUNTS, next(found).tolist())))
+                name: LayerReport(size, **dict(zip(COUNTS, next(fetched).tolist())))
                 for name, (size, _) in report._counts.items()
             }
 
@@ -188,13 +188,13 @@ class Report:
     def scalars(self) -> dict[str, float]:
         """Returns what a log shows, by name; operations if their costs are known."""
         names = ("sparsity", "drop_fraction", "churn", "exploration_rate")
-        found = {name: getattr(self, name) for name in (*names, "size_in_bytes")}
-        found |= {"grown": self.num_grown, "dropped": self.num_dropped}
+        scalars = {name: getattr(self, name) for name in (*names, "size_in_bytes")}
+        scalars |= {"grown": self.num_grown, "dropped": self.num_dropped}
         if self._has_costs:
-            found["inference_flops_ratio"] = self.cost.inference_ratio
+            scalars["inference_flops_ratio"] = self.cost.inference_ratio
             if self.cost.method in self.cost.training_ratios:
-                found["training_flops_ratio"] = self.cost.training_ratio
-        return found
+                scalars["training_flops_ratio"] = self.cost.training_ratio
+        return scalars
 
     def __str__(self) -> str:
         """A table: a line for every sparse layer, and one for all of them."""
@@ -233,7 +233,7 @@ class Report:
 class TopologyLog:
     """Writes a `Report` for every topology update.
 
-    Call it after the optimizer's step, or attach it to an elastic optimizer: it takes
+    Call it after the optimizer's step, or attach it to an elastic optimizer: it makes
     a report if the topology has changed, and reads nothing. Call `flush` where training
     reads its loss.
 
@@ -252,7 +252,7 @@ class TopologyLog:
         prefix: Begins the tags.
 
     Raises:
-        TypeError: The writer takes no scalars, or another argument is of a wrong type.
+        TypeError: The writer has no ``add_scalar``, or an argument is of a wrong type.
         ValueError: The costs are of another model.
     """
 
@@ -289,7 +289,7 @@ class TopologyLog:
         self._waiting.append(self._pruner.report(self._costs, self._num_steps))
 
     def flush(self) -> None:
-        """Reads, in one transfer, and writes the reports taken since the last flush."""
+        """Reads, in one transfer, and writes the reports made since the last flush."""
         waiting, self._waiting = self._waiting, []
         if not waiting or self._writer is None:
             return
@@ -309,9 +309,9 @@ def left_out(dense: Mapping[str, str]) -> list[str]:
     for name, reason in dense.items():
         names.setdefault(reason, []).append(name)
     lines = []
-    for reason, found in names.items():
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        lines.append(f"dense: {', '.join(found[:3])}{more} ({reason})")
+    for reason, group in names.items():
+        more = f" and {len(group) - 3} more" if len(group) > 3 else ""
+        lines.append(f"dense: {', '.join(group[:3])}{more} ({reason})")
     return lines
 
 

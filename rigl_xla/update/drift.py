@@ -24,8 +24,8 @@ def check_equal(layers: Sequence[SparseLayer], replica: Replica) -> None:
         return
     columns_3L = [torch.stack(column) for column in zip(*map(_numbers, layers))]
     own = [column_L.tolist() for column_L in replica.fetch(columns_3L)]
-    found = replica.all_gather_object(own)
-    for what, columns_RL in zip(_COMPARED, zip(*found)):
+    gathered = replica.all_gather_object(own)
+    for what, columns_RL in zip(_COMPARED, zip(*gathered)):
         values_LR = zip(*columns_RL)
         names = [
             layer.name

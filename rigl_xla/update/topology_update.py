@@ -110,10 +110,10 @@ def _group_masks(
             pattern.cut(tensor[0].reshape(pattern.shape))
             for tensor in (mask_LN, drop_LN, grow_LN)
         )
-        found = masks.drop_and_grow_rows(
+        rows = masks.drop_and_grow_rows(
             mask_RM, drop_RM, grow_RM, counts_2L[0], pattern.per_row
         )
-        new_LN, keep_LN = (pattern.join(found_RM).reshape(1, -1) for found_RM in found)
+        new_LN, keep_LN = (pattern.join(found_RM).reshape(1, -1) for found_RM in rows)
     else:
         new_LN, keep_LN = masks.drop_and_grow(mask_LN, drop_LN, grow_LN, *counts_2L)
     usable_L1 = finite & masks.are_finite(drop_LN, mask_LN)
@@ -126,7 +126,7 @@ def _group_masks(
 
 def _scores(score: Score, views: list[Layer]) -> torch.Tensor:
     """Returns ``(L, N)``: a score of layers of one size."""
-    found = []
+    scores = []
     for view in views:
         values = score(view)
         if not isinstance(values, torch.Tensor) or values.shape != view.weight.shape:
@@ -137,8 +137,8 @@ def _scores(score: Score, views: list[Layer]) -> torch.Tensor:
                 f"{tuple(view.weight.shape)}"
             )
         values = values if values.is_floating_point() else values.float()
-        found.append(values.detach().flatten())
-    return torch.stack(found)
+        scores.append(values.detach().flatten())
+    return torch.stack(scores)
 
 
 def _groups(layers: Sequence[SparseLayer]) -> list[list[SparseLayer]]:
