@@ -1,1 +1,1 @@
-"""Names and files of rigl-torch, and compact files."""
+"""Checkpoints of rigl-torch, and compact files."""

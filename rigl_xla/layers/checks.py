@@ -65,7 +65,6 @@ def check_hold(
             "decides when to update, so a topology update cannot replace its step; "
             "build the pruner with skip_step=False"
         )
-
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer is a {type(optimizer).__name__}; it must be a torch optimizer, "
@@ -127,8 +126,12 @@ def check_kind(weight: Weight) -> None:
 
 
 def check_bound(weights: Iterable[Weight]) -> None:
-    """Raises ValueError if the modules have other parameters now than the pruner."""
-    replaced = [weight.name for weight in weights if weight.is_replaced]
+    """Raises ValueError if modules have other parameters by now than the pruner."""
+    replaced = [
+        weight.name
+        for weight in weights
+        if getattr(weight.module, weight.attribute, None) is not weight.parameter
+    ]
     if replaced:
         raise ValueError(
             f"the model has other parameters now than when this pruner was built: "

@@ -53,11 +53,6 @@ class Weight:
         is_transposed = isinstance(module, _ConvNd) and module.transposed
         return module.groups if is_transposed else None
 
-    @property
-    def is_replaced(self) -> bool:
-        """Whether the module has another parameter by now, as after ``.to('xla')``."""
-        return getattr(self.module, self.attribute, None) is not self.parameter
-
 
 def weights_of(
     model: nn.Module,
