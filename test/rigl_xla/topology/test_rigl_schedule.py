@@ -7,12 +7,8 @@ import math
 
 import pytest
 
-from rigl_xla.topology.methods import METHODS
-from rigl_xla.topology.update_schedule import (
-    ANNEALINGS,
-    UpdateSchedule,
-    gradual_sparsity,
-)
+from rigl_xla import ANNEALINGS, METHODS, UpdateSchedule
+from rigl_xla.topology.update_schedule import gradual_sparsity
 from rigl_xla.update.steps import collects
 
 
