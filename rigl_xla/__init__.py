@@ -9,13 +9,6 @@ if pruner():
 """
 
 from rigl_xla.contrib.compact_file import load_compact, save_compact
-from rigl_xla.contrib.google_costs import google_costs_of
-from rigl_xla.contrib.semi_structured import (
-    Conversion,
-    Kernels,
-    SemiStructuredReport,
-    to_semi_structured,
-)
 from rigl_xla.layers.snip import global_distribution, snip_scores
 from rigl_xla.layers.weights import Weight, weights_of
 from rigl_xla.report.costs import (
@@ -29,8 +22,7 @@ from rigl_xla.report.costs import (
     training_ratio,
 )
 from rigl_xla.report.positions import costs_of
-from rigl_xla.report.report import LayerReport, Report
-from rigl_xla.report.topology_log import TopologyLog
+from rigl_xla.report.report import LayerReport, Report, TopologyLog
 from rigl_xla.scheduler import RigLScheduler
 from rigl_xla.topology.distribution import DISTRIBUTIONS, allocate
 from rigl_xla.topology.methods import METHODS, SCORES, Layer, Method
@@ -41,23 +33,19 @@ __all__ = [
     "DISTRIBUTIONS",
     "METHODS",
     "SCORES",
-    "Conversion",
     "CostReport",
-    "Kernels",
     "Layer",
     "LayerCost",
     "LayerReport",
     "Method",
     "Report",
     "RigLScheduler",
-    "SemiStructuredReport",
     "TopologyLog",
     "UpdateSchedule",
     "Weight",
     "allocate",
     "costs_of",
     "global_distribution",
-    "google_costs_of",
     "gradual_training_ratio",
     "inference_flops",
     "inference_macs",
@@ -66,7 +54,6 @@ __all__ = [
     "save_compact",
     "size_in_bytes",
     "snip_scores",
-    "to_semi_structured",
     "training_ratio",
     "weights_of",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import operator
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,26 +16,35 @@ from torch.optim import Optimizer
 
 import xla_replica
 from rigl_xla import state
-from rigl_xla.contrib.rigl_torch import RigLTorchNames
-from rigl_xla.layers.checks import Hold, check_bound, check_hold, take
-from rigl_xla.layers.first_masks import first_layer_state, warn_of_lost_connections
-from rigl_xla.layers.initial import INITIAL_WEIGHTS
+from rigl_xla.layers.checks import Hold, check_bound, check_hold
+from rigl_xla.layers.initial import (
+    INITIAL_WEIGHTS,
+    initial_layer,
+    warn_of_lost_connections,
+)
 from rigl_xla.layers.options import Options
-from rigl_xla.layers.sparse_layer import SparseLayer
+from rigl_xla.layers.sparse_layer import SparseLayer, zero_inactive_
 from rigl_xla.layers.weights import Selector, check_model
 from rigl_xla.report.costs import LayerCost
 from rigl_xla.report.report import Report, describe
-from rigl_xla.state import PrunerState
 from rigl_xla.topology.distribution import Distribution
 from rigl_xla.topology.methods import Score
 from rigl_xla.topology.update_schedule import UpdateSchedule
 from rigl_xla.update.drift import check_equal
 from rigl_xla.update.steps import TopologySteps
+from rigl_xla.update.topology_update import optimizer_state_of
 from xla_replica import AccumulationHook, AccumulationNote, Replica
 from xla_replica.backends.registry import given_or_current
+from xla_replica.common.arguments import check_integer
 
 
-class RigLScheduler(RigLTorchNames):
+def _of(part: str, name: str) -> property:
+    """Returns a property that reads an attribute of the schedule or the options."""
+    doc = f"What `{name}` of the {part} is."
+    return property(operator.attrgetter(f"{part}.{name}"), doc=doc)
+
+
+class RigLScheduler:
     """Keeps a model sparse while it trains, and moves its connections.
 
     Every ``delta`` steps before ``T_end`` the weakest connections of each layer are
@@ -65,8 +75,8 @@ class RigLScheduler(RigLTorchNames):
     model and the optimizer and keeps those sparse: copy ``(model, optimizer, pruner)``
     together. A copy of the model alone is not kept sparse.
 
-    **Devices.** Build it after the model was moved and the optimizer was built. A
-    model that is moved later in place takes its masks along; one whose parameters are
+    **Devices.** Build it after the model was moved and the optimizer was built. The
+    masks of a model that is moved later in place move too; one whose parameters are
     replaced (``.to('xla')``) is an error at the next call. An update reads nothing from
     the device and compiles nothing after the first.
 
@@ -154,24 +164,23 @@ class RigLScheduler(RigLTorchNames):
         schedule = _made_of(UpdateSchedule, arguments)
         self.model, self.optimizer = model, optimizer
         self.replica = given_or_current(replica)
-        self._layers: list[SparseLayer] = []
         self._holds: list[Hold] = []
         self._handles: list[Any] = []
-        self._closed = True  # until it takes hold of the model
+        self._closed = True  # until `_adopt`
         if state_dict is not None:
             self._restore(state_dict, options, schedule, {})
             return
         weights, sparse = options.plan(model)
         options.check_schedule(schedule, stacklevel=2)
         layers = [
-            first_layer_state(weight, sparse[weight.name], options)
+            initial_layer(weight, sparse[weight.name], options)
             for weight in weights
             if sparse[weight.name] > 0
         ]
-        found = PrunerState(weights, layers, options, schedule)
-        self._check_hold(found)
+        steps = TopologySteps(weights, layers, options, schedule)
+        self._check_hold(steps)
         warn_of_lost_connections(layers, options, self.replica, stacklevel=2)
-        self._adopt(found)
+        self._adopt(steps)
         if initial_weights is not None:
             with torch.no_grad():
                 for layer in layers:
@@ -195,8 +204,10 @@ class RigLScheduler(RigLTorchNames):
             return True
         check_bound(layer.weight for layer in self._layers)
         self._steps.end_backward()
-        self._take_assigned()
-        return not (self.options.skip_step and self._end_step())
+        self._steps.collect_assigned(self.replica)
+        if not self.options.skip_step:
+            return True
+        return not self._steps.end(self.optimizer, self.replica)
 
     def close(self) -> None:
         """Lets go of model and optimizer, which stay as they are; may be repeated."""
@@ -222,7 +233,7 @@ class RigLScheduler(RigLTorchNames):
             self.replica = xla_replica.current()
         self._holds, self._handles = [], []
         if not self._closed:
-            self._check_hold(self._state())
+            self._check_hold(self._steps)
             self._place_hooks()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RigLScheduler:
@@ -259,15 +270,15 @@ class RigLScheduler(RigLTorchNames):
         Raises:
             ValueError: The costs are of another model.
         """
-        return Report(self._state(), self.model, self.replica, costs, num_steps)
+        return Report(self._steps, self.model, self.replica, costs, num_steps)
 
     def __str__(self) -> str:
         # With gradual pruning only masks know whether an update was refused.
         if self.options.method_in_use.gradual:
-            found = self.report().layers
+            layers = self.report().layers
             for layer in self._layers:
-                layer.num_active = found[layer.name].num_active
-        return describe(self._state(), self.model)
+                layer.num_active = layers[layer.name].num_active
+        return describe(self._steps, self.model)
 
     def check_replicas(self) -> None:
         """Compares masks and sparse weights of all replicas; reads the device.
@@ -285,6 +296,84 @@ class RigLScheduler(RigLTorchNames):
         """
         check_equal(self._layers, self.replica)
 
+    # --- the attributes and methods of rigl-torch ------------------------------------
+
+    T_end = _of("schedule", "T_end")
+    delta_T = _of("schedule", "delta")
+    alpha = _of("schedule", "alpha")
+    grad_accumulation_n = _of("schedule", "grad_accumulation_n")
+    dense_allocation = _of("options", "dense_allocation")
+    sparsity_distribution = _of("options", "sparsity_distribution")
+    ignore_linear_layers = _of("options", "ignore_linear_layers")
+    static_topo = _of("options", "static_topo")
+
+    @property
+    def step(self) -> int:
+        """The number of the last step."""
+        return self._steps.number
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._steps.number = check_integer("step", number, least=0)
+
+    @property
+    def rigl_steps(self) -> int:
+        """How many updates of the topology there were."""
+        return self._steps.num_updates
+
+    @property
+    def W(self) -> list[nn.Parameter]:
+        """All weights that can be sparse, dense ones too, in order of registration."""
+        return [weight.parameter for weight in self._steps.weights]
+
+    @property
+    def N(self) -> list[int]:
+        """Number of weights in each of `W`."""
+        return [parameter.numel() for parameter in self.W]
+
+    @property
+    def S(self) -> list[float]:
+        """Sparsity of each of `W`."""
+        sparsities = {layer.name: layer.sparsity for layer in self._layers}
+        return [sparsities.get(weight.name, 0.0) for weight in self._steps.weights]
+
+    @property
+    def backward_masks(self) -> list[torch.Tensor | None]:
+        """Mask of each of `W`; None where it is dense."""
+        masks = {layer.name: layer.mask for layer in self._layers}
+        return [masks.get(weight.name) for weight in self._steps.weights]
+
+    def cosine_annealing(self) -> float:
+        """Returns the drop fraction of an update at this step."""
+        return self.schedule.drop_fraction(self.step)
+
+    @torch.no_grad()
+    def apply_mask_to_weights(self) -> None:
+        """Zeroes inactive weights; done after every optimizer step anyway."""
+        for layer in self._layers:
+            layer.mask_()
+
+    @torch.no_grad()
+    def apply_mask_to_gradients(self) -> None:
+        """Zeroes gradients of inactive weights, as the backward pass does anyway.
+
+        For gradients that are assigned by hand, before somebody clips them: what an
+        update needs of them is collected first.
+        """
+        self._steps.collect_assigned(self.replica)
+        for layer in self._layers:
+            gradient = layer.weight.parameter.grad
+            if gradient is not None and layer.hooked:
+                zero_inactive_(gradient.detach(), layer.mask)
+
+    @torch.no_grad()
+    def reset_momentum(self) -> None:
+        """Zeroes what the optimizer keeps for inactive weights."""
+        for layer in self._layers:
+            for tensor in optimizer_state_of(layer.weight.parameter, self.optimizer):
+                layer.follow(tensor.device)
+                zero_inactive_(tensor, layer.mask)
+
     # --- what is saved --------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -293,7 +382,7 @@ class RigLScheduler(RigLTorchNames):
         Plain types and copies on the CPU, for any number of replicas; loads with
         ``weights_only=True``. Call it between steps, not after a backward pass.
         """
-        return state.to_dict(self._state(), self.replica)
+        return state.to_dict(self._steps, self.replica)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **changes: Any) -> None:
         """Loads what `state_dict` returned, or rigl-torch 0.5.2's did.
@@ -319,10 +408,6 @@ class RigLScheduler(RigLTorchNames):
 
     # --- how ------------------------------------------------------------------------
 
-    def _state(self) -> PrunerState:
-        what = (self._weights, self._layers, self.options, self.schedule)
-        return PrunerState(*what, self.step, self.rigl_steps)
-
     def _restore(
         self,
         saved: Mapping[str, Any],
@@ -331,28 +416,29 @@ class RigLScheduler(RigLTorchNames):
         changes: Mapping[str, Any],
     ) -> None:
         what = (options, schedule, changes)
-        found = state.from_dict(saved, self.model, *what, stacklevel=4)
-        found.options.check_schedule(found.schedule, stacklevel=3)
-        self._check_hold(found)
-        self._adopt(found)
+        steps = state.from_dict(saved, self.model, *what, stacklevel=4)
+        steps.options.check_schedule(steps.schedule, stacklevel=3)
+        self._check_hold(steps)
+        self._adopt(steps)
 
-    def _check_hold(self, found: PrunerState) -> None:
-        sparse = [layer.weight for layer in found.layers]
-        check_hold(sparse, self.optimizer, found.options.skip_step, self)
+    def _check_hold(self, steps: TopologySteps) -> None:
+        """Raises ValueError or TypeError unless model and optimizer fit the state."""
+        sparse = [layer.weight for layer in steps.layers]
+        check_hold(sparse, self.optimizer, steps.options.skip_step, self)
 
-    def _adopt(self, found: PrunerState) -> None:
-        """Takes hold of the model, whose sparse weights are ``found.layers``."""
+    def _adopt(self, steps: TopologySteps) -> None:
+        """Replaces the pruner's state, and keeps the model sparse by its masks."""
         self.close()
         self._closed = False
-        self._weights, self._layers, self.options, self.schedule = found[:4]
-        self._steps = TopologySteps(*found[1:])
+        self._steps, self._layers = steps, steps.layers
+        self.options, self.schedule = steps.options, steps.schedule
         self._place_hooks()
         self._steps.begin(self.replica)
         self.apply_mask_to_weights()
         self.reset_momentum()
 
     def _place_hooks(self) -> None:
-        """Places those on weights, which keep no pruner alive, and the optimizer's."""
+        """Registers hooks on weights, which keep no pruner alive, and the optimizer."""
         steps = weakref.ref(self._steps)
         self._holds, self._handles = [], []
         for layer in self._layers:
@@ -363,7 +449,7 @@ class RigLScheduler(RigLTorchNames):
                 parameter.register_hook(mask),
                 parameter.register_post_accumulate_grad_hook(note),
             ]
-            self._holds.append(take(parameter, Hold(self, handles)))
+            self._holds.append(Hold(parameter, self, handles))
         # A pruner that counts the optimizer's steps lives as long as that.
         hook = functools.partial(_mask_weights, steps, self._layers, self._holds)
         if not self.options.skip_step:
@@ -373,6 +459,7 @@ class RigLScheduler(RigLTorchNames):
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Masks weights and ends the step, for ``skip_step=False``."""
         del optimizer, args, kwargs
         self.apply_mask_to_weights()
         check_bound(layer.weight for layer in self._layers)
@@ -381,32 +468,27 @@ class RigLScheduler(RigLTorchNames):
                 # A replica without a minibatch looks for what was assigned, too: in a
                 # program of its own, not in the one with the optimizer's collective.
                 self.replica.sync()
-            self._take_assigned()
-        self._end_step()
-
-    def _take_assigned(self) -> None:
-        self._steps.take_assigned(self.replica)
-
-    def _end_step(self) -> bool:
-        return self._steps.end(self.optimizer, self.replica)
+            self._steps.collect_assigned(self.replica)
+        self._steps.end(self.optimizer, self.replica)
 
 
 def _mask_gradient(
     steps: weakref.ref[TopologySteps], layer: SparseLayer, grad: torch.Tensor
 ) -> torch.Tensor:
-    """Runs in the backward pass, before gradients accumulate or are reduced."""
+    """Returns a gradient masked, before it accumulates or is reduced; collects it."""
     layer.follow(grad.device)
-    if (found := steps()) is not None:
-        found.note_gradient(layer, grad)
+    if (alive := steps()) is not None:
+        alive.note_gradient(layer, grad)
     return torch.where(layer.mask, grad, grad.new_zeros(()))
 
 
 def _note_accumulation(
     steps: weakref.ref[TopologySteps], layer: SparseLayer, parameter: torch.Tensor
 ) -> None:
+    """Notes that a masked gradient was added to ``.grad``."""
     layer.hooked = True
-    if (found := steps()) is not None:
-        found.note_accumulation(layer, parameter)
+    if (alive := steps()) is not None:
+        alive.note_accumulation(layer, parameter)
 
 
 @torch.no_grad()
@@ -416,13 +498,13 @@ def _mask_weights(
     holds: Sequence[Hold],
     *args: object,
 ) -> None:
-    """Runs after the optimizer's step, whether or not anybody has the pruner."""
+    """Masks weights after the optimizer's step, also where the pruner is gone."""
     del args
     for layer, hold in zip(layers, holds):
         if not hold.released:
             layer.mask_()
-    if (found := steps()) is not None:
-        found.note_optimizer_step()
+    if (alive := steps()) is not None:
+        alive.note_optimizer_step()
 
 
 def _made_of(kind: Any, arguments: Mapping[str, Any]) -> Any:

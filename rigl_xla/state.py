@@ -1,24 +1,23 @@
-"""The state of a pruner, what is saved of it, and how that is read back."""
+"""What is saved of a pruner's state, and how that is read back."""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import nn
 
 from rigl_xla.contrib import rigl_torch
 from rigl_xla.layers.checks import check_kind
-from rigl_xla.layers.options import SAVED, Options
+from rigl_xla.layers.options import NOT_SAVED, Options
 from rigl_xla.layers.sparse_layer import SparseLayer, to_host
 from rigl_xla.layers.weights import Weight, weights_of
 from rigl_xla.topology.distribution import as_float
 from rigl_xla.topology.masks import pack, unpack
 from rigl_xla.topology.update_schedule import UpdateSchedule
-from rigl_xla.update.collect import is_collecting
+from rigl_xla.update.steps import TopologySteps
 from xla_replica import Replica
 from xla_replica.common.arguments import check_integer, check_number, check_type
 from xla_replica.common.differences import check_same, differences
@@ -27,60 +26,34 @@ FORMAT = 1
 _FUNCTION = "function "  # begins the name of a function, which a state cannot hold
 
 
-class PrunerState(NamedTuple):
-    """A pruner at one moment; read from a state, it fits a model not yet touched."""
-
-    weights: list[Weight]  # all that can be sparse
-    layers: list[SparseLayer]  # those that are
-    options: Options
-    schedule: UpdateSchedule
-    step: int = 0  # the number of the last one
-    num_updates: int = 0  # of the topology, up to then
-
-
-def to_dict(now: PrunerState, replica: Replica) -> dict[str, Any]:
+def to_dict(now: TopologySteps, replica: Replica) -> dict[str, Any]:
     """Returns `RigLScheduler.state_dict`. Reads the device, in one transfer."""
-    collecting = is_collecting(now.options.method_in_use, now.schedule, now.step)
-    bits, gradients = _fetched(now.layers, replica, collecting)
+    collected = [x for x in now.layers if now.is_collecting and x.gradient is not None]
+    tensors = [mask for layer in now.layers for mask in (layer.mask, layer.ever)]
+    tensors += [layer.gradient.detach() for layer in collected]
+    host = iter(to_host(tensors, replica))
     layers: dict[str, Any] = {}
-    for layer, (mask, ever) in zip(now.layers, bits):
+    for layer in now.layers:
+        mask, ever = next(host), next(host)
         layers[layer.name] = {
-            "shape": list(layer.mask.shape),
+            "shape": list(mask.shape),
             "sparsity": layer.sparsity,
             # Not layer.num_active: gradual pruning may have refused an update.
             "num_active": int(mask.sum()),
             "mask": pack(mask),
             "ever_active": pack(ever),
         }
-        if layer.name in gradients:
-            layers[layer.name]["gradient"] = gradients[layer.name]
+    for layer in collected:
+        layers[layer.name]["gradient"] = next(host)
     return {
         "format": FORMAT,
-        "step": now.step,
+        "step": now.number,
         "num_updates": now.num_updates,
         "schedule": dataclasses.asdict(now.schedule),
         "options": _plain_options(now.options),
         "layers": layers,
         "dense": [w.name for w in now.weights if w.name not in layers],
     }
-
-
-def _fetched(
-    layers: Sequence[SparseLayer], replica: Replica, collecting: bool
-) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], dict[str, torch.Tensor]]:
-    """Returns, on the CPU, flat masks with their past, and gradients by name."""
-    if not layers:
-        return [], {}
-    collected = {
-        layer.name: layer.gradient.detach()
-        for layer in layers
-        if collecting and layer.gradient is not None
-    }
-    pairs = [(layer.mask, layer.ever) for layer in layers]
-    joined = torch.cat([mask.flatten() for pair in pairs for mask in pair])
-    flat, *gradients = to_host([joined, *collected.values()], replica)
-    parts = flat.split([layer.size for layer in layers for _ in range(2)])
-    return list(zip(parts[::2], parts[1::2])), dict(zip(collected, gradients))
 
 
 def from_dict(
@@ -90,7 +63,7 @@ def from_dict(
     schedule: UpdateSchedule,
     changes: Mapping[str, Any],
     stacklevel: int,
-) -> PrunerState:
+) -> TopologySteps:
     """Fits a saved state to a model; see `RigLScheduler.load_state_dict`."""
     if not isinstance(state, Mapping):
         raise TypeError(
@@ -118,7 +91,7 @@ def from_dict(
         weights = rigl_torch.weights_of(model)
     else:
         weights = weights_of(model, options.include, options.exclude)
-    found = PrunerState(
+    steps = TopologySteps(
         weights,
         _fit(state["layers"], state.get("dense"), weights, options),
         options,
@@ -127,7 +100,7 @@ def from_dict(
         check_integer("num_updates in state_dict", state["num_updates"], 0),
     )
     _warn_of_schedule(schedule, state["schedule"], changes, stacklevel)
-    return found
+    return steps
 
 
 # The parts of a state that are dicts, with the names that these may have.
@@ -137,13 +110,7 @@ _PARTS |= {"schedule": UpdateSchedule, "layers": None}
 
 def _check_parts(state: Mapping[str, Any]) -> None:
     """Raises ValueError if a state lacks something, or has what nobody reads."""
-    needed = {"step", "num_updates", "schedule", "options", "layers"}
-    missing = sorted(needed - state.keys())
-    if missing:
-        raise ValueError(
-            f"state_dict lacks {missing}; it must be what RigLScheduler.state_dict() "
-            "gave, whole"
-        )
+    _check_has(state, ("step", "num_updates", "schedule", "options", "layers"))
     for part, kind in _PARTS.items():
         what = f"state_dict[{part!r}]"
         given = check_type(what, state.get(part, {}), Mapping, "a dict")
@@ -154,6 +121,16 @@ def _check_parts(state: Mapping[str, Any]) -> None:
                 f"{what} has {unknown}, which this release does not know; it is of a "
                 "newer one, or damaged"
             )
+
+
+def _check_has(part: Mapping[str, Any], names: Sequence[str], of: str = "") -> None:
+    """Raises ValueError if a part of a state lacks any of the names."""
+    missing = [name for name in names if name not in part]
+    if missing:
+        raise ValueError(
+            f"state_dict lacks {missing}{of}; it must be what "
+            "RigLScheduler.state_dict() gave, whole"
+        )
 
 
 def _warn_of_schedule(
@@ -169,10 +146,10 @@ def _warn_of_schedule(
         for name, value in dataclasses.asdict(own).items()
         if value != default[name] and name in saved and name not in changes
     }
-    if found := differences(saved, asked, {name: name for name in asked}):
+    if changed := differences(saved, asked, {name: name for name in asked}):
         names = ", ".join(f"{n}={v!r}" for n, v in asked.items() if saved[n] != v)
         warnings.warn(
-            f"the saved schedule goes on: {'; '.join(found)} in this call, which has "
+            f"the saved schedule goes on: {'; '.join(changed)} in this call, which has "
             f"no effect. For another one say pruner.load_state_dict(state, {names})",
             stacklevel=stacklevel + 1,
         )
@@ -180,16 +157,16 @@ def _warn_of_schedule(
 
 def _plain_options(options: Options) -> dict[str, Any]:
     """Returns the options that are saved, functions by name."""
-    found = {}
+    saved = {}
     for field in dataclasses.fields(options):
-        if field.metadata == SAVED:
+        if field.name not in NOT_SAVED:
             value = getattr(options, field.name)
             if callable(value):
                 value = _FUNCTION + getattr(value, "__name__", type(value).__name__)
             elif isinstance(value, Mapping):
                 value = {name: as_float(number) for name, number in value.items()}
-            found[field.name] = value
-    return found
+            saved[field.name] = value
+    return saved
 
 
 def _resumed(options: Options, saved: Mapping[str, Any]) -> Options:
@@ -198,17 +175,17 @@ def _resumed(options: Options, saved: Mapping[str, Any]) -> Options:
     chosen = {name: name for name in saved if own[name] != defaults[name]}
     what = "load_state_dict: the state of a run with other options"
     check_same(saved, own, what, "Leave them out or give the same", chosen)
-    found = {}
+    values = {}
     for name, value in saved.items():
         if not (isinstance(value, str) and value.startswith(_FUNCTION)):
-            found[name] = value
+            values[name] = value
         # A distribution has done its work; a score has not.
         elif own[name] != value and name != "sparsity_distribution":
             raise ValueError(
                 f"state_dict was made with {name}= a {value}, which it cannot hold; "
                 f"give the same {name}= again"
             )
-    return dataclasses.replace(options, **found)
+    return dataclasses.replace(options, **values)
 
 
 def _fit(
@@ -234,39 +211,39 @@ def _fit(
             "include= and exclude=, and the same weights frozen"
         )
     saved = {named[name]: entry for name, entry in saved.items()}
-    layers = []
-    for weight in weights:
-        if weight.name not in saved:
-            continue
-        check_kind(weight)
-        entry = saved[weight.name]
-        lost = [name for name in ("shape", "sparsity", "mask") if name not in entry]
-        if lost:
+    return [
+        _layer_of(saved[weight.name], weight, options)
+        for weight in weights
+        if weight.name in saved
+    ]
+
+
+def _layer_of(
+    entry: Mapping[str, Any], weight: Weight, options: Options
+) -> SparseLayer:
+    """Returns a layer of a saved state; raises ValueError if it does not fit."""
+    check_kind(weight)
+    _check_has(entry, ("shape", "sparsity", "mask"), f" of {weight.name!r}")
+    what = f"the sparsity of {weight.name!r} in state_dict"
+    sparsity = check_number(what, entry["sparsity"], 0, below=1)
+    shape = tuple(entry["shape"])
+    if tuple(weight.parameter.shape) != shape:
+        raise ValueError(
+            f"state_dict has a mask of shape {shape} for {weight.name!r}, which has "
+            f"shape {tuple(weight.parameter.shape)}; it is of another model"
+        )
+    mask = unpack(entry["mask"], shape)
+    # States of older releases do not know where connections have been.
+    ever = unpack(entry.get("ever_active", entry["mask"]), shape)
+    pattern = options.pattern(weight, sparsity)
+    active = int(mask.count_nonzero())
+    layer = SparseLayer(weight, sparsity, active, mask, pattern, ever)
+    gradient = entry.get("gradient")
+    if gradient is not None:
+        if tuple(gradient.shape) != shape:
             raise ValueError(
-                f"state_dict lacks {lost} of {weight.name!r}; it must be what "
-                "RigLScheduler.state_dict() gave, whole"
+                f"state_dict has a gradient of shape {tuple(gradient.shape)} for "
+                f"{weight.name!r} of shape {shape}; it is damaged"
             )
-        what = f"the sparsity of {weight.name!r} in state_dict"
-        shape = tuple(entry["shape"])
-        sparsity = check_number(what, entry["sparsity"], 0, below=1)
-        if tuple(weight.parameter.shape) != shape:
-            raise ValueError(
-                f"state_dict has a mask of shape {shape} for {weight.name!r}, which "
-                f"has shape {tuple(weight.parameter.shape)}; it is of another model"
-            )
-        mask = unpack(entry["mask"], shape)
-        # States of older releases do not know where connections have been.
-        ever = unpack(entry.get("ever_active", entry["mask"]), shape)
-        pattern = options.pattern(weight, sparsity)
-        active = int(mask.count_nonzero())
-        layer = SparseLayer.with_mask(weight, sparsity, active, mask, pattern, ever)
-        if "gradient" in entry:
-            if tuple(entry["gradient"].shape) != shape:
-                raise ValueError(
-                    f"state_dict has a gradient of shape "
-                    f"{tuple(entry['gradient'].shape)} for {weight.name!r} of shape "
-                    f"{shape}; it is damaged"
-                )
-            layer.gradient = entry["gradient"].to(layer.mask.device, copy=True)
-        layers.append(layer)
-    return layers
+        layer.gradient = gradient.to(layer.mask.device, copy=True)
+    return layer

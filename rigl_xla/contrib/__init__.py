@@ -1,1 +1,1 @@
-"""Other people's names, files and conventions; 2:4 kernels; compact files."""
+"""Checkpoints of rigl-torch, and compact files."""

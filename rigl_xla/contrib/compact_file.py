@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,25 +24,9 @@ from rigl_xla.layers.weights import check_model, clean
 from rigl_xla.topology.masks import pack, unpack
 from xla_replica.common.arguments import check_type
 from xla_replica.common.differences import check_same
-from xla_replica.common.files import write_whole
+from xla_replica.common.files import unfinished_name, write_whole
 
 FORMAT = "rigl_xla compact 1"
-
-
-class _Entry(NamedTuple):
-    """A tensor of a file: its dtype, its shape, and its mask's count if it has one."""
-
-    dtype: str
-    shape: list[int]
-    num_active: int | None
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def num_values(self) -> int:
-        return self.size if self.num_active is None else self.num_active
 
 
 def save_compact(
@@ -70,13 +54,12 @@ def save_compact(
     path = Path(path)
     tensors, shared = _tensors(model)
     _check_masks(masks, tensors)
-    replica = xla_replica.current()
-    host = iter(to_host([*tensors.values(), *masks.values()], replica))
-    values, bits = dict(zip(tensors, host)), dict(zip(masks, host))
-    table: dict[str, list[Any]] = {}
-    parts: dict[str, list[torch.Tensor]] = {}
-    for name, value in values.items():
-        num_active = None
+    host = to_host([*tensors.values(), *masks.values()], xla_replica.current())
+    bits = dict(zip(masks, host[len(tensors) :]))
+    table: dict[str, list[Any]] = {}  # dtype, shape, and the count of a mask, if any
+    values: dict[str, list[torch.Tensor]] = {}
+    for name, value in zip(tensors, host):
+        table[name] = [*_kind(value), None]
         if name in bits:
             mask = bits[name]
             num_outside = int(value[~mask].count_nonzero())
@@ -87,17 +70,15 @@ def save_compact(
                     "several topologies is not sparse: average after T_end only, or "
                     "multiply the average by the masks first"
                 )
-            value, num_active = value[mask], int(mask.sum())
-        entry = _Entry(_dtype_of(value), list(values[name].shape), num_active)
-        table[name] = list(entry)
-        parts.setdefault(entry.dtype, []).append(value.flatten())
-    joined = [bits[name].flatten() for name in table if name in bits]
+            value, table[name][2] = value[mask], int(mask.sum())
+        values.setdefault(table[name][0], []).append(value.flatten())
+    flat = [bits[name].flatten() for name in table if name in bits]
     content = {
         "format": FORMAT,
         "tensors": table,
         "shared": shared,
-        "values": {dtype: torch.cat(found) for dtype, found in parts.items()},
-        "masks": pack(torch.cat(joined)) if joined else torch.empty(0).byte(),
+        "values": {dtype: torch.cat(parts) for dtype, parts in values.items()},
+        "masks": pack(torch.cat(flat)) if flat else torch.empty(0).byte(),
     }
     content["checksum"] = _checksum(content)
 
@@ -105,7 +86,7 @@ def save_compact(
         torch.save(content, file)
         return path
 
-    return write_whole(path.with_name(f"{path.name}.unfinished"), write)
+    return write_whole(unfinished_name(path), write)
 
 
 def load_compact(path: str | Path, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -116,7 +97,7 @@ def load_compact(path: str | Path, model: nn.Module) -> dict[str, torch.Tensor]:
 
     Args:
         path: The file.
-        model: Takes the values; on any device.
+        model: The model to fill, on any device.
 
     Returns:
         The masks by parameter name, on the CPU.
@@ -128,36 +109,32 @@ def load_compact(path: str | Path, model: nn.Module) -> dict[str, torch.Tensor]:
     """
     content = _read(Path(path))
     tensors, shared = _tensors(model)
-    table = {name: _Entry(*entry) for name, entry in content["tensors"].items()}
+    table = content["tensors"]
+    saved = {name: (dtype, shape) for name, (dtype, shape, _) in table.items()}
+    own = {name: _kind(value) for name, value in tensors.items()}
     what = f"{path}: the model of this file and the given one differ"
-    saved = {name: entry[:2] for name, entry in table.items()}
-    own = {n: (_dtype_of(value), list(value.shape)) for n, value in tensors.items()}
     remedy = "Build the model as it was, with the same dtypes; convert it afterwards"
     check_same({**saved, **content["shared"]}, {**own, **shared}, what, remedy)
-    held = [n for n in table if pruner_of(tensors[n]) is not None]
+    held = [name for name in table if pruner_of(tensors[name]) is not None]
     if held:
         raise ValueError(
             f"{held[0]!r} is kept sparse by a RigLScheduler, whose masks are others "
             "than the file's: close() that first. To continue a run, load the states "
             "of model, optimizer and pruner"
         )
-    masked = [entry for entry in table.values() if entry.num_active is not None]
-    bits = unpack(content["masks"], [sum(entry.size for entry in masked)])
-    of_masks = iter(bits.split([entry.size for entry in masked]))
-    of_values = {}
-    for dtype, flat in content["values"].items():
-        sizes = [entry.num_values for entry in table.values() if entry.dtype == dtype]
-        of_values[dtype] = iter(flat.split(sizes))
-    masks = {}
+    masked = [name for name, entry in table.items() if entry[2] is not None]
+    sizes = [math.prod(table[name][1]) for name in masked]
+    bits = unpack(content["masks"], [sum(sizes)]).split(sizes)
+    masks = {name: part.reshape(table[name][1]) for name, part in zip(masked, bits)}
+    begins = dict.fromkeys(content["values"], 0)
     with torch.no_grad():
-        for name, entry in table.items():
-            value = next(of_values[entry.dtype])
-            if entry.num_active is not None:
-                mask = masks[name] = next(of_masks).reshape(entry.shape)
-                dense = value.new_zeros(entry.shape)
-                dense[mask] = value
-                value = dense
-            tensors[name].copy_(value.reshape(entry.shape))
+        for name, (dtype, shape, num_active) in table.items():
+            size = math.prod(shape) if num_active is None else num_active
+            value = content["values"][dtype].narrow(0, begins[dtype], size)
+            begins[dtype] += size
+            if num_active is not None:
+                value = value.new_zeros(shape).masked_scatter_(masks[name], value)
+            tensors[name].copy_(value.reshape(shape))
     return masks
 
 
@@ -192,6 +169,7 @@ def _tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]
 def _check_masks(
     masks: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
 ) -> None:
+    """Raises ValueError or TypeError unless every mask fits a tensor of the model."""
     check_type("masks", masks, Mapping, "a dict of bool tensors by parameter name")
     for name, mask in masks.items():
         if name not in tensors:
@@ -200,16 +178,17 @@ def _check_masks(
                 f"{list(tensors)}"
             )
         check_type(f"the mask of {name!r}", mask, torch.Tensor, "a bool tensor")
-        shape = tuple(tensors[name].shape)
-        if mask.dtype != torch.bool or tuple(mask.shape) != shape:
+        shape = tensors[name].shape
+        if mask.dtype != torch.bool or mask.shape != shape:
             raise ValueError(
-                f"the mask of {name!r} must be bool of shape {shape}, got {mask.dtype} "
-                f"of shape {tuple(mask.shape)}"
+                f"the mask of {name!r} must be bool of shape {tuple(shape)}, got "
+                f"{mask.dtype} of shape {tuple(mask.shape)}"
             )
 
 
-def _dtype_of(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _kind(tensor: torch.Tensor) -> tuple[str, list[int]]:
+    """Returns the name of a tensor's dtype, and its shape."""
+    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -232,11 +211,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
-    """Returns a hash of all that a file has, in its order."""
-    found = hashlib.blake2b(digest_size=16)
-    words: Sequence[Any] = [content[name] for name in ("format", "tensors", "shared")]
-    found.update(repr(words).encode())
+    """Returns a hash of everything in a file, in its order."""
+    digest = hashlib.blake2b(digest_size=16)
+    words = [content[name] for name in ("format", "tensors", "shared")]
+    digest.update(repr(words).encode())
     for dtype, flat in [*content["values"].items(), ("masks", content["masks"])]:
-        found.update(f"{dtype} {len(flat)}".encode())
-        found.update(flat.view(torch.uint8).numpy())
-    return found.hexdigest()
+        digest.update(f"{dtype} {len(flat)}".encode())
+        digest.update(flat.view(torch.uint8).numpy())
+    return digest.hexdigest()

@@ -19,18 +19,20 @@ class Hold:
     """The hooks of one pruner on one parameter; keeps neither of the two alive.
 
     They work until they are released, also when nobody has the pruner any more: the
-    parameter then stays sparse, by its last mask, until another pruner takes it.
+    parameter then stays sparse, by its last mask, until another pruner has a hold on
+    it, which releases this one.
     """
 
-    def __init__(self, pruner: object, handles: Iterable[Any]) -> None:
-        self._pruner = weakref.ref(pruner)
+    def __init__(
+        self, parameter: nn.Parameter, pruner: object, handles: Iterable[Any]
+    ) -> None:
+        self.pruner = weakref.ref(pruner)
         self._handles = handles
         self.released = False
-
-    @property
-    def pruner(self) -> object | None:
-        """The pruner, if anybody still has it."""
-        return self._pruner()
+        before = _holds.get(parameter)
+        if before is not None:
+            before.release()
+        _holds[parameter] = self
 
     def release(self) -> None:
         """Removes the hooks."""
@@ -43,25 +45,16 @@ class Hold:
 _holds: MutableMapping[nn.Parameter, Hold] = WeakIdKeyDictionary()
 
 
-def take(parameter: nn.Parameter, hold: Hold) -> Hold:
-    """Makes ``hold`` the only one on a parameter, and returns it."""
-    before = _holds.get(parameter)
-    if before is not None:
-        before.release()
-    _holds[parameter] = hold
-    return hold
-
-
 def pruner_of(parameter: nn.Parameter) -> object | None:
     """Returns the pruner that keeps a parameter sparse, if anybody has it."""
     hold = _holds.get(parameter)
-    return None if hold is None or hold.released else hold.pruner
+    return None if hold is None or hold.released else hold.pruner()
 
 
 def check_hold(
     weights: Sequence[Weight], optimizer: Any, skip_step: bool, pruner: object
 ) -> None:
-    """Raises ValueError or TypeError unless ``pruner`` may take hold of the weights.
+    """Raises ValueError or TypeError unless ``pruner`` may keep the weights sparse.
 
     A wrapper that must be called after every backward pass, and decides when to update,
     has a true attribute ``steps_by_itself``.
@@ -72,7 +65,6 @@ def check_hold(
             "decides when to update, so a topology update cannot replace its step; "
             "build the pruner with skip_step=False"
         )
-
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer is a {type(optimizer).__name__}; it must be a torch optimizer, "
@@ -134,8 +126,12 @@ def check_kind(weight: Weight) -> None:
 
 
 def check_bound(weights: Iterable[Weight]) -> None:
-    """Raises ValueError if the modules have other parameters now than the pruner."""
-    replaced = [weight.name for weight in weights if weight.is_replaced]
+    """Raises ValueError if modules have other parameters by now than the pruner."""
+    replaced = [
+        weight.name
+        for weight in weights
+        if getattr(weight.module, weight.attribute, None) is not weight.parameter
+    ]
     if replaced:
         raise ValueError(
             f"the model has other parameters now than when this pruner was built: "

@@ -1,21 +1,90 @@
-"""The ways in which first masks and, if asked for, first weights are chosen."""
+"""The masks that training begins with and, if asked for, the weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from rigl_xla.layers.sparse_layer import SparseLayer
+from rigl_xla.layers.checks import check_kind
+from rigl_xla.layers.sparse_layer import SparseLayer, to_host
+from rigl_xla.layers.weights import Weight
 from rigl_xla.topology import masks
+from rigl_xla.topology.distribution import num_inactive
 from rigl_xla.topology.structure import outputs_first
+from xla_replica import Replica
 
-# From a weight to the scores of which the highest begin active; None: at random.
-INITIAL_MASKS: dict[str, Callable[[torch.Tensor], torch.Tensor] | None] = {
-    "random": None,
-    "magnitude": torch.abs,
-}
+if TYPE_CHECKING:
+    from rigl_xla.layers.options import Options
+
+INITIAL_MASKS = ("random", "magnitude")
+
+# A weight with this share of the zeros that a mask would make was sparse before.
+_SPARSE_BEFORE = 0.5
+
+
+def initial_layer(weight: Weight, sparsity: float, options: Options) -> SparseLayer:
+    """Returns a layer with its first mask; the weight itself is not touched.
+
+    Raises ValueError if a pattern or a score does not fit it, TypeError if it is of a
+    kind that cannot be masked.
+    """
+    check_kind(weight)
+    parameter = weight.parameter.detach()
+    pattern, size = options.pattern(weight, sparsity), parameter.numel()
+    active = size - num_inactive(sparsity, size)
+    if pattern is not None:
+        active = pattern.num_active
+    if options.method_in_use.gradual:
+        active, mask = size, torch.ones(parameter.shape, dtype=torch.bool)
+    elif options.initial_masks == "random" and pattern is not None:
+        mask = pattern.random_mask(options.seed, weight.name)
+    elif options.initial_masks == "random":
+        mask = masks.random_mask(options.seed, weight.name, size, active)
+    else:
+        given = options.initial_masks
+        scores = parameter.abs() if given == "magnitude" else given[weight.name]
+        scores = scores.detach()  # on any device
+        if pattern is not None:
+            mask = pattern.best_mask(scores)
+        else:
+            count = torch.tensor([active]).to(scores.device)
+            mask = masks.top(scores.reshape(1, -1), count)
+    mask = mask.reshape(parameter.shape)
+    return SparseLayer(weight, sparsity, active, mask, pattern)
+
+
+def warn_of_lost_connections(
+    layers: Sequence[SparseLayer], options: Options, replica: Replica, stacklevel: int
+) -> None:
+    """Warns if random masks replace connections that a model seems to have had before.
+
+    Reads the device once. A weight of zeros alone has no connections to lose.
+    """
+    if options.initial_masks != "random" or options.method_in_use.gradual:
+        return
+    counts, lost = [], {}
+    for layer in layers:
+        connected = layer.data.ne(0)
+        counts.append(torch.stack([connected.sum(), (connected & ~layer.mask).sum()]))
+    for layer, numbers in zip(layers, to_host(counts, replica)):
+        present, dropped = numbers.tolist()
+        zeros = layer.size - present
+        if dropped and zeros >= _SPARSE_BEFORE * layer.sparsity * layer.size:
+            lost[layer.name] = f"{dropped} of {present}"
+    if lost:
+        name = next(iter(lost))
+        warnings.warn(
+            f"{len(lost)} of {len(layers)} weights are sparse already, and new random "
+            f"masks drop connections that they have: {lost[name]} of {name!r}. To "
+            "resume a run, give what the pruner's state_dict() returned as state_dict= "
+            "here: loading it later does not bring weights back. To keep the largest "
+            "of a pruned model say initial_masks='magnitude'",
+            stacklevel=stacklevel + 1,
+        )
 
 
 def rescaled(layer: SparseLayer, seed: int) -> torch.Tensor:

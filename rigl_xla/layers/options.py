@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import field
 
 import torch
 from torch import nn
@@ -29,9 +28,9 @@ from xla_replica.common.arguments import (
     check_number,
 )
 
-# An option that a state holds: the caller may repeat it, and gets it from the state
-# otherwise.
-SAVED: dict[str, bool] = {"saved": True}
+# The options that no state holds. Others may be repeated by the caller, who gets them
+# from the state otherwise.
+NOT_SAVED = ("initial_masks", "initial_weights", "include", "exclude")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,24 +41,24 @@ class Options:
     there, in which norms and embeddings may be sparse.
     """
 
-    dense_allocation: float = field(default=1, metadata=SAVED)
-    sparsity_distribution: str | Distribution = field(default="uniform", metadata=SAVED)
-    ignore_linear_layers: bool = field(default=True, metadata=SAVED)
-    static_topo: bool = field(default=False, metadata=SAVED)
-    method: str = field(default="rigl", metadata=SAVED)
-    drop: str | Score | None = field(default=None, metadata=SAVED)
-    grow: str | Score | None = field(default=None, metadata=SAVED)
-    structure: str | None = field(default=None, metadata=SAVED)
+    dense_allocation: float = 1
+    sparsity_distribution: str | Distribution = "uniform"
+    ignore_linear_layers: bool = True
+    static_topo: bool = False
+    method: str = "rigl"
+    drop: str | Score | None = None
+    grow: str | Score | None = None
+    structure: str | None = None
     initial_masks: str | Mapping[str, torch.Tensor] = "random"
     initial_weights: str | None = None
-    sparsities: Mapping[str, float] | None = field(default=None, metadata=SAVED)
+    sparsities: Mapping[str, float] | None = None
     include: Selector | Iterable[Selector] = ()
     exclude: Selector | Iterable[Selector] = ()
-    dense_first: bool | None = field(default=None, metadata=SAVED)
-    momentum: float = field(default=0.9, metadata=SAVED)
-    skip_step: bool = field(default=True, metadata=SAVED)
-    seed: int = field(default=0, metadata=SAVED)
-    from_rigl_torch: bool = field(default=False, metadata=SAVED)
+    dense_first: bool | None = None
+    momentum: float = 0.9
+    skip_step: bool = True
+    seed: int = 0
+    from_rigl_torch: bool = False
 
     def __post_init__(self) -> None:
         for name in ("include", "exclude"):
@@ -68,11 +67,13 @@ class Options:
             check_flag(name, getattr(self, name))
         if self.dense_first is not None:
             check_flag("dense_first", self.dense_first)
-        limits = {"dense_allocation": {"above": 0, "most": 1}}
-        limits["momentum"] = {"least": 0, "below": 1}
-        for name, limit in limits.items():
-            number = as_float(check_number(name, getattr(self, name), **limit))
-            object.__setattr__(self, name, number)
+        density = check_number(
+            "dense_allocation", self.dense_allocation, above=0, most=1
+        )
+        momentum = check_number("momentum", self.momentum, 0, below=1)
+        # Plain numbers, which a saved state can hold, also of NumPy's.
+        object.__setattr__(self, "dense_allocation", as_float(density))
+        object.__setattr__(self, "momentum", as_float(momentum))
         object.__setattr__(self, "seed", check_integer("seed", self.seed))
         distribution_named(self.sparsity_distribution)
         check_choice("initial_weights", self.initial_weights, [None, *INITIAL_WEIGHTS])
@@ -113,7 +114,7 @@ class Options:
         return STATIC
 
     def check_schedule(self, schedule: UpdateSchedule, stacklevel: int) -> None:
-        """Raises, or warns, if the topology never changes against expectation."""
+        """Raises ValueError, or warns, if a method that has updates would have none."""
         method = self.method_in_use
         if not (method.updates and self.is_sparse) or schedule.last_update:
             return
@@ -157,18 +158,20 @@ class Options:
         # An excluded first layer is dense, and no other takes its place.
         first = [weight.name for weight in weights_of(model, self.include)[:1]]
         dense_first = self.dense_first if first == list(shapes)[:1] else False
-        found = allocate(shapes, target, self.sparsity_distribution, fixed, dense_first)
+        sparsities = allocate(
+            shapes, target, self.sparsity_distribution, fixed, dense_first
+        )
         if not isinstance(self.initial_masks, str):
-            sparse = {name: shapes[name] for name, value in found.items() if value}
+            sparse = {name: shapes[name] for name, value in sparsities.items() if value}
             check_scores(self.initial_masks, sparse)
-        if self.is_sparse and not any(found.values()):
+        if self.is_sparse and not any(sparsities.values()):
             raise ValueError(
                 f"no weight is left to be sparse: of {list(shapes)}, "
                 f"ignore_linear_layers={self.ignore_linear_layers}, dense_first and "
                 "sparsities= keep all dense; a model of linear layers needs "
                 "ignore_linear_layers=False"
             )
-        return weights, found
+        return weights, sparsities
 
     def pattern(self, weight: Weight, sparsity: float) -> RowPattern | None:
         """Returns the pattern that the mask of a weight keeps, if any."""

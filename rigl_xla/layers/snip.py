@@ -65,7 +65,7 @@ def snip_scores(
             "no weight of the model can be sparse, so there is nothing to score; see "
             "weights_of, include= and exclude="
         )
-    total: list[torch.Tensor] | None = None
+    total: list[torch.Tensor] = []
     with _as_it_was(model):
         for batch in batches:
             value = loss(model, batch)
@@ -76,17 +76,17 @@ def snip_scores(
                     "loss(model, batch) must return a tensor of one number that "
                     f"depends on the model's weights, got {got}"
                 )
-            found = xla_replica.grad(value, parameters, allow_unused=True)
+            gradients = xla_replica.grad(value, parameters, allow_unused=True)
+            # Without a copy they may be shared by autograd, and are summed in place.
             own = [
-                torch.zeros_like(parameter) if gradient is None else gradient.detach()
-                for parameter, gradient in zip(parameters, found)
+                torch.zeros_like(p) if g is None else g.detach().clone()
+                for p, g in zip(parameters, gradients)
             ]
-            total = own if total is None else [a + b for a, b in zip(total, own)]
+            total = [a + b for a, b in zip(total, own)] if total else own
             replica.sync()  # one program for every batch
-    if total is None:
+    if not total:
         raise ValueError("snip_scores needs at least one batch, got none")
     with torch.no_grad():
-        total = [gradient.clone() for gradient in total]  # autograd may share them
         replica.all_reduce_(total)
         scores = [(p.detach() * g).abs() for p, g in zip(parameters, total)]
     fetched = dict(zip((w.name for w in weights), to_host(scores, replica)))
@@ -128,7 +128,7 @@ def global_distribution(scores: Mapping[str, torch.Tensor]) -> Distribution:
             flat.append(own)
         budget = sum(size - num_inactive(sparsity, size) for size in sizes)
         count = max(budget, len(sizes))
-        best_N = masks.top(torch.cat(flat)[None], torch.tensor([count]), [count])[0]
+        best_N = masks.top(torch.cat(flat)[None], torch.tensor([count]))[0]
         return {
             name: 1 - int(chosen.sum()) / size
             for name, chosen, size in zip(free, best_N.split(sizes), sizes)
@@ -145,19 +145,19 @@ def check_scores(
     check_type("scores", scores, Mapping, "a dict of tensors by parameter name")
     check_names("scores are needed for", shapes, scores, "the weights that have some")
     for name, shape in shapes.items():
-        found = scores[name]
-        check_type(f"the scores of {name!r}", found, torch.Tensor, "a tensor")
-        if found.is_complex() or found.is_meta:
+        given = scores[name]
+        check_type(f"the scores of {name!r}", given, torch.Tensor, "a tensor")
+        if given.is_complex() or given.is_meta:
             raise TypeError(
                 f"the scores of {name!r} must be real numbers with values, got "
-                f"{found.dtype} on {found.device}"
+                f"{given.dtype} on {given.device}"
             )
-        if tuple(found.shape) != tuple(shape):
+        if tuple(given.shape) != tuple(shape):
             raise ValueError(
-                f"scores of {name!r} have shape {tuple(found.shape)}; the weight has "
+                f"scores of {name!r} have shape {tuple(given.shape)}; the weight has "
                 f"{tuple(shape)}"
             )
-        if not bool(torch.isfinite(found).all()):
+        if not bool(torch.isfinite(given).all()):
             raise ValueError(f"scores of {name!r} are not all finite")
 
 

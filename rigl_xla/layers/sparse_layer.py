@@ -29,11 +29,12 @@ class SparseLayer:
         weight: The parameter and where it is.
         sparsity: The sparsity it is to have.
         num_active: The number of connections it is to have now.
-        mask: bool of the weight's shape, True where active.
+        mask: bool of the weight's shape, True where active; moved to its device.
+        pattern: The pattern that its mask keeps, if any.
         ever: bool of the weight's shape, True where a connection was ever active.
+            Default: as the mask, where nothing has moved yet.
         counts: int32 ``(4,)`` on the same device, `COUNTS`; replaced by every update,
             never written into.
-        pattern: The pattern that its mask keeps, if any.
         pending: This replica's dense gradient of the current step, summed over its
             backward passes.
         hooked: Whether ``.grad`` holds what backward passes of the current step have
@@ -47,35 +48,25 @@ class SparseLayer:
     sparsity: float
     num_active: int
     mask: torch.Tensor
-    ever: torch.Tensor
-    counts: torch.Tensor
     pattern: RowPattern | None = None
+    ever: torch.Tensor | None = None
+    counts: torch.Tensor = dataclasses.field(init=False)
     pending: torch.Tensor | None = None
     hooked: bool = False
     accumulated: TensorWeakRef | None = None
     discarded: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
 
-    @classmethod
-    def with_mask(
-        cls,
-        weight: Weight,
-        sparsity: float,
-        num_active: int,
-        mask: torch.Tensor,
-        pattern: RowPattern | None = None,
-        ever: torch.Tensor | None = None,
-    ) -> SparseLayer:
-        """Returns a layer on the weight's device, before its first or next update.
-
-        The mask is on any device, ``ever`` on the CPU; None if nothing has moved yet.
-        """
-        mask = like(weight.parameter, mask)
-        num_ever = num_active if ever is None else int(ever.count_nonzero())
-        ever = mask.clone() if ever is None else like(weight.parameter, ever)
+    def __post_init__(self) -> None:
+        num_active = num_ever = self.num_active
+        self.mask = like(self.weight.parameter, self.mask)
+        if self.ever is None:
+            self.ever = self.mask.clone()
+        else:
+            num_ever = int(self.ever.count_nonzero())
+            self.ever = like(self.weight.parameter, self.ever)
         counts = torch.tensor([num_active, 0, 0, num_ever], dtype=torch.int32)
-        counts = counts.to(mask.device)
-        return cls(weight, sparsity, num_active, mask, ever, counts, pattern)
+        self.counts = counts.to(self.mask.device)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy has in common: copied parameters have no ``.grad``."""

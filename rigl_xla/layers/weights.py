@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator
@@ -52,11 +53,6 @@ class Weight:
         is_transposed = isinstance(module, _ConvNd) and module.transposed
         return module.groups if is_transposed else None
 
-    @property
-    def is_replaced(self) -> bool:
-        """Whether the module has another parameter by now, as after ``.to('xla')``."""
-        return getattr(self.module, self.attribute, None) is not self.parameter
-
 
 def weights_of(
     model: nn.Module,
@@ -83,23 +79,22 @@ def weights_of(
     """
     check_model(model)
     places = list(_places(model))
-    included = {id(place) for place in _included(selectors(include), places)}
+    included = set(_included(selectors(include), places))
     excluded = _selected(selectors(exclude), places, inside=True)
-    dropped = {id(place.parameter) for place in excluded}
-    found: dict[int, Weight] = {}
+    dense = {place.parameter for place in excluded}
+    owners: dict[nn.Parameter, Weight] = {}
+    names: dict[nn.Parameter, list[str]] = collections.defaultdict(list)
     for place in places:
-        parameter, selected = place.parameter, id(place) in included
-        if id(parameter) in dropped or not place.is_allowed:
+        parameter = place.parameter
+        names[parameter].append(place.name)
+        if parameter in dense or not place.is_allowed:
             continue
-        other = found.get(id(parameter))
+        other = owners.get(parameter)
         # A shared one is known by the module that multiplies by it, included or not.
         known = other and _multiplies(other)
-        if (_multiplies(place) and not known) or (selected and not other):
-            found[id(parameter)] = place
-    names: dict[int, list[str]] = {}
-    for place in places:
-        names.setdefault(id(place.parameter), []).append(place.name)
-    return [_named(place, names[key]) for key, place in found.items()]
+        if (_multiplies(place) and not known) or (place in included and not other):
+            owners[parameter] = place
+    return [_named(place, names[parameter]) for parameter, place in owners.items()]
 
 
 def check_model(model: Any) -> None:
@@ -108,6 +103,7 @@ def check_model(model: Any) -> None:
 
 
 def _named(place: Weight, names: list[str]) -> Weight:
+    """Returns the weight of a place, by the first of all its names."""
     what = (place.parameter, place.module, place.attribute, place.is_conv)
     return Weight(names[0], *what, tuple(names) if len(names) > 1 else ())
 
@@ -117,24 +113,20 @@ def reasons_for_dense(
 ) -> dict[str, str]:
     """Returns why parameters of two or more dimensions are not among ``weights``."""
     places = list(_places(model))
-    given = {id(weight.parameter) for weight in weights}
-    excluded = {
-        id(place.parameter)
-        for place in places
-        if any(place.fits(selector, inside=True) for selector in exclude)
-    }
-    found: dict[int, tuple[str, str]] = {}
+    fitting = (p for p in places if any(p.fits(s, inside=True) for s in exclude))
+    excluded = {place.parameter for place in fitting}
+    given = {weight.parameter for weight in weights}
+    reasons: dict[nn.Parameter, tuple[str, str]] = {}
     for place in places:
-        key, kind = id(place.parameter), type(place.module).__name__
-        other = getattr(place.module, place.attribute.rpartition("_")[0], None)
-        is_computed = isinstance(other, torch.Tensor) and not isinstance(
-            other, nn.Parameter
-        )
-        if place.parameter.dim() < 2 or key in given or key in found:
+        parameter, kind = place.parameter, type(place.module).__name__
+        if parameter.dim() < 2 or parameter in given or parameter in reasons:
             continue
-        if key in excluded:
+        other = getattr(place.module, place.attribute.rpartition("_")[0], None)
+        is_parameter = isinstance(other, nn.Parameter)
+        is_computed = isinstance(other, torch.Tensor) and not is_parameter
+        if parameter in excluded:
             reason = "exclude= names it"
-        elif not place.parameter.requires_grad:
+        elif not parameter.requires_grad:
             reason = "it is frozen"
         elif isinstance(place.module, (nn.Embedding, nn.EmbeddingBag)):
             reason = "an embedding; include= makes it sparse"
@@ -142,23 +134,23 @@ def reasons_for_dense(
             reason = "a weight is computed from it, as by weight_norm"
         else:
             reason = f"{kind} is not known to multiply by it; include= makes it sparse"
-        found[key] = (place.name, reason)
-    return dict(found.values())
+        reasons[parameter] = (place.name, reason)
+    return dict(reasons.values())
 
 
 def selectors(given: Selector | Iterable[Selector]) -> list[Selector]:
-    """Returns selectors as a list; a single one, such as a text, is not taken apart."""
+    """Returns selectors as a list; a single one becomes a list of one."""
     single = isinstance(given, (str, type, nn.Module)) or callable(given)
     single = single or not isinstance(given, Iterable)
-    found = [given] if single else list(given)
-    for selector in found:
+    every = [given] if single else list(given)
+    for selector in every:
         is_name = isinstance(selector, (str, type))
         if not is_name and (not callable(selector) or isinstance(selector, nn.Module)):
             raise TypeError(
                 f"{selector!r} selects no layers; give a pattern of names, a type of "
                 "module, or a function of a parameter's name and the parameter"
             )
-    return found
+    return every
 
 
 def named(weights: list[Weight], pattern: str) -> list[str]:
@@ -194,16 +186,15 @@ def multipliers_of(model: nn.Module, weight: Weight) -> list[tuple[nn.Module, st
     These are its first owner, which may have been included by name, and for shared
     weights all others of the kinds that multiply: an embedding looks up.
     """
-    found = [(weight.module, weight.attribute)]
+    owners = [(weight.module, weight.attribute)]
     for place in _places(model):
-        owner = (place.module, place.attribute)
-        shares = place.parameter is weight.parameter and _multiplies(place)
-        if shares and owner not in found:
-            found.append(owner)
-    return found
+        if place.parameter is weight.parameter and _multiplies(place):
+            owners.append((place.module, place.attribute))
+    return list(dict.fromkeys(owners))
 
 
 def _multiplies(weight: Weight) -> bool:
+    """Returns whether the weight's module is known to multiply by it."""
     module, attribute = weight.module, weight.attribute
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
         return attribute.startswith("weight_")
@@ -246,6 +237,7 @@ class _Place(Weight):
 
 
 def _is_named(pattern: str, name: str) -> bool:
+    """Returns whether a pattern fits a parameter's name, or that of its module."""
     owner = name.rpartition(".")[0]
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(owner, pattern)
 
@@ -265,11 +257,11 @@ def _places(
 
 
 def _included(given: list[Selector], places: list[_Place]) -> list[_Place]:
-    """Returns the places that ``include`` selects; raises ValueError if they cannot be.
+    """Returns the places that ``include`` selects; ValueError if they cannot be sparse.
 
     A module may have biases too, but not alone.
     """
-    found = []
+    usable_places = []
     for selector in given:
         hits = _selected([selector], places)
         usable = [place for place in hits if place.is_allowed]
@@ -282,15 +274,15 @@ def _included(given: list[Selector], places: list[_Place]) -> list[_Place]:
                 f"and requires_grad={parameter.requires_grad}; only trained parameters "
                 "of two or more dimensions can be sparse"
             )
-        found += usable
-    return found
+        usable_places += usable
+    return usable_places
 
 
 def _selected(
     given: list[Selector], places: list[_Place], inside: bool = False
 ) -> list[_Place]:
     """Returns the places that any selector fits; raises ValueError if one fits none."""
-    found = []
+    selected = []
     for selector in given:
         hits = [place for place in places if place.fits(selector, inside)]
         # A function may well select nothing.
@@ -299,5 +291,5 @@ def _selected(
                 f"include or exclude names {selector!r}, but the model has no such "
                 "parameter, nor such a module with parameters"
             )
-        found += hits
-    return found
+        selected += hits
+    return selected

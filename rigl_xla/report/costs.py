@@ -132,10 +132,9 @@ def training_ratio(
     """
     check_integer("delta", delta, 1)
     check_integer("num_collected", num_collected, 1, delta)
-    fixed = [name for name, row in METHODS.items() if not row.gradual]
-    gradual = [name for name, row in METHODS.items() if row.gradual]
-    otherwise = f"gradual_training_ratio for {', '.join(map(repr, gradual))}"
-    check_choice("method", method, ["dense", *fixed], otherwise)
+    allowed = ["dense", *(name for name, row in METHODS.items() if not row.gradual)]
+    gradual = ", ".join(repr(name) for name in METHODS if name not in allowed)
+    check_choice("method", method, allowed, f"gradual_training_ratio for {gradual}")
     if method == "dense":
         return 1.0
     dense, sparse = _dense_flops(costs), inference_flops(costs, sparsities)
@@ -242,45 +241,34 @@ class CostReport:
         return self.training_ratios[self.method]
 
 
-def cost_report(
+def training_ratios(
     costs: Costs,
     now: Sparsities,
     final: Sparsities,
-    method: str,
     schedule: UpdateSchedule,
     num_steps: int | None,
-) -> CostReport:
-    """Returns the costs of a model with the sparsities ``now``, and of training it.
+) -> dict[str, float]:
+    """Returns what training costs by each method, with the sparsities ``now``.
 
+    Gradual pruning is among them, by its ``final`` sparsities, if ``num_steps`` is the
+    length of the run.
+
+    >>> costs, sparsities = {"fc": LayerCost((10, 100))}, {"fc": 0.9}
     >>> schedule = UpdateSchedule(75_000)
-    >>> found = cost_report(
-    ...     {"fc": LayerCost((10, 100))}, {"fc": 0.9}, {"fc": 0.9}, "rigl", schedule,
-    ...     100_000,
-    ... )
-    >>> round(found.macs), round(found.dense_macs), round(found.training_ratio, 4)
-    (100, 1000, 0.1074)
-    >>> {method: round(ratio, 2) for method, ratio in found.training_ratios.items()}
+    >>> ratios = training_ratios(costs, sparsities, sparsities, schedule, 100_000)
+    >>> {method: round(ratio, 2) for method, ratio in ratios.items()}
     {'dense': 1.0, 'static': 0.1, 'set': 0.1, 'rigl': 0.11, 'snfs': 0.4, 'gmp': 0.27}
     """
     delta, last = schedule.delta, schedule.last_update
+    num_collected = schedule.grad_accumulation_n
     ratios = {"dense": 1.0}
     for name, row in METHODS.items():
         if not row.gradual:
-            num_collected = schedule.grad_accumulation_n
             ratios[name] = training_ratio(costs, now, name, delta, num_collected)
         elif num_steps is not None and last > 0:
             ratio = gradual_training_ratio(costs, final, 0, last, delta, num_steps)
             ratios[name] = ratio
-    return CostReport(
-        macs=inference_macs(costs, now),
-        dense_macs=inference_macs(costs),
-        flops=inference_flops(costs, now),
-        dense_flops=inference_flops(costs),
-        size_in_bytes=size_in_bytes(costs, now),
-        dense_size_in_bytes=size_in_bytes(costs),
-        training_ratios=ratios,
-        method=method,
-    )
+    return ratios
 
 
 def check_costs(costs: Costs) -> Costs:

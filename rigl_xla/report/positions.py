@@ -49,22 +49,19 @@ def costs_of(model: nn.Module, *inputs: Any, **named: Any) -> dict[str, LayerCos
             "counts samples along its first dimension, but there is none"
         )
     num_samples = len(tensors[0])
-    found: dict[str, list[_Use]] = defaultdict(list)
-    with contextlib.ExitStack() as hooks:
+    uses: dict[str, list[_Use]] = defaultdict(list)
+    attentions = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
+    # Attention does not call its projection.
+    callers = {attention.out_proj: attention for attention in attentions}
+    with _evaluating(model), contextlib.ExitStack() as hooks:
         for weight in weights:
             for module, attribute in multipliers_of(model, weight):
-                # Attention does not call its projection.
-                attentions = (
-                    m for m in model.modules() if isinstance(m, nn.MultiheadAttention)
-                )
-                parents = (m for m in attentions if m.out_proj is module)
-                called = next(parents, module)
-                watch = _watch(found[weight.name], module, attribute)
+                called = callers.get(module, module)
+                watch = _watch(uses[weight.name], module, attribute)
                 handle = called.register_forward_hook(watch, with_kwargs=True)
                 hooks.enter_context(handle)
-        with evaluating(model):
-            model(*inputs, **named)
-    return {w.name: cost_of(w, found[w.name], num_samples) for w in weights}
+        model(*inputs, **named)
+    return {w.name: cost_of(w, uses[w.name], num_samples) for w in weights}
 
 
 def cost_of(
@@ -116,7 +113,7 @@ def _num_vectors(tensor: torch.Tensor) -> float:
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def _evaluating(model: nn.Module) -> Iterator[None]:
     """Sets evaluation mode without fast paths, which call nothing to be watched."""
     training = {module: module.training for module in model.modules()}
     fast = torch.backends.mha.get_fastpath_enabled()

@@ -1,4 +1,4 @@
-"""What a person is told about a sparse model."""
+"""Reports of a sparse model, as a table and for TensorBoard."""
 
 from __future__ import annotations
 
@@ -6,26 +6,22 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from rigl_xla.layers.sparse_layer import COUNTS
 from rigl_xla.layers.weights import reasons_for_dense, weights_of
-from rigl_xla.report.costs import (
-    CostReport,
-    LayerCost,
-    check_costs,
-    cost_report,
-    size_in_bytes,
-)
+from rigl_xla.report import costs as counted
+from rigl_xla.report.costs import CostReport, LayerCost
 from rigl_xla.report.positions import cost_of
 from rigl_xla.topology.methods import cost_name
 from xla_replica import Replica
-from xla_replica.common.arguments import check_integer
+from xla_replica.common.arguments import check_flag, check_integer, check_type
 
 if TYPE_CHECKING:
-    from rigl_xla.state import PrunerState
+    from rigl_xla.scheduler import RigLScheduler
+    from rigl_xla.update.steps import TopologySteps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,18 +83,18 @@ class Report:
 
     def __init__(
         self,
-        now: PrunerState,
+        now: TopologySteps,
         model: nn.Module,
         replica: Replica,
         costs: Mapping[str, LayerCost] | None = None,
         num_steps: int | None = None,
     ) -> None:
         if costs is not None:
-            check_costs(costs)
+            counted.check_costs(costs)
         if num_steps is not None:
             check_integer("num_steps", num_steps, 1)
-        self.step, self.num_updates = now.step, now.num_updates
-        self.drop_fraction = now.schedule.drop_fraction(now.step)
+        self.step, self.num_updates = now.number, now.num_updates
+        self.drop_fraction = now.schedule.drop_fraction(now.number)
         self._replica = replica
         # Counts may still be on the device.
         self._counts = {layer.name: (layer.size, layer.counts) for layer in now.layers}
@@ -119,24 +115,19 @@ class Report:
             **{name: f"by {asked}" for name in own if name not in self._counts},
             **reasons_for_dense(model, now.weights, now.options.exclude),
         }
-        self._cost_report = functools.partial(
-            cost_report,
-            self._costs,
-            final={layer.name: layer.sparsity for layer in now.layers},
-            method=cost_name(now.options.method, now.options.method_in_use),
-            schedule=now.schedule,
-            num_steps=num_steps,
-        )
+        self._final = {layer.name: layer.sparsity for layer in now.layers}
+        self._method = cost_name(now.options.method, now.options.method_in_use)
+        self._schedule, self._num_steps = now.schedule, num_steps
 
     @staticmethod
     def read(reports: Iterable[Report]) -> None:
         """Reads the device for several reports of one pruner, in one transfer."""
         unread = [report for report in reports if "layers" not in vars(report)]
         counts = [c for report in unread for _, c in report._counts.values()]
-        found = iter(unread[0]._replica.fetch(counts) if counts else [])
+        fetched = iter(unread[0]._replica.fetch(counts) if counts else [])
         for report in unread:
             vars(report)["layers"] = {
-                name: LayerReport(size, **dict(zip(COUNTS, next(found).tolist())))
+                name: LayerReport(size, **dict(zip(COUNTS, next(fetched).tolist())))
                 for name, (size, _) in report._counts.items()
             }
 
@@ -176,23 +167,34 @@ class Report:
                 "operations depend on how often a forward pass uses each weight; give "
                 "report(costs), where costs = rigl_xla.costs_of(model, inputs)"
             )
-        return self._cost_report(now=self._now())
+        costs, now = self._costs, self._now()
+        run = (self._final, self._schedule, self._num_steps)
+        return CostReport(
+            counted.inference_macs(costs, now),
+            counted.inference_macs(costs),
+            counted.inference_flops(costs, now),
+            counted.inference_flops(costs),
+            counted.size_in_bytes(costs, now),
+            counted.size_in_bytes(costs),
+            counted.training_ratios(costs, now, *run),
+            self._method,
+        )
 
     @property
     def size_in_bytes(self) -> float:
         """Size stored: float32 weights and biases, and a bit per weight of a mask."""
-        return size_in_bytes(self._costs, self._now())
+        return counted.size_in_bytes(self._costs, self._now())
 
     def scalars(self) -> dict[str, float]:
         """Returns what a log shows, by name; operations if their costs are known."""
         names = ("sparsity", "drop_fraction", "churn", "exploration_rate")
-        found = {name: getattr(self, name) for name in (*names, "size_in_bytes")}
-        found |= {"grown": self.num_grown, "dropped": self.num_dropped}
+        scalars = {name: getattr(self, name) for name in (*names, "size_in_bytes")}
+        scalars |= {"grown": self.num_grown, "dropped": self.num_dropped}
         if self._has_costs:
-            found["inference_flops_ratio"] = self.cost.inference_ratio
+            scalars["inference_flops_ratio"] = self.cost.inference_ratio
             if self.cost.method in self.cost.training_ratios:
-                found["training_flops_ratio"] = self.cost.training_ratio
-        return found
+                scalars["training_flops_ratio"] = self.cost.training_ratio
+        return scalars
 
     def __str__(self) -> str:
         """A table: a line for every sparse layer, and one for all of them."""
@@ -220,13 +222,85 @@ class Report:
                 f"forward pass: {cost.flops:.4g} of {cost.dense_flops:.4g} operations "
                 f"({cost.inference_ratio:.4f})"
             )
-            ratios = cost.training_ratios.items()
-            each = ", ".join(f"{name} {ratio:.4f}" for name, ratio in ratios)
-            lines.append(f"training: {each}")
+            each = (f"{name} {x:.4f}" for name, x in cost.training_ratios.items())
+            lines.append(f"training: {', '.join(each)}")
         return "\n".join(lines)
 
     def _now(self) -> dict[str, float]:
         return {name: layer.sparsity for name, layer in self.layers.items()}
+
+
+class TopologyLog:
+    """Writes a `Report` for every topology update.
+
+    Call it after the optimizer's step, or attach it to an elastic optimizer: it makes
+    a report if the topology has changed, and reads nothing. Call `flush` where training
+    reads its loss.
+
+    Tags are ``prefix/sparsity``, ``/drop_fraction``, ``/churn``, ``/grown``,
+    ``/dropped``, ``/exploration_rate``, ``/size_in_bytes`` and, with costs,
+    ``/inference_flops_ratio`` and ``/training_flops_ratio``; of single layers
+    ``prefix_sparsity/NAME``, ``prefix_churn/NAME``, ``prefix_exploration_rate/NAME``.
+
+    Args:
+        pruner: The pruner whose topology is logged.
+        writer: A ``SummaryWriter`` of tensorboardX or of torch; None, as on all
+            replicas but one, logs nothing.
+        costs: The result of `costs_of`, for operations.
+        num_steps: Steps of the whole run, for the operations of gradual pruning.
+        layers: Whether to log single layers too.
+        prefix: Begins the tags.
+
+    Raises:
+        TypeError: The writer has no ``add_scalar``, or an argument is of a wrong type.
+        ValueError: The costs are of another model.
+    """
+
+    def __init__(
+        self,
+        pruner: RigLScheduler,
+        writer: Any | None,
+        *,
+        costs: Mapping[str, LayerCost] | None = None,
+        num_steps: int | None = None,
+        layers: bool = True,
+        prefix: str = "rigl",
+    ) -> None:
+        if not hasattr(pruner, "report"):
+            raise TypeError(f"pruner must be a RigLScheduler, got {pruner!r}")
+        if writer is not None and not hasattr(writer, "add_scalar"):
+            raise TypeError(
+                f"writer must be a SummaryWriter or have its add_scalar, got {writer!r}"
+            )
+        check_flag("layers", layers)
+        check_type("prefix", prefix, str, "a string")
+        self._pruner, self._writer = pruner, writer
+        self._costs, self._num_steps = costs, num_steps
+        self._layers, self._prefix = layers, prefix
+        self._waiting: list[Report] = []
+        self._num_updates = -1  # so that the first call logs how it began
+        pruner.report(costs, num_steps)  # costs that do not fit are found now
+
+    def __call__(self, *_: object) -> None:
+        """Makes a report, after a step; ignores what an elastic optimizer passes."""
+        if self._writer is None or self._pruner.rigl_steps == self._num_updates:
+            return
+        self._num_updates = self._pruner.rigl_steps
+        self._waiting.append(self._pruner.report(self._costs, self._num_steps))
+
+    def flush(self) -> None:
+        """Reads, in one transfer, and writes the reports made since the last flush."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting or self._writer is None:
+            return
+        Report.read(waiting)
+        for report in waiting:
+            for name, value in report.scalars().items():
+                self._writer.add_scalar(f"{self._prefix}/{name}", value, report.step)
+            for layer, of_layer in report.layers.items() if self._layers else ():
+                for name in ("sparsity", "churn", "exploration_rate"):
+                    tag = f"{self._prefix}_{name}/{layer}"
+                    self._writer.add_scalar(tag, getattr(of_layer, name), report.step)
 
 
 def left_out(dense: Mapping[str, str]) -> list[str]:
@@ -235,22 +309,20 @@ def left_out(dense: Mapping[str, str]) -> list[str]:
     for name, reason in dense.items():
         names.setdefault(reason, []).append(name)
     lines = []
-    for reason, found in names.items():
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        lines.append(f"dense: {', '.join(found[:3])}{more} ({reason})")
+    for reason, group in names.items():
+        more = f" and {len(group) - 3} more" if len(group) > 3 else ""
+        lines.append(f"dense: {', '.join(group[:3])}{more} ({reason})")
     return lines
 
 
-def describe(now: PrunerState, model: nn.Module) -> str:
+def describe(now: TopologySteps, model: nn.Module) -> str:
     """Returns lines as rigl-torch prints them, from counts known on the host.
 
     What was left out comes after them.
     """
     active = {layer.name: layer.num_active for layer in now.layers}
-    rows = []
-    for weight in now.weights:
-        size = weight.parameter.numel()
-        rows.append((active.get(weight.name, size), size, weight.is_conv))
+    sizes = [weight.parameter.numel() for weight in now.weights]
+    rows = [(active.get(w.name, n), n, w.is_conv) for w, n in zip(now.weights, sizes)]
     of_each = ", ".join(f"{nonzero}/{size}" for nonzero, size, _ in rows)
     shares = ", ".join(f"{100 * nonzero / size:.2f}%" for nonzero, size, _ in rows)
     lines = {
@@ -259,7 +331,7 @@ def describe(now: PrunerState, model: nn.Module) -> str:
         "nonzero_percentages": f"[{shares}]",
         "total_nonzero_params": _share(rows),
         "total_CONV_nonzero_params": _share([row for row in rows if row[2]]),
-        "step": now.step,
+        "step": now.number,
         "num_rigl_steps": now.num_updates,
         "ignoring_linear_layers": now.options.ignore_linear_layers,
         "sparsity_distribution": now.options.sparsity_distribution,

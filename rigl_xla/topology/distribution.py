@@ -143,15 +143,15 @@ def allocate(
         given.setdefault(next(iter(shapes)), 0.0)
     free = {name: shape for name, shape in shapes.items() if name not in given}
     dense = {name: shapes[name] for name, value in given.items() if value == 0}
-    found = dict.fromkeys(free, 0.0)
+    chosen = dict.fromkeys(free, 0.0)
     if free and sparsity > 0:
-        found = rule(free, sparsity, dense)
-    if not isinstance(found, Mapping) or found.keys() != free.keys():
+        chosen = rule(free, sparsity, dense)
+    if not isinstance(chosen, Mapping) or chosen.keys() != free.keys():
         raise ValueError(
-            f"sparsity_distribution={distribution!r} gave {found!r}; it must return a "
+            f"sparsity_distribution={distribution!r} gave {chosen!r}; it must return a "
             f"sparsity for each of {list(free)} and for no other layer"
         )
-    result = {name: given[name] if name in given else found[name] for name in shapes}
+    result = {name: given[name] if name in given else chosen[name] for name in shapes}
     for name, value in result.items():
         what = f"the sparsity that {distribution!r} gives {name!r}"
         result[name] = as_float(check_number(what, value, 0, below=1))

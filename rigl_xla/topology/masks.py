@@ -24,22 +24,18 @@ from xla_replica.device.selection import first, kth_largest
 INELIGIBLE = float("-inf")
 
 
-def top(
-    scores_LN: torch.Tensor,
-    counts_L: torch.Tensor,
-    host_counts: Sequence[int] | None = None,
-) -> torch.Tensor:
+def top(scores_LN: torch.Tensor, counts_L: torch.Tensor) -> torch.Tensor:
     """Returns bool ``(L, N)``, True at the ``counts_L[l]`` highest scores of a layer.
 
     With NaN the result means nothing. Shapes do not depend on the counts, which stay
-    on the device, so a changed count compiles nothing. Where scores are on a CPU, give
-    the counts as ``host_counts`` too: a threshold is found faster than a row is sorted.
+    on the device, so a changed count compiles nothing. On a CPU, where a count can be
+    read, a threshold of a single layer is found faster than the layer is sorted.
 
     >>> top(torch.tensor([[3.0, 1.0, 3.0, 3.0]]), torch.tensor([2]))
     tensor([[ True, False,  True, False]])
     """
-    if host_counts is not None:
-        return torch.stack([_top_1(s, k) for s, k in zip(scores_LN, host_counts)])
+    if traits(scores_LN).is_host and len(scores_LN) == 1:
+        return _top_by_threshold(scores_LN[0], int(counts_L))[None]
     counts_L1 = counts_L.to(torch.int32).unsqueeze(1)
     # The largest number for a count of 0: none is above it, and none missing.
     threshold_L1 = kth_largest(scores_LN, counts_L1.clamp(min=1))
@@ -48,8 +44,8 @@ def top(
     return above_LN | first(scores_LN == threshold_L1, missing_L1)
 
 
-def _top_1(scores_N: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns `top` of one layer on a CPU, where reading a number costs nothing."""
+def _top_by_threshold(scores_N: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns `top` of one layer on a CPU."""
     if count == 0:
         return torch.zeros_like(scores_N, dtype=torch.bool)
     size = len(scores_N)
@@ -68,7 +64,6 @@ def drop_and_grow(
     grow_LN: torch.Tensor | None,
     num_keep_L: torch.Tensor,
     num_grow_L: torch.Tensor,
-    host_counts: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns new masks: the best of the active ones, and the best of all others.
 
@@ -79,14 +74,12 @@ def drop_and_grow(
         mask_LN: The connections that are active.
         drop_LN, grow_LN: Scores; no second ones where nothing grows.
         num_keep_L, num_grow_L: Exact counts, at most as many as there are.
-        host_counts: ``(num_keep, num_grow)`` on the host; see `top`.
     """
-    host_keep, host_grow = host_counts or (None, None)
-    keep_LN = top(drop_LN.masked_fill(~mask_LN, INELIGIBLE), num_keep_L, host_keep)
+    keep_LN = top(drop_LN.masked_fill(~mask_LN, INELIGIBLE), num_keep_L)
     if grow_LN is None:
         return keep_LN, keep_LN
     candidates_LN = grow_LN.masked_fill(keep_LN, INELIGIBLE)
-    return keep_LN | top(candidates_LN, num_grow_L, host_grow), keep_LN
+    return keep_LN | top(candidates_LN, num_grow_L), keep_LN
 
 
 def drop_and_grow_rows(
@@ -110,9 +103,6 @@ def drop_and_grow_rows(
 
 def is_finite(tensor: torch.Tensor) -> torch.Tensor:
     """Returns bool ``(1,)``: whether no number is NaN or infinite."""
-    if traits(tensor).is_host:  # one pass and no temporary
-        low, high = torch.aminmax(tensor)
-        return (torch.isfinite(low) & torch.isfinite(high)).reshape(1)
     return where_finite(tensor).all().reshape(1)
 
 

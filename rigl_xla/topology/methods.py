@@ -134,7 +134,7 @@ METHODS: dict[str, Method] = {
     # Evci et al. 2020, arXiv:1911.11134, Algorithm 1
     "rigl": Method(),
     # Dettmers and Zettlemoyer 2019, arXiv:1907.04840, without redistribution of
-    # connections between layers, as in Evci et al.; from step 3 on, see `collect`
+    # connections between layers, as in Evci et al.; `collects` begins at step 3
     "snfs": Method(collects="always"),
     # Zhu and Gupta 2017, arXiv:1710.01878
     "gmp": Method(grow=None, collects="never", gradual=True),

@@ -24,8 +24,8 @@ def check_equal(layers: Sequence[SparseLayer], replica: Replica) -> None:
         return
     columns_3L = [torch.stack(column) for column in zip(*map(_numbers, layers))]
     own = [column_L.tolist() for column_L in replica.fetch(columns_3L)]
-    found = replica.all_gather_object(own)
-    for what, columns_RL in zip(_COMPARED, zip(*found)):
+    gathered = replica.all_gather_object(own)
+    for what, columns_RL in zip(_COMPARED, zip(*gathered)):
         values_LR = zip(*columns_RL)
         names = [
             layer.name
@@ -40,26 +40,19 @@ def check_equal(layers: Sequence[SparseLayer], replica: Replica) -> None:
             )
 
 
-def _numbers(layer: SparseLayer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _numbers(layer: SparseLayer) -> list[torch.Tensor]:
     """Returns hashes of the mask and of where weights are not finite, and their sum."""
+    parts = []  # one after the other: all at once would need memory
     pairs = zip(layer.mask.flatten().split(_PART), layer.data.flatten().split(_PART))
-    parts = [_part(i * _PART, mask, data) for i, (mask, data) in enumerate(pairs)]
-    first, second, third = (torch.stack(numbers).sum() for numbers in zip(*parts))
-    return first, second, third
-
-
-def _part(
-    begin: int, mask: torch.Tensor, data: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns `_numbers` of the weights from ``begin`` on: all at once need memory."""
-    factors = _factors(begin, len(mask), mask.device)
-    finite = torch.isfinite(data)
-    zeros = torch.zeros_like(factors)
-    first = torch.where(mask, factors, zeros).sum()
-    second = torch.where(finite, zeros, factors).sum()
-    # Different factors, so that signs and places matter too, not only sizes.
-    terms = torch.where(finite, data, torch.zeros_like(data)).double() * factors
-    return first, second, terms.sum()
+    for number, (mask, data) in enumerate(pairs):
+        factors = _factors(number * _PART, len(mask), mask.device)
+        zeros, finite = torch.zeros_like(factors), torch.isfinite(data)
+        first = torch.where(mask, factors, zeros).sum()
+        second = torch.where(finite, zeros, factors).sum()
+        # Different factors, so that signs and places matter too, not only sizes.
+        terms = torch.where(finite, data, torch.zeros_like(data)).double() * factors
+        parts.append((first, second, terms.sum()))
+    return [torch.stack(numbers).sum() for numbers in zip(*parts)]
 
 
 def _factors(begin: int, size: int, device: torch.device) -> torch.Tensor:

@@ -11,8 +11,10 @@ from torch.utils.weak import TensorWeakRef
 
 from rigl_xla.layers.options import Options
 from rigl_xla.layers.sparse_layer import SparseLayer, zero_inactive_
+from rigl_xla.layers.weights import Weight
+from rigl_xla.topology import masks
+from rigl_xla.topology.methods import Method
 from rigl_xla.topology.update_schedule import UpdateSchedule
-from rigl_xla.update.collect import begin_, collect_, collects, is_collecting
 from rigl_xla.update.topology_update import change_
 from xla_replica import Replica, traits
 
@@ -22,32 +24,41 @@ logger = logging.getLogger(__name__)
 # GradScaler looks for its scale.
 _PATIENCE = 100
 
+# A running mean leaves out the steps in which an optimizer makes its state, so that the
+# program of a step that collects nothing is compiled here, and not after the last
+# update, when such steps come back.
+_FIRST_OF_MEAN = 3
+
 
 class TopologySteps:
-    """Counts steps, collects what their gradients say, and changes the topology.
+    """The state of a pruner: counts steps, collects gradients, changes the topology.
 
     Args:
-        layers: The sparse weights.
+        weights: All weights that can be sparse.
+        layers: Those that are.
         options: The user's.
         schedule: The user's.
         number: The number of the last step.
         num_updates: Updates of the topology up to then.
 
     Attributes:
-        collects: Whether the dense gradients of the next step are needed.
+        collects: Whether the dense gradients of the next step are needed; False before
+            `begin`.
     """
 
     def __init__(
         self,
-        layers: Sequence[SparseLayer],
+        weights: list[Weight],
+        layers: list[SparseLayer],
         options: Options,
         schedule: UpdateSchedule,
-        number: int,
-        num_updates: int,
+        number: int = 0,
+        num_updates: int = 0,
     ) -> None:
+        self.weights, self.layers = weights, layers
+        self.options, self.schedule = options, schedule
         self.number, self.num_updates = number, num_updates
-        self.collects = False  # until `begin`
-        self._layers, self._options, self._schedule = layers, options, schedule
+        self.collects = False
         self._method = options.method_in_use
         self._has_gradients = False
         self._replaced = False  # the optimizer's step, by an update of the topology
@@ -56,13 +67,20 @@ class TopologySteps:
 
     def begin(self, replica: Replica) -> None:
         """Prepares for the step after the last one, which may be of a saved run."""
-        collecting = is_collecting(self._method, self._schedule, self.number)
-        self._expect_next(replica, begin=not collecting)
+        self._prepare_next(replica, discard=not self.is_collecting)
+
+    @property
+    def is_collecting(self) -> bool:
+        """Whether there are gradients that later steps add to."""
+        method, schedule, number = self._method, self.schedule, self.number
+        used = method.collects == "updates" and schedule.is_update(number)
+        goes_on = all(collects(method, schedule, n) for n in (number, number + 1))
+        return goes_on and not used
 
     # --- during a step --------------------------------------------------------------
 
     def note_gradient(self, layer: SparseLayer, gradient: torch.Tensor) -> None:
-        """Takes the dense gradient of a backward pass, before it is masked."""
+        """Collects the dense gradient of a backward pass, before it is masked."""
         self._has_gradients = True
         if self.collects:
             layer.add(gradient.detach())
@@ -75,14 +93,14 @@ class TopologySteps:
     def end_backward(self) -> None:
         """Makes up for what only seemed to be discarded; see `SparseLayer`."""
         if self.collects:
-            for layer in self._layers:
+            for layer in self.layers:
                 layer.end_backward()
 
     @torch.no_grad()
-    def take_assigned(self, replica: Replica) -> None:
+    def collect_assigned(self, replica: Replica) -> None:
         """Masks gradients that no hook has seen, and collects them where needed."""
         alone = replica.num_replicas == 1
-        for layer in self._layers:
+        for layer in self.layers:
             grad = layer.weight.parameter.grad
             if grad is None or layer.hooked:
                 continue
@@ -107,8 +125,8 @@ class TopologySteps:
                 f"{self.number}, in which the topology changed instead: `if pruner(): "
                 "optimizer.step()`; or build the pruner with skip_step=False"
             )
-        expects = self._method.updates and self.number < self._schedule.last_update
-        if expects and self._num_uncalled > self._schedule.delta:
+        is_expected = self._method.updates and self.number < self.schedule.last_update
+        if is_expected and self._num_uncalled > self.schedule.delta:
             raise RuntimeError(
                 f"the optimizer took {self._num_uncalled} steps without a call of the "
                 "pruner, so that the topology never changes: `if pruner(): "
@@ -127,39 +145,41 @@ class TopologySteps:
                 the optimizer has not stepped for long.
         """
         self._check_has_stepped()
-        due = self._method.updates and self._schedule.is_update(self.number + 1)
-        if due:
+        is_update = self._method.updates and self.schedule.is_update(self.number + 1)
+        if is_update:
             self._check_has_gradients()
             self._has_gradients = False
-        self._replaced = due and self._options.skip_step
+        self._replaced = is_update and self.options.skip_step
         self._num_uncalled = 0
-        self._num_unstepped += self._options.skip_step
+        self._num_unstepped += self.options.skip_step
         self.number += 1
-        if self.collects and self._layers:
+        if self.collects and self.layers:
             running = self._method.collects == "always"
-            momentum = self._options.momentum if running else None
-            num_steps = self._schedule.grad_accumulation_n
-            collect_(self._layers, replica, num_steps, momentum)
-        for layer in self._layers:
+            momentum = self.options.momentum if running else None
+            num_steps = self.schedule.grad_accumulation_n
+            collect_(self.layers, replica, num_steps, momentum)
+        for layer in self.layers:
             layer.hooked = False
             layer.discarded = layer.accumulated = None
-        if due:
-            self.num_updates += 1
-        # What is frozen by now stays as it is.
-        trained = [x for x in self._layers if x.weight.parameter.requires_grad]
-        if due and trained:
-            how = (self._method, self._schedule)
-            now = (self.number, self.num_updates, self._options.seed)
-            change_(trained, optimizer, *how, *now)
+        if is_update:
+            self._update(optimizer)
+        used = is_update and self._method.collects == "updates"
+        is_over = self.number == self.schedule.last_update + 1
+        self._prepare_next(replica, discard=used or is_over)
+        return is_update
+
+    def _update(self, optimizer: Optimizer) -> None:
+        """Changes the topology of all layers but those that are frozen by now."""
+        self.num_updates += 1
+        trained = [x for x in self.layers if x.weight.parameter.requires_grad]
+        if trained:
+            now = (self.number, self.num_updates, self.options.seed)
+            change_(trained, optimizer, self._method, self.schedule, *now)
             logger.debug("step %d: topology update %d", self.number, self.num_updates)
-        used_up = due and self._method.collects == "updates"
-        over = self.number == self._schedule.last_update + 1
-        self._expect_next(replica, begin=used_up or over)
-        return due
 
     def _check_has_stepped(self) -> None:
         """Raises RuntimeError if another optimizer seems to train the weights."""
-        if self._layers and self._num_unstepped > self._schedule.delta + _PATIENCE:
+        if self.layers and self._num_unstepped > self.schedule.delta + _PATIENCE:
             raise RuntimeError(
                 "the optimizer that this pruner was built with has not stepped in "
                 f"{self._num_unstepped} steps. If another one trains the model, what "
@@ -169,10 +189,10 @@ class TopologySteps:
 
     def _check_has_gradients(self) -> None:
         """Raises RuntimeError if nothing has come since the last update."""
-        needs = self._layers and self._method.collects != "never"
+        needs = self.layers and self._method.collects != "never"
         if self._has_gradients or not needs:
             return
-        call = "pruner()" if self._options.skip_step else "optimizer.step()"
+        call = "pruner()" if self.options.skip_step else "optimizer.step()"
         raise RuntimeError(
             f"the topology update of step {self.number + 1} is due, but since the last "
             "one no backward pass has reached a sparse weight, and .grad of none is "
@@ -181,9 +201,67 @@ class TopologySteps:
             "apply_mask_to_gradients() before; method='set' needs none"
         )
 
-    def _expect_next(self, replica: Replica, begin: bool) -> None:
-        """Prepares for the next step, with ``begin`` without what was collected."""
-        if begin:
-            how = (self._method, self._schedule, self.number)
-            begin_(self._layers, *how, replica.is_lazy)
-        self.collects = collects(self._method, self._schedule, self.number + 1)
+    def _prepare_next(self, replica: Replica, discard: bool) -> None:
+        """Prepares for the next step, with ``discard`` without what was collected.
+
+        On a lazy device zeros take its place where updates are made from several steps:
+        the first of these steps, and the last update, after which nothing is collected,
+        are then the same programs as the others.
+        """
+        method, schedule = self._method, self.schedule
+        if discard:
+            adds = method.collects == "always" or (
+                method.collects == "updates" and schedule.grad_accumulation_n > 1
+            )
+            zeros = replica.is_lazy and adds and self.number <= schedule.last_update
+            for layer in self.layers:
+                layer.gradient = torch.zeros_like(layer.data) if zeros else None
+        self.collects = collects(method, schedule, self.number + 1)
+
+
+def collects(method: Method, schedule: UpdateSchedule, step: int) -> bool:
+    """Returns whether the dense gradients of step number ``step`` are needed."""
+    if method.collects == "always":
+        first = _FIRST_OF_MEAN if schedule.delta >= _FIRST_OF_MEAN else 1
+        return first <= step <= schedule.last_update
+    return method.collects == "updates" and schedule.collects(step)
+
+
+def collect_(
+    layers: Sequence[SparseLayer],
+    replica: Replica,
+    num_steps: int,
+    momentum: float | None = None,
+) -> None:
+    """Adds the step's dense gradients, of all replicas, to those collected.
+
+    Summed here, not when they are used, so that what is saved is the same on every
+    replica and names no number of them. With ``momentum`` a running mean keeps so much
+    of its past; without, this is one of ``num_steps`` that a mean is of.
+    """
+    several = replica.num_replicas > 1
+    if several:
+        # What is pending may include a collective, which must be in the same program on
+        # a replica that had a minibatch and on one that had none.
+        replica.sync()
+    pending = []
+    for layer in layers:
+        own, layer.pending = layer.pending, None
+        # A layer outside of the loss, or a replica without a minibatch.
+        pending.append(torch.zeros_like(layer.data) if own is None else own)
+    if several:
+        replica.sync()  # zeros, like gradients, enter the sum as data
+        replica.all_reduce_(pending)
+    if momentum is None:
+        for layer, dense in zip(layers, pending):
+            past = layer.gradient
+            if num_steps > 1:
+                dense = dense / num_steps
+            layer.gradient = dense if past is None else past + dense
+        return
+    # A running mean would keep a NaN for ever: such a step leaves all as they were.
+    finite = torch.cat([masks.is_finite(dense) for dense in pending]).all()
+    for layer, dense in zip(layers, pending):
+        past = torch.zeros_like(dense) if layer.gradient is None else layer.gradient
+        mean = past * momentum + dense * (1 - momentum)
+        layer.gradient = torch.where(finite, mean, past)

@@ -43,14 +43,13 @@ def change_(
     ordered = [layer for group in groups for layer in group]
     counts = [_next_counts(layer, method, schedule, step) for layer in ordered]
     layer_at = functools.partial(Layer, step=step, update=update, seed=seed)
-    host_2L = list(zip(*counts))
     # One upload; two dimensions, so that no number of it becomes part of a program.
-    counts_2L = torch.tensor(host_2L, dtype=torch.int32).to(layers[0].mask.device)
+    counts_2L = torch.tensor(list(zip(*counts)), dtype=torch.int32)
+    counts_2L = counts_2L.to(layers[0].mask.device)
     new: list[torch.Tensor] = []
     for group in groups:
-        part = slice(len(new), len(new) + len(group))
-        host = tuple(row[part] for row in host_2L)
-        new += _group_masks(group, method, counts_2L[:, part], host, finite, layer_at)
+        part_2L = counts_2L[:, len(new) : len(new) + len(group)]
+        new += _group_masks(group, method, part_2L, finite, layer_at)
     for layer, mask, numbers in zip(ordered, new, counts):
         install_(layer, mask, optimizer)
         layer.num_active = sum(numbers)
@@ -97,7 +96,6 @@ def _group_masks(
     layers: list[SparseLayer],
     method: Method,
     counts_2L: torch.Tensor,
-    host: tuple[Sequence[int], ...],
     finite: torch.Tensor,
     layer_at: Callable[..., Layer],
 ) -> Iterable[torch.Tensor]:
@@ -112,15 +110,12 @@ def _group_masks(
             pattern.cut(tensor[0].reshape(pattern.shape))
             for tensor in (mask_LN, drop_LN, grow_LN)
         )
-        found = masks.drop_and_grow_rows(
+        rows = masks.drop_and_grow_rows(
             mask_RM, drop_RM, grow_RM, counts_2L[0], pattern.per_row
         )
-        new_LN, keep_LN = (pattern.join(found_RM).reshape(1, -1) for found_RM in found)
+        new_LN, keep_LN = (pattern.join(found_RM).reshape(1, -1) for found_RM in rows)
     else:
-        on_host = host if traits(mask_LN).is_host else None
-        new_LN, keep_LN = masks.drop_and_grow(
-            mask_LN, drop_LN, grow_LN, counts_2L[0], counts_2L[1], on_host
-        )
+        new_LN, keep_LN = masks.drop_and_grow(mask_LN, drop_LN, grow_LN, *counts_2L)
     usable_L1 = finite & masks.are_finite(drop_LN, mask_LN)
     if grow_LN is not None:
         usable_L1 = usable_L1 & masks.are_finite(grow_LN, ~keep_LN)
@@ -131,7 +126,7 @@ def _group_masks(
 
 def _scores(score: Score, views: list[Layer]) -> torch.Tensor:
     """Returns ``(L, N)``: a score of layers of one size."""
-    found = []
+    scores = []
     for view in views:
         values = score(view)
         if not isinstance(values, torch.Tensor) or values.shape != view.weight.shape:
@@ -142,8 +137,8 @@ def _scores(score: Score, views: list[Layer]) -> torch.Tensor:
                 f"{tuple(view.weight.shape)}"
             )
         values = values if values.is_floating_point() else values.float()
-        found.append(values.detach().flatten())
-    return torch.stack(found)
+        scores.append(values.detach().flatten())
+    return torch.stack(scores)
 
 
 def _groups(layers: Sequence[SparseLayer]) -> list[list[SparseLayer]]:

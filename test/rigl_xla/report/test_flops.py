@@ -11,8 +11,10 @@ import torch
 from support.rigl_xla.resnet import RESNET50_WEIGHTS, resnet50
 from torch import nn
 
-from rigl_xla.report.costs import (
+from rigl_xla import (
     LayerCost,
+    allocate,
+    costs_of,
     gradual_training_ratio,
     inference_flops,
     inference_macs,
@@ -20,8 +22,6 @@ from rigl_xla.report.costs import (
     size_in_bytes,
     training_ratio,
 )
-from rigl_xla.report.positions import costs_of
-from rigl_xla.topology.distribution import allocate
 from rigl_xla.topology.update_schedule import gradual_sparsity
 
 

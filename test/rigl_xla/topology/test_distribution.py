@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.rigl_xla.resnet import RESNET50_WEIGHTS
 
-from rigl_xla.topology.distribution import DISTRIBUTIONS, allocate, num_inactive
+from rigl_xla import DISTRIBUTIONS, allocate
+from rigl_xla.topology.distribution import num_inactive
 
 SHAPES = {
     "stem": (8, 3, 3, 3),

@@ -7,13 +7,9 @@ import math
 
 import pytest
 
-from rigl_xla.topology.methods import METHODS
-from rigl_xla.topology.update_schedule import (
-    ANNEALINGS,
-    UpdateSchedule,
-    gradual_sparsity,
-)
-from rigl_xla.update.collect import collects
+from rigl_xla import ANNEALINGS, METHODS, UpdateSchedule
+from rigl_xla.topology.update_schedule import gradual_sparsity
+from rigl_xla.update.steps import collects
 
 
 def test_updates_every_delta_steps_before_the_end():
