@@ -33,7 +33,7 @@ from xla_replica.common.files import UNFINISHED, rename, unfinished_name, write_
 
 DESCRIPTION = "pool.json"
 # Counts changes after which earlier folders cannot be continued.
-FORMAT = 3
+FORMAT = 4
 _DAMAGED = ".damaged"
 # How many differences, or samples, a message has.
 _FEW = 5
@@ -190,8 +190,8 @@ def read_description(folder: Path, contents: Contents, remedy: str) -> dict[str,
         received = saved.get("format") if isinstance(saved, dict) else None
         raise ValueError(
             f"{folder} was written by another version of per_sample_grad: its format "
-            f"is {received!r}, and this version reads format {FORMAT}, whose checksums "
-            f"are others. {remedy}"
+            f"is {received!r}, and this version reads format {FORMAT}, which describes "
+            f"code in another way. {remedy}"
         )
     if contents.key not in saved:
         others = [c for c in (SCORED, INDEXED) if c.key in saved]
