@@ -135,7 +135,7 @@ def _read_code(value: Any) -> tuple[str, dict[str, Any]]:
     name = getattr(value, "__qualname__", "")
     version = _version(module.partition(".")[0])
     if version is not None and "<locals>" not in name:
-        return f"{module}.{name} {version}".replace(". ", " "), {}
+        return f"{module}.{name} {version}".replace(". ", " ").rstrip(), {}
     if isinstance(value, type):
         return f"class {name}", _parts_of_class(value)
     text = textwrap.dedent(inspect.getsource(value))
@@ -148,10 +148,10 @@ def _read_code(value: Any) -> tuple[str, dict[str, Any]]:
 def _version(package: str) -> str | None:
     """Returns the version of an installed package; None: its code has none.
 
-    That of this project says nothing: what computes other numbers has another format.
+    That of this project is empty: what computes other numbers has another format.
     """
     if package in _OWN_PACKAGES:
-        return "of this version"
+        return ""
     path = Path(getattr(sys.modules.get(package), "__file__", None) or os.__file__)
     if {"site-packages", "dist-packages"} & set(path.parts):
         names = importlib.metadata.packages_distributions().get(package, ())
@@ -168,7 +168,8 @@ def _variables(function: Any) -> dict[str, Any]:
     known = function.__globals__
     found = {n: known[n] for n in sorted(_names(function.__code__) & known.keys())}
     found |= inspect.getclosurevars(function).nonlocals
-    found |= {n: getattr(function, n) for n in ("__defaults__", "__kwdefaults__")}
+    defaults = {n: getattr(function, n) for n in ("__defaults__", "__kwdefaults__")}
+    found |= {name: value for name, value in defaults.items() if value}
     return {f".{name}": value for name, value in found.items()}
 
 
