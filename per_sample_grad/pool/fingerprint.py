@@ -1,100 +1,67 @@
-"""What computes a value, written down: code, constants, tensors and attributes.
+"""What computes a value, written down: source text, versions, tensors and attributes.
 
 A description maps the path of every part, such as ``loss.label_smoothing``, to a short
-text. Two of them are equal if the same code would run on the same values. They are
-functions of values alone: not of addresses, of hashes of texts, of file names or line
-numbers, so another process writes the same, and a new comment changes nothing.
-
-What an installed package has under an importable name is described by this name and the
-version of the package. All other code is read: instructions, constants, defaults,
-closures, and the global names that it loads.
+text that another process writes too. Code of installed packages is described by its
+name and the package's version; other code by its source text without comments, and by
+its defaults, closures and the globals whose names it loads.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copyreg
-import dis
 import functools
 import hashlib
-import importlib
 import importlib.metadata
-import importlib.util
-import itertools
+import inspect
 import os
 import sys
+import textwrap
 import types
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from xla_replica import Replica
 
-# A text that tells a value from others of its kind, and its parts by name.
-_Read = tuple[str, dict[str, Any]]
-
-_ATOMS = (
-    *(type(value) for value in (None, True, 0, 0.0, 0j, "", b"", range(0))),
-    *(type(value) for value in (..., NotImplemented)),
-    *(torch.dtype, torch.layout, torch.memory_format),
-)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, range, torch.dtype)
+_CODE = (types.FunctionType, types.ModuleType, types.BuiltinFunctionType, type)
 _LONG_TEXT = 80
 # A list, object or function of more parts than that is one line of a description.
 _MANY_PARTS = 256
-_LIBRARY = Path(os.__file__).parent
-_PYTHON = "{}.{}".format(*sys.version_info)
 _OWN_PACKAGES = ("per_sample_grad", "xla_replica")
-# How a module computes is in its other attributes, and in these hooks.
-_MODULE_INTERNALS = frozenset(vars(nn.Module()))
-_MODULE_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
-_MODULE_PARTS = ("_parameters", "_buffers", "_modules")
-# What transformers notes in objects: a hash that another process does not share, and
-# which warnings were shown.
-_NOT_VALUES = frozenset(
-    {"_original_object_hash", "deprecation_warnings", "warnings_issued"}
-)
-_IN_CLASSES = {
-    staticmethod: "__func__",
-    classmethod: "__func__",
-    property: "fget",
-    functools.cached_property: "func",
-}
-_NOT_IN_CLASSES = (types.GetSetDescriptorType, types.MemberDescriptorType)
+_HOOKS = [name for name in vars(nn.Module()) if name.endswith("ward_hooks")]
+_HOOKS += ["_forward_pre_hooks", "_backward_pre_hooks"]
+# Attributes that compute nothing: those of every module, Lightning's trainer, and what
+# transformers notes in objects, such as which warnings were shown.
+_NOT_VALUES = {*vars(nn.Module()), "_trainer", "_fabric", "_original_object_hash"}
+_NOT_VALUES |= {"deprecation_warnings", "warnings_issued"}
 
 
 def fingerprint(values: Mapping[str, Any], tag: str | None = None) -> dict[str, str]:
-    """Returns texts by path that differ wherever the values would compute otherwise.
+    """Returns texts by path that differ where the values would compute otherwise.
 
     Args:
         values: What to describe, by name; names begin the paths.
         tag: Stands for what cannot be described, such as an open file or a function
-            in C without an importable name; None: they are an error.
+            without source text; None: they are an error.
 
     Raises:
         TypeError: A part cannot be described, and there is no ``tag``; the message
             names its path.
 
-    >>> def loss(logits, targets, power=2):
-    ...     return (logits - targets).abs() ** power
-    >>> [*fingerprint({"loss": functools.partial(loss, power=3)})]
-    ['loss', 'loss.func', 'loss.func.__defaults__', 'loss.func.__defaults__[0]', \
-'loss.args', 'loss.keywords', "loss.keywords['power']"]
+    >>> fingerprint({"loss": functools.partial(max, 3)})["loss.args[0]"]
+    '3'
     """
-    walk = _Walk(tag)
-    found: dict[str, str] = {}
+    found = {"version of torch": str(torch.__version__)}
+    seen: dict[int, tuple[str, Any]] = {}  # with the values, so that ids stay theirs
     for name, value in values.items():
-        walk.add(name, value, found)
-    return {**walk.versions, **found}
+        _describe(name, value, tag, found, seen)
+    return found
 
 
 def digest(data: Any) -> str:
@@ -107,324 +74,140 @@ def digest(data: Any) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-class _Walk:
-    """Collects descriptions of values and of all their parts."""
-
-    def __init__(self, tag: str | None) -> None:
-        self.versions: dict[str, str] = {}
-        self._tag = tag
-        # The values are kept, so that no other one has their id.
-        self._seen: dict[int, tuple[str, Any]] = {}
-
-    def add(self, path: str, value: Any, found: dict[str, str]) -> None:
-        if id(value) in self._seen:  # a circle, or a module in two places
-            found[path] = f"see {self._seen[id(value)][0]}"
-            return
-        try:
-            text, parts = self._read(value)
-        except Exception as error:
-            if self._tag is None:
-                raise TypeError(_indescribable(path, value, error)) from error
-            text, parts = f"a {type(value).__qualname__}", {}
-        # Whether two tuples of a program are one object is up to the compiler.
-        if parts and not isinstance(value, tuple):
-            self._seen[id(value)] = path, value
-        inner = {path: _short(text)}
-        for name, part in parts.items():
-            self.add(path + name, part, inner)
-        if len(inner) > _MANY_PARTS and not isinstance(value, nn.Module):
-            inner = {path: f"{len(inner)} parts {digest(repr(inner))}"}
-        found.update(inner)
-
-    def _read(self, value: Any) -> _Read:
-        name = _importable_name(value)
-        version = _version(name) if name else None
-        if name is None or version is None:
-            return _reader(value)(value)
-        if version:
-            package = "Python" if version == _PYTHON else name.partition(".")[0]
-            self.versions[f"version of {package}"] = version
-        return name, _replaced(value) if isinstance(value, type) else {}
+def _describe(path: str, value: Any, tag: str | None, found: Any, seen: Any) -> None:
+    """Adds the texts of a value and of its parts to ``found``."""
+    if id(value) in seen:  # a circle, or a module in two places
+        found[path] = f"see {seen[id(value)][0]}"
+        return
+    try:
+        text, parts = _read(value)
+    except Exception as error:
+        if tag is None:
+            raise TypeError(
+                f"{path} is a {type(value).__module__}.{type(value).__qualname__}, of "
+                "which nobody can tell whether it computes the same in another run "
+                f"({error}). Pass tag=, a text of your own that stands for it: change "
+                "the text whenever this value changes"
+            ) from error
+        text, parts = f"a {type(value).__qualname__}", {}
+    # Whether two tuples of a program are one object is up to Python.
+    if parts and not isinstance(value, tuple):
+        seen[id(value)] = path, value
+    if len(text) > _LONG_TEXT:
+        text = f"{text[: _LONG_TEXT // 2]}... {digest(text)}"
+    inner = {path: text}
+    for name, part in parts.items():
+        _describe(path + name, part, tag, inner, seen)
+    if len(inner) > _MANY_PARTS and not isinstance(value, nn.Module):
+        inner = {path: f"{len(inner)} parts {digest(repr(inner))}"}
+    found.update(inner)
 
 
-def _indescribable(path: str, value: Any, error: Exception) -> str:
-    return (
-        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, of which "
-        f"nobody can tell whether it computes the same in another run ({error}). Pass "
-        "tag=, a text of your own that stands for it: change the text whenever this "
-        "value changes"
-    )
+def _read(value: Any) -> tuple[str, dict[str, Any]]:
+    """Returns a text that tells a value from others of its kind, and its parts."""
+    kind = type(value).__qualname__
+    if isinstance(value, _PLAIN):
+        return repr(value), {}
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        host = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return f"{value.dtype} {tuple(value.shape)} {digest(host.numpy())}", {}
+    if isinstance(value, torch.device | Replica):
+        return getattr(value, "type", "replica"), {}  # which one is up to the run
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=repr)
+    if isinstance(value, list | tuple):
+        return f"{kind} of {len(value)}", {f"[{n}]": x for n, x in enumerate(value)}
+    if type(value) is dict and all(isinstance(key, _PLAIN) for key in value):
+        parts = {f"[{key!r}]": item for key, item in value.items()}
+        return f"dict of {', '.join(parts)}", parts
+    if isinstance(value, functools.partial):
+        return kind, {f".{n}": getattr(value, n) for n in ("func", "args", "keywords")}
+    if isinstance(value, types.MethodType):
+        return kind, {".__self__": value.__self__, ".__func__": value.__func__}
+    if isinstance(value, _CODE):
+        return _read_code(value)
+    return kind, _parts_of(value)
 
 
-def _short(text: str) -> str:
-    if len(text) <= _LONG_TEXT:
-        return text
-    return f"{text[: _LONG_TEXT // 2]}... {digest(text)}"
-
-
-def _importable_name(value: Any) -> str | None:
-    """Returns the name by which a module, class or function can be imported."""
-    if isinstance(value, types.ModuleType):
-        return value.__name__
-    module = getattr(value, "__module__", None)
-    for attribute in ("__qualname__", "__name__"):  # torch.relu has only the second
-        name = getattr(value, attribute, None)
-        if isinstance(module, str) and isinstance(name, str):
-            found: Any = sys.modules.get(module)
-            for part in name.split("."):
-                found = getattr(found, part, None)
-            if found is value:
-                return f"{module}.{name}"
-    return None
+def _read_code(value: Any) -> tuple[str, dict[str, Any]]:
+    """Reads a function, class or module: name and version, or source and variables."""
+    module = str(getattr(value, "__module__", value.__name__))
+    name = getattr(value, "__qualname__", "")
+    version = _version(module.partition(".")[0])
+    if version is not None and "<locals>" not in name:
+        return f"{module}.{name} {version}".replace(". ", " ").rstrip(), {}
+    if isinstance(value, type):
+        return f"class {name}", _parts_of_class(value)
+    text = textwrap.dedent(inspect.getsource(value))
+    with contextlib.suppress(SyntaxError):  # a lambda's line may be half a call
+        text = ast.unparse(ast.parse(text))  # which has no comments
+    return f"source {digest(text)}", _variables(value)
 
 
 @functools.cache
-def _version(module_name: str) -> str | None:
-    """Returns the version of a module's installed package, which stands for its code.
+def _version(package: str) -> str | None:
+    """Returns the version of an installed package; None: its code has none.
 
-    None: its code may change without a version. An empty text: that of this package,
-    which does not compute other scores without another format of the folder.
+    That of this project is empty: what computes other numbers has another format.
     """
-    package = module_name.partition(".")[0]
     if package in _OWN_PACKAGES:
         return ""
-    module = sys.modules.get(package)
-    path = Path(getattr(module, "__file__", None) or _LIBRARY)
-    if package in sys.stdlib_module_names and path.is_relative_to(_LIBRARY):
-        return _PYTHON
-    if not {"site-packages", "dist-packages"} & set(path.parts):
-        return None
-    version = getattr(module, "__version__", None)
-    if version is None:
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return None
-    return str(version)
+    path = Path(getattr(sys.modules.get(package), "__file__", None) or os.__file__)
+    if {"site-packages", "dist-packages"} & set(path.parts):
+        names = importlib.metadata.packages_distributions().get(package, ())
+        return " ".join(map(importlib.metadata.version, names)) or None
+    is_python = path.is_relative_to(Path(os.__file__).parent)
+    is_python = is_python and package in sys.stdlib_module_names
+    return "of Python {}.{}".format(*sys.version_info) if is_python else None
 
 
-def _replaced(kind: type) -> dict[str, types.FunctionType]:
-    """Returns how an installed class computes, where others have replaced that."""
-    found = {}
-    for name in ("forward", "__call__"):
-        base = next((base for base in kind.__mro__ if name in vars(base)), kind)
-        part = vars(base).get(name)
-        if isinstance(part, types.FunctionType):
-            packages = {str(x.__module__).partition(".")[0] for x in (part, base)}
-            if len(packages) == 2 and _version(str(part.__module__)) != _PYTHON:
-                found[f".{name}"] = part
-    return found
+def _variables(function: Any) -> dict[str, Any]:
+    """Returns the defaults, closure and globals that a function computes with."""
+    if not inspect.isfunction(function):
+        return {}
+    known = function.__globals__
+    found = {n: known[n] for n in sorted(_names(function.__code__) & known.keys())}
+    found |= inspect.getclosurevars(function).nonlocals
+    defaults = {n: getattr(function, n) for n in ("__defaults__", "__kwdefaults__")}
+    found |= {name: value for name, value in defaults.items() if value}
+    return {f".{name}": value for name, value in found.items()}
 
 
-def _reader(value: Any) -> Callable[[Any], _Read]:
-    kinds = (kind for kind in _FAMILIES if isinstance(value, kind))
-    kind = next(kinds, None)
-    return _READERS.get(type(value)) or (_FAMILIES[kind] if kind else _read_object)
+def _names(code: types.CodeType) -> set[str]:
+    """Returns the names of globals and attributes that code and code in it load."""
+    inner = [_names(part) for part in code.co_consts if inspect.iscode(part)]
+    return set(code.co_names).union(*inner)
 
 
-def _read_atom(value: Any) -> _Read:
-    return repr(value), {}
-
-
-def _read_list(value: list[Any] | tuple[Any, ...]) -> _Read:
-    kind = type(value).__name__
-    return f"{kind} of {len(value)}", {f"[{n}]": x for n, x in enumerate(value)}
-
-
-def _read_set(value: set[Any] | frozenset[Any]) -> _Read:
-    members = sorted(value, key=lambda member: _reader(member)(member)[0])
-    return type(value).__name__, {f"{{{n}}}": x for n, x in enumerate(members)}
-
-
-def _read_dict(value: dict[Any, Any]) -> _Read:
-    parts: dict[str, Any] = {}
-    for number, (key, item) in enumerate(value.items()):
-        if type(key) in _ATOMS:
-            parts[f"[{key!r}]"] = item
-        else:
-            parts[f"[{number}]"] = (key, item)
-    return f"dict of {', '.join(parts)}", parts
-
-
-def _read_tensor(value: torch.Tensor) -> _Read:
-    if value.layout is not torch.strided:
-        return _read_object(value)
-    host = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return f"{value.dtype} {tuple(value.shape)} {digest(host)}", {}
-
-
-def _read_array(value: np.ndarray) -> _Read:
-    if value.dtype.hasobject:
-        return _read_object(value)
-    content = digest(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
-    return f"{value.dtype.str} {value.shape} {content}", {}
-
-
-def _read_function(value: types.FunctionType) -> _Read:
-    code = value.__code__
-    parts = {
-        f".{name}": getattr(value, name)
-        for name in ("__defaults__", "__kwdefaults__")
-        if getattr(value, name)
-    }
-    for name, cell in zip(code.co_freevars, value.__closure__ or ()):
-        try:
-            parts[f".{name}"] = cell.cell_contents
-        except ValueError:
-            parts[f".{name}"] = "a variable without a value"
-    own = value.__globals__
-    names: dict[str, set[str]] = {"global": set(), "module": set(), "attribute": set()}
-    for kind, name in _loaded(code):
-        names[kind].add(name)
-    parts |= {f".{name}": own[name] for name in sorted(names["global"]) if name in own}
-    for name in sorted(names["module"]):
-        with contextlib.suppress(ImportError):  # as the function may do
-            absolute = importlib.util.resolve_name(name, own.get("__package__"))
-            parts[f".{name}"] = importlib.import_module(absolute)
-    _open_modules(parts, names["attribute"])
-    parts |= {f".{name}": part for name, part in sorted(vars(value).items())}
-    return f"code {digest(repr(_code(code, value.__doc__)))}", parts
-
-
-def _open_modules(parts: dict[str, Any], attributes: set[str]) -> None:
-    """Adds what code may load from those parts that are modules without a version."""
-    waiting, seen = list(parts.items()), set()
-    for path, part in waiting:  # which grows
-        if (
-            not isinstance(part, types.ModuleType)
-            or _version(part.__name__) is not None
-        ):
-            continue
-        parts[path] = f"module {part.__name__}"
-        if part.__name__ not in seen:
-            seen.add(part.__name__)
-            names = sorted(attributes & vars(part).keys())
-            found = {f"{path}.{name}": vars(part)[name] for name in names}
-            parts |= found
-            waiting += found.items()
-
-
-def _code(code: types.CodeType, doc: str | None = None) -> tuple[Any, ...]:
-    """Returns what a code object does; its docstring ``doc`` has no part in that."""
-    constants: list[Any] = []
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            constants.append(_code(constant))
-        elif isinstance(constant, frozenset):  # in an order of its own
-            constants.append(sorted(map(repr, constant)))
-        else:
-            constants.append(repr(None if constant is doc else constant))
-    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
-    counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount)
-    jumps = getattr(code, "co_exceptiontable", None)  # from Python 3.11 on
-    return code.co_code, constants, names, counts, code.co_flags & 0xFF, jumps
-
-
-def _loaded(code: types.CodeType) -> Iterator[tuple[str, str]]:
-    """Yields kinds and names of the globals, attributes and modules that code loads."""
-    instructions = list(dis.get_instructions(code))
-    for number, instruction in enumerate(instructions):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            yield "global", instruction.argval
-        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"):
-            yield "attribute", instruction.argval
-        elif instruction.opname == "IMPORT_NAME":
-            level = instructions[number - 2].argval  # of a relative import
-            yield "module", "." * level + instruction.argval
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _loaded(constant)
-
-
-def _read_method(value: types.MethodType) -> _Read:
-    return "method", {".__self__": value.__self__, ".__func__": value.__func__}
-
-
-def _read_builtin(value: types.BuiltinMethodType) -> _Read:
-    owner = value.__self__
-    if owner is None or isinstance(owner, types.ModuleType):
-        raise TypeError(f"{value.__name__} is code in C without an importable name")
-    return f"{value.__name__} in C", {".__self__": owner}
-
-
-def _read_partial(value: functools.partial[Any]) -> _Read:
-    names = ("func", "args", "keywords")
-    return "partial", {f".{name}": getattr(value, name) for name in names}
-
-
-def _read_class(value: type) -> _Read:
-    parts: dict[str, Any] = {}
-    for name, part in sorted(vars(value).items()):
-        if type(part) in _IN_CLASSES:
-            part = getattr(part, _IN_CLASSES[type(part)])
-        special = name.startswith("__") and not isinstance(part, types.FunctionType)
-        if not (special or name == "_abc_impl" or isinstance(part, _NOT_IN_CLASSES)):
+def _parts_of_class(value: type) -> dict[str, Any]:
+    """Returns a class's bases, functions and values, without those Python adds."""
+    parts: dict[str, Any] = {".__bases__": value.__bases__}
+    for name, part in vars(value).items():
+        for inner in ("fget", "func", "__func__"):  # of properties and class methods
+            part = getattr(part, inner, part)
+        is_special = name.startswith("__") or name == "_abc_impl"
+        if inspect.isfunction(part):  # a dataclass has special ones without a file
+            is_special = is_special and part.__code__.co_filename == "<string>"
+        if not (is_special or inspect.isdatadescriptor(part)):
             parts[f".{name}"] = part
-    return f"class {value.__qualname__}", {**parts, ".__bases__": value.__bases__}
+    return parts
 
 
-def _read_module(value: nn.Module) -> _Read:
-    own = vars(value)
-    state: Any = None
-    if hasattr(value, "__getstate__"):  # which may leave out a trainer
-        with contextlib.suppress(RuntimeError):  # parametrized modules refuse
-            state = value.__getstate__()
-    state = state if isinstance(state, dict) else own
-    parts: dict[str, Any] = {".__class__": type(value)}
-    for name in sorted(state.keys() - _MODULE_INTERNALS - _NOT_VALUES):
-        parts[f".{name}"] = state[name]
-    for name in _MODULE_HOOKS:
-        if own[name]:
-            parts[f".{name}"] = list(own[name].values())  # keys count all hooks
-    children = itertools.chain(*(own[name].items() for name in _MODULE_PARTS))
-    parts |= {f".{name}": part for name, part in children}
-    return type(value).__qualname__, parts
-
-
-def _read_object(value: Any) -> _Read:
-    """Reads any object as pickle and copy do, which is how it can be made again."""
-    reduce = copyreg.dispatch_table.get(type(value))
-    reduced = reduce(value) if reduce else value.__reduce_ex__(4)
+def _parts_of(value: Any) -> dict[str, Any]:
+    """Returns what pickle and copy make an object of; of a module, how it computes."""
+    if isinstance(value, nn.Module):
+        own, kind = vars(value), type(value)
+        state = {name: own[name] for name in sorted(own.keys() - _NOT_VALUES)}
+        state |= {name: list(own[name].values()) for name in _HOOKS if own[name]}
+        state |= value._parameters | value._buffers | value._modules
+        parts = {".__class__": kind, ".forward": kind.forward}
+        return parts | {f".{name}": part for name, part in state.items()}
+    reduce = copyreg.dispatch_table.get(type(value), lambda x: x.__reduce_ex__(4))
+    reduced = reduce(value)
     if isinstance(reduced, str):  # the name of a global
-        if not hasattr(value, "__wrapped__"):
-            raise TypeError(f"{reduced} is code in C without an importable name")
-        return f"a {type(value).__name__}", {".__wrapped__": value.__wrapped__}
-    make, arguments, state, items, pairs, *_ = (*reduced, None, None, None)
-    parts: dict[str, Any] = {".__class__": type(value)}
-    if make is not copyreg.__newobj__ or len(arguments) > 1:
-        parts[".__new__"] = (make, *arguments)
-    if isinstance(state, tuple) and all(isinstance(x, dict | None) for x in state):
-        state = {name: part for each in state if each for name, part in each.items()}
-    if isinstance(state, dict):
-        names = sorted(state.keys() - _NOT_VALUES)
-        parts |= {f".{name}": state[name] for name in names}
-    elif state is not None:
-        parts[".__getstate__"] = state
-    for name, contents in ((".items", items), (".pairs", pairs)):
-        if contents is not None:
-            parts[name] = list(contents)
-    return type(value).__qualname__, parts
-
-
-_READERS: dict[type, Callable[[Any], _Read]] = {
-    **dict.fromkeys(_ATOMS, _read_atom),
-    list: _read_list,
-    tuple: _read_list,
-    set: _read_set,
-    frozenset: _read_set,
-    dict: _read_dict,
-    np.ndarray: _read_array,
-    types.FunctionType: _read_function,
-    types.MethodType: _read_method,
-    types.BuiltinMethodType: _read_builtin,
-    functools.partial: _read_partial,
-    weakref.ref: lambda value: ("weak reference", {"()": value()}),
-    # Which of several devices of a kind it is, is that of the replica.
-    torch.device: lambda value: (f"device {value.type}", {}),
-}
-_FAMILIES: dict[type, Callable[[Any], _Read]] = {
-    torch.Tensor: _read_tensor,
-    nn.Module: _read_module,
-    type: _read_class,
-    Replica: lambda value: ("this replica", {}),
-}
+        return {".__wrapped__": value.__wrapped__}
+    make, arguments, state, *more = (*reduced, None)
+    state = state if isinstance(state, dict) else {"__getstate__": state}
+    parts = {f".{name}": state[name] for name in sorted(state.keys() - _NOT_VALUES)}
+    parts[".items"] = [list(items) for items in more if items]
+    return {".__class__": type(value), ".__new__": (make, *arguments), **parts}

@@ -12,13 +12,14 @@ import torch
 
 from per_sample_grad.pool.parts import (
     INDEXED,
+    OPENED,
     Parts,
     check_folder,
     listed,
+    npy_header,
     read_description,
     told_differences,
 )
-from per_sample_grad.pool.writing import write_header
 from xla_replica.common.arguments import (
     check_choice,
     check_flag,
@@ -235,7 +236,7 @@ class GradientIndex:
         """
 
         def write(file: BinaryIO) -> Path:
-            write_header(file, (len(self), self.size))
+            file.write(npy_header((len(self), self.size)))
             for _, rows in self._blocks():
                 file.write(rows.tobytes())
             return Path(path)
@@ -389,14 +390,13 @@ def open_index(folder: str | os.PathLike[str], *, verify: bool = True) -> Gradie
     check_flag("open_index: verify", verify)
     path = check_folder(folder)
     try:
-        saved = read_description(path, INDEXED, "Give the folder of an index.")
+        saved = read_description(path, INDEXED, OPENED, "Give the folder of an index.")
     except OSError as error:
         raise FileNotFoundError(
             error.errno,
             "there is no index in this folder; index_pool writes one",
             str(path),
         ) from error
-    del saved["format"]
     parts = Parts(saved.pop("count"), saved.pop("part_size"), path, saved, INDEXED)
     return checked_index(parts, verify)
 

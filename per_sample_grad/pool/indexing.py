@@ -23,7 +23,7 @@ from per_sample_grad.pool.gradient_index import (
     not_finite,
 )
 from per_sample_grad.pool.parts import INDEXED
-from per_sample_grad.pool.running import BLOCK_SIZE, Keeping, PoolRun, check_options
+from per_sample_grad.pool.running import BLOCK_SIZE, PoolRun, check_options
 from per_sample_grad.pool.scores import Passes, Scorer
 from xla_replica.common.arguments import check_choice, check_flag, check_integer
 
@@ -101,27 +101,30 @@ def index_pool(
         source=BlockSource(loader, batch_size, block_size, split),
         values=_values(projection),
         width=(projection.size,),
+        settings={
+            "size": size,
+            "seed": projection.seed,
+            "projection version": projections.VERSION,
+            "index version": VERSION,
+            "dtype": "float32",
+            **{KEPT + name: list(kept) for name, kept in projection.kept.items()},
+        },
+        functions={},
+        of_parameters=True,
         labels=labels,
         passes=Passes(loss, forward, autocast, options),
-        keeping=Keeping(folder, part_size, tag),
+        folder=folder,
+        part_size=part_size,
+        tag=tag,
         progress=progress,
         check=None if keep_nan else _check_finite,
     )
     if not len(run.source):
         raise ValueError("index_pool: the pool has no samples")
-    settings = {
-        "size": size,
-        "seed": projection.seed,
-        "projection version": projections.VERSION,
-        "index version": VERSION,
-        "dtype": "float32",
-        **{KEPT + name: list(kept) for name, kept in projection.kept.items()},
-    }
-    description = run.description(settings, {}, of_parameters=True)
     if folder is not None:
-        return checked_index(run.filled(description), verify=False)
-    rows = run.collected(description)
-    return GradientIndex(description, len(rows), lambda number: rows, len(rows))
+        return checked_index(run.fill(), verify=False)
+    rows = run.collected()
+    return GradientIndex(run.description, len(rows), lambda number: rows, len(rows))
 
 
 def _check_finite(first: int, rows: np.ndarray) -> None:
@@ -140,7 +143,7 @@ def _values(projection: Projection) -> kinds.Values:
 
     def values(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
         def answer(recorded: Capture, losses: torch.Tensor) -> torch.Tensor:
-            return recorded.project(losses, projection, out=scorer.out)
+            return recorded.project(losses, projection)
 
         return scorer.answers(inputs, targets, scorer.passes.options, answer)
 

@@ -17,6 +17,7 @@ import dataclasses
 import errno
 import functools
 import hashlib
+import io
 import json
 import os
 import warnings
@@ -27,13 +28,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from per_sample_grad.pool.writing import PIECE_BYTES, PartFile, explained
 from xla_replica.common.differences import differences
 from xla_replica.common.files import UNFINISHED, rename, unfinished_name, write_whole
 
 DESCRIPTION = "pool.json"
-# Counts changes after which earlier folders cannot be continued.
-FORMAT = 3
+# Counts changes after which earlier folders cannot be continued; those whose indices
+# can still be opened.
+FORMAT, OPENED = 4, (3, 4)
 _DAMAGED = ".damaged"
 # How many differences, or samples, a message has.
 _FEW = 5
@@ -94,14 +95,10 @@ class Parts:
         return np.load(self._path(number), mmap_mode="r", allow_pickle=False)
 
     def is_whole(self, number: int) -> bool:
-        """Returns whether a part is what was written, in the memory of a chunk."""
-        path, crc = self._path(number), 0
-        left = path.stat().st_size - _CHECKSUM_BYTES
-        with path.open("rb") as file:
-            while left > 0 and (chunk := file.read(min(left, PIECE_BYTES))):
-                crc = zlib.crc32(chunk, crc)
-                left -= len(chunk)
-            return self._checksum(number, crc) == file.read()
+        """Returns whether a part has its checksum; reads all of it."""
+        content = memoryview(self._path(number).read_bytes())
+        crc = zlib.crc32(content[:-_CHECKSUM_BYTES])
+        return self._checksum(number, crc) == content[-_CHECKSUM_BYTES:]
 
     def set_aside(self, number: int) -> None:
         """Renames a damaged file, with a warning, so that it can be computed again."""
@@ -110,25 +107,25 @@ class Parts:
         warnings.warn(
             f"{path} is damaged: its content is not what was written; it is now "
             f"{aside.name}, and its samples are {self.contents.computed} again",
-            stacklevel=6,
+            stacklevel=5,
         )
 
-    def begin(self, number: int, width: Sequence[int]) -> PartFile:
-        """Returns the file of a part that is to be written, ``(samples, *width)``."""
-        start, stop = self.interval(number)
-        checksum = functools.partial(self._checksum, number)
-        shape = (stop - start, *width)
-        return PartFile(self._path(number), shape, checksum, self.contents.function)
+    def write(self, number: int, rows: np.ndarray) -> None:
+        """Writes a part, ``(samples, *width)`` float32, once all of it is on the disk.
+
+        Raises:
+            OSError: It cannot be written; the message says what to do.
+        """
+        path, header = self._path(number), npy_header(rows.shape)
+        content = memoryview(np.ascontiguousarray(rows)).cast("B")
+        checksum = self._checksum(number, zlib.crc32(content, zlib.crc32(header)))
+        self._write(path, [header, content, checksum])
 
     def unfinished(self) -> list[Path]:
         """Returns what is being written, or was when a run was killed."""
-        if self.folder is None:
-            return []
-        return [
-            path
-            for name in ("part-*", DESCRIPTION)
-            for path in self.folder.glob(f"{name}.*{UNFINISHED}")
-        ]
+        assert self.folder is not None
+        names = ("part-*", DESCRIPTION)
+        return [p for n in names for p in self.folder.glob(f"{n}.*{UNFINISHED}")]
 
     def describe(self) -> None:
         """Writes what is computed, or checks that the folder is for the same."""
@@ -144,15 +141,9 @@ class Parts:
                 str(self.folder),
             ) from error
         if not path.exists():
-
-            def write(file: BinaryIO) -> Path:
-                file.write(self._text)
-                return path
-
-            with explained(path, self.contents.function):
-                write_whole(unfinished_name(path), write)
+            self._write(path, [self._text])
         # Read it also if it has just been written: maybe by another replica or job.
-        saved = read_description(self.folder, self.contents, _ANOTHER)
+        saved = read_description(self.folder, self.contents, (FORMAT,), _ANOTHER)
         own = json.loads(self._text)
         found = told_differences(saved, own, [*{**own, **saved}])
         if found:
@@ -163,22 +154,51 @@ class Parts:
 
     @functools.cached_property
     def _text(self) -> bytes:
+        # An opened folder's own format replaces this one.
         own = {"format": FORMAT, "count": self.count, "part_size": self.size}
         return json.dumps({**own, **self.description}, indent=1).encode()
 
     def _checksum(self, number: int, crc: int) -> bytes:
         return hashlib.sha256(self._text + b"%d %d" % (number, crc)).digest()
 
+    def _write(self, path: Path, pieces: Sequence[bytes | memoryview]) -> None:
+        """Writes a file that appears in one piece; an OSError says what to do."""
+
+        def write(file: BinaryIO) -> Path:
+            file.writelines(pieces)
+            return path
+
+        try:
+            write_whole(unfinished_name(path), write)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{error.strerror}. The parts that are finished are kept: call "
+                f"{self.contents.function} again with the same folder as soon as it "
+                "can be written",
+                str(path),
+            ) from error
+
     def _path(self, number: int) -> Path:
         assert self.folder is not None
         return self.folder / f"part-{number:08d}.npy"
 
 
-def read_description(folder: Path, contents: Contents, remedy: str) -> dict[str, Any]:
+def npy_header(shape: Sequence[int]) -> bytes:
+    """Returns how a file of NumPy with float32 numbers of this shape begins."""
+    header = {"descr": "<f4", "fortran_order": False, "shape": tuple(shape)}
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, header)
+    return file.getvalue()
+
+
+def read_description(
+    folder: Path, contents: Contents, formats: Sequence[int], remedy: str
+) -> dict[str, Any]:
     """Returns what a folder says that its parts are.
 
     Raises:
-        ValueError: It is damaged, of an earlier version, or has other numbers than
+        ValueError: It is damaged, of another format, or has other numbers than
             ``contents`` names; the message ends with ``remedy``.
     """
     path = folder / DESCRIPTION
@@ -186,12 +206,12 @@ def read_description(folder: Path, contents: Contents, remedy: str) -> dict[str,
         saved = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}). {remedy}") from error
-    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
+    if not isinstance(saved, dict) or saved.get("format") not in formats:
         received = saved.get("format") if isinstance(saved, dict) else None
         raise ValueError(
             f"{folder} was written by another version of per_sample_grad: its format "
-            f"is {received!r}, and this version reads format {FORMAT}, whose checksums "
-            f"are others. {remedy}"
+            f"is {received!r}, and this version reads format {FORMAT}, which describes "
+            f"code in another way. {remedy}"
         )
     if contents.key not in saved:
         others = [c for c in (SCORED, INDEXED) if c.key in saved]

@@ -55,8 +55,6 @@ class Scorer:
     Attributes:
         given: What the pool has for the block under way, if its labels are those to
             use.
-        out: Where the block's numbers may be written to begin with,
-            ``(B, *width)`` float32; what is written and returned need not be copied.
     """
 
     model: nn.Module
@@ -64,7 +62,6 @@ class Scorer:
     block_size: int
     replica: Replica
     given: Given | None = None
-    out: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self._last_layer = self.passes.last_layer
@@ -108,23 +105,35 @@ class Scorer:
             )
         return logits
 
-    def check_classes(self, logits: torch.Tensor, ignored: int | None = None) -> None:
+    def check_classes(
+        self,
+        logits: torch.Tensor,
+        ignored: int | None = None,
+        what: str = "the loss",
+        probabilities: bool = True,
+    ) -> None:
         """Raises ValueError, with the sample, if a given label is not a class.
 
-        Labels are looked at on the host: an accelerator would compute something. A
-        floating dtype is for probabilities, ``(B, C)``, and ``ignored`` is a label too.
+        Labels are looked at on the host: an accelerator would compute something.
+
+        Args:
+            logits: ``(B, C)``; with other dimensions nothing is checked.
+            ignored: A label that is allowed too.
+            what: What needs the classes, in the words of messages.
+            probabilities: Whether floats ``(B, C)`` are allowed.
         """
         if self.given is None or logits.dim() != 2:
             return
         labels = self.given.targets
-        kind, shape = getattr(labels, "dtype", None), getattr(labels, "shape", None)
-        if kind is not None and kind.is_floating_point and shape == logits.shape:
+        kind, shape = getattr(labels, "dtype", None), getattr(labels, "shape", ())
+        is_floating = kind is not None and kind.is_floating_point
+        if probabilities and is_floating and shape == logits.shape:
             return
-        if kind is None or kind.is_floating_point or shape != (self.block_size,):
-            found = "" if kind is None else f" of {kind} and shape {tuple(shape)}"
+        if kind is None or is_floating or shape != (self.block_size,):
             raise ValueError(
-                f"labels must be classes, integers of shape ({self.block_size},) for a "
-                f"block; {self.given} have a {type(labels).__name__}{found}"
+                f"{what} needs targets of shape ({self.block_size},), classes as "
+                f"integers; received a {type(labels).__name__} of {kind} "
+                f"{tuple(shape)} for {self.given}"
             )
         classes = logits.shape[1]
         least, most = labels.aminmax()
@@ -269,18 +278,7 @@ def loss(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
 def el2n(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
     """Returns ``‖softmax(logits) - onehot(target)‖``, ``(B,)``."""
     logits = scorer.classes(inputs, "el2n")
-    if (
-        not isinstance(targets, torch.Tensor)
-        or targets.dtype.is_floating_point
-        or targets.shape != logits.shape[:1]
-    ):
-        found = getattr(targets, "dtype", ""), tuple(getattr(targets, "shape", ()))
-        place = "" if scorer.given is None else f" for {scorer.given}"
-        raise ValueError(
-            f"el2n needs targets of shape ({len(logits)},), classes as integers; "
-            f"received a {type(targets).__name__} of {found[0]} {found[1]}{place}"
-        )
-    scorer.check_classes(logits)
+    scorer.check_classes(logits, what="el2n", probabilities=False)
     with torch.no_grad():
         error = logits.float().softmax(1)
         classes = torch.arange(error.shape[1], device=error.device)

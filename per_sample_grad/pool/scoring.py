@@ -17,7 +17,7 @@ from per_sample_grad.factors.factors import Factors
 from per_sample_grad.pool import scores as kinds
 from per_sample_grad.pool.blocks import BlockSource, Split, split_batch
 from per_sample_grad.pool.parts import SCORED, listed
-from per_sample_grad.pool.running import BLOCK_SIZE, Keeping, PoolRun, check_options
+from per_sample_grad.pool.running import BLOCK_SIZE, PoolRun, check_options
 from per_sample_grad.pool.scores import LABELS, SCORES, Passes, Score
 from xla_replica.common.arguments import check_choice, check_flag, check_integer
 
@@ -174,23 +174,23 @@ def score_pool(
     check_options(score_pool, options)
     row, name = _row(score, options)
     labels = row.labels or check_choice("labels", labels, LABELS)
+    function = score if callable(score) else row.values
     run = PoolRun(
         contents=SCORED,
         models=_models(model),
         source=BlockSource(loader, batch_size, block_size, split),
         values=row.values,
+        settings={"score": name},
+        functions={"score function": function},
+        of_parameters=row.of_parameters,
         labels=labels,
         passes=Passes(loss, forward, autocast, options, last_layer),
-        keeping=Keeping(folder, part_size, tag),
+        folder=folder,
+        part_size=part_size,
+        tag=tag,
         progress=progress,
     )
-    description: dict[str, Any] = {}
-    if folder is not None:
-        function = score if callable(score) else row.values
-        description = run.description(
-            {"score": name}, {"score function": function}, row.of_parameters
-        )
-    return PoolScores(run.collected(description), name)
+    return PoolScores(run.collected(), name)
 
 
 def _row(

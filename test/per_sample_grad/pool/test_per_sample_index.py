@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 import per_sample_grad as psg
 from per_sample_grad.factors import projection as projections
-from per_sample_grad.pool import gradient_index
+from per_sample_grad.pool import gradient_index, parts
 from per_sample_grad.pool.gradient_index import GradientIndex
 
 COUNT, SIZE = 41, 60
@@ -423,3 +423,15 @@ def test_the_projection_is_the_map_of_its_version():
     rows = torch.cat(found)
     told = [projections.VERSION, len(rows), *map(int, rows[:: len(rows) // 6])]
     assert told[:6] == [3, 180, -11, -9, -26, -16]
+
+
+def test_an_index_of_the_format_before_can_be_opened(tmp_path, monkeypatch):
+    options = {"folder": tmp_path, **OPTIONS}
+    with monkeypatch.context() as patched:
+        patched.setattr(parts, "FORMAT", 3)
+        index = psg.index_pool(dense_model(), Vectors(COUNT), **options)
+    opened = psg.open_index(tmp_path)
+    assert_same_bits(opened[:], index[:])
+    assert opened.search(index[[7]], top=1, by="cosine").indices.tolist() == [[7]]
+    with pytest.raises(ValueError, match="format is 3, and this version reads format"):
+        psg.index_pool(dense_model(), Vectors(COUNT), **options)

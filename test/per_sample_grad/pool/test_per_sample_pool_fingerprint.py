@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
 import json
-import math
-import operator
 import os
 import re
 import subprocess
 import sys
 import threading
 import types
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,6 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 import per_sample_grad as psg
-from per_sample_grad.pool.fingerprint import fingerprint
 
 
 def scores(**job: Any) -> np.ndarray:
@@ -73,30 +72,27 @@ def closure(factor: float):
     return loss
 
 
+FACTOR = 1.0
+
+
+def scaled(x):
+    return FACTOR * x
+
+
 def with_global(factor: float):
-    """Returns a loss of a module of its own, where the factor is a global."""
-    module = types.ModuleType("losses_of_mine")
-    text = f"import torch.nn.functional as F\nFACTOR = {factor}\n"
-    text += "def scaled(x):\n    return FACTOR * x\n"
-    text += "def loss(logits, targets):\n"
-    text += "    return scaled(F.cross_entropy(logits, targets, reduction='none'))\n"
-    exec(text, module.__dict__)
-    return module
-
-
-def through_module(factor: float):
-    losses = with_global(factor)
-    return lambda logits, targets: losses.loss(logits, targets)
-
-
-def importing(factor: float):
     def loss(logits, targets):
-        from losses_of_mine import loss
+        return torch.stack([scaled(each) for each in powered(logits, targets)])
 
-        return loss(logits, targets)
-
-    sys.modules["losses_of_mine"] = with_global(factor)
+    globals()["FACTOR"] = factor
     return loss
+
+
+def module_of(path: Path) -> types.ModuleType:
+    """Returns a file of Python, imported."""
+    spec = importlib.util.spec_from_file_location("mine", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def hooked(factor: float) -> nn.Module:
@@ -156,15 +152,7 @@ JOBS: dict[str, tuple[Any, str]] = {
     ),
     "object": (lambda v: {"loss": Weighted(v)}, "loss.factor"),
     "method": (lambda v: {"loss": Weighted(v).loss}, "loss.__self__.factor"),
-    "global": (lambda v: {"loss": with_global(v).loss}, "loss.scaled.FACTOR"),
-    "global-of-a-module": (
-        lambda v: {"loss": through_module(v)},
-        "loss.losses.loss.scaled.FACTOR",
-    ),
-    "imported": (
-        lambda v: {"loss": importing(v)},
-        "loss.losses_of_mine.loss.scaled.FACTOR",
-    ),
+    "global": (lambda v: {"loss": with_global(v)}, "loss.scaled.FACTOR"),
     "forward": (
         lambda v: {"forward": lambda model, x: model(v * x)},
         "forward.v",
@@ -255,58 +243,80 @@ def test_what_cannot_be_compared_needs_a_tag(tmp_path):
             scores(**through_partial(1.0), **other)
 
 
-def test_functions_in_c_have_names():
-    values = (torch.relu, F.conv2d, F.linear, F.gelu, torch.Tensor.relu, math.sqrt)
-    values += (operator.add, operator.itemgetter(1), np.log, np.add.reduce)
-    found = [tuple(fingerprint({"f": value}).items()) for value in values]
-    assert len(set(found)) == len(values)
-    assert dict(found[0]) == {"f": "torch.relu", "version of torch": torch.__version__}
-
-
-def test_attributes_that_do_not_compute_are_not_compared():
-    model, other = make_model(), make_model().eval()
+def test_attributes_that_do_not_compute_are_not_compared(tmp_path):
+    scores(model=make_model(), folder=tmp_path)
+    other = make_model().eval()
     trained = torch.optim.SGD(other.parameters(), 0.1)
     other(torch.zeros(1, 2, 6)).sum().backward()
     trained.zero_grad(set_to_none=False)
     other.register_state_dict_post_hook(lambda *_: None)
-    assert fingerprint({"model": model}) == fingerprint({"model": other})
+    other._trainer = threading.Lock()  # as Lightning's, which pickle leaves out
+    scores(model=other, folder=tmp_path)
 
 
 def test_a_replaced_method_of_an_installed_class_is_found(tmp_path, monkeypatch):
     job = {"model": with_activation(nn.LeakyReLU()), "folder": tmp_path}
     scores(**job)
     monkeypatch.setattr(nn.LeakyReLU, "forward", lambda self, x: 2 * x)
-    with pytest.raises(ValueError, match=r"model\.2\.__class__\.forward was None and"):
+    with pytest.raises(ValueError, match=r"model\.2\.forward was 'torch.* and is 'so"):
         scores(**job)
 
 
-def test_what_transformers_notes_in_an_object_is_not_its_value():
+def test_what_transformers_notes_in_an_object_is_not_its_value(tmp_path):
     value = Weighted(1.0)
-    found = fingerprint({"loss": value})
+    scores(loss=value, folder=tmp_path)
     value.deprecation_warnings = {"Asking-to-pad-a-fast-tokenizer": True}
     value._original_object_hash = hash("a text")
-    assert fingerprint({"loss": value}) == found
+    scores(loss=value, folder=tmp_path)
 
 
-def test_circles_and_shared_modules_end():
-    def again(x):
-        return again(x - 1) if x else model(x)
+def test_circles_and_shared_modules_end(tmp_path):
+    def forward(model, x, again=None):
+        return model(x) if again else forward(model, x, forward)
 
     model = make_model()
     model.parent = [model]
-    model.append(model[0])
-    found = fingerprint({"f": again, "model": model})
-    assert found["f.again"] == "see f"
-    assert found["f.model.parent[0]"] == found["model"] == "see f.model"
-    assert found["f.model.6"] == "see f.model.0"
+    model.append(nn.Identity()).append(model[6])
+    scores(model=model, forward=forward, folder=tmp_path)
+    found = json.loads((tmp_path / "pool.json").read_text())
+    assert found["forward.forward"] == "see forward"
+    assert found["model.parent[0]"] == "see model"
+    assert found["model.7"] == "see model.6"
 
 
-def test_large_values_are_one_line():
-    text = fingerprint({"x": {n: str(n) for n in range(1000)}})
-    assert [*text] == ["x"]
-    other = fingerprint({"x": {n: str(n) if n else "" for n in range(1000)}})
-    assert text != other
-    assert fingerprint({"x": "a" * 1000}) != fingerprint({"x": "a" * 999 + "b"})
+def test_large_values_are_one_line(tmp_path):
+    values = {n: str(n) for n in range(1000)}
+
+    def with_values(values):
+        return lambda x, y: powered(x, y) * len(values) / 1000
+
+    scores(loss=with_values(values), folder=tmp_path)
+    assert len(json.loads((tmp_path / "pool.json").read_text())) < 100
+    for other in ({**values, 0: ""}, "a" * 1000):
+        with pytest.raises(ValueError, match=r" loss\.values was '1001 parts "):
+            scores(loss=with_values(other), folder=tmp_path)
+
+
+def test_modules_and_functions_without_source_text(tmp_path):
+    """A file that is imported counts as a whole, and what is typed in needs a tag."""
+    path = tmp_path / "mine.py"
+    for number, changed in enumerate(("0.5", "(0.5)", "1.0")):
+        path = tmp_path / f"mine{number}.py"
+        path.write_text(f"def halved(x):\n    return {changed} * x\n")
+        mine = module_of(path)
+        job = {"loss": lambda x, y, mine=mine: mine.halved(powered(x, y))}
+        job["folder"] = tmp_path / "scores"
+        if number == 2:
+            with pytest.raises(ValueError, match=r"__defaults__\[0\] was 'source"):
+                scores(**job)
+        else:
+            scores(**job)
+    typed = {}
+    exec("def loss(logits, targets): return logits.sum(1)", typed)
+    job = {"loss": typed["loss"], "folder": tmp_path / "typed"}
+    with pytest.raises(TypeError, match=r"^loss is a builtins\.function, .*tag="):
+        scores(**job)
+    scores(**job, tag="a sum")
 
 
 CODE = '''
@@ -322,7 +332,8 @@ class Net(nn.Module):
 
     def __init__(self, slope=0.1):
         super().__init__()
-        self.act, self.parts = functools.partial(F.leaky_relu, slope), set("abcde")
+        self.act = functools.partial(F.leaky_relu, negative_slope=slope)
+        self.parts = set("abcde")
 
     def forward(self, x):
         if self.parts in ({"u", "v"}, {"w"}) or len(x) in {1, 2}:
@@ -341,13 +352,14 @@ def make(weight=2.0):
 def helper(logits, targets):
     return F.cross_entropy(logits, targets, reduction="none")
 '''
-READ = """
-import importlib.util, json, sys
-from per_sample_grad.pool.fingerprint import fingerprint
-spec = importlib.util.spec_from_file_location("mine", sys.argv[1])
-mine = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(mine)
-found = fingerprint({"model": mine.Net(), "loss": mine.make()})
+SCORE = """
+import sys
+import per_sample_grad as psg
+from support.per_sample_grad.pool import Pool, make_model
+from test_per_sample_pool_fingerprint import module_of
+mine = module_of(sys.argv[1])
+model = make_model().append(mine.Net())
+psg.score_pool(model, Pool(), loss=mine.make(), folder=sys.argv[2], progress=False)
 """
 
 
@@ -355,13 +367,12 @@ def test_another_process_and_new_comments_find_the_same(tmp_path):
     paths = [tmp_path / "first.py", tmp_path / "folder" / "second.py"]
     paths[1].parent.mkdir()
     paths[0].write_text(CODE)
-    paths[1].write_text("# A comment.\n\n\n" + CODE.replace("the losses", "losses"))
-    own = {}
-    exec(READ.replace("sys.argv[1]", repr(str(paths[0]))), own)
-    run = subprocess.run(
-        [sys.executable, "-c", READ + "print(json.dumps(found))", str(paths[1])],
-        capture_output=True,
-        text=True,
+    paths[1].write_text("# A comment.\n\n" + CODE.replace("try:", "try:  # to score"))
+    mine, folder = module_of(paths[0]), tmp_path / "scores"
+    model = make_model().append(mine.Net())
+    scores(model=model, loss=mine.make(), folder=folder)
+    subprocess.run(
+        [sys.executable, "-c", SCORE, str(paths[1]), str(folder)],
         check=True,
         env={
             **os.environ,
@@ -369,9 +380,9 @@ def test_another_process_and_new_comments_find_the_same(tmp_path):
             "PYTHONHASHSEED": "7",
         },
     )
-    assert json.loads(run.stdout) == own["found"]
-    assert "loss.helper" in own["found"]
-    assert own["found"]["model.__class__.forward.RATES['a']"] == "0.1"
+    found = json.loads((folder / "pool.json").read_text())
+    assert "loss.helper" in found
+    assert found["model.6.__class__.forward.RATES['a']"] == "0.1"
 
 
 def test_a_description_is_a_small_part_of_the_work(tmp_path):

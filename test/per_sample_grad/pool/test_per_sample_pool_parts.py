@@ -21,7 +21,8 @@ from torch import nn
 
 import per_sample_grad as psg
 import xla_replica
-from per_sample_grad.pool import running, writing
+from per_sample_grad.pool.parts import Parts
+from xla_replica.common import files
 
 
 def test_a_run_that_failed_continues_where_it_was(tmp_path):
@@ -121,6 +122,10 @@ class FullDisk:
         self.room -= len(data)
         return self.file.write(data)
 
+    def writelines(self, pieces: list[bytes | memoryview]) -> None:
+        for piece in pieces:
+            self.write(piece)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.file, name)
 
@@ -129,16 +134,16 @@ class FullDisk:
 def test_a_full_disk_names_the_path_and_what_is_kept(tmp_path, monkeypatch, room):
     opened = []
 
-    class Filled(writing.UnfinishedFile):
+    class Filled(files.UnfinishedFile):
         def __init__(self, path) -> None:
             super().__init__(path)
             opened.append(path)
-            if len(opened) == 2:
+            if len(opened) == 3:  # after the description and a part
                 self.file = FullDisk(self.file, room)
 
     options = {"block_size": 4, "part_size": 8, "folder": tmp_path, "progress": False}
     with monkeypatch.context() as patched:
-        patched.setattr(writing, "UnfinishedFile", Filled)
+        patched.setattr(files, "UnfinishedFile", Filled)
         with pytest.raises(
             OSError, match="The parts that are finished are kept"
         ) as full:
@@ -153,7 +158,7 @@ def test_a_full_disk_names_the_path_and_what_is_kept(tmp_path, monkeypatch, room
 
 
 def test_the_next_part_is_computed_while_one_is_written(tmp_path, monkeypatch):
-    finish, went_on = writing.PartFile.finish, threading.Event()
+    write, went_on = Parts.write, threading.Event()
 
     class Watched(Pool):
         def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
@@ -161,33 +166,15 @@ def test_the_next_part_is_computed_while_one_is_written(tmp_path, monkeypatch):
                 went_on.set()
             return super().__getitem__(index)
 
-    def late(self):
+    def late(self, number, rows):
         assert went_on.wait(30)
-        finish(self)
+        write(self, number, rows)
 
-    monkeypatch.setattr(writing.PartFile, "finish", late)
+    monkeypatch.setattr(Parts, "write", late)
     options = {"block_size": 4, "part_size": 8, "folder": tmp_path, "progress": False}
     found = psg.score_pool(make_model(), Watched(), **options)
     alone = psg.score_pool(make_model(), Pool(), **options | {"folder": None})
     np.testing.assert_array_equal(found.scores, alone.scores)
-
-
-def test_pieces_of_parts_make_the_same_files(tmp_path, monkeypatch):
-    options = {"block_size": 4, "part_size": 12, "size": 40, "progress": False}
-    contents, sizes, add = [], [], writing.PartFile.add
-    monkeypatch.setattr(
-        writing.PartFile,
-        "add",
-        lambda self, numbers: sizes.append(len(numbers)) or add(self, numbers),
-    )
-    # One, two and three blocks at a time.
-    for number, piece_bytes in enumerate((1, 700, 2**20)):
-        folder = tmp_path / str(number)
-        monkeypatch.setattr(running, "PIECE_BYTES", piece_bytes)
-        psg.index_pool(make_model(), Pool(), folder=folder, **options)
-        contents.append({path.name: path.read_bytes() for path in folder.iterdir()})
-    assert contents[0] == contents[1] == contents[2]
-    assert sizes == [4, 4, 4, 4, 4, 3, 8, 4, 8, 3, 12, 11]
 
 
 @contextlib.contextmanager
