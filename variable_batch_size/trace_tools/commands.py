@@ -19,7 +19,7 @@ from variable_batch_size.runs.report import write_report
 from variable_batch_size.runs.run_file import read_run
 from variable_batch_size.trace_tools import charts, summary
 from variable_batch_size.trace_tools.availability import read_availability
-from variable_batch_size.trace_tools.columns import optional_column
+from variable_batch_size.trace_tools.columns import Columns
 from variable_batch_size.trace_tools.conversion import (
     POLICIES,
     convert,
@@ -400,8 +400,13 @@ def _devices_column(source: Any, trace: Trace) -> np.ndarray | None:
     """Returns the devices of every row, if the trace's file says them."""
     if isinstance(source, int):
         return None
-    devices = optional_column(source, "devices")
-    if devices is not None and len(devices) != len(trace):
+    if not isinstance(source, str):
+        source.seek(0)
+    table = Columns(source)
+    if "devices" not in table.header:
+        return None
+    devices = table.numbers("devices", ("devices",))
+    if len(devices) != len(trace):
         raise ValueError(
             f"{trace.name}: the column devices has {len(devices)} rows, and the trace "
             f"{len(trace)} steps: leave it out where rows are thresholds"

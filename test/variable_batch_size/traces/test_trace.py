@@ -236,7 +236,7 @@ def test_files_are_read_as_the_csv_module_reads_them(cells, with_steps):
     [
         ('batchsize,note\n64,"two\nlines"\n-1,x\n', "line 4, batchsize: -1 must be"),
         ('batchsize,note\n64,"two\nlines"\n1,x,\n', "line 4: 3 cells under 2 col"),
-        ('\nbatchsize\n64\n"96\n', "not CSV text (Error tokenizing data"),
+        ('\nbatchsize\n64\n"96\n', "not CSV text (unexpected end of data)"),
     ],
 )
 def test_lines_are_counted_through_quoted_cells(content, message):
