@@ -225,10 +225,10 @@ class CustomSampler(Sampler[list[int]]):
         if self._weights is None:
             return None
         plan = self.schedule.plan(epoch, self.num_replicas)
-        sizes = [plan.batch_size(step) for step in range(plan.num_steps)]
+        sizes = plan.batch_sizes
         weights = np.ones(plan.num_samples)  # also of samples that no step uses
-        of_steps = [self._weights[size] for size in sizes]
-        weights[: sum(sizes)] = np.repeat(of_steps, sizes)
+        of_steps = [self._weights[size] for size in sizes.tolist()]
+        weights[: sizes.sum()] = np.repeat(of_steps, sizes)
         return weights
 
     def pad_steps(self) -> None:

@@ -90,8 +90,7 @@ def simulate(
         )
     plans = [schedule.plan(e, 1) for e in _epochs(schedule, num_epochs)]
     counts = np.concatenate([plan.num_minibatches for plan in plans])
-    unit = schedule.minibatch_size
-    sizes = np.concatenate([p.num_minibatches * unit - p.num_missing for p in plans])
+    sizes = np.concatenate([plan.batch_sizes for plan in plans])
     used = np.cumsum(sizes)
     table = pd.DataFrame(
         {
