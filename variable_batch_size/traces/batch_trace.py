@@ -58,8 +58,6 @@ class Trace:
         source: A CSV path or open file, a sequence, range, array or torch tensor of
             integers, a DataFrame, another trace, or one integer for a constant batch
             size.
-        strict_steps: Raise TraceError, instead of a warning, where the ``step`` column
-            does not count up by one from 0 or 1.
         tokens_per_sample: How many tokens every sample has. A source with a column
             ``tokens`` needs it.
 
@@ -90,15 +88,12 @@ class Trace:
         self,
         source: TraceSource,
         *,
-        strict_steps: bool = False,
         tokens_per_sample: int | None = None,
     ) -> None:
         if tokens_per_sample is not None:
             check_integer("tokens_per_sample", tokens_per_sample, least=1)
         if isinstance(source, Trace):
             vars(self).update(vars(source))
-            if strict_steps and self._step_problem is not None:
-                raise TraceError(self._step_problem)
             return
         self.endless = is_integer(source)
         self._lines: list[int] | None = None
@@ -134,9 +129,8 @@ class Trace:
         self.batch_sizes = self._checked(values)
         if len(self.batch_sizes) == 0:
             raise TraceError(f"{self.name}: no steps; a trace needs at least one row")
-        self._step_problem: str | None = None
         if unit == STEP_COLUMN:
-            self._check_steps(column(columns.index(unit)), strict_steps)
+            self._check_steps(column(columns.index(unit)))
         elif unit is not None:
             self._unroll(column(columns.index(unit)), unit, tokens_per_sample)
         self.batch_sizes.setflags(write=False)
@@ -249,10 +243,10 @@ class Trace:
         self.batch_sizes = np.repeat(self.batch_sizes, counts)
         self.endless = True
 
-    def _check_steps(self, column: Any, strict: bool) -> None:
-        """Warns or raises TraceError where the steps do not count up by one."""
+    def _check_steps(self, column: Any) -> None:
+        """Warns where the steps do not count up by one from 0 or 1."""
         numbers = pd.to_numeric(pd.Series(column), errors="coerce")
-        steps = numbers.to_numpy(dtype=np.float64, na_value=np.nan)
+        steps = numbers.to_numpy(float, na_value=np.nan)
 
         def told(row: int) -> str:
             number = np.isfinite(steps[row])
@@ -268,10 +262,9 @@ class Trace:
             row, problem = 0, f"the first step is {told(0)}; it should be 0 or 1"
         else:
             return
-        self._step_problem = (
+        warnings.warn(
             f"{self.place(row)}, {STEP_COLUMN}: {problem}. Rows are used in the order "
-            "of the file, from the beginning of training on"
+            "of the file, from the beginning of training on",
+            TraceWarning,
+            stacklevel=3,
         )
-        if strict:
-            raise TraceError(self._step_problem)
-        warnings.warn(self._step_problem, TraceWarning, stacklevel=3)
