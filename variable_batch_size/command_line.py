@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from variable_batch_size.trace_tools.commands import COMMANDS
 from variable_batch_size.trace_tools.options import add_options, add_parser, options_of
 from variable_batch_size.traces.batch_trace import TraceWarning
+from xla_replica.common.trees import leaves
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,10 +66,7 @@ def _check_out(args: argparse.Namespace) -> None:
     if out is None or not os.path.isfile(out):
         return
     given = [value for name, value in vars(args).items() if name != "out"]
-    read = [
-        each for value in given for each in (value if type(value) is list else [value])
-    ]
-    paths = [each for each in read if isinstance(each, (str, os.PathLike))]
+    paths = [path for path in leaves(given) if isinstance(path, (str, os.PathLike))]
     if any(os.path.isfile(path) and os.path.samefile(path, out) for path in paths):
         raise ValueError(
             f"--out {out} is the file that is read, which would be lost: give it "
