@@ -57,15 +57,15 @@ def run_check(
       vbs check trace.csv --dataset-size 60000 --minibatch-size 32 --num-replicas 8
 
     Args:
-        trace: a CSV file, - for the standard input, or one batch size
-        tokens_per_sample: of a trace with the column tokens
-        dataset_size: in samples
-        minibatch_size: samples that a replica runs at once
-        epochs: default: all of the trace
-        pad_minibatches: allow batch sizes that are not multiples of the minibatch
-        on_end: what follows the last row: stop, error, hold or cycle
-        num_replicas: that share the minibatches of a step
-        seconds_per_substep: what one minibatch takes: idle time is then in seconds too
+        trace: A CSV file, - for the standard input, or one batch size.
+        tokens_per_sample: Of a trace with the column tokens.
+        dataset_size: In samples.
+        minibatch_size: Samples that a replica runs at once.
+        epochs: Default: all of the trace.
+        pad_minibatches: Allow batch sizes that are not multiples of the minibatch.
+        on_end: What follows the last row: stop, error, hold or cycle.
+        num_replicas: That share the minibatches of a step.
+        seconds_per_substep: What one minibatch takes: idle time is then in seconds too.
     """
     read = Trace(_source(trace), tokens_per_sample=tokens_per_sample)
     schedule = Schedule(read, dataset_size, minibatch_size, on_end, pad_minibatches)
@@ -79,8 +79,8 @@ def run_stats(trace: str, *, tokens_per_sample: int | None = None) -> str:
       vbs stats trace.csv
 
     Args:
-        trace: a CSV file, - for the standard input, or one batch size
-        tokens_per_sample: of a trace with the column tokens
+        trace: A CSV file, - for the standard input, or one batch size.
+        tokens_per_sample: Of a trace with the column tokens.
     """
     read = Trace(_source(trace), tokens_per_sample=tokens_per_sample)
     return listed(summary.stats(read))
@@ -104,11 +104,11 @@ def run_plot(
       vbs plot trace.csv --out trace.png
 
     Args:
-        trace: a CSV file, - for the standard input, or one batch size
-        tokens_per_sample: of a trace with the column tokens
-        out: a PNG file to write
-        width: of the chart in the terminal
-        height: of the chart in the terminal
+        trace: A CSV file, - for the standard input, or one batch size.
+        tokens_per_sample: Of a trace with the column tokens.
+        out: A PNG file to write.
+        width: Of the chart in the terminal.
+        height: Of the chart in the terminal.
     """
     source = _source(trace)
     read = Trace(source, tokens_per_sample=tokens_per_sample)
@@ -138,7 +138,7 @@ def run_make(
       vbs make spot-market --steps 500 --devices 64 --samples-per-device 32 --seed 1
 
     Args:
-        out: the CSV file to write
+        out: The CSV file to write.
     """
     return _written(make(family, **options), out)
 
@@ -175,16 +175,16 @@ def run_convert(
           --seconds-per-update 0.1 --seconds-per-substep 0.4 --out trace.csv
 
     Args:
-        log: the CSV file of the log
-        out: the CSV file to write
-        time_column: default: Time, time or timestamp
-        device_column: default: TPU_cores, GPUs, devices or replicas
-        seconds_per_step: of every step; default: one step per row
-        minibatch_size: samples in a substep, for a step-time model
-        restart_seconds: until the first step, whenever their number changes
-        seconds_per_update: a step takes this, for the sum and the update ...
-        seconds_per_substep: ... and this for each minibatch of its first replica
-        fit: both numbers from the log of a run, see vbs.RunLog
+        log: The CSV file of the log.
+        out: The CSV file to write.
+        time_column: Default: Time, time or timestamp.
+        device_column: Default: TPU_cores, GPUs, devices or replicas.
+        seconds_per_step: Of every step; default: one step per row.
+        minibatch_size: Samples in a substep, for a step-time model.
+        restart_seconds: Until the first step, whenever their number changes.
+        seconds_per_update: What a step takes for the sum and the update.
+        seconds_per_substep: What it takes for each minibatch of its first replica.
+        fit: Both numbers from the log of a run, see vbs.RunLog.
     """
     found = read_availability(log, time_column, device_column)
     batch_size_of = POLICIES[policy](**options)
@@ -260,31 +260,31 @@ def run_simulate(
       vbs simulate trace.csv --dataset-size 60000 --minibatch-size 32 --fit run.jsonl
 
     Args:
-        trace: a CSV file, - for the standard input, or one batch size
-        tokens_per_sample: of a trace with the column tokens
-        dataset_size: in samples
-        minibatch_size: samples that a replica runs at once
-        epochs: default: all of the trace
-        pad_minibatches: allow batch sizes that are not multiples of the minibatch
-        on_end: what follows the last row: stop, error, hold or cycle
-        num_replicas: default: the trace's column devices, or 1
-        rule: how the learning rate follows the batch: a key of vbs.RULES, or
-            power:ALPHA
-        ref_batchsize: batch size at which --lr was tuned; most rules need it
-        lr: the reference learning rate's peak
-        schedule: of the reference learning rate: constant, cosine, linear, or a CSV
+        trace: A CSV file, - for the standard input, or one batch size.
+        tokens_per_sample: Of a trace with the column tokens.
+        dataset_size: In samples.
+        minibatch_size: Samples that a replica runs at once.
+        epochs: Default: all of the trace.
+        pad_minibatches: Allow batch sizes that are not multiples of the minibatch.
+        on_end: What follows the last row: stop, error, hold or cycle.
+        num_replicas: Default: the trace's column devices, or 1.
+        rule: How the learning rate follows the batch: a key of vbs.RULES, or
+            power:ALPHA.
+        ref_batchsize: Batch size at which --lr was tuned; most rules need it.
+        lr: The reference learning rate's peak.
+        schedule: Of the reference learning rate: constant, cosine, linear, or a CSV
             file with the columns samples and lr; after 'halved:', the one that halves
-            only, as Seesaw needs
-        total_samples: where the schedule ends; default: with the run
-        warm_up_samples: where the schedule is at its peak
-        noise_scale: a number of samples, or a CSV file, interpolated
-        restart_seconds: of every restart
-        compile_seconds: at the beginning and after every restart
-        price: of one device in one hour
-        seconds_per_update: a step takes this, for the sum and the update ...
-        seconds_per_substep: ... and this for each minibatch of its first replica
-        fit: both numbers from the log of a run, see vbs.RunLog
-        out: the CSV file to write
+            only, as Seesaw needs.
+        total_samples: Where the schedule ends; default: with the run.
+        warm_up_samples: Where the schedule is at its peak.
+        noise_scale: A number of samples, or a CSV file, interpolated.
+        restart_seconds: Of every restart.
+        compile_seconds: At the beginning and after every restart.
+        price: Of one device in one hour.
+        seconds_per_update: What a step takes for the sum and the update.
+        seconds_per_substep: What it takes for each minibatch of its first replica.
+        fit: Both numbers from the log of a run, see vbs.RunLog.
+        out: The CSV file to write.
     """
     source = _source(trace)
     read = Trace(source, tokens_per_sample=tokens_per_sample)
@@ -332,8 +332,8 @@ def run_report(logs: list[str], *, out: Path = Path("report.html")) -> str:
       vbs report runs/mnist-a runs/mnist-b --out report.html
 
     Args:
-        logs: files of vbs.RunLog, or folders with a run.jsonl
-        out: the page to write
+        logs: Files of vbs.RunLog, or folders with a run.jsonl.
+        out: The page to write.
     """
     return f"wrote {write_report(logs, out)}"
 
