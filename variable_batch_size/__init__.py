@@ -41,8 +41,7 @@ from variable_batch_size.rules.rule import (
 )
 from variable_batch_size.runs.report import write_report
 from variable_batch_size.runs.run_file import Run, RunFile, read_run
-from variable_batch_size.runs.run_log import RunLog
-from variable_batch_size.runs.sinks import Sink, tensorboard
+from variable_batch_size.runs.run_log import RunLog, Sink, tensorboard
 from variable_batch_size.step.attached import Update
 from variable_batch_size.step.buffers import average_buffers
 from variable_batch_size.traces.batch_trace import Trace, TraceError, TraceWarning

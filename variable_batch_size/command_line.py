@@ -7,21 +7,12 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from variable_batch_size.runs import commands as run_commands
-from variable_batch_size.trace_tools import commands
-from variable_batch_size.trace_tools.options import summary_line
+from variable_batch_size.trace_tools.commands import COMMANDS
+from variable_batch_size.trace_tools.options import add_options, add_parser, options_of
 from variable_batch_size.traces.batch_trace import TraceWarning
-
-# By name: what adds the options, and what runs and returns the output. The docstring of
-# the second one is the help.
-COMMANDS: dict[
-    str,
-    tuple[
-        Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], str]
-    ],
-] = {**commands.COMMANDS, **run_commands.COMMANDS}
+from xla_replica.common.trees import leaves
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,21 +27,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="vbs COMMAND --help shows a command's options and examples.",
     )
     choices = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (add, run) in COMMANDS.items():
-        add(
-            choices.add_parser(
-                name,
-                help=summary_line(run),
-                description=inspect.getdoc(run),
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-            )
+    for name, (run, members) in COMMANDS.items():
+        command = add_parser(choices, name, run)
+        if members is None:
+            add_options(command, run)
+            continue
+        kind = next(iter(inspect.signature(run).parameters))
+        inner = command.add_subparsers(
+            dest="member", required=True, metavar=kind.upper()
         )
+        for member, function in members.items():
+            member_parser = add_parser(inner, member, function)
+            add_options(member_parser, function)
+            add_options(member_parser, run)
     args = parser.parse_args(arguments)
+    run, members = COMMANDS[args.command]
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", TraceWarning)
             _check_out(args)
-            output = COMMANDS[args.command][1](args)
+            options = options_of(args, run)
+            if members is None:
+                output = run(**options)
+            else:
+                of_member = options_of(args, members[args.member])
+                output = run(args.member, of_member, **options)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         choices.choices[args.command].error(str(error))
     for warning in caught:
@@ -65,10 +66,7 @@ def _check_out(args: argparse.Namespace) -> None:
     if out is None or not os.path.isfile(out):
         return
     given = [value for name, value in vars(args).items() if name != "out"]
-    read = [
-        each for value in given for each in (value if type(value) is list else [value])
-    ]
-    paths = [each for each in read if isinstance(each, (str, os.PathLike))]
+    paths = [path for path in leaves(given) if isinstance(path, (str, os.PathLike))]
     if any(os.path.isfile(path) and os.path.samefile(path, out) for path in paths):
         raise ValueError(
             f"--out {out} is the file that is read, which would be lost: give it "

@@ -25,16 +25,16 @@ import torch
 
 from variable_batch_size.checkpoint import shards
 from xla_replica.common.differences import check_same
-from xla_replica.common.files import rename, write_whole
+from xla_replica.common.files import rename, sha256, write_whole
 from xla_replica.common.trees import map_tensors
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"(update|best)-(\d{8,})-([0-9a-f]{32})\.pt")
+_DIGITS = 32  # of the SHA-256 in a name
+_NAME = re.compile(rf"(update|best)-(\d{{8,}})-([0-9a-f]{{{_DIGITS}}})\.pt")
 _UNFINISHED = ".unfinished"
 _ABANDONED_SECONDS = 3600.0  # after so long without a write
 _DAMAGED = "damaged-"
-_CHUNK_BYTES = 2**20
 
 
 class CheckpointError(RuntimeError):
@@ -109,11 +109,7 @@ class SavedFile(NamedTuple):
         such as that of a server that does not answer, are not damage.
         """
         _check_regular(self.path)
-        sha256 = hashlib.sha256()
-        with self.path.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                sha256.update(chunk)
-        if _short(sha256) != self.digest:
+        if sha256(self.path)[:_DIGITS] != self.digest:
             raise CheckpointError("its content is not what was written")
         return parse(self.path, mapped=True)
 
@@ -140,7 +136,7 @@ def write(folder: Path, num_updates: int, state: Any) -> Path:
     def content(file: BinaryIO) -> Path:
         hashed = _Hashed(file)
         torch.save(state, hashed)
-        return folder / f"{name}-{_short(hashed.sha256)}.pt"
+        return folder / f"{name}-{hashed.sha256.hexdigest()[:_DIGITS]}.pt"
 
     unfinished = folder / f"{name}-{writer}{_UNFINISHED}"
     try:
@@ -161,7 +157,7 @@ def copy_as_best(path: Path) -> Path:
 
     def content(file: BinaryIO) -> Path:
         with path.open("rb") as source:
-            shutil.copyfileobj(source, file, _CHUNK_BYTES)
+            shutil.copyfileobj(source, file)
         return best
 
     unfinished.unlink(missing_ok=True)
@@ -276,10 +272,6 @@ class _Hashed:
 
     def flush(self) -> None:
         self._file.flush()
-
-
-def _short(sha256: Any) -> str:
-    return sha256.hexdigest()[:32]
 
 
 def _modified(path: Path) -> int:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from variable_batch_size.control.policies import (
     POLICIES,
@@ -180,11 +179,11 @@ class BatchSizeController:
         """Writes the trace as it is now, with the last batch size held."""
         if self._path is None or not self._replica.is_primary:
             return
-        path, text = self._path, io.StringIO()
-        self._optimizer.sampler.schedule.thresholds().to_csv(text, index=False)
+        path = self._path
+        text = self._optimizer.sampler.schedule.thresholds().to_csv(index=False)
 
-        def write(file: io.BufferedIOBase) -> Path:
-            file.write(text.getvalue().encode())
+        def write(file: BinaryIO) -> Path:
+            file.write(text.encode())
             return path
 
         write_whole(path.with_name(path.name + ".unfinished"), write)

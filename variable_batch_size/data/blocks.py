@@ -9,7 +9,6 @@ replicas, and a run that resumes within an epoch reads the blocks of one window.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import threading
@@ -63,7 +62,7 @@ class BlockShuffle(LazyOrder):
         )
         self._starts = _starts_of(self.block_sizes)
         self.length = int(self._starts[-1])
-        self._layout_of = functools.lru_cache(1)(self._layout)
+        self._layout: tuple[int, list[np.ndarray]] = (-1, [])  # of the latest epoch
 
     @property
     def name(self) -> str:
@@ -72,7 +71,10 @@ class BlockShuffle(LazyOrder):
     def samples(
         self, epoch: int, num_samples: int, positions: np.ndarray
     ) -> np.ndarray:
-        blocks, slots, windows = self._layout_of(epoch)
+        layout = self._layout  # replicas in threads may share the order
+        if layout[0] != epoch:
+            layout = self._layout = epoch, self._layout_of(epoch)
+        blocks, slots, windows = layout[1]
         found = np.empty(len(positions), np.int64)
         window_of = np.searchsorted(windows, positions, side="right") - 1
         for window in np.unique(window_of):
@@ -84,7 +86,7 @@ class BlockShuffle(LazyOrder):
             found[mine] = self._starts[blocks[slot]] + places - slots[slot]
         return found
 
-    def _layout(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _layout_of(self, epoch: int) -> list[np.ndarray]:
         """Returns blocks in their order, and where each and each window begins."""
         number = len(self.block_sizes)
         blocks = np.arange(number)
@@ -92,14 +94,7 @@ class BlockShuffle(LazyOrder):
             blocks = bijection(blocks, number, f"{self.seed} {epoch} blocks")
         slots = _starts_of(self.block_sizes[blocks])
         windows = np.append(slots[:-1][:: self.window], slots[-1])
-        return blocks, slots, windows
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: v for name, v in vars(self).items() if name != "_layout_of"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._layout_of = functools.lru_cache(1)(self._layout)
+        return [blocks, slots, windows]
 
 
 class BlockDataset(Dataset):

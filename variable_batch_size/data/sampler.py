@@ -193,17 +193,20 @@ class CustomSampler(Sampler[list[int]]):
 
     def plan_of(self, epoch: int) -> EpochPlan:
         """Returns the plan of an epoch from where it resumes; raises as `set_epoch`."""
-        plan = self.schedule.plan(epoch, self.num_replicas)
-        plan = dataclasses.replace(plan, padded=self._padded)
-        restored = self._restored
-        if restored is None or plan.epoch > restored.epoch:
-            return plan
-        if plan.epoch < restored.epoch:
-            raise ValueError(
-                f"set_epoch({epoch}): the restored run is in epoch {restored.epoch}; "
-                "begin there, with `for epoch in range(sampler.epoch, num_epochs)`"
-            )
-        return dataclasses.replace(plan, start_step=restored.step)
+        restored, start_step = self._restored, 0
+        if restored is not None and epoch <= restored.epoch:
+            if epoch < restored.epoch:
+                raise ValueError(
+                    f"set_epoch({epoch}): the restored run is in epoch "
+                    f"{restored.epoch}; begin there, with `for epoch in "
+                    "range(sampler.epoch, num_epochs)`"
+                )
+            start_step = restored.step
+        return self._plan(self.schedule, epoch, start_step)
+
+    def _plan(self, schedule: Schedule, epoch: int, start_step: int = 0) -> EpochPlan:
+        plan = schedule.plan(epoch, self.num_replicas)
+        return dataclasses.replace(plan, start_step=start_step, padded=self._padded)
 
     def follow_rule(
         self, lr_factor: Callable[[float], float], ref_batchsize: int
@@ -225,10 +228,10 @@ class CustomSampler(Sampler[list[int]]):
         if self._weights is None:
             return None
         plan = self.schedule.plan(epoch, self.num_replicas)
-        sizes = [plan.batch_size(step) for step in range(plan.num_steps)]
+        sizes = plan.batch_sizes
         weights = np.ones(plan.num_samples)  # also of samples that no step uses
-        of_steps = [self._weights[size] for size in sizes]
-        weights[: sum(sizes)] = np.repeat(of_steps, sizes)
+        of_steps = [self._weights[size] for size in sizes.tolist()]
+        weights[: sizes.sum()] = np.repeat(of_steps, sizes)
         return weights
 
     def pad_steps(self) -> None:
@@ -269,8 +272,7 @@ class CustomSampler(Sampler[list[int]]):
 
     def replanned(self, plan: EpochPlan) -> EpochPlan:
         """Returns a plan with the batch sizes that its steps have now."""
-        new = self.schedule.plan(plan.epoch, self.num_replicas)
-        return dataclasses.replace(new, start_step=plan.start_step, padded=plan.padded)
+        return self._plan(self.schedule, plan.epoch, plan.start_step)
 
     def commit(self, epoch: int, step: int) -> None:
         """Notes, after every update, that ``step`` steps of ``epoch`` are done."""
@@ -335,8 +337,7 @@ class CustomSampler(Sampler[list[int]]):
 
     def plan_after(self, state: Mapping[str, Any]) -> EpochPlan:
         """Returns the plan of a state's epoch, with the batch sizes that it tells."""
-        plan = self._schedule_of(state).plan(state["epoch"], self.num_replicas)
-        return dataclasses.replace(plan, padded=self._padded)
+        return self._plan(self._schedule_of(state), state["epoch"])
 
     def check_state(self, state: Mapping[str, Any], allow_changes: bool) -> Cursor:
         """Returns the saved cursor; raises ValueError if it cannot be loaded."""

@@ -16,11 +16,9 @@ epoch holds all ``num_samples``.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -51,11 +49,10 @@ class EpochPlan:
         num_samples: The length of the epoch's order.
         minibatch_size: In samples.
         num_replicas: How many share the steps.
-        head: ``(num_steps - num_held,)`` int64: minibatches of every step, until one is
-            held.
+        head: ``(num_steps - num_held,)`` int64: the batch size of every step, in
+            samples, until one is held.
         start_step: How many steps are done, where a run was resumed within the epoch.
         padded: Whether every replica runs as many minibatches in a step as replica 0.
-        head_missing: As ``head``: samples that a step's last minibatch lacks; or 0.
         num_held: How many more steps are like the last of ``head``.
     """
 
@@ -67,35 +64,29 @@ class EpochPlan:
     head: np.ndarray
     start_step: int = 0
     padded: bool = False
-    head_missing: np.ndarray | int = 0
     num_held: int = 0
+
+    @functools.cached_property
+    def batch_sizes(self) -> np.ndarray:
+        """``(num_steps,)`` int64: of every step, in samples."""
+        return self._unrolled(self.head)
 
     @functools.cached_property
     def num_minibatches(self) -> np.ndarray:
         """``(num_steps,)`` int64: of every step."""
-        return self._unrolled(self.head)
-
-    @functools.cached_property
-    def num_missing(self) -> np.ndarray:
-        """``(num_steps,)`` int64: samples that the last minibatch of a step lacks."""
-        return self._unrolled(np.broadcast_to(self.head_missing, self.head.shape))
+        return -(-self.batch_sizes // self.minibatch_size)
 
     @functools.cached_property
     def starts(self) -> np.ndarray:
         """``(num_steps + 1,)`` int64: each step's first minibatch in the order."""
         return np.concatenate([[0], np.cumsum(self.num_minibatches)]).astype(np.int64)
 
-    # The three above have an entry for every step. What follows needs none of them, so
-    # that a batch size may be held for any number of steps.
+    # The three above have an entry for every step. What a sampler and an optimizer need
+    # does not, so that a batch size may be held for any number of steps.
 
     @functools.cached_property
-    def _starts(self) -> _HeldSums:
-        return _HeldSums(self.head, self.num_held)
-
-    @functools.cached_property
-    def _sample_starts(self) -> _HeldSums:
-        sizes = self.head * self.minibatch_size - self.head_missing
-        return _HeldSums(sizes, self.num_held)
+    def _head_starts(self) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum(self.head)]).astype(np.int64)
 
     @property
     def num_steps(self) -> int:
@@ -105,45 +96,55 @@ class EpochPlan:
     @property
     def num_dropped_samples(self) -> int:
         """Samples of the order that no step of this epoch uses."""
-        return self.num_samples - self._sample_starts[self.num_steps]
+        return self.num_samples - self.start(self.num_steps)
 
     @functools.cached_property
     def has_idle_replicas(self) -> bool:
         """Whether some replica runs no minibatch in some step."""
-        return not self.padded and bool((self.head < self.num_replicas).any())
+        fewest = self.minibatch_size * (self.num_replicas - 1)
+        return not self.padded and bool((self.head <= fewest).any())
 
-    def num_minibatches_of(self, step: int) -> int:
-        """Returns how many minibatches step ``step`` of this epoch has."""
-        return int(self.head[min(step, len(self.head) - 1)])
+    def start(self, step: int) -> int:
+        """Returns how many samples of the order the steps before ``step`` use."""
+        num_held = max(step - len(self.head), 0)
+        held = num_held * int(self.head[-1]) if num_held else 0
+        return int(self._head_starts[step - num_held]) + held
 
     def batch_size(self, step: int) -> int:
         """Returns the global batch size of step ``step`` of this epoch, in samples."""
-        return self._sample_starts[step + 1] - self._sample_starts[step]
+        return int(self.head[min(step, len(self.head) - 1)])
+
+    def num_minibatches_of(self, step: int) -> int:
+        """Returns how many minibatches step ``step`` of this epoch has."""
+        return -(-self.batch_size(step) // self.minibatch_size)
 
     def num_substeps(self, rank: int) -> np.ndarray:
         """Returns ``(num_steps,)`` int64: minibatches of replica ``rank`` per step."""
-        return self._unrolled(self._head_substeps(rank))
+        return self._unrolled(self._substeps(self.head, rank))
 
     def num_substeps_of(self, step: int, rank: int) -> int:
         """Returns how many minibatches of one step replica ``rank`` runs."""
-        remaining = self.num_minibatches_of(step) - (0 if self.padded else rank)
-        return max(-(-remaining // self.num_replicas), 0)
+        return int(self._substeps(np.array(self.batch_size(step)), rank))
 
     def num_remaining(self, rank: int) -> int:
         """Returns how many minibatches replica ``rank`` runs from `start_step` on."""
-        sums = _HeldSums(self._head_substeps(rank), self.num_held)
-        return sums[self.num_steps] - sums[self.start_step]
+        substeps = self._substeps(self.head, rank)
+        num_held = min(self.num_held, self.num_steps - self.start_step)
+        held = num_held * int(substeps[-1]) if num_held else 0
+        return int(substeps[self.start_step :].sum()) + held
 
-    def _head_substeps(self, rank: int) -> np.ndarray:
-        remaining = self.head - (0 if self.padded else rank)
-        return np.maximum(remaining + self.num_replicas - 1, 0) // self.num_replicas
+    def _substeps(self, batch_sizes: np.ndarray, rank: int) -> np.ndarray:
+        """Returns the minibatches of replica ``rank`` in steps of these sizes."""
+        num_minibatches = -(-batch_sizes // self.minibatch_size)
+        remaining = num_minibatches - (0 if self.padded else rank)
+        return np.maximum(-(-remaining // self.num_replicas), 0)
 
     def _unrolled(self, head: np.ndarray) -> np.ndarray:
         return np.append(head, np.repeat(head[-1:], self.num_held))
 
     def step_of(self, number: int) -> int:
         """Returns the step of this epoch that a minibatch belongs to."""
-        return bisect.bisect_right(self._starts, number) - 1
+        return int(np.searchsorted(self.starts, number, side="right")) - 1
 
     def num_real_samples(self, rank: int, step: int, substep: int) -> int:
         """Returns how many samples of a minibatch count; the others are padding.
@@ -160,7 +161,7 @@ class EpochPlan:
 
         ``(num_minibatches,)`` int64: their numbers in the epoch; see `samples`.
 
-        >>> plan = EpochPlan(0, 0, 256, 32, 2, np.array([2, 3]))
+        >>> plan = EpochPlan(0, 0, 256, 32, 2, np.array([64, 96]))
         >>> plan.minibatches(0).tolist(), plan.minibatches(1).tolist()
         ([0, 2, 4], [1, 3])
         """
@@ -179,35 +180,12 @@ class EpochPlan:
             number: The minibatch's number in the epoch, as in `minibatches`.
         """
         step = self.step_of(number)
-        return self.samples_of(step, number - self._starts[step])
+        return self.samples_of(step, number - int(self.starts[step]))
 
     def samples_of(self, step: int, number: int) -> slice:
         """Returns the part of the order that minibatch ``number`` of a step has."""
-        first, end = self._sample_starts[step], self._sample_starts[step + 1]
-        first += number * self.minibatch_size
-        return slice(first, min(first + self.minibatch_size, end))
-
-
-class _HeldSums(Sequence[int]):
-    """Sums of the first so many of some numbers, the last of which is repeated.
-
-    >>> [*_HeldSums(np.array([2, 5]), num_held=2)]
-    [0, 2, 7, 12, 17]
-    """
-
-    def __init__(self, head: np.ndarray, num_held: int) -> None:
-        self._sums = np.concatenate([[0], np.cumsum(head)]).astype(np.int64)
-        self._held = int(head[-1]) if num_held else 0
-        self._num_held = num_held
-
-    def __len__(self) -> int:
-        return len(self._sums) + self._num_held
-
-    def __getitem__(self, number: int) -> int:
-        num_held = max(number - len(self._sums) + 1, 0)
-        if num_held > self._num_held:
-            raise IndexError(number)
-        return int(self._sums[number - num_held]) + num_held * self._held
+        first = self.start(step) + number * self.minibatch_size
+        return slice(first, min(first + self.minibatch_size, self.start(step + 1)))
 
 
 class Schedule:
@@ -296,16 +274,14 @@ class Schedule:
         else:  # what is held begins with the trace's last step
             sizes = trace[min(steps.start, len(trace) - 1) : steps.stop]
             sizes = sizes[: len(steps)]
-        head = -(-sizes // self.minibatch_size)
         return EpochPlan(
             epoch=int(epoch),
             first_step=steps.start,
             num_samples=self.num_samples,
             minibatch_size=self.minibatch_size,
             num_replicas=num_replicas,
-            head=head,
-            head_missing=head * self.minibatch_size - sizes,
-            num_held=len(steps) - len(head),
+            head=sizes,
+            num_held=len(steps) - len(sizes),
         )
 
     def steps(self, epoch: int) -> range:

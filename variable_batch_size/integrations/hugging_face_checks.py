@@ -68,12 +68,11 @@ def check_trainer(trainer: Any) -> None:
 
     Some of what it is built of comes from ``accelerate launch``.
     """
-    if trainer.accelerator.scaler is not None:
-        raise ValueError(f"fp16: {HUGGING_FACE['fp16'][1]}")
-    for is_enabled, name in (
-        (trainer.is_fsdp_enabled, "fsdp"),
-        (trainer.is_deepspeed_enabled, "deepspeed"),
-    ):
+    for name, is_enabled in {
+        "fp16": trainer.accelerator.scaler is not None,
+        "fsdp": trainer.is_fsdp_enabled,
+        "deepspeed": trainer.is_deepspeed_enabled,
+    }.items():
         if is_enabled:
             raise ValueError(f"{name}: {HUGGING_FACE[name][1]}")
     if trainer.is_model_parallel or trainer.is_distributed_loading_by_transformers:

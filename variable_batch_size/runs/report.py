@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,10 +34,6 @@ SYMBOLS = {
     "stop": "x",
     "decision": "diamond",
 }
-COLORS = (
-    "#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd", "#8c564b", "#e377c2",
-    "#7f7f7f", "#bcbd22", "#17becf",
-)  # fmt: skip
 MOST_POINTS = 4000  # of a line; a page of a million updates would not open
 
 _PAGE = """<!DOCTYPE html>
@@ -135,20 +132,15 @@ def _last(updates: pd.DataFrame, column: str) -> float:
 
 def _idle_share(run: Run) -> float:
     """Returns what part of the time of all replicas was idle."""
-    if "idle_seconds" not in run.updates:
+    updates = run.updates
+    if "idle_seconds" not in updates:
         return np.nan
-    replicas = _replicas(run)
-    total = (run.updates["seconds"] * replicas).sum()
-    return run.updates["idle_seconds"].sum() / total if total else np.nan
-
-
-def _replicas(run: Run) -> np.ndarray:
-    """Returns how many replicas made each update."""
-    replicas = np.ones(len(run.updates))
+    num_replicas = np.ones(len(updates))  # that made each update
     for event in run.events:
         if event["event"] in BEGINNINGS:
-            replicas[run.updates["step"] >= event["step"]] = event["num_replicas"]
-    return replicas
+            num_replicas[updates["step"] >= event["step"]] = event["num_replicas"]
+    total = (updates["seconds"] * num_replicas).sum()
+    return updates["idle_seconds"].sum() / total if total else np.nan
 
 
 def _differences(runs: dict[str, Run]) -> pd.DataFrame:
@@ -188,145 +180,110 @@ def _names(files: list[Path]) -> list[str]:
 
 def _figure(runs: dict[str, Run]) -> Any:
     try:
+        from plotly.colors import qualitative
         from plotly.graph_objects import Figure, Scatter
         from plotly.subplots import make_subplots
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "a report needs plotly: pip install 'elastic-xla[report]'"
         ) from error
-    unit = _unit(runs)
-    tables = {name: _table(run, UNITS[unit]) for name, run in runs.items()}
-    shown = [p for p in PANELS if any(p[0] in table for table in tables.values())]
-    rows = 1 + len(shown)
-    height = 40 + 30 * len(runs)
-    heights = [height, *[170] * len(shown)]
+    tables = {name: _table(run) for name, run in runs.items()}
+    events = {name: _events(run, tables[name]) for name, run in runs.items()}
+    elapsed = pd.concat(
+        [table["elapsed"] for table in (*tables.values(), *events.values())]
+    )
+    unit = next((u for u, x in UNITS.items() if elapsed.max() < 200 * x), "hours")
+    panels = [p for p in PANELS if any(p[0] in table for table in tables.values())]
+    rows = 1 + len(panels)
+    heights = [40 + 30 * len(runs), *[170] * len(panels)]
     figure: Figure = make_subplots(
         rows, 1, shared_xaxes=True, row_heights=heights, vertical_spacing=0.012
     )
-    positions: list[dict[str, list[Any]]] = []  # of every line, by axis
+    positions: list[pd.DataFrame] = []  # of every line, by axis
 
-    def add(row: int, table: pd.DataFrame, y: Any, **options: Any) -> None:
-        xs = {axis: table[axis].tolist() for axis in AXES}
-        positions.append(xs)
-        figure.add_trace(Scatter(x=xs["elapsed"], y=list(y), **options), row, 1)
+    def add(row: int, points: pd.DataFrame, **options: Any) -> None:
+        positions.append(
+            points[[*AXES]].assign(elapsed=points["elapsed"] / UNITS[unit])
+        )
+        figure.add_trace(Scatter(x=positions[-1]["elapsed"], **options), row, 1)
 
-    for number, (name, run) in enumerate(runs.items()):
-        group = {"legendgroup": name, "name": name}
-        color = COLORS[number % len(COLORS)]
-        table = tables[name]
-        events = _events(run, table, UNITS[unit])
+    for name, color in zip(runs, itertools.cycle(qualitative.D3)):
+        told = events[name]
+        symbols = [SYMBOLS.get(event, "circle") for event in told["event"]]
+        line = {"width": 2, "color": color}
         add(
-            1, events, [name] * len(events), mode="markers", **group,
-            marker={
-                "color": color, "size": 11, "line": {"width": 2, "color": color},
-                "symbol": [SYMBOLS.get(e, "circle") for e in events["event"]],
-            },
-            text=events["text"].tolist(), hoverinfo="text", showlegend=False,
+            1, told, y=[name] * len(told), mode="markers", name=name, legendgroup=name,
+            marker={"color": color, "size": 11, "line": line, "symbol": symbols},
+            text=told["text"], hoverinfo="text",
         )  # fmt: skip
-        for row, (column, label, has_steps, _) in enumerate(shown, 2):
-            points = _points(run, table, column)
+        for row, (column, label, has_steps, _) in enumerate(panels, 2):
+            points = _points(runs[name], tables[name], column)
             if not len(points):
                 continue
+            values = points[column] / (UNITS[unit] if column == "idle" else 1)
             add(
-                row, points, points[column],
-                mode="lines+markers" if len(points) < 200 else "lines", **group,
+                row, points, y=values, name=name, legendgroup=name, showlegend=False,
+                mode="lines+markers" if len(points) < 200 else "lines",
                 line={"color": color, "shape": "vh" if has_steps else "linear"},
-                marker={"size": 4}, showlegend=not any(
-                    t.legendgroup == name and t.showlegend for t in figure.data
-                ),
+                marker={"size": 4},
                 hovertemplate=f"%{{y:.6g}}<extra>{name}, {label.split('<')[0]}</extra>",
             )  # fmt: skip
     figure.update_yaxes(tickvals=list(runs), title_text="events", row=1)
-    for row, (column, label, _, may_log) in enumerate(shown, 2):
+    for row, (column, label, _, may_log) in enumerate(panels, 2):
         values = pd.concat([_measured(table, column) for table in tables.values()])
         kind = "log" if may_log and len(values) and (values > 0).all() else "linear"
         label = label.replace("of all replicas", f"replica-{unit}")
         figure.update_yaxes(title_text=label, type=kind, row=row)
+    last = "xaxis" if rows == 1 else f"xaxis{rows}"
+    buttons = []
+    for axis, label in AXES.items():
+        title = unit if axis == "elapsed" else label
+        shown = {f"{last}.title.text": title, f"{last}.autorange": True}
+        places = [place[axis].tolist() for place in positions]
+        buttons.append(
+            {"label": label, "method": "update", "args": [{"x": places}, shown]}
+        )
+    top = {"y": 1.0, "yanchor": "bottom"}
+    menu = {"type": "buttons", "direction": "right", "x": 0.0, "xanchor": "left"}
     figure.update_xaxes(title_text=unit, row=rows)
     figure.update_layout(
         height=sum(heights) + 160,
         template="plotly_white",
         margin={"l": 110, "r": 20, "t": 60, "b": 50},
-        legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0.25},
-        updatemenus=[_axis_buttons(positions, rows, unit)],
+        legend={"orientation": "h", "x": 0.25, **top},
+        updatemenus=[{**menu, **top, "buttons": buttons}],
     )
     return figure
 
 
-def _unit(runs: dict[str, Run]) -> str:
-    """Returns the unit of time in which the longest run takes a readable number."""
-    longest = 0.0
-    for run in runs.values():
-        times = [e["time"] for e in run.events] + [*_measured(run.updates, "time")]
-        longest = max([longest, *(t - times[0] for t in times)])
-    return next((u for u, x in UNITS.items() if longest < 200 * x), "hours")
-
-
-def _axis_buttons(
-    positions: list[dict[str, list[Any]]], rows: int, unit: str
-) -> dict[str, Any]:
-    """Returns the buttons that choose what the common axis counts."""
-    last = "xaxis" if rows == 1 else f"xaxis{rows}"
-    return {
-        "type": "buttons",
-        "direction": "right",
-        "x": 0.0,
-        "y": 1.0,
-        "xanchor": "left",
-        "yanchor": "bottom",
-        "buttons": [
-            {
-                "label": label,
-                "method": "update",
-                "args": [
-                    {"x": [xs[axis] for xs in positions]},
-                    {
-                        f"{last}.title.text": unit if axis == "elapsed" else label,
-                        f"{last}.autorange": True,
-                    },
-                ],
-            }
-            for axis, label in AXES.items()
-        ],
-    }
-
-
-def _table(run: Run, unit: float) -> pd.DataFrame:
-    """Returns the updates with the columns of `AXES` and `PANELS` that are known.
-
-    Args:
-        run: The run.
-        unit: Of time, in seconds.
-    """
-    table = run.updates.copy()
-    begin = run.events[0]["time"] if run.events else np.nan
-    for column in ("time", "samples"):
-        if column not in table:
-            table[column] = np.nan
-    table["elapsed"] = (table["time"] - begin) / unit
+def _table(run: Run) -> pd.DataFrame:
+    """Returns the updates with the columns of `AXES` and `PANELS` that are known."""
+    table = run.updates.reindex(
+        columns={**dict.fromkeys(run.updates), "time": 0, "samples": 0}
+    )
+    table["elapsed"] = table["time"] - (run.events[0]["time"] if run.events else np.nan)
     if "idle_seconds" in table:
-        table["idle"] = table["idle_seconds"].cumsum() / unit
+        table["idle"] = table["idle_seconds"].cumsum()
     return table
 
 
-def _events(run: Run, table: pd.DataFrame, unit: float) -> pd.DataFrame:
+def _events(run: Run, table: pd.DataFrame) -> pd.DataFrame:
     """Returns the events with the columns of `AXES`, and what to say of each."""
-    rows = []
     known = table.dropna(subset=["samples"])
-    samples = pd.Series(known["samples"].to_numpy(), known["step"].to_numpy())
+    rows = []
     for event in run.events:
-        before = samples[samples.index < event["step"]]
+        before = known["samples"][known["step"] < event["step"]]
         told = {k: v for k, v in event.items() if not isinstance(v, (dict, list))}
+        lines = [
+            f"{html.escape(str(k))}: {html.escape(str(v))}" for k, v in told.items()
+        ]
         rows.append(
             {
                 "event": event["event"],
-                "elapsed": (event["time"] - run.events[0]["time"]) / unit,
+                "elapsed": event["time"] - run.events[0]["time"],
                 "samples": before.iloc[-1] if len(before) else 0,
                 "step": event["step"],
-                "text": "<br>".join(
-                    f"{html.escape(str(k))}: {html.escape(str(v))}"
-                    for k, v in told.items()
-                ),
+                "text": "<br>".join(lines),
             }
         )
     return pd.DataFrame(rows, columns=["event", *AXES, "text"])

@@ -130,7 +130,10 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         line = _parsed(text)
         event = None if line is None else line.get("event")
         if cut is not None and event not in BEGINNINGS:
-            raise _error(path, cut, lines[cut - 1])
+            raise ValueError(
+                f"{path}, line {cut}: {lines[cut - 1][:60]!r} is not a JSON object "
+                "with a 'step'; is this a file that vbs.RunLog has written?"
+            )
         cut = number if line is None else None
         if line is None:
             continue
@@ -160,13 +163,6 @@ def _parsed(text: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return line if isinstance(line, dict) and type(line.get("step")) is int else None
-
-
-def _error(path: Path, number: int, text: str) -> ValueError:
-    return ValueError(
-        f"{path}, line {number}: {text[:60]!r} is not a JSON object with a 'step'; is "
-        "this a file that vbs.RunLog has written?"
-    )
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -14,12 +14,23 @@ import torch
 from variable_batch_size.data.schedule import Cursor
 from variable_batch_size.device_scalars import dtype_for
 from variable_batch_size.runs.run_file import RunFile
-from variable_batch_size.runs.sinks import Sink
 from variable_batch_size.step.attached import Update
 from xla_replica.common.arguments import check_integer, check_type
 
 if TYPE_CHECKING:
     from variable_batch_size.optimizer import ElasticOptimizer
+
+
+class Sink(Protocol):
+    """A function that logs numbers by name, and takes the step that they are of.
+
+    ``run.log`` of a Weights & Biases run, ``mlflow.log_metrics`` and ``log_metrics`` of
+    a Lightning logger are such functions as they are.
+    """
+
+    def __call__(self, values: dict[str, float], /, *, step: int) -> Any:
+        """Logs numbers. ``step`` never falls in a run; a resumed run repeats a few."""
+
 
 # What sinks have as an axis of their own, or get as rates.
 _OF_FILES = ("step", "time", "seconds", "idle_seconds")
@@ -111,8 +122,7 @@ class RunLog:
         dtype = dtype_for(p for group in groups for p in group["params"])
         # The sum of this replica's losses, and their number.
         self._loss = torch.zeros(2, dtype=dtype, device=self._replica.device)
-        # Lines, with numbers by name that are still on the device.
-        self._pending: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._pending: list[dict[str, Any]] = []  # lines; numbers may be on the device
         self._weight = 0.0  # of the updates whose losses are summed
         # Since the last logging step: samples, seconds, seconds that replicas idled.
         self._totals = np.zeros(3)
@@ -155,6 +165,8 @@ class RunLog:
         num_replicas = self._replica.num_replicas
         num_minibatches = -(-update.batch_size // update.minibatch_size)
         num_substeps = -(-num_minibatches // num_replicas)
+        names = ["lr", *(f"lr_{group}" for group in range(1, len(update.lr)))]
+        weight = {} if update.weight is None else {"weight": update.weight}
         line = {
             "step": update.step,
             "epoch": update.epoch,
@@ -163,12 +175,10 @@ class RunLog:
             "seconds": seconds,
             "idle_seconds": seconds * (num_replicas - num_minibatches / num_substeps),
             "time": round(time.time(), 3),
+            **dict(zip(names, update.lr)),
+            **weight,
         }
-        names = ["lr", *(f"lr_{group}" for group in range(1, len(update.lr)))]
-        numbers = dict(zip(names, update.lr))
-        if update.weight is not None:
-            numbers["weight"] = update.weight
-        self._pending.append((line, numbers))
+        self._pending.append(line)
         if update.step % self._log_steps == 0:
             self._write(measure=True)
 
@@ -260,37 +270,35 @@ class RunLog:
 
     def _write(self, measure: bool) -> None:
         """Writes the pending lines, after one read of what is on the device."""
-        tensors = [
-            value
-            for _, numbers in self._pending
-            for value in numbers.values()
+        lines = self._pending
+        on_device = [
+            (line, name)
+            for line in lines
+            for name, value in line.items()
             if isinstance(value, torch.Tensor)
         ]
+        tensors = [line[name] for line, name in on_device]
         if measure:
             total = self._loss.clone()
             self._replica.all_reduce_([total])
             self._loss.zero_()
             tensors.append(total)
-        fetched = iter(self._replica.fetch(tensors))
+        fetched = self._replica.fetch(tensors)
+        for (line, name), number in zip(on_device, fetched):
+            line[name] = number.item()
         if measure:  # the device was waited for, which is time of the last update
-            line, _ = self._pending[-1]
             now = time.perf_counter()
-            longer = 1 + (now - self._since) / line["seconds"]
-            line["seconds"] *= longer
-            line["idle_seconds"] *= longer
+            longer = 1 + (now - self._since) / lines[-1]["seconds"]
+            lines[-1]["seconds"] *= longer
+            lines[-1]["idle_seconds"] *= longer
             self._since = now
-        lines = []
-        for line, numbers in self._pending:
-            for name, value in numbers.items():
-                is_read = isinstance(value, torch.Tensor)
-                line[name] = next(fetched).item() if is_read else value
+        for line in lines:
             self._weight += line.get("weight", 0.0)
             names = ("batch_size", "seconds", "idle_seconds")
             self._totals += [line[name] for name in names]
-            lines.append(line)
         self._pending = []
         if measure:
-            self._add_measurements(lines[-1], *next(fetched).tolist())
+            self._add_measurements(lines[-1], *fetched[-1].tolist())
         self._tell(lines)
         if measure:
             self._send_line(lines[-1])
@@ -333,3 +341,16 @@ class RunLog:
         if self._replica.is_primary:
             for sink in self._sinks:
                 sink(dict(values), step=step)
+
+
+def tensorboard(writer: Any) -> Sink:
+    """Returns a sink that adds one scalar per name to a TensorBoard writer.
+
+    The writer is a ``SummaryWriter`` of tensorboardX or of torch.
+    """
+
+    def log(values: Mapping[str, float], /, *, step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    return log

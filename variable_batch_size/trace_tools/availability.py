@@ -7,8 +7,8 @@ import functools
 
 import numpy as np
 
-from variable_batch_size.trace_tools.columns import Columns, Source
-from variable_batch_size.traces.trace_csv import TraceError
+from variable_batch_size.trace_tools.columns import Columns
+from variable_batch_size.traces.trace_csv import Source, TraceError
 
 TIME_COLUMNS = ("Time", "time", "timestamp")
 DEVICE_COLUMNS = ("TPU_cores", "GPUs", "devices", "replicas")
@@ -63,14 +63,9 @@ def read_availability(
         TraceError: A column is missing; or a time is not above the one before, or a
             number of devices is not an integer >= 0. It names the line.
     """
-    table = Columns(
-        source,
-        {
-            "times": TIME_COLUMNS if time is None else (time,),
-            "devices": DEVICE_COLUMNS if devices is None else (devices,),
-        },
-    )
-    times, counts = table.numbers["times"], table.numbers["devices"]
+    table = Columns(source)
+    times = table.numbers("times", TIME_COLUMNS if time is None else (time,))
+    counts = table.numbers("devices", DEVICE_COLUMNS if devices is None else (devices,))
     table.refuse("times", times > MOST_SECONDS, "must be in seconds, not milliseconds")
     table.refuse(
         "times",

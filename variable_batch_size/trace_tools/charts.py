@@ -55,7 +55,6 @@ def write_png(
         ModuleNotFoundError: matplotlib is not installed.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
@@ -63,15 +62,10 @@ def write_png(
             "file out for a chart in the terminal"
         ) from error
     figure = Figure(figsize=(9, 0.8 + 2 * len(table.columns)), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots(len(table.columns), sharex=True, squeeze=False)[:, 0]
     for index, (axis, column) in enumerate(zip(axes, table.columns)):
-        axis.plot(
-            np.arange(len(table)),
-            table[column],
-            f"C{index % 10}",
-            drawstyle="steps-post",
-        )
+        steps = np.arange(len(table))
+        axis.plot(steps, table[column], f"C{index}", drawstyle="steps-post")
         axis.set_ylabel(column)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)

@@ -1,53 +1,52 @@
-"""The commands for traces: each adds its options to a parser and returns its output."""
+"""The commands: functions whose parameters are the options, and that return the output.
+
+The docstring of a command is its help; see `options`.
+"""
 
 from __future__ import annotations
 
-import argparse
-import inspect
 import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from variable_batch_size.data.schedule import Schedule
+from variable_batch_size.runs.report import write_report
 from variable_batch_size.runs.run_file import read_run
 from variable_batch_size.trace_tools import charts, summary
 from variable_batch_size.trace_tools.availability import read_availability
-from variable_batch_size.trace_tools.columns import optional_column
+from variable_batch_size.trace_tools.columns import Columns
 from variable_batch_size.trace_tools.conversion import (
     POLICIES,
-    Seconds,
     convert,
     convert_rows,
 )
-from variable_batch_size.trace_tools.curves import (
-    SHAPES,
-    Curve,
-    read_curve,
-    schedule_named,
-)
+from variable_batch_size.trace_tools.curves import read_curve, schedule_named
 from variable_batch_size.trace_tools.families import FAMILIES, make
-from variable_batch_size.trace_tools.options import (
-    add_keywords,
-    keywords_of,
-    listed,
-    summary_line,
-    whole,
-)
+from variable_batch_size.trace_tools.options import listed
 from variable_batch_size.trace_tools.simulation import epoch_table, simulate, totals
 from variable_batch_size.trace_tools.step_time import StepTime, step_time_of
 from variable_batch_size.traces.batch_trace import Trace
 from variable_batch_size.traces.trace_csv import COLUMN
 from xla_replica.common.arguments import check_number
 
-Parser = argparse.ArgumentParser
 
-
-def run_check(args: argparse.Namespace) -> str:
+def run_check(
+    trace: str,
+    *,
+    tokens_per_sample: int | None = None,
+    dataset_size: int,
+    minibatch_size: int = 32,
+    epochs: int | None = None,
+    pad_minibatches: bool = False,
+    on_end: str = "stop",
+    num_replicas: int,
+    seconds_per_substep: float | None = None,
+) -> str:
     """Says whether a trace fits a dataset, and what it wastes.
 
     Epochs, samples that are dropped at their ends, and replicas that are idle because a
@@ -56,22 +55,45 @@ def run_check(args: argparse.Namespace) -> str:
 
     example:
       vbs check trace.csv --dataset-size 60000 --minibatch-size 32 --num-replicas 8
+
+    Args:
+        trace: A CSV file, - for the standard input, or one batch size.
+        tokens_per_sample: Of a trace with the column tokens.
+        dataset_size: In samples.
+        minibatch_size: Samples that a replica runs at once.
+        epochs: Default: all of the trace.
+        pad_minibatches: Allow batch sizes that are not multiples of the minibatch.
+        on_end: What follows the last row: stop, error, hold or cycle.
+        num_replicas: That share the minibatches of a step.
+        seconds_per_substep: What one minibatch takes: idle time is then in seconds too.
     """
-    seconds = args.seconds_per_substep
-    numbers = summary.check(_schedule(args), args.num_replicas, args.epochs, seconds)
-    return listed(numbers)
+    read = Trace(_source(trace), tokens_per_sample=tokens_per_sample)
+    schedule = Schedule(read, dataset_size, minibatch_size, on_end, pad_minibatches)
+    return listed(summary.check(schedule, num_replicas, epochs, seconds_per_substep))
 
 
-def run_stats(args: argparse.Namespace) -> str:
+def run_stats(trace: str, *, tokens_per_sample: int | None = None) -> str:
     """Describes a trace: its sizes, how often they change, which minibatches fit.
 
     example:
       vbs stats trace.csv
+
+    Args:
+        trace: A CSV file, - for the standard input, or one batch size.
+        tokens_per_sample: Of a trace with the column tokens.
     """
-    return listed(summary.stats(_trace(args)))
+    read = Trace(_source(trace), tokens_per_sample=tokens_per_sample)
+    return listed(summary.stats(read))
 
 
-def run_plot(args: argparse.Namespace) -> str:
+def run_plot(
+    trace: str,
+    *,
+    tokens_per_sample: int | None = None,
+    out: Path | None = None,
+    width: int = 72,
+    height: int = 12,
+) -> str:
     """Draws the batch size of every step, in the terminal or as a PNG.
 
     A PNG needs matplotlib (the extra 'plot'), and also shows the column devices, if the
@@ -80,19 +102,29 @@ def run_plot(args: argparse.Namespace) -> str:
     examples:
       vbs plot trace.csv
       vbs plot trace.csv --out trace.png
+
+    Args:
+        trace: A CSV file, - for the standard input, or one batch size.
+        tokens_per_sample: Of a trace with the column tokens.
+        out: A PNG file to write.
+        width: Of the chart in the terminal.
+        height: Of the chart in the terminal.
     """
-    trace = _trace(args)
-    if args.out is None:
-        return charts.terminal_chart(trace.batch_sizes, args.width, args.height)
-    table = pd.DataFrame({"batch size (samples)": trace.batch_sizes})
-    devices = _devices_column(args, trace)
+    source = _source(trace)
+    read = Trace(source, tokens_per_sample=tokens_per_sample)
+    if out is None:
+        return charts.terminal_chart(read.batch_sizes, width, height)
+    table = pd.DataFrame({"batch size (samples)": read.batch_sizes})
+    devices = _devices_column(source, read)
     if devices is not None:
         table["devices"] = devices
-    charts.write_png(table, args.out, trace.name)
-    return f"wrote {args.out}"
+    charts.write_png(table, out, read.name)
+    return f"wrote {out}"
 
 
-def run_make(args: argparse.Namespace) -> str:
+def run_make(
+    family: str, options: dict[str, Any], /, *, out: Path | None = None
+) -> str:
     """Makes a trace from a few numbers.
 
     Integers may end in K, M, B or T (thousands, millions ...). The trace is written to
@@ -104,12 +136,29 @@ def run_make(args: argparse.Namespace) -> str:
           --tokens-per-sample 4096 --out tokens.csv
       vbs make seesaw --first 256 --most 4096 --total-samples 10M --out seesaw.csv
       vbs make spot-market --steps 500 --devices 64 --samples-per-device 32 --seed 1
+
+    Args:
+        out: The CSV file to write.
     """
-    function = FAMILIES[args.family]
-    return _written(make(args.family, **keywords_of(args, function)), args.out)
+    return _written(make(family, **options), out)
 
 
-def run_convert(args: argparse.Namespace) -> str:
+def run_convert(
+    policy: str,
+    options: dict[str, Any],
+    /,
+    log: str,
+    *,
+    out: Path | None = None,
+    time_column: str | None = None,
+    device_column: str | None = None,
+    seconds_per_step: float | None = None,
+    minibatch_size: int | None = None,
+    restart_seconds: float = 0.0,
+    seconds_per_update: float | None = None,
+    seconds_per_substep: float | None = None,
+    fit: Path | None = None,
+) -> str:
     """Turns a log of devices into a trace.
 
     The log is a CSV file with the columns Time (seconds, such as Unix times) and
@@ -124,21 +173,43 @@ def run_convert(args: argparse.Namespace) -> str:
           --seconds-per-step 2.5 --restart-seconds 60 --out trace.csv
       vbs convert fixed log.csv --batch-size 1024 --minibatch-size 32 \\
           --seconds-per-update 0.1 --seconds-per-substep 0.4 --out trace.csv
+
+    Args:
+        log: The CSV file of the log.
+        out: The CSV file to write.
+        time_column: Default: Time, time or timestamp.
+        device_column: Default: TPU_cores, GPUs, devices or replicas.
+        seconds_per_step: Of every step; default: one step per row.
+        minibatch_size: Samples in a substep, for a step-time model.
+        restart_seconds: Until the first step, whenever their number changes.
+        seconds_per_update: What a step takes for the sum and the update.
+        seconds_per_substep: What it takes for each minibatch of its first replica.
+        fit: Both numbers from the log of a run, see vbs.RunLog.
     """
-    log = read_availability(args.log, args.time_column, args.device_column)
-    function = POLICIES[args.policy]
-    policy = function(**keywords_of(args, function))
-    seconds = _seconds(args)
-    if seconds is None:
-        if args.restart_seconds:
+    found = read_availability(log, time_column, device_column)
+    batch_size_of = POLICIES[policy](**options)
+    step_time = _step_time(fit, seconds_per_update, seconds_per_substep, minibatch_size)
+    if step_time is not None:
+        if seconds_per_step is not None:
+            raise ValueError("give either --seconds-per-step or a step-time model")
+        if minibatch_size is None:
+            raise ValueError("a step-time model needs --minibatch-size")
+    elif seconds_per_step is None:
+        if restart_seconds:
             raise ValueError("--restart-seconds needs a step time")
-        return _written(convert_rows(log, policy), args.out)
-    result = convert(log, policy, seconds, args.restart_seconds)
-    told = _written(result.steps, args.out)
-    if args.out is None:
+        return _written(convert_rows(found, batch_size_of), out)
+
+    def seconds(size: int, devices: int) -> float:
+        if step_time is None:
+            return seconds_per_step
+        return step_time.seconds(-(-size // (minibatch_size * devices)))
+
+    result = convert(found, batch_size_of, seconds, restart_seconds)
+    told = _written(result.steps, out)
+    if out is None:
         return told
     hours = {
-        "hours of the log": log.seconds / 3600,
+        "hours of the log": found.seconds / 3600,
         "device-hours of the log": result.device_seconds / 3600,
         "device-hours in steps": result.in_steps / 3600,
         "device-hours in steps that were lost": result.lost / 3600,
@@ -147,7 +218,31 @@ def run_convert(args: argparse.Namespace) -> str:
     return f"{told}\n{listed(hours)}"
 
 
-def run_simulate(args: argparse.Namespace) -> str:
+def run_simulate(
+    trace: str,
+    *,
+    tokens_per_sample: int | None = None,
+    dataset_size: int,
+    minibatch_size: int = 32,
+    epochs: int | None = None,
+    pad_minibatches: bool = False,
+    on_end: str = "stop",
+    num_replicas: int | None = None,
+    rule: str = "constant",
+    ref_batchsize: int | None = None,
+    lr: float = 1.0,
+    schedule: str = "constant",
+    total_samples: int | None = None,
+    warm_up_samples: int = 0,
+    noise_scale: str | None = None,
+    restart_seconds: float = 0.0,
+    compile_seconds: float = 0.0,
+    price: float = 0.0,
+    seconds_per_update: float | None = None,
+    seconds_per_substep: float | None = None,
+    fit: Path | None = None,
+    out: Path | None = None,
+) -> str:
     """Says what a run on a trace will be, without training.
 
     Steps, samples and learning rates are those of a real run. The noise scale (a number
@@ -163,268 +258,155 @@ def run_simulate(args: argparse.Namespace) -> str:
           --num-replicas 8 --seconds-per-update 0.02 --seconds-per-substep 0.1 \\
           --price 1.2 --restart-seconds 60 --compile-seconds 40 --out steps.csv
       vbs simulate trace.csv --dataset-size 60000 --minibatch-size 32 --fit run.jsonl
+
+    Args:
+        trace: A CSV file, - for the standard input, or one batch size.
+        tokens_per_sample: Of a trace with the column tokens.
+        dataset_size: In samples.
+        minibatch_size: Samples that a replica runs at once.
+        epochs: Default: all of the trace.
+        pad_minibatches: Allow batch sizes that are not multiples of the minibatch.
+        on_end: What follows the last row: stop, error, hold or cycle.
+        num_replicas: Default: the trace's column devices, or 1.
+        rule: How the learning rate follows the batch: a key of vbs.RULES, or
+            power:ALPHA.
+        ref_batchsize: Batch size at which --lr was tuned; most rules need it.
+        lr: The reference learning rate's peak.
+        schedule: Of the reference learning rate: constant, cosine, linear, or a CSV
+            file with the columns samples and lr; after 'halved:', the one that halves
+            only, as Seesaw needs.
+        total_samples: Where the schedule ends; default: with the run.
+        warm_up_samples: Where the schedule is at its peak.
+        noise_scale: A number of samples, or a CSV file, interpolated.
+        restart_seconds: Of every restart.
+        compile_seconds: At the beginning and after every restart.
+        price: Of one device in one hour.
+        seconds_per_update: What a step takes for the sum and the update.
+        seconds_per_substep: What it takes for each minibatch of its first replica.
+        fit: Both numbers from the log of a run, see vbs.RunLog.
+        out: The CSV file to write.
     """
-    schedule = _schedule(args)
-    devices: int | np.ndarray | None = args.num_replicas
-    if devices is None:
-        devices = _devices_column(args, schedule.trace)
-    step_time = _step_time(args)
+    source = _source(trace)
+    read = Trace(source, tokens_per_sample=tokens_per_sample)
+    cut = Schedule(read, dataset_size, minibatch_size, on_end, pad_minibatches)
+    devices: Any = num_replicas or _devices_column(source, read)
+    step_time = _step_time(fit, seconds_per_update, seconds_per_substep, minibatch_size)
+    reference_lr: Any = lr
+    if schedule != "constant":
+        if total_samples is None:
+            total_samples = int(epoch_table(cut, epochs)["samples"].sum())
+        rates = schedule_named(schedule, total_samples, warm_up_samples)
+        reference_lr = lambda samples: lr * rates.factor(samples)  # noqa: E731
     steps = simulate(
-        schedule,
-        args.epochs,
-        rule=args.rule,
-        ref_batchsize=args.ref_batchsize,
-        lr=_reference_lr(args, schedule),
-        noise_scale=_noise_scale(args.noise_scale),
+        cut,
+        epochs,
+        rule=rule,
+        ref_batchsize=ref_batchsize,
+        lr=reference_lr,
+        noise_scale=_noise_scale(noise_scale),
         devices=1 if devices is None else devices,
         step_time=step_time,
     )
     numbers = totals(
         steps,
-        restart_seconds=args.restart_seconds,
-        compile_seconds=args.compile_seconds,
-        price=args.price,
+        restart_seconds=restart_seconds,
+        compile_seconds=compile_seconds,
+        price=price,
         step_time=step_time,
     )
-    if args.fit is not None:
+    if fit is not None:
         numbers["seconds per update, fitted"] = step_time.per_update
         numbers["seconds per substep, fitted"] = step_time.per_substep
-    if args.out is None:
+    if out is None:
         return listed(numbers)
-    return f"{_written(steps, args.out)}\n{listed(numbers)}"
+    return f"{_written(steps, out)}\n{listed(numbers)}"
 
 
-def add_check(parser: Parser) -> None:
-    """Adds the options of `run_check`."""
-    _add_trace(parser)
-    _add_schedule(parser)
-    parser.add_argument("--num-replicas", type=whole, required=True, metavar="N",
-                        help="that share the minibatches of a step")  # fmt: skip
-    parser.add_argument(
-        "--seconds-per-substep", type=float, metavar="X",
-        help="what one minibatch takes: idle time is then in seconds too",
-    )  # fmt: skip
+def run_report(logs: list[str], *, out: Path = Path("report.html")) -> str:
+    """Turns the logs of one or several runs into one HTML page that compares them.
+
+    Needs plotly (the extra 'report'). The page holds everything it needs and opens
+    without a network; its buttons choose between hours, samples and updates.
+
+    example:
+      vbs report runs/mnist-a runs/mnist-b --out report.html
+
+    Args:
+        logs: Files of vbs.RunLog, or folders with a run.jsonl.
+        out: The page to write.
+    """
+    return f"wrote {write_report(logs, out)}"
 
 
-def add_stats(parser: Parser) -> None:
-    """Adds the options of `run_stats`."""
-    _add_trace(parser)
+class Command(NamedTuple):
+    """A command of ``vbs``.
+
+    Attributes:
+        run: Takes the options and returns the output.
+        members: Functions by name, one of which the command line chooses. ``run`` gets
+            its name and its options first.
+    """
+
+    run: Callable[..., str]
+    members: dict[str, Callable[..., Any]] | None = None
 
 
-def add_plot(parser: Parser) -> None:
-    """Adds the options of `run_plot`."""
-    _add_trace(parser)
-    parser.add_argument("--out", type=Path, help="a PNG file to write")
-    add = parser.add_argument
-    add("--width", type=whole, default=72, metavar="N", help="default: %(default)s")
-    add("--height", type=whole, default=12, metavar="N", help="default: %(default)s")
-
-
-def add_make(parser: Parser) -> None:
-    """Adds the options of `run_make`."""
-    for member in _add_members(parser, "family", FAMILIES):
-        _add_out(member)
-
-
-def add_convert(parser: Parser) -> None:
-    """Adds the options of `run_convert`."""
-    for member in _add_members(parser, "policy", POLICIES):
-        add = member.add_argument
-        add("log", help="the CSV file of the log")
-        _add_out(member)
-        add("--time-column", metavar="NAME", help="default: Time, time or timestamp")
-        add("--device-column", metavar="NAME",
-            help="default: TPU_cores, GPUs, devices or replicas")  # fmt: skip
-        add("--seconds-per-step", type=float, metavar="X",
-            help="of every step; default: one step per row")  # fmt: skip
-        add("--minibatch-size", type=whole, metavar="N",
-            help="samples in a substep, for a step-time model")  # fmt: skip
-        add("--restart-seconds", type=float, default=0.0, metavar="X",
-            help="until the first step, whenever their number changes")  # fmt: skip
-        _add_step_time(member)
-
-
-def add_simulate(parser: Parser) -> None:
-    """Adds the options of `run_simulate`."""
-    _add_trace(parser)
-    _add_schedule(parser)
-    add = parser.add_argument
-    add("--num-replicas", type=whole, metavar="N",
-        help="default: the trace's column devices, or 1")  # fmt: skip
-    add("--rule", default="constant",
-        help="how the learning rate follows the batch: a key of vbs.RULES, or "
-        "power:ALPHA; default: %(default)s")  # fmt: skip
-    add("--ref-batchsize", type=whole, metavar="N",
-        help="batch size at which --lr was tuned; most rules need it")  # fmt: skip
-    add("--lr", type=float, default=1.0, metavar="X",
-        help="the reference learning rate's peak; default: %(default)s")  # fmt: skip
-    add("--schedule", default="constant", metavar="NAME",
-        help=f"of the reference learning rate: {', '.join(SHAPES)}; or a CSV file with "
-        "the columns samples and lr; after 'halved:', the one that halves only, as "
-        "Seesaw needs; default: %(default)s")  # fmt: skip
-    add(
-        "--total-samples",
-        type=whole,
-        metavar="N",
-        help="where the schedule ends; default: with the run",
-    )
-    add("--warm-up-samples", type=whole, default=0, metavar="N",
-        help="where the schedule is at its peak; default: %(default)s")  # fmt: skip
-    add("--noise-scale", metavar="N_OR_CSV",
-        help="a number of samples, or a CSV file, interpolated")  # fmt: skip
-    add(
-        "--restart-seconds",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="of every restart; default: 0",
-    )
-    add("--compile-seconds", type=float, default=0.0, metavar="X",
-        help="at the beginning and after every restart; default: 0")  # fmt: skip
-    add("--price", type=float, default=0.0, metavar="X",
-        help="of one device in one hour")  # fmt: skip
-    _add_step_time(parser)
-    _add_out(parser)
-
-
-COMMANDS: dict[str, tuple[Callable[[Parser], None], Callable[..., str]]] = {
-    "check": (add_check, run_check),
-    "make": (add_make, run_make),
-    "convert": (add_convert, run_convert),
-    "stats": (add_stats, run_stats),
-    "plot": (add_plot, run_plot),
-    "simulate": (add_simulate, run_simulate),
+COMMANDS = {
+    "check": Command(run_check),
+    "make": Command(run_make, FAMILIES),
+    "convert": Command(run_convert, POLICIES),
+    "stats": Command(run_stats),
+    "plot": Command(run_plot),
+    "simulate": Command(run_simulate),
+    "report": Command(run_report),
 }
 
 
-def _add_members(
-    parser: Parser, name: str, members: dict[str, Callable[..., Any]]
-) -> list[Parser]:
-    """Adds a command for each member, with its keywords as options."""
-    choices = parser.add_subparsers(dest=name, required=True, metavar=name.upper())
-    parsers = []
-    for member, function in members.items():
-        text = (inspect.getdoc(function) or "").split("\nArgs:")[0]
-        parsers.append(
-            choices.add_parser(
-                member,
-                help=summary_line(function),
-                description=text,
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-            )
-        )
-        add_keywords(parsers[-1], function)
-    return parsers
+def _source(trace: str) -> int | str | IO[str]:
+    """Returns the trace that a command line names, as `Trace` takes it."""
+    if trace == "-":
+        source = io.StringIO(sys.stdin.read())
+        source.name = "the standard input"  # type: ignore[attr-defined]
+        return source
+    return int(trace) if trace.isdecimal() else trace
 
 
-def _add_trace(parser: Parser) -> None:
-    parser.add_argument(
-        "trace", help="a CSV file, - for the standard input, or one batch size"
-    )
-    parser.add_argument(
-        "--tokens-per-sample", type=whole, metavar="N",
-        help="of a trace with the column tokens",
-    )  # fmt: skip
-
-
-def _add_schedule(parser: Parser) -> None:
-    add = parser.add_argument
-    add("--dataset-size", type=whole, required=True, metavar="N", help="in samples")
-    add("--minibatch-size", type=whole, default=32, metavar="N",
-        help="samples that a replica runs at once; default: %(default)s")  # fmt: skip
-    add("--epochs", type=whole, metavar="N", help="default: all of the trace")
-    add("--pad-minibatches", action="store_true",
-        help="allow batch sizes that are not multiples of the minibatch")  # fmt: skip
-    add("--on-end", default="stop", choices=("stop", "error", "hold", "cycle"),
-        help="what follows the last row; default: %(default)s")  # fmt: skip
-
-
-def _add_step_time(parser: Parser) -> None:
-    add = parser.add_argument
-    add("--seconds-per-update", type=float, metavar="X",
-        help="a step takes this, for the sum and the update ...")  # fmt: skip
-    add("--seconds-per-substep", type=float, metavar="X",
-        help="... and this for each minibatch of its first replica")  # fmt: skip
-    add("--fit", type=Path, metavar="LOG",
-        help="both numbers from the log of a run, see vbs.RunLog")  # fmt: skip
-
-
-def _add_out(parser: Parser) -> None:
-    parser.add_argument("--out", type=Path, help="the CSV file to write")
-
-
-def _step_time(args: argparse.Namespace) -> StepTime | None:
-    stated = (args.seconds_per_update, args.seconds_per_substep)
-    if args.fit is not None:
+def _step_time(
+    fit: Path | None,
+    per_update: float | None,
+    per_substep: float | None,
+    minibatch_size: int | None,
+) -> StepTime | None:
+    """Returns the step-time model that the options state or fit, if they do."""
+    stated = (per_update, per_substep)
+    if fit is not None:
         if stated != (None, None):
             raise ValueError("give either --fit or the seconds per update and substep")
-        run = read_run(args.fit)
+        run = read_run(fit)
         found = step_time_of(run)
         unit = run.header["minibatch_size"]
-        if args.minibatch_size not in (None, unit):
+        if minibatch_size not in (None, unit):
             raise ValueError(
-                f"{args.fit}: its substeps are minibatches of {unit} samples, not of "
-                f"--minibatch-size {args.minibatch_size}"
+                f"{fit}: its substeps are minibatches of {unit} samples, not of "
+                f"--minibatch-size {minibatch_size}"
             )
         return found
     if stated == (None, None):
         return None
-    for seconds in stated:
-        check_number("seconds", 0.0 if seconds is None else seconds, least=0)
-    return StepTime(*(seconds or 0.0 for seconds in stated))
+    return StepTime(*(check_number("seconds", each or 0.0, least=0) for each in stated))
 
 
-def _seconds(args: argparse.Namespace) -> Seconds | None:
-    """Returns how long a step takes; None if the options do not say."""
-    step_time, stated = _step_time(args), args.seconds_per_step
-    if step_time is None:
-        return None if stated is None else lambda size, devices: stated
-    if stated is not None:
-        raise ValueError("give either --seconds-per-step or a step-time model")
-    if args.minibatch_size is None:
-        raise ValueError("a step-time model needs --minibatch-size")
-    return lambda size, devices: step_time.seconds(
-        -(-size // (args.minibatch_size * devices))
-    )
-
-
-def _reference_lr(args: argparse.Namespace, schedule: Schedule) -> float | Curve:
-    """Returns the reference learning rate, as `simulate` takes it."""
-    if args.schedule == "constant":
-        return args.lr
-    total = args.total_samples
-    if total is None:
-        total = int(epoch_table(schedule, args.epochs)["samples"].sum())
-    rates = schedule_named(args.schedule, total, args.warm_up_samples)
-    return lambda samples: args.lr * rates.factor(samples)
-
-
-def _trace(args: argparse.Namespace) -> Trace:
-    source: Any = args.trace
-    if source == "-":
-        source = args.trace = io.StringIO(sys.stdin.read())
-        source.name = "the standard input"
-    elif source.isdecimal():
-        source = int(source)
-    return Trace(source, tokens_per_sample=args.tokens_per_sample)
-
-
-def _schedule(args: argparse.Namespace) -> Schedule:
-    return Schedule(
-        _trace(args),
-        args.dataset_size,
-        args.minibatch_size,
-        args.on_end,
-        args.pad_minibatches,
-    )
-
-
-def _devices_column(args: argparse.Namespace, trace: Trace) -> np.ndarray | None:
+def _devices_column(source: Any, trace: Trace) -> np.ndarray | None:
     """Returns the devices of every row, if the trace's file says them."""
-    if isinstance(args.trace, str) and args.trace.isdecimal():
+    if isinstance(source, int):
         return None
-    devices = optional_column(args.trace, "devices")
-    if devices is not None and len(devices) != len(trace):
+    if not isinstance(source, str):
+        source.seek(0)
+    table = Columns(source)
+    if "devices" not in table.header:
+        return None
+    devices = table.numbers("devices", ("devices",))
+    if len(devices) != len(trace):
         raise ValueError(
             f"{trace.name}: the column devices has {len(devices)} rows, and the trace "
             f"{len(trace)} steps: leave it out where rows are thresholds"

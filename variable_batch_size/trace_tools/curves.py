@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from variable_batch_size.trace_tools.columns import Columns, Source
+from variable_batch_size.trace_tools.columns import Columns
+from variable_batch_size.traces.trace_csv import Source
 from xla_replica.common.arguments import check_integer, check_number
 
 Curve = Callable[[np.ndarray], np.ndarray]
@@ -38,8 +39,8 @@ def read_curve(source: Source, *, steps: bool = False) -> Curve:
     Raises:
         TraceError: The file has other columns, or samples that do not increase.
     """
-    table = Columns(source, {"samples": ("samples",), "the curve": "*"})
-    samples, values = table.numbers["samples"], table.numbers["the curve"]
+    table = Columns(source)
+    samples, values = table.numbers("samples", ("samples",)), table.numbers("the curve")
     table.refuse(
         "samples",
         np.diff(samples, prepend=-np.inf) <= 0,
@@ -139,10 +140,11 @@ def schedule_named(
         return schedule_named(rest, total_samples, warm_up_samples).halved()
     if text in SHAPES:
         return decay(text, total_samples, warm_up_samples)
-    table = Columns(text, {"samples": ("samples",), "the learning rate": "*"})
-    rates = table.numbers["the learning rate"]
+    table = Columns(text)
+    samples = table.numbers("samples", ("samples",))
+    rates = table.numbers("the learning rate")
     table.refuse("the learning rate", rates < 0, "must be >= 0")
     peak = check_number("the largest learning rate of the file", rates.max(), above=0)
     curve = read_curve(text, steps=True)
-    peak_at = int(table.numbers["samples"][np.argmax(rates)])
+    peak_at = int(samples[np.argmax(rates)])
     return LearningRates(lambda samples: curve(samples) / peak, peak_at)

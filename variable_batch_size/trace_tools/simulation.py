@@ -90,18 +90,12 @@ def simulate(
         )
     plans = [schedule.plan(e, 1) for e in _epochs(schedule, num_epochs)]
     counts = np.concatenate([plan.num_minibatches for plan in plans])
-    unit = schedule.minibatch_size
-    sizes = np.concatenate([p.num_minibatches * unit - p.num_missing for p in plans])
+    sizes = np.concatenate([plan.batch_sizes for plan in plans])
     used = np.cumsum(sizes)
+    epochs = np.repeat([p.epoch for p in plans], [p.num_steps for p in plans])
+    steps = np.arange(len(sizes))
     table = pd.DataFrame(
-        {
-            "epoch": np.repeat(
-                [plan.epoch for plan in plans], [plan.num_steps for plan in plans]
-            ),
-            "step": np.arange(len(sizes)),
-            "batch_size": sizes,
-            "samples": used,
-        }
+        {"epoch": epochs, "step": steps, "batch_size": sizes, "samples": used}
     )
     ratios = sizes / (ref_batchsize or 1)
     gains = None
@@ -145,12 +139,11 @@ def totals(
         ValueError: A number is out of range, or needs the seconds of steps, which
             `simulate` does not know without a step time.
     """
-    asked = {
-        "restart_seconds": restart_seconds,
-        "compile_seconds": compile_seconds,
-        "price": price,
-    }
-    for name, value in asked.items():
+    for name, value in (
+        ("restart_seconds", restart_seconds),
+        ("compile_seconds", compile_seconds),
+        ("price", price),
+    ):
         check_number(name, value, least=0)
         if value and "seconds" not in steps:
             raise ValueError(f"{name}={value} needs a step time, got none")
@@ -158,15 +151,13 @@ def totals(
         "steps": len(steps),
         "epochs": int(steps["epoch"].nunique()),
         "samples": int(steps["batch_size"].sum()),
+        "first lr": float(steps["lr"].iloc[0]),
+        "largest lr": float(steps["lr"].max()),
+        "last lr": float(steps["lr"].iloc[-1]),
     }
-    if len(steps):
-        result["first lr"] = float(steps["lr"].iloc[0])
-        result["largest lr"] = float(steps["lr"].max())
-        result["last lr"] = float(steps["lr"].iloc[-1])
-        if "progress" in steps:
-            result["progress in steps at the reference"] = float(
-                steps["progress"].iloc[-1]
-            )
+    if "progress" in steps:
+        progress = float(steps["progress"].iloc[-1])
+        result["progress in steps at the reference"] = progress
     restarts = steps["devices"].diff().fillna(0) != 0
     result["restarts"] = int(restarts.sum())
     if "seconds" not in steps:
@@ -174,11 +165,8 @@ def totals(
     starts = restarts.copy()
     starts.iloc[:1] = True
     overhead = restarts * restart_seconds + starts * compile_seconds
-    result["idle device-seconds"] = (
-        float(steps["idle_substeps"].sum() * step_time.per_substep)
-        if step_time
-        else float("nan")
-    )
+    per_substep = step_time.per_substep if step_time else np.nan
+    result["idle device-seconds"] = float(steps["idle_substeps"].sum() * per_substep)
     for what, seconds in (
         ("without restarts and compiling", steps["seconds"]),
         ("with restarts and compiling", steps["seconds"] + overhead),
@@ -200,9 +188,8 @@ def gain_at(
     infinite. The same as `gradient_noise.gain`, in NumPy.
     """
     with np.errstate(invalid="ignore"):
-        share = (ref_batchsize + noise_scale) / (
-            batch_ratio * ref_batchsize + noise_scale
-        )
+        batch_size = batch_ratio * ref_batchsize
+        share = (ref_batchsize + noise_scale) / (batch_size + noise_scale)
     return batch_ratio * np.where(np.isinf(noise_scale), 1.0, share)
 
 

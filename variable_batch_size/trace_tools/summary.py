@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from variable_batch_size.data.schedule import Schedule
-from variable_batch_size.trace_tools.simulation import epoch_table
+from variable_batch_size.trace_tools.simulation import epoch_table, simulate
 from variable_batch_size.traces.batch_trace import Trace
 from xla_replica.common.arguments import check_integer, check_number
 
@@ -56,10 +56,10 @@ def check(
     """
     check_integer("num_replicas", num_replicas, least=1)
     epochs = epoch_table(schedule, num_epochs)
-    plans = [schedule.plan(epoch, num_replicas) for epoch in range(len(epochs))]
-    counts = np.concatenate([plan.num_minibatches for plan in plans])
-    slots = -(-counts // num_replicas) * num_replicas
-    idle = int((slots - counts).sum())
+    steps = simulate(schedule, num_epochs, devices=num_replicas)
+    slots = steps["num_substeps"] * num_replicas
+    counts = slots - steps["idle_substeps"]
+    idle = int(steps["idle_substeps"].sum())
     dropped = epochs["dropped_samples"].to_numpy(copy=True)
     left, unused = 0, 0
     if schedule.num_epochs < math.inf:
@@ -68,6 +68,7 @@ def check(
             last = int(schedule.num_epochs) - 1
             left, dropped = int(dropped[last]), dropped[:last]
     whole_epochs = max(len(dropped), 1) * schedule.num_samples
+    few = int((counts < num_replicas).sum())
     result = {
         "epochs": len(epochs),
         "steps": len(counts),
@@ -78,9 +79,7 @@ def check(
         "dropped samples in an epoch, at most": int(dropped.max(initial=0)),
         "dropped samples in per cent": 100 * float(dropped.sum() / whole_epochs),
         "substeps": int(counts.sum()),
-        "steps with a replica that is idle throughout": int(
-            (counts < num_replicas).sum()
-        ),
+        "steps with a replica that is idle throughout": few,
         "idle replica-substeps": idle,
         "idle replica-substeps in per cent": 100 * idle / max(int(slots.sum()), 1),
     }

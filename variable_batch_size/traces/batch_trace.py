@@ -33,7 +33,6 @@ from variable_batch_size.traces import trace_csv
 from variable_batch_size.traces.trace_csv import (
     COLUMN,
     STEP_COLUMN,
-    THRESHOLDS,
     TraceError,
 )
 from xla_replica.common.arguments import check_integer, is_integer
@@ -59,8 +58,6 @@ class Trace:
         source: A CSV path or open file, a sequence, range, array or torch tensor of
             integers, a DataFrame, another trace, or one integer for a constant batch
             size.
-        strict_steps: Raise TraceError, instead of a warning, where the ``step`` column
-            does not count up by one from 0 or 1.
         tokens_per_sample: How many tokens every sample has. A source with a column
             ``tokens`` needs it.
 
@@ -91,50 +88,51 @@ class Trace:
         self,
         source: TraceSource,
         *,
-        strict_steps: bool = False,
         tokens_per_sample: int | None = None,
     ) -> None:
         if tokens_per_sample is not None:
             check_integer("tokens_per_sample", tokens_per_sample, least=1)
         if isinstance(source, Trace):
             vars(self).update(vars(source))
-            if strict_steps and self._step_problem is not None:
-                raise TraceError(self._step_problem)
             return
         self.endless = is_integer(source)
-        self._lines: np.ndarray | None = None
+        self._lines: list[int] | None = None
         self._first_steps: np.ndarray | None = None  # of every row, of thresholds
-        table: pd.DataFrame | None = None
-        is_path = isinstance(source, (str, os.PathLike))
-        if is_path or hasattr(source, "read"):
-            name = os.fspath(source) if is_path else getattr(source, "name", "trace")
-            self.name = str(name)
-            table, self._lines = trace_csv.read_cells(source, self.name)
+        values: Any = source
+        header: list[str] | None = None
+        if isinstance(source, (str, os.PathLike)) or hasattr(source, "read"):
+            table = trace_csv.read_table(source)
+            self.name, self._lines = table.name, table.lines
+            header, column = table.header, table.column
         elif isinstance(source, pd.DataFrame):
             self.name = "the DataFrame"
-            table = trace_csv.named_columns(source, source.columns, self.name)
+            header, column = [*source.columns], lambda index: source.iloc[:, index]
         elif self.endless:
-            self.name, source = "the constant trace", [source]
+            self.name, values = "the constant trace", [source]
         elif isinstance(source, (Sequence, np.ndarray, pd.Series)) and not isinstance(
             source, (bytes, bytearray)
         ):
             self.name = f"the {type(source).__name__}"
         elif hasattr(source, "tolist"):  # a torch tensor, on any device
-            self.name, source = f"the {type(source).__name__}", source.tolist()
+            self.name, values = f"the {type(source).__name__}", source.tolist()
         else:
             raise TypeError(
                 f"trace={source!r} of type {type(source).__name__}: allowed are a CSV "
                 "path or text file, a sequence, range, array or tensor of integers, a "
                 "DataFrame with a 'batchsize' column, or one integer"
             )
-        self.batch_sizes = self._checked(source if table is None else table[COLUMN])
+        unit = None
+        if header is not None:
+            columns = [str(cell).strip().lower() for cell in header]
+            unit = trace_csv.check_header(columns, self.name)
+            values = column(columns.index(COLUMN))
+        self.batch_sizes = self._checked(values)
         if len(self.batch_sizes) == 0:
             raise TraceError(f"{self.name}: no steps; a trace needs at least one row")
-        self._step_problem: str | None = None
-        if table is not None and STEP_COLUMN in table:
-            self._check_steps(table[STEP_COLUMN], strict_steps)
-        elif table is not None and len(table.columns) == 2:
-            self._unroll(table, tokens_per_sample)
+        if unit == STEP_COLUMN:
+            self._check_steps(column(columns.index(unit)))
+        elif unit is not None:
+            self._unroll(column(columns.index(unit)), unit, tokens_per_sample)
         self.batch_sizes.setflags(write=False)
 
     def __len__(self) -> int:
@@ -207,10 +205,9 @@ class Trace:
             raise TraceError(f"{where}: {value!r} is too large")
         return size
 
-    def _unroll(self, table: pd.DataFrame, tokens_per_sample: int | None) -> None:
+    def _unroll(self, column: Any, unit: str, tokens_per_sample: int | None) -> None:
         """Replaces the rows' batch sizes by those of the steps that they stand for."""
-        [unit] = [column for column in THRESHOLDS if column in table]
-        starts = self._checked(table[unit], unit).tolist()
+        starts = self._checked(column, unit).tolist()
         for row, before in enumerate([-1, *starts[:-1]]):
             where = f"{self._place_of_row(row)}, {unit}: {starts[row]}"
             if row == 0 and starts[0] != 0:
@@ -246,10 +243,10 @@ class Trace:
         self.batch_sizes = np.repeat(self.batch_sizes, counts)
         self.endless = True
 
-    def _check_steps(self, column: pd.Series, strict: bool) -> None:
-        """Warns or raises TraceError where the steps do not count up by one."""
-        numbers = pd.to_numeric(column, errors="coerce")
-        steps = numbers.to_numpy(dtype=np.float64, na_value=np.nan)
+    def _check_steps(self, column: Any) -> None:
+        """Warns where the steps do not count up by one from 0 or 1."""
+        numbers = pd.to_numeric(pd.Series(column), errors="coerce")
+        steps = numbers.to_numpy(float, na_value=np.nan)
 
         def told(row: int) -> str:
             number = np.isfinite(steps[row])
@@ -265,10 +262,9 @@ class Trace:
             row, problem = 0, f"the first step is {told(0)}; it should be 0 or 1"
         else:
             return
-        self._step_problem = (
+        warnings.warn(
             f"{self.place(row)}, {STEP_COLUMN}: {problem}. Rows are used in the order "
-            "of the file, from the beginning of training on"
+            "of the file, from the beginning of training on",
+            TraceWarning,
+            stacklevel=3,
         )
-        if strict:
-            raise TraceError(self._step_problem)
-        warnings.warn(self._step_problem, TraceWarning, stacklevel=3)

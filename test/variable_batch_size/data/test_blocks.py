@@ -147,7 +147,7 @@ def test_a_resumed_run_reads_no_more_than_a_window_of_what_was_seen(step, num_re
         next(iter(run.loader), None)
         assert run.dataset.num_blocks_read <= WINDOW
     assert together(runs, 1) == expected[step:]
-    place = before.sampler.plan._sample_starts[step]
+    place = before.sampler.plan.start(step)
     block_of = np.repeat(np.arange(len(SIZES)), SIZES)
     left = {block_of[sample] for sample in whole(before.sampler.order, 1)[place:]}
     for run in runs:
@@ -192,7 +192,7 @@ def test_a_stream_is_read_once_an_epoch_and_goes_on_within_a_window():
             state=state_at(run, 0, step),
         )
         assert resumed.steps(0) == expected[step:]
-        place = run.sampler.schedule.plan(0, 1)._sample_starts[step]
+        place = run.sampler.schedule.plan(0, 1).start(step)
         assert place - WINDOW * 32 <= min(stream.opened) <= place
         assert stream.num_read <= NUM_SAMPLES - place + 2 * WINDOW * 32
 

@@ -193,6 +193,6 @@ def test_ten_million_steps_are_a_prefix_sum():
 
 
 def test_a_plan_is_a_value():
-    plan = EpochPlan(0, 0, 256, 32, 2, np.array([2, 3]))
+    plan = EpochPlan(0, 0, 256, 32, 2, np.array([64, 96]))
     with pytest.raises(AttributeError):
         plan.epoch = 1

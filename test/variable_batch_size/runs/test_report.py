@@ -17,7 +17,7 @@ import variable_batch_size as vbs
 from variable_batch_size import command_line
 from variable_batch_size.runs import report
 
-COLORS = [(0x1F, 0x77, 0xB4), (0xD6, 0x27, 0x28)]  # of the first two runs
+COLORS = [(0x1F, 0x77, 0xB4), (0xFF, 0x7F, 0x0E)]  # of the first two runs
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 IN_CI = bool(os.environ.get("CI"))
 if importlib.util.find_spec("plotly") is None and not IN_CI:

@@ -93,14 +93,11 @@ def test_bad_files_say_where_and_why(tmp_path, content, message):
 
 
 @pytest.mark.parametrize("content", ["5,64\n2,64\n", "0,64\n2,64\n", "9,64\n9,64\n"])
-def test_steps_out_of_order_warn_or_raise(tmp_path, content):
+def test_steps_out_of_order_warn(tmp_path, content):
     path = write(tmp_path, "step,batchsize\n" + content)
     with pytest.warns(TraceWarning, match="line 3, step: "):
         trace = Trace(path)
     assert trace.batch_sizes.tolist() == [64, 64]
-    for source in (path, trace):
-        with pytest.raises(TraceError, match="line 3, step: "):
-            Trace(source, strict_steps=True)
 
 
 @pytest.mark.parametrize("first", ["1000", "-1", "x"])
@@ -109,8 +106,6 @@ def test_a_trace_that_begins_later_warns(tmp_path, first):
     path = write(tmp_path, f"step,batchsize\n{first},64\n")
     with pytest.warns(TraceWarning, match="line 2, step: the first step is .* 0 or 1"):
         Trace(path)
-    with pytest.raises(TraceError, match="from the beginning of training on"):
-        Trace(path, strict_steps=True)
 
 
 def test_a_step_that_is_not_a_number_warns(tmp_path):
@@ -236,7 +231,7 @@ def test_files_are_read_as_the_csv_module_reads_them(cells, with_steps):
     [
         ('batchsize,note\n64,"two\nlines"\n-1,x\n', "line 4, batchsize: -1 must be"),
         ('batchsize,note\n64,"two\nlines"\n1,x,\n', "line 4: 3 cells under 2 col"),
-        ('\nbatchsize\n64\n"96\n', "not CSV text (Error tokenizing data"),
+        ('\nbatchsize\n64\n"96\n', "not CSV text (unexpected end of data)"),
     ],
 )
 def test_lines_are_counted_through_quoted_cells(content, message):
@@ -397,7 +392,7 @@ def test_tokens_per_sample_is_a_positive_integer(value):
 
 def test_the_shipped_trace_is_good():
     path = Path(__file__).resolve().parents[2] / "variable_trace.csv"
-    trace = Trace(path, strict_steps=True)
+    trace = Trace(path)  # a warning would be an error here
     assert (
         np.diff(trace.batch_sizes) != 0
     ).all()  # the batch size changes at every step
