@@ -182,15 +182,15 @@ class NoiseMeter:
         if self._compares:
             self._differences.add_parameters(new)
 
-    def expect(self, num_minibatches: int) -> None:
-        """Says how many minibatches the step under way has, over all replicas.
+    def prepare_step(self, num_minibatches: int) -> None:
+        """Prepares for a step of so many minibatches, over all replicas.
 
         One tells nothing of the noise by its gradients, so they are not looked at;
         where programs are compiled they are, which makes one program of all steps.
         """
         unused = num_minibatches == 1 and not (self.weighted or self._compares)
         self._gradients.paused = unused and not self._replica.is_lazy
-        self._norm_layers.expect(num_minibatches)
+        self._norm_layers.prepare_step(num_minibatches)
 
     def drop_discarded(self) -> None:
         """Forgets gradients that `model.zero_grad` has thrown away meanwhile."""
@@ -215,7 +215,7 @@ class NoiseMeter:
             self._count = self._count + counts
         self._squares = self._squares + squares
 
-    def begin_update(self, num_minibatches: int, batch_size: int) -> list[torch.Tensor]:
+    def to_sum(self, num_minibatches: int, batch_size: int) -> list[torch.Tensor]:
         """Uploads what changes from update to update, ahead of the collective.
 
         Both numbers are the step's, over all replicas. Returns what is to be summed
@@ -225,7 +225,7 @@ class NoiseMeter:
         self._upload(num_minibatches, batch_size)
         if self.weighted:
             return [self._squares, self._count]
-        if self._unseen and num_minibatches != 1:  # another epoch than was expected
+        if self._unseen and num_minibatches != 1:  # another epoch than was prepared for
             self._squares.fill_(math.nan)
         return [self._squares, *self._norm_layers.to_sum()]
 
@@ -267,13 +267,13 @@ class NoiseMeter:
             gains = gain.expand(len(self._squares))
         return gains * self._lr_factor if self.options.compat else gains
 
-    def end_step(self) -> None:
+    def clear(self) -> None:
         """Forgets the minibatches of the step."""
         self._gradients.discard()
         self._unseen = False
         with torch.no_grad():
             torch._foreach_zero_(
-                [self._squares, self._count, *self._norm_layers.end_step()]
+                [self._squares, self._count, *self._norm_layers.clear()]
             )
 
     # --- what can be asked ----------------------------------------------------------
@@ -403,7 +403,7 @@ class NoiseMeter:
         }
 
     def _weigh(self, total: Any) -> None:
-        """Makes of a step's weight and count what `begin_update` else uploads."""
+        """Computes from a step's weight and count what `to_sum` else uploads."""
         self._batch_size = total
         numbers = self._uploaded
         if not isinstance(total, torch.Tensor):

@@ -67,8 +67,8 @@ class NormLayerNoise:
             "weight of samples": weight if num_samples > 1 else 0.0,
         }
 
-    def expect(self, num_minibatches: int) -> None:
-        """Says how many minibatches the step has that `update` will take in."""
+    def prepare_step(self, num_minibatches: int) -> None:
+        """Prepares for a step of so many minibatches, over all replicas."""
         self._measures_whole = num_minibatches > 1 or self._replica.is_lazy
 
     def drop_discarded(self) -> None:
@@ -107,7 +107,7 @@ class NormLayerNoise:
             self.matched = estimators.average(self.matched, new, weight_of_whole)
             self._of_whole = None
 
-    def end_step(self) -> list[Tensor]:
+    def clear(self) -> list[Tensor]:
         """Forgets the minibatches of the step; returns what is to be zeroed."""
         if self._layers is None:
             return []
