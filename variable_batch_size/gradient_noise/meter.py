@@ -148,7 +148,7 @@ class NoiseMeter:
         inputs must be that of the samples, and the loss a mean over the samples.
 
         Raises:
-            ValueError, TypeError: See `NormLayerSquares`; or minibatches have weights,
+            ValueError, TypeError: See `norm_layers_of`; or minibatches have weights,
                 parameters are sharded, or options are of other estimators.
         """
         options, parameters = self.options, self._gradients.parameters

@@ -182,13 +182,22 @@ class UpdateLoop:
         position, counted = self.follow_sampler(), None
         if self._is_weighted or weight is not None:
             counted = self._weigh(weight)
+        number = self._num_minibatches + 1
+        num_yielded = self._context.sampler.num_yielded  # more if a loader reads ahead
+        if num_yielded < number:
+            raise ValueError(
+                f"step() was called for minibatch number {number}, and the sampler has "
+                f"yielded {num_yielded}: the data come from somewhere else, so batches "
+                "would not be those of the trace. Build the loader with "
+                "DataLoader(dataset, batch_sampler=sampler), or iterate the sampler"
+            )
         is_empty = weight is not None and is_zero(weight)
         self.gradients.accept(position.substep, counted, needs_backward=not is_empty)
         if self._is_weighted:
             self.totals.add(counted)
         self._check_hyperparameters()
         self.num_seen += not position.is_padding
-        self._num_minibatches += 1
+        self._num_minibatches = number
         is_last = position.count_minibatch()
         if self._is_lazy:  # the minibatch graph ends here, on every replica alike
             self._context.replica.sync()
@@ -199,23 +208,10 @@ class UpdateLoop:
         return 0
 
     def follow_sampler(self) -> Position:
-        """Goes to where the sampler is; returns the place of the next minibatch.
-
-        Raises ValueError or ReplicaError unless the sampler has yielded this minibatch.
-        It has yielded more where a loader reads ahead.
-        """
-        sampler = self._context.sampler
-        if self.position.follow(sampler.plan):
+        """Goes to where the sampler is; returns the place of the next minibatch."""
+        if self.position.follow(self._context.sampler.plan):
             self._check_padding()
             self._hyperparameters = None  # they may change between epochs
-        number = self._num_minibatches + 1
-        if sampler.num_yielded < number:
-            raise ValueError(
-                f"step() was called for minibatch number {number}, and the sampler has "
-                f"yielded {sampler.num_yielded}: the data come from somewhere else, so "
-                "batches would not be those of the trace. Build the loader with "
-                "DataLoader(dataset, batch_sampler=sampler), or iterate the sampler"
-            )
         return self.position
 
     def _weigh(self, weight: Any) -> torch.Tensor:
