@@ -131,7 +131,6 @@ class NoiseMeter:
         self._progress = Progress(self.dtype, replica)
         self.estimator = "nothing"
         self._uploaded: dict[str, torch.Tensor] = {}
-        self._uploaded_for: tuple[float, ...] | None = None
         self.watch(groups)
 
     def use_norm_layers(self, model: torch.nn.Module) -> None:
@@ -163,7 +162,6 @@ class NoiseMeter:
                 "sharded (FSDP2)"
             )
         self._norm_layers.use(model, parameters, self.minibatch_size)
-        self._uploaded_for = None
 
     # --- while training -------------------------------------------------------------
 
@@ -375,15 +373,11 @@ class NoiseMeter:
     # --- how ------------------------------------------------------------------------
 
     def _upload(self, num_minibatches: int, batch_size: int) -> None:
-        """Uploads what an update needs, unless it is the same as for the last one."""
+        """Uploads what an update needs."""
         time_constant = self.options.time_constant
         differences = self._differences.weight(num_minibatches, time_constant)
         if not self.weighted:
             self._batch_size = batch_size
-        wanted = (num_minibatches, batch_size, differences)
-        if wanted == self._uploaded_for:
-            return
-        self._uploaded_for = None if self.weighted else wanted
         values: dict[str, Any] = {"base": self._base}
         if self.weighted:
             values["time constant"] = time_constant

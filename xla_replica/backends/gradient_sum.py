@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-
-class SumsTensors(Protocol):
-    """What a `GradientSum` asks of its replica; see `Replica`."""
-
-    num_replicas: int
-
-    @property
-    def is_lazy(self) -> bool: ...
-
-    def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None: ...
+if TYPE_CHECKING:
+    from xla_replica.backends.replica import Replica
 
 
 class GradientSum:
@@ -42,7 +34,7 @@ class GradientSum:
 
     has_new: bool | None = None
 
-    def __init__(self, replica: SumsTensors, may_begin: Callable[[], bool]) -> None:
+    def __init__(self, replica: Replica, may_begin: Callable[[], bool]) -> None:
         self._replica = replica
         self._is_lazy = replica.is_lazy
         self._may_begin = may_begin

@@ -135,8 +135,6 @@ class OverlappedSum(GradientSum):
             ``wait()``.
     """
 
-    _replica: Replica
-
     def __init__(
         self, replica: Replica, may_begin: Callable[[], bool], begin: Begin
     ) -> None:

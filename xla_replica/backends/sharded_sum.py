@@ -186,8 +186,6 @@ class ShardedSum(GradientSum):
         shards: What is known of the sharded parameters.
     """
 
-    _replica: Replica
-
     def __init__(
         self,
         replica: Replica,
