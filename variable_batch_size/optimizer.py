@@ -14,13 +14,10 @@ from variable_batch_size.gradient_noise.meter import NoiseOptions, meter_for
 from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.rules.rule import Rule, with_options
 from variable_batch_size.step import checks
-from variable_batch_size.step.attached import Attached
 from variable_batch_size.step.buffers import average_buffers
 from variable_batch_size.step.elastic_state import ElasticState
-from variable_batch_size.step.programs import StepPrograms
-from variable_batch_size.step.replica_steps import ReplicaSteps
-from variable_batch_size.step.settings import Settings
-from variable_batch_size.step.step_counter import StepCounter
+from variable_batch_size.step.settings import Settings, StepContext
+from variable_batch_size.step.update_loop import UpdateLoop
 from xla_replica import Replica, ReplicaError
 from xla_replica.backends.registry import given_or_current
 from xla_replica.common.arguments import check_flag
@@ -134,7 +131,7 @@ class ElasticOptimizer(OptimizerProxy):
     ) -> None:
         self.sampler = sampler
         self.replica = given_or_current(replica)
-        self._settings = Settings(
+        self._settings = settings = Settings(
             with_options(
                 rule,
                 check_flag("momentum_correction", momentum_correction),
@@ -145,14 +142,13 @@ class ElasticOptimizer(OptimizerProxy):
             reduction,
             log_steps,
             max_grad_norm,
+            check_flag("overlap", overlap),
             check_flag("lockstep", lockstep),
         )
-        self._settings.check(optimizer, sampler, self.replica)
+        checks.check_wrapper(settings, optimizer, sampler, self.replica)
         groups = optimizer.param_groups
-        self._sharded = self.replica.is_sharded(
-            [p for g in groups for p in g["params"]]
-        )
-        if self._sharded:
+        sharded = self.replica.is_sharded([p for g in groups for p in g["params"]])
+        if sharded:
             sampler.pad_steps()
         if ref_weight is None and not self.rule.measured:
             sampler.follow_rule(self.rule.lr_factor, ref_batchsize or 1)
@@ -168,34 +164,12 @@ class ElasticOptimizer(OptimizerProxy):
             self.replica,
             scalars,
         )
-        self._settings.check_agreement(sampler, groups, self.noise, self.replica)
-        self._programs = StepPrograms(
-            self,
-            sampler,
-            self._settings,
-            self.replica,
-            scalars,
-            self.noise,
-            check_flag("overlap", overlap),
+        self._context = StepContext(
+            optimizer, sampler, self.replica, settings, scalars, self.noise, sharded
         )
-        self._attached = Attached(self.noise)
-        self._steps = ReplicaSteps(
-            sampler,
-            self._settings,
-            self.replica,
-            self._programs,
-            self._attached,
-            self.noise,
-            self._sharded,
-        )
-        self._saved = ElasticState(
-            self._settings,
-            self._settings.lasting(optimizer),
-            self._programs.scaling,
-            self.noise,
-            self._attached,
-            sampler,
-        )
+        checks.check_agreement(self._context)
+        self._loop = UpdateLoop(self._context, self)
+        self._saved = ElasticState(self._context, self._loop)
 
     # --- the training loop's calls --------------------------------------------------
 
@@ -223,14 +197,25 @@ class ElasticOptimizer(OptimizerProxy):
             raise TypeError(
                 "step(closure) is not supported: call loss.backward() before step()"
             )
-        checks.check_not_compiled()
+        tracing = torch.compiler.is_dynamo_compiling()
+        if tracing or callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()):
+            raise TypeError(
+                "step() was called in a function that torch.compile compiles, which "
+                "would compile the hooks of the backward pass, which look at gradients "
+                "as they are in memory, and step() too, once for every learning rate: "
+                "compile the forward pass alone (the model, or a function that returns "
+                "the loss), and call backward() and step() outside of what is compiled"
+            )
         if getattr(self, "found_inf", None) is not None:  # left by torch's GradScaler
             raise TypeError(
                 "GradScaler is not supported: it would unscale gradients that are "
                 "accumulated, on each replica separately. Train in bfloat16, which "
                 "needs no scaling"
             )
-        return self._steps.end_minibatch(weight)
+        num_updates = self._loop.end_minibatch(weight)
+        if self._loop.position.idle:
+            num_updates += self._join_idle_steps()
+        return num_updates
 
     def join_step(self) -> int:
         """Takes part in a step in which this replica has no minibatch; returns 1.
@@ -242,12 +227,12 @@ class ElasticOptimizer(OptimizerProxy):
         """
         if not (self._settings.lockstep and self.is_idle):
             raise ValueError(
-                f"join_step() in step {self._counter.cursor.step} of epoch {self.epoch}"
+                f"join_step() in step {self._loop.position.step} of epoch {self.epoch}"
                 f", with lockstep={self._settings.lockstep}: it is for wrappers with "
                 "lockstep=True, in steps in which this replica has no minibatch; "
                 "call backward() and step() for every one that it has"
             )
-        return self._steps.join()
+        return self._loop.update()
 
     def set_epoch(self, epoch: int) -> int:
         """Begins an epoch; call it, like the sampler's, before iterating.
@@ -260,7 +245,15 @@ class ElasticOptimizer(OptimizerProxy):
             TraceExhausted: The trace has ended and ``on_end='error'``.
             ReplicaError: The epoch under way has steps left, which other replicas take.
         """
-        return self._steps.begin_epoch(epoch)
+        self._loop.begin_epoch(epoch)
+        return self._join_idle_steps()
+
+    def _join_idle_steps(self) -> int:
+        """Joins the steps that come next without a minibatch, unless in lockstep."""
+        num_updates = 0
+        while self._loop.position.idle and not self._settings.lockstep:
+            num_updates += self._loop.update()
+        return num_updates
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: gradients are zeroed, in place, after every update."""
@@ -283,7 +276,7 @@ class ElasticOptimizer(OptimizerProxy):
             ReplicaError: This replica has joined updates of the epoch, and other
                 replicas have not made them yet: attach before `set_epoch`.
         """
-        self._counter.check_attach()
+        self._loop.check_attach()
         scheduled = getattr(target, "optimizer", None)
         groups = getattr(scheduled, "param_groups", self.param_groups)
         if hasattr(target, "get_last_lr") and groups is not self.param_groups:
@@ -297,7 +290,7 @@ class ElasticOptimizer(OptimizerProxy):
                 "of that one's sampler and state, or save them: build it with this "
                 "wrapper"
             )
-        self._attached.add(target, unit, every)
+        self._loop.attached.add(target, unit, every)
 
     def change_batch_size(self, batch_size: int) -> int:
         """Changes the global batch size of all steps that nobody has begun. Collective.
@@ -316,23 +309,24 @@ class ElasticOptimizer(OptimizerProxy):
                 `Schedule.changed`.
             ReplicaError: Replicas have brought different sizes.
         """
-        sampler, counter = self.sampler, self._counter
+        sampler, position = self.sampler, self._loop.position
         with sampler.dealing_paused() as dealt:
             # The step after this one is looked at: it begins an epoch, or does not.
-            next_step = counter.plan.first_step + counter.cursor.step
-            told = self.replica.all_gather_object((batch_size, max(dealt, next_step)))
-            sizes = [size for size, _ in told]
+            next_step = position.plan.first_step + position.step
+            given = self.replica.all_gather_object((batch_size, max(dealt, next_step)))
+            sizes = [size for size, _ in given]
             if any(size != sizes[0] for size in sizes):
                 raise ReplicaError(
                     f"replicas have asked for different batch sizes, {sizes}: decide "
                     "from numbers that are equal on all of them, or on one replica",
                     self.replica.rank,
                 )
-            first = 1 + max(step for _, step in told)
+            first = 1 + max(step for _, step in given)
             new = sampler.schedule.changed(first, batch_size)
-            self._settings.check_groups(self.inner.param_groups, new, self.replica)
+            groups = self.inner.param_groups
+            checks.check_groups(self._settings, groups, new, self.replica)
             sampler.change_from(first, batch_size)
-            counter.replan(sampler.replanned(counter.plan))
+            position.replan(sampler.replanned(position.plan))
         return first
 
     def average_buffers(self, model: nn.Module) -> None:
@@ -347,9 +341,9 @@ class ElasticOptimizer(OptimizerProxy):
             ReplicaError: Replicas have used different hyperparameters; on an
                 accelerator this is where it is found.
         """
-        self._programs.agreement.check()
-        average_buffers(model, self._steps.num_seen, self.replica)
-        self._steps.num_seen = 0
+        self._loop.check_agreement()
+        average_buffers(model, self._loop.num_seen, self.replica)
+        self._loop.num_seen = 0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group. Collective: its parameters become those of replica 0."""
@@ -360,27 +354,29 @@ class ElasticOptimizer(OptimizerProxy):
         param_group = {**param_group, "params": params}
         unnamed = [p[1] if isinstance(p, tuple) else p for p in params]
         group = {**self.defaults, **param_group, "params": unnamed}
-        self._settings.check_groups([group], self.sampler.schedule, self.replica)
-        if self.replica.is_sharded(unnamed) and not self._sharded:
+        checks.check_groups(
+            self._settings, [group], self.sampler.schedule, self.replica
+        )
+        if self.replica.is_sharded(unnamed) and not self._context.sharded:
             raise ValueError(
                 "add_param_group: these parameters are sharded, and the wrapper was "
                 "built with whole ones alone, whose replicas run different numbers of "
                 "minibatches: build it with a sharded parameter too"
             )
         super().add_param_group(param_group)
-        self._programs.add(self.param_groups[-1]["params"])
+        self._loop.gradients.add(self.param_groups[-1]["params"])
 
     # --- what can be asked ----------------------------------------------------------
 
     @property
     def epoch(self) -> int:
         """The epoch under way."""
-        return self._counter.plan.epoch
+        return self._loop.position.plan.epoch
 
     @property
     def is_idle(self) -> bool:
         """Whether this replica has no minibatch in the step under way."""
-        return self._counter.idle
+        return self._loop.position.idle
 
     @property
     def is_padding(self) -> bool:
@@ -390,7 +386,7 @@ class ElasticOptimizer(OptimizerProxy):
         minibatch left in a step runs one that another replica runs too. Its gradient
         and its weight are zero. Leave it out of metrics.
         """
-        return self._counter.is_padding
+        return self._loop.position.is_padding
 
     @property
     def sample_weights(self) -> torch.Tensor:
@@ -400,8 +396,8 @@ class ElasticOptimizer(OptimizerProxy):
         ``(losses * optimizer.sample_weights).sum()``, and `step` knows how many samples
         count. It is data on the device, not read and not compiled anew.
         """
-        counter = self._counter.follow(self.sampler.plan)
-        return self._programs.mask.weights(counter.num_real_samples)
+        position = self._loop.follow_sampler()
+        return self._loop.mask.weights(position.num_real_samples)
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
@@ -409,11 +405,11 @@ class ElasticOptimizer(OptimizerProxy):
 
         A tensor of shape ``()``; None before the first update.
         """
-        return self._programs.grad_norm
+        return self._loop.grad_norm
 
     def get_bs(self) -> int:
         """Returns the global batch size of the step under way; 0 after the last."""
-        return self._counter.batch_size
+        return self._loop.position.batch_size
 
     def asked_to_stop(self, look: bool = False) -> bool:
         """Returns whether all replicas stop after the update that was made last.
@@ -422,7 +418,7 @@ class ElasticOptimizer(OptimizerProxy):
         `Checkpointer` does. They agree without a collective or, unless ``look``, a
         transfer of their own; see `Agreement.stop_agreed`.
         """
-        return self._programs.agreement.stop_agreed(look)
+        return self._loop.totals.stop_agreed(look)
 
     def current_lr(self) -> float:
         """Returns the first group's effective learning rate in the step under way.
@@ -476,22 +472,17 @@ class ElasticOptimizer(OptimizerProxy):
         self._saved.check(elastic, allow_changes)
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "elastic"})
         self._saved.load(elastic, allow_changes)
-        if "sampler" in elastic:
-            self._steps.restart()
 
     # --- how ------------------------------------------------------------------------
-
-    @property
-    def _counter(self) -> StepCounter:
-        return self._steps.counter
 
     def _current_lrs(self) -> tuple[float, ...]:
         """Returns the learning rates of the step under way, or of the last update."""
         lrs, batch_size = self.get_lr(), self.get_bs()
-        if self._counter.ended or (self.ref_weight and not self.rule.measured):
-            return as_floats(self._steps.last_lrs or lrs, self.replica)
+        is_late = self.ref_weight is not None and not self.rule.measured
+        if self._loop.position.ended or is_late:
+            return as_floats(self._loop.last_lrs or lrs, self.replica)
         if self.rule.measured:
             inputs = self.noise.lr_factors(batch_size)
         else:
-            inputs = (self._settings.batch_ratio(batch_size),) * len(lrs)
+            inputs = (batch_size / (self.ref_batchsize or 1),) * len(lrs)
         return tuple(lr * self.rule.lr_factor(each) for lr, each in zip(lrs, inputs))

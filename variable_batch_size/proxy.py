@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -48,27 +46,9 @@ class OptimizerProxy(Optimizer):
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner = inner
-        self._steps_inner = False
         self._wrapping = True
         super().__init__(inner.param_groups, inner.defaults)
         self._wrapping = False
-        self._guard_step()
-
-    @contextlib.contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Allows the inner optimizer to step, which is an error elsewhere."""
-        self._steps_inner = True
-        try:
-            yield
-        finally:
-            self._steps_inner = False
-        self._opt_called = True  # what torch's schedulers look at before their step
-
-    def _guard_step(self) -> None:
-        """Makes calls of ``inner.step()`` an error while this proxy lives."""
-        if not hasattr(self.inner, "_proxy_of"):
-            self.inner.register_step_pre_hook(_refuse_own_step)
-        self.inner._proxy_of = weakref.ref(self)  # the newest, if there are several
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the inner optimizer."""
@@ -110,18 +90,3 @@ class OptimizerProxy(Optimizer):
         # Torch would run global step hooks around every call of the proxy's step(),
         # also those that only accumulate; the inner optimizer runs them once an update.
         self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}"
-
-
-def _refuse_own_step(inner: Any, args: Any, kwargs: Any) -> None:
-    """Runs before every step of an inner optimizer; raises RuntimeError if it is own.
-
-    A module's function and not a method, so that the hook keeps no proxy alive.
-    """
-    del args, kwargs
-    proxy = inner._proxy_of()
-    if proxy is not None and not proxy._steps_inner:
-        raise RuntimeError(
-            f"step() of the {type(inner).__name__} that a {type(proxy).__name__} wraps "
-            "was called: it would use partial sums of gradients, on this replica "
-            "alone, and the unscaled learning rate. Call step() of the wrapper instead"
-        )

@@ -185,7 +185,8 @@ def train(
             sampler.set_epoch(epoch)
             optimizer.set_epoch(epoch)
             for minibatch in loader:
-                step = optimizer._counter.plan.first_step + optimizer._counter.cursor[1]
+                position = optimizer._loop.position
+                step = position.plan.first_step + position.step
                 seen.append((step, minibatch))
                 x = torch.tensor(minibatch, dtype=torch.float64)[:, None] % 8
                 (model(x) / 8).mean().backward()

@@ -25,6 +25,7 @@ import numpy as np
 import pandas as pd
 
 from variable_batch_size.traces.batch_trace import Trace, TraceError
+from xla_replica import ReplicaError
 from xla_replica.common.arguments import check_choice, check_flag, check_integer
 
 
@@ -186,6 +187,130 @@ class EpochPlan:
         """Returns the part of the order that minibatch ``number`` of a step has."""
         first = self.start(step) + number * self.minibatch_size
         return slice(first, min(first + self.minibatch_size, self.start(step + 1)))
+
+
+class Position:
+    """Where one replica is in an epoch: its step, and the minibatch within that.
+
+    Args:
+        plan: The epoch's plan.
+        rank: The replica.
+        announced: See the attribute.
+
+    Attributes:
+        plan: The epoch's plan.
+        step: The step under way; `EpochPlan.num_steps` after the last.
+        substep: Minibatches of that step that the replica has run.
+        announced: Whether the user began the epoch with ``set_epoch``, in which
+            replicas join the first steps if they are idle in them; also true once the
+            first minibatch has passed.
+        has_run: Whether the replica has run a minibatch of this epoch.
+        ended: Whether the last step of the epoch is done.
+        num_substeps: Minibatches of the step that are this replica's.
+        num_minibatches: Minibatches of the step, over all replicas; 0 after the last.
+        batch_size: The global batch size of the step, in samples; 0 after the last.
+        idle: Whether this replica has no minibatch in the step.
+    """
+
+    def __init__(self, plan: EpochPlan, rank: int, announced: bool = False) -> None:
+        self._rank = rank
+        self.restart(plan, announced)
+
+    def restart(self, plan: EpochPlan, announced: bool = False) -> None:
+        """Goes to the first step of a plan."""
+        self.plan, self.step, self.substep = plan, plan.start_step, 0
+        self.announced, self.has_run = announced, False
+        self._read_step()
+
+    def replan(self, plan: EpochPlan) -> None:
+        """Takes another plan of the epoch, equal in the steps that have begun."""
+        self.plan = plan
+        self._read_step()
+
+    def _read_step(self) -> None:
+        plan, step = self.plan, self.step
+        self.ended = step >= plan.num_steps
+        self.num_substeps = self.num_minibatches = self.batch_size = 0
+        if not self.ended:
+            self.num_substeps = plan.num_substeps_of(step, self._rank)
+            self.num_minibatches = plan.num_minibatches_of(step)
+            self.batch_size = plan.batch_size(step)
+        self.idle = not self.ended and self.num_substeps == 0
+
+    @property
+    def num_real_samples(self) -> int:
+        """Samples of the next minibatch that count; the others are padding."""
+        return self.plan.num_real_samples(self._rank, self.step, self.substep)
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether the next minibatch is run for its collectives alone."""
+        return self.plan.padded and not self.ended and self.num_real_samples == 0
+
+    def count_minibatch(self) -> bool:
+        """Counts one; returns whether it was this replica's last of the step."""
+        self.has_run = True
+        self.substep += 1
+        return self.substep == self.num_substeps
+
+    def advance(self) -> None:
+        """Counts the step under way as done."""
+        self.step, self.substep = self.step + 1, 0
+        self._read_step()
+
+    def follow(self, plan: EpochPlan) -> bool:
+        """Goes to the sampler's plan for the next minibatch.
+
+        Returns:
+            Whether it is another plan than before, as in a new epoch.
+
+        Raises:
+            ValueError: The epoch has no such minibatch, or the one before has not
+                ended.
+            ReplicaError: The replica is idle in the step, or was and did not join it.
+        """
+        before = self.plan
+        is_new = (plan.epoch, plan.start_step) != (before.epoch, before.start_step)
+        if is_new:
+            if not self.ended and (self.announced or self.has_run):
+                raise ValueError(
+                    f"the optimizer is at step {self.step} of epoch {before.epoch} and "
+                    f"the sampler at epoch {plan.epoch}: call set_epoch on both before "
+                    "every epoch, and restore both (the optimizer's load_state_dict "
+                    "does) before the first"
+                )
+            self.restart(plan)
+        if self.ended:
+            raise ValueError(
+                f"step() after the last of the {plan.num_steps} steps of epoch "
+                f"{plan.epoch}: call set_epoch({plan.epoch + 1}) on sampler and "
+                "optimizer, and step() once per minibatch of the sampler"
+            )
+        if not self.announced:
+            self._check_unannounced()
+        if self.idle:
+            raise ReplicaError(
+                f"replica {self._rank} is idle in step {self.step} of epoch "
+                f"{plan.epoch} and has not joined it, because an earlier update or "
+                "callback raised an exception: resume from a checkpoint; or because "
+                "of lockstep=True: call join_step() in place of step()",
+                self._rank,
+            )
+        return is_new
+
+    def _check_unannounced(self) -> None:
+        """Raises ReplicaError if a replica may be idle in the epoch's first step."""
+        plan = self.plan
+        first = plan.num_minibatches_of(plan.start_step)
+        if first < plan.num_replicas and not plan.padded:
+            raise ReplicaError(
+                f"epoch {plan.epoch} begins with a step of {first} "
+                f"minibatches on {plan.num_replicas} replicas: call "
+                f"optimizer.set_epoch({plan.epoch}) before iterating, where idle "
+                "replicas join that step before their first forward pass",
+                self._rank,
+            )
+        self.announced = True
 
 
 class Schedule:

@@ -131,7 +131,6 @@ class NoiseMeter:
         self._progress = Progress(self.dtype, replica)
         self.estimator = "nothing"
         self._uploaded: dict[str, torch.Tensor] = {}
-        self._uploaded_for: tuple[float, ...] | None = None
         self.watch(groups)
 
     def use_norm_layers(self, model: torch.nn.Module) -> None:
@@ -148,7 +147,7 @@ class NoiseMeter:
         inputs must be that of the samples, and the loss a mean over the samples.
 
         Raises:
-            ValueError, TypeError: See `NormLayerSquares`; or minibatches have weights,
+            ValueError, TypeError: See `norm_layers_of`; or minibatches have weights,
                 parameters are sharded, or options are of other estimators.
         """
         options, parameters = self.options, self._gradients.parameters
@@ -163,7 +162,6 @@ class NoiseMeter:
                 "sharded (FSDP2)"
             )
         self._norm_layers.use(model, parameters, self.minibatch_size)
-        self._uploaded_for = None
 
     # --- while training -------------------------------------------------------------
 
@@ -182,15 +180,15 @@ class NoiseMeter:
         if self._compares:
             self._differences.add_parameters(new)
 
-    def expect(self, num_minibatches: int) -> None:
-        """Says how many minibatches the step under way has, over all replicas.
+    def prepare_step(self, num_minibatches: int) -> None:
+        """Prepares for a step of so many minibatches, over all replicas.
 
         One tells nothing of the noise by its gradients, so they are not looked at;
         where programs are compiled they are, which makes one program of all steps.
         """
         unused = num_minibatches == 1 and not (self.weighted or self._compares)
         self._gradients.paused = unused and not self._replica.is_lazy
-        self._norm_layers.expect(num_minibatches)
+        self._norm_layers.prepare_step(num_minibatches)
 
     def drop_discarded(self) -> None:
         """Forgets gradients that `model.zero_grad` has thrown away meanwhile."""
@@ -215,7 +213,7 @@ class NoiseMeter:
             self._count = self._count + counts
         self._squares = self._squares + squares
 
-    def begin_update(self, num_minibatches: int, batch_size: int) -> list[torch.Tensor]:
+    def to_sum(self, num_minibatches: int, batch_size: int) -> list[torch.Tensor]:
         """Uploads what changes from update to update, ahead of the collective.
 
         Both numbers are the step's, over all replicas. Returns what is to be summed
@@ -225,7 +223,7 @@ class NoiseMeter:
         self._upload(num_minibatches, batch_size)
         if self.weighted:
             return [self._squares, self._count]
-        if self._unseen and num_minibatches != 1:  # another epoch than was expected
+        if self._unseen and num_minibatches != 1:  # another epoch than was prepared for
             self._squares.fill_(math.nan)
         return [self._squares, *self._norm_layers.to_sum()]
 
@@ -267,13 +265,13 @@ class NoiseMeter:
             gains = gain.expand(len(self._squares))
         return gains * self._lr_factor if self.options.compat else gains
 
-    def end_step(self) -> None:
+    def clear(self) -> None:
         """Forgets the minibatches of the step."""
         self._gradients.discard()
         self._unseen = False
         with torch.no_grad():
             torch._foreach_zero_(
-                [self._squares, self._count, *self._norm_layers.end_step()]
+                [self._squares, self._count, *self._norm_layers.clear()]
             )
 
     # --- what can be asked ----------------------------------------------------------
@@ -375,15 +373,11 @@ class NoiseMeter:
     # --- how ------------------------------------------------------------------------
 
     def _upload(self, num_minibatches: int, batch_size: int) -> None:
-        """Uploads what an update needs, unless it is the same as for the last one."""
+        """Uploads what an update needs."""
         time_constant = self.options.time_constant
         differences = self._differences.weight(num_minibatches, time_constant)
         if not self.weighted:
             self._batch_size = batch_size
-        wanted = (num_minibatches, batch_size, differences)
-        if wanted == self._uploaded_for:
-            return
-        self._uploaded_for = None if self.weighted else wanted
         values: dict[str, Any] = {"base": self._base}
         if self.weighted:
             values["time constant"] = time_constant
@@ -403,7 +397,7 @@ class NoiseMeter:
         }
 
     def _weigh(self, total: Any) -> None:
-        """Makes of a step's weight and count what `begin_update` else uploads."""
+        """Computes from a step's weight and count what `to_sum` else uploads."""
         self._batch_size = total
         numbers = self._uploaded
         if not isinstance(total, torch.Tensor):

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from variable_batch_size.gradient_noise.squares import square
 from xla_replica import Replica
 from xla_replica.device.gradients import weak_hook
 
@@ -83,7 +82,7 @@ def _saves(output: Tensor) -> bool:
     )
 
 
-class _Layer:
+class NormLayer:
     """One normalisation layer, and its weight's gradients of every sample.
 
     They are summed over positions, over the layer's calls, and over the backward passes
@@ -193,81 +192,43 @@ class _Layer:
             self.samples = None
 
 
-class NormLayerSquares:
-    """Sees the outputs of normalisation layers, and their gradients.
+def norm_layers_of(
+    model: nn.Module,
+    parameters: Iterable[nn.Parameter],
+    minibatch_size: int,
+    replica: Replica,
+) -> list[NormLayer]:
+    """Returns the normalisation layers of a model, each with hooks that see it.
 
     Layers are those of torch, and any other that has a vector ``weight``, perhaps a
     ``bias``, and no other parameter, and whose first output is that of a LayerNorm or
     an RMSNorm. The first dimension of their inputs must be that of the samples.
 
     Args:
-        model: Its layers are looked at. Only those whose weight is among `parameters`
-            and requires a gradient count.
+        model: Only layers whose weight is among `parameters` count.
         parameters: What the optimizer trains.
         minibatch_size: Samples in a minibatch, over which the loss is a mean.
-        dtype: What squares are added up in.
         replica: The replica whose gradients these are.
 
     Raises:
         TypeError: ``model`` is not a module.
         ValueError: It has no layer that could count.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        parameters: Iterable[nn.Parameter],
-        minibatch_size: int,
-        dtype: torch.dtype,
-        replica: Replica,
-    ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
-        self._dtype = dtype
-        self._nothing = torch.zeros(1, dtype=dtype, device=replica.device)
-        trained = set(parameters)
-        self._layers: list[_Layer] = []
-        for module in model.modules():
-            if getattr(module, "weight", None) in trained:
-                kind = _kind_of(module)
-                if kind is not None:
-                    self._layers.append(_Layer(module, kind, minibatch_size, replica))
-        if not self._layers:
-            raise ValueError(
-                f"{type(model).__name__} has no LayerNorm, RMSNorm or GroupNorm whose "
-                "weight the optimizer trains, so normalisation layers tell nothing of "
-                "its noise: leave use_norm_layers out"
-            )
-
-    def take(self) -> Tensor:
-        """Returns the sum of squares of all that samples add to ``.grad``: ``(1,)``.
-
-        Once. Each adds a part of its minibatch's mean.
-        """
-        found = [each.samples for each in self._layers if each.samples is not None]
-        self.discard()
-        return self._total(found)
-
-    def discard(self) -> None:
-        """Forgets the minibatch."""
-        for each in self._layers:
-            each.discard()
-
-    def drop_discarded(self) -> None:
-        """Drops what `model.zero_grad` has removed from ``.grad``, in every layer."""
-        for each in self._layers:
-            each.drop_discarded()
-
-    def of_gradients(self) -> Tensor:
-        """Returns ||gradient||^2 of what ``.grad`` of the weights holds: ``(1,)``."""
-        found = [each.weight.grad for each in self._layers]
-        return self._total([each.flatten() for each in found if each is not None])
-
-    def _total(self, tensors: list[Tensor]) -> Tensor:
-        """Returns the sum of all squares, ``(1,)``, of tensors that fit together."""
-        if not tensors:
-            return self._nothing
-        return square(torch.cat(tensors, -1), self._dtype).reshape(1)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
+    trained, layers = set(parameters), []
+    for module in model.modules():
+        if getattr(module, "weight", None) in trained:
+            kind = _kind_of(module)
+            if kind is not None:
+                layers.append(NormLayer(module, kind, minibatch_size, replica))
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no LayerNorm, RMSNorm or GroupNorm whose "
+            "weight the optimizer trains, so normalisation layers tell nothing of "
+            "its noise: leave use_norm_layers out"
+        )
+    return layers
 
 
 def _kind_of(layer: Any) -> Normalise | None:

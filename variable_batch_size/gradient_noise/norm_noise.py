@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from variable_batch_size.gradient_noise import estimators
-from variable_batch_size.gradient_noise.norm_layers import NormLayerSquares
+from variable_batch_size.gradient_noise.norm_layers import NormLayer, norm_layers_of
+from variable_batch_size.gradient_noise.squares import square
 from xla_replica import Replica
 
 
@@ -24,7 +25,7 @@ class NormLayerNoise:
     """
 
     def __init__(self, dtype: torch.dtype, replica: Replica) -> None:
-        self._layers: NormLayerSquares | None = None
+        self._layers: list[NormLayer] = []  # those in use
         self._minibatch_size = 0
         self._dtype, self._replica = dtype, replica
         self.averages = estimators.no_statistics(1, dtype, replica.device)
@@ -39,16 +40,14 @@ class NormLayerNoise:
     @property
     def in_use(self) -> bool:
         """Whether layers are looked at."""
-        return self._layers is not None
+        return bool(self._layers)
 
     def use(
         self, model: nn.Module, parameters: Iterable[nn.Parameter], minibatch_size: int
     ) -> None:
-        """Begins to look at a model's layers; see `NormLayerSquares`."""
+        """Looks at a model's layers from now on; see `norm_layers_of`."""
         self._minibatch_size = minibatch_size
-        self._layers = NormLayerSquares(
-            model, parameters, minibatch_size, self._dtype, self._replica
-        )
+        self._layers = norm_layers_of(model, parameters, minibatch_size, self._replica)
 
     def numbers(
         self, num_samples: int, num_minibatches: int, time_constant: float
@@ -67,19 +66,40 @@ class NormLayerNoise:
             "weight of samples": weight if num_samples > 1 else 0.0,
         }
 
-    def expect(self, num_minibatches: int) -> None:
-        """Says how many minibatches the step has that `update` will take in."""
+    def prepare_step(self, num_minibatches: int) -> None:
+        """Prepares for a step of so many minibatches, over all replicas."""
         self._measures_whole = num_minibatches > 1 or self._replica.is_lazy
 
     def drop_discarded(self) -> None:
         """Forgets gradients that `model.zero_grad` has thrown away meanwhile."""
-        if self._layers is not None:
-            self._layers.drop_discarded()
+        for layer in self._layers:
+            layer.drop_discarded()
 
     def end_minibatch(self) -> None:
         """Adds the minibatch's squares to the step's, in the minibatch's graph."""
-        if self._layers is not None:
-            self._squares = self._squares + self._layers.take()
+        if self._layers:
+            self._squares = self._squares + self.take()
+
+    def take(self) -> Tensor:
+        """Returns the sum of squares of all that samples add to ``.grad``: ``(1,)``.
+
+        Once. Each adds a part of its minibatch's mean.
+        """
+        found = [each.samples for each in self._layers if each.samples is not None]
+        for layer in self._layers:
+            layer.discard()
+        return self._total(found)
+
+    def of_gradients(self) -> Tensor:
+        """Returns ||gradient||^2 of what ``.grad`` of the weights holds: ``(1,)``."""
+        found = [each.weight.grad for each in self._layers]
+        return self._total([each.flatten() for each in found if each is not None])
+
+    def _total(self, tensors: list[Tensor]) -> Tensor:
+        """Returns the sum of all squares, ``(1,)``, of tensors that fit together."""
+        if not tensors:
+            return torch.zeros_like(self._squares)
+        return square(torch.cat(tensors, -1), self._dtype).reshape(1)
 
     def to_sum(self) -> list[Tensor]:
         """Returns what is to be summed over replicas, in place."""
@@ -93,12 +113,10 @@ class NormLayerNoise:
             weight_of_whole: ``(1,)``: the step's weight in the averages of the whole
                 gradient; 0 where it was not measured.
         """
-        if self._layers is None:
+        if not self._layers:
             return
         new = estimators.estimate(
-            self._squares,
-            self._layers.of_gradients(),
-            numbers["coefficients of samples"],
+            self._squares, self.of_gradients(), numbers["coefficients of samples"]
         )
         self.averages = estimators.average(
             self.averages, new, numbers["weight of samples"]
@@ -107,12 +125,11 @@ class NormLayerNoise:
             self.matched = estimators.average(self.matched, new, weight_of_whole)
             self._of_whole = None
 
-    def end_step(self) -> list[Tensor]:
+    def clear(self) -> list[Tensor]:
         """Forgets the minibatches of the step; returns what is to be zeroed."""
-        if self._layers is None:
-            return []
-        self._layers.discard()
-        return [self._squares]
+        for layer in self._layers:
+            layer.discard()
+        return self.to_sum()
 
     def statistics(self, whole: Tensor) -> Tensor:
         """Returns the model's statistics, by the best estimator: ``(3, 1)``.

@@ -22,6 +22,7 @@ class GradientSquares:
     It keeps the squared norm of each, added up in ``dtype``, and no copy.
 
     Attributes:
+        parameters: Those whose gradients are seen.
         paused: Whether gradients are let pass unseen.
     """
 
@@ -29,7 +30,7 @@ class GradientSquares:
         self.dtype = dtype
         self.device = replica.device
         self._replica = replica
-        self._parameters: list[nn.Parameter] = []
+        self.parameters: list[nn.Parameter] = []
         self._group_of: list[int] = []
         self._known: set[nn.Parameter] = set()
         self._num_groups = 0
@@ -38,35 +39,27 @@ class GradientSquares:
         self._repeated = False
         self.paused = False
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters whose gradients are seen."""
-        return self._parameters
-
     def watch(self, groups: Groups) -> list[nn.Parameter]:
-        """Begins to see all trainable parameters; returns those that are new."""
+        """Sees all trainable parameters from now on; returns those that are new."""
         new = []
         self._num_groups = len(groups)
         for group_index, group in enumerate(groups):
             for parameter in group["params"]:
                 if parameter.requires_grad and parameter not in self._known:
+                    # The garbage collector cannot see what a node keeps.
+                    hook = weak_hook(self.collect, len(self.parameters))
+                    self._handles.append(self._replica.on_gradient(parameter, hook))
                     self._known.add(parameter)
-                    self._hook(parameter)
+                    self.parameters.append(parameter)
                     self._group_of.append(group_index)
                     new.append(parameter)
         return new
 
-    def _hook(self, parameter: nn.Parameter) -> None:
-        # The garbage collector cannot see what a node keeps.
-        hook = weak_hook(self.collect, len(self._parameters))
-        self._handles.append(self._replica.on_gradient(parameter, hook))
-        self._parameters.append(parameter)
-
     def collect(self, index: int, gradient: torch.Tensor) -> None:
-        """Takes note of a gradient of this minibatch."""
+        """Keeps the square of a gradient of this minibatch."""
         if self.paused:
             return
-        if index in self._collected and self._parameters[index].grad is not None:
+        if index in self._collected and self.parameters[index].grad is not None:
             self._repeated = True  # else the one before was thrown away
         if gradient.requires_grad:  # of backward(create_graph=True)
             gradient = gradient.detach()
@@ -90,7 +83,7 @@ class GradientSquares:
         self._collected = {
             index: value
             for index, value in self._collected.items()
-            if self._parameters[index].grad is not None
+            if self.parameters[index].grad is not None
         }
 
     def discard(self) -> None:
@@ -101,7 +94,7 @@ class GradientSquares:
         """Returns what ``.grad`` holds here now, by the parameter's index."""
         return {
             index: self._replica.local(parameter.grad)
-            for index, parameter in enumerate(self._parameters)
+            for index, parameter in enumerate(self.parameters)
             if parameter.grad is not None
         }
 
@@ -113,7 +106,7 @@ class GradientSquares:
 
     def whole_by_group(self, numbers: dict[int, torch.Tensor]) -> torch.Tensor:
         """Returns `by_group` of sums over what `gradients` has returned."""
-        parameters = [self._parameters[index] for index in numbers]
+        parameters = [self.parameters[index] for index in numbers]
         sums = self._replica.sum_over_shards([*numbers.values()], parameters)
         return self.by_group(dict(zip(numbers, sums)))
 

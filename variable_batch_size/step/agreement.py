@@ -24,79 +24,34 @@ import torch
 
 import xla_replica
 from variable_batch_size.device_scalars import DeviceScalars
-from variable_batch_size.step.step_counter import StepCounter
 from xla_replica import Replica, ReplicaError
-
-Groups = list[dict[str, Any]]
 
 # float32 holds integers below this exactly, in whatever order they are summed.
 _EXACT = 2**24
 
 
 class Agreement:
-    """Watches hyperparameters, casts ballots and counts them.
+    """Casts ballots and counts them, on one of several replicas.
 
     Hashes agree if their sum is the number of replicas times the own one.
 
     Args:
         replica: The replica that the caller runs in.
         scalars: Where the ballots are kept on the device.
-        lockstep: Whether replicas run the user's loop body once per update.
     """
 
-    def __init__(
-        self, replica: Replica, scalars: DeviceScalars, lockstep: bool = False
-    ) -> None:
+    def __init__(self, replica: Replica, scalars: DeviceScalars) -> None:
         self._replica = replica
-        self._lockstep = lockstep
         self._scalars = scalars
-        self._remembered: tuple[Any, ...] | None = None
         self._modulus = _EXACT // replica.num_replicas
         # Of hyperparameters and of orders, added up over updates.
         self._differences = torch.zeros(2, device=replica.device)
         self._own = torch.zeros(5, device=replica.device)
         self._asked = False
-        self._hears = replica.has_streams and replica.num_replicas > 1
         self._arriving: deque[Callable[[], torch.Tensor | None]] = deque()
         self._votes: torch.Tensor | None = None
 
     # --- before the sum -------------------------------------------------------------
-
-    def remember(self, groups: Groups) -> None:
-        """Takes note of the hyperparameters that `check_unchanged` compares with."""
-        self._remembered = hyperparameters(groups)
-
-    def allow_change(self) -> None:
-        """Lets the next `check_unchanged` pass."""
-        self._remembered = None
-
-    def check_unchanged(self, groups: Groups, counter: StepCounter) -> None:
-        """Raises ReplicaError if a change just now was not seen by all replicas.
-
-        Replicas run the user's loop body different numbers of times: once per
-        minibatch, and not at all in steps in which they are idle. What looks right
-        from here and is not, the ballots find.
-        """
-        if self._remembered is None:
-            return
-        if counter.substep:  # on one replica, too: more of them would do otherwise
-            where = f"within step {counter.cursor.step}"
-            why = "replicas may accumulate different numbers of minibatches"
-        elif counter.plan.has_idle_replicas and not self._lockstep:
-            where = "between two updates"
-            why = "idle replicas join updates without running your code"
-        else:
-            return
-        if self._remembered == hyperparameters(groups):
-            return
-        raise ReplicaError(
-            "the learning rate or another hyperparameter changed "
-            f"{where} of epoch {counter.plan.epoch}. There {why}, so replicas would "
-            "use different values: call optimizer.attach(scheduler) once in place of "
-            "scheduler.step() in the loop, or change it between epochs, before "
-            "optimizer.set_epoch",
-            self._replica.rank,
-        )
 
     def ballots(self, used: tuple[Any, ...], order: str | None = None) -> torch.Tensor:
         """Returns what is to be summed with the gradients: ``(5,)`` float32.
@@ -112,7 +67,7 @@ class Agreement:
         own = zlib.crc32(repr(used).encode()) % self._modulus
         known = order is not None
         digest = zlib.crc32(order.encode()) % self._modulus if known else 0
-        self._asked |= self._hear() or xla_replica.stop_requested() is not None
+        self._asked |= self._vote_arrived() or xla_replica.stop_requested() is not None
         numbers = (own, digest, 1.0, float(known), float(self._asked))
         self._own = self._scalars.get("ballots", (numbers,)).reshape(-1)
         return self._own.clone()
@@ -120,12 +75,12 @@ class Agreement:
     # --- after it -------------------------------------------------------------------
 
     def count(self, sums: torch.Tensor) -> None:
-        """Takes in the sums of `ballots`; where reading is free it checks at once."""
+        """Counts the sums of `ballots`, and checks them where reading is free."""
         own, is_cast = self._own[:2], self._own[2:4]
         hashes, num_cast = sums[:2], sums[2:4]
         self._differences.add_((is_cast * (hashes - own * num_cast)).abs())
         self._votes = sums[4:]
-        if self._hears and not self._asked:
+        if self._replica.has_streams and not self._asked:
             self._arriving.append(self._replica.fetch_later(self._votes))
         if self._replica.is_host:
             self.check()
@@ -153,7 +108,7 @@ class Agreement:
             self._replica.rank,
         )
 
-    def _hear(self) -> bool:
+    def _vote_arrived(self) -> bool:
         """Returns whether a vote of any replica has arrived on the host by now."""
         while self._arriving and (votes := self._arriving[0]()) is not None:
             self._arriving.popleft()
@@ -180,15 +135,3 @@ class Agreement:
             return False
         votes = self._replica.fetch([self._votes])[0].item()
         return votes > 0 if everybody else votes == self._replica.num_replicas
-
-
-def hyperparameters(groups: Groups) -> tuple[Any, ...]:
-    """Returns the name and value of every number in the parameter groups."""
-    return tuple(
-        [
-            (name, value)
-            for group in groups
-            for name, value in group.items()
-            if isinstance(value, (int, float, tuple))
-        ]
-    )

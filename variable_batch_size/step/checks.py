@@ -1,7 +1,8 @@
-"""What an optimizer wrapper refuses at construction."""
+"""What an optimizer wrapper refuses where it is built, or where a group is added."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import warnings
 from typing import Any
@@ -13,8 +14,15 @@ from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import Schedule
 from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.rules.rule import Rule
+from variable_batch_size.step.settings import Settings, StepContext
+from variable_batch_size.step.totals import hyperparameters
 from xla_replica import Replica
-from xla_replica.common.arguments import check_choice, check_number, is_number
+from xla_replica.common.arguments import (
+    check_choice,
+    check_integer,
+    check_number,
+    is_number,
+)
 
 # Their steps are normalised, so they do not grow with the learning rate's batch factor
 # the way SGD's do.
@@ -24,7 +32,78 @@ _ADAPTIVE = (
 )  # fmt: skip
 
 
-def check_optimizer(optimizer: Optimizer, rule: Rule) -> None:
+def check_wrapper(
+    settings: Settings, optimizer: Optimizer, sampler: CustomSampler, replica: Replica
+) -> None:
+    """Raises TypeError or ValueError unless the settings fit the parts of a wrapper."""
+    _check_optimizer(optimizer, settings.rule)
+    if not isinstance(sampler, CustomSampler):
+        raise TypeError(f"sampler must be a CustomSampler, got {sampler!r}")
+    if (sampler.rank, sampler.num_replicas) != (replica.rank, replica.num_replicas):
+        raise ValueError(
+            f"the sampler deals to replica {sampler.rank} of {sampler.num_replicas}, "
+            f"but this is {replica}"
+        )
+    _check_reduction(settings, sampler.schedule)
+    rule = settings.rule
+    has_reference = (settings.ref_batchsize, settings.ref_weight) != (None, None)
+    if rule.needs_reference and not has_reference:
+        raise TypeError(
+            f"rule {rule.name!r} needs ref_batchsize=, the batch size at which the "
+            "learning rate was tuned"
+        )
+    if settings.log_steps is not None:
+        check_integer("log_steps", settings.log_steps, least=1)
+    for name in ("ref_batchsize", "max_grad_norm"):
+        value = getattr(settings, name)
+        if value is not None:
+            check_number(name, value, above=0)
+    check_groups(settings, optimizer.param_groups, sampler.schedule, replica)
+
+
+def check_groups(
+    settings: Settings,
+    groups: list[dict[str, Any]],
+    schedule: Schedule,
+    replica: Replica,
+) -> None:
+    """Raises TypeError or ValueError unless the settings fit groups and batch sizes."""
+    _check_hyperparameters(groups)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    replica.check_parameters(parameters)
+    for parameter in parameters:
+        if parameter.device.type != replica.device.type:
+            raise ValueError(
+                f"a parameter is on {parameter.device}, but this is {replica}: move "
+                "the model with model.to(replica.device) before you build the "
+                "optimizer, or pass replica=xla_replica.LocalReplica('cpu')"
+            )
+    _check_rule(settings, groups, schedule)
+
+
+def check_agreement(context: StepContext) -> None:
+    """Raises ReplicaError if replicas would not train one model. Collective."""
+    settings, noise, parameters = context.settings, context.noise, context.parameters()
+    kinds = repr([(*p.shape, p.dtype, p.requires_grad) for p in parameters])
+    context.replica.check_agreement(
+        "the settings of the run",
+        {
+            **context.sampler.fingerprint(),
+            "rule": settings.rule.name,
+            **settings.options(),
+            "noise": noise.options if noise else None,
+            "lockstep": settings.lockstep,
+            "hyperparameters": hyperparameters(context.inner.param_groups),
+            "parameters": f"{len(parameters)} tensors of "
+            f"{sum(p.numel() for p in parameters)} numbers, sha256 "
+            f"{hashlib.sha256(kinds.encode()).hexdigest()[:16]}",
+        },
+        "Each would train another model: build sampler, model and optimizer alike "
+        "on every replica, without the rank in seeds, files or conditions.",
+    )
+
+
+def _check_optimizer(optimizer: Optimizer, rule: Rule) -> None:
     """Raises TypeError, or warns, unless ``rule`` suits an ``optimizer`` to wrap."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
@@ -68,17 +147,14 @@ def check_optimizer(optimizer: Optimizer, rule: Rule) -> None:
         )
 
 
-def check_rule(
-    groups: list[dict[str, Any]],
-    rule: Rule,
-    schedule: Schedule,
-    ref_batchsize: float | None,
-    late_ratio: bool,
+def _check_rule(
+    settings: Settings, groups: list[dict[str, Any]], schedule: Schedule
 ) -> None:
     """Raises unless the rule works with the groups and the trace's extreme sizes.
 
-    If the ratio is late, it is known to be positive, and to the device alone.
+    A ratio of weights is known to be positive, and to the device alone.
     """
+    rule, late_ratio = settings.rule, settings.ref_weight is not None
     if rule.beta and any(group.get("capturable") for group in groups):
         raise TypeError(
             f"rule {rule.name!r} does not work with capturable=True, which computes "
@@ -86,7 +162,8 @@ def check_rule(
             "learning rate to the device itself"
         )
     sizes = schedule.trace.batch_sizes
-    ratios = {float(size) / (ref_batchsize or 1) for size in (sizes.min(), sizes.max())}
+    reference = settings.ref_batchsize or 1
+    ratios = {float(size) / reference for size in (sizes.min(), sizes.max())}
     for ratio in {1.0} if late_ratio else ratios:
         factor = rule.lr_factor(ratio)
         if not (is_number(factor) and 0 <= factor < math.inf):
@@ -114,25 +191,10 @@ def check_rule(
             rule.update(ratio, group, rule.init())
 
 
-def check_sampler(sampler: CustomSampler, replica: Replica) -> None:
-    """Raises TypeError or ValueError unless ``sampler`` feeds ``replica``."""
-    if not isinstance(sampler, CustomSampler):
-        raise TypeError(f"sampler must be a CustomSampler, got {sampler!r}")
-    if (sampler.rank, sampler.num_replicas) != (replica.rank, replica.num_replicas):
-        raise ValueError(
-            f"the sampler deals to replica {sampler.rank} of {sampler.num_replicas}, "
-            f"but this is {replica}"
-        )
-
-
-def check_reduction(
-    reduction: str,
-    ref_weight: float | None,
-    ref_batchsize: float | None,
-    rule: Rule,
-    schedule: Schedule,
-) -> None:
+def _check_reduction(settings: Settings, schedule: Schedule) -> None:
     """Raises unless reduction and references of an optimizer wrapper fit together."""
+    reduction, rule = settings.reduction, settings.rule
+    ref_batchsize, ref_weight = settings.ref_batchsize, settings.ref_weight
     check_choice("reduction", reduction, ("mean", "sum"))
     if schedule.pad_minibatches and reduction == "mean":
         raise TypeError(
@@ -161,20 +223,8 @@ def check_reduction(
         )
 
 
-def check_numbers(rule: Rule, ref_batchsize: float | None, **given: Any) -> None:
-    """Raises unless the rule has its reference and all numbers are positive or None."""
-    if ref_batchsize is None and rule.needs_reference:
-        raise TypeError(
-            f"rule {rule.name!r} needs ref_batchsize=, the batch size at which the "
-            "learning rate was tuned"
-        )
-    for name, value in {"ref_batchsize": ref_batchsize, **given}.items():
-        if value is not None:
-            check_number(name, value, above=0)
-
-
-def check_groups(groups: list[dict[str, Any]], replica: Replica) -> None:
-    """Raises unless hyperparameters are numbers and parameters the replica's to sum."""
+def _check_hyperparameters(groups: list[dict[str, Any]]) -> None:
+    """Raises unless the reference learning rate and all others are numbers."""
     if any(isinstance(group["lr"], torch.Tensor) for group in groups):
         raise TypeError(
             "the reference learning rate must be a number, not a tensor, which every "
@@ -189,43 +239,3 @@ def check_groups(groups: list[dict[str, Any]], replica: Replica) -> None:
                     f"the optimizer's {name} must be a number, got {value!r}, which "
                     "would make every weight NaN"
                 )
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    replica.check_parameters(parameters)
-    for parameter in parameters:
-        if parameter.device.type != replica.device.type:
-            raise ValueError(
-                f"a parameter is on {parameter.device}, but this is {replica}: move "
-                "the model with model.to(replica.device) before you build the "
-                "optimizer, or pass replica=xla_replica.LocalReplica('cpu')"
-            )
-
-
-def check_not_compiled() -> None:
-    """Raises TypeError within a function that torch.compile has compiled.
-
-    Such a function also compiles what it calls: the hooks that the backward pass runs,
-    which look at gradients as they are in memory, and all that `step` does, once for
-    every step, substep and learning rate.
-    """
-    tracing = torch.compiler.is_dynamo_compiling()
-    if tracing or callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()):
-        raise TypeError(
-            "step() was called in a function that torch.compile compiles, which would "
-            "compile the hooks of the backward pass and step() too: compile the "
-            "forward pass alone (the model, or a function that returns the loss), and "
-            "call backward() and step() outside of what is compiled"
-        )
-
-
-def check_yielded(sampler: CustomSampler, num_minibatches: int) -> None:
-    """Raises ValueError unless the sampler has yielded so many minibatches or more.
-
-    It has yielded more where a loader reads ahead.
-    """
-    if sampler.num_yielded < num_minibatches:
-        raise ValueError(
-            f"step() was called for minibatch number {num_minibatches}, and the "
-            f"sampler has yielded {sampler.num_yielded}: the data come from somewhere "
-            "else, so batches would not be those of the trace. Build the loader with "
-            "DataLoader(dataset, batch_sampler=sampler), or iterate the sampler"
-        )

@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.gradient_noise.meter import NoiseMeter
-from variable_batch_size.rules.scaling import Scaling
-from variable_batch_size.step.attached import Attached
-from variable_batch_size.step.settings import Settings
+from variable_batch_size.step.settings import StepContext
+from variable_batch_size.step.totals import hyperparameters
+from variable_batch_size.step.update_loop import UpdateLoop
 from xla_replica.common.differences import check_same
 
+# Hyperparameters that say how a device computes, not what.
+_OF_DEVICES = ("foreach", "fused", "capturable", "differentiable")
 
-class ElasticState(NamedTuple):
-    """The parts of a wrapper that count something, saved and loaded together.
+
+class ElasticState:
+    """Saves and loads the parts of a wrapper that count something.
 
     The state does not depend on the number of replicas.
     """
 
-    settings: Settings
-    lasting: dict[str, Any]  # `Settings.lasting`, as the run began
-    scaling: Scaling
-    noise: NoiseMeter | None
-    attached: Attached
-    sampler: CustomSampler
+    def __init__(self, context: StepContext, loop: UpdateLoop) -> None:
+        self._context, self._loop = context, loop
+        self._lasting = _lasting(context)  # as the run began
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state after the last update. Reads the device for noise."""
+        settings, noise = self._context.settings, self._context.noise
         return {
-            "rule": self.settings.rule.name,
-            "ref_batchsize": self.settings.ref_batchsize,
-            "settings": self.lasting,
-            "scaling": self.scaling.state_dict(),
-            "noise": self.noise.state_dict() if self.noise else None,
-            "schedules": self.attached.state_dict(),
-            "sampler": self.sampler.state_dict(),
+            "rule": settings.rule.name,
+            "ref_batchsize": settings.ref_batchsize,
+            "settings": self._lasting,
+            "scaling": self._loop.scaling.state_dict(),
+            "noise": noise.state_dict() if noise else None,
+            "schedules": self._loop.attached.state_dict(),
+            "sampler": self._context.sampler.state_dict(),
         }
 
     def check(self, state: dict[str, Any], allow_changes: bool) -> None:
@@ -44,9 +43,10 @@ class ElasticState(NamedTuple):
             state: What `state_dict` returned; parts may be missing.
             allow_changes: See `CustomSampler.load_state_dict`.
         """
-        rule, ref_batchsize = self.settings.rule.name, self.settings.ref_batchsize
+        settings, noise = self._context.settings, self._context.noise
+        rule, ref_batchsize = settings.rule.name, settings.ref_batchsize
         if "sampler" in state:
-            self.sampler.check_state(state["sampler"], allow_changes)
+            self._context.sampler.check_state(state["sampler"], allow_changes)
         if state.get("rule", rule) != rule:
             raise ValueError(
                 f"the state is of rule {state['rule']!r}, and this optimizer has "
@@ -57,28 +57,57 @@ class ElasticState(NamedTuple):
             saved = state.get("settings", {})  # of an earlier version: nothing
             check_same(
                 saved,
-                self.lasting,
+                self._lasting,
                 "the optimizer's state is of another run",
                 "Build the optimizer as it was; or pass allow_changes=True to resume "
                 "all the same, with the saved hyperparameters of parameter groups, and "
                 "set others after that",
-                {name: name for name in self.lasting if name in saved},
+                {name: name for name in self._lasting if name in saved},
             )
-        self.attached.check_state(state.get("schedules", []))
-        if not (self.noise and state.get("noise")):
+        self._loop.attached.check_state(state.get("schedules", []))
+        if not (noise and state.get("noise")):
             return
         if state["ref_batchsize"] != ref_batchsize:
             raise ValueError(
                 f"the state's progress counts steps of {state['ref_batchsize']} "
                 f"samples, and this optimizer's ref_batchsize={ref_batchsize}"
             )
-        self.noise.check_state(state["noise"])
+        noise.check_state(state["noise"])
 
     def load(self, state: dict[str, Any], allow_changes: bool) -> None:
         """Loads a state that `check` has let pass."""
-        self.scaling.load_state_dict(state.get("scaling", []))
-        if self.noise and state.get("noise"):
-            self.noise.load_state_dict(state["noise"])
-        self.attached.load_state_dict(state.get("schedules", []), allow_changes)
+        noise, loop = self._context.noise, self._loop
+        loop.scaling.load_state_dict(state.get("scaling", []))
+        if noise and state.get("noise"):
+            noise.load_state_dict(state["noise"])
+        loop.attached.load_state_dict(state.get("schedules", []), allow_changes)
         if "sampler" in state:
-            self.sampler.load_state_dict(state["sampler"], allow_changes=allow_changes)
+            self._context.sampler.load_state_dict(
+                state["sampler"], allow_changes=allow_changes
+            )
+            loop.restart()
+
+
+def _lasting(context: StepContext) -> dict[str, Any]:
+    """Returns what a run must have in common with one that it resumes.
+
+    Plain values by name. The sampler's part is `CustomSampler.fingerprint`.
+    """
+    found = {
+        "optimizer": type(context.inner).__name__,
+        **context.settings.options(),
+    }
+    for index, group in enumerate(context.inner.param_groups):
+        place = f" of parameter group {index}" if index else ""
+        for name, value in hyperparameters([group]):
+            if name not in _OF_DEVICES:
+                found[name + place] = _plain(value)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Returns a hyperparameter without NumPy's types, which a checkpoint refuses."""
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    exact = value is None or isinstance(value, (bool, int, str))
+    return value if exact else float(value)

@@ -7,17 +7,18 @@ gradients would bring an empty list to the collective.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from variable_batch_size.gradient_noise.meter import NoiseMeter
-from xla_replica import AccumulationNote, Replica
+from variable_batch_size.data.schedule import Position
+from variable_batch_size.step.settings import StepContext
+from xla_replica import AccumulationNote
+from xla_replica.device.gradients import accumulation_hook
 
-Gradients = Mapping[nn.Parameter, torch.Tensor]
+# How many numbers of a gradient are compared where reading is free.
+_NUM_COMPARED = 8
 
 
 class StepGradients:
@@ -25,51 +26,35 @@ class StepGradients:
 
     What becomes of the gradients (other parameters, a minibatch more, an end) becomes
     of the meter's squares too; here, so that neither can be forgotten.
+
+    Construction is collective: parameters are made equal to those of replica 0.
+
+    Attributes:
+        sums: What holds the gradients, and sums them over replicas.
     """
 
-    def __init__(
-        self,
-        inner: Optimizer,
-        replica: Replica,
-        noise: NoiseMeter | None,
-        overlap: bool = True,
-    ) -> None:
-        self._inner = inner
-        self._replica = replica
-        self._noise = noise
+    def __init__(self, context: StepContext) -> None:
+        self._context = context
         self._known: set[nn.Parameter] = set()
         # All parameters when gradients were last allocated, and which required them.
-        self._seen: tuple[list[nn.Parameter], list[bool]] = ([], [])
-        self._witness = GradientWitness()
-        self._sum = replica.gradient_sum(
-            self._is_unchanged, overlap, self._parameters()
+        self._allocated_for: list[tuple[nn.Parameter, bool]] = []
+        self._records: dict[nn.Parameter, GradientRecord] = {}
+        self._nodes: dict[nn.Parameter, tuple[Any, Any]] = {}
+        parameters = context.parameters()
+        self.sums = context.replica.gradient_sum(
+            self._is_unchanged, context.settings.overlap, parameters
         )
-        self.add(self._parameters())
-
-    @property
-    def _gradients(self) -> dict[nn.Parameter, torch.Tensor]:
-        return self._sum.gradients
-
-    def _is_unchanged(self) -> bool:
-        """Returns whether parameters, and which of them are trained, are those seen.
-
-        Asked several times a step; so it hashes no parameter, which Python would do.
-        """
-        parameters, (seen, trained) = self._parameters(), self._seen
-        return (
-            len(parameters) == len(seen)
-            and all(map(operator.is_, parameters, seen))
-            and [parameter.requires_grad for parameter in parameters] == trained
-        )
+        self.add(parameters)
 
     # --- which parameters are trained -----------------------------------------------
 
     def add(self, parameters: list[nn.Parameter]) -> None:
         """Makes new parameters those of replica 0, and allocates their gradients."""
+        replica = self._context.replica
         for parameter in parameters:
             parameter.grad = None  # of a backward pass before this optimizer's time
-        self._replica.sync()  # keeps what replicas have pending out of the collective
-        self._replica.broadcast_([parameter.detach() for parameter in parameters])
+        replica.sync()  # keeps what replicas have pending out of the collective
+        replica.broadcast_([parameter.detach() for parameter in parameters])
         self._known.update(parameters)
         self._allocate(after_backward=False)
 
@@ -84,46 +69,100 @@ class StepGradients:
         """
         if self._is_unchanged():
             return
-        if not self._known.issuperset(self._parameters()):
+        if not self._known.issuperset(self._context.parameters()):
             raise ValueError(
                 "a parameter group was added to the inner optimizer: add it through "
                 "the wrapper's add_param_group, which makes it equal on all replicas"
             )
         self._allocate(after_backward)
 
+    def _is_unchanged(self) -> bool:
+        """Returns whether the parameters that are trained are those allocated for.
+
+        Asked several times a step; so it hashes no parameter, which Python would do.
+        """
+        before = iter(self._allocated_for)
+        for group in self._context.inner.param_groups:
+            for parameter in group["params"]:
+                known, was_trained = next(before, (None, False))
+                if parameter is not known or parameter.requires_grad != was_trained:
+                    return False
+        return next(before, None) is None
+
     def _allocate(self, after_backward: bool) -> None:
-        parameters = self._parameters()
-        self._seen = (parameters, [p.requires_grad for p in parameters])
+        context, gradients = self._context, self.sums.gradients
+        parameters = context.parameters()
+        self._allocated_for = [(p, p.requires_grad) for p in parameters]
         trained = [p for p in parameters if p.requires_grad]
-        new = {p for p in trained if after_backward and p not in self._gradients}
+        new = {p for p in trained if after_backward and p not in gradients}
         for parameter in parameters:
-            is_held = parameter in self._gradients
+            is_held = parameter in gradients
             if parameter.requires_grad != is_held and parameter not in new:
                 parameter.grad = None
-        self._sum.hold(trained)
-        self._witness.watch(self._gradients, new)
-        self._replica.sync()  # zeros on the device, not in the first graph
-        if self._noise:
-            self._noise.watch(self._inner.param_groups, after_backward)
+        self.sums.hold(trained)
+        self._watch(new)
+        context.replica.sync()  # zeros on the device, not in the first graph
+        if context.noise:
+            context.noise.watch(context.inner.param_groups, after_backward)
 
-    def _parameters(self) -> list[nn.Parameter]:
-        return [p for group in self._inner.param_groups for p in group["params"]]
+    def _watch(self, new: set[nn.Parameter]) -> None:
+        """Records what is written to the gradients that are held, and to no others.
+
+        Args:
+            new: Parameters whose ``.grad`` holds that of a minibatch already.
+        """
+        gradients = self.sums.gradients
+        for parameter in [p for p in self._records if p not in gradients]:
+            self._nodes.pop(parameter)[1].remove()
+            del self._records[parameter]
+        for parameter, gradient in gradients.items():
+            if type(gradient) is not torch.Tensor:
+                continue  # a sharded one is written part by part
+            record = self._records.get(parameter)
+            if record is None:
+                record = self._records[parameter] = GradientRecord()
+                record.start(gradient, is_none=False)
+                record.accumulated = parameter in new
+                self._nodes[parameter] = (
+                    accumulation_hook(parameter, record.before_accumulation),
+                    parameter.register_post_accumulate_grad_hook(
+                        AccumulationNote(record.after_accumulation)
+                    ),
+                )
+            else:
+                record.look(gradient)
 
     # --- a minibatch ----------------------------------------------------------------
 
+    def prepare_backward(self, position: Position) -> None:
+        """Tells the sum and the meter which minibatch the next backward pass is."""
+        context, num_minibatches = self._context, position.num_minibatches
+        if context.noise:
+            context.noise.prepare_step(num_minibatches)
+        has_divisor = context.settings.reduction == "mean"
+        self.sums.prepare_backward(
+            is_first=position.substep == 0,
+            is_last=position.substep == position.num_substeps - 1,
+            divisor=num_minibatches if has_divisor else None,
+            counts=not position.is_padding,
+        )
+
+    def use_zeros(self) -> None:
+        """Prepares for an update to which this replica brings no minibatch."""
+        self.refresh()
+        self.sums.use_zeros()
+
     def accept(
-        self,
-        num_accumulated: int,
-        weight: torch.Tensor | None = None,
-        needs_backward: bool = True,
+        self, num_accumulated: int, weight: torch.Tensor | None, needs_backward: bool
     ) -> None:
-        """Takes in and measures what a backward pass has left in ``.grad``.
+        """Checks and measures what a minibatch's backward pass has left in ``.grad``.
 
         Args:
             num_accumulated: Minibatches that the step has accumulated before.
             weight: The minibatch's weight, ``(1,)``, if minibatches have weights.
             needs_backward: Whether a minibatch without any gradient is an error.
         """
+        context = self._context
         if num_accumulated == 0:
             self.refresh(after_backward=True)
         elif not self._is_unchanged():
@@ -133,147 +172,28 @@ class StepGradients:
                 "attach, or between epochs"
             )
         try:
-            self._witness.check(num_accumulated, needs_backward, self._sum.has_new)
+            self._check_writers(num_accumulated, needs_backward)
         except ValueError:
-            self._replica.check_parameters(self._parameters())  # wrapped since
+            context.replica.check_parameters(context.parameters())  # wrapped since
             raise
-        if self._noise:
-            self._noise.drop_discarded()
+        if context.noise:
+            context.noise.drop_discarded()
         self._take_back_detached(num_accumulated)
-        self._witness.begin(self._gradients)
-        if self._noise:
-            self._noise.end_minibatch(weight)
+        self._start_records()
+        if context.noise:
+            context.noise.end_minibatch(weight)
 
-    def _take_back_detached(self, num_accumulated: int) -> None:
-        """Puts the kept gradients back where ``model.zero_grad()`` took them away."""
-        for parameter, gradient in self._gradients.items():
-            if parameter.grad is gradient:
-                continue
-            if self._sum.has_begun(parameter):
-                raise ValueError(
-                    "a gradient was replaced after backward(), while it is summed over "
-                    "replicas: change the summed gradient in a step hook of the inner "
-                    "optimizer, or pass overlap=False (not for sharded models)"
-                )
-            if num_accumulated and not self._sum.keeps_apart(parameter):
-                raise ValueError(lost(num_accumulated))
-            with torch.no_grad():
-                if parameter.grad is not None:
-                    gradient.copy_(parameter.grad)
-                else:  # thrown away, and no part of this minibatch
-                    gradient.zero_()
-            parameter.grad = gradient
-
-    # --- an update ------------------------------------------------------------------
-
-    def stand_in(self) -> None:
-        """Prepares for an update to which this replica brings no minibatch."""
-        self.refresh()
-        self._sum.expect_none()
-
-    def expect(
-        self,
-        is_first: bool,
-        is_last: bool,
-        num_minibatches: int,
-        divisor: int | None,
-        counts: bool,
-    ) -> None:
-        """See `GradientSum.expect`, and `NoiseMeter.expect`."""
-        if self._noise:
-            self._noise.expect(num_minibatches)
-        self._sum.expect(is_first, is_last, divisor, counts)
-
-    def sum_(
-        self, *others: torch.Tensor, divisor: int | torch.Tensor | None = None
-    ) -> None:
-        """See `GradientSum.sum_`."""
-        self._sum.sum_(*others, divisor=divisor)
-
-    def divide_(self, divisor: torch.Tensor) -> None:
-        """See `GradientSum.divide_`."""
-        self._sum.divide_(divisor)
-
-    def clip_(self, max_norm: float) -> torch.Tensor:
-        """Scales all gradients to a global norm of at most ``max_norm``.
-
-        Returns the norm that they had.
-        """
-        # In an order that no replica and no resumed run has for itself.
-        trained = [p for p in self._parameters() if p in self._gradients]
-        return self._sum.clip_(trained, max_norm)
-
-    def discard(self) -> None:
-        """Zeroes the gradients, and forgets what was measured of the step."""
-        self._sum.forget()
-        self._witness.begin(self._gradients)
-        if self._noise:
-            self._noise.end_step()
-
-
-class GradientWitness:
-    """Notices gradients that were changed by others than autograd, or not at all.
-
-    Between the minibatches of a step ``.grad`` holds a partial sum. Clipping it there,
-    or zeroing it, makes a wrong mean without a word. torch counts the writes to every
-    tensor (``tensor._version``), on every kind of device and without work there: a hook
-    notes the count after each accumulation, and a later count tells of another writer.
-
-    Gradients that no backward pass has added to since the last `step` may be written by
-    hand in any way; they are somebody's own gradients.
-    """
-
-    def __init__(self) -> None:
-        self._records: dict[nn.Parameter, _Record] = {}
-        self._handles: dict[nn.Parameter, torch.utils.hooks.RemovableHandle] = {}
-        self._sees_all = True
-
-    def watch(self, gradients: Gradients, new: Collection[nn.Parameter]) -> None:
-        """Watches what accumulates in these gradients, and in no others.
-
-        Args:
-            gradients: By parameter: what ``.grad`` is to be.
-            new: Parameters whose ``.grad`` holds that of a minibatch already.
-        """
-        for parameter in [p for p in self._records if p not in gradients]:
-            self._handles.pop(parameter).remove()
-            del self._records[parameter]
-        # A sharded one is written part by part.
-        self._sees_all = all(type(g) is torch.Tensor for g in gradients.values())
-        for parameter, gradient in gradients.items():
-            if type(gradient) is not torch.Tensor:
-                continue
-            if parameter in self._records:
-                self._records[parameter].follow(gradient)
-                continue
-            record = _Record()
-            record.begin(gradient, is_none=False)
-            record.accumulated = parameter in new
-            self._records[parameter] = record
-            note = AccumulationNote(record.note)
-            handle = parameter.register_post_accumulate_grad_hook(note)
-            self._handles[parameter] = handle
-
-    def begin(self, gradients: Gradients) -> None:
-        """Takes gradients as they are now for what the next minibatch begins with."""
-        for parameter, record in self._records.items():
-            record.begin(gradients[parameter], parameter.grad is None)
-
-    def check(
-        self, num_accumulated: int, needs_backward: bool, has_new: bool | None
-    ) -> None:
-        """Raises ValueError if this minibatch's gradients are not its own.
-
-        Args:
-            num_accumulated: Minibatches that the step has accumulated before.
-            needs_backward: Whether a minibatch without any gradient is an error.
-            has_new: See `GradientSum.has_new`.
-        """
-        is_new = not (self._records and self._sees_all) if has_new is None else has_new
+    def _check_writers(self, num_accumulated: int, needs_backward: bool) -> None:
+        """Raises ValueError if this minibatch's gradients are not its own."""
+        found = self.sums.has_new
+        if found is None:  # the records decide, unless some gradients have none
+            found = len(self._records) < len(self.sums.gradients) or not self._records
         for parameter, record in self._records.items():
             gradient = parameter.grad
-            written = record.written(gradient)
-            is_new |= record.accumulated or written
+            written = record.is_written(gradient)
+            if not written and record.has_other_numbers():
+                written = not self.sums.has_begun(parameter)  # which changes them too
+            found |= record.accumulated or written
             if record.accumulated and written and gradient is not None:
                 raise ValueError(
                     f"the gradient of a parameter of shape {tuple(parameter.shape)} "
@@ -283,8 +203,8 @@ class GradientWitness:
                     "optimizer.register_step_pre_hook, which runs once an update"
                 )
             if record.overwritten and num_accumulated:
-                raise ValueError(lost(num_accumulated))
-        if needs_backward and not is_new:
+                raise ValueError(_lost(num_accumulated))
+        if needs_backward and not found:
             raise ValueError(
                 "step() without backward(): no gradient has changed since the last "
                 "step(). Call loss.backward() before every step(). A minibatch that "
@@ -292,8 +212,53 @@ class GradientWitness:
                 "(0 * sum(p.sum() for p in model.parameters())).backward()"
             )
 
+    def _take_back_detached(self, num_accumulated: int) -> None:
+        """Puts the kept gradients back where ``model.zero_grad()`` took them away."""
+        for parameter, gradient in self.sums.gradients.items():
+            if parameter.grad is gradient:
+                continue
+            if self.sums.has_begun(parameter):
+                raise ValueError(
+                    "a gradient was replaced after backward(), while it is summed over "
+                    "replicas: change the summed gradient in a step hook of the inner "
+                    "optimizer, or pass overlap=False (not for sharded models)"
+                )
+            if num_accumulated and not self.sums.accumulates_elsewhere(parameter):
+                raise ValueError(_lost(num_accumulated))
+            with torch.no_grad():
+                if parameter.grad is not None:
+                    gradient.copy_(parameter.grad)
+                else:  # thrown away, and no part of this minibatch
+                    gradient.zero_()
+            parameter.grad = gradient
 
-def lost(num_accumulated: int) -> str:
+    def _start_records(self) -> None:
+        """Records gradients as they are now, the baseline of the next minibatch."""
+        gradients = self.sums.gradients
+        for parameter, record in self._records.items():
+            record.start(gradients[parameter], parameter.grad is None)
+
+    # --- an update ------------------------------------------------------------------
+
+    def clip_(self, max_norm: float) -> torch.Tensor:
+        """Scales all gradients to a global norm of at most ``max_norm``.
+
+        Returns the norm that they had.
+        """
+        # In an order that no replica and no resumed run has for itself.
+        gradients = self.sums.gradients
+        trained = [p for p in self._context.parameters() if p in gradients]
+        return self.sums.clip_(trained, max_norm)
+
+    def clear(self) -> None:
+        """Zeroes the gradients, and forgets what was measured of the step."""
+        self.sums.clear()
+        self._start_records()
+        if self._context.noise:
+            self._context.noise.clear()
+
+
+def _lost(num_accumulated: int) -> str:
     """Returns the message of an error: what was accumulated would not count."""
     return (
         "gradients were replaced or overwritten while this step accumulates them, so "
@@ -303,40 +268,77 @@ def lost(num_accumulated: int) -> str:
     )
 
 
-class _Record:
-    """What is known of one gradient.
+class GradientRecord:
+    """Notices whether autograd or somebody else has written to a gradient.
+
+    Between the minibatches of a step ``.grad`` holds a partial sum. Clipping it there,
+    or zeroing it, makes a wrong mean without a word. torch counts the writes to every
+    tensor (``tensor._version``), on every kind of device and without work there. By how
+    much an accumulation moves the count is the device's matter, so it is read right
+    before and right after each: what has moved it otherwise is another writer. A write
+    through ``.data`` is not counted. On the host, where reading is free, a few numbers
+    of the gradient are compared too, which shows it.
+
+    Gradients that no backward pass has added to since the last `step` may be written by
+    hand in any way; they are somebody's own gradients.
 
     It holds no parameter, so that a hook keeps nothing alive.
 
     Attributes:
-        accumulated: Whether autograd has added to it since `begin`.
+        accumulated: Whether autograd has added to it since `start`.
         overwritten: Whether somebody else had written to it before that.
     """
 
-    __slots__ = ("_gradient", "_version", "_was_none", "accumulated", "overwritten")
+    __slots__ = (
+        "_gradient", "_numbers", "_version", "_was_none", "accumulated", "overwritten",
+    )  # fmt: skip
 
-    def begin(self, gradient: torch.Tensor, is_none: bool) -> None:
-        """Begins a minibatch with a kept gradient, which ``.grad`` may not hold yet."""
+    def start(self, gradient: torch.Tensor, is_none: bool) -> None:
+        """Starts a minibatch with a kept gradient, which ``.grad`` may not hold yet."""
         self._was_none = is_none
         self.accumulated = self.overwritten = False
-        self.follow(gradient)
-
-    def follow(self, gradient: torch.Tensor) -> None:
-        """Takes another tensor, or this one as it is now, for what was noted."""
         self._gradient, self._version = gradient, gradient._version
+        self._numbers = _some_numbers(gradient)
 
-    def note(self, parameter: nn.Parameter) -> None:
-        """Runs after every accumulation."""
-        gradient = parameter.grad
-        # An accumulation is one write. (Another tensor is noticed where gradients are
-        # taken back.)
-        if gradient is self._gradient and gradient._version != self._version + 1:
+    def look(self, gradient: torch.Tensor) -> None:
+        """Records the gradient as it is now."""
+        self._gradient, self._version = gradient, gradient._version
+        self._numbers = _some_numbers(gradient)
+
+    def before_accumulation(self, added: torch.Tensor) -> None:
+        """Runs right before autograd adds to the gradient, or replaces it."""
+        del added
+        if self._gradient._version != self._version:
             self.overwritten = True
-        self.follow(gradient)
+        elif not self.accumulated:  # later its sum over replicas may be running
+            self.overwritten |= self.has_other_numbers()
+
+    def after_accumulation(self, parameter: nn.Parameter) -> None:
+        """Runs right after that."""
+        self.look(parameter.grad)
         self.accumulated = True
 
-    def written(self, gradient: torch.Tensor | None) -> bool:
-        """Returns whether ``gradient`` differs from what was noted last."""
+    def is_written(self, gradient: torch.Tensor | None) -> bool:
+        """Returns whether ``.grad`` is another tensor than recorded, or written to."""
         if gradient is None and self._was_none and not self.accumulated:
             return False
         return gradient is not self._gradient or gradient._version != self._version
+
+    def has_other_numbers(self) -> bool:
+        """Returns whether the recorded gradient has other numbers; False if unread."""
+        if self._numbers is None:
+            return False
+        return not torch.equal(self._numbers, _some_numbers(self._gradient))
+
+
+def _some_numbers(gradient: torch.Tensor) -> torch.Tensor | None:
+    """Returns a few numbers of a gradient as bytes, in which NaN equals itself.
+
+    They are in its middle. None where reading them is not free.
+    """
+    if not gradient.is_cpu or gradient.is_sparse or not gradient.numel():
+        return None
+    part = gradient.detach()
+    while part.dim() > 1:
+        part = part[len(part) // 2]
+    return part.reshape(-1)[:_NUM_COMPARED].clone().view(torch.uint8)

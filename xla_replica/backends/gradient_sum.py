@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-
-class SumsTensors(Protocol):
-    """What a `GradientSum` asks of its replica; see `Replica`."""
-
-    @property
-    def is_lazy(self) -> bool: ...
-
-    def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None: ...
+if TYPE_CHECKING:
+    from xla_replica.backends.replica import Replica
 
 
 class GradientSum:
@@ -27,17 +21,22 @@ class GradientSum:
 
     Args:
         replica: The replica.
-        may_begin: Asked once in every last backward pass: whether `hold` has been told
-            of all parameters that require gradients now, and of no others.
+        may_begin: Asked once in every last backward pass: whether `hold` was given all
+            parameters that require gradients now, and no others.
 
     Attributes:
         gradients: What ``.grad`` of each parameter is, unless somebody replaces it.
+        has_new: Whether a gradient has appeared since `prepare_backward`; None if
+            nobody has looked.
         tensors: Tensors that hold all gradients, each number once: for what is done to
             every number, such as a division.
     """
 
-    def __init__(self, replica: SumsTensors, may_begin: Callable[[], bool]) -> None:
+    has_new: bool | None = None
+
+    def __init__(self, replica: Replica, may_begin: Callable[[], bool]) -> None:
         self._replica = replica
+        self._is_lazy = replica.is_lazy
         self._may_begin = may_begin
         self.gradients: dict[nn.Parameter, torch.Tensor] = {}
 
@@ -59,31 +58,22 @@ class GradientSum:
             for parameter in parameters
         }
 
-    @property
-    def has_new(self) -> bool | None:
-        """Whether a gradient has appeared since `expect`; None if nobody has looked."""
-        return None
-
-    def expect(
-        self,
-        is_first: bool,
-        is_last: bool,
-        divisor: int | None = None,
-        counts: bool = True,
+    def prepare_backward(
+        self, is_first: bool, is_last: bool, divisor: int | None, counts: bool
     ) -> None:
-        """Says where the next backward pass is among those before the next `sum_`.
+        """Prepares for the next backward pass, one of those before the next `sum_`.
 
         Args:
             is_first: It is the first. A ``.grad`` that is None or another tensor then
                 becomes the one in `gradients` again, with what the pass computes.
             is_last: It is the last, so sums may begin while it runs. A replica without
-                a backward pass before the next `sum_` then calls `expect_none`.
-            divisor: The number that `sum_` will be told, if it is known.
+                a backward pass before the next `sum_` then calls `use_zeros`.
+            divisor: The number that `sum_` will be given, if it is known.
             counts: Its gradients count. Else they become zero: the pass is run for its
                 collectives alone, where parameters are sharded.
         """
 
-    def expect_none(self) -> None:
+    def use_zeros(self) -> None:
         """Makes all gradients zero: this replica adds nothing to the next `sum_`."""
         for parameter, gradient in self.gradients.items():
             parameter.grad = gradient  # somebody may have put another one there
@@ -93,13 +83,13 @@ class GradientSum:
         del parameter
         return False
 
-    def keeps_apart(self, parameter: nn.Parameter) -> bool:
+    def accumulates_elsewhere(self, parameter: nn.Parameter) -> bool:
         """Returns whether a gradient is accumulated elsewhere than in ``.grad``."""
         del parameter
         return False
 
     def sum_(
-        self, *others: torch.Tensor, divisor: int | torch.Tensor | None = None
+        self, others: Sequence[torch.Tensor], divisor: int | torch.Tensor | None
     ) -> None:
         """Replaces gradients, and the other tensors, by their sums over replicas.
 
@@ -112,9 +102,10 @@ class GradientSum:
             ValueError: A gradient was accumulated after its sum had begun; or sharded
                 gradients were not summed in the last backward pass.
         """
-        self._replica.all_reduce_([*self.tensors, *others])
+        if self._replica.num_replicas > 1:  # else the sums are there
+            self._replica.all_reduce_([*self.tensors, *others])
         if divisor is not None:
-            self.divide_(divisor)
+            divide_(self.tensors, divisor)
 
     def divide_(self, divisor: int | torch.Tensor) -> None:
         """Divides gradients by a number, or by a tensor of one, ``(1,)``.
@@ -133,11 +124,11 @@ class GradientSum:
         """
         return nn.utils.clip_grad_norm_(parameters, max_norm)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Ends a step: gradients are zero, or None until the next backward pass."""
         tensors = self.tensors
         with torch.no_grad():
-            if tensors and not self._replica.is_lazy:
+            if tensors and not self._is_lazy:
                 torch._foreach_zero_(tensors)
                 return
             for tensor in tensors:

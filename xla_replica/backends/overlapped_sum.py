@@ -135,8 +135,6 @@ class OverlappedSum(GradientSum):
             ``wait()``.
     """
 
-    _replica: Replica
-
     def __init__(
         self, replica: Replica, may_begin: Callable[[], bool], begin: Begin
     ) -> None:
@@ -198,18 +196,14 @@ class OverlappedSum(GradientSum):
 
     # --- the backward pass ----------------------------------------------------------
 
-    def expect(
-        self,
-        is_first: bool,
-        is_last: bool,
-        divisor: int | None = None,
-        counts: bool = True,
+    def prepare_backward(
+        self, is_first: bool, is_last: bool, divisor: int | None, counts: bool
     ) -> None:
         del counts  # no pass is run for its collectives alone
         self._end()
         self._is_first = is_first
         # A lazy device would compile a program for each number; see `sum_`.
-        self._divide_by(None if self._replica.is_lazy else divisor)
+        self._divide_by(None if self._is_lazy else divisor)
         if is_last and self._once is None:
             self._counts = True
             self._appeared.clear()
@@ -220,12 +214,12 @@ class OverlappedSum(GradientSum):
                 for place in bucket.places:
                     place.is_missing = True
 
-    def expect_none(self) -> None:
+    def use_zeros(self) -> None:
         if self._is_stale:
             self._zero()
         for place in self._place_of.values():
             place.is_divided = True
-        super().expect_none()
+        super().use_zeros()
 
     def note(self, parameter: nn.Parameter) -> None:
         """Takes note that autograd has accumulated into ``parameter.grad``."""
@@ -297,7 +291,7 @@ class OverlappedSum(GradientSum):
     # --- the sum --------------------------------------------------------------------
 
     def sum_(
-        self, *others: torch.Tensor, divisor: int | torch.Tensor | None = None
+        self, others: Sequence[torch.Tensor], divisor: int | torch.Tensor | None
     ) -> None:
         if self._is_late:
             raise ValueError(
@@ -352,7 +346,7 @@ class OverlappedSum(GradientSum):
         self._fill([parameters[index] for index in order.tolist()])
         self._has_order = True
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         if any(bucket.work is not None for bucket in self._buckets):
             # Nobody waits for these sums, which write to their buckets until they end.
             for parameter in self.gradients:

@@ -186,8 +186,6 @@ class ShardedSum(GradientSum):
         shards: What is known of the sharded parameters.
     """
 
-    _replica: Replica
-
     def __init__(
         self,
         replica: Replica,
@@ -227,12 +225,8 @@ class ShardedSum(GradientSum):
 
     # --- the passes -----------------------------------------------------------------
 
-    def expect(
-        self,
-        is_first: bool,
-        is_last: bool,
-        divisor: int | None = None,
-        counts: bool = True,
+    def prepare_backward(
+        self, is_first: bool, is_last: bool, divisor: int | None, counts: bool
     ) -> None:
         self._reduced.clear()
         for place in self._places:
@@ -257,13 +251,13 @@ class ShardedSum(GradientSum):
             is_sharded(parameter) and place.has_new and place.was_kept
         )
 
-    def keeps_apart(self, parameter: nn.Parameter) -> bool:
+    def accumulates_elsewhere(self, parameter: nn.Parameter) -> bool:
         return is_sharded(parameter)
 
     # --- the sum --------------------------------------------------------------------
 
     def sum_(
-        self, *others: torch.Tensor, divisor: int | torch.Tensor | None = None
+        self, others: Sequence[torch.Tensor], divisor: int | torch.Tensor | None
     ) -> None:
         sharded = list(self._sharded())
         if sharded and not self._reduced:
@@ -295,7 +289,7 @@ class ShardedSum(GradientSum):
         torch._foreach_mul_(self.tensors, factor)
         return norm
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         with torch.no_grad():
             for (parameter, gradient), place in zip(
                 self.gradients.items(), self._places

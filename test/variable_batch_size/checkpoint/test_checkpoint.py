@@ -221,7 +221,7 @@ def epochs_of(training: Training, folder: Path) -> list[float]:
 def test_what_ends_an_epoch_is_not_repeated(tmp_path):
     def fresh() -> Training:
         training = Training(tmp_path / "unused")
-        training.optimizer._attached._callbacks.clear()
+        training.optimizer._loop.attached._callbacks.clear()
         return training
 
     whole = epochs_of(fresh(), tmp_path / "whole")

@@ -82,7 +82,7 @@ def several_modules(rank: int, folder: Path) -> list[torch.Tensor]:
     checkpointer = vbs.Checkpointer(
         folder, training.optimizer, model=training.model, **norms
     )
-    training.optimizer._steps.num_seen = 1
+    training.optimizer._loop.num_seen = 1
     checkpointer.save()
     return [norm.running_mean for norm in norms.values()]
 

@@ -308,7 +308,7 @@ def test_a_scheduler_that_is_missing_on_resuming_is_noticed(tmp_path):
     training.train()
     for allow_changes in (False, True):
         again = Training(tmp_path)
-        again.optimizer._attached._callbacks.clear()
+        again.optimizer._loop.attached._callbacks.clear()
         again.checkpointer.load(allow_changes=allow_changes)
         if allow_changes:
             again.train_epoch(again.sampler.epoch)
@@ -320,7 +320,7 @@ def test_a_scheduler_that_is_missing_on_resuming_is_noticed(tmp_path):
 def test_another_kind_of_scheduler_is_refused_on_resuming(tmp_path):
     saved = Training(tmp_path).optimizer.state_dict()
     other = Training(tmp_path)
-    other.optimizer._attached._callbacks.clear()
+    other.optimizer._loop.attached._callbacks.clear()
     other.optimizer.attach(ExponentialLR(other.optimizer, 0.5))
     with pytest.raises(ValueError, match=r"was a CosineAnnealingLR, and .* Expon"):
         other.optimizer.load_state_dict(saved)

@@ -23,7 +23,14 @@ from torch.utils.checkpoint import checkpoint
 import variable_batch_size as vbs
 import xla_replica
 from variable_batch_size.gradient_noise import estimators
-from variable_batch_size.gradient_noise.norm_layers import NormLayerSquares
+from variable_batch_size.gradient_noise.norm_noise import NormLayerNoise
+
+
+def watch(model, minibatch_size: int, dtype=torch.float64) -> NormLayerNoise:
+    """Returns what sees the gradients of all samples at the model's layers."""
+    seen = NormLayerNoise(dtype, CPU)
+    seen.use(model, model.parameters(), minibatch_size)
+    return seen
 
 
 class OtherRMSNorm(nn.Module):
@@ -107,10 +114,10 @@ def expected(samples: torch.Tensor) -> tuple[float, float]:
 
 def test_every_layer_s_samples_are_those_of_a_loop():
     model, (x, y) = net(), data(5)
-    seen = NormLayerSquares(model, model.parameters(), 5, torch.float64, CPU)
+    seen = watch(model, 5)
     losses(model, x, y).mean().backward()
     samples = of_each_sample(model, x, y)
-    seen.discard()  # those of the loop
+    seen.clear()  # those of the loop
     model.zero_grad()
     losses(model, x, y).mean().backward()
     torch.testing.assert_close(25 * seen.take(), (samples**2).sum().reshape(1))
@@ -120,7 +127,7 @@ def test_every_layer_s_samples_are_those_of_a_loop():
 
 def test_half_precision_is_summed_in_float32():
     model, (x, y) = net().bfloat16(), data(5)
-    seen = NormLayerSquares(model, model.parameters(), 5, torch.float32, CPU)
+    seen = watch(model, 5, torch.float32)
     losses(model, x.bfloat16(), y.bfloat16()).mean().backward()
     precise = net()
     samples = of_each_sample(precise, x, y)
@@ -203,7 +210,7 @@ def test_what_counts_is_what_the_step_s_gradients_are_sums_of(how):
     samples = of_each_sample(model, x, y)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)  # as the optimizer keeps them
-    seen = NormLayerSquares(model, model.parameters(), 5, torch.float64, CPU)
+    seen = watch(model, 5)
     PASSES[how](model, x, y)
     seen.drop_discarded()
     torch.testing.assert_close(25 * seen.take(), (samples**2).sum().reshape(1))
@@ -214,7 +221,7 @@ def test_what_counts_is_what_the_step_s_gradients_are_sums_of(how):
 
 def test_a_minibatch_that_is_thrown_away_at_last_is_none():
     model, (x, y) = net(), data(5)
-    seen = NormLayerSquares(model, model.parameters(), 5, torch.float64, CPU)
+    seen = watch(model, 5)
     losses(model, x, y).mean().backward()
     model.zero_grad()
     seen.drop_discarded()
@@ -247,7 +254,7 @@ def test_a_layer_costs_few_operations():
         return collections.Counter(operations.names)
 
     alone = count()
-    seen = NormLayerSquares(model, model.parameters(), 4, torch.float32, CPU)
+    seen = watch(model, 4, torch.float32)
     each = {"sub": 1, "mul_": 2, "sum": 1}
     assert count() - alone == {name: 6 * number for name, number in each.items()}
     with Operations() as operations:
@@ -277,7 +284,7 @@ def test_a_step_of_one_minibatch_costs_few_operations():
 
 def test_inputs_are_freed_by_the_backward_pass_and_may_be_named():
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
-    seen = NormLayerSquares(model, model.parameters(), 4, torch.float32, CPU)
+    seen = watch(model, 4, torch.float32)
     hidden = model[0](torch.randn(4, 3, 8))
     reference = weakref.ref(hidden)
     output = model[1](input=hidden)
@@ -402,7 +409,7 @@ def counted(rank: int) -> tuple[int, int]:
 
 def test_gradients_that_come_past_a_layer_s_output_are_refused():
     model, (x, y) = net(), data(5)
-    seen = NormLayerSquares(model, model.parameters(), 5, torch.float64, CPU)
+    seen = watch(model, 5)
     told = "GroupNorm was given a gradient by a backward pass that did not come"
     with pytest.raises(ValueError, match=told):
         nn.functional.group_norm(x, 2, model.images.weight).sum().backward()
@@ -418,12 +425,12 @@ def test_gradients_that_come_past_a_layer_s_output_are_refused():
 
 def test_what_would_be_wrong_is_refused():
     model = net()
-    arguments = list(model.parameters()), 4, torch.float64, CPU
+    unused, linear = NormLayerNoise(torch.float64, CPU), nn.Linear(2, 2)
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got 3"):
-        NormLayerSquares(3, *arguments)
+        unused.use(3, [], 4)
     with pytest.raises(ValueError, match="Linear has no LayerNorm, RMSNorm or GroupN"):
-        NormLayerSquares(nn.Linear(2, 2), *arguments)
-    seen = NormLayerSquares(model, *arguments)
+        unused.use(linear, linear.parameters(), 4)
+    seen = watch(model, 4)
     with pytest.raises(ValueError, match="the minibatch has 4 samples: the first dim"):
         model(data(5)[0])
     assert seen.take().item() == 0

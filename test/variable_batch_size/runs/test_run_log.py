@@ -60,7 +60,7 @@ class Training:
         self.sampler.set_epoch(epoch)
         self.optimizer.set_epoch(epoch)
         for rows in self.sampler:
-            step = self.sampler.plan.first_step + self.optimizer._counter.cursor.step
+            step = self.sampler.plan.first_step + self.optimizer._loop.position.step
             if step >= until:
                 return
             x, y = self.replica.send((self.inputs[rows], self.targets[rows]))
@@ -318,10 +318,10 @@ def test_a_stop_is_told_once_with_its_reason(ask_after, tmp_path):
 
 def test_a_log_that_was_not_attached_is_noticed(tmp_path):
     training = Training(tmp_path)
-    training.optimizer._attached._callbacks.remove(training.log)
+    training.optimizer._loop.attached._callbacks.remove(training.log)
     with pytest.raises(ValueError, match=r"call optimizer\.attach\(log\) before"):
         training.epoch(0)
-    assert training.optimizer._steps.last_lrs  # one update was made, not two
+    assert training.optimizer._loop.last_lrs  # one update was made, not two
     assert training.sampler.cursor.step == 1
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import types
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,57 +14,103 @@ from support.xla_replica.replicas import SEVERAL_REPLICAS
 import variable_batch_size as vbs
 import xla_replica
 from variable_batch_size.checkpoint.save_and_stop import agreed_request
-from variable_batch_size.step.agreement import Agreement
+
+here = threading.local()  # the rank of the replica that a thread is
+
+
+class ThreadReplica(xla_replica.Replica):
+    """A replica in a thread, on the CPU, that behaves as one on another device.
+
+    Args:
+        replicas: All of them.
+        rank: Its rank.
+        device: The kind of device.
+        late: How many updates its device is behind the host.
+    """
+
+    def __init__(self, replicas: Replicas, rank: int, device: str, late: int) -> None:
+        num_replicas = len(replicas.board)
+        super().__init__(rank, num_replicas, torch.device("cpu"), "a thread")
+        self._replicas, self._kind, self._late = replicas, device, late
+        self.num_updates = self.num_fetched = 0
+
+    @property
+    def is_host(self) -> bool:
+        return self._kind == "cpu"
+
+    @property
+    def has_streams(self) -> bool:
+        return self._kind == "cuda"
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        board, meeting = self._replicas.board, self._replicas.meeting
+        board[self.rank] = tensor.detach().clone()
+        meeting.wait()  # all have written
+        gathered = torch.stack(board)
+        meeting.wait()  # all have read
+        return gathered
+
+    def fetch(self, tensors):
+        self.num_fetched += 1
+        return super().fetch(tensors)
+
+    def fetch_later(self, tensor):
+        arrives, copy = self.num_updates + self._late, tensor.clone()
+        return lambda: copy if self.num_updates >= arrives else None
 
 
 class Replicas:
-    """Several replicas, of which some have been asked to stop."""
+    """Several replicas that train, of which some have been asked to stop."""
 
     def __init__(
         self, monkeypatch, num_replicas: int, device: str, late: tuple[int, ...] = ()
     ) -> None:
         self.asked: set[int] = set()
-        self.num_fetched = 0
-        self._rank = 0
-        self._num_updates = 0
-        # For each rank, how many updates its device is behind the host.
-        self._late = late or (0,) * num_replicas
+        self.board = [None] * num_replicas
+        self.meeting = threading.Barrier(num_replicas, timeout=60)
         monkeypatch.setattr(xla_replica, "stop_requested", self._request)
-        replica = types.SimpleNamespace(
-            device="cpu",
-            is_host=device == "cpu",
-            has_streams=device == "cuda",
-            num_replicas=num_replicas,
-            fetch=self._fetch,
-            fetch_later=self._fetch_later,
-        )
-        scalars = types.SimpleNamespace(get=lambda use, value: torch.tensor([value]))
-        self._agreements = [Agreement(replica, scalars) for _ in range(num_replicas)]
+        late = late or (0,) * num_replicas
+        self._replicas = [
+            ThreadReplica(self, rank, device, late[rank])
+            for rank in range(num_replicas)
+        ]
+        self._pool = ThreadPoolExecutor(num_replicas)
+        self._training = list(self._pool.map(self._build, self._replicas))
+        for replica in self._replicas:
+            replica.num_fetched = 0
 
-    def _fetch_later(self, tensor):
-        arrives = self._num_updates + self._late[self._rank]
-        return lambda: tensor if self._num_updates >= arrives else None
+    def _build(self, replica: ThreadReplica):
+        model = torch.nn.Linear(1, 1)
+        sampler = vbs.CustomSampler(
+            range(192), len(self.board), minibatch_size=1, rank=replica.rank,
+            num_replicas=len(self.board), verbose=False,
+        )  # fmt: skip
+        sampler.num_yielded = 64  # which nobody iterates
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = vbs.ConstantOptimizer(inner, sampler, replica=replica)
+        optimizer.set_epoch(0)
+        return model, optimizer
 
     def _request(self):
-        asked = self._rank in self.asked
+        asked = here.rank in self.asked
         return xla_replica.StopRequest("test", 143) if asked else None
 
-    def _fetch(self, tensors):
-        self.num_fetched += 1
-        return tensors
+    @property
+    def num_fetched(self) -> int:
+        return sum(replica.num_fetched for replica in self._replicas)
 
     def update(self, look: bool = False) -> list[bool]:
         """Returns what every replica finds after an update."""
-        ballots = []
-        for rank, agreement in enumerate(self._agreements):
-            self._rank = rank
-            ballots.append(agreement.ballots(("lr", 0.1)))
-        sums = torch.stack(ballots).sum(0)
-        for rank, agreement in enumerate(self._agreements):
-            self._rank = rank
-            agreement.count(sums.clone())
-        self._num_updates += 1
-        return [agreement.stop_agreed(look) for agreement in self._agreements]
+
+        def train(replica: ThreadReplica) -> bool:
+            here.rank = replica.rank
+            model, optimizer = self._training[replica.rank]
+            model(torch.ones(1, 1)).sum().backward()
+            assert optimizer.step() == 1
+            replica.num_updates += 1
+            return optimizer.asked_to_stop(look)
+
+        return list(self._pool.map(train, self._replicas))
 
 
 @pytest.mark.parametrize("device", ["xla", "cuda"])

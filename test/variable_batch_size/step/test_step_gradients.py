@@ -190,6 +190,50 @@ def test_zeroing_gradients_in_place_between_steps_is_harmless():
     assert torch.equal(model.weight, expected.weight)
 
 
+def test_writes_through_data_are_seen_on_the_host():
+    """torch does not count them."""
+    model, _, wrapper = make(trace=96)
+    backward(model)
+    model.weight.grad.data.mul_(0.5)
+    with pytest.raises(ValueError, match=r"was changed between backward\(\) and step"):
+        wrapper.step()
+    model, _, wrapper = make(trace=96)
+    backward(model)
+    assert wrapper.step() == 0
+    for parameter in model.parameters():
+        parameter.grad.data.zero_()
+    backward(model)
+    with pytest.raises(ValueError, match="first 1 minibatches would be lost"):
+        wrapper.step()
+
+
+def test_a_gradient_of_nan_equals_itself():
+    model, sampler, wrapper = make(trace=64)
+    for _ in sampler:
+        (float("nan") * model(torch.ones(1, 2)).sum()).backward()
+        wrapper.step()
+    assert model.weight.isnan().all()
+
+
+def test_an_accumulation_may_count_as_two_writes():
+    """As it does on a device of TorchTPU."""
+    model, sampler, _ = make(trace=96)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda parameter: torch.autograd.graph.increment_version(parameter.grad)
+        )
+    inner = SGD(model.parameters(), 0.1)
+    wrapper = vbs.ConstantOptimizer(inner, sampler, replica=CPU)
+    assert run_epoch(model, sampler, wrapper) == [0, 0, 1] * 2
+    sampler.set_epoch(1)
+    backward(model)
+    wrapper.step()
+    model.zero_grad(set_to_none=False)
+    backward(model)
+    with pytest.raises(ValueError, match="first 1 minibatches would be lost"):
+        wrapper.step()
+
+
 @pytest.mark.parametrize("how", ["add", "copy", "assign", "autograd.grad"])
 def test_gradients_made_by_hand_are_allowed(how):
     """GraB, per-sample methods and torch.func make them so."""
@@ -202,7 +246,7 @@ def test_gradients_made_by_hand_are_allowed(how):
             with torch.no_grad():
                 if how == "copy":
                     parameter.grad.copy_(parameter.grad + one)
-                elif how == "assign" and not wrapper._counter.substep:
+                elif how == "assign" and not wrapper._loop.position.substep:
                     parameter.grad = one
                 else:
                     parameter.grad.add_(one)

@@ -73,7 +73,7 @@ def other_order(loop: Loop, x: torch.Tensor) -> None:
 
 
 def zeroed_before(loop: Loop, x: torch.Tensor) -> None:
-    if not loop.optimizer._counter.substep:
+    if not loop.optimizer._loop.position.substep:
         for parameter in loop.parameters:
             parameter.grad = (
                 None
@@ -84,7 +84,7 @@ def zeroed_before(loop: Loop, x: torch.Tensor) -> None:
 
 
 def freezes_in_the_loop(loop: Loop, x: torch.Tensor) -> None:
-    if not loop.optimizer._counter.substep:
+    if not loop.optimizer._loop.position.substep:
         loop.parameters[1].requires_grad_(loop.num_updates not in (2, 3))
         loop.parameters[5].requires_grad_(loop.num_updates % 2 == 0)
     backward(loop, x)
@@ -97,7 +97,7 @@ def by_hand(loop: Loop, x: torch.Tensor) -> None:
         return
     for parameter in loop.parameters:
         more = torch.full_like(parameter, float(x))
-        if loop.optimizer._counter.substep:
+        if loop.optimizer._loop.position.substep:
             parameter.grad.add_(more)
         else:
             parameter.grad = more
@@ -137,7 +137,7 @@ def add_a_group(loop: Loop) -> None:
 
 def fail_once(loop: Loop) -> None:
     """The third update fails, before the sum and on every replica."""
-    step, prepare = loop.optimizer.step, loop.optimizer._programs.scaling.prepare
+    step, prepare = loop.optimizer.step, loop.optimizer._loop.scaling.prepare
     num_calls = iter(range(100))
 
     def prepare_twice(*args):
@@ -149,7 +149,7 @@ def fail_once(loop: Loop) -> None:
         with contextlib.suppress(OverflowError):
             step()
 
-    loop.optimizer._programs.scaling.prepare = prepare_twice
+    loop.optimizer._loop.scaling.prepare = prepare_twice
     loop.optimizer.step = caught_step
 
 

@@ -1,0 +1,164 @@
+"""The small numbers of a step that replicas sum together with its gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+import xla_replica
+from variable_batch_size.data.schedule import Position
+from variable_batch_size.device_scalars import dtype_for
+from variable_batch_size.rules.scaling import Scaling
+from variable_batch_size.step.agreement import Agreement
+from variable_batch_size.step.settings import StepContext
+from xla_replica.common.arguments import check_number
+
+Groups = list[dict[str, Any]]
+
+
+class StepTotals:
+    """Collects what travels in the sum of a step's gradients, and reads the sums.
+
+    That is: ballots, where there are several replicas; the squares of the noise meter;
+    and, with ``reduction='sum'``, the weights of the minibatches, such as their numbers
+    of tokens. Dividing by the sum of these makes the mean over all tokens of the step,
+    whatever replica ran which minibatch. float32 counts exactly up to 2^24 tokens.
+
+    Attributes:
+        agreement: Whether replicas agree; None where there is one replica alone.
+    """
+
+    def __init__(self, context: StepContext) -> None:
+        self._context = context
+        replica = context.replica
+        self.agreement: Agreement | None = None
+        if replica.num_replicas > 1:
+            self.agreement = Agreement(replica, context.scalars)
+        self._ballots: torch.Tensor | None = None
+        self._weight: torch.Tensor | None = None
+        if context.settings.reduction == "sum":
+            dtype = dtype_for(context.parameters())
+            self._weight = torch.zeros(1, dtype=dtype, device=replica.device)
+
+    # --- a minibatch ----------------------------------------------------------------
+
+    def on_device(self, weight: Any) -> torch.Tensor | None:
+        """Returns a minibatch's weight as ``(1,)`` on the device, without a read.
+
+        Args:
+            weight: What `ElasticOptimizer.step` was given: a number, a tensor with one
+                element, or None.
+
+        Returns:
+            None with ``reduction='mean'``, where all minibatches count the same.
+
+        Raises:
+            TypeError, ValueError: It is missing, or not to be given; or is negative,
+                infinite or NaN, as far as that can be seen without a read.
+        """
+        if self._weight is None:
+            if weight is not None:
+                raise TypeError(
+                    "step(weight=...) needs reduction='sum': build the optimizer with "
+                    "it, and let the loss be the sum over tokens, not their mean"
+                )
+            return None
+        if weight is None:
+            raise TypeError(
+                "step() with reduction='sum' needs weight=, the number of tokens whose "
+                "losses the minibatch's loss sums: optimizer.step(weight=num_tokens)"
+            )
+        replica, dtype = self._context.replica, self._weight.dtype
+        if not isinstance(weight, torch.Tensor):
+            check_number("step: weight", weight, least=0)
+            return replica.scalar(weight, dtype)
+        if weight.numel() != 1 or weight.is_complex():
+            raise ValueError(
+                "step: weight must be a number or a real tensor with one element, got "
+                f"a {weight.dtype} tensor of shape {tuple(weight.shape)}"
+            )
+        weight = weight.detach().reshape(1)
+        if weight.is_cpu:
+            value = weight.item()
+            if not 0 <= value < math.inf:
+                raise ValueError(
+                    f"step: weight must be a finite number >= 0, got {value!r}"
+                )
+        return weight.to(replica.device, dtype)
+
+    def add(self, weight: torch.Tensor) -> None:
+        """Adds a minibatch's weight, as `on_device` returned it."""
+        self._weight.add_(weight)
+
+    # --- an update ------------------------------------------------------------------
+
+    def to_sum(self, position: Position, scaling: Scaling) -> list[torch.Tensor]:
+        """Returns what is to be summed over replicas, in place.
+
+        Args:
+            position: The step.
+            scaling: The rule, whose state must be that of all replicas.
+        """
+        context = self._context
+        totals = []
+        if self.agreement is not None:
+            used = hyperparameters(context.inner.param_groups), scaling.state_dict()
+            order = context.sampler.order_digest(position.plan.epoch)
+            self._ballots = self.agreement.ballots(used, order)
+            totals.append(self._ballots)
+        if context.noise:
+            totals += context.noise.to_sum(
+                position.num_minibatches, position.batch_size
+            )
+        return totals if self._weight is None else [*totals, self._weight]
+
+    def take(self) -> tuple[Any, torch.Tensor | None]:
+        """Reads what `to_sum` returned, once it is summed.
+
+        Returns:
+            The step's weight and the divisor of its gradient. The weight is a number on
+            a CPU, where reading is free, else ``(1,)``. A step of weight zero has a
+            divisor of one, so that its gradient stays zero. With ``reduction='mean'``
+            both are None.
+
+        Raises:
+            ReplicaError: Replicas are seen to differ.
+        """
+        if self.agreement is not None:
+            self.agreement.count(self._ballots)
+        if self._weight is None:
+            return None, None
+        total = self._weight.clone()
+        divisor = torch.where(total > 0, total, torch.ones_like(total))
+        return total.item() if self._context.replica.is_host else total, divisor
+
+    def stop_agreed(self, look: bool) -> bool:
+        """Returns whether all replicas stop after the update that was made last.
+
+        See `Agreement.stop_agreed`. A replica that is alone agrees with itself.
+        """
+        if self.agreement is None:
+            return xla_replica.stop_requested() is not None
+        return self.agreement.stop_agreed(look)
+
+    def clear(self) -> None:
+        """Forgets the minibatches of the step."""
+        if self._weight is not None:
+            self._weight.zero_()
+
+
+def is_zero(weight: Any) -> bool:
+    """Returns whether a minibatch's weight is known to be zero, without a transfer."""
+    return not (isinstance(weight, torch.Tensor) and not weight.is_cpu) and not weight
+
+
+def hyperparameters(groups: Groups) -> tuple[Any, ...]:
+    """Returns the name and value of every number in the parameter groups."""
+    found = []
+    for group in groups:
+        for name, value in group.items():
+            if isinstance(value, (int, float, tuple)):
+                found.append((name, value))
+    return tuple(found)

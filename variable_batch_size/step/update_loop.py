@@ -1,0 +1,362 @@
+"""The order of an update, and one replica's way through the steps.
+
+All replicas make every update together. A replica that has no minibatch in a step joins
+its update by the same call.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from variable_batch_size.data.schedule import Position
+from variable_batch_size.rules.scaling import Scaling
+from variable_batch_size.step.attached import Attached, Update, log_line
+from variable_batch_size.step.gradients import StepGradients
+from variable_batch_size.step.sample_mask import SampleMask
+from variable_batch_size.step.settings import StepContext
+from variable_batch_size.step.totals import StepTotals, hyperparameters, is_zero
+from xla_replica import ReplicaError
+
+logger = logging.getLogger(__name__)
+
+
+class UpdateLoop:
+    """Accumulates minibatches, and makes an update whenever one is due.
+
+    On a compiled backend a minibatch is one program and an update another one, whatever
+    the batch sizes, and the second is the same on every replica;
+    docs/architecture.md ("Two graphs") tells what keeps it so.
+
+    Construction is collective: parameters are made equal to those of replica 0.
+
+    Args:
+        context: What its parts share.
+        wrapper: The optimizer that the user holds, and that holds this object.
+
+    Attributes:
+        position: The epoch, step and substep under way.
+        gradients, totals: What the step has accumulated.
+        scaling: The rule, and its state.
+        attached: What runs after every update.
+        mask: Which samples of a minibatch count.
+        last_lrs: The effective learning rates of the last update; None before it.
+        grad_norm: See `ElasticOptimizer`.
+        num_seen: Minibatches since whoever counts them has set it to 0.
+        wrapper_name: The wrapper's class.
+        is_stepping: Whether the inner optimizer may step, which is an error elsewhere.
+    """
+
+    def __init__(self, context: StepContext, wrapper: Optimizer) -> None:
+        self._context = context
+        # Dropped, the wrapper is gone at once, and the inner optimizer may step itself.
+        self._wrapper = weakref.proxy(wrapper)
+        self.wrapper_name = type(wrapper).__name__
+        self._is_lazy = context.replica.is_lazy
+        self._is_weighted = context.settings.reduction == "sum"
+        settings = context.settings
+        self.scaling = Scaling(
+            settings.rule,
+            context.inner,
+            context.replica,
+            context.scalars,
+            late_ratio=settings.ref_weight is not None,
+        )
+        self.totals = StepTotals(context)
+        self.gradients = StepGradients(context)
+        self.mask = SampleMask(context)
+        self.attached = Attached(context.noise)
+        self.last_lrs: tuple[Any, ...] | None = None
+        self.grad_norm: torch.Tensor | None = None
+        self.num_seen = 0
+        self._num_minibatches = 0  # of all epochs
+        self._hyperparameters: tuple[Any, ...] | None = None  # None: they may change
+        self.is_stepping = False
+        self._guard_inner_step()
+        self.position = Position(context.sampler.plan, context.replica.rank)
+        self._check_padding()
+        self.gradients.prepare_backward(self.position)
+
+    def _guard_inner_step(self) -> None:
+        """Makes calls of ``inner.step()`` an error while this object lives."""
+        inner: Any = self._context.inner
+        if not hasattr(inner, "_update_loop"):
+            inner.register_step_pre_hook(_refuse_own_step)
+        inner._update_loop = weakref.ref(self)  # the newest, if there are several
+
+    # --- epochs ---------------------------------------------------------------------
+
+    def restart(self) -> None:
+        """Continues at the sampler's place, without what was accumulated."""
+        self.position.restart(self._context.sampler.plan)
+        self._check_padding()
+        self.num_seen = 0
+        self.gradients.clear()
+        self.totals.clear()
+        self.gradients.prepare_backward(self.position)
+        self._hyperparameters = None
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Goes to the first step of an epoch.
+
+        Raises ReplicaError where other replicas would not begin it too.
+        """
+        position, context = self.position, self._context
+        plan, rank = position.plan, context.replica.rank
+        is_alone = context.replica.num_replicas == 1
+        if position.announced and plan.epoch == epoch:
+            if not position.has_run:
+                return  # a second call: idle steps are joined already
+            again = f"epoch {epoch} has been trained; another pass needs another number"
+            if position.ended and not is_alone:
+                # One that idled all epoch takes the repetition for a second call.
+                raise ReplicaError(f"{again}, on several replicas", rank)
+            if position.ended:
+                logger.warning(f"{again}: this one has the same order and steps")
+        new = context.sampler.plan_of(epoch)
+        if position.has_run and not position.ended:
+            left = (
+                f"epoch {plan.epoch} is abandoned after {position.step} of "
+                f"{plan.num_steps} steps"
+            )
+            remedy = (
+                "run every minibatch of the sampler, and call step() after each of "
+                "them: it accumulates by itself. To train less, shorten the trace"
+            )
+            if not is_alone:
+                raise ReplicaError(
+                    f"{left}, and the other replicas would wait for this one: {remedy}",
+                    rank,
+                )
+            logger.warning(f"{left}: {remedy}")
+            self.gradients.clear()
+            self.totals.clear()
+        position.restart(new, announced=True)
+        self._check_padding()
+        self.gradients.refresh()
+        self._hyperparameters = hyperparameters(context.inner.param_groups)
+        self.gradients.prepare_backward(position)
+
+    def _check_padding(self) -> None:
+        """Raises ValueError if the sampler pads the steps of another wrapper."""
+        if self.position.plan.padded != self._context.sharded:
+            raise ValueError(
+                "a wrapper of sharded parameters and one of whole ones share a "
+                "sampler, but need different numbers of minibatches: give each its own"
+            )
+
+    def check_attach(self) -> None:
+        """Raises ReplicaError if what is attached now would miss updates here alone.
+
+        An epoch in which this replica is always idle may be over or have just begun,
+        so it gets a warning.
+        """
+        position, plan = self.position, self.position.plan
+        num_made = position.step - plan.start_step
+        if not (position.announced and num_made and plan.has_idle_replicas):
+            return
+        if position.has_run and position.ended:
+            return
+        text = (
+            f"attach: this replica is {num_made} updates into epoch {plan.epoch} "
+            "already, those that set_epoch has joined included, and other replicas "
+            "may not be: what is attached would run different numbers of times. Call "
+            "attach before optimizer.set_epoch"
+        )
+        if not position.ended:
+            raise ReplicaError(text, self._context.replica.rank)
+        logger.warning(text)
+
+    # --- a minibatch ----------------------------------------------------------------
+
+    def end_minibatch(self, weight: Any) -> int:
+        """Accumulates a minibatch; returns the number of updates made after it.
+
+        Args:
+            weight: As the user gives it to `ElasticOptimizer.step`.
+        """
+        position, counted = self.follow_sampler(), None
+        if self._is_weighted or weight is not None:
+            counted = self._weigh(weight)
+        number = self._num_minibatches + 1
+        num_yielded = self._context.sampler.num_yielded  # more if a loader reads ahead
+        if num_yielded < number:
+            raise ValueError(
+                f"step() was called for minibatch number {number}, and the sampler has "
+                f"yielded {num_yielded}: the data come from somewhere else, so batches "
+                "would not be those of the trace. Build the loader with "
+                "DataLoader(dataset, batch_sampler=sampler), or iterate the sampler"
+            )
+        is_empty = weight is not None and is_zero(weight)
+        self.gradients.accept(position.substep, counted, needs_backward=not is_empty)
+        if self._is_weighted:
+            self.totals.add(counted)
+        self._check_hyperparameters()
+        self.num_seen += not position.is_padding
+        self._num_minibatches = number
+        is_last = position.count_minibatch()
+        if self._is_lazy:  # the minibatch graph ends here, on every replica alike
+            self._context.replica.sync()
+        if is_last:
+            return self.update()
+        self._hyperparameters = hyperparameters(self._context.inner.param_groups)
+        self.gradients.prepare_backward(position)
+        return 0
+
+    def follow_sampler(self) -> Position:
+        """Goes to where the sampler is; returns the place of the next minibatch."""
+        if self.position.follow(self._context.sampler.plan):
+            self._check_padding()
+            self._hyperparameters = None  # they may change between epochs
+        return self.position
+
+    def _weigh(self, weight: Any) -> torch.Tensor:
+        """Returns what the next minibatch weighs; some of it may be padding."""
+        position = self.position
+        if self._context.sampler.schedule.pad_minibatches:
+            num_real = position.num_real_samples
+            self.mask.end_minibatch(num_real)
+            weight = num_real if weight is None else weight
+        is_padding = self._is_weighted and position.is_padding
+        return self.totals.on_device(0 if is_padding else weight)
+
+    def _check_hyperparameters(self) -> None:
+        """Raises ReplicaError if a change just now was not seen by all replicas.
+
+        Replicas run the user's loop body different numbers of times: once per
+        minibatch, and not at all in steps in which they are idle. What looks right
+        from here and is not, the ballots find.
+        """
+        position, context = self.position, self._context
+        if self._hyperparameters is None:
+            return
+        if position.substep:  # on one replica, too: more of them would do otherwise
+            where = f"within step {position.step}"
+            why = "replicas may accumulate different numbers of minibatches"
+        elif position.plan.has_idle_replicas and not context.settings.lockstep:
+            where = "between two updates"
+            why = "idle replicas join updates without running your code"
+        else:
+            return
+        if self._hyperparameters == hyperparameters(context.inner.param_groups):
+            return
+        raise ReplicaError(
+            "the learning rate or another hyperparameter changed "
+            f"{where} of epoch {position.plan.epoch}. There {why}, so replicas would "
+            "use different values: call optimizer.attach(scheduler) once in place of "
+            "scheduler.step() in the loop, or change it between epochs, before "
+            "optimizer.set_epoch",
+            context.replica.rank,
+        )
+
+    # --- an update ------------------------------------------------------------------
+
+    def update(self) -> int:
+        """Makes the update of the step under way on all replicas; returns 1.
+
+        What needs a peer comes first and changes nothing that lasts; then the weights
+        and the position change. If an exception ends the update, the step is lost and
+        gradients are zero.
+        """
+        context, position = self._context, self.position
+        plan, step, batch_size = position.plan, position.step, position.batch_size
+        is_idle = position.idle
+        if is_idle:
+            self.gradients.use_zeros()
+            context.replica.sync()  # keeps what is pending out of the update
+        try:
+            with torch.no_grad():
+                self.last_lrs, weight = self._change_weights()
+        finally:
+            position.advance()
+            self.gradients.clear()
+            self.totals.clear()
+            if self._is_lazy:
+                context.replica.sync()
+        context.sampler.commit(plan.epoch, step + 1)
+        update = Update(
+            epoch=plan.epoch,
+            step=plan.first_step + step,
+            batch_size=batch_size,
+            minibatch_size=plan.minibatch_size,
+            lr=self.last_lrs,
+            idle=is_idle,
+            ends_epoch=step + 1 == plan.num_steps,
+            weight=weight,
+        )
+        self.attached.run(update)
+        self.gradients.refresh()  # functions may have frozen or unfrozen some
+        self._hyperparameters = hyperparameters(context.inner.param_groups)
+        log_steps = context.settings.log_steps
+        if log_steps and update.step % log_steps == 0:
+            self._log(update)
+        self.gradients.prepare_backward(position)
+        return 1
+
+    def _change_weights(self) -> tuple[tuple[Any, ...], Any]:
+        """Sums over replicas, divides, measures, clips, scales and steps.
+
+        It is one program on every replica, for every batch size. Returns the effective
+        learning rate of each parameter group, and the step's weight.
+        """
+        context, position = self._context, self.position
+        settings = context.settings
+        # Prepare: changing numbers go to the device before the collective is traced.
+        totals = self.totals.to_sum(position, self.scaling)
+        divisor: Any = None if self._is_weighted else position.num_minibatches
+        if self._is_lazy and not self._is_weighted:
+            divisor = context.scalars.get("divisor", divisor)
+        ratio: Any = None
+        if settings.ref_weight is None:
+            ratio = position.batch_size / (settings.ref_batchsize or 1)
+        self.scaling.prepare(ratio)
+        # Sum, and look whether replicas agree.
+        self.gradients.sums.sum_(totals, divisor)
+        weight, divisor = self.totals.take()
+        # Commit.
+        if self._is_weighted:
+            self.gradients.sums.divide_(divisor)
+        if settings.ref_weight is not None:
+            ratio = weight / settings.ref_weight
+        noise = context.noise
+        factors = noise.update(weight) if noise else None
+        if settings.max_grad_norm is not None:
+            self.grad_norm = self.gradients.clip_(settings.max_grad_norm)
+        self.is_stepping = True
+        try:
+            lrs = self.scaling.step(factors, ratio)
+        finally:
+            self.is_stepping = False
+        self._wrapper._opt_called = True  # torch's schedulers look before their step
+        return lrs, weight
+
+    def _log(self, update: Update) -> None:
+        """Logs one line on replica 0; every replica reads its device."""
+        self.check_agreement()
+        line = log_line(update, self._context.noise, self._context.replica)
+        if self._context.replica.is_primary:
+            logger.info(line)
+
+    def check_agreement(self) -> None:
+        """Raises ReplicaError if replicas ever differed; reads the device."""
+        if self.totals.agreement is not None:
+            self.totals.agreement.check()
+
+
+def _refuse_own_step(inner: Any, args: Any, kwargs: Any) -> None:
+    """Runs before every step of an inner optimizer; raises RuntimeError if it is own.
+
+    A module's function and not a method, so that the hook keeps no loop alive.
+    """
+    del args, kwargs
+    loop = inner._update_loop()
+    if loop is not None and not loop.is_stepping:
+        raise RuntimeError(
+            f"step() of the {type(inner).__name__} that a {loop.wrapper_name} wraps "
+            "was called: it would use partial sums of gradients, on this replica "
+            "alone, and the unscaled learning rate. Call step() of the wrapper instead"
+        )
