@@ -124,13 +124,6 @@ class Ordering:
         """
         return False
 
-    def takes_split(self, state: State, num_rows: int) -> bool:
-        """Returns whether `balance` takes so many rows as `SplitRows`.
-
-        That is, whether it only gives them to the compiled loop.
-        """
-        return False
-
     def with_second_moment(self, state: State, second_moment: Tensor) -> State:
         """Returns the state that divides gradients by this ``(columns,)`` moment.
 

@@ -65,15 +65,6 @@ class GradientMatrix:
         for first in range(0, len(grads[0]), size):
             yield [self._columns(grad[first : first + size]) for grad in grads]
 
-    def are_in_place(self, grads: Mapping[str, Tensor]) -> bool:
-        """Returns whether columns of all rows are views of these gradients."""
-        return all(
-            grad.is_contiguous()
-            and grad.dtype == self._dtype
-            and grad.device == self._device
-            for grad in grads.values()
-        )
-
     def _columns(self, grad: Tensor) -> Tensor:
         return flattened(grad).to(device=self._device, dtype=self._dtype)
 

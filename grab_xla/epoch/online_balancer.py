@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from grab_xla.balancers import Ordering, State
-from grab_xla.balancing import compiled_loop
 from grab_xla.balancing.decisions import TIES, Decisions
 from grab_xla.balancing.rows import FactoredRows, Rows, UnformedRows
-from grab_xla.epoch import gradient_matrix
 from grab_xla.epoch.columns import Columns
 from grab_xla.epoch.epoch_metrics import EpochMetrics
 from xla_replica import traits
 from xla_replica.common.arguments import check_choice, check_integer, check_number
 from xla_replica.common.compiling import has_numba
 
-# The number of rows whose inner products are formed at once on a CPU without the
-# compiled loop: few, so that they stay in the cache. Elsewhere a step is one tile.
+# Sums over an epoch need this precision.
+DTYPES = (torch.float32, torch.float64)
+# The number of rows whose inner products are formed at once on a CPU: few, so that they
+# stay in the cache. Elsewhere a step is one tile.
 CPU_TILE_SIZE = 4
 
 
@@ -49,27 +49,27 @@ class OnlineBalancer:
     ) -> None:
         self._ordering, self.columns, self._metrics = ordering, columns, metrics
         self._replica, self._walk_constant = columns.replica, walk_constant
-        # Sums over an epoch need this precision.
-        check_choice("dtype", columns.dtype, compiled_loop.DTYPES)
+        check_choice("dtype", columns.dtype, DTYPES)
         check_choice("tie", tie, TIES)
         if tile_size is not None:
             check_integer("tile_size", tile_size, 1)
         if walk_constant is not None:
             check_number("prob_balance_c", walk_constant, above=0)
         on_host = traits(columns.device).is_host and not columns.shards
-        loops = on_host and tile_size is None and has_numba()
+        compiled_row = on_host and tile_size is None and has_numba()
         # Replicas exchange a step at once, and a program would hold every piece.
         whole = self._replica.num_replicas > 1 or self._replica.is_lazy
         self.piece_size = None if whole else ordering.piece_size
-        if loops:
-            tile_size = max(1, gradient_matrix.PIECE_ON_HOST // columns.num_own)
-        elif on_host and tile_size is None:
+        if on_host and tile_size is None:
             tile_size = CPU_TILE_SIZE
-        if self.piece_size is not None and tile_size is not None and not loops:
+        if self.piece_size is not None and tile_size is not None:
             # Whole tiles, of vectors that come from up to two rows each.
             self.piece_size = math.lcm(self.piece_size, 2 * tile_size)
         self._decisions = Decisions(
-            tie, sum_=columns.all_reduce_, tile_size=tile_size, loops=loops
+            tie,
+            sum_=columns.all_reduce_,
+            tile_size=tile_size,
+            compiled_row=compiled_row,
         )
         shape = (columns.num_own, columns.dtype, columns.device)
         self.state: State = ordering.init(*shape)
@@ -100,8 +100,8 @@ class OnlineBalancer:
     def balance(self, pieces: Callable[[], Iterable[Rows]]) -> None:
         """Balances this replica's columns of a step's samples, with all replicas.
 
-        ``pieces`` returns them, ``(R, columns)`` at a time; see ``piece_size`` and
-        `takes_split`. Call it under ``torch.no_grad()``, as `balance_factored`.
+        ``pieces`` returns them, ``(R, columns)`` at a time; see ``piece_size``. Call it
+        under ``torch.no_grad()``, as `balance_factored`.
         """
         self.state = self._ordering.begin_step(self.state, pieces(), self._decisions)
         for rows in pieces():
@@ -116,12 +116,6 @@ class OnlineBalancer:
         alone = self._replica.num_replicas == 1 and not self._metrics.on
         return alone and self._ordering.takes_factored(self.state, num_rows)
 
-    def takes_split(self, num_rows: int) -> bool:
-        """Returns whether a step may come as `SplitRows`, all at once."""
-        simple = self.weights is None and not self._metrics.on
-        can = self._decisions.loops and self.piece_size is not None and simple
-        return can and self._ordering.takes_split(self.state, num_rows)
-
     def balance_factored(self, rows: FactoredRows) -> None:
         """Balances a step whose rows are not formed; see `takes_factored`."""
         self._balance(rows)
@@ -135,7 +129,7 @@ class OnlineBalancer:
         if isinstance(rows_RD, Tensor):
             self._metrics.observe(rows_RD, decide.weights_R)
         elif isinstance(rows_RD, UnformedRows):
-            decide = dataclasses.replace(decide, tile_size=None, loops=False)
+            decide = dataclasses.replace(decide, tile_size=None)
         if self._uniforms is not None and self._walk_constant is not None:
             first = self.num_seen - self._ordering.num_pending(self.state)
             drawn = self._uniforms[first : self.num_seen + len(rows_RD)]

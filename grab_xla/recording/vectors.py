@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grab_xla.balancing.rows import FactoredRows, SplitRows
+from grab_xla.balancing.rows import FactoredRows
 from grab_xla.epoch.gradient_matrix import GradientMatrix, normalized
 from grab_xla.epoch.progress import Progress
 from grab_xla.random_projections import projection
@@ -93,12 +93,6 @@ class Vectors:
         """
         balancer, projects = progress.balancer, bool(self.project.tables)
         multiple = balancer.piece_size
-        changed = self._normalize or projects
-        split = not changed and balancer.takes_split(num_rows)
-        if split and self._gradients.are_in_place(grads):
-            parts = next(self._gradients.pieces(grads, batched, multiple=None))
-            balancer.balance(lambda: [SplitRows(parts)])
-            return
         if multiple is not None and not projects:
             pieces = functools.partial(self._gradients.pieces, grads, batched, multiple)
             balancer.balance(lambda: map(self._vectors, pieces()))

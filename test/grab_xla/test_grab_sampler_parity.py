@@ -137,7 +137,6 @@ MEMORY = [
 def test_a_step_takes_no_more_memory(
     package, balance_type, options, tile_size, monkeypatch
 ):
-    """A tile size makes a CPU do what it does without Numba."""
     # A small model, so pieces are as small beside it as usual.
     monkeypatch.setattr(gradient_matrix, "PIECE_ON_HOST", 2**18)
     shapes = {"a": (100, 100), "b": (100,), "c": (9000,)}

@@ -32,7 +32,7 @@ def test_every_type_is_a_row():
 @each("size", [1, 7, 16, 24])
 @each("name", WITH_ORACLE)
 def test_orders_are_the_oracles(name, size, tile_size):
-    """Runs five epochs of changing gradients; `None` is the compiled loop on a CPU."""
+    """Runs five epochs of changing gradients; `None` is four rows on a CPU."""
     kind = KINDS[name]
     sampler, memory = kind.sampler(tile_size=tile_size), {}
     steps = [

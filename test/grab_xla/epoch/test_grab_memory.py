@@ -74,14 +74,7 @@ def test_a_projection_saves_memory(name, kind, tile_size):
         kept = [*sampler._vectors.project.tables, *sampler._balancer.state.values()]
         held = sum(value.numel() * value.element_size() for value in kept)
         totals.append(held + peak_of_step(sampler, gradients()))
-    # Where the compiled loop visits gradients in place, nothing else is there to save.
-    piece = 4 * 2**18 if tile_size is None and name != "batch" else 0
-    assert totals[1] < totals[0] + piece
-
-
-@pytest.mark.parametrize("name", ["mean", "pair"])
-def test_gradients_are_balanced_where_they_are(name):
-    assert peak_of_step(sampler_of(name), gradients()) < NUM_BYTES / 10
+    assert totals[1] < totals[0]
 
 
 def test_an_epoch_begins_without_a_copy_of_the_accumulators():
