@@ -144,7 +144,7 @@ class Passes:
         finally:
             own.ended = True
 
-    def take(
+    def claim(
         self,
         num_samples: int,
         expected: np.ndarray,
