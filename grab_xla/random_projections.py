@@ -1,4 +1,7 @@
-"""Random projections of per-sample gradients: fewer columns, nearly the same geometry.
+"""grab-sampler's projections, which stay because orders of saved runs follow from them.
+
+`per_sample_grad.Projection`, that of ``fidelity="projected"``, forms no gradient and is
+what a new run should take. These project gradients that are formed.
 
 Balancing only reads inner products of gradients. A random matrix P of K rows with
 E[P^T P] = I keeps them up to an error of the order of sqrt(log n / K), whatever the

@@ -224,7 +224,19 @@ class OnlineBalancer:
             drawn = self._uniforms[first : self.num_seen + len(rows_RD)]
             thresholds = (self._walk_constant * (1 - 2 * drawn)).to(self.columns.device)
             decide = dataclasses.replace(decide, thresholds_RN=thresholds)
+        num_waiting = self._ordering.num_pending(self.state)
         self.state, placements = self._ordering.balance(self.state, rows_RD, decide)
+        num_decided = (
+            num_waiting + len(rows_RD) - self._ordering.num_pending(self.state)
+        )
+        if placements.shape != (num_decided,):
+            raise ValueError(
+                f"{type(self._ordering).__name__}.balance returned placements of shape "
+                f"{tuple(placements.shape)} for {num_decided} samples: return one for "
+                "every sample, except those that num_pending counts"
+            )
+        if traits(placements).is_host:
+            self._ordering.check_placements(placements.numpy())
         self._placements.append(placements)
         self.num_seen += len(rows_RD)
 
@@ -233,9 +245,10 @@ class OnlineBalancer:
         placements = [part for part in self._placements if len(part)]
         if not placements:
             return np.zeros(0, dtype=np.int64)
-        fetched = torch.cat(self._replica.fetch(placements))
+        fetched = torch.cat(self._replica.fetch(placements)).numpy()
+        self._ordering.check_placements(fetched)
         self._placements = placements
-        return fetched.numpy()
+        return fetched
 
     def update_second_moment(self, second_moment: Tensor) -> None:
         """See `GraBSampler.update_v`."""
