@@ -1,4 +1,4 @@
-"""Loops over the numbers of tensors on a CPU, which Numba compiles if it is there."""
+"""Functions of numbers on a CPU, which Numba compiles if it is there."""
 
 from __future__ import annotations
 
