@@ -208,19 +208,7 @@ class Projection:
 
         The rows may be given as several parts of their columns, in order.
         ``kind="none"`` returns ``(B, D)``, a single part as it is.
-
-        Raises:
-            ValueError: ``parts`` have other shapes.
         """
-        shapes = [tuple(part.shape) for part in parts]
-        if (
-            any(part.ndim != 2 for part in parts)
-            or sum(part.shape[1] for part in parts) != self.num_inputs
-        ):
-            raise ValueError(
-                f"random_projection={self.kind!r}: rows must have the shape (B, "
-                f"{self.num_inputs}), got {', '.join(map(str, shapes))}"
-            )
         return PROJECTIONS[self.kind].apply(parts, *self.tables)
 
 
@@ -273,14 +261,12 @@ def projection(
 
     Raises:
         ValueError: The kind is unknown, or a number is out of range.
-        TypeError: A count is not an integer, or ``dtype`` is not a floating dtype.
+        TypeError: A count is not an integer.
 
     Warns:
         UserWarning: K is not below D: the projection costs more than it saves.
     """
     check_choice("random_projection", kind, PROJECTIONS)
-    if not dtype.is_floating_point:
-        raise TypeError(f"dtype must be a floating dtype, got {dtype}")
     check_integer("num_inputs", num_inputs, 1)
     check_integer("order", order, 1)
     build, _, round_up = PROJECTIONS[kind]

@@ -140,7 +140,10 @@ class Decisions:
         earlier = torch.tril(gram, diagonal=-1)
         kind = traits(products)
         if kind.is_lazy:
-            return self._settled(products, earlier, positive, thresholds_R)
+            limits = (
+                torch.zeros_like(products) if thresholds_R is None else thresholds_R
+            )
+            return _rounds(products, earlier, positive, limits, tie=self.tie)
         between_looks = 1 if kind.is_host else _ROUNDS_BETWEEN_LOOKS
         below = self.below(products, thresholds_R)
         for number in range(1, len(products)):
@@ -150,17 +153,6 @@ class Decisions:
             if number % between_looks == 0 and torch.equal(before, below):
                 break
         return torch.where(below, positive, negative)
-
-    def _settled(
-        self,
-        products: Tensor,
-        earlier: Tensor,
-        positive: Tensor,
-        thresholds_R: Tensor | None,
-    ) -> Tensor:
-        """Returns `signs` from a loop on the device, which ends when they settle."""
-        limits = torch.zeros_like(products) if thresholds_R is None else thresholds_R
-        return _rounds(products, earlier, positive, limits, tie=self.tie)
 
 
 @lazy_operation

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grab_xla.balancers import Ordering, State
-from grab_xla.balancing.decisions import TIES, Decisions
+from grab_xla.balancing.decisions import TIES, Decisions, no_sum
 from grab_xla.balancing.rows import FactoredRows, Rows
 from grab_xla.epoch.columns import Columns
 from grab_xla.epoch.epoch_metrics import EpochMetrics
@@ -77,7 +77,8 @@ class OnlineBalancer:
             # Whole tiles, of vectors that come from up to two rows each.
             self.piece_size = math.lcm(self.piece_size, 2 * tile_size)
         self._decisions = Decisions(
-            tie, sum_=columns.all_reduce_, tile_size=tile_size,
+            tie, sum_=columns.all_reduce_ if columns.shards else no_sum,
+            tile_size=tile_size,
             compiled_row=compiled_row,
         )  # fmt: skip
         self.state = self._first_state()
@@ -217,7 +218,7 @@ class OnlineBalancer:
             weights = self.weights[self.num_seen : self.num_seen + len(rows_RD)]
             weights = weights.to(self.columns.device, self.columns.dtype)
             decide = dataclasses.replace(decide, weights_R=weights)
-        if isinstance(rows_RD, Tensor):
+        if self._metrics.on and isinstance(rows_RD, Tensor):
             self._metrics.observe(rows_RD, decide.weights_R)
         if self._uniforms is not None and self._walk_constant is not None:
             first = self.num_seen - self._ordering.num_pending(self.state)

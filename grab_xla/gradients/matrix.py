@@ -77,7 +77,10 @@ class GradientMatrix:
 
     def _rows(self, columns: list[Tensor]) -> Tensor:
         """Returns the rows of some gradients, given their columns in parts."""
-        rows = self._projection(*columns)
+        if self._projects:
+            rows = self._projection(*columns)
+        else:
+            rows = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
         return normalized(rows) if self._normalize else rows
 
     def _columns(

@@ -154,6 +154,8 @@ class SampleGradients:
         self, factored: list[Factors], num_samples: int, ordering: Ordering
     ) -> bool:
         """Returns whether balancing factors takes less than forming the gradients."""
+        if not factored:
+            return False
         spared = sum(math.prod(s) for each in factored for s in each.shapes.values())
         total = sum(p.numel() for p in self.balanced.values())
         least = LEAST_SPARED * ordering.num_vectors
