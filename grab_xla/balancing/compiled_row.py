@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import math
 
+import numba
 import torch
 from torch import Tensor
-
-from xla_replica.common.compiling import compiled
 
 
 def balance_row(
@@ -52,7 +51,8 @@ def balance_row(
     return torch.tensor([placement], dtype=torch.int32)
 
 
-@compiled
+# Sums may be formed in any order, so that they vectorise; NaN is preserved.
+@numba.njit(fastmath={"reassoc", "contract", "nsz"}, cache=True)
 def _down_a_tree(x, y, sums, limits, depth, tie_positive):
     """Returns the placement of x - y, and adds it to the accumulators it passes."""
     zero, one = sums.dtype.type(0), sums.dtype.type(1)
