@@ -15,7 +15,7 @@ from grab_xla.balancers import BALANCE_TYPES, Balancer, Ordering, ordering_named
 from grab_xla.balancing.decisions import Decisions
 from grab_xla.balancing.prefix_sums import Herding, RunningHerding, herding
 from grab_xla.epoch.orders import GraBWarning
-from grab_xla.recording.fidelities import FIDELITIES
+from grab_xla.gradients.fidelities import FIDELITIES
 from grab_xla.sampler import GraBSampler
 
 __all__ = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
@@ -14,23 +15,31 @@ from torch.utils.data import Sampler
 
 import xla_replica
 from grab_xla.balancers import ordering_named
+from grab_xla.balancing.rows import FactoredRows
 from grab_xla.epoch.columns import Columns, replica_for
 from grab_xla.epoch.epoch_metrics import EpochMetrics
 from grab_xla.epoch.online_balancer import OnlineBalancer
-from grab_xla.epoch.orders import Orders
+from grab_xla.epoch.orders import GraBWarning, Orders
 from grab_xla.epoch.progress import Progress
 from grab_xla.epoch.round_robin_sharding import RoundRobinSharding
 from grab_xla.epoch.sample_weights import SampleWeights, Weights, WeightsOf
-from grab_xla.recording import fidelities
-from grab_xla.recording.fidelities import Fidelity
-from grab_xla.recording.steps import Steps
-from grab_xla.recording.vectors import Vectors
+from grab_xla.gradients import fidelities
+from grab_xla.gradients.fidelities import Fidelity
+from grab_xla.gradients.groups import add_gradient
+from grab_xla.gradients.matrix import GradientMatrix
+from grab_xla.random_projections import projection
 from per_sample_grad import Capture, Projection
 from xla_replica.common.arguments import check_type
 from xla_replica.common.differences import check_same
 
 # The version of `GraBSampler.state_dict`.
 VERSION = 1
+# What ends the error about gradients of wrong shapes where projections are balanced.
+_PROJECTED = (
+    ". With fidelity='projected', the default above 2^20 parameters, projections are "
+    "balanced, which backward() makes: pass fidelity='exact' to give gradients to "
+    "step()"
+)
 
 
 class GraBSampler(Sampler[int]):
@@ -155,21 +164,26 @@ class GraBSampler(Sampler[int]):
         self._timer = timer or contextlib.nullcontext
         kind = str(getattr(random_projection, "value", random_projection))
         self.fidelity = fidelities.chosen(fidelity, trainable_params, ordering, kind)
-        recording = fidelities.recorder(
+        self._gradients = fidelities.gradients_of(
             trainable_params, self.fidelity, projection_size, seed
         )
-        self.projection: Projection | None = recording.projection
+        self.projection: Projection | None = self._gradients.projection
         self._group_size = fidelities.samples_together(
             self.fidelity, group_size, self.num_samples, ordering
         )
         self._num_groups = self.num_samples // self._group_size
         ordering.check_fits(self._num_groups)
         self._weights = SampleWeights(weights, self.num_samples)
-        self._vectors = Vectors(
-            trainable_params, recording, self._num_groups, kind, pi_eps,
-            kron_order, seed, normalize_grads, dtype, self.device,
+        balanced = self._gradients.balanced
+        fewer = projection(
+            kind, sum(each.numel() for each in balanced.values()), self._num_groups,
+            pi_eps, kron_order, seed, dtype, self.device,
         )  # fmt: skip
-        num_columns = self._vectors.project.num_outputs
+        remark = "" if self.projection is None else _PROJECTED
+        self._matrix = GradientMatrix(
+            balanced, fewer, normalize_grads, dtype, self.device, remark
+        )
+        num_columns = fewer.num_outputs
         walk_constant = prob_balance_c if prob_balance else None
         # What a saved state must agree with.
         self._identity = {
@@ -177,7 +191,10 @@ class GraBSampler(Sampler[int]):
             "balance_type": self.balance_type,
             "options": repr(ordering),
             "settings": {
-                **self._vectors.settings,
+                "random_projection": (
+                    (kind, pi_eps, kron_order, seed) if fewer.tables else kind
+                ),
+                "normalize_grads": normalize_grads,
                 "tie": tie,
                 "prob_balance": walk_constant,
             },
@@ -198,8 +215,16 @@ class GraBSampler(Sampler[int]):
         self._balancer = OnlineBalancer(
             ordering, self._columns, self._metrics, tie, tile_size, walk_constant
         )
-        uses_gradients = ordering.needs_gradients or self._metrics.on
-        if uses_gradients:
+        self._uses_gradients = ordering.needs_gradients or self._metrics.on
+        # Factors stand for gradients that are balanced as they are, where they are.
+        self._takes_factors = (
+            self.fidelity == "exact" and self._matrix.keeps_gradients
+        ) and all(
+            torch.promote_types(p.dtype, torch.float32) == dtype
+            and p.device.type == self.device.type
+            for p in trainable_params.values()
+        )
+        if self._uses_gradients:
             xla_replica.refuse_sharded(
                 trainable_params, "GraBSampler", ", or take an order such as 'rr'"
             )
@@ -217,19 +242,28 @@ class GraBSampler(Sampler[int]):
             "Give all replicas the same seed or equal generators.",
         )
         self._progress = Progress(
-            self._orders, sharding, self._columns, self._balancer, self._weights,
-            uses_gradients, self._timer,
+            self._orders, sharding, self._balancer, self._weights,
+            self._uses_gradients, self._timer,
         )  # fmt: skip
-        self._steps = Steps(recording, self._vectors, self._progress, self._timer)
+        self._reduction: str | None = None  # that of the last `backward`
+        self._is_recorded = False  # without a `backward` or a `step` since
 
     def __len__(self) -> int:
         """Returns how many samples this replica runs in a pass over the order."""
-        return len(self._progress.cursor)
+        return len(self._progress)
 
     def __iter__(self) -> Iterator[int]:
         """Begins the next epoch, or continues a restored one."""
-        self._steps.begin_epoch()
-        return self._progress.iterate()
+        if self._is_recorded and self._balancer.num_seen == 0:
+            warnings.warn(
+                "forward passes were recorded, but backward() was never called, so the "
+                "order stays the same: call sampler.backward(losses) in place of "
+                "losses.mean().backward()",
+                GraBWarning,
+                stacklevel=2,
+            )
+        self._is_recorded = False
+        return self._progress.deal()
 
     def __call__(self, epoch: int) -> np.ndarray:
         """Returns the whole order of an epoch of an elastic sampler.
@@ -282,7 +316,11 @@ class GraBSampler(Sampler[int]):
                 ``"group"`` needs none and ignores them, as does an order that needs no
                 gradients.
         """
-        return self._steps.record(model, options)
+        if not self._uses_gradients:
+            return contextlib.nullcontext()
+        context = self._gradients.record(model, options)
+        self._is_recorded = True
+        return context
 
     def backward(
         self,
@@ -316,7 +354,61 @@ class GraBSampler(Sampler[int]):
             ValueError: As for `step`; or these are not the losses of one group, or
                 ``reduction`` is not allowed.
         """
-        self._steps.backward(losses, reduction, indices, from_samples)
+        self._check_losses(losses)
+        if not self._uses_gradients:
+            add_gradient(losses, reduction)
+            self._reduction = reduction
+            num_groups = len(losses) if self._group_size == 1 else 1
+            self._progress.claim(num_groups, indices)
+            return
+        factored = self._takes_factors and self._balancer.takes_factored(len(losses))
+        rows = self._gradients.backpropagate(
+            losses, reduction, self._orders.ordering if factored else None, from_samples
+        )
+        self._reduction = reduction
+        self._place(rows, True, indices)
+
+    def _check_losses(self, losses: Tensor) -> None:
+        """Raises ValueError if these cannot be the losses of samples, or of a group."""
+        if self._group_size == 1:
+            if not self._uses_gradients and losses.dim() != 1:
+                raise ValueError(
+                    f"backward() with losses of shape {tuple(losses.shape)}: give one "
+                    'number per sample, shape (B,), as with reduction="none"'
+                )
+            return
+        group = self._progress.next_samples(1)
+        if losses.dim() and len(group) and losses.shape != group.shape:
+            raise ValueError(
+                f"backward() with losses of shape {tuple(losses.shape)}, but the "
+                f"next group has {len(group)} samples: with "
+                f"group_size={self._group_size} every backward pass is of one "
+                "group, so pass the same number as batch_size= to the DataLoader, "
+                "or as minibatch_size= to CustomSampler"
+            )
+
+    def _place(
+        self,
+        rows: Mapping[str, Tensor] | Tensor | FactoredRows,
+        batched: bool,
+        indices: Sequence[int] | Tensor | None,
+    ) -> None:
+        """Balances what a step has of every sample, or keeps it until the update."""
+        is_dict = not isinstance(rows, Tensor | FactoredRows)
+        num_rows = self._matrix.count(rows, batched) if is_dict else len(rows)
+        self._is_recorded = False
+        if not self._progress.claim(num_rows, indices):
+            return
+        progress, balancer = self._progress, self._balancer
+        with self._timer("sorter_step"), torch.no_grad():
+            if isinstance(rows, FactoredRows):
+                balancer.place_factored(rows)
+                return
+            if isinstance(rows, Tensor):
+                pieces = self._matrix.converted(rows)
+            else:
+                pieces = self._matrix.pieces(rows, batched, balancer.piece_size)
+            balancer.place_step(pieces, progress.num_left, progress.waits)
 
     def step(
         self,
@@ -345,7 +437,7 @@ class GraBSampler(Sampler[int]):
                 ``indices`` are not the next samples of the order, or, without them, the
                 gradients may be of another pass over the order than the newest one.
         """
-        self._steps.step(per_sample_grads, batch, indices)
+        self._place(per_sample_grads, batch, indices)
 
     def count(self, num_samples: int) -> None:
         """Takes the place of `step` for an order that needs no gradients.
@@ -357,7 +449,7 @@ class GraBSampler(Sampler[int]):
             TypeError: The balance type or a metric needs gradients.
             ValueError: The epoch has fewer samples left.
         """
-        if self._progress.uses_gradients:
+        if self._uses_gradients:
             raise TypeError(
                 f"count: balance_type={self.balance_type!r} or a metric needs "
                 "gradients: call step()"
@@ -380,8 +472,14 @@ class GraBSampler(Sampler[int]):
                 minibatches, before ``optimizer.step()``; or some of their samples are
                 padding; or `backward` was called with another ``reduction``.
         """
-        self._steps.check_reduction(update)
-        self._progress.after_update(update)
+        expected = "mean" if getattr(update, "weight", None) is None else "sum"
+        if self._reduction not in (None, expected):
+            raise ValueError(
+                f"the optimizer's reduction is {expected!r}, but backward() left the "
+                f"gradient of the {self._reduction} of the losses in .grad: call "
+                f"sampler.backward(losses, reduction={expected!r})"
+            )
+        self._progress.finish_update(update)
 
     def update_v(self, second_moment: Tensor) -> None:
         """Gives 'adamean' the ``(d,)`` second moment that gradients are divided by.
@@ -444,7 +542,7 @@ class GraBSampler(Sampler[int]):
         """
         return {
             **self._identity,
-            "given_for": self._progress.cursor.given_for,
+            "given_for": self._progress.dealt_elsewhere,
             **self._orders.state_dict(),
             "engine": self._balancer.state_dict(),
         }

@@ -68,6 +68,13 @@ class Ordering:
         """Returns the number of samples that wait for a partner."""
         return 0
 
+    def check_placements(self, placements: np.ndarray) -> None:
+        """Raises ValueError if `balance` may not return these.
+
+        It is called where they are read: on a CPU after every step, elsewhere when an
+        epoch ends.
+        """
+
     def check_fits(self, num_samples: int) -> None:
         """Raises ValueError if so few samples could never be ordered."""
 
@@ -82,10 +89,19 @@ class Ordering:
     def next_order(
         self, order: np.ndarray, placements: np.ndarray, generator: torch.Generator
     ) -> np.ndarray:
-        """Returns the order that follows ``order``, ``(n,)`` int64.
+        """Returns the order of the next epoch, ``(n,)`` int64.
 
-        ``placements`` is what `balance` returned for its first m samples, ``(m,)``;
-        ``generator`` is the only source of random numbers.
+        `GraBSampler` calls it once an epoch on every replica, on the host, when the
+        next epoch begins; not where no gradient came to a type that needs them. The
+        result must be the same on all replicas, and a permutation of ``order`` if
+        `is_permutation`.
+
+        Args:
+            order: The order of the epoch that ends. Of groups, their numbers 0, 1, ...
+                in that order; samples that do not fill a group are not among them.
+            placements: What `balance` returned for its first m samples, ``(m,)``. The
+                others had no gradient, or still wait for a partner.
+            generator: The only source of random numbers.
         """
         return order
 
@@ -121,13 +137,6 @@ class Ordering:
         """Returns whether `balance` takes so many rows as `UnformedRows`.
 
         That is, whether it only needs their inner products and weighted sums.
-        """
-        return False
-
-    def takes_split(self, state: State, num_rows: int) -> bool:
-        """Returns whether `balance` takes so many rows as `SplitRows`.
-
-        That is, whether it only gives them to the compiled loop.
         """
         return False
 
@@ -169,6 +178,21 @@ class Balancer(Ordering, abc.ABC):
 
     @abc.abstractmethod
     def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced: ...
+
+    def check_placements(self, placements: np.ndarray) -> None:
+        leaves = self.num_leaves
+        if placements.dtype.kind == "b":
+            wrong = np.ones_like(placements)
+        else:
+            is_integer = placements == np.rint(placements)
+            wrong = ~(is_integer & (np.abs(placements) <= leaves))
+        if wrong.any():
+            raise ValueError(
+                f"{type(self).__name__}.balance returned the placement "
+                f"{placements[wrong][0]} ({placements.dtype}); allowed are integers "
+                f"from {-leaves} to {leaves}: +k puts a sample to the front of leaf k, "
+                "-k to its back, and 0 keeps its place"
+            )
 
     def next_order(
         self, order: np.ndarray, placements: np.ndarray, generator: torch.Generator

@@ -16,7 +16,6 @@ from torch import Tensor
 from grab_xla.balancers.base import Balanced, Balancer, State
 from grab_xla.balancing import decisions
 from grab_xla.balancing import rows as rows_of
-from grab_xla.balancing.compiled_loop import balance_in_sequence
 from grab_xla.balancing.decisions import (
     Decisions,
     mark_nonfinite,
@@ -24,7 +23,7 @@ from grab_xla.balancing.decisions import (
     without_nan,
 )
 from grab_xla.balancing.rows import Rows, squared_norms, weighted
-from xla_replica import where_finite
+from xla_replica import traits, where_finite
 from xla_replica.common.arguments import check_number
 
 
@@ -55,11 +54,11 @@ class Centred(Balancer):
             Centred.balance, Centred.centred, Balancer.begin_step,
         )  # fmt: skip
 
-    def takes_split(self, state: State, num_rows: int) -> bool:
-        return self.depth == 0 and self.takes_factored(state, num_rows)
+    def centred(self, state: State, rows_RD: Any) -> tuple[Any, Tensor | None]:
+        """Returns rows and a centre, ``(1, columns)``; the difference is balanced.
 
-    def centred(self, state: State, rows_RD: Any) -> tuple[Any, Tensor]:
-        """Returns rows and ``(1, columns)``, a centre; the difference is balanced."""
+        The centre is None if rows have been centred.
+        """
         return rows_RD, state["mean"]
 
     def balance(self, state: State, rows_RD: Rows, decide: Decisions) -> Balanced:
@@ -67,26 +66,30 @@ class Centred(Balancer):
         others = decide.thresholds_RN, decide.weights_R
         for tile, thresholds, weights in decide.tiles(rows_RD, *others):
             rows, centre = self.centred(state, tile)
-            if weights is not None:
-                rows = weighted(rows_of.centred(rows, centre), weights)
-                centre = torch.zeros_like(centre)
-            if decide.loops:
-                counted = count if weights is None else None
-                how = thresholds, self.depth, decide.tie, counted
-                placements = balance_in_sequence(rows, centre, sums, *how)
-                if weights is not None:
-                    count = count + weighted(placements != 0, weights).sum()
+            on_host = isinstance(rows, Tensor) and traits(rows).is_host
+            # A tile on a CPU is small, so differences are formed: with them float32
+            # loses no digits where the mean is larger than they are.
+            if centre is not None and (weights is not None or on_host):
+                rows, centre = rows_of.centred(rows, centre), None
+            rows = weighted(rows, weights)
+            if on_host and decide.compiled_row and len(rows) == 1:
+                from grab_xla.balancing.compiled_row import balance_row
+
+                how = thresholds, self.depth, decide.tie
+                placements = balance_row(rows, centre, sums, *how)
+                seen = (placements != 0).to(sums.dtype)
             else:
                 rows = without_nan(rows)
-                gram, products = decide.centred_gram(rows, centre, sums[:-1])
+                gram, products = decide.gram(rows, sums[:-1], centre)
                 finite = decisions.finite_rows(gram)
                 walk = (gram, products, finite, thresholds, decide)
                 signs, placements = self.walk(*walk)
                 seen = finite.to(sums.dtype)
                 factors = torch.cat([signs, seen.unsqueeze(1)], dim=1).T
                 rows_of.add_(sums, factors, rows)
-                sums.addcmul_(factors.sum(1, keepdim=True), centre, value=-1)
-                count = count + weighted(seen, weights).sum()
+                if centre is not None:
+                    sums.addcmul_(factors.sum(1, keepdim=True), centre, value=-1)
+            count = count + weighted(seen, weights).sum()
             parts.append(placements.to(self.placement_dtype))
         placements = parts[0] if len(parts) == 1 else torch.cat(parts)
         return {**state, "sums": sums, "count": count}, placements
@@ -145,7 +148,7 @@ class AdaMeanBalance(MeanBalance):
         state = super().init(num_columns, dtype, device)
         return {**state, "scale": torch.ones_like(state["mean"])}
 
-    def centred(self, state: State, rows_RD: Tensor) -> tuple[Tensor, Tensor]:
+    def centred(self, state: State, rows_RD: Tensor) -> tuple[Tensor, None]:
         return _standardised(state, rows_RD)
 
     def begin_epoch(self, state: State) -> State:
@@ -222,7 +225,7 @@ class AdaEMABalance(Centred):
         missing, scale = averages.new_ones(2), torch.ones_like(state["mean"])
         return {**state, "averages": averages, "missing": missing, "scale": scale}
 
-    def centred(self, state: State, rows_RD: Tensor) -> tuple[Tensor, Tensor]:
+    def centred(self, state: State, rows_RD: Tensor) -> tuple[Tensor, None]:
         return _standardised(state, rows_RD)
 
     def begin_step(
@@ -240,11 +243,10 @@ class AdaEMABalance(Centred):
         return {**state, **new, "mean": first, "scale": second.sqrt() + self.eps}
 
 
-def _standardised(state: State, rows_RD: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns rows that are centred and scaled, and a centre of zero."""
+def _standardised(state: State, rows_RD: Tensor) -> tuple[Tensor, None]:
+    """Returns rows that are centred and scaled, and None, for no centre."""
     scaled = (rows_RD - state["mean"]).div_(state["scale"])
-    vectors = mark_nonfinite(scaled, rows_RD)
-    return vectors, torch.zeros_like(state["mean"])
+    return mark_nonfinite(scaled, rows_RD), None
 
 
 def _batch_mean(pieces: Iterable[Tensor], decide: Decisions) -> tuple[Tensor, Tensor]:

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from grab_xla.balancers.base import State
 from grab_xla.balancers.blocks import BlockBalancer
-from grab_xla.balancing.compiled_loop import balance_in_sequence
 from grab_xla.balancing.decisions import Decisions, finite_rows, mark_nonfinite
 from grab_xla.balancing.reordering import reorder_interleaved
-from grab_xla.balancing.rows import Rows, SplitRows, UnformedRows, add_
+from grab_xla.balancing.rows import Rows, UnformedRows, add_
 from xla_replica.common.arguments import check_integer
 
 
@@ -51,9 +50,6 @@ class PairBalance(BlockBalancer):
         own = type(self).balance_blocks is PairBalance.balance_blocks
         return own and self.is_whole(state, num_rows)
 
-    def takes_split(self, state: State, num_rows: int) -> bool:
-        return self.num_workers == 1 and self.takes_factored(state, num_rows)
-
     def balance_blocks(self, sums: Tensor, rows_RD: Rows, decide: Decisions) -> Tensor:
         thresholds = decide.thresholds_RN
         if thresholds is not None:
@@ -69,16 +65,12 @@ class PairBalance(BlockBalancer):
         differences: Rows
         if isinstance(rows, UnformedRows):
             differences = Differences(rows, self.num_workers)
-        elif isinstance(rows, SplitRows):
-            first, second = rows[0::2], rows[1::2]
-            return balance_in_sequence(
-                first, second, sums, thresholds_PN, 0, decide.tie
-            )
         else:
             first, second = _partners(rows, self.num_workers)
-            if decide.loops:
-                how = thresholds_PN, 0, decide.tie
-                return balance_in_sequence(first, second, sums, *how)
+            if decide.compiled_row and len(first) == 1:
+                from grab_xla.balancing.compiled_row import balance_row
+
+                return balance_row(first, second, sums, thresholds_PN, 0, decide.tie)
             differences = mark_nonfinite(first - second, first, second)
         parts = []
         for vectors, limits in decide.tiles(differences, thresholds_PN):

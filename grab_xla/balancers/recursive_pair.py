@@ -12,7 +12,7 @@ from grab_xla.balancers.base import State
 from grab_xla.balancers.blocks import BlockBalancer
 from grab_xla.balancing.decisions import Decisions, without_nan
 from grab_xla.balancing.rows import Rows, add_, products, squared_norms
-from xla_replica import computed_once, traits, where_finite
+from xla_replica import computed_once, where_finite
 from xla_replica.common.arguments import check_integer
 
 
@@ -72,8 +72,6 @@ class RecursivePairBalance(BlockBalancer):
         rows_RD = without_nan(rows_RD)
         if isinstance(rows_RD, Tensor):
             rows_RD = computed_once(rows_RD)
-        # A TPU gathers and scatters numbers one by one.
-        sort = self._sort_by_masks if traits(sums).is_lazy else self._sort
         for rows, thresholds in blocks.tiles(rows_RD, decide.thresholds_RN):
             squares = squared_norms(rows).unsqueeze(1)
             inner = torch.cat([products(rows, sums), squares], dim=1)
@@ -83,7 +81,7 @@ class RecursivePairBalance(BlockBalancer):
             inner = torch.where(finite, inner, torch.zeros_like(inner))
             weights, placed = (
                 torch.where(finite, each, torch.zeros_like(each))
-                for each in sort(inner[:, :-1], thresholds, decide)
+                for each in self._sort(inner[:, :-1], thresholds, decide)
             )
             add_(sums, weights.T, rows)
             placements.append(placed.squeeze(1))
@@ -97,45 +95,9 @@ class RecursivePairBalance(BlockBalancer):
     ) -> tuple[Tensor, Tensor]:
         """Returns the samples' signs at nodes, ``(b, V)``, and placements, ``(b, 1)``.
 
-        ``items`` holds the samples as the tree has sorted them so far, node by node.
-        """
-        size = self.batch_size
-        like = {"device": products_RV.device}
-        products_VR = products_RV.T
-        items = torch.arange(size, **like).reshape(1, size)
-        weights = []
-        for level in range(self.num_draws):
-            nodes = products_VR[2**level - 1 : 2 ** (level + 1) - 1]
-            first, second = items[:, 0::2], items[:, 1::2]
-            found = nodes.gather(1, items)
-            differences = found[:, 0::2] - found[:, 1::2]
-            limits = None
-            if thresholds_RN is not None:
-                limits = thresholds_RN[:, level][first]
-            wins = decide.below(differences, limits)
-            left = torch.where(wins, first, second)
-            right = torch.where(wins, second, first)
-            ones = torch.ones_like(differences)
-            places, signs = torch.cat([left, right], 1), torch.cat([ones, -ones], 1)
-            weights.append(torch.zeros_like(nodes).scatter(1, places, signs))
-            items = torch.stack([left, right], dim=1).flatten(0, 1)
-        column = torch.arange(size, **like)
-        # Columns are leaves: the even ones forwards, the odd ones backwards.
-        of_column = torch.where(column & 1 == 0, column + 1, -column - 1)
-        placements = torch.zeros_like(column)
-        placements = placements.scatter(0, items.flatten(), of_column)
-        return torch.cat(weights).T, placements.unsqueeze(1)
-
-    def _sort_by_masks(
-        self,
-        products_RV: Tensor,
-        thresholds_RN: Tensor | None,
-        decide: Decisions,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns what `_sort` does, without gather, scatter and 64-bit integers.
-
         ``places`` says where the tree has put each sample so far, node by node. What
-        belongs to a node or a partner is found by comparing everything with it.
+        belongs to a node or a partner is found by comparing everything with it, because
+        a TPU gathers and scatters numbers one by one.
         """
         like = {"dtype": torch.int32, "device": products_RV.device}
         places = torch.arange(self.batch_size, **like)

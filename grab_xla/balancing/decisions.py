@@ -60,8 +60,7 @@ class Decisions:
             vectors are multiplied by. None: all have the weight one.
         sum_: Adds partial inner products over the shards of the columns, in place.
         tile_size: How many rows' inner products are formed at once; None means all.
-        loops: Whether a compiled loop visits the rows of a tile one by one instead;
-            see `compiled_loop`.
+        compiled_row: Whether a tile of one row is balanced by a compiled loop.
     """
 
     tie: str = "negative"
@@ -69,7 +68,7 @@ class Decisions:
     weights_R: Tensor | None = None
     sum_: Callable[[list[Tensor]], None] = no_sum
     tile_size: int | None = None
-    loops: bool = False
+    compiled_row: bool = False
 
     def tiles(self, rows_RD: Rows, *others: Tensor | None) -> Iterator[list[Any]]:
         """Yields tiles of rows and, of each of the others, its part for these rows.
@@ -89,20 +88,19 @@ class Decisions:
         self.sum_([partial])
         return partial
 
-    def gram(self, rows_RD: Rows, vectors_VD: Tensor) -> tuple[Tensor, Tensor]:
+    def gram(
+        self, rows_RD: Rows, vectors_VD: Tensor, centre_1D: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Returns inner products of rows, ``(R, R)``, and with vectors, ``(R, V)``.
 
-        This takes one sum over the shards. A row that is not finite affects its own row
-        and column of the first and its own row of the second, nothing else.
+        With a centre they are those of ``rows - centre``, which is not formed. This
+        takes one sum over the shards. A row that is not finite affects its own row and
+        column of the first and its own row of the second, nothing else.
         """
-        products = [rows_of.gram(rows_RD), rows_of.products(rows_RD, vectors_VD)]
-        self.sum_(products)
-        return products[0], products[1]
-
-    def centred_gram(
-        self, rows_RD: Rows, centre_1D: Tensor, vectors_VD: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Returns `gram` of ``rows - centre`` without forming the differences."""
+        if centre_1D is None:
+            products = [rows_of.gram(rows_RD), rows_of.products(rows_RD, vectors_VD)]
+            self.sum_(products)
+            return products[0], products[1]
         # Products are joined rather than vectors, of which a tree has many.
         with_others, of_centre = (
             torch.cat([rows_of.products(each, v) for v in (vectors_VD, centre_1D)], 1)
@@ -142,7 +140,10 @@ class Decisions:
         earlier = torch.tril(gram, diagonal=-1)
         kind = traits(products)
         if kind.is_lazy:
-            return self._settled(products, earlier, positive, thresholds_R)
+            limits = (
+                torch.zeros_like(products) if thresholds_R is None else thresholds_R
+            )
+            return _rounds(products, earlier, positive, limits, tie=self.tie)
         between_looks = 1 if kind.is_host else _ROUNDS_BETWEEN_LOOKS
         below = self.below(products, thresholds_R)
         for number in range(1, len(products)):
@@ -152,17 +153,6 @@ class Decisions:
             if number % between_looks == 0 and torch.equal(before, below):
                 break
         return torch.where(below, positive, negative)
-
-    def _settled(
-        self,
-        products: Tensor,
-        earlier: Tensor,
-        positive: Tensor,
-        thresholds_R: Tensor | None,
-    ) -> Tensor:
-        """Returns `signs` from a loop on the device, which ends when they settle."""
-        limits = torch.zeros_like(products) if thresholds_R is None else thresholds_R
-        return _rounds(products, earlier, positive, limits, tie=self.tie)
 
 
 @lazy_operation

@@ -151,23 +151,7 @@ class Weighted(UnformedRows):
         self.rows.add_(sums_VD, weights_VR * self.weights_R)
 
 
-@dataclasses.dataclass(frozen=True)
-class SplitRows:
-    """Rows whose columns are in several matrices, ``(R, columns)`` each.
-
-    The compiled loop visits them where they are.
-    """
-
-    parts: Sequence[Tensor]
-
-    def __len__(self) -> int:
-        return len(self.parts[0])
-
-    def __getitem__(self, some: slice) -> SplitRows:
-        return SplitRows([part[some] for part in self.parts])
-
-
-Rows = Tensor | UnformedRows | SplitRows
+Rows = Tensor | UnformedRows
 
 
 def centred(rows: Rows, centre_1D: Tensor) -> Rows:

@@ -1,1 +1,1 @@
-"""Orders from kernels: the neural tangent kernel, and orders made offline."""
+"""Orders from the neural tangent kernel."""

@@ -1,32 +1,34 @@
-"""The empirical neural tangent kernel of a model's loss, from per-sample gradients.
+"""The empirical neural tangent kernel of a model's loss, and orders from it.
 
 The kernel of n samples is K = F F^T, where row i of F, the features, is the gradient of
-sample i's loss. `grab_xla.contrib.offline` computes orders from it. The device of the
-parameters is read once per block of gradients, to see whether they are finite, and once
-for `per_sample_grad`'s comparison with autograd. The products take O(n^2 d) time: use
-them before a run or between epochs. Where hardware multiplies float32 matrices in lower
-precision by default, kernels have that precision.
+sample i's loss. It takes O(n^2 d) time and holds n d numbers, and orders take O(n^3) in
+float64 on the host: use them before a run or between epochs, for a few thousand
+samples. Where hardware multiplies float32 matrices in lower precision by default,
+kernels have that precision. Orders are int64 arrays ``(n,)``.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.func import vmap
 from torch.utils.data import DataLoader, Dataset
-from tqdm import tqdm
 
 import xla_replica
-from grab_xla.contrib.offline import check_finite
+from grab_xla.balancing.reordering import reorder
 from per_sample_grad import per_sample_grads
-from xla_replica.common.arguments import check_choice, check_integer
+from xla_replica.common.arguments import check_integer
 from xla_replica.common.trees import map_tensors
 
 LossFn = Callable[[Any, Tensor], Tensor]
+# How many columns of the features are multiplied at a time.
+CHUNK = 2**14
 
 
 @torch.enable_grad()
@@ -38,13 +40,11 @@ def per_sample_gradients(
     dataset: Dataset[Any],
     batch_size: int = 128,
     dtype: torch.dtype = torch.float32,
-    names: Sequence[str] | None = None,
 ) -> Tensor:
     """Returns the gradient of every sample's loss, in the dataset's order.
 
     The model must treat the samples of a batch separately and draw no random numbers:
-    call `model.eval()` where there is dropout or BatchNorm. A progress bar appears
-    after two seconds.
+    call `model.eval()` where there is dropout or BatchNorm.
 
     Args:
         model: Any module; a copy of it is run.
@@ -55,24 +55,30 @@ def per_sample_gradients(
         dataset: Pairs (input, target), with the same shapes in all samples.
         batch_size: How many gradients are computed at a time.
         dtype: The dtype of parameters, buffers, and floating inputs and targets.
-        names: The ``params`` to differentiate by. Default: all.
 
     Returns:
         ``(n, d)`` in ``dtype`` on the parameters' device; columns in the order of
-        ``names``, each parameter flattened.
+        ``params``, each parameter flattened.
 
     Raises:
-        ValueError: The dataset is empty, or a name is not in ``params``.
+        ValueError: The dataset or ``params`` is empty.
         TypeError: A sample is not a pair.
         PerSampleError: The gradients would be wrong; see `per_sample_grad.capture`.
     """
-    names = list(params) if names is None else list(names)
-    if not names or not set(names) <= params.keys():
-        raise ValueError(f"names must be some of {list(params)}, got {names}")
-    device, num_samples = params[names[0]].device, len(dataset)  # type: ignore[arg-type]
+    if not params:
+        raise ValueError("params is empty: there is no gradient to compute")
+    device, num_samples = next(iter(params.values())).device, len(dataset)  # type: ignore[arg-type]
     if not num_samples:
         raise ValueError("the dataset is empty: there is no gradient to compute")
-    copied = _copied(model, {**buffers, **params}, names, dtype).to(device)
+    copied = copy.deepcopy(model).to(dtype)
+    own = dict(copied.named_buffers(remove_duplicate=False))
+    own |= dict(copied.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for name, value in {**buffers, **params}.items():
+            own[name].copy_(value)
+    for name in params:
+        own[name].requires_grad_(True)
+    copied.to(device)
 
     def loss(outputs: Any, target: Tensor) -> Tensor:
         return loss_fn(*map_tensors((outputs, target), lambda t: t.unsqueeze(0)))
@@ -89,37 +95,17 @@ def per_sample_gradients(
             for each in (x, y)
         )
         gradients = per_sample_grads(
-            copied, losses, (x, y), params=names, fallback="batched"
+            copied, losses, (x, y), params=list(params), fallback="batched"
         )
-        rows.append(torch.cat([gradients[n].flatten(1) for n in names], dim=1))
+        rows.append(torch.cat([gradients[n].flatten(1) for n in params], dim=1))
         if xla_replica.traits(device).is_lazy:
             xla_replica.current().sync()  # Otherwise all batches are one program.
     return torch.cat(rows)[:num_samples]
 
 
-def _copied(
-    model: torch.nn.Module,
-    tensors: Mapping[str, Tensor],
-    names: Sequence[str],
-    dtype: torch.dtype,
-) -> torch.nn.Module:
-    """Returns a copy with these values, of which only ``names`` require gradients."""
-    copied = copy.deepcopy(model).to(dtype)
-    own = dict(copied.named_buffers(remove_duplicate=False))
-    own |= dict(copied.named_parameters(remove_duplicate=False))
-    with torch.no_grad():
-        for name, value in tensors.items():
-            own[name].copy_(value)
-    wanted = {id(own[name]) for name in names}
-    for parameter in copied.parameters():
-        parameter.requires_grad_(id(parameter) in wanted)
-    return copied
-
-
 def _pairs(dataset: Dataset[Any], batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
     # Its own generator: a loader draws a seed even where it does not shuffle.
-    loader = DataLoader(dataset, batch_size, generator=torch.Generator())
-    for batch in tqdm(loader, "gradients", leave=False, disable=None, delay=2):
+    for batch in DataLoader(dataset, batch_size, generator=torch.Generator()):
         parts = batch if isinstance(batch, (list, tuple)) else [batch]
         if len(parts) != 2 or not all(isinstance(each, Tensor) for each in parts):
             raise TypeError(
@@ -127,49 +113,6 @@ def _pairs(dataset: Dataset[Any], batch_size: int) -> Iterator[tuple[Tensor, Ten
                 f"they collate to {[type(each).__name__ for each in parts]}"
             )
         yield parts[0], parts[1]
-
-
-def ntk_kernel(
-    features: Tensor | Iterable[Tensor],
-    centered: bool = True,
-    chunk_size: int = 2**14,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Returns the kernel F F^T, symmetric, ``(n, n)`` on the features' device.
-
-    Args:
-        features: F, ``(n, d)``; or an iterator over blocks of its columns ``(n, d_k)``.
-        centered: Whether to subtract the mean of the rows first, which makes the
-            constant vector an eigenvector of eigenvalue zero.
-        chunk_size: How many columns are multiplied at a time; it only affects rounding.
-        dtype: float32 or float64, for products and sums. Default: float64 for float64
-            features, otherwise float32.
-
-    Raises:
-        ValueError: A feature is not finite (the message names the samples), a block
-            has another shape, there is no block, or ``dtype`` is not allowed.
-    """
-    check_choice("dtype", dtype, (None, torch.float32, torch.float64))
-    check_integer("chunk_size", chunk_size, 1)
-    kernel = None
-    for block in [features] if isinstance(features, Tensor) else features:
-        if block.ndim != 2 or (kernel is not None and len(block) != len(kernel)):
-            rows = "n" if kernel is None else len(kernel)
-            raise ValueError(
-                f"features must have the shape ({rows}, d), got {tuple(block.shape)}"
-            )
-        if dtype is None:
-            dtype = torch.float64 if block.dtype == torch.float64 else torch.float32
-        for chunk in block.split(chunk_size, dim=1):
-            chunk = chunk.to(dtype)
-            check_finite(chunk, "features")
-            if centered:
-                chunk = chunk - chunk.mean(0)
-            product = chunk @ chunk.T
-            kernel = product if kernel is None else kernel + product
-    if kernel is None:
-        raise ValueError("features must be one or more blocks (n, d), got none")
-    return (kernel + kernel.T) / 2  # The product may not be symmetric to the last bit.
 
 
 def empirical_ntk(
@@ -181,29 +124,144 @@ def empirical_ntk(
     batch_size: int = 128,
     dtype: torch.dtype = torch.float32,
     centered: bool = True,
-    max_columns: int | None = None,
 ) -> Tensor:
-    """Returns the kernel of a model's per-sample gradients, ``(n, n)``.
+    """Returns the kernel of a model's per-sample gradients, symmetric, ``(n, n)``.
 
     Args:
         model, params, buffers, loss_fn, dataset, batch_size, dtype: See
-            `per_sample_gradients`.
-        centered: See `ntk_kernel`.
-        max_columns: The largest number of weights (or one whole parameter) whose
-            gradients are held at a time, instead of all ``(n, d)``. Every block runs
-            the model again.
+            `per_sample_gradients`, also for errors.
+        centered: Whether to subtract the mean gradient first, which makes the constant
+            vector an eigenvector of eigenvalue zero.
 
     Raises:
-        ValueError, TypeError, PerSampleError: See those functions.
+        ValueError: A gradient is not finite (the message names the samples).
     """
-    blocks: list[list[str]] = []
-    filled, limit = 0, float("inf") if max_columns is None else max_columns
-    for name, tensor in params.items():
-        if not blocks or filled + tensor.numel() > limit:
-            blocks.append([])
-            filled = 0
-        blocks[-1].append(name)
-        filled += tensor.numel()
-    given = (model, params, buffers, loss_fn, dataset, batch_size, dtype)
-    features = (per_sample_gradients(*given, names) for names in blocks)
-    return ntk_kernel(features, centered)
+    features = per_sample_gradients(
+        model, params, buffers, loss_fn, dataset, batch_size, dtype
+    )
+    _check_finite(features, "gradients")
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    kernel = torch.zeros(len(features), len(features), dtype=wide)
+    kernel = kernel.to(features.device)
+    for chunk in features.split(CHUNK, dim=1):
+        chunk = chunk.to(wide)
+        if centered:
+            chunk = chunk - chunk.mean(0)
+        kernel = kernel + chunk @ chunk.T
+    return (kernel + kernel.T) / 2  # The product may not be symmetric to the last bit.
+
+
+def ntk_fixed_order(
+    kernel: Tensor, rounds: int = 16, order: np.ndarray | None = None
+) -> np.ndarray:
+    """Returns the balanced order of a kernel's centred rows.
+
+    Row i holds the similarities of sample i to all samples. In every round each row
+    z_i, in the current order, gets the sign + if <a, z_i> < 0 and - otherwise, and is
+    added to the accumulator a with that sign. The next order is the positive rows,
+    followed by the negative ones reversed (Lu, Guo & De Sa 2022).
+
+    >>> ntk_fixed_order(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), rounds=1)
+    array([1, 0])
+
+    Args:
+        kernel: K, ``(n, n)``. The Gram matrix of its rows is K K^T.
+        rounds: How often to go through all rows.
+        order: The first order. Default: 0, 1, ..., n - 1.
+
+    Raises:
+        ValueError: An entry is not finite (the message names the samples), or the
+            kernel is not square.
+        TypeError: The kernel does not have a floating dtype.
+    """
+    check_integer("rounds", rounds, 1)
+    rows = _on_host(kernel)
+    rows = rows - rows.mean(0)
+    gram = (rows @ rows.T).numpy()
+    order = np.arange(len(gram)) if order is None else order
+    signs = np.empty(len(gram), dtype=np.int8)
+    for _ in range(rounds):
+        products = np.zeros(len(gram))  # <a, z_i> for every i
+        for position, i in enumerate(order.tolist()):
+            signs[position] = 1 if products[i] < 0 else -1
+            products += signs[position] * gram[i]
+        order = reorder(order, signs)
+    return order
+
+
+def eigen_order(
+    kernel: Tensor,
+    largest: bool = False,
+    descending: bool = True,
+    absolute: bool = False,
+) -> np.ndarray:
+    """Returns the samples sorted by their entries in a kernel's extremal eigenvector.
+
+    Of v and -v it takes the one whose largest entry by magnitude, the first of several,
+    is positive; equal entries are sorted by index. So the order is a function of the
+    kernel.
+
+    Args:
+        kernel: ``(n, n)``, symmetric.
+        largest: Whether the eigenvalue is the largest or the smallest.
+        descending: Whether the largest entry comes first.
+        absolute: Whether to sort by magnitude.
+
+    Raises:
+        ValueError, TypeError: As for `ntk_fixed_order`.
+
+    Warns:
+        UserWarning: The entries differ by less than rounding changes them. This is true
+            of the smallest eigenvalue of a centred kernel, whose eigenvector is
+            constant, and wherever there are more samples than parameters.
+    """
+    matrix = _on_host(kernel)
+    values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
+    values, vector = values.numpy(), vectors[:, -1 if largest else 0].numpy()
+    peaks = np.abs(vector) > (1 - 1e-6) * np.abs(vector).max()
+    if vector[peaks.argmax()] < 0:
+        vector = -vector
+    if absolute:
+        vector = np.abs(vector)
+    # A change of the kernel by delta rotates an eigenvector by about delta / gap, where
+    # gap is the distance to the next eigenvalue.
+    nearest = values[::-1][:2] if largest else values[:2]
+    gap = abs(nearest[-1] - nearest[0])
+    delta = 10 * torch.finfo(kernel.dtype).eps * np.abs(values).max()
+    spread = vector.max() - vector.min()
+    if len(values) > 1 and spread * gap <= delta:
+        warnings.warn(
+            f"the order by the {'largest' if largest else 'smallest'} eigenvalue's "
+            f"eigenvector is rounding noise: its entries differ by {spread:.1e}, and "
+            f"the eigenvalue, {nearest[0]:.3g}, by {gap:.1e} from the next. The "
+            "smallest eigenvector of a centred kernel, or of more samples than "
+            "parameters, is not worth sorting by: use the largest, or another kernel",
+            stacklevel=2,
+        )
+    rounded = np.round(vector, 12)  # Entries that differ by rounding become equal.
+    return np.argsort(-rounded if descending else rounded, kind="stable")
+
+
+def _check_finite(rows: Tensor, what: str) -> None:
+    """Raises ValueError with the indices of samples whose rows are not finite."""
+    bad = (~rows.isfinite().all(1)).nonzero().flatten().tolist()
+    if bad:
+        more = f" and {len(bad) - 10} more" if len(bad) > 10 else ""
+        raise ValueError(
+            f"{what} must be finite, got others for samples {bad[:10]}{more} of "
+            f"{len(rows)}"
+        )
+
+
+def _on_host(kernel: Tensor) -> Tensor:
+    """Returns the checked kernel, ``(n, n)`` in float64 on the host."""
+    shape = tuple(kernel.shape)
+    if kernel.ndim != 2 or len(kernel) != kernel.shape[1] or not len(kernel):
+        raise ValueError(f"kernel must have the shape (n, n) with n >= 1, got {shape}")
+    if not kernel.is_floating_point():
+        raise TypeError(f"kernel must have a floating dtype, got {kernel.dtype}")
+    host = kernel.detach().cpu().double()
+    # A bad vector affects a row and a column, but only its own square.
+    _check_finite(host.diagonal()[:, None], "the diagonal of kernel")
+    _check_finite(host, "kernel")
+    return host

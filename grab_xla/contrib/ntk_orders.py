@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from grab_xla.balancers import BALANCE_TYPES, Ordering
-from grab_xla.contrib.ntk import LossFn, empirical_ntk
-from grab_xla.contrib.offline import eigen_order, ntk_fixed_order
+from grab_xla.contrib.ntk import LossFn, eigen_order, empirical_ntk, ntk_fixed_order
 from xla_replica.common.arguments import check_integer
 
 

@@ -43,7 +43,7 @@ class EpochMetrics:
         self._vectors: list[tuple[Tensor, Tensor | None]] = []
         self._prefixes: list[PrefixNorms] = []
 
-    def begin_epoch(self) -> None:
+    def reset(self) -> None:
         """Forgets the previous epoch, except for its mean."""
         if self._herding is not None:
             self._mean = self._sum / or_one(self._count)

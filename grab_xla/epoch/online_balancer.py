@@ -12,30 +12,41 @@ import torch
 from torch import Tensor
 
 from grab_xla.balancers import Ordering, State
-from grab_xla.balancing import compiled_loop
-from grab_xla.balancing.decisions import TIES, Decisions
-from grab_xla.balancing.rows import FactoredRows, Rows, UnformedRows
-from grab_xla.epoch import gradient_matrix
+from grab_xla.balancing.decisions import TIES, Decisions, no_sum
+from grab_xla.balancing.rows import FactoredRows, Rows
 from grab_xla.epoch.columns import Columns
 from grab_xla.epoch.epoch_metrics import EpochMetrics
+from grab_xla.gradients.row_copies import interleaved
 from xla_replica import traits
 from xla_replica.common.arguments import check_choice, check_integer, check_number
 from xla_replica.common.compiling import has_numba
 
-# The number of rows whose inner products are formed at once on a CPU without the
-# compiled loop: few, so that they stay in the cache. Elsewhere a step is one tile.
+# Sums over an epoch need this precision.
+DTYPES = (torch.float32, torch.float64)
+# The number of rows whose inner products are formed at once on a CPU: few, so that they
+# stay in the cache. Elsewhere a step is one tile.
 CPU_TILE_SIZE = 4
 
 
 class OnlineBalancer:
-    """Balances rows in the order in which they come and keeps their placements.
+    """Places samples one step after the other, with all replicas.
 
-    Only `placements` reads the device, once an epoch. A ``tile_size`` of None is chosen
-    by backend; without a ``walk_constant``, c of the self-balancing walk, signs are not
-    drawn. ``num_seen`` counts samples of this epoch that were balanced or skipped. A
-    step may be balanced in pieces of a multiple of ``piece_size`` rows, one after the
-    other; None means that it may not. ``weights`` are those of the epoch's samples, by
-    position in the order, ``(num_samples,)`` on the CPU; None: all weigh the same.
+    Only `placements` reads the device, once an epoch.
+
+    Args:
+        ordering: The balance type.
+        columns: The columns that this replica holds.
+        metrics: What measures the rows.
+        tie, tile_size: Those of `Decisions`; a size of None is chosen by backend.
+        walk_constant: c of the self-balancing walk; None: signs are not drawn.
+
+    Attributes:
+        state: The balance state, with this replica's columns.
+        num_seen: How many samples of this epoch were balanced or skipped.
+        weights: Those of the epoch's samples, by position in the order,
+            ``(num_samples,)`` on the CPU; None: all weigh the same.
+        piece_size: A step may be balanced in pieces of a multiple of so many rows, one
+            after the other; None means that it may not.
     """
 
     def __init__(
@@ -49,43 +60,47 @@ class OnlineBalancer:
     ) -> None:
         self._ordering, self.columns, self._metrics = ordering, columns, metrics
         self._replica, self._walk_constant = columns.replica, walk_constant
-        # Sums over an epoch need this precision.
-        check_choice("dtype", columns.dtype, compiled_loop.DTYPES)
+        check_choice("dtype", columns.dtype, DTYPES)
         check_choice("tie", tie, TIES)
         if tile_size is not None:
             check_integer("tile_size", tile_size, 1)
         if walk_constant is not None:
             check_number("prob_balance_c", walk_constant, above=0)
         on_host = traits(columns.device).is_host and not columns.shards
-        loops = on_host and tile_size is None and has_numba()
+        compiled_row = on_host and tile_size is None and has_numba()
         # Replicas exchange a step at once, and a program would hold every piece.
         whole = self._replica.num_replicas > 1 or self._replica.is_lazy
         self.piece_size = None if whole else ordering.piece_size
-        if loops:
-            tile_size = max(1, gradient_matrix.PIECE_ON_HOST // columns.num_own)
-        elif on_host and tile_size is None:
+        if on_host and tile_size is None:
             tile_size = CPU_TILE_SIZE
-        if self.piece_size is not None and tile_size is not None and not loops:
+        if self.piece_size is not None and tile_size is not None:
             # Whole tiles, of vectors that come from up to two rows each.
             self.piece_size = math.lcm(self.piece_size, 2 * tile_size)
         self._decisions = Decisions(
-            tie, sum_=columns.all_reduce_, tile_size=tile_size, loops=loops
-        )
-        shape = (columns.num_own, columns.dtype, columns.device)
-        self.state: State = ordering.init(*shape)
+            tie, sum_=columns.all_reduce_ if columns.shards else no_sum,
+            tile_size=tile_size,
+            compiled_row=compiled_row,
+        )  # fmt: skip
+        self.state = self._first_state()
         # Zeros become data, or the first epoch would begin with a different program.
         self._replica.sync()
         self._placements: list[Tensor] = []
         self._uniforms: Tensor | None = None
+        self._pending: list[Tensor] = []  # minibatches that wait for their update
+        self._joins_updates = False
         self.weights: Tensor | None = None
         self.num_seen = 0
 
+    def _first_state(self) -> State:
+        columns = self.columns
+        return self._ordering.init(columns.num_own, columns.dtype, columns.device)
+
     @torch.no_grad()
-    def begin_epoch(self, num_samples: int, generator: torch.Generator) -> None:
-        """Forgets placements, draws the epoch's random numbers and resets the state."""
+    def reset(self, num_samples: int, generator: torch.Generator) -> None:
+        """Begins an epoch: forgets placements and draws the epoch's random numbers."""
         self.state = self._ordering.begin_epoch(self.state)
         self._placements, self.num_seen = [], 0
-        self._metrics.begin_epoch()
+        self._metrics.reset()
         self.draw(num_samples, generator)
         # A separate graph, so that the first step has the same graph as the others.
         self._replica.sync()
@@ -97,17 +112,6 @@ class OnlineBalancer:
             like = {"generator": generator, "dtype": self.columns.dtype}
             self._uniforms = torch.rand(size, **like)
 
-    def balance(self, pieces: Callable[[], Iterable[Rows]]) -> None:
-        """Balances this replica's columns of a step's samples, with all replicas.
-
-        ``pieces`` returns them, ``(R, columns)`` at a time; see ``piece_size`` and
-        `takes_split`. Call it under ``torch.no_grad()``, as `balance_factored`.
-        """
-        self.state = self._ordering.begin_step(self.state, pieces(), self._decisions)
-        for rows in pieces():
-            self._balance(rows)
-            del rows  # before the next ones are formed
-
     def takes_factored(self, num_rows: int) -> bool:
         """Returns whether a step may come as rows that are not formed.
 
@@ -116,32 +120,124 @@ class OnlineBalancer:
         alone = self._replica.num_replicas == 1 and not self._metrics.on
         return alone and self._ordering.takes_factored(self.state, num_rows)
 
-    def takes_split(self, num_rows: int) -> bool:
-        """Returns whether a step may come as `SplitRows`, all at once."""
-        simple = self.weights is None and not self._metrics.on
-        can = self._decisions.loops and self.piece_size is not None and simple
-        return can and self._ordering.takes_split(self.state, num_rows)
+    def place_step(
+        self, pieces: Callable[[], Iterable[Tensor]], num_left: int, waits: bool
+    ) -> None:
+        """Balances a step of all replicas, or keeps its rows until the update.
 
-    def balance_factored(self, rows: FactoredRows) -> None:
+        Args:
+            pieces: Returns this replica's rows, ``(R, d)`` at a time; see
+                ``piece_size``. Called twice, if the balance type looks at a step
+                before it is balanced.
+            num_left: How many samples of the order are left for all replicas; after
+                these come repeated ones.
+            waits: Whether several replicas balance at the update, with `place_update`.
+        """
+        if self._replica.num_replicas == 1:
+            self._place(pieces)
+            return
+        [rows] = pieces()
+        if waits:
+            # A copy: gradients may be zeroed before the update.
+            self._pending.append(rows.clone())
+            return
+        # In the sequence of the order, without repeated samples.
+        ordered = interleaved(self.columns.of_all_replicas(rows))[:num_left]
+        self._place(lambda: [ordered])
+
+    def place_update(self, batch_size: int, minibatch_size: int) -> None:
+        """Balances all minibatches of an update, in the order's order. Collective.
+
+        Under an elastic sampler replicas run different numbers of minibatches, so they
+        can only balance together at the update, which all of them reach. Minibatch k of
+        a step was run by replica k mod W. In every round each replica exchanges one
+        minibatch, zeros if it has none left, and all replicas balance them one by one.
+        The same programs serve every batch size: one exchanges, one balances a
+        minibatch.
+
+        Raises:
+            ValueError: Another number of minibatches waits than this replica ran.
+        """
+        self._joins_updates = True
+        num_replicas, rank = self._replica.num_replicas, self._replica.rank
+        num_minibatches = batch_size // minibatch_size
+        num_own = max(0, -(-(num_minibatches - rank) // num_replicas))
+        if len(self._pending) != num_own:
+            raise ValueError(
+                f"replica {rank} ran {num_own} minibatches of this update, but "
+                f"sampler.step() was called {len(self._pending)} times: call it "
+                "once per minibatch, before optimizer.step()"
+            )
+        own = list(self._pending)
+        if num_own * num_replicas < num_minibatches:
+            shape = minibatch_size, self.columns.num_columns
+            zeros = torch.zeros(shape, dtype=self.columns.dtype)
+            own.append(zeros.to(self._replica.device))
+        # Now what is sent is data, so that every replica runs the same program.
+        self._replica.sync()
+        for first in range(0, num_minibatches, num_replicas):
+            sent = own[first // num_replicas]
+            received = self.columns.of_all_replicas(sent)
+            minibatches = [rows.clone() for rows in received.unbind(0)]
+            self._replica.sync()
+            for rows in minibatches[: num_minibatches - first]:
+                self._place(lambda rows=rows: [rows])
+                self._replica.sync()
+        self._pending = []
+
+    def drop_pending(self) -> None:
+        """Forgets a step left before its update.
+
+        Raises:
+            ValueError: No update has ever been joined.
+        """
+        num_minibatches = len(self._pending)
+        self._pending = []
+        if num_minibatches and not self._joins_updates:
+            raise ValueError(
+                f"{num_minibatches} minibatches of gradients were never balanced: with "
+                "several replicas, call optimizer.attach(sampler.after_update) once, "
+                "and sampler.step() before optimizer.step()"
+            )
+
+    @torch.no_grad()
+    def _place(self, pieces: Callable[[], Iterable[Tensor]]) -> None:
+        """Balances this replica's columns of a step's samples."""
+        self.state = self._ordering.begin_step(self.state, pieces(), self._decisions)
+        for rows in pieces():
+            self._balance(rows, self._decisions)
+            del rows  # before the next ones are formed
+
+    @torch.no_grad()
+    def place_factored(self, rows: FactoredRows) -> None:
         """Balances a step whose rows are not formed; see `takes_factored`."""
-        self._balance(rows)
+        self._balance(rows, dataclasses.replace(self._decisions, tile_size=None))
 
-    def _balance(self, rows_RD: Rows) -> None:
-        decide = self._decisions
+    def _balance(self, rows_RD: Rows, decide: Decisions) -> None:
         if self.weights is not None:
             weights = self.weights[self.num_seen : self.num_seen + len(rows_RD)]
             weights = weights.to(self.columns.device, self.columns.dtype)
             decide = dataclasses.replace(decide, weights_R=weights)
-        if isinstance(rows_RD, Tensor):
+        if self._metrics.on and isinstance(rows_RD, Tensor):
             self._metrics.observe(rows_RD, decide.weights_R)
-        elif isinstance(rows_RD, UnformedRows):
-            decide = dataclasses.replace(decide, tile_size=None, loops=False)
         if self._uniforms is not None and self._walk_constant is not None:
             first = self.num_seen - self._ordering.num_pending(self.state)
             drawn = self._uniforms[first : self.num_seen + len(rows_RD)]
             thresholds = (self._walk_constant * (1 - 2 * drawn)).to(self.columns.device)
             decide = dataclasses.replace(decide, thresholds_RN=thresholds)
+        num_waiting = self._ordering.num_pending(self.state)
         self.state, placements = self._ordering.balance(self.state, rows_RD, decide)
+        num_decided = (
+            num_waiting + len(rows_RD) - self._ordering.num_pending(self.state)
+        )
+        if placements.shape != (num_decided,):
+            raise ValueError(
+                f"{type(self._ordering).__name__}.balance returned placements of shape "
+                f"{tuple(placements.shape)} for {num_decided} samples: return one for "
+                "every sample, except those that num_pending counts"
+            )
+        if traits(placements).is_host:
+            self._ordering.check_placements(placements.numpy())
         self._placements.append(placements)
         self.num_seen += len(rows_RD)
 
@@ -150,9 +246,10 @@ class OnlineBalancer:
         placements = [part for part in self._placements if len(part)]
         if not placements:
             return np.zeros(0, dtype=np.int64)
-        fetched = torch.cat(self._replica.fetch(placements))
+        fetched = torch.cat(self._replica.fetch(placements)).numpy()
+        self._ordering.check_placements(fetched)
         self._placements = placements
-        return fetched.numpy()
+        return fetched
 
     def update_second_moment(self, second_moment: Tensor) -> None:
         """See `GraBSampler.update_v`."""
@@ -186,13 +283,12 @@ class OnlineBalancer:
         """Restores what `state_dict` returned, on any number of replicas."""
         columns = self.columns
         # What an earlier version did not have is as at the beginning of an epoch.
-        state = self._ordering.init(columns.num_own, columns.dtype, columns.device)
+        self.state = self._first_state()
         for name, value in saved["state"].items():
             value = value.to(columns.dtype)
             fill = self._ordering.fills.get(name, 0.0)
             own = columns.own(value, fill) if value.dim() == 2 else value
-            state[name] = own.clone().to(columns.device)
-        self.state = state
+            self.state[name] = own.clone().to(columns.device)
         self._placements = [saved["codes"].to(columns.device)]
-        self.num_seen = saved["num_seen"]
-        self._metrics.begin_epoch()
+        self.num_seen, self._pending = saved["num_seen"], []
+        self._metrics.reset()

@@ -7,7 +7,7 @@ import torch
 from support.reference import not_compared
 
 from grab_xla import GraBSampler
-from grab_xla.epoch import gradient_matrix
+from grab_xla.gradients import matrix
 from tools.peak_memory import peak_memory
 from tools.references import grab_sampler
 
@@ -137,9 +137,8 @@ MEMORY = [
 def test_a_step_takes_no_more_memory(
     package, balance_type, options, tile_size, monkeypatch
 ):
-    """A tile size makes a CPU do what it does without Numba."""
     # A small model, so pieces are as small beside it as usual.
-    monkeypatch.setattr(gradient_matrix, "PIECE_ON_HOST", 2**18)
+    monkeypatch.setattr(matrix, "PIECE_ON_HOST", 2**18)
     shapes = {"a": (100, 100), "b": (100,), "c": (9000,)}
     parameters = {name: torch.zeros(shape) for name, shape in shapes.items()}
     grads = {name: torch.randn(32, *shape) for name, shape in shapes.items()}

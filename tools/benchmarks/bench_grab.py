@@ -14,7 +14,7 @@ into a temporary folder.
 With ``--memory`` it measures instead the most memory that a step takes on this CPU
 beyond what was held before, the gradients included, as torch's profiler counts it. The
 gradients are those of 32 samples and a multilayer perceptron with 1.3 million
-parameters; ``grab_xla`` balances them with Numba and, in tiles of four, as without it.
+parameters.
 
     python tools/benchmarks/bench_grab.py --memory
 
@@ -134,16 +134,13 @@ def measure_memory(folder: Path) -> list[dict[str, Any]]:
     grads = {name: torch.randn(BATCH, *shape) for name, shape in shapes.items()}
     given = sum(value.nbytes for value in grads.values()) / 2**20
     print(f"gradients: {given:.0f} MiB")
-    exact = {"fidelity": "exact"}
-    ways = {"grab_xla": exact, "grab_xla without Numba": exact | {"tile_size": 4}}
     cells = []
     with grab_sampler.imported(folder) as package:
         for balance_type, options in SAMPLERS:
             given_to = (range(2 * BATCH), parameters, balance_type, "cpu")
             samplers = {"grab-sampler": package.GraBSampler(*given_to, **options)}
-            for way, extra in ways.items():
-                sampler = grab_xla.GraBSampler(*given_to, **options, **extra)
-                samplers[way] = sampler
+            mine = grab_xla.GraBSampler(*given_to, fidelity="exact", **options)
+            samplers["grab_xla"] = mine
             peaks = {way: peak_of_step(each, grads) for way, each in samplers.items()}
             cells.append({"type": balance_type, "options": options, **peaks})
             print(balance_type, options, {way: f"{x:.0f}" for way, x in peaks.items()})

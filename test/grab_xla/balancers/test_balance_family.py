@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import numpy as np
@@ -17,8 +18,10 @@ from support.grab_xla.ordering import (
     PERMUTING,
     WITH_ORACLE,
 )
+from support.xla_replica.replicas import needs_xla
 
-from grab_xla import BALANCE_TYPES, GraBWarning
+import xla_replica
+from grab_xla import BALANCE_TYPES, Balancer, GraBSampler, GraBWarning
 
 each = pytest.mark.parametrize
 
@@ -32,7 +35,7 @@ def test_every_type_is_a_row():
 @each("size", [1, 7, 16, 24])
 @each("name", WITH_ORACLE)
 def test_orders_are_the_oracles(name, size, tile_size):
-    """Runs five epochs of changing gradients; `None` is the compiled loop on a CPU."""
+    """Runs five epochs of changing gradients; `None` is four rows on a CPU."""
     kind = KINDS[name]
     sampler, memory = kind.sampler(tile_size=tile_size), {}
     steps = [
@@ -172,3 +175,46 @@ def test_a_saved_run_goes_on_where_it_was(name, steps, tmp_path):
         for epoch in (2, 3, 4):
             expected = ordering.run_epoch(undisturbed, epoch, 8)
             assert ordering.run_epoch(restored, epoch, 8) == expected
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Returning(Balancer):
+    """Returns the placements that it is given, of every step."""
+
+    placements: torch.Tensor
+
+    def init(self, num_columns, dtype, device):
+        return {}
+
+    def balance(self, state, rows, decide):
+        return state, self.placements.to(rows.device)
+
+
+@each(
+    ("placements", "message"),
+    [
+        (torch.tensor([1, 2, -1]), r"returned the placement 2 .*integers from -1 to 1"),
+        (torch.tensor([0.5, 1, -1]), r"returned the placement 0\.5 \(float32\)"),
+        (torch.tensor([True, False, True]), r"placement True \(bool\)"),
+        (torch.tensor([1, -1]), r"placements of shape \(2,\) for 3 samples"),
+    ],
+)  # fmt: skip
+@each("device", ["cpu", pytest.param("xla", marks=[pytest.mark.xla, needs_xla])])
+def test_placements_that_are_not_allowed_are_named(
+    monkeypatch, device, placements, message
+):
+    """On a CPU at once; elsewhere, where values are not read, when an epoch ends."""
+    monkeypatch.setitem(BALANCE_TYPES, "returning", Returning)
+    with pytest.raises((ValueError, xla_replica.ReplicaError), match=message):
+        xla_replica.launch(returned_once, (placements,), 1, device)
+
+
+def returned_once(rank: int, placements: torch.Tensor) -> None:
+    del rank
+    BALANCE_TYPES["returning"] = Returning
+    parameters = {"w": torch.zeros(2)}
+    grab = GraBSampler(range(3), parameters, "returning", placements=placements)
+    list(grab)
+    grab.step({"w": torch.ones(3, 2).to(grab.device)})
+    assert grab.device.type != "cpu", "the step has raised"
+    list(grab)

@@ -1,4 +1,4 @@
-"""The tree of pairs sorted by masks, for compilers, is the one sorted by gathers."""
+"""The tree of pairs: its signs, and its program on a compiled backend."""
 
 from __future__ import annotations
 
@@ -22,17 +22,31 @@ def drawn(size: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("tie", TIES)
 @pytest.mark.parametrize("has_thresholds", [False, True])
 @pytest.mark.parametrize("size", [2, 4, 32, 256])
-def test_masks_sort_as_gathers_do(size, has_thresholds, tie):
+def test_a_block_is_sorted_as_by_an_oracle(size, has_thresholds, tie):
     tree = RecursivePairBalance(batch_size=size)
     products, thresholds = drawn(size)
-    given = products, thresholds if has_thresholds else None, Decisions(tie)
-    signs, placements = tree._sort(*given)
-    found_signs, found_placements = tree._sort_by_masks(*given)
-    assert torch.equal(found_signs, signs)
-    assert torch.equal(found_placements.long(), placements.long())
-    # Every sample passes one node of each level, and every leaf gets one.
-    assert signs.abs().sum(1).tolist() == [size.bit_length() - 1] * size
-    assert sorted(placements.abs().flatten().tolist()) == list(range(1, size + 1))
+    given = thresholds if has_thresholds else None
+    signs, placements = tree._sort(products, given, Decisions(tie))
+    expected = torch.zeros_like(signs)
+
+    def sort(items, node, level):
+        if len(items) == 1:
+            return items
+        left, right = [], []
+        for x, y in zip(items[0::2], items[1::2]):
+            difference = products[x, node] - products[y, node]
+            limit = thresholds[x, level] if has_thresholds else 0.0
+            wins = difference < limit or (tie == "positive" and difference == limit)
+            left.append(x if wins else y)
+            right.append(y if wins else x)
+        expected[left, node], expected[right, node] = 1.0, -1.0
+        children = (2 * node + 1, left), (2 * node + 2, right)
+        return [i for child, part in children for i in sort(part, child, level + 1)]
+
+    leaves = sort(list(range(size)), 0, 0)
+    assert torch.equal(signs, expected)
+    for leaf, sample in enumerate(leaves):
+        assert placements[sample] == (leaf + 1 if leaf % 2 == 0 else -leaf - 1)
 
 
 def balanced(rank: int) -> tuple[list[torch.Tensor], str]:

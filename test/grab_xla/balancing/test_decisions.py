@@ -13,15 +13,15 @@ from support.xla_replica.replicas import needs_xla
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import xla_replica
-from grab_xla.balancing import compiled_loop, decisions
+from grab_xla import GraBSampler
+from grab_xla.balancing import decisions
 from grab_xla.balancing.decisions import TIES, Decisions, finite_rows
-from grab_xla.balancing.rows import SplitRows
 from xla_replica import DeviceTraits
 from xla_replica.common.compiling import has_numba
 
 
 def one_by_one(vectors, total, limits, tie_positive):
-    """Returns signs and the accumulator, computed from the vectors themselves."""
+    """Returns signs, computed from the vectors themselves."""
     signs, total = [], np.array(total)
     for z, limit in zip(vectors, limits):
         if not np.isfinite(z).all():
@@ -31,7 +31,7 @@ def one_by_one(vectors, total, limits, tie_positive):
         plus = product < limit or (tie_positive and product == limit)
         signs.append(1 if plus else -1)
         total = total + signs[-1] * z
-    return signs, total
+    return signs
 
 
 # Small integers: every inner product is exact, and ties are frequent.
@@ -53,7 +53,7 @@ def test_signs_are_those_of_the_loop(rows, tie_positive, walks, data):
     if walks:
         limits = np.array([data.draw(st.integers(-9, 9)) for _ in rows], float)
     start = np.array([1.0, -2.0, 0.5])
-    expected, total = one_by_one(vectors, start, limits, tie_positive)
+    expected = one_by_one(vectors, start, limits, tie_positive)
     tie = "positive" if tie_positive else "negative"
     decide = Decisions(tie=tie)
     z, a = torch.from_numpy(vectors), torch.from_numpy(start)
@@ -61,13 +61,6 @@ def test_signs_are_those_of_the_loop(rows, tie_positive, walks, data):
     thresholds = torch.from_numpy(limits) if walks else None
     signs = decide.signs(products[:, 0], gram, finite_rows(gram), thresholds)
     assert signs.tolist() == expected
-    drawn = None if thresholds is None else thresholds.unsqueeze(1)
-    sums = a.unsqueeze(0).clone()
-    placements = compiled_loop.balance_in_sequence(
-        z, torch.zeros_like(z[:1]), sums, drawn, tie=tie
-    )
-    assert placements.tolist() == expected
-    assert sums[0].tolist() == total.tolist()
 
 
 def down_a_tree(vectors, sums, limits, depth, tie_positive) -> list[int]:
@@ -89,70 +82,46 @@ def down_a_tree(vectors, sums, limits, depth, tie_positive) -> list[int]:
 
 
 @pytest.mark.skipif(not has_numba(), reason="needs Numba")
-@pytest.mark.parametrize("dtype", compiled_loop.DTYPES)
-@pytest.mark.parametrize("tie", ["positive", "negative"])
-@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("tie", TIES)
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_the_compiled_tree_is_that_of_an_oracle(depth, rows, tie, dtype):
-    """Integers have exact products, some of which are ties; one row is not finite."""
+def test_the_compiled_row_is_that_of_an_oracle(depth, tie, dtype):
+    """Integers have exact products, some of which are ties; some are not finite."""
+    from grab_xla.balancing.compiled_row import balance_row
+
     draw = torch.Generator().manual_seed(depth)
     random = functools.partial(torch.randint, -2, 3, generator=draw)
-    for turn in range(20):
-        whole, y = random((2 * rows, 5)).to(dtype), random((1, 5)).to(dtype)
-        x = whole[1::2]
+    for turn in range(60):
+        x, y = random((5, 1)).T.to(dtype), random((1, 5)).to(dtype)
         if turn % 4 == 3:
-            x[rows // 2, turn % 5] = (torch.nan, torch.inf)[turn // 4 % 2]
+            x[0, turn % 5] = (torch.nan, torch.inf)[turn // 4 % 2]
+        y = None if turn % 5 == 4 else y
         sums = random((2 ** (depth + 1) - turn % 2, 5)).to(dtype)
-        limits = None if turn % 3 else random((rows, depth + 1)).to(dtype)
-        zeros = torch.zeros(rows, depth + 1)
-        total, count = sums.double().numpy().copy(), torch.ones(1, dtype=dtype)
+        limits = None if turn % 3 else random((1, depth + 1)).to(dtype)
+        zeros, total = torch.zeros(1, depth + 1), sums.double().numpy().copy()
         expected = down_a_tree(
-            (x - y).double().numpy(), total,
+            (x if y is None else x - y).double().numpy(), total,
             (zeros if limits is None else limits).numpy(), depth, tie == "positive",
         )  # fmt: skip
-        found = compiled_loop.balance_in_sequence(x, y, sums, limits, depth, tie, count)
-        assert found.tolist() == expected
+        assert balance_row(x, y, sums, limits, depth, tie).tolist() == expected
         assert np.array_equal(sums.numpy(), total)
-        assert count.item() == 1 + np.count_nonzero(expected)
 
 
-@pytest.mark.parametrize("dtype", compiled_loop.DTYPES)
-@pytest.mark.parametrize("rows", [1, 4, 11])
-@pytest.mark.parametrize("of", ["mean", "pair"])
-def test_columns_may_be_apart(of, rows, dtype):
-    """One part has no columns, one is strided, and two rows are not finite."""
-    draw = torch.Generator().manual_seed(rows)
-    whole = torch.randn(2 * rows, 700, generator=draw, dtype=dtype)
-    centre = torch.randn(1, 700, generator=draw, dtype=dtype)
-    if rows > 4:
-        whole[2, 5], whole[10, 699] = torch.nan, torch.inf
-    parts = whole.split([3, 0, 300, 397], 1)
-    parts = [*parts[:3], parts[3].repeat_interleave(2, 1)[:, ::2]]
-    split = SplitRows(parts)
-    x, y = (whole[0::2], whole[1::2]) if of == "pair" else (whole, centre)
-    apart = (split[0::2], split[1::2]) if of == "pair" else (split, centre)
-    limits = torch.randn(len(x), 1, generator=draw, dtype=dtype)
-    sums = torch.randn(2, 700, generator=draw, dtype=dtype)
-    expected, total = one_by_one(
-        (x - y).double().numpy(), sums[0].numpy(), limits[:, 0].numpy(), False
-    )
-    placements = compiled_loop.balance_in_sequence(*apart, sums, limits)
-    assert placements.tolist() == expected
-    close = 1e-4 if dtype is torch.float32 else 1e-12
-    assert np.abs(sums[0].numpy() - total).max() < close
-
-
-@pytest.mark.parametrize("views", ["rows", "every other", "columns", "one"])
-def test_strided_rows_are_read_where_they_are(views):
-    whole = torch.arange(40.0).reshape(8, 5)
-    x = {"rows": whole, "every other": whole[1::2], "columns": whole[:, ::2],
-         "one": whole[3:4]}[views]  # fmt: skip
-    sums = torch.zeros(2, x.shape[1])
-    placements = compiled_loop.balance_in_sequence(
-        x, torch.zeros_like(x[:1]), sums, None
-    )
-    assert torch.equal(sums[1], x.sum(0))
-    assert torch.equal(sums[0], (placements.unsqueeze(1) * x).sum(0))
+@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize("balance_type", ["mean", "pair", "recursive", "adamean"])
+def test_groups_are_ordered_alike_without_the_compiled_row(balance_type, group_size):
+    orders = []
+    for tile_size in (None, 4):  # where a size is given, no loop is compiled
+        grab = GraBSampler(
+            range(24), {"w": torch.zeros(7)}, balance_type, fidelity="group",
+            group_size=group_size, tile_size=tile_size,
+        )  # fmt: skip
+        rows = torch.randn(24, 7, generator=torch.Generator().manual_seed(0))
+        for _ in range(3):
+            for group in torch.tensor(list(grab)).split(group_size):
+                grab.step({"w": rows[group].mean(0)}, batch=False)
+        orders.append(list(grab))
+    assert orders[0] == orders[1]
 
 
 class Launches(TorchDispatchMode):

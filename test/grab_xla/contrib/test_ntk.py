@@ -10,8 +10,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import Dataset, TensorDataset
 
 import xla_replica
-from grab_xla.contrib.ntk import empirical_ntk, ntk_kernel, per_sample_gradients
-from grab_xla.contrib.offline import ntk_fixed_order
+from grab_xla.contrib import ntk
+from grab_xla.contrib.ntk import empirical_ntk, ntk_fixed_order, per_sample_gradients
 
 F64 = torch.float64
 SAMPLES = 21
@@ -77,17 +77,6 @@ def test_frozen_and_unused_parameters_have_columns_too():
     torch.testing.assert_close(found, torch.cat([unused, expected], 1))
 
 
-def test_gradients_by_some_parameters_are_their_columns():
-    model = mlp()
-    params, buffers = state(model)
-    whole = gradients_by_autograd(model)
-    names = ["4.bias", "1.weight"]
-    found = per_sample_gradients(
-        model, params, buffers, cross_entropy, dataset(), dtype=F64, names=names
-    )
-    torch.testing.assert_close(found, torch.cat([whole[:, -3:], whole[:, :30]], 1))
-
-
 def test_a_dtype_is_that_of_the_whole_computation():
     """A bfloat16 model and float64 data in float32 are as exact as float32."""
     model = mlp(torch.bfloat16)
@@ -110,42 +99,20 @@ def test_targets_may_be_real_numbers():
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("chunk", [1, 20, ntk.CHUNK])
 @pytest.mark.parametrize("centered", [True, False])
-def test_the_kernel_is_that_of_autograd(centered):
+def test_the_kernel_is_that_of_autograd(centered, chunk, monkeypatch):
+    monkeypatch.setattr(ntk, "CHUNK", chunk)
     model = mlp()
     features = gradients_by_autograd(model)
     if centered:
         features = features - features.mean(0)
     expected = torch.tensor([[float(a @ b) for b in features] for a in features])
-    for max_columns in (None, 1, 20, 33, 10**6):
-        kernel = empirical_ntk(
-            model,
-            *state(model),
-            cross_entropy,
-            dataset(),
-            8,
-            F64,
-            centered,
-            max_columns,
-        )
-        torch.testing.assert_close(kernel, expected.double(), rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, F64])
-@pytest.mark.parametrize("chunk_size", [1, 7, 38, 10**6])
-def test_chunks_and_blocks_change_rounding_only(chunk_size, dtype):
-    generator = torch.Generator().manual_seed(0)
-    features = (3 + torch.randn(11, 38, generator=generator, dtype=F64)).to(dtype)
-    expected = features.double() - features.double().mean(0)
-    expected = expected @ expected.T
-    blocks = iter(features.split([1, 30, 7], dim=1))
-    for given in (features, blocks):
-        kernel = ntk_kernel(given, chunk_size=chunk_size)
-        assert kernel.dtype == (F64 if dtype == F64 else torch.float32)
-        assert torch.equal(kernel, kernel.T)
-        tolerance = 100 * torch.finfo(kernel.dtype).eps * expected.diagonal().max()
-        assert (kernel.double() - expected).abs().max() < tolerance
-    assert ntk_kernel(features, dtype=F64).dtype == F64
+    kernel = empirical_ntk(
+        model, *state(model), cross_entropy, dataset(), 8, F64, centered
+    )
+    assert torch.equal(kernel, kernel.T)
+    torch.testing.assert_close(kernel, expected.double(), rtol=1e-6, atol=1e-7)
 
 
 def test_its_order_herds_the_gradients_of_a_model():
@@ -168,22 +135,8 @@ def test_its_order_herds_the_gradients_of_a_model():
 def test_what_is_not_finite_is_refused_by_name(bad):
     model, data = mlp(), dataset()
     data.tensors[0][[3, 20], 0, 0] = bad
-    with pytest.raises(ValueError, match=r"features must be finite.*\[3, 20\] of 21"):
+    with pytest.raises(ValueError, match=r"gradients must be finite.*\[3, 20\] of 21"):
         empirical_ntk(model, *state(model), cross_entropy, data)
-
-
-def test_kernels_that_are_refused():
-    rows = torch.ones(3, 2)
-    with pytest.raises(ValueError, match=r"\(n, d\), got \(2,\)"):
-        ntk_kernel(rows[0])
-    with pytest.raises(ValueError, match=r"\(3, d\), got \(2, 2\)"):
-        ntk_kernel([rows, rows[:2]])
-    with pytest.raises(ValueError, match="got none"):
-        ntk_kernel([])
-    with pytest.raises(ValueError, match="chunk_size must be an integer >= 1, got 0"):
-        ntk_kernel(rows, chunk_size=0)
-    with pytest.raises(ValueError, match=r"float32, torch.float64, got torch.float16"):
-        ntk_kernel(rows, dtype=torch.float16)
 
 
 class Items(Dataset):
@@ -210,15 +163,6 @@ def test_datasets_that_are_refused(items, error, message):
     model = mlp()
     with pytest.raises(error, match=message):
         per_sample_gradients(model, *state(model), cross_entropy, Items(*items))
-
-
-@pytest.mark.parametrize("names", [[], ["5.weight"]])
-def test_names_that_are_refused(names):
-    model = mlp()
-    with pytest.raises(ValueError, match=r"names must be some of \['1.weight'.*got \["):
-        per_sample_gradients(
-            model, *state(model), cross_entropy, dataset(), names=names
-        )
 
 
 def kernel_on_the_device(rank: int) -> tuple[torch.Tensor, dict, tuple[int, int]]:

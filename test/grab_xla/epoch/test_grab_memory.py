@@ -10,7 +10,7 @@ from support.grab_xla import ordering
 from support.grab_xla.ordering import ALL, BALANCING, INVARIANT, KINDS
 
 from grab_xla import BALANCE_TYPES, GraBSampler
-from grab_xla.epoch import gradient_matrix
+from grab_xla.gradients import matrix
 from tools.peak_memory import peak_memory
 
 SHAPES = {"weight": (100, 100), "bias": (100,), "other": (9000,)}
@@ -22,7 +22,7 @@ BATCH = 40
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Pieces of 13 rows, as many as of a model with 320,000 parameters."""
-    monkeypatch.setattr(gradient_matrix, "PIECE_ON_HOST", 2**18)
+    monkeypatch.setattr(matrix, "PIECE_ON_HOST", 2**18)
 
 
 def gradients(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -71,17 +71,10 @@ def test_a_projection_saves_memory(name, kind, tile_size):
     for projection in ("none", kind):
         options = {"random_projection": projection, "tile_size": tile_size}
         sampler = sampler_of(name, pi_eps=0.5, **options)
-        kept = [*sampler._vectors.project.tables, *sampler._balancer.state.values()]
+        kept = [*sampler._matrix._projection.tables, *sampler._balancer.state.values()]
         held = sum(value.numel() * value.element_size() for value in kept)
         totals.append(held + peak_of_step(sampler, gradients()))
-    # Where the compiled loop visits gradients in place, nothing else is there to save.
-    piece = 4 * 2**18 if tile_size is None and name != "batch" else 0
-    assert totals[1] < totals[0] + piece
-
-
-@pytest.mark.parametrize("name", ["mean", "pair"])
-def test_gradients_are_balanced_where_they_are(name):
-    assert peak_of_step(sampler_of(name), gradients()) < NUM_BYTES / 10
+    assert totals[1] < totals[0]
 
 
 def test_an_epoch_begins_without_a_copy_of_the_accumulators():
@@ -93,7 +86,7 @@ def test_an_epoch_begins_without_a_copy_of_the_accumulators():
 
 def epochs_in_pieces(name: str, monkeypatch, numbers: int, **options):
     """Returns orders and the last state, with so many numbers in a piece."""
-    monkeypatch.setattr(gradient_matrix, "PIECE_ON_HOST", numbers)
+    monkeypatch.setattr(matrix, "PIECE_ON_HOST", numbers)
     sampler = KINDS[name].sampler(**options)
     orders = [ordering.run_epoch(sampler, epoch, 16 + epoch) for epoch in range(4)]
     return orders, sampler.state_dict()["engine"]["state"], sampler.scalars()

@@ -1,4 +1,4 @@
-"""The fidelities: what stands for a gradient in the balance, and what records it."""
+"""The fidelities: what stands for a gradient in the balance, and what obtains it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from grab_xla.balancers import Ordering
-from grab_xla.recording.capturing import Recording
-from grab_xla.recording.group_gradients import GroupGradients
+from grab_xla.gradients.groups import GroupGradients
+from grab_xla.gradients.samples import SampleGradients
 from xla_replica.common.arguments import check_choice, check_integer
 
 Fidelity = Literal["exact", "projected", "group"]
@@ -48,13 +48,13 @@ def chosen(
     return "exact" if exact else "projected"
 
 
-def recorder(
+def gradients_of(
     parameters: Mapping[str, Tensor],
     fidelity: Fidelity,
     projection_size: int,
     seed: int,
-) -> Recording | GroupGradients:
-    """Returns what records a forward pass of a model and balances its backward pass.
+) -> SampleGradients | GroupGradients:
+    """Returns what runs a model's backward pass and keeps what is balanced of it.
 
     Args:
         parameters: The parameters, by name.
@@ -70,7 +70,7 @@ def recorder(
     if fidelity == "group":
         return GroupGradients(parameters)
     size = projection_size if fidelity == "projected" else None
-    return Recording(parameters, size, seed)
+    return SampleGradients(parameters, size, seed)
 
 
 def samples_together(

@@ -7,7 +7,7 @@ import torch
 from support.xla_replica.replicas import needs_xla
 
 import xla_replica
-from grab_xla.epoch.row_copies import flattened, interleaved
+from grab_xla.gradients.row_copies import flattened, interleaved
 
 # 36 rows are joined four at a time, 35 one at a time.
 SHAPES = [(3,), (3, 5), (3, 7, 5), (3, 36, 5), (2, 35, 3), (2, 48, 1), (2, 32, 3, 3)]

@@ -22,7 +22,7 @@ import variable_batch_size as vbs
 import xla_replica
 from grab_xla import GraBSampler
 from grab_xla.epoch.online_balancer import OnlineBalancer
-from grab_xla.recording import capturing
+from grab_xla.gradients import samples as gradients_of_samples
 
 N, BATCH, EPOCHS, VOCABULARY = 24, 4, 5, 11
 
@@ -144,16 +144,16 @@ def test_exact_orders_are_those_of_formed_gradients(name, balance):
 @pytest.fixture
 def factored(monkeypatch):
     """Factors are kept of all layers; returns how many steps were not formed."""
-    monkeypatch.setattr(capturing, "LEAST_COMPRESSION", 0)
-    monkeypatch.setattr(capturing, "LEAST_SPARED", 0)
+    monkeypatch.setattr(gradients_of_samples, "LEAST_COMPRESSION", 0)
+    monkeypatch.setattr(gradients_of_samples, "LEAST_SPARED", 0)
     steps = []
-    original = OnlineBalancer.balance_factored
+    original = OnlineBalancer.place_factored
 
     def counted(self, rows):
         steps.append(len(rows))
         original(self, rows)
 
-    monkeypatch.setattr(OnlineBalancer, "balance_factored", counted)
+    monkeypatch.setattr(OnlineBalancer, "place_factored", counted)
     return steps
 
 
@@ -237,10 +237,10 @@ def test_wide_layers_that_are_applied_once_are_not_formed(
     model = nn.Sequential(nn.Linear(250, width), nn.Tanh(), nn.Linear(width, 1))
     grab = sampler(model)
     taken = []
-    balance = OnlineBalancer.balance_factored
+    balance = OnlineBalancer.place_factored
     monkeypatch.setattr(
         OnlineBalancer,
-        "balance_factored",
+        "place_factored",
         lambda self, rows: (taken.append(rows), balance(self, rows)),
     )
     list(grab)
@@ -410,7 +410,7 @@ def elastic(rank: int, fidelity: str) -> tuple[list, list, list]:
         fidelity = "exact"
     if fidelity == "factored":
         limits = {"LEAST_SPARED": 0, "LEAST_COMPRESSION": 0}
-        with mock.patch.multiple(capturing, **limits):
+        with mock.patch.multiple(gradients_of_samples, **limits):
             return elastic(rank, "exact")
     replica = xla_replica.current()
     with replica.seeded(0):

@@ -1,4 +1,4 @@
-"""Orders from Gram matrices and kernels: oracles, conventions, what is refused."""
+"""Orders from kernels: oracles, conventions, what is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from grab_xla.contrib.offline import eigen_order, ntk_fixed_order, offline_mean_balance
+from grab_xla.contrib.ntk import eigen_order, ntk_fixed_order
 
 F64 = torch.float64
 
@@ -18,15 +18,15 @@ def vectors(n: int, d: int, seed: int = 0, mean: float = 0.0) -> torch.Tensor:
     return mean + torch.randn(n, d, generator=generator, dtype=F64)
 
 
-def balanced_one_by_one(z, rounds, order, tie, centered) -> list[int]:
+def balanced_one_by_one(z, rounds, order) -> list[int]:
     """Runs the algorithm as published, with the vectors themselves."""
-    z = z if centered else z - z.mean(0)
+    z = z - z.mean(0)
     for _ in range(rounds):
         accumulator = torch.zeros(z.shape[1], dtype=z.dtype)
         left, right = [], []
         for i in order:
             product = float(accumulator @ z[i])
-            if product < 0 or (product == 0 and tie == "positive"):
+            if product < 0:
                 accumulator = accumulator + z[i]
                 left.append(i)
             else:
@@ -45,48 +45,14 @@ def random_herding(z: torch.Tensor) -> float:
     return min(herding(z, generator.permutation(len(z))) for _ in range(20))
 
 
-@pytest.mark.parametrize("centered", [False, True])
-@pytest.mark.parametrize("tie", ["negative", "positive"])
-@pytest.mark.parametrize("rounds", [1, 2, 16])
-@pytest.mark.parametrize(("n", "d"), [(1, 3), (2, 3), (7, 1), (40, 5), (41, 100)])
-def test_balancing_is_the_loop_over_vectors(n, d, rounds, tie, centered):
-    z = vectors(n, d, mean=0.5)
-    begin = np.random.default_rng(n).permutation(n)
-    found = offline_mean_balance(z @ z.T, rounds, begin, tie, centered)
-    assert found.dtype == np.int64
-    assert found.tolist() == balanced_one_by_one(
-        z, rounds, begin.tolist(), tie, centered
-    )
-
-
-@pytest.mark.parametrize("tie", ["negative", "positive"])
-def test_exact_ties_go_where_the_option_says(tie):
-    """The vectors hold -1, 0 and 1, so that products are exact and often zero."""
-    generator = torch.Generator().manual_seed(3)
-    z = torch.randint(-1, 2, (50, 4), generator=generator).double()
-    found = offline_mean_balance(z @ z.T, 4, tie=tie, centered=True)
-    assert found.tolist() == balanced_one_by_one(z, 4, range(50), tie, True)
-    first = offline_mean_balance(torch.eye(3), 1, tie=tie, centered=True)
-    assert first.tolist() == ([2, 1, 0] if tie == "negative" else [0, 1, 2])
-
-
-def test_balancing_makes_herding_small():
-    z = vectors(400, 8, mean=2.0)
-    found = offline_mean_balance(z @ z.T)
-    assert sorted(found) == list(range(400))
-    assert herding(z, found) < 0.3 * random_herding(z)
-
-
-@pytest.mark.parametrize("tie", ["negative", "positive"])
 @pytest.mark.parametrize("rounds", [1, 16])
-def test_the_fixed_order_balances_the_rows_of_the_kernel(rounds, tie):
+def test_the_fixed_order_balances_the_rows_of_the_kernel(rounds):
     features = vectors(200, 8, mean=1.0)
     kernel = features @ features.T
     begin = np.random.default_rng(0).permutation(200)
-    found = ntk_fixed_order(kernel, rounds, begin, tie)
-    assert found.tolist() == balanced_one_by_one(
-        kernel, rounds, begin.tolist(), tie, False
-    )
+    found = ntk_fixed_order(kernel, rounds, begin)
+    assert found.dtype == np.int64
+    assert found.tolist() == balanced_one_by_one(kernel, rounds, begin.tolist())
     if rounds > 1:
         assert herding(kernel, found) < 0.5 * random_herding(kernel)
         assert herding(features, found) < random_herding(features)
@@ -96,7 +62,6 @@ def test_nothing_given_is_changed():
     kernel, begin = vectors(9, 9), np.arange(9)[::-1].copy()
     kernel = kernel @ kernel.T
     copies = kernel.clone(), begin.copy()
-    offline_mean_balance(kernel, order=begin, centered=True)
     ntk_fixed_order(kernel, order=begin)
     eigen_order(kernel)
     assert torch.equal(kernel, copies[0])
@@ -181,7 +146,7 @@ def test_one_sample():
     assert ntk_fixed_order(torch.ones(1, 1)).tolist() == [0]
 
 
-ORDERS = [offline_mean_balance, ntk_fixed_order, eigen_order]
+ORDERS = [ntk_fixed_order, eigen_order]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -212,17 +177,6 @@ def test_matrices_have_a_floating_dtype(order):
         order(torch.eye(2, dtype=torch.int64))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tie": "neg"}, "tie must be one of 'negative', 'positive', got 'neg'"),
-        ({"rounds": 0}, "rounds must be an integer >= 1, got 0"),
-        ({"order": [0, 0, 1]}, r"permutation of range\(3\)"),
-        ({"order": [0, 1]}, r"permutation of range\(3\)"),
-        ({"order": [0.0, 1.0, 2.0]}, r"permutation of range\(3\)"),
-    ],
-)
-@pytest.mark.parametrize("order", [offline_mean_balance, ntk_fixed_order])
-def test_options_that_are_refused(order, options, message):
-    with pytest.raises(ValueError, match=message):
-        order(torch.eye(3), **options)
+def test_rounds_that_are_refused():
+    with pytest.raises(ValueError, match="rounds must be an integer >= 1, got 0"):
+        ntk_fixed_order(torch.eye(3), rounds=0)

@@ -1,4 +1,4 @@
-"""Every sample's gradient to balance, out of a module's ordinary backward pass."""
+"""Every sample's gradient, or its projection, out of a module's backward pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from grab_xla.balancers import Ordering
 from grab_xla.balancing.decisions import without_nan
 from grab_xla.balancing.rows import FactoredRows
-from grab_xla.recording.refusals import not_recorded, of_another_model
+from grab_xla.gradients.groups import not_recorded, of_another_model
 from per_sample_grad import Capture, Factors, Projection
 from xla_replica.common.arguments import check_choice
 
@@ -28,8 +28,8 @@ LEAST_SPARED = 2**20
 MOST_FORMED = 2**24
 
 
-class Recording:
-    """What of every sample's gradient is balanced, and how a capture makes it.
+class SampleGradients:
+    """What is balanced of every sample's gradient, and how a capture makes it.
 
     Args:
         parameters: The parameters, by name.
@@ -58,24 +58,25 @@ class Recording:
             }
         self._capture: Capture | None = None
 
-    def start(self, model: nn.Module, options: Mapping[str, Any]) -> Capture:
-        """Returns a capture of a forward pass, which takes the place of another."""
+    def record(self, model: nn.Module, options: Mapping[str, Any]) -> Capture:
+        """Returns a capture of a forward pass, which replaces an earlier one."""
         self._capture = Capture(model, self._names, **options)
         return self._capture
 
-    def backward(
+    def backpropagate(
         self,
         losses: Tensor,
-        reduction: Literal["mean", "sum"] = "mean",
-        taker: Ordering | None = None,
-        from_samples: bool = False,
+        reduction: Literal["mean", "sum"],
+        ordering: Ordering | None,
+        from_samples: bool,
     ) -> dict[str, Tensor] | Tensor | FactoredRows:
         """Runs the backward pass of the mean loss, or of the sum.
 
         Args:
             losses: ``(B,)``.
             reduction: ``"mean"`` or ``"sum"``.
-            taker: What takes rows that are known by their factors, if that may be.
+            ordering: What balances rows that are known by their factors; None if all
+                rows must be formed.
             from_samples: ``.grad`` gets the mean, or the sum, of gradients of samples,
                 if these are not projected.
 
@@ -93,64 +94,72 @@ class Recording:
             raise not_recorded()
         check_choice("reduction", reduction, ("mean", "sum"))
         capture, self._capture = self._capture, None
-        found = self._balanced(capture, losses, reduction, taker, from_samples)
+        found: dict[str, Tensor] | Tensor | FactoredRows
+        projection = self.projection
+        if projection is None:
+            found = self._exact(capture, losses, reduction, ordering, from_samples)
+        elif capture.params.keys() == projection.shapes.keys():
+            found = capture.project(losses, projection, accumulate=reduction)
+        else:
+            found = capture.stream(
+                losses, lambda each: each.project(projection), accumulate=reduction
+            )
         if capture.unused == capture.params.keys():
             raise of_another_model()
         return found
 
-    def _balanced(
+    def _exact(
         self,
         capture: Capture,
         losses: Tensor,
         reduction: Literal["mean", "sum"],
-        taker: Ordering | None,
+        ordering: Ordering | None,
         from_samples: bool,
-    ) -> dict[str, Tensor] | Tensor | FactoredRows:
-        """Returns what `backward` returns."""
-        projection = self.projection
-        if projection is not None:
-            if capture.params.keys() == projection.shapes.keys():
-                return capture.project(losses, projection, accumulate=reduction)
-            return capture.stream(
-                losses, lambda each: each.project(projection), accumulate=reduction
-            )
+    ) -> dict[str, Tensor] | FactoredRows:
+        """Returns gradients, of which some are known by their factors."""
         from_samples = from_samples and len(losses) > 0
-        kept: list[Factors] = []
+        factored: list[Factors] = []
         sums: dict[str, Tensor] = {}
 
         def rows(factors: Factors) -> dict[str, Tensor]:
-            if taker is not None and factors.compression >= LEAST_COMPRESSION:
-                kept.append(factors)
+            if ordering is not None and factors.compression >= LEAST_COMPRESSION:
+                factored.append(factors)
                 return {}
-            found = factors.materialize()
+            formed = factors.materialize()
             if from_samples:
-                sums.update({n: _reduced(rows, reduction) for n, rows in found.items()})
-            return found
+                for name, gradients in formed.items():
+                    sums[name] = getattr(gradients, reduction)(0)
+            return formed
 
-        found = capture.stream(
+        formed = capture.stream(
             losses, rows, accumulate=None if from_samples else reduction
         )
         if from_samples:
             weight = 1 / len(losses) if reduction == "mean" else 1.0
-            for each in kept:
+            for each in factored:
                 sums |= each.weighted_sum(torch.full_like(losses, weight))
             capture.add_gradients(sums)
-        spared = sum(math.prod(s) for each in kept for s in each.shapes.values())
+        if ordering is None:
+            return formed
+        if not self._are_worth_it(factored, len(losses), ordering):
+            while factored:
+                formed |= factored.pop().materialize()
+        if not factored and ordering.needs_gram:
+            return formed
+        shapes = {name: tuple(p.shape) for name, p in self.balanced.items()}
+        finite = {name: without_nan(rows) for name, rows in formed.items()}
+        return FactoredRows(shapes, factored, finite)
+
+    def _are_worth_it(
+        self, factored: list[Factors], num_samples: int, ordering: Ordering
+    ) -> bool:
+        """Returns whether balancing factors takes less than forming the gradients."""
+        if not factored:
+            return False
+        spared = sum(math.prod(s) for each in factored for s in each.shapes.values())
         total = sum(p.numel() for p in self.balanced.values())
-        if taker is not None:
-            least = LEAST_SPARED * taker.num_vectors
-            if not taker.needs_gram:
-                least //= 4
-            least = min(least, MOST_FORMED)
-            if 2 * spared <= total or len(losses) * spared < least:
-                while kept:
-                    found |= kept.pop().materialize()
-            if kept or not taker.needs_gram:
-                shapes = {name: tuple(p.shape) for name, p in self.balanced.items()}
-                formed = {name: without_nan(rows) for name, rows in found.items()}
-                return FactoredRows(shapes, kept, formed)
-        return found
-
-
-def _reduced(rows: Tensor, reduction: str) -> Tensor:
-    return rows.mean(0) if reduction == "mean" else rows.sum(0)
+        least = LEAST_SPARED * ordering.num_vectors
+        if not ordering.needs_gram:
+            least //= 4
+        enough = num_samples * spared >= min(least, MOST_FORMED)
+        return 2 * spared > total and enough

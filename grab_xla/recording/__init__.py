@@ -1,1 +1,0 @@
-"""The fidelities: what of a module's backward pass is balanced."""
