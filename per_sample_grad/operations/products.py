@@ -8,7 +8,6 @@ which rows are those of a sample.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ import torch
 from torch.autograd.graph import Node
 
 from per_sample_grad.factors import forms
-from per_sample_grad.factors.forms import Contribution, Dense, Outer, Windows
+from per_sample_grad.factors.forms import Contribution, Dense, Outer
 from per_sample_grad.operations import rules
 
 # By the name of the node: of the input that is computed from parameters, the dimension
@@ -161,113 +160,3 @@ def _by_sample(matrices: torch.Tensor, rows: Rows) -> torch.Tensor:
         return matrices[0].unsqueeze(1).unsqueeze(1)
     cut = matrices.unflatten(1, (rows.before, -1, rows.after))
     return cut.permute(2, 0, 1, 3, 4).flatten(2, 3)
-
-
-def through_product(node: Node, slot: int, found: Outer) -> Arranged:
-    """Returns what a factor gets, of what a product of two matrices gets.
-
-    Both are computed from parameters alone. ``found`` has one group.
-    """
-    other = rules.saved(node, "mat2" if slot == 0 else "self")
-    if slot == 0:
-        right = found.right @ other.T.to(found.right.dtype)
-        return Arranged(Outer(found.left, right))
-    return Arranged(Outer(found.left @ other.to(found.left.dtype), found.right))
-
-
-def scaled(found: Outer | Windows, times: torch.Tensor) -> Outer | Windows:
-    """Returns a matrix with rows or columns times numbers, ``(n, 1, *)`` or ``(1, *)``.
-
-    Columns are all that is not the first dimension; those of `Windows` have one number.
-    """
-    if times.numel() == len(times):
-        rows = times.reshape(found.groups, 1, -1).to(found.left.dtype)
-        return dataclasses.replace(found, left=found.left * rows)
-    assert isinstance(found, Outer)
-    return Outer(found.left, found.right * times.flatten().to(found.right.dtype))
-
-
-# --- products on their way to a parameter -----------------------------------------
-
-
-class Piece(NamedTuple):
-    """A part of one of the dimensions of an `Outer`.
-
-    Attributes:
-        dim: 0, 1 and 2 are groups, columns of the left and of the right factor.
-        place: Where it is in that dimension: pieces are in this order.
-        size: How many it counts.
-    """
-
-    dim: int
-    place: tuple[int, ...]
-    size: int
-
-
-class Arranged:
-    """An `Outer` whose gradients' dimensions come in another order.
-
-    Views do not change the order of a tensor's numbers, so they change nothing here.
-    """
-
-    def __init__(self, outer: Outer, pieces: Sequence[Piece] | None = None) -> None:
-        self._outer = outer
-        if pieces is None:
-            sizes = (outer.groups, outer.left.shape[3], outer.right.shape[3])
-            pieces = [Piece(n, (), size) for n, size in enumerate(sizes)]
-        self._pieces = pieces
-
-    def permuted(self, shape: Sequence[int], order: Sequence[int]) -> Arranged | None:
-        """Returns what of this shape was permuted; None where that cannot be told."""
-        parts = self._parts(shape)
-        if parts is None:
-            return None
-        before: list[list[Piece]] = [[] for _ in order]
-        for part, dim in zip(parts, order):
-            before[dim] = part
-        return Arranged(self._outer, [piece for part in before for piece in part])
-
-    def multiplied(self, number: float) -> Arranged:
-        """Returns what is so many times as large."""
-        found = forms.multiplied(self._outer, number)
-        assert isinstance(found, Outer)
-        return Arranged(found, self._pieces)
-
-    def of(self, shape: Sequence[int]) -> Contribution:
-        """Returns the contribution to a tensor of this shape, factored if it can be."""
-        left, right = self._outer.left, self._outer.right
-        pieces = [piece for piece in self._pieces if piece.size != 1]
-        height, width = self._outer.groups * left.shape[3], right.shape[3]
-        if shape[:1] == (height,) and pieces == sorted(pieces):
-            return self._outer
-        turned = sorted(pieces, key=lambda piece: (-piece.dim, piece.place))
-        if shape[:1] == (width,) and pieces == turned and self._outer.groups == 1:
-            return Outer(right, left)
-        return Dense(self._formed(pieces).reshape(-1, *shape))
-
-    def _formed(self, pieces: list[Piece]) -> torch.Tensor:
-        found = self._outer.left.transpose(2, 3) @ self._outer.right
-        ordered = sorted(pieces)
-        found = found.reshape(-1, *(piece.size for piece in ordered))
-        return found.permute(0, *(1 + ordered.index(piece) for piece in pieces))
-
-    def _parts(self, shape: Sequence[int]) -> list[list[Piece]] | None:
-        """Returns the pieces of each dimension; None where they do not fit."""
-        rest = [piece for piece in reversed(self._pieces) if piece.size != 1]
-        parts = []
-        for size in shape:
-            part: list[Piece] = []
-            while size > 1:
-                if not rest:
-                    return None
-                piece = rest.pop()
-                if size % piece.size:
-                    if piece.size % size:
-                        return None
-                    inner = Piece(piece.dim, (*piece.place, 1), piece.size // size)
-                    rest.append(inner)
-                    piece = Piece(piece.dim, (*piece.place, 0), size)
-                part.append(piece)
-                size //= piece.size
-            parts.append(part)
-        return parts

@@ -22,7 +22,6 @@ from per_sample_grad.factors import forms
 from per_sample_grad.factors.forms import Contribution, Dense
 from per_sample_grad.layers import embedding, registry
 from per_sample_grad.layers.patches import Unfolding, windows
-from xla_replica import traits
 
 # torch gives an integer that may be negative without its sign.
 _NEGATIVE = 2**63
@@ -116,45 +115,6 @@ def order_of(node: Node) -> tuple[int, ...] | None:
     order = list(range(rank))
     order[first], order[second] = second, first
     return tuple(order)
-
-
-def times_of(node: Node, slot: int) -> list[float | torch.Tensor] | None:
-    """Returns what the output's gradient is multiplied by, for that of an input.
-
-    These are factors: numbers, which are known without a read from the device, and
-    tensors. None: another operation. An input that is broadcast gets the sum besides.
-    """
-    name = node.name()
-    if name not in _LINEAR:
-        return None
-    if name == "NegBackward0":
-        return [-1.0]
-    if name == "ClampMinBackward0":
-        return [saved(node, "self") >= saved(node, "min")]
-    if name == "DivBackward0" and slot:
-        below = not_expanded(saved(node, "other"))
-        return [-1 / below.square(), not_expanded(saved(node, "self"))]
-    if name in ("MulBackward0", "DivBackward0"):
-        times = not_expanded(saved(node, "self" if slot else "other"))
-        below, _ = node.next_functions[1 - slot]
-        constant = below is None and times.numel() == 1 and traits(times).is_host
-        if constant and not times.is_complex():
-            times = float(times)
-        return [times if name == "MulBackward0" else 1 / times]
-    if name == "RsubBackward1":  # what it is subtracted from is a number
-        return [-float(saved(node, "alpha"))]
-    if not slot:
-        return [1.0]
-    alpha = float(saved(node, "alpha"))
-    return [alpha if name == "AddBackward0" else -alpha]
-
-
-def not_expanded(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor with one row where it has the same ones, as far as it tells."""
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
-        if size > 1 and stride == 0:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
 
 
 def signed(dim: int) -> int:
@@ -474,11 +434,6 @@ OPERATIONS: dict[str, Operation] = {
     "NativeBatchNormBackward0": Operation(_batch_normalized, (1, 2), False, 1, True),
     "ConvolutionBackward0": Operation(_convolved, (1, 2), False, 2, True),
 }
-# Operations that `times_of` knows.
-_LINEAR = (
-    "AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0", "NegBackward0",
-    "RsubBackward1", "ExpandBackward0", "ClampMinBackward0",
-)  # fmt: skip
 # Nodes that change a tensor's shape, and neither its numbers nor their order; and its
 # dtype.
 UNCHANGED = (
