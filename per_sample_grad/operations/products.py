@@ -8,6 +8,7 @@ which rows are those of a sample.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -57,28 +58,21 @@ def rows_of(
     """
     if num_samples == 1:  # which all rows belong to
         return Rows(min(PRODUCTS[node.name()].values()), 1, 1)
-    shape = rules.output_shape(node)
-    layout: list[tuple[Rows, int]] | None
-    layout = [(Rows(axis, 1, 1), size) for axis, size in enumerate(shape)]
-    # torch.einsum brings dimensions into their order after it has unfolded them.
-    order = None
+    shape = view = rules.output_shape(node)
     taker = _only_taker(node, consumers)
+    # torch.einsum brings dimensions into their order after it has unfolded them.
     if taker is not None and taker.name() in _RESHAPES:
-        layout = _unfolded(shape, rules.output_shape(taker))
-        if node.name() == "BmmBackward0":
-            order = _order_in(_only_taker(taker, consumers))
-    elif len(shape) == 2:
-        order = _order_in(taker)
-    if layout is not None and order is not None:
-        layout = [layout[dim] for dim in order]
-    if layout is None or not -len(layout) <= batch_dim < len(layout):
+        view = rules.output_shape(taker)
+        is_einsum = node.name() == "BmmBackward0"
+        taker = _only_taker(taker, consumers) if is_einsum else None
+    elif len(shape) != 2:
+        taker = None
+    if not -len(view) <= batch_dim < len(view):
         return None
-    rows, size = layout[batch_dim]
-    return rows if size and size % num_samples == 0 else None
-
-
-def _order_in(taker: Node | None) -> tuple[int, ...] | None:
-    return None if taker is None else rules.order_of(taker)
+    order = None if taker is None else rules.order_of(taker)
+    at = batch_dim % len(view) if order is None else order[batch_dim]
+    size = view[at]
+    return _within(shape, view, at) if size and size % num_samples == 0 else None
 
 
 def _only_taker(node: Node, consumers: Consumers) -> Node | None:
@@ -88,24 +82,17 @@ def _only_taker(node: Node, consumers: Consumers) -> Node | None:
     return None
 
 
-def _unfolded(
-    shape: Sequence[int], view: Sequence[int]
-) -> list[tuple[Rows, int]] | None:
-    """Returns which part of which dimension each of a view's is, and its size.
-
-    None where a dimension of the view is a part of several.
-    """
-    found = []
-    axis, before = 0, 1
-    for size in view:
-        while axis < len(shape) - 1 and before == shape[axis] and size != 1:
-            axis, before = axis + 1, 1
-        left = shape[axis] // before
-        if not size or left % size:
-            return None
-        found.append((Rows(axis, before, left // size), size))
-        before *= size
-    return found
+def _within(shape: Sequence[int], view: Sequence[int], at: int) -> Rows | None:
+    """Returns which part of which dimension that of a view is; None: of several."""
+    outer, size, start = math.prod(view[:at]), view[at], 1
+    for axis, count in enumerate(shape):
+        if start * count > outer:
+            before, rest = divmod(outer, start)
+            if rest or count % (before * size):
+                return None
+            return Rows(axis, before, count // (before * size))
+        start *= count
+    return None
 
 
 def meets_samples(node: Node, slot: int, rows: Rows | None) -> bool:
@@ -133,23 +120,20 @@ def contribution(node: Node, slot: int, grad: torch.Tensor, rows: Rows) -> Contr
         if rows.before != 1 or rows.after != 1:
             values = values.unflatten(0, (rows.before, -1, rows.after)).sum((0, 2))
         return forms.multiplied(Dense(values), float(rules.saved(node, "beta")))
+    is_sum = name == "AddmmBackward0"
+    on_the_left = slot == int(is_sum)
+    if on_the_left:  # the other's columns are the rows of samples
+        other = rules.saved(node, "mat2").transpose(-1, -2)
+    else:
+        other = rules.saved(node, "mat1" if is_sum else "self")
     if name == "MvBackward0":
-        left, right = (
-            _by_sample(each.unsqueeze(0), rows)
-            for each in (grad.unsqueeze(1), rules.saved(node, "self"))
-        )
-        return Dense((left.transpose(2, 3) @ right).flatten(1))
-    names = ("mat1", "mat2") if name == "AddmmBackward0" else ("self", "mat2")
-    on_the_left = rows.axis == max(PRODUCTS[name].values())
-    other = rules.saved(node, names[1 if on_the_left else 0])
-    if on_the_left:  # its columns are the rows of samples
-        other = other.transpose(-1, -2)
+        grad = grad.unsqueeze(1)
     # Both are (groups, rows, *), without the groups where there is one matrix alone.
     grad = grad.unsqueeze(0) if grad.dim() == 2 else grad.transpose(0, 1)
     other = other.unsqueeze(0) if other.dim() == 2 else other
     factors = [_by_sample(each, rows) for each in (other, grad)]
     found = Outer(*(reversed(factors) if on_the_left else factors))
-    if name == "AddmmBackward0":
+    if is_sum:
         return forms.multiplied(found, float(rules.saved(node, "alpha")))
     return found
 
