@@ -9,7 +9,7 @@ from per_sample_grad.engine.capturing import Capture, capture
 from per_sample_grad.engine.coverage_report import Coverage, ParameterCoverage, coverage
 from per_sample_grad.errors import CouplingError, CoverageError, PerSampleError, Refusal
 from per_sample_grad.factors.factors import Factors
-from per_sample_grad.factors.forms import Dense, Hadamard, Lookup, Outer, Windows
+from per_sample_grad.factors.forms import Dense, Lookup, Outer, Windows
 from per_sample_grad.factors.plan import Plan
 from per_sample_grad.factors.projection import Projection
 from per_sample_grad.functional import (
@@ -42,7 +42,6 @@ __all__ = [
     "Dense",
     "Factors",
     "GradientIndex",
-    "Hadamard",
     "Lookup",
     "Outer",
     "ParameterCoverage",

@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from per_sample_grad.factors import forms, hadamard
+from per_sample_grad.factors import forms
 from per_sample_grad.factors.forms import (
     Contribution,
     Dense,
-    Hadamard,
     Lookup,
     Outer,
     Part,
@@ -41,8 +40,6 @@ def dot(contribution: Contribution, vectors: torch.Tensor, budget: int) -> torch
 
 def _dots(contribution: Part, vectors: torch.Tensor) -> torch.Tensor:
     match contribution:
-        case Hadamard(products, matrix):
-            return _dots(products, vectors.reshape(-1, *matrix.shape) * matrix)
         case Outer(left, right) if left.shape[1] == left.shape[2] == 1:
             # One product for all samples, and not one for each.
             left, right = left[:, 0, 0], right[:, 0, 0]
@@ -133,8 +130,6 @@ def _weighted_sum(
             return table.index_add(0, index.flatten().long(), scaled).reshape(shape)
         case Dense(values):
             return (weights @ values.flatten(1)).reshape(shape)
-        case Hadamard(products, matrix):
-            return _weighted_sum(products, shape, weights) * matrix.reshape(shape)
 
 
 def _parts(contribution: Contribution, budget: int) -> Iterator[tuple[int, int, Part]]:
@@ -333,8 +328,6 @@ def _columns(
             case Dense(values):
                 matrix = values[low:high].reshape(high - low, rows, all_columns)
                 return scaled(matrix[..., first:last])
-            case Hadamard(products, matrix):
-                return of_use(products) * matrix[:, first:last]
 
     def scaled(values: torch.Tensor) -> torch.Tensor:
         return values if scale == 1 else values * scale
@@ -387,12 +380,6 @@ def _square_and_terms(
 def _kernel(a: Part, b: Part) -> torch.Tensor:
     """Returns ``⟨a_n, b_n⟩`` by pairs of positions, ``(N, ..., T, S)``, to be added."""
     match a, b:
-        case Hadamard(), Hadamard():
-            return hadamard.kernel(a, b)
-        case Outer(), Hadamard():
-            return hadamard.kernel_with_outer(a, b)
-        case Hadamard(), Outer():
-            return hadamard.kernel_with_outer(b, a).transpose(2, 3)
         case Dense(), Dense():
             return (a.values * b.values).flatten(1)[:, None, None]
         case Lookup(), Outer():

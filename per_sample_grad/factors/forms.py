@@ -1,4 +1,4 @@
-"""The five forms in which one use of a parameter adds to every sample's gradient.
+"""The four forms in which one use of a parameter adds to every sample's gradient.
 
 A parameter of shape ``(r, ...)`` is a matrix of r rows and c columns, where
 ``c = numel / r``; all forms agree on that view, so that uses of one parameter by
@@ -165,53 +165,8 @@ class Windows(_Grouped):
         return source.to(self.left.dtype)
 
 
-class Known(NamedTuple):
-    """Products with the matrix of a `Hadamard` whose right factor is one number, 1.
-
-    Attributes:
-        right: That of another use of one group, ``(N, 1, T, c)``.
-        through: What the matrix makes of it, ``(N, 1, T, r)``.
-        lengths: The norms of the matrix's rows, ``(r,)``.
-    """
-
-    right: torch.Tensor
-    through: torch.Tensor
-    lengths: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class Hadamard:
-    """Outer products times a matrix that all samples share, number by number.
-
-    ``g_n = matrix ∘ products_n``: what a parameter gets from a weight that is computed
-    from it number by number, such as a masked one.
-
-    Attributes:
-        products: What the weight gets of each sample.
-        matrix: ``(r, c)``, any float dtype.
-        known: Products with the matrix that were computed before; None: none were.
-    """
-
-    products: Outer | Windows
-    matrix: torch.Tensor
-    known: Known | None = None
-
-    def formed_parts(self, budget: int) -> Iterator[Dense]:
-        """Yields the gradients themselves, of samples that fit so many bytes."""
-        columns = self.matrix.shape[1]
-        size = 2 * self.matrix.numel() + extent(self).for_gradients(columns)
-        samples = max(1, budget // (size * self.matrix.itemsize))
-        for start, stop in chunks(num_rows(self), samples):
-            if isinstance(self.products, Windows):
-                found = self.products.gradients(start, stop, 0, columns)
-            else:
-                left = self.products.left[start:stop].transpose(2, 3)
-                found = (left @ self.products.right[start:stop]).flatten(1, 2)
-            yield Dense(found * self.matrix)
-
-
 # What is unfolded.
-Part = Outer | Lookup | Dense | Hadamard
+Part = Outer | Lookup | Dense
 Contribution = Part | Windows
 
 
@@ -219,7 +174,7 @@ class Extent(NamedTuple):
     """The sizes of a contribution, which decide how its products are computed.
 
     Attributes:
-        form: Its class; that of the products of a `Hadamard`.
+        form: Its class.
         groups: G; 1 for a form without groups.
         positions: T; 1 for gradients themselves.
         height: p; 1 for a form without a left factor.
@@ -230,7 +185,6 @@ class Extent(NamedTuple):
         kernel: K; 1 for other forms.
         direct: `Windows.direct_elements`; None where it has no direct way.
         renumbers: Whether the rows that a sample adds to are found, for norms.
-        has_matrix: Whether it is a `Hadamard`.
     """
 
     form: type[Contribution]
@@ -244,7 +198,6 @@ class Extent(NamedTuple):
     kernel: int = 1
     direct: tuple[int, int] | None = None
     renumbers: bool = False
-    has_matrix: bool = False
 
     def table(self, rows: int) -> int:
         """Returns how many rows of a parameter are formed for norms of this use."""
@@ -292,8 +245,6 @@ def extent(contribution: Contribution) -> Extent:
             return Extent(Lookup, *sizes, renumbers=traits(values).is_host)
         case Dense(values):
             return Extent(Dense, 1, 1, 1, 1, values.itemsize)
-        case Hadamard(products):
-            return extent(products)._replace(has_matrix=True)
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -332,15 +283,6 @@ def widened(contribution: Contribution) -> Contribution:
 
     The source of `Windows` keeps its dtype until it is unfolded.
     """
-    if isinstance(contribution, Hadamard):
-        products = widened(contribution.products)
-        assert isinstance(products, _Grouped)
-        matrix = contribution.matrix.to(products.left.dtype)
-        if matrix.requires_grad:
-            matrix = matrix.detach()
-        if products is contribution.products and matrix is contribution.matrix:
-            return contribution
-        return dataclasses.replace(contribution, products=products, matrix=matrix)
     tensors = _tensors(contribution)
     dtype = accumulation_dtype(*[tensor.dtype for tensor in tensors.values()])
     changed: dict[str, torch.Tensor] = {}
@@ -359,9 +301,6 @@ def multiplied(contribution: Contribution, number: float) -> Contribution:
     """Returns what contributes ``number`` times as much."""
     if number == 1:
         return contribution
-    if isinstance(contribution, Hadamard):
-        products = multiplied(contribution.products, number)
-        return dataclasses.replace(contribution, products=products)
     name = "left" if isinstance(contribution, _Grouped) else "values"
     changed = {name: float_factor(contribution) * number}
     return dataclasses.replace(contribution, **changed)
@@ -395,9 +334,6 @@ class Versions:
 
 def where(kept: torch.Tensor, contribution: Part) -> Part:
     """Returns zeros for the rows that are not ``kept``, ``(N,)`` bool."""
-    if isinstance(contribution, Hadamard):
-        products = where(kept, contribution.products)
-        return dataclasses.replace(contribution, products=products)
     tensors = {
         name: torch.where(
             kept.view(-1, *[1] * (tensor.dim() - 1)), tensor, torch.zeros_like(tensor)
@@ -430,9 +366,6 @@ def regroup(contribution: Contribution, num_samples: int) -> Contribution:
             return Lookup(index.reshape(num_samples, -1), values)
         case Dense(values):
             return Dense(values.unflatten(0, (num_samples, -1)).sum(1))
-        case Hadamard(products):
-            products = regroup(products, num_samples)
-            return dataclasses.replace(contribution, products=products)
 
 
 def _joined(factor: torch.Tensor, num_samples: int) -> torch.Tensor:
@@ -446,15 +379,14 @@ def merge(contributions: Sequence[Contribution]) -> list[Contribution]:
 
     The outer products of several uses are the positions of one longer use, which has
     the cross terms between the uses too. `Outer` counts as a form for each number of
-    groups; `Windows` stay apart, since joining them would unfold them, and so do those
-    with a matrix.
+    groups; `Windows` stay apart, since joining them would unfold them.
     """
     if len(contributions) < 2:
         return list(contributions)
     alike: dict[tuple[int, int], list[Contribution]] = {}
     for number, contribution in enumerate(contributions):
         match contribution:
-            case Windows() | Hadamard():
+            case Windows():
                 key = (0, number)
             case Outer():
                 key = (1, contribution.groups)
@@ -497,14 +429,10 @@ def float_factor(contribution: Contribution) -> torch.Tensor:
             return left
         case Lookup(_, values) | Dense(values):
             return values
-        case Hadamard(products):
-            return products.left
 
 
 def held_elements(contribution: Contribution) -> int:
     """Returns how many numbers its tensors hold."""
-    if isinstance(contribution, Hadamard):
-        return held_elements(contribution.products) + contribution.matrix.numel()
     return sum(tensor.numel() for tensor in _tensors(contribution).values())
 
 
@@ -518,11 +446,6 @@ def part(contribution: Contribution, start: int, stop: int) -> Part:
     """Returns samples ``[start, stop)``, unfolded."""
     if isinstance(contribution, Windows):
         return contribution.outer(start, stop)
-    if isinstance(contribution, Hadamard):
-        products = part(contribution.products, start, stop)
-        if products is contribution.products:
-            return contribution
-        return dataclasses.replace(contribution, products=products)
     if start == 0 and stop == num_rows(contribution):
         return contribution
     tensors = _tensors(contribution).items()

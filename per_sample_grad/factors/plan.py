@@ -141,8 +141,6 @@ def choose(
     formed = _materialized(sizes, shape, num_samples, partners, blocks, budget)
     if not all(has_product(a, b) for a in sizes for b in other):
         return formed
-    if quantity == "gram" and any(each.has_matrix for each in (*sizes, *other)):
-        return formed  # products with the matrix for all pairs cost more
     factored = _factored(sizes, other, num_samples, partners, columns, budget)
     if method == "auto":
         return min((factored, formed), key=lambda choice: choice.cost)
@@ -156,8 +154,6 @@ def has_product(a: Extent, b: Extent) -> bool:
         return a.groups == b.groups
     if Dense in (a.form, b.form):
         return a.form is b.form
-    if a.has_matrix or b.has_matrix:  # with a table
-        return False
     return a.groups == b.groups == 1
 
 
@@ -248,21 +244,17 @@ def _factored(
     flops, largest, elements = 0, 1, 0
     for a in sizes:
         for b in other:
-            pairs, numbers = a.positions * b.positions, 3
+            pairs = a.positions * b.positions
             if Dense in (a.form, b.form):
                 inner = 0
-            elif a.has_matrix or b.has_matrix:
-                inner = a.height * a.width
-                pairs *= a.groups
-                numbers = 2 * (a.height + a.width)
             elif Lookup in (a.form, b.form):
                 inner = a.width + 2
             else:
                 inner = a.height + a.width + 1
                 pairs *= a.groups
             flops += 2 * num_samples * partners * pairs * inner
-            largest = max(largest, numbers * pairs)
-            elements += numbers * pairs * partners * num_samples
+            largest = max(largest, 3 * pairs)
+            elements += 3 * pairs * partners * num_samples
     unfolded = sum(each.unfolded for each in sizes)
     if partners > 1:
         unfolded += sum(each.unfolded for each in other)

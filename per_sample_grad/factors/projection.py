@@ -32,7 +32,6 @@ from per_sample_grad.factors import forms
 from per_sample_grad.factors.forms import (
     Contribution,
     Dense,
-    Hadamard,
     Lookup,
     Outer,
     Part,
@@ -298,9 +297,6 @@ def _fold(count: int, kept: int, seed: str, like: torch.Tensor) -> Fold | None:
 
 def _project(use: Contribution, folds: Folds, budget: int) -> torch.Tensor:
     """Returns ``P G Qᵀ`` of every sample's gradient of one use, ``(N, k1 k2)``."""
-    if isinstance(use, Hadamard):
-        parts = use.formed_parts(budget)
-        return torch.cat([_project(part, folds, budget) for part in parts])
     if folds.channels is not None:
         use = _fewer_channels(use, folds.channels, folds.kernel)
     like = forms.float_factor(use)

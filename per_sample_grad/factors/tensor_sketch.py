@@ -22,7 +22,6 @@ from per_sample_grad.factors import forms
 from per_sample_grad.factors.forms import (
     Contribution,
     Dense,
-    Hadamard,
     Lookup,
     Outer,
     Windows,
@@ -100,13 +99,6 @@ def _transform(
     budget: int,
 ) -> _Waves:
     """Returns the Fourier transform of every sample's sketch: two of ``(N, f)``."""
-    if isinstance(use, Hadamard):
-        found = [
-            _transform(part, shape, of_rows, of_columns, budget)
-            for part in use.formed_parts(budget)
-        ]
-        cosines, sines = map(torch.cat, zip(*found))
-        return cosines, sines
     rows, columns = forms.matrix_shape(shape)
     frequencies = of_rows[0].shape[1]
     match use:

@@ -1,19 +1,16 @@
-"""What parameters get of each sample where a weight is computed from them.
+"""Takes per-sample gradients from where samples are met down to the parameters.
 
-A weight may be a parameter that is transposed, scaled, masked or normalised. Its
-gradients are products of factors, and they stay that on the way down: an operation
-that computes each number from the one in its place multiplies them by a matrix which
-all samples share (a `Hadamard`), and one that sums over rows or columns needs the
-factors alone. What a weight of unit rows gets, ``s ∘ (G - (G · v) v)``, is therefore a
-product and a product times v. Through other operations the gradients are formed, and
-taken down by autograd, vectorised over the samples.
+What meets samples may be a parameter, or a tensor that is computed from parameters
+alone: a transposed weight, a row of a table, ``1 + weight``. Views, permutations,
+casts, lookups and functions of one tensor number by number are followed backwards by
+rules. From the first other operation on, as in a weight that is normalised or a product
+of two parameters, the gradients are formed, and autograd takes them down, vectorised
+over the samples.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -22,356 +19,147 @@ from torch.autograd.graph import GradientEdge, Node
 
 import xla_replica
 from per_sample_grad.errors import Refusal
-from per_sample_grad.factors import algebra, forms, plan
-from per_sample_grad.factors.forms import (
-    Contribution,
-    Dense,
-    Hadamard,
-    Known,
-    Lookup,
-    Outer,
-    Windows,
-)
-from per_sample_grad.operations import over_dims, products, rules
-from per_sample_grad.operations.unit_rows import UnitRows, unit_rows
-
-# How many operations are gone through by rules on the way down to parameters, at most:
-# a tensor that is used again and again has as many ways down as it has uses.
-_MOST_STEPS = 64
-# What a tensor gets of each sample, on the way.
-Found = Contribution | products.Arranged
-_Inputs = Sequence[tuple[int, GradientEdge]]
+from per_sample_grad.factors import algebra, forms
+from per_sample_grad.factors.forms import Contribution, Dense, Outer
+from per_sample_grad.operations import rules
 
 
 def take_down(
     edge: GradientEdge, found: Contribution, wanted: Mapping[str, nn.Parameter]
 ) -> dict[str, list[Contribution]]:
-    """Takes what a tensor gets of each sample to the parameters that it depends on.
+    """Returns the contributions to parameters of what a tensor gets of each sample.
 
-    Returns what each of them gets, by name, to be added.
+    Args:
+        edge: The tensor.
+        found: What it gets.
+        wanted: The parameters that it is computed from, by name.
+
+    Raises:
+        Refusal: It does not depend on one of them.
     """
-    names = {id(param): name for name, param in wanted.items()}
-    parts: dict[str, list[Contribution]] = defaultdict(list)
-    stack: list[tuple[GradientEdge, Found]]
-    stack = [(edge, products.Arranged(found) if isinstance(found, Outer) else found)]
-    steps = 0
-    while stack:
-        edge, here = stack.pop()
-        shape = tuple(edge.node._input_metadata[edge.output_nr].shape)
+    variable = getattr(edge.node, "variable", None)
+    while variable is None:
+        below = _below(edge, found, wanted)
+        if below is None:
+            return _by_autograd(edge, found, wanted)
+        edge, found = below
         variable = getattr(edge.node, "variable", None)
-        if variable is not None:
-            if id(variable) in names:
-                parts[names[id(variable)]].append(_of_shape(here, shape))
-            continue
-        steps += 1
-        below = _below(edge, shape, here, wanted) if steps < _MOST_STEPS else None
-        if below is not None:
-            stack += below
-            continue
-        for name, part in _by_autograd(edge, _of_shape(here, shape), wanted).items():
-            parts[name].append(part)
-    missing = [name for name in wanted if name not in parts]
-    if missing:
-        raise Refusal(f"it does not depend on {', '.join(missing)}")
-    return dict(parts)
+    missing = [name for name, param in wanted.items() if param is not variable]
+    _refuse_missing(missing)
+    return {name: [_of_shape(found, _shape(edge))] for name in wanted}
 
 
-def _of_shape(found: Found, shape: tuple[int, ...]) -> Contribution:
-    if isinstance(found, products.Arranged):
-        return found.of(shape)
+def _shape(edge: GradientEdge) -> tuple[int, ...]:
+    return tuple(edge.node._input_metadata[edge.output_nr].shape)
+
+
+def _refuse_missing(names: Sequence[str]) -> None:
+    if names:
+        raise Refusal(f"it does not depend on {', '.join(names)}")
+
+
+def _of_shape(found: Contribution, shape: tuple[int, ...]) -> Contribution:
+    """Returns a contribution to a tensor of this shape, formed where it must be.
+
+    An `Outer` on its way may be that of another view of the tensor as a matrix.
+    """
+    if isinstance(found, Outer) and forms.matrix_shape(shape) != _sides(found):
+        return Dense(_formed(found, shape))
     if isinstance(found, Dense):
         return Dense(found.values.reshape(-1, *shape))
     return found
 
 
+def _sides(found: Outer) -> tuple[int, int]:
+    return found.groups * found.left.shape[3], found.width
+
+
+def _formed(found: Contribution, shape: tuple[int, ...]) -> torch.Tensor:
+    """Returns the gradients of a tensor of this shape, ``(N, *shape)``."""
+    if isinstance(found, Outer):
+        found = Dense(algebra.formed(found, _sides(found)))
+    return algebra.formed(found, shape)
+
+
 def _below(
-    edge: GradientEdge,
-    shape: tuple[int, ...],
-    found: Found,
-    wanted: Mapping[str, nn.Parameter],
-) -> list[tuple[GradientEdge, Found]] | None:
-    """Returns what a node's inputs get where it gets this; None: autograd knows."""
-    node = edge.node
-    name = node.name()
-    inputs = [
-        (slot, GradientEdge(below, number))
-        for slot, (below, number) in enumerate(node.next_functions)
-        if below is not None
-    ]
-    if name == "MmBackward0":
-        matrix = _of_shape(found, shape)
-        if not isinstance(matrix, Outer) or matrix.groups > 1:
-            return None
-        return [
-            (below, products.through_product(node, slot, matrix))
-            for slot, below in inputs
-        ]
-    unit = unit_rows(node)
-    if unit is not None:
-        return _through_unit_rows(unit, inputs, shape, found)
-    times = [rules.times_of(node, slot) for slot, _ in inputs]
-    if all(each is not None for each in times):
-        return [
-            (
-                below,
-                _through_factors(found, shape, each, rules.source_shape(node, slot)),
-            )
-            for (slot, below), each in zip(inputs, times)
-            if each is not None
-        ]
-    if (
-        rules.is_pointwise(node)
-        and all(rules.source_shape(node, slot) == shape for slot, _ in inputs)
-        and not _lead_to_each_other([each.node for _, each in inputs])
-    ):
-        factors = _derivatives(edge, inputs, wanted)
-        return [
-            (below, _multiplied(found, shape, each))
-            for (_, below), each in zip(inputs, factors)
-        ]
-    if len(inputs) > 1:
+    edge: GradientEdge, found: Contribution, wanted: Mapping[str, nn.Parameter]
+) -> tuple[GradientEdge, Contribution] | None:
+    """Returns the one input of a node and what it gets; None: without a rule here."""
+    node, shape = edge.node, _shape(edge)
+    slots = [slot for slot, (n, _) in enumerate(node.next_functions) if n is not None]
+    if len(slots) != 1:
         return None
-    [(slot, below)] = inputs
-    summed = over_dims.summed_dims(node, slot)
-    if summed is not None and isinstance(found, Dense):
-        derivative = over_dims.derivative_over(node, slot)
-        if derivative is None:
-            derivative = over_dims.Derivative(*_derivatives(edge, inputs, wanted))
-        source = rules.source_shape(node, slot)
-        here = _spread(found, derivative, source, summed)
-    else:
-        here = _through_one(node, slot, shape, found)
-    return None if here is None else [(below, here)]
-
-
-def _lead_to_each_other(nodes: Sequence[Node]) -> bool:
-    """Returns whether the gradient of one of these is a part of another's."""
-    return len(set(nodes)) < len(nodes) or any(
-        len(rules.inside(node).intersection(nodes)) > 1 for node in nodes
-    )
-
-
-def _through_one(
-    node: Node, slot: int, shape: tuple[int, ...], found: Found
-) -> Found | None:
-    """Returns what a node's only input gets where it gets this; None: not known."""
-    name, order = node.name(), rules.order_of(node)
-    if name == "MvBackward0" and isinstance(found, Dense):
-        left = found.values[:, None, None]
-        right = rules.saved(node, "vec").to(left.dtype).expand(*left.shape[:3], -1)
-        return products.Arranged(Outer(left, right))
-    if order is not None:
-        if isinstance(found, products.Arranged):
-            return found.permuted(shape, order)
-        if isinstance(found, Dense):
-            before = [1 + order.index(dim) for dim in range(len(order))]
-            values = found.values.reshape(-1, *shape)
-            return Dense(values.permute(0, *before))
-        return None
-    if name == "EmbeddingBackward0" and isinstance(found, Dense):
+    [slot] = slots
+    source = rules.source_shape(node, slot)
+    node_below, number = node.next_functions[slot]
+    assert node_below is not None
+    below = GradientEdge(node_below, number)
+    here = _through_view(node, shape, source, found)
+    if here is None and node.name() == "EmbeddingBackward0":
+        values = _formed(found, shape)
         index = rules.saved(node, "indices")
-        index = index.expand(len(found.values), *index.shape)
-        values = found.values.reshape(*index.shape, -1)
-        return rules.lookup(node, index, values)
-    if name in rules.UNCHANGED:
-        source = rules.source_shape(node, slot)
-        anywhere = isinstance(found, (Dense, products.Arranged))
-        if anywhere or forms.matrix_shape(source) == forms.matrix_shape(shape):
-            return found
+        here = rules.lookup(node, index.expand(len(values), *index.shape), values)
+    if here is None and rules.is_pointwise(node) and source == shape:
+        derivative = _derivative(edge, below, wanted)
+        values = _formed(found, shape)
+        here = Dense(values * derivative.to(values.dtype))
+    return None if here is None else (below, here)
+
+
+def _through_view(
+    node: Node, shape: tuple[int, ...], source: tuple[int, ...], found: Contribution
+) -> Contribution | None:
+    """Returns what the input of a view or a permutation gets; None: not known."""
+    if node.name() in rules.UNCHANGED:
+        in_any_view = isinstance(found, (Dense, Outer))
+        same = forms.matrix_shape(source) == forms.matrix_shape(shape)
+        return found if in_any_view or same else None
+    order = rules.order_of(node)
+    if order is None:
+        return None
+    before = [order.index(dim) for dim in range(len(order))]
+    if isinstance(found, Outer):
+        turned = _turned(found, shape, before)
+        if turned is not None:
+            return turned
+    values = _formed(found, shape)
+    return Dense(values.permute(0, *(1 + dim for dim in before)))
+
+
+def _turned(found: Outer, shape: tuple[int, ...], order: list[int]) -> Outer | None:
+    """Returns products whose dimensions come in another order; None: they are none.
+
+    They are products where the order stays, or where the left factor's dimensions and
+    the right one's change places.
+    """
+    order = [dim for dim in order if shape[dim] != 1]
+    if order == sorted(order):
+        return found
+    first = order.index(min(order))
+    turned = order[first:] + order[:first]
+    height = math.prod(shape[dim] for dim in order[first:])
+    if turned == sorted(order) and height == _sides(found)[0] and found.groups == 1:
+        return Outer(found.right, found.left)
     return None
 
 
-def _through_factors(
-    found: Found,
-    shape: tuple[int, ...],
-    factors: Sequence[float | torch.Tensor],
-    source: tuple[int, ...],
-) -> Found:
-    """Returns what an operand of this ``source`` shape gets of a product with factors.
-
-    The product gets ``found``, which is of this ``shape``.
-    """
-    for times in factors:
-        found = _multiplied(found, shape, times)
-    return found if source == shape else _summed(_of_shape(found, shape), shape, source)
-
-
-def _multiplied(
-    found: Found, shape: tuple[int, ...], times: float | torch.Tensor
-) -> Found:
-    """Returns gradients of this shape times a number or a tensor."""
-    if isinstance(times, float):
-        if isinstance(found, products.Arranged):
-            return found.multiplied(times)
-        return forms.multiplied(found, times)
-    found = _of_shape(found, shape)
-    times = times.to(forms.float_factor(found).dtype)
-    own = rules.aligned(tuple(times.shape), shape) or (1,)
-    of_rows, of_columns = math.prod(own) == own[0], own[0] == 1
-    if isinstance(found, Outer) and (of_rows or of_columns):
-        return products.Arranged(products.scaled(found, times.reshape(own)))
-    if of_rows and isinstance(found, Windows):
-        return products.scaled(found, times.reshape(own))
-    if of_rows and isinstance(found, Hadamard):
-        scaled = products.scaled(found.products, times.reshape(own))
-        return dataclasses.replace(found, products=scaled)
-    if isinstance(found, Dense):
-        return Dense(found.values * times)
-    matrix = times.expand(shape).reshape(forms.matrix_shape(shape))
-    if isinstance(found, Lookup):
-        rows = matrix.index_select(0, found.index.flatten().long())
-        return Lookup(found.index, found.values * rows.view_as(found.values))
-    if isinstance(found, Hadamard):
-        return Hadamard(found.products, found.matrix * matrix)
-    return Hadamard(found, matrix)
-
-
-def _summed(
-    found: Contribution, shape: tuple[int, ...], source: tuple[int, ...]
-) -> Dense:
-    """Returns gradients of this shape, summed to an operand that was broadcast.
-
-    Where there is a number for each row or each column, products are not formed:
-    ``Σ_j u_i z_j m_ij = u_i (m z)_i``.
-    """
-    own, count = rules.aligned(source, shape), forms.num_rows(found)
-    outer = found.products if isinstance(found, Hadamard) else found
-    if isinstance(outer, Outer) and outer.groups == 1:
-        left, right = outer.left[:, 0], outer.right[:, 0]
-        if math.prod(own[1:]) == 1:
-            through = _along(right, found, 0)
-            values = (left * through).sum(1)
-            values = values if own[0] > 1 else values.sum(1)
-            return Dense(values.reshape(count, *source))
-        if own == (1, *shape[1:]):
-            through = _along(left, found, 1)
-            return Dense((right * through).sum(1).reshape(count, *source))
-    if isinstance(found, Hadamard):
-        parts = found.formed_parts(plan.default_budget(0, outer.left.device))
-    else:
-        parts = [Dense(algebra.formed(found, shape))]
-    dims = [dim for dim, size in enumerate(own, start=1) if size != shape[dim - 1]]
-    return Dense(
-        torch.cat([_over(dims, part, shape).reshape(-1, *source) for part in parts])
-    )
-
-
-def _along(factor: torch.Tensor, found: Contribution, dim: int) -> torch.Tensor:
-    """Returns products of a factor ``(N, T, *)`` with a matrix, along its dimension."""
-    if not isinstance(found, Hadamard):  # all ones
-        return factor.sum(2, keepdim=True)
-    matrix = found.matrix.T if dim == 0 else found.matrix
-    # Of three dimensions torch might make a product for each sample.
-    return (factor.flatten(0, 1) @ matrix).unflatten(0, factor.shape[:2])
-
-
-def _over(dims: list[int], part: Dense, shape: tuple[int, ...]) -> torch.Tensor:
-    values = part.values.reshape(-1, *shape)
-    return values.sum(dims) if dims else values
-
-
-def _spread(
-    found: Dense,
-    derivative: over_dims.Derivative,
-    shape: tuple[int, ...],
-    summed: Sequence[int],
-) -> Found | None:
-    """Returns what a tensor gets where numbers were computed from its rows or columns.
-
-    None where they are neither of rows nor of columns.
-
-    Args:
-        found: What the numbers get.
-        derivative: That of the numbers.
-        shape: That of the tensor.
-        summed: The dimensions of the tensor that the numbers are computed over.
-    """
-    matrix, times = derivative
-    count, values = len(found.values), found.values
-    own = [1 if dim in summed else size for dim, size in enumerate(shape)]
-    values = values.reshape(count, *own)
-    if isinstance(times, torch.Tensor):
-        values = values * times.to(values.dtype).reshape(own)
-    elif times != 1:
-        values = values * times
-    rows, columns = forms.matrix_shape(shape)
-    if columns == 1:
-        return Dense(
-            values.expand(count, *shape) if matrix is None else values * matrix
-        )
-    if math.prod(own[1:]) == 1:
-        left = values.reshape(count, 1, 1, -1).expand(-1, -1, -1, rows)
-        right = left.new_ones(1, 1, 1, 1).expand(count, -1, -1, columns)
-    elif own == [1, *shape[1:]]:
-        right = values.reshape(count, 1, 1, -1)
-        left = right.new_ones(1, 1, 1, 1).expand(count, -1, -1, rows)
-    else:
-        return None
-    if matrix is None:
-        return products.Arranged(Outer(left, right))
-    return Hadamard(Outer(left, right), matrix.reshape(rows, columns).to(left.dtype))
-
-
-def _through_unit_rows(
-    unit: UnitRows, inputs: _Inputs, shape: tuple[int, ...], found: Found
-) -> list[tuple[GradientEdge, Found]]:
-    """Returns what v gets, and g if there is one, of ``g v / ‖v‖`` in each row."""
-    found = _of_shape(found, shape)
-    dtype = forms.float_factor(found).dtype
-    matrix = unit.v.to(dtype).flatten(1)
-    lengths, scale = unit.norms.to(dtype).flatten(), unit.scale.to(dtype).flatten()
-    known = None
-    if isinstance(found, Outer) and found.groups == 1:
-        # Of four dimensions torch might make a product for each sample.
-        through = (found.right.flatten(0, 2) @ matrix.T).view_as(found.left)
-        known = Known(found.right, through, lengths)
-        along = found.left * through
-        along = along[:, 0, 0] if along.shape[2] == 1 else along.sum((1, 2))
-        straight: Contribution = Outer(found.left * scale, found.right)
-    else:
-        with_v = _of_shape(_multiplied(found, shape, unit.v), shape)
-        along = _summed(with_v, shape, tuple(unit.norms.shape)).values.flatten(1)
-        rows = _multiplied(found, shape, unit.scale)
-        straight = _of_shape(rows, shape)
-    # Less what is along v, which does not change the quotient.
-    times = scale / lengths.square().neg_()
-    if unit.turns is not None:
-        times = torch.where(unit.turns.flatten(), times, 0)
-    left = (along * times)[:, None, None]
-    right = left.new_ones(1, 1, 1, 1).expand(len(left), -1, -1, matrix.shape[1])
-    turned = Hadamard(Outer(left, right), matrix, known)
-    below: list[tuple[GradientEdge, Found]] = []
-    for slot, edge in inputs:
-        if slot == 0:
-            is_outer = isinstance(straight, Outer)
-            below.append((edge, products.Arranged(straight) if is_outer else straight))
-            below.append((edge, turned))
-        elif unit.gained:
-            of_gain = (along / lengths).view(-1, *unit.norms.shape)
-            below.append((edge, Dense(of_gain)))
-    return below
-
-
-def _derivatives(
-    edge: GradientEdge, inputs: _Inputs, wanted: Mapping[str, nn.Parameter]
-) -> Sequence[torch.Tensor]:
-    """Returns the derivative of a node's output by each number of its inputs.
-
-    Each of these is a part of one number of the output alone.
-    """
+def _derivative(
+    edge: GradientEdge, below: GradientEdge, wanted: Mapping[str, nn.Parameter]
+) -> torch.Tensor:
+    """Returns the derivative of each number of a tensor by the one in its place."""
     data = edge.node._input_metadata[edge.output_nr]
-    # Expanded, as new memory takes a CPU longer than what is computed.
-    ones = torch.ones((), dtype=data.dtype, device=data.device).expand(data.shape)
-    below = [each for _, each in inputs]
+    ones = torch.ones(data.shape, dtype=data.dtype, device=data.device)
     with xla_replica.AccumulationHook.paused(list(wanted.values())):
-        return torch.autograd.grad([edge], below, [ones], retain_graph=True)
+        [found] = torch.autograd.grad([edge], [below], [ones], retain_graph=True)
+    return found
 
 
 def _by_autograd(
     edge: GradientEdge, found: Contribution, wanted: Mapping[str, nn.Parameter]
-) -> dict[str, Contribution]:
+) -> dict[str, list[Contribution]]:
+    """Returns the contributions by one vectorised backward pass to the parameters."""
     data = edge.node._input_metadata[edge.output_nr]
-    values = algebra.formed(found, tuple(data.shape)).to(data.dtype)
+    values = _formed(found, tuple(data.shape)).to(data.dtype)
     inputs = list(wanted.values())
     with xla_replica.AccumulationHook.paused(inputs):
         gradients = torch.autograd.grad(
@@ -382,4 +170,5 @@ def _by_autograd(
             allow_unused=True,
             is_grads_batched=True,
         )
-    return {n: Dense(grad) for n, grad in zip(wanted, gradients) if grad is not None}
+    _refuse_missing([name for name, grad in zip(wanted, gradients) if grad is None])
+    return {name: [Dense(grad)] for name, grad in zip(wanted, gradients)}

@@ -8,7 +8,7 @@ which rows are those of a sample.
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import Node
 
 from per_sample_grad.factors import forms
-from per_sample_grad.factors.forms import Contribution, Dense, Outer, Windows
+from per_sample_grad.factors.forms import Contribution, Dense, Outer
 from per_sample_grad.operations import rules
 
 # By the name of the node: of the input that is computed from parameters, the dimension
@@ -58,28 +58,21 @@ def rows_of(
     """
     if num_samples == 1:  # which all rows belong to
         return Rows(min(PRODUCTS[node.name()].values()), 1, 1)
-    shape = rules.output_shape(node)
-    layout: list[tuple[Rows, int]] | None
-    layout = [(Rows(axis, 1, 1), size) for axis, size in enumerate(shape)]
-    # torch.einsum brings dimensions into their order after it has unfolded them.
-    order = None
+    shape = view = rules.output_shape(node)
     taker = _only_taker(node, consumers)
+    # torch.einsum brings dimensions into their order after it has unfolded them.
     if taker is not None and taker.name() in _RESHAPES:
-        layout = _unfolded(shape, rules.output_shape(taker))
-        if node.name() == "BmmBackward0":
-            order = _order_in(_only_taker(taker, consumers))
-    elif len(shape) == 2:
-        order = _order_in(taker)
-    if layout is not None and order is not None:
-        layout = [layout[dim] for dim in order]
-    if layout is None or not -len(layout) <= batch_dim < len(layout):
+        view = rules.output_shape(taker)
+        is_einsum = node.name() == "BmmBackward0"
+        taker = _only_taker(taker, consumers) if is_einsum else None
+    elif len(shape) != 2:
+        taker = None
+    if not -len(view) <= batch_dim < len(view):
         return None
-    rows, size = layout[batch_dim]
-    return rows if size and size % num_samples == 0 else None
-
-
-def _order_in(taker: Node | None) -> tuple[int, ...] | None:
-    return None if taker is None else rules.order_of(taker)
+    order = None if taker is None else rules.order_of(taker)
+    at = batch_dim % len(view) if order is None else order[batch_dim]
+    size = view[at]
+    return _within(shape, view, at) if size and size % num_samples == 0 else None
 
 
 def _only_taker(node: Node, consumers: Consumers) -> Node | None:
@@ -89,24 +82,17 @@ def _only_taker(node: Node, consumers: Consumers) -> Node | None:
     return None
 
 
-def _unfolded(
-    shape: Sequence[int], view: Sequence[int]
-) -> list[tuple[Rows, int]] | None:
-    """Returns which part of which dimension each of a view's is, and its size.
-
-    None where a dimension of the view is a part of several.
-    """
-    found = []
-    axis, before = 0, 1
-    for size in view:
-        while axis < len(shape) - 1 and before == shape[axis] and size != 1:
-            axis, before = axis + 1, 1
-        left = shape[axis] // before
-        if not size or left % size:
-            return None
-        found.append((Rows(axis, before, left // size), size))
-        before *= size
-    return found
+def _within(shape: Sequence[int], view: Sequence[int], at: int) -> Rows | None:
+    """Returns which part of which dimension that of a view is; None: of several."""
+    outer, size, start = math.prod(view[:at]), view[at], 1
+    for axis, count in enumerate(shape):
+        if start * count > outer:
+            before, rest = divmod(outer, start)
+            if rest or count % (before * size):
+                return None
+            return Rows(axis, before, count // (before * size))
+        start *= count
+    return None
 
 
 def meets_samples(node: Node, slot: int, rows: Rows | None) -> bool:
@@ -134,23 +120,20 @@ def contribution(node: Node, slot: int, grad: torch.Tensor, rows: Rows) -> Contr
         if rows.before != 1 or rows.after != 1:
             values = values.unflatten(0, (rows.before, -1, rows.after)).sum((0, 2))
         return forms.multiplied(Dense(values), float(rules.saved(node, "beta")))
+    is_sum = name == "AddmmBackward0"
+    on_the_left = slot == int(is_sum)
+    if on_the_left:  # the other's columns are the rows of samples
+        other = rules.saved(node, "mat2").transpose(-1, -2)
+    else:
+        other = rules.saved(node, "mat1" if is_sum else "self")
     if name == "MvBackward0":
-        left, right = (
-            _by_sample(each.unsqueeze(0), rows)
-            for each in (grad.unsqueeze(1), rules.saved(node, "self"))
-        )
-        return Dense((left.transpose(2, 3) @ right).flatten(1))
-    names = ("mat1", "mat2") if name == "AddmmBackward0" else ("self", "mat2")
-    on_the_left = rows.axis == max(PRODUCTS[name].values())
-    other = rules.saved(node, names[1 if on_the_left else 0])
-    if on_the_left:  # its columns are the rows of samples
-        other = other.transpose(-1, -2)
+        grad = grad.unsqueeze(1)
     # Both are (groups, rows, *), without the groups where there is one matrix alone.
     grad = grad.unsqueeze(0) if grad.dim() == 2 else grad.transpose(0, 1)
     other = other.unsqueeze(0) if other.dim() == 2 else other
     factors = [_by_sample(each, rows) for each in (other, grad)]
     found = Outer(*(reversed(factors) if on_the_left else factors))
-    if name == "AddmmBackward0":
+    if is_sum:
         return forms.multiplied(found, float(rules.saved(node, "alpha")))
     return found
 
@@ -161,113 +144,3 @@ def _by_sample(matrices: torch.Tensor, rows: Rows) -> torch.Tensor:
         return matrices[0].unsqueeze(1).unsqueeze(1)
     cut = matrices.unflatten(1, (rows.before, -1, rows.after))
     return cut.permute(2, 0, 1, 3, 4).flatten(2, 3)
-
-
-def through_product(node: Node, slot: int, found: Outer) -> Arranged:
-    """Returns what a factor gets, of what a product of two matrices gets.
-
-    Both are computed from parameters alone. ``found`` has one group.
-    """
-    other = rules.saved(node, "mat2" if slot == 0 else "self")
-    if slot == 0:
-        right = found.right @ other.T.to(found.right.dtype)
-        return Arranged(Outer(found.left, right))
-    return Arranged(Outer(found.left @ other.to(found.left.dtype), found.right))
-
-
-def scaled(found: Outer | Windows, times: torch.Tensor) -> Outer | Windows:
-    """Returns a matrix with rows or columns times numbers, ``(n, 1, *)`` or ``(1, *)``.
-
-    Columns are all that is not the first dimension; those of `Windows` have one number.
-    """
-    if times.numel() == len(times):
-        rows = times.reshape(found.groups, 1, -1).to(found.left.dtype)
-        return dataclasses.replace(found, left=found.left * rows)
-    assert isinstance(found, Outer)
-    return Outer(found.left, found.right * times.flatten().to(found.right.dtype))
-
-
-# --- products on their way to a parameter -----------------------------------------
-
-
-class Piece(NamedTuple):
-    """A part of one of the dimensions of an `Outer`.
-
-    Attributes:
-        dim: 0, 1 and 2 are groups, columns of the left and of the right factor.
-        place: Where it is in that dimension: pieces are in this order.
-        size: How many it counts.
-    """
-
-    dim: int
-    place: tuple[int, ...]
-    size: int
-
-
-class Arranged:
-    """An `Outer` whose gradients' dimensions come in another order.
-
-    Views do not change the order of a tensor's numbers, so they change nothing here.
-    """
-
-    def __init__(self, outer: Outer, pieces: Sequence[Piece] | None = None) -> None:
-        self._outer = outer
-        if pieces is None:
-            sizes = (outer.groups, outer.left.shape[3], outer.right.shape[3])
-            pieces = [Piece(n, (), size) for n, size in enumerate(sizes)]
-        self._pieces = pieces
-
-    def permuted(self, shape: Sequence[int], order: Sequence[int]) -> Arranged | None:
-        """Returns what of this shape was permuted; None where that cannot be told."""
-        parts = self._parts(shape)
-        if parts is None:
-            return None
-        before: list[list[Piece]] = [[] for _ in order]
-        for part, dim in zip(parts, order):
-            before[dim] = part
-        return Arranged(self._outer, [piece for part in before for piece in part])
-
-    def multiplied(self, number: float) -> Arranged:
-        """Returns what is so many times as large."""
-        found = forms.multiplied(self._outer, number)
-        assert isinstance(found, Outer)
-        return Arranged(found, self._pieces)
-
-    def of(self, shape: Sequence[int]) -> Contribution:
-        """Returns the contribution to a tensor of this shape, factored if it can be."""
-        left, right = self._outer.left, self._outer.right
-        pieces = [piece for piece in self._pieces if piece.size != 1]
-        height, width = self._outer.groups * left.shape[3], right.shape[3]
-        if shape[:1] == (height,) and pieces == sorted(pieces):
-            return self._outer
-        turned = sorted(pieces, key=lambda piece: (-piece.dim, piece.place))
-        if shape[:1] == (width,) and pieces == turned and self._outer.groups == 1:
-            return Outer(right, left)
-        return Dense(self._formed(pieces).reshape(-1, *shape))
-
-    def _formed(self, pieces: list[Piece]) -> torch.Tensor:
-        found = self._outer.left.transpose(2, 3) @ self._outer.right
-        ordered = sorted(pieces)
-        found = found.reshape(-1, *(piece.size for piece in ordered))
-        return found.permute(0, *(1 + ordered.index(piece) for piece in pieces))
-
-    def _parts(self, shape: Sequence[int]) -> list[list[Piece]] | None:
-        """Returns the pieces of each dimension; None where they do not fit."""
-        rest = [piece for piece in reversed(self._pieces) if piece.size != 1]
-        parts = []
-        for size in shape:
-            part: list[Piece] = []
-            while size > 1:
-                if not rest:
-                    return None
-                piece = rest.pop()
-                if size % piece.size:
-                    if piece.size % size:
-                        return None
-                    inner = Piece(piece.dim, (*piece.place, 1), piece.size // size)
-                    rest.append(inner)
-                    piece = Piece(piece.dim, (*piece.place, 0), size)
-                part.append(piece)
-                size //= piece.size
-            parts.append(part)
-        return parts

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from per_sample_grad.factors import forms
 from per_sample_grad.factors.forms import Contribution, Dense
 from per_sample_grad.layers import embedding, registry
 from per_sample_grad.layers.patches import Unfolding, windows
-from xla_replica import traits
 
 # torch gives an integer that may be negative without its sign.
 _NEGATIVE = 2**63
@@ -91,15 +90,16 @@ def aligned(shape: tuple[int, ...], output: tuple[int, ...]) -> tuple[int, ...]:
     return (1,) * (len(output) - len(shape)) + shape
 
 
-def inside(node: Node | None) -> set[Node]:
-    """Returns a node and all that it depends on."""
-    stack, seen = [node], {node}
+def below(nodes: Iterable[Node | None]) -> Iterator[Node | None]:
+    """Yields these nodes and all that they depend on; None for inputs without one."""
+    stack = list(nodes)
+    seen = set(stack)
     while stack:
         current = stack.pop()
+        yield current
         new = set() if current is None else {n for n, _ in current.next_functions}
         stack.extend(new - seen)
         seen |= new
-    return {each for each in seen if each is not None}
 
 
 def order_of(node: Node) -> tuple[int, ...] | None:
@@ -116,45 +116,6 @@ def order_of(node: Node) -> tuple[int, ...] | None:
     order = list(range(rank))
     order[first], order[second] = second, first
     return tuple(order)
-
-
-def times_of(node: Node, slot: int) -> list[float | torch.Tensor] | None:
-    """Returns what the output's gradient is multiplied by, for that of an input.
-
-    These are factors: numbers, which are known without a read from the device, and
-    tensors. None: another operation. An input that is broadcast gets the sum besides.
-    """
-    name = node.name()
-    if name not in _LINEAR:
-        return None
-    if name == "NegBackward0":
-        return [-1.0]
-    if name == "ClampMinBackward0":
-        return [saved(node, "self") >= saved(node, "min")]
-    if name == "DivBackward0" and slot:
-        below = not_expanded(saved(node, "other"))
-        return [-1 / below.square(), not_expanded(saved(node, "self"))]
-    if name in ("MulBackward0", "DivBackward0"):
-        times = not_expanded(saved(node, "self" if slot else "other"))
-        below, _ = node.next_functions[1 - slot]
-        constant = below is None and times.numel() == 1 and traits(times).is_host
-        if constant and not times.is_complex():
-            times = float(times)
-        return [times if name == "MulBackward0" else 1 / times]
-    if name == "RsubBackward1":  # what it is subtracted from is a number
-        return [-float(saved(node, "alpha"))]
-    if not slot:
-        return [1.0]
-    alpha = float(saved(node, "alpha"))
-    return [alpha if name == "AddBackward0" else -alpha]
-
-
-def not_expanded(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor with one row where it has the same ones, as far as it tells."""
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
-        if size > 1 and stride == 0:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
 
 
 def signed(dim: int) -> int:
@@ -180,24 +141,13 @@ def summed_to_source(
     return Dense(found.reshape(len(values), *shape))
 
 
-def _moved(operand: torch.Tensor, node: Node, batch_dim: int) -> torch.Tensor:
-    """Returns an operand as it is multiplied with the output's gradient."""
-    shape = aligned(tuple(operand.shape), output_shape(node))
-    return operand.reshape(shape).movedim(batch_dim, 0)
-
-
 def _added(node: Node, slot: int, grad: torch.Tensor, batch_dim: int) -> Contribution:
+    """Returns those of a sum, or of ``alpha`` times what is added or subtracted."""
     found = summed_to_source(grad, node, slot, batch_dim)
-    if slot == 0 or not hasattr(node, "_saved_alpha"):
+    if slot == 0:
         return found
     sign = -1 if node.name() == "SubBackward0" else 1
     return forms.multiplied(found, sign * float(saved(node, "alpha")))
-
-
-def _expanded(
-    node: Node, slot: int, grad: torch.Tensor, batch_dim: int
-) -> Contribution:
-    return summed_to_source(grad, node, slot, batch_dim)
 
 
 def copies_for_samples(node: Node, slot: int, num_samples: int, batch_dim: int) -> bool:
@@ -228,54 +178,14 @@ def _repeated(
     return Dense(grad.reshape(len(grad), *shape))
 
 
-def _products(
-    factor: Callable[[int, int], torch.Tensor],
-    node: Node,
-    slot: int,
-    grad: torch.Tensor,
-    batch_dim: int,
-) -> Contribution:
-    parts = [
-        summed_to_source(grad[start:stop] * factor(start, stop), node, slot, batch_dim)
-        for start, stop in forms.chunks(len(grad), registry.rows_in_cache(grad))
-    ]
-    return Dense(torch.cat([part.values for part in parts]))
-
-
 def _multiplied(
     node: Node, slot: int, grad: torch.Tensor, batch_dim: int
 ) -> Contribution:
     other = saved(node, "self" if slot else "other")
-    return _elementwise(other, node, slot, grad, batch_dim)
-
-
-def _elementwise(
-    factor: torch.Tensor, node: Node, slot: int, grad: torch.Tensor, batch_dim: int
-) -> Contribution:
-    dtype = forms.accumulation_dtype(grad.dtype, factor.dtype)
-    moved = _moved(factor, node, batch_dim)
-
-    def of_rows(start: int, stop: int) -> torch.Tensor:
-        return (moved[start:stop] if len(moved) == len(grad) else moved).to(dtype)
-
-    return _products(of_rows, node, slot, grad, batch_dim)
-
-
-def _divided(node: Node, slot: int, grad: torch.Tensor, batch_dim: int) -> Contribution:
-    below = saved(node, "other")
-    factor = 1 / below if slot == 0 else -saved(node, "self") / below.square()
-    return _elementwise(factor, node, slot, grad, batch_dim)
-
-
-def _chosen(node: Node, slot: int, grad: torch.Tensor, batch_dim: int) -> Contribution:
-    condition = saved(node, "condition")
-    factor = condition if slot == 0 else ~condition
-    return _elementwise(factor.to(grad.dtype), node, slot, grad, batch_dim)
-
-
-def _filled(node: Node, slot: int, grad: torch.Tensor, batch_dim: int) -> Contribution:
-    mask = saved(node, "mask").to(grad.dtype)
-    return _elementwise(mask, node, slot, grad, batch_dim)
+    shape = aligned(tuple(other.shape), output_shape(node))
+    other = other.reshape(shape).movedim(batch_dim, 0)
+    dtype = forms.accumulation_dtype(grad.dtype, other.dtype)
+    return summed_to_source(grad * other.to(dtype), node, slot, batch_dim)
 
 
 def _looked_up(
@@ -292,49 +202,19 @@ def lookup(node: Node, index: torch.Tensor, grad: torch.Tensor) -> Contribution:
     return embedding.rows(index, grad, None if padding >= _NEGATIVE else padding)
 
 
-def _layer_normalized(
-    node: Node, slot: int, grad: torch.Tensor, batch_dim: int
-) -> Contribution:
-    if slot == 2:
-        return summed_to_source(grad, node, slot, batch_dim)
-    inputs, mean, rstd = (
-        saved(node, name).movedim(batch_dim, 0)
-        for name in ("input", "result1", "result2")
-    )
-    dtype = forms.accumulation_dtype(inputs.dtype, grad.dtype)
-
-    def normalized(start: int, stop: int) -> torch.Tensor:
-        some = inputs[start:stop].to(dtype)
-        return (some - mean[start:stop]) * rstd[start:stop]
-
-    return _products(normalized, node, slot, grad, batch_dim)
+def _of_layer(node: Node, inputs: torch.Tensor) -> torch.Tensor:
+    return (inputs - saved(node, "result1")) * saved(node, "result2")
 
 
-def _group_normalized(
-    node: Node, slot: int, grad: torch.Tensor, batch_dim: int
-) -> Contribution:
-    return _by_channel(node, slot, grad, _of_groups)
+def _of_groups(node: Node, inputs: torch.Tensor) -> torch.Tensor:
+    mean, rstd = (saved(node, name).unsqueeze(2) for name in ("result1", "result2"))
+    groups = inputs.reshape(*mean.shape[:2], -1)
+    return ((groups - mean) * rstd).view(inputs.shape)
 
 
-def _of_groups(node: Node, inputs: torch.Tensor, first: int) -> torch.Tensor:
-    mean, rstd = saved(node, "result1"), saved(node, "result2")
-    groups = inputs.reshape(*inputs.shape[:1], mean.shape[1], -1)
-    own = slice(first, first + len(inputs))
-    normalized = (groups - mean[own].unsqueeze(2)) * rstd[own].unsqueeze(2)
-    return normalized.view(inputs.shape)
-
-
-def _batch_normalized(
-    node: Node, slot: int, grad: torch.Tensor, batch_dim: int
-) -> Contribution:
+def _of_running_statistics(node: Node, inputs: torch.Tensor) -> torch.Tensor:
     if saved(node, "training"):
         raise Refusal("it normalises by statistics of the batch")
-    return _by_channel(node, slot, grad, _of_running_statistics)
-
-
-def _of_running_statistics(
-    node: Node, inputs: torch.Tensor, first: int
-) -> torch.Tensor:
     shape = (1, -1) + (1,) * (inputs.dim() - 2)
     mean, variance = (
         saved(node, name).to(inputs.dtype).view(shape)
@@ -343,25 +223,25 @@ def _of_running_statistics(
     return (inputs - mean) * torch.rsqrt(variance + saved(node, "eps"))
 
 
-def _by_channel(
-    node: Node,
-    slot: int,
-    grad: torch.Tensor,
-    normalized: Callable[[Node, torch.Tensor, int], torch.Tensor],
-) -> Contribution:
-    """Returns those of channels, the second dimension."""
-    if slot == 2:
-        return Dense(registry.over_positions(grad, kept=[1]))
-    inputs = saved(node, "input")
-    dtype = forms.accumulation_dtype(inputs.dtype, grad.dtype)
-    parts = [
-        registry.over_positions(
-            normalized(node, inputs[start:stop].to(dtype), start) * grad[start:stop],
-            kept=[1],
-        )
-        for start, stop in forms.chunks(len(grad), registry.rows_in_cache(grad))
-    ]
-    return Dense(torch.cat(parts))
+def _normalizing(
+    normalize: Callable[[Node, torch.Tensor], torch.Tensor], by_channel: bool
+) -> Operation:
+    """Returns what is known of ``weight * x̂ + bias``: they get ``Σ x̂ ⊙ δ`` and ``Σ δ``.
+
+    ``normalize`` maps the inputs to x̂. Weight and bias are of channels, the second
+    dimension, or of the last dimensions.
+    """
+
+    def rule(node: Node, slot: int, grad: torch.Tensor, batch_dim: int) -> Contribution:
+        if slot == 1:
+            inputs = saved(node, "input")
+            dtype = forms.accumulation_dtype(inputs.dtype, grad.dtype)
+            grad = grad * normalize(node, inputs.to(dtype)).movedim(batch_dim, 0)
+        if by_channel:
+            return Dense(registry.over_positions(grad, kept=[1]))
+        return summed_to_source(grad, node, slot, batch_dim)
+
+    return Operation(rule, (1, 2), broadcasts=False, feature_dims=1, first=by_channel)
 
 
 def _convolved(
@@ -462,23 +342,17 @@ def operation_of(node: Node) -> Operation | None:
 OPERATIONS: dict[str, Operation] = {
     "AddBackward0": Operation(_added, reads=False),
     "SubBackward0": Operation(_added, reads=False),
-    "ExpandBackward0": Operation(_expanded, reads=False),
+    "ExpandBackward0": Operation(_added, reads=False),
     "RepeatBackward0": Operation(_repeated, reads=False),
     "MulBackward0": Operation(_multiplied),
-    "DivBackward0": Operation(_divided),
-    "WhereBackward0": Operation(_chosen),
-    "MaskedFillBackward1": Operation(_filled, (1,)),
-    "EmbeddingBackward0": Operation(_looked_up, (0,), False, 1),
-    "NativeLayerNormBackward0": Operation(_layer_normalized, (1, 2), False, 1),
-    "NativeGroupNormBackward0": Operation(_group_normalized, (1, 2), False, 1, True),
-    "NativeBatchNormBackward0": Operation(_batch_normalized, (1, 2), False, 1, True),
-    "ConvolutionBackward0": Operation(_convolved, (1, 2), False, 2, True),
+    "EmbeddingBackward0": Operation(_looked_up, (0,), broadcasts=False, feature_dims=1),
+    "NativeLayerNormBackward0": _normalizing(_of_layer, by_channel=False),
+    "NativeGroupNormBackward0": _normalizing(_of_groups, by_channel=True),
+    "NativeBatchNormBackward0": _normalizing(_of_running_statistics, by_channel=True),
+    "ConvolutionBackward0": Operation(
+        _convolved, (1, 2), broadcasts=False, feature_dims=2, first=True
+    ),
 }
-# Operations that `times_of` knows.
-_LINEAR = (
-    "AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0", "NegBackward0",
-    "RsubBackward1", "ExpandBackward0", "ClampMinBackward0",
-)  # fmt: skip
 # Nodes that change a tensor's shape, and neither its numbers nor their order; and its
 # dtype.
 UNCHANGED = (

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.layers.registry import Call
 from per_sample_grad.operations import products, rules
 from per_sample_grad.operations.computed import take_down
-from per_sample_grad.operations.products import Rows
+from per_sample_grad.operations.products import Consumers, Rows
 from xla_replica.common.trees import tensors_in
 
 # How many operations the search climbs, at most, for one parameter.
@@ -40,9 +40,6 @@ _BY_DATA = (
     "EmbeddingBackward0", "IndexBackward0", "IndexSelectBackward0", "GatherBackward0",
     "IndexPutBackward0",
 )  # fmt: skip
-# What takes a node's tensor, and as which input: a node, or a call with a rule, which
-# is an integer.
-Consumers = Mapping[Node, Sequence[tuple[Node | int, int]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,30 +196,21 @@ class Search:
 
     def _mixes(self, node: Node, slot: int) -> bool:
         """Returns whether another input of a node depends on samples, as is known."""
-        below = [n for i, (n, _) in enumerate(node.next_functions) if i != slot]
-        stack, seen = below, set(below)
-        while stack:
-            current = stack.pop()
-            if current is None:
-                continue
-            if (
-                current in self.outputs
-                or len(seen) > _LONGEST_SEARCH
-                or isinstance(current, BackwardCFunction)
-                or (
-                    any(
-                        self._has_shapes_of_meeting(current, i)
-                        for i, (n, _) in enumerate(current.next_functions)
-                        if n is not None
-                    )
-                    and not _of_parameters_alone(current, -1, self._of_data)
-                )
+        for count, each in enumerate(rules.below(_others(node, slot))):
+            if each is not None and (
+                count > _LONGEST_SEARCH
+                or each in self.outputs
+                or isinstance(each, BackwardCFunction)
+                or self._meets_at_any_input(each)
             ):
                 return True
-            new = {n for n, _ in current.next_functions} - seen
-            seen |= new
-            stack.extend(new)
         return False
+
+    def _meets_at_any_input(self, node: Node) -> bool:
+        slots = [i for i, (n, _) in enumerate(node.next_functions) if n is not None]
+        return any(self._has_shapes_of_meeting(node, slot) for slot in slots) and (
+            not _of_parameters_alone(node, None, self._of_data)
+        )
 
     def _is_constant(self, node: Node) -> bool:
         """Returns whether the rows of a lookup do not belong to samples."""
@@ -329,27 +317,27 @@ def _join(found: dict[Node, dict[int, list[str]]]) -> None:
     """
     for outer, slots in list(found.items()):
         for slot, names in slots.items():
-            below = rules.inside(outer.next_functions[slot][0])
+            below = set(rules.below([outer.next_functions[slot][0]]))
             for inner in found.keys() & below:
                 for others in found.pop(inner).values():
                     names += [name for name in others if name not in names]
 
 
-def _of_parameters_alone(node: Node, slot: int, of_data: set[Node]) -> bool:
+def _others(node: Node, slot: int | None) -> list[Node | None]:
+    """Returns what made a node's inputs but the one at ``slot``."""
+    return [n for i, (n, _) in enumerate(node.next_functions) if i != slot]
+
+
+def _of_parameters_alone(node: Node, slot: int | None, of_data: set[Node]) -> bool:
     """Returns whether all other inputs are certainly computed from parameters alone.
 
     ``of_data`` has nodes that are known not to be, and takes new ones.
     """
-    others = [n for i, (n, _) in enumerate(node.next_functions) if i != slot]
-    stack, seen = list(others), set(others)
-    while stack:
-        below = stack.pop()
+    others = _others(node, slot)
+    for count, each in enumerate(rules.below(others)):
         # An input without a graph may be data, and so may indices.
-        known = below is None or below in of_data or below.name() in _BY_DATA
-        if known or len(seen) > _LONGEST_SEARCH:
+        known = each is None or each in of_data or each.name() in _BY_DATA
+        if known or count > _LONGEST_SEARCH:
             of_data.add(node)
             return False
-        new = {n for n, _ in below.next_functions} - seen
-        seen |= new
-        stack.extend(new)
     return len(others) > 0

@@ -9,12 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.per_sample_grad.agreement import agree
-from support.per_sample_grad.gradient_oracle import Case, error, flat, fold, oracle
+from support.per_sample_grad.gradient_oracle import Case, fold, oracle
 from torch import nn
 from torch.nn.utils import parametrizations
 
 import per_sample_grad as psg
-from per_sample_grad.factors.tensor_sketch import sketch
 
 # From a module with masks, and its parameter.
 Computing = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -73,8 +72,7 @@ def indices(batch: int) -> tuple[torch.Tensor, ...]:
 MASK = torch.tensor([[1, 0, 1, 1], [0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0],
                      [1, 0, 0, 0]], dtype=torch.float64)  # fmt: skip
 CHANNELS = torch.linspace(0, 2, 48, dtype=torch.float64).view(6, 4, 2)
-# No gradient of these weights is formed where every sample has one position.
-FACTORED: dict[str, Computing] = {
+WEIGHTS: dict[str, Computing] = {
     "masked": lambda m, p: p * m.mask,
     "masked-by-bool": lambda m, p: p.masked_fill(m.mask == 0, 0),
     "masked-product": lambda m, p: (p * 3).exp() * m.mask,
@@ -113,7 +111,7 @@ def without(name: str) -> Callable[[nn.Module], nn.Module]:
 
 CASES = [
     *(Case(f"{name}-{dims}", linear(computing), shape)
-      for name, computing in FACTORED.items()
+      for name, computing in WEIGHTS.items()
       for dims, shape in (("one-position", (3,)), ("positions", (7, 3)))),
     Case("weight-norm", parametrized(WEIGHT, lambda: nn.Linear(4, 5)), (3,)),
     *(Case(f"weight-norm-without-{name}", parametrized(
@@ -149,15 +147,6 @@ def test_weights_that_are_computed(case, batch):
         agree(psg.per_sample_factors(model, fold, inputs), truth, 1e-10)
 
 
-@pytest.mark.parametrize("name", FACTORED)
-def test_no_gradient_of_a_weight_that_is_computed_is_formed(name):
-    model, inputs = Case(name, linear(FACTORED[name]), (3,)).make(torch.float64)
-    factors = psg.per_sample_factors(model, fold, inputs)
-    uses = factors.contributions("p")
-    assert uses
-    assert all(isinstance(use, (psg.Outer, psg.Hadamard)) for use in uses)
-
-
 def test_a_vector_of_other_values_than_a_buffer_may_be_samples():
     model = Computed(lambda m, p: p / (p @ m.copy).sum(), (5, 4), F.linear)
     model.register_buffer("vector", torch.ones(4))
@@ -166,38 +155,3 @@ def test_a_vector_of_other_values_than_a_buffer_may_be_samples():
     model.copy = 2 * model.vector
     with pytest.raises(psg.CoverageError, match="may be samples"):
         psg.per_sample_factors(model, fold, (x,))
-
-
-def large_masked() -> nn.Module:
-    model = Computed(lambda m, p: p * m.mask, (64, 300), F.linear)
-    model.first, model.mask = nn.Linear(3, 300), (torch.rand(64, 300) < 0.5).float()
-    return model
-
-
-def large_normalised() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 300), WEIGHT(nn.Linear(300, 64)))
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("masked", large_masked, (3,)),
-        Case("weight-norm", large_normalised, (3,)),
-    ],
-    ids=lambda case: case.name,
-)
-def test_large_weights_that_are_computed(case):
-    model, inputs = case.make(torch.float32, 7)
-    truth = oracle(case, model, inputs)
-    factors = psg.per_sample_factors(model, fold, inputs)
-    assert error(factors.norms(), flat(truth).norm(dim=1)) < 1e-5
-    choices = factors.plan("norms").choices
-    assert "materialized" not in {each.form for each in choices.values()}
-    assert factors.compression > 4
-    projection = psg.Projection(factors.shapes, 40)
-    gradients = {name: values.float() for name, values in truth.items()}
-    for name, found in factors.project(projection).items():
-        expected = projection.of(name, [psg.Dense(gradients[name])], 2**20)
-        assert error(found, expected) < 1e-5
-    dense = [(n, factors.shapes[n], [psg.Dense(g)]) for n, g in gradients.items()]
-    assert error(factors.sketch(16, seed=3), sketch(dense, 16, 3, 2**20)) < 1e-5

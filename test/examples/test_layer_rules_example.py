@@ -1,0 +1,47 @@
+"""The example of rules for computed weights: its script, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from support.per_sample_grad.gradient_oracle import rules_kept
+from support.scripts import run_script
+from torch import nn
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "layer_rules" / "computed_weights.py"
+
+
+def test_both_rules_agree_with_a_loop_of_autograd(tmp_path):
+    status, output = run_script(SCRIPT, "--samples", 5, "--width", 12, cwd=tmp_path)
+    assert status == 0, output
+    found = re.findall(r"^(\w+): norms differ .* by (\S+) of", output, re.MULTILINE)
+    assert [name for name, _ in found] == ["masked", "normalised"]
+    assert all(float(error) < 1e-9 for _, error in found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "told"),
+    [(["--help"], 0, "--positions"), (["--width", 0], 2, "'0' is not at least 1")],
+)
+def test_options(arguments, status, told, tmp_path):
+    found, output = run_script(SCRIPT, *arguments, cwd=tmp_path)
+    assert found == status
+    assert told in output
+
+
+@rules_kept()
+def test_layers_are_covered_by_their_rules_alone():
+    import per_sample_grad as psg
+    from examples.layer_rules import computed_weights as example
+
+    layers = [example.MaskedLinear(4, 5, density=0.5), example.NormedLinear(5, 3)]
+    model = nn.Sequential(*layers).double()
+    x, y = torch.randn(6, 2, 4, dtype=torch.float64), torch.arange(6) % 3
+    report = psg.coverage(model, example.losses_of, (x, y))
+    assert report.complete
+    assert "0.weight  ok" in str(report)
+    assert "MaskedLinear '0'" in str(report)
+    assert "NormedLinear '1'" in str(report)
