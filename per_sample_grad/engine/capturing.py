@@ -9,35 +9,27 @@ import torch
 from torch import nn
 
 import xla_replica
-from per_sample_grad.engine import recording
-from per_sample_grad.engine.accounting import account, may_run_functions
-from per_sample_grad.engine.backward_pass import Accumulate, BackwardPass, Settings
-from per_sample_grad.engine.comparison import CHECKS, Check
-from per_sample_grad.engine.fallback import FALLBACKS, Fallback
-from per_sample_grad.engine.function_calls import FunctionRecorder
-from per_sample_grad.engine.placement import Selection, place
+from per_sample_grad.engine.attribution import attribute
+from per_sample_grad.engine.backward_pass import BackwardPass
+from per_sample_grad.engine.recording import Recorder
+from per_sample_grad.engine.settings import (
+    Accumulate,
+    Check,
+    Fallback,
+    Selection,
+    Settings,
+    refuse_hooked,
+    selected,
+)
 from per_sample_grad.errors import PerSampleError
-from per_sample_grad.factors import forms
 from per_sample_grad.factors.factors import Factors, check_projected
 from per_sample_grad.factors.forms import Contribution
-from per_sample_grad.factors.plan import METHODS, Method
+from per_sample_grad.factors.plan import Method
 from per_sample_grad.factors.projection import Projection
-from xla_replica.common.arguments import check_choice, check_integer, check_number
+from xla_replica.common.arguments import check_choice
 from xla_replica.common.trees import tree_add
 
 _T = TypeVar("_T")
-
-
-def _check_options(
-    fallback: Fallback, check: Check, method: Method, budget: int | None, scale: float
-) -> None:
-    """Raises TypeError or ValueError if a capture's option is not allowed."""
-    if budget is not None:
-        check_integer("budget", budget, least=1)
-    check_choice("fallback", fallback, FALLBACKS)
-    check_choice("check", check, CHECKS)
-    check_choice("method", method, METHODS)
-    check_number("scale", scale, above=0)
 
 
 class Capture:
@@ -57,10 +49,10 @@ class Capture:
             that what a module returns is the same for all samples, as a table of
             positions; that is believed where the number of rows is not a multiple of B.
         fallback: What to do about parameters that no rule accounts for: ``"error"``,
-            ``"batched"`` (the functions or, where that cannot be, the modules that use
-            them run once more, vectorised by torch; else as ``"loop"``) or ``"loop"``
-            (B backward passes of the batch, for whatever autograd can do). A fallback
-            also replaces rules that turn out wrong when checked.
+            ``"batched"`` (the modules that use them run once more, vectorised by torch,
+            and are compared; where that fails, and on a lazy device, as ``"loop"``) or
+            ``"loop"`` (B backward passes of the batch, for whatever autograd can do). A
+            fallback also replaces rules that turn out wrong when checked.
         check: When to compare with autograd, for one more backward pass and, on a
             lazy device, one read-back: the ``"first"`` time for each structure
             (modules called, shapes), ``"always"`` or ``"never"``. Where an operation is
@@ -107,28 +99,13 @@ class Capture:
         budget: int | None = None,
         scale: float = 1.0,
     ) -> None:
-        self.model = model
-        placement = place(model, params)
-        self.params = placement.params
-        recording.refuse_hooked(self.params)
-        options = fallback, check, method, budget, scale
-        _check_options(*options)
-        self._settings = Settings(model, self.params, *options)
+        self.model, self.params = model, selected(model, params)
+        self._settings = Settings(
+            model, self.params, batch_dim, fallback, check, method, budget, scale
+        )
         self.compared = False
         self.unused: frozenset[str] = frozenset()
-        way = FALLBACKS[fallback]
-        # Functional transforms lose gradients on lazy devices, and what is run again is
-        # only believed when it is compared.
-        reruns = way is not None and way.takes_calls and check != "never"
-        reruns = reruns and not any(
-            xla_replica.traits(each).is_lazy
-            for each in {each.device: each for each in self.params.values()}.values()
-        )
-        self._recorder = recording.Recorder(placement, batch_dim, reruns)
-        followed: list[nn.Parameter] = []
-        if reruns and may_run_functions(model, self.params):
-            followed = list(placement.without_rule)
-        self._functions = FunctionRecorder(model, followed)
+        self._recorder = Recorder(self._settings)
         self._entered = self._answered = False
         # Whether what is not selected takes gradients; None: nothing can be added.
         self._others_take_gradients: bool | None = None
@@ -137,15 +114,12 @@ class Capture:
         if self._entered:
             raise RuntimeError("this capture was used already; make another")
         self._recorder.start()
-        self._functions.start()
         self._entered = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self._functions.leave()
         self._recorder.stop()
         if kind is not None:
-            self._functions.stop()
             self._recorder.forget()
             self._entered = False
 
@@ -223,7 +197,7 @@ class Capture:
             >>> recorded.stream(losses, lambda factors: factors.norms(squared=True))
             tensor([25.,  4.])
         """
-        if FALLBACKS[self._settings.fallback] is not None:
+        if self._settings.has_fallback:
             return answer(
                 self.backward(losses, retain_graph=retain_graph, accumulate=accumulate)
             )
@@ -233,13 +207,7 @@ class Capture:
             value = answer(factors)
             answers[:] = [tree_add(answers[0], value) if answers else value]
 
-        self._run(
-            losses,
-            ask,
-            retain_graph=retain_graph,
-            accumulate=accumulate,
-            frees=not retain_graph,
-        )
+        self._run(losses, ask, retain_graph=retain_graph, accumulate=accumulate)
         return answers[0]
 
     def add_gradients(self, sums: Mapping[str, torch.Tensor]) -> None:
@@ -331,23 +299,12 @@ class Capture:
             >>> recorded.norms(losses)
             tensor([5., 2.])
         """
-        found: dict[str, torch.Tensor] = {}
-        may_come_again = FALLBACKS[self._settings.fallback] is not None
-
-        def add(factors: Factors) -> None:
-            if may_come_again:
-                found.update(factors.norms_by_parameter(squared=True))
-            else:
-                found[next(iter(factors.shapes))] = factors.norms(squared=True)
-
-        self._run(
+        total = self.stream(
             losses,
-            add,
+            lambda factors: factors.norms(squared=True),
             retain_graph=retain_graph,
             accumulate=accumulate,
-            frees=not retain_graph,
         )
-        total = forms.summed(list(found.values()))
         return total if squared else total.sqrt()
 
     def project(
@@ -378,33 +335,26 @@ class Capture:
             ValueError: The projection is of other parameters, or ``out`` has another
                 shape.
         """
-        shapes = {name: param.shape for name, param in self.params.items()}
-        names = list(projection.shapes)
-        if shapes != projection.shapes:  # other parameters, or some of them
-            shapes = {name: tuple(shape) for name, shape in shapes.items()}
-            check_projected(shapes, projection)
-            names = [name for name in names if name in shapes]
+        shapes = {name: tuple(param.shape) for name, param in self.params.items()}
+        check_projected(shapes, projection)
+        names = [name for name in projection.shapes if name in shapes]
         columns = projection.columns_of(names)
         if out is not None and out.shape != (len(losses), columns.size):
             raise ValueError(
                 f"project: out must have shape ({len(losses)}, {columns.size}), got "
                 f"{tuple(out.shape)}"
             )
-        found: dict[str, torch.Tensor] = {}
 
-        def place(factors: Factors) -> None:
-            for name, numbers in factors.project(projection).items():
-                if out is None:
-                    found[name] = numbers
-                else:
-                    out.narrow(1, *columns.places[name]).copy_(numbers)
+        def write(factors: Factors) -> dict[str, torch.Tensor]:
+            projected = factors.project(projection)
+            if out is None:
+                return projected
+            for name, numbers in projected.items():
+                out.narrow(1, *columns.places[name]).copy_(numbers)
+            return {}
 
-        self._run(
-            losses,
-            place,
-            retain_graph=retain_graph,
-            accumulate=accumulate,
-            frees=not retain_graph,
+        found = self.stream(
+            losses, write, retain_graph=retain_graph, accumulate=accumulate
         )
         return torch.cat([found[name] for name in names], 1) if out is None else out
 
@@ -415,8 +365,7 @@ class Capture:
         *,
         retain_graph: bool = False,
         accumulate: Accumulate | None = None,
-        reported: bool = False,
-        frees: bool = False,
+        for_report: bool = False,
     ) -> BackwardPass:
         """Runs the backward pass; the arguments are those of `BackwardPass`."""
         if accumulate is not None:
@@ -446,31 +395,29 @@ class Capture:
                 "`with capture(model) as recorded:`, then call "
                 "recorded.backward(losses)"
             )
-        recording.refuse_hooked(self.params)
+        refuse_hooked(self.params)
         backward_pass = BackwardPass(
             self._settings,
             losses,
             receive,
             retain_graph=retain_graph,
             accumulate=accumulate,
-            reported=reported,
-            frees=frees,
-            called=self._recorder.called,
+            for_report=for_report,
         )
+        others_take_gradients = False
         if losses.shape[0]:
-            model, recorder = self._settings.model, self._recorder
-            found = account(model, self.params, losses, recorder, self._functions)
+            found = attribute(self._settings, losses, self._recorder)
             self._answered = True
+            others_take_gradients = found.has_other_leaves
             backward_pass.run(found)
         else:
             self._recorder.forget()
-            self._functions.stop()
             self._answered = True
             backward_pass.run_without_samples()
         self.compared = backward_pass.compared is not None
         self.unused = frozenset(backward_pass.unused)
         if accumulate is None:
-            self._others_take_gradients = backward_pass.has_other_leaves
+            self._others_take_gradients = others_take_gradients
         return backward_pass
 
 

@@ -15,14 +15,12 @@ import math
 import random
 import warnings
 import weakref
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Collection, Hashable, Mapping
 
 import torch
 from torch import nn
 
 import xla_replica
-from per_sample_grad.engine.recording import RecordedCall
 from per_sample_grad.errors import CouplingError, PerSampleError
 from per_sample_grad.factors.factors import Factors
 from per_sample_grad.factors.forms import accumulation_dtype
@@ -41,26 +39,29 @@ _LARGEST_NOISE = 0.1
 # Share of a call's gradients in float16 that may be subnormal without a warning.
 _UNDERFLOW = 0.05
 
-Check = Literal["first", "always", "never"]
-CHECKS: tuple[Check, ...] = ("first", "always", "never")
-
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The distance of the factors from autograd's gradient."""
+    """The distance of the factors from autograd's gradient.
 
-    # Relative differences by parameter; NaN where the gradient is not finite, so that
-    # nothing can be said.
+    Attributes:
+        errors: Relative differences by parameter; NaN where the gradient is not finite,
+            so that nothing can be said.
+        unseen: Parameters that the losses depend on, but with a gradient so small that
+            no error in it would have been seen, as below a head that is zero.
+        tolerance: The largest error that counts as rounding.
+        total_norm: The norm of the whole gradient.
+        underflow: The largest share, in one call, of the nonzero float16 gradients of
+            activations that are too small to have all their digits.
+        cancelling: Parameters whose positions cancel, where that cannot be read at any
+            other time.
+    """
+
     errors: Mapping[str, float]
-    # Parameters that the losses depend on, but with a gradient so small that no error
-    # in it would have been seen, as below a head that is zero.
-    silent: frozenset[str]
-    tolerance: float  # the largest error that counts as rounding
-    whole: float  # the size of the whole gradient
-    # The largest share, in one call, of the nonzero float16 gradients of activations
-    # that are too small to have all their digits.
+    unseen: frozenset[str]
+    tolerance: float
+    total_norm: float
     underflow: float
-    # Parameters whose positions cancel, where that cannot be read at any other time.
     cancelling: frozenset[str]
 
     @property
@@ -69,107 +70,99 @@ class Comparison:
         return {n: error for n, error in self.errors.items() if error > self.tolerance}
 
 
+@dataclasses.dataclass
 class Comparer:
     """Compares what the factors add up to with autograd, parameter by parameter.
 
     A difference is relative to the gradient's size, or where that is less, to 1/1000
     of the whole gradient's or to what rounding explains.
 
-    ``whole`` is a lower bound of the whole gradient's size, other parameters included;
-    losses are multiplied by ``scale`` in every backward pass; ``dtypes`` are those of
-    all gradients in the graph, of which the least precise one decides what is rounding;
-    ``differ`` demands another weight for every sample.
+    Attributes:
+        losses: ``(B,)``.
+        params: The parameters to compare, by name.
+        dtypes: Those of all gradients in the graph, of which the least precise one
+            decides what is rounding.
+        scale: What losses are multiplied by in every backward pass.
+        all_differ: Whether every sample has another weight.
+        total_norm: A lower bound of the whole gradient's norm, other parameters
+            included.
     """
 
-    def __init__(
-        self,
-        losses: torch.Tensor,
-        params: Mapping[str, nn.Parameter],
-        whole: float,
-        scale: float,
-        dtypes: Collection[torch.dtype],
-        differ: bool,
-    ) -> None:
-        self.params = params
-        self._scale = scale
-        self._whole = whole
-        self._losses = losses
-        self._weights = _weights(losses, differ)
-        self._expected: dict[str, torch.Tensor] | None = None
-        # Sums from the factors, until autograd's gradient is there.
-        self._actual: dict[str, torch.Tensor] = {}
+    losses: torch.Tensor
+    params: Mapping[str, nn.Parameter]
+    dtypes: Collection[torch.dtype]
+    scale: float
+    all_differ: bool
+    total_norm: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._weights = _weights(self.losses, self.all_differ)
+        self._reference: dict[str, torch.Tensor] | None = None
+        # Weighted sums from the factors, until autograd's gradient is there.
+        self._sums: dict[str, torch.Tensor] = {}
         self._distances: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._noise: dict[str, torch.Tensor] = {}
+        self._rounding: dict[str, torch.Tensor] = {}
         self._underflow: list[torch.Tensor] = []
         self._cancelling: dict[str, torch.Tensor] = {}
         self._used: set[str] = set()
-        precisions = [torch.finfo(dtype).eps for dtype in dtypes]
-        self._tolerance = max(
-            _TOLERANCES.get(dtype, _HALF_TOLERANCE) for dtype in dtypes
-        )
         # Float64 gradients may come from a part that computes in float32.
-        single = torch.finfo(torch.float32).eps
-        self._least_eps = min(single, max(precisions))
-        self._on_host = xla_replica.traits(losses).is_host
-        self._is_lazy = xla_replica.traits(losses).is_lazy
+        precisions = [torch.finfo(dtype).eps for dtype in self.dtypes]
+        self._least_eps = min(torch.finfo(torch.float32).eps, max(precisions))
 
     @property
-    def knows_truth(self) -> bool:
+    def has_reference(self) -> bool:
         """Whether autograd's gradient was computed."""
-        return self._expected is not None
+        return self._reference is not None
 
-    def expect(self, retain_graph: bool) -> None:
+    def compute_reference(self, retain_graph: bool) -> None:
         """Computes autograd's gradient, of losses with random weights."""
         gradients = xla_replica.grad(
-            (self._losses * self._weights).sum() * self._scale,
+            (self.losses * self._weights).sum() * self.scale,
             list(self.params.values()),
             retain_graph=retain_graph,
             allow_unused=True,
             materialize_grads=True,
         )
-        self._expected = dict(zip(self.params, gradients))
+        self._reference = dict(zip(self.params, gradients))
         del gradients
         self._measure()
 
     def add(self, factors: Factors) -> None:
-        """Takes the factors of some parameters; after `expect` keeps only distances."""
+        """Takes parameters' factors; keeps only distances if there is a reference."""
         if self.params.keys().isdisjoint(factors.shapes):
             return
-        for name, actual in factors.weighted_sum(self._weights).items():
+        is_lazy = xla_replica.traits(self.losses).is_lazy
+        for name, weighted in factors.weighted_sum(self._weights).items():
             if name not in self.params:
                 continue
             if factors.merged[name]:
                 self._used.add(name)
-            self._actual[name] = actual
-            cancels = factors.cancellation(name) if self._is_lazy else None
+            self._sums[name] = weighted
+            cancels = factors.cancellation(name) if is_lazy else None
             if cancels is not None:
                 self._cancelling[name] = cancels
-        if self._expected is not None:
+        if self._reference is not None:
             self._measure()
 
     def _measure(self) -> None:
-        assert self._expected is not None
-        for name in list(self._actual):
-            actual = self._actual.pop(name)
-            truth = self._expected.pop(name).detach().to(actual.dtype)
-            if self._scale != 1:
-                truth = truth / self._scale
-            self._distances[name] = (actual.sub_(truth).norm(), truth.norm())
+        """Replaces the weighted sums so far by their distances from the reference."""
+        assert self._reference is not None
+        for name in list(self._sums):
+            weighted = self._sums.pop(name)
+            truth = self._reference.pop(name).detach().to(weighted.dtype)
+            if self.scale != 1:
+                truth = truth / self.scale
+            self._distances[name] = (weighted.sub_(truth).norm(), truth.norm())
 
-    def witness(
-        self,
-        call: Call,
-        names: Collection[str],
-        gradient: torch.Tensor,
-        multiplier: float,
+    def add_gradient(
+        self, call: Call, names: Collection[str], gradient: torch.Tensor, times: float
     ) -> None:
         """Takes the gradient of a call's output: what rounding may explain there.
 
-        That of the losses is ``multiplier`` times the one that is given.
-
-        Gradients that cancel (of a bias before a normalisation) differ by as much as
-        the norm of the terms that are summed, times the dtype's precision. Keeps that
-        norm, the product, and the product times the largest inputs.
+        That of the losses is ``times`` the one that is given. Gradients that cancel (of
+        a bias before a normalisation) differ by as much as the norm of the terms that
+        are summed, times the dtype's precision. Keeps that norm, the product, and the
+        product times the largest inputs.
         """
         wanted = [name for name in dict.fromkeys(names) if name in self.params]
         if not wanted:
@@ -192,51 +185,52 @@ class Comparer:
                 else:  # without a tensor of sizes
                     largest = torch.linalg.vector_norm(value, math.inf)
                 scaled = scaled * largest.clamp(min=1).to(scaled.dtype)
-        terms = torch.stack([size, plain, scaled]) * multiplier
+        terms = torch.stack([size, plain, scaled]) * times
         for name in wanted:
-            before = self._noise.get(name)
-            self._noise[name] = terms if before is None else before + terms
+            before = self._rounding.get(name)
+            self._rounding[name] = terms if before is None else before + terms
         if gradient.dtype == torch.float16:
-            something = (gradient != 0).sum()
+            nonzero = (gradient != 0).sum()
             tiny = torch.finfo(torch.float16).tiny
-            small = something - (gradient.abs() >= tiny).sum()
-            self._underflow.append(small / something.clamp(min=1))
+            small = nonzero - (gradient.abs() >= tiny).sum()
+            self._underflow.append(small / nonzero.clamp(min=1))
 
-    def nothing_arrived(self) -> bool:
+    def all_gradients_were_zero(self) -> bool:
         """Returns whether all gradients that came to these parameters were zero.
 
         Then the parameters' gradients are zero, too, whatever the rules say. Reads one
         value back from the device.
         """
-        sizes = [terms[0].float() for terms in self._noise.values()]
+        sizes = [terms[0].float() for terms in self._rounding.values()]
         return not sizes or not bool(torch.stack(sizes).count_nonzero())
 
     def result(self) -> Comparison:
-        """Returns the verdict; reads back from the device once."""
+        """Returns the distances; reads back from the device once."""
         zeros = next(iter(self._distances.values()))[0].new_zeros(3)
         most = torch.stack(self._underflow).max() if self._underflow else zeros[0]
         columns = []
         for name in self.params:
-            noise = self._noise.get(name, zeros)
+            rounding = self._rounding.get(name, zeros)
             cancels = self._cancelling.get(name, zeros[0])
-            ends = torch.stack([most, cancels.to(most.dtype)])
-            parts = (torch.stack(self._distances[name]), noise, ends)
+            last = torch.stack([most, cancels.to(most.dtype)])
+            parts = (torch.stack(self._distances[name]), rounding, last)
             columns.append(torch.cat([part.to(zeros.dtype) for part in parts]))
         # One transfer for all of them.
         fetched = torch.stack(columns, 1).cpu().double()
-        distance, size, terms, *noisy, underflow, cancels = fetched.unbind()
+        distance, size, terms, *roundings, underflow, cancels = fetched.unbind()
         # The gradients that are finite are judged whatever the others are.
         finite = torch.isfinite(size)
-        whole = max(float(size[finite].norm()), self._whole)
-        floor = max(1e-3 * whole, 1e-30)
-        tolerance = self._tolerance
-        if 1e-4 < tolerance < _ACCELERATOR_TOLERANCE and not self._on_host:
+        total_norm = max(float(size[finite].norm()), self.total_norm)
+        floor = max(1e-3 * total_norm, 1e-30)
+        tolerance = max(_TOLERANCES.get(each, _HALF_TOLERANCE) for each in self.dtypes)
+        on_host = xla_replica.traits(self.losses).is_host
+        if 1e-4 < tolerance < _ACCELERATOR_TOLERANCE and not on_host:
             tolerance = _ACCELERATOR_TOLERANCE
         plain, scaled = (
-            torch.where(torch.isfinite(noise), noise, 0.0) / tolerance
-            for noise in noisy
+            torch.where(torch.isfinite(each), each, 0.0) / tolerance
+            for each in roundings
         )
-        allowed = torch.maximum(plain, scaled.clamp(max=_LARGEST_NOISE * whole))
+        allowed = torch.maximum(plain, scaled.clamp(max=_LARGEST_NOISE * total_norm))
         errors = distance / torch.maximum(size.clamp(min=floor), allowed)
         errors[~torch.isfinite(errors)] = torch.inf
         errors[~finite] = torch.nan
@@ -245,20 +239,20 @@ class Comparer:
         unseen = torch.maximum(size, terms) <= tolerance * floor
         # A gradient that is right to its own size was seen, too, however small it is.
         unseen &= (size == 0) | (distance > tolerance * size)
-        quiet = {name for name, nothing in zip(self.params, unseen.tolist()) if nothing}
-        relative = dict(zip(self.params, errors.tolist()))
+        names = list(self.params)
         return Comparison(
-            errors=relative,
-            silent=frozenset(quiet & self._used),
+            errors=dict(zip(names, errors.tolist())),
+            unseen=frozenset(n for n, is_so in zip(names, unseen.tolist()) if is_so)
+            & self._used,
             tolerance=tolerance,
-            whole=whole,
+            total_norm=total_norm,
             underflow=float(underflow[0]),
-            cancelling=frozenset(n for n, c in zip(self.params, cancels) if c),
+            cancelling=frozenset(n for n, does in zip(names, cancels.tolist()) if does),
         )
 
 
-def judge(found: Comparison) -> None:
-    """Warns if float16 loses digits of many gradients; raises if answers are wrong."""
+def raise_if_wrong(found: Comparison) -> None:
+    """Raises if answers are wrong; warns if float16 loses digits of many gradients."""
     if found.underflow > _UNDERFLOW:
         lost = (
             f"{found.underflow:.0%} of the float16 gradients of one layer's output are "
@@ -286,64 +280,50 @@ def judge(found: Comparison) -> None:
         )
 
 
-def _weights(losses: torch.Tensor, differ: bool) -> torch.Tensor:
+def _weights(losses: torch.Tensor, all_differ: bool) -> torch.Tensor:
     """Returns signed numbers between 1/4 and 4, the same every time: ``(B,)``.
 
     Powers of two scale a backward pass without rounding. Each ten consecutive samples
     have ten different ones. Where data decide which samples meet they may just exchange
-    two, so that all must `differ`.
+    two, so that ``all_differ``.
     """
     generator = random.Random(0x5EED)
     values = [sign * 2.0**power for sign in (1, -1) for power in range(-2, 3)]
     drawn: list[float] = []
     while len(drawn) < len(losses):
         drawn += generator.sample(values, len(values))
-    if differ and len(losses) > len(values):
+    if all_differ and len(losses) > len(values):
         drawn = [math.copysign(2 ** generator.uniform(-2, 2), each) for each in drawn]
     return torch.tensor(drawn[: len(losses)], dtype=losses.dtype).to(losses.device)
 
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """What earlier comparisons found for one structure of one model."""
+    """What earlier comparisons found for one structure of one model.
 
-    silent: frozenset[str]  # parameters about which nothing was learnt yet
-    wrong: frozenset[str] = frozenset()  # those that a fallback had to replace
-    whole: float = 0.0  # the size of the whole gradient
-    cancelling: frozenset[str] = frozenset()  # those whose positions cancel
-    # Whether it holds for other data, too: `independence.samples_stay_apart`.
-    holds: bool = False
-
-
-PROVEN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Proof]]
-PROVEN = weakref.WeakKeyDictionary()
-
-
-def signature(
-    losses: torch.Tensor,
-    calls: Sequence[RecordedCall],
-    params: Mapping[str, nn.Parameter],
-    structure: Hashable,
-) -> Hashable:
-    """Returns what must be equal for one proof to hold for two captures.
-
-    ``structure`` is that of the operations outside of modules, those of the loss among
-    them.
+    Attributes:
+        unseen: Parameters about which nothing was learnt yet.
+        wrong: Those that a fallback had to replace.
+        total_norm: The norm of the whole gradient.
+        cancelling: Those whose positions cancel.
+        keeps_samples_apart: Whether it holds for other data, too:
+            `independence.samples_stay_apart`.
     """
-    called = tuple(
-        [
-            (
-                *each.owner.identity,
-                each.call.batch_dim,
-                each.shape,
-                each.call.module.training,
-            )
-            for each in calls
-        ]
-    )
-    kind = (losses.shape, losses.dtype, losses.device)
-    shapes = tuple([param.shape for param in params.values()])
-    return (called, kind, tuple(params), shapes, structure)
+
+    unseen: frozenset[str]
+    wrong: frozenset[str] = frozenset()
+    total_norm: float = 0.0
+    cancelling: frozenset[str] = frozenset()
+    keeps_samples_apart: bool = False
+
+
+_PROVEN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Proof]]
+_PROVEN = weakref.WeakKeyDictionary()
+
+
+def proof_of(model: nn.Module, key: Hashable) -> Proof | None:
+    """Returns what is proven of a structure, by its key; None: nothing."""
+    return _PROVEN.get(model, {}).get(key)
 
 
 def remember(
@@ -351,16 +331,16 @@ def remember(
     key: Hashable,
     found: Comparison,
     wrong: Collection[str],
-    holds: bool,
+    keeps_samples_apart: bool,
 ) -> None:
-    """Keeps what a comparison proved, so that it is not repeated if it `holds`."""
+    """Keeps what a comparison proved of a structure, by its key."""
     if not any(math.isnan(error) for error in found.errors.values()):
-        proven = PROVEN.setdefault(model, {})
-        before = proven.get(key, Proof(found.silent))
+        proven = _PROVEN.setdefault(model, {})
+        before = proven.get(key, Proof(found.unseen))
         proven[key] = Proof(
-            found.silent & before.silent,
+            found.unseen & before.unseen,
             before.wrong | frozenset(wrong),
-            max(found.whole, before.whole),
+            max(found.total_norm, before.total_norm),
             before.cancelling | found.cancelling,
-            holds,
+            keeps_samples_apart,
         )

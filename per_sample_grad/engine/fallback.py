@@ -1,191 +1,121 @@
 """Exact, expensive gradients of parameters that no rule accounts for.
 
-`loop` is exact for whatever autograd can do. `batched` runs modules once more. A
+`loop` is exact for whatever autograd can do. `vectorised` runs modules once more. A
 parameter that no rule accounts for is used within the calls of some module, and the
 gradient at the module's output is there for all samples after one backward pass: each
-sample's part of it is that sample's own. So the module's vector-Jacobian product with
-respect to that parameter, for one sample at a time and vectorised by `torch.vmap`,
-gives every sample's gradient at the cost of one more pass through that module.
+sample's part of it is that sample's own. So the module runs once more, vectorised over
+the samples by `torch.func`, with a copy of the parameter for each, and autograd gives
+every sample's gradient at the cost of one more pass through that module. It runs with
+the attributes that it has then, so that the result has to be compared.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Literal, NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import xla_replica
 from per_sample_grad.engine import graph
-from per_sample_grad.engine.operation_calls import Substitute
-from per_sample_grad.engine.recording import (
-    EnclosingCall,
-    RecordedCall,
-    RecordedModule,
-)
-from per_sample_grad.errors import CoverageError, Refusal
+from per_sample_grad.engine.recording import RecordedCall
+from per_sample_grad.errors import CoverageError
 from per_sample_grad.factors import forms
-from per_sample_grad.factors.forms import Contribution, Dense
-from per_sample_grad.layers.registry import Call
-from per_sample_grad.operations.vectorising import gradients_by_sample
 from xla_replica.common.trees import map_tensors, tensors_in
 
-Fallback = Literal["error", "loop", "batched"]
 Params = Mapping[str, nn.Parameter]
-Calls = dict[str, list[EnclosingCall]]  # by the module's name
 
 
-@dataclasses.dataclass(frozen=True)
-class RepeatedCall(Call):
-    """A call that runs once more, as a `Call`, which `by_repetition` is the rule of.
-
-    Attributes:
-        enclosing: The call.
-        wanted: The parameters that it accounts for, by name.
-        num_samples: B.
-    """
-
-    enclosing: EnclosingCall
-    wanted: Mapping[str, nn.Parameter]
-    num_samples: int
+def loop(losses: torch.Tensor, params: Params) -> dict[str, torch.Tensor]:
+    """Returns ``(B, *shape)`` by name, from B backward passes; keeps the graph."""
+    options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    inputs = list(params.values())
+    rows = [xla_replica.grad(loss, inputs, **options) for loss in losses.unbind()]
+    return {name: torch.stack(column) for name, column in zip(params, zip(*rows))}
 
 
-def by_repetition(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
-    """Returns the contributions of a `RepeatedCall`, by the parameter's name."""
-    assert isinstance(call, RepeatedCall)
-    [position] = call.enclosing.positions
-    gradients = {position: grad.movedim(0, call.batch_dim)}
-    try:
-        found = _of_call(call.enclosing, call.wanted, gradients, call.num_samples)
-    except Exception as error:  # whatever the module's own code raises
-        raise Refusal(f"it cannot be vectorised, {error!r}") from error
-    return {name: Dense(grad) for name, grad in found.items()}
-
-
-def modules_again(
-    losses: torch.Tensor,
-    params: Mapping[str, nn.Parameter],
-    calls: Sequence[EnclosingCall],
-) -> list[Substitute]:
-    """Returns calls that account for parameters when their modules run once more.
-
-    They are those of the smallest module that holds a parameter, where these calls hold
-    all its uses and return one tensor each.
-    """
-    by_module, untried = _candidates(params, calls)
-    chosen: dict[str, list[str]] = defaultdict(list)
-    for name, modules in untried.items():
-        if modules and all(len(each.regions) == 1 for each in by_module[modules[0]]):
-            chosen[modules[0]].append(name)
-    outside = _used_outside(losses, params, by_module, chosen)
-    found = []
-    for module, names in chosen.items():
-        wanted = tuple(name for name in names if name not in outside)
-        for each in by_module[module] if wanted else ():
-            owner = RecordedModule(
-                module,
-                type(each.call.module).__name__,
-                by_repetition,
-                {name: name for name in wanted},
-                is_operation=True,
-            )
-            found.append(Substitute(owner, "modules", each, {0: wanted}))
-    return found
-
-
-def repeated_call(
-    each: Substitute,
-    module: nn.Module,
-    params: Mapping[str, nn.Parameter],
-    batch_dim: int,
-    num_samples: int,
-) -> RecordedCall:
-    """Returns a call that runs once more as one that has a rule."""
-    enclosing: EnclosingCall = each.source
-    wanted = {name: params[name] for name in each.owner.names}
-    own = enclosing.call
-    call = RepeatedCall(
-        own.module, own.args, own.kwargs, own.batch_dim, enclosing, wanted, num_samples
-    )
-    [region], [shape] = enclosing.regions, enclosing.shapes
-    return RecordedCall(each.owner, call, region, shape, ())
-
-
-def by_running_again(
-    losses: torch.Tensor,
-    params: Mapping[str, nn.Parameter],
-    calls: Sequence[EnclosingCall],
+def vectorised(
+    losses: torch.Tensor, params: Params, calls: Sequence[RecordedCall]
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Returns gradients ``(B, *shape)`` by name, and why others could not be had.
 
     For each parameter the smallest module is tried first, then what encloses it.
     """
-    by_module, untried = _candidates(params, calls)
+    by_module: dict[str, list[RecordedCall]] = defaultdict(list)
+    for call in calls:
+        by_module[call.owner.name].append(call)
+    untried = _enclosing_modules(params, by_module)
+    outputs = _outputs(losses, {m: by_module[m] for ms in untried.values() for m in ms})
     found: dict[str, torch.Tensor] = {}
     reasons: dict[str, str] = {}
-    while untried := {name: modules for name, modules in untried.items() if modules}:
+    while any(untried.values()):
         chosen: dict[str, list[str]] = defaultdict(list)
         for name, modules in untried.items():
-            chosen[modules.pop(0)].append(name)
+            if modules:
+                chosen[modules.pop(0)].append(name)
         outside = _used_outside(losses, params, by_module, chosen)
         reasons |= dict.fromkeys(outside, "it is used outside of its modules' calls")
-        chosen = {
-            m: [n for n in names if n not in outside] for m, names in chosen.items()
-        }
-        gradients = _gradients(losses, [c for m in chosen for c in by_module[m]])
         for module, names in chosen.items():
-            wanted = {name: params[name] for name in names}
+            wanted = {name: params[name] for name in names if name not in outside}
             try:
-                # At least one has gradients: the losses depend on these parameters.
                 terms = [
-                    _of_call(call, wanted, gradients[id(call)], len(losses))
-                    for call in by_module[module]
-                    if gradients[id(call)]
+                    _of_call(each, wanted, len(losses)) for each in outputs[module]
                 ]
             except Exception as error:  # whatever the module's own code raises
                 text = f"{module or 'the model'} cannot be vectorised, {error!r}"
-                reasons |= dict.fromkeys(names, text)
+                reasons |= dict.fromkeys(wanted, text)
                 continue
-            for name in names:
-                untried[name] = []
-                found[name] = forms.summed(term[name] for term in terms)
+            # There is a term for each: the losses depend on these parameters.
+            found |= {n: forms.summed([term[n] for term in terms]) for n in wanted}
+        untried = {n: modules for n, modules in untried.items() if n not in found}
     return found, {name: why for name, why in reasons.items() if name not in found}
 
 
-def _candidates(
-    params: Mapping[str, nn.Parameter], calls: Sequence[EnclosingCall]
-) -> tuple[Calls, dict[str, list[str]]]:
-    """Returns calls by module, and each parameter's modules, the smallest first."""
-    by_module: Calls = defaultdict(list)
-    for call in calls:
-        by_module[call.name].append(call)
+def _outputs(
+    losses: torch.Tensor, by_module: Mapping[str, Sequence[RecordedCall]]
+) -> dict[str, list[list[tuple[RecordedCall, torch.Tensor]]]]:
+    """Returns each call's outputs with their gradients, by the module's name."""
+    calls = [call for of_module in by_module.values() for call in of_module]
+    edges = [call.region.output for call in calls]
+    found = xla_replica.grad(losses.sum(), edges, retain_graph=True, allow_unused=True)
+    outputs: dict[str, dict[int, list[tuple[RecordedCall, torch.Tensor]]]]
+    outputs = {module: {} for module in by_module}
+    for call, gradient in zip(calls, found):
+        if gradient is not None:
+            of_module = outputs[call.owner.name]
+            of_module.setdefault(id(call.call), []).append((call, gradient))
+    return {module: list(each.values()) for module, each in outputs.items()}
+
+
+def _enclosing_modules(
+    params: Params, by_module: Mapping[str, Sequence[RecordedCall]]
+) -> dict[str, list[str]]:
+    """Returns the called modules that hold each parameter, the smallest first."""
     held = {
-        module: {id(param) for param in of_module[0].call.module.parameters()}
-        for module, of_module in by_module.items()
+        module: {id(param) for param in calls[0].call.module.parameters()}
+        for module, calls in by_module.items()
     }
     # Of modules with the same parameters the innermost comes first.
     ordered = sorted(held, key=lambda module: (len(held[module]), -_depth(module)))
-    untried = {
+    return {
         name: [module for module in ordered if id(param) in held[module]]
         for name, param in params.items()
     }
-    return by_module, untried
 
 
 def _depth(module: str) -> int:
+    """Returns how many modules a module is within; the model itself is within none."""
     return module.count(".") + 1 if module else 0
 
 
 def _used_outside(
     losses: torch.Tensor,
-    params: Mapping[str, nn.Parameter],
-    by_module: Calls,
+    params: Params,
+    by_module: Mapping[str, Sequence[RecordedCall]],
     chosen: Mapping[str, Sequence[str]],
 ) -> set[str]:
     """Returns the parameters that the losses reach other than through chosen calls."""
@@ -193,89 +123,80 @@ def _used_outside(
     # A walk steps over calls, so those of one walk must not enclose each other.
     for depth in {_depth(module) for module in chosen}:
         level = [module for module in chosen if _depth(module) == depth]
-        regions = [r for m in level for call in by_module[m] for r in call.regions]
+        regions = [call.region for module in level for call in by_module[module]]
         names = {id(params[name]): name for m in level for name in chosen[m]}
         outside |= graph.walk(losses, regions, names).outside.keys()
     return outside
 
 
-def _gradients(
-    losses: torch.Tensor, calls: Sequence[EnclosingCall]
-) -> dict[int, dict[int, torch.Tensor]]:
-    """Returns gradients of what calls returned, by the call's id and by position."""
-    edges = [region.output for call in calls for region in call.regions]
-    given = iter(
-        xla_replica.grad(losses.sum(), edges, retain_graph=True, allow_unused=True)
-    )
-    found = {}
-    for call in calls:
-        by_position = zip(call.positions, given)
-        found[id(call)] = {i: g for i, g in by_position if g is not None}
-    return found
-
-
 def _of_call(
-    enclosing: EnclosingCall,
-    wanted: Mapping[str, nn.Parameter],
-    gradients: Mapping[int, torch.Tensor],
+    outputs: Sequence[tuple[RecordedCall, torch.Tensor]],
+    wanted: Params,
     num_samples: int,
 ) -> dict[str, torch.Tensor]:
-    """Returns what one call adds to the gradients of parameters, ``(B, *shape)``."""
-    call = enclosing.call
+    """Returns what one call adds to the gradients of parameters, ``(B, *shape)``.
+
+    Args:
+        outputs: What it returned, each with its gradient.
+        wanted: The parameters, by name in the model.
+        num_samples: B.
+    """
+    call, autocast = outputs[0][0].call, outputs[0][0].autocast
+    assert autocast is not None
     module, dim = call.module, call.batch_dim
-    state = {
-        name: tensor.detach()
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
-    }
     inner = {id(param): name for name, param in module.named_parameters()}
-    given = {name: state.pop(inner[id(param)]) for name, param in wanted.items()}
-    counts = {call.batch_first(g).shape[0] for g in gradients.values()}
-    rows = counts.pop()
-    if counts or not rows or rows % num_samples:
-        raise Refusal(
+    gradients = [call.batch_first(gradient) for _, gradient in outputs]
+    rows = len(gradients[0])
+    if not rows or rows % num_samples or any(len(each) != rows for each in gradients):
+        raise ValueError(
             f"dimension {dim} of what it returned counts {rows}, not a multiple of the "
             f"{num_samples} samples"
         )
+    samples, with_samples = _by_sample(
+        tensors_in((call.args, call.kwargs)), dim, rows, num_samples
+    )
 
-    inputs = tensors_in((call.args, call.kwargs))
-    samples, with_samples = by_sample(inputs, dim, rows, num_samples)
+    # Each sample has a copy of its own, which takes no memory.
+    copies = {
+        inner[id(param)]: param.detach().expand(num_samples, *param.shape)
+        for param in wanted.values()
+    }
+    for each in copies.values():
+        each.requires_grad_()
 
-    names = [inner[id(param)] for param in wanted.values()]
-
-    def run(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        replaced = iter(with_samples(tensors[len(names) :]))
+    def run(own: Params, samples: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        replaced = iter(with_samples(samples))
         args, kwargs = map_tensors((call.args, call.kwargs), lambda _: next(replaced))
-        named = dict(zip(names, tensors))
-        output = tensors_in(functional_call(module, {**state, **named}, args, kwargs))
-        return [output[i].movedim(dim, 0) for i in gradients]
+        with torch.autocast(**autocast, cache_enabled=False):
+            found = torch.func.functional_call(module, own, args, kwargs)
+        returned = tensors_in(found)
+        return [returned[each.position].movedim(dim, 0) for each, _ in outputs]
 
     # The other kernels of attention are not vectorised on a CPU, but looped over.
-    with sdpa_kernel(SDPBackend.MATH):
-        found = gradients_by_sample(
-            run,
-            [given[name] for name in wanted],
-            samples,
-            [
-                cut_at_samples(call.batch_first(gradient), num_samples)
-                for gradient in gradients.values()
-            ],
-            enclosing.autocast,
-        )
+    with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
+        returned = torch.func.vmap(run)(copies, samples)
+    pairs = [
+        (output, gradient.reshape(output.shape))
+        for output, gradient in zip(returned, gradients)
+        if output.requires_grad
+    ]
+    # Nothing is lazy here, and no hook is on what was just made.
+    found = torch.autograd.grad(
+        [output for output, _ in pairs],
+        list(copies.values()),
+        [gradient for _, gradient in pairs],
+        allow_unused=True,
+        materialize_grads=True,
+    )
     return dict(zip(wanted, found))
 
 
-def cut_at_samples(tensor: torch.Tensor, num_samples: int) -> torch.Tensor:
+def _cut_at_samples(tensor: torch.Tensor, num_samples: int) -> torch.Tensor:
     """Returns ``(k B, *)`` as ``(B, k, *)``."""
-    if tensor.shape[0] == num_samples:
-        return tensor.unsqueeze(1)
     return tensor.unflatten(0, (num_samples, -1))
 
 
-def _moved(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    return tensor.movedim(0, dim) if dim else tensor
-
-
-def by_sample(
+def _by_sample(
     tensors: Sequence[torch.Tensor], dim: int, rows: int, num_samples: int
 ) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]]:
     """Returns those tensors of a call that count samples, cut at the samples.
@@ -297,91 +218,28 @@ def by_sample(
     def with_samples(samples: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         own = iter(samples)
         return [
-            _moved(next(own), dim) if is_batched else tensor
+            next(own).movedim(0, dim) if is_batched else tensor
             for is_batched, tensor in zip(batched, tensors)
         ]
 
     cut = [
-        cut_at_samples(each.movedim(dim, 0) if dim else each, num_samples)
+        _cut_at_samples(each.movedim(dim, 0), num_samples)
         for each, is_batched in zip(tensors, batched)
         if is_batched
     ]
     return cut, with_samples
 
 
-def loop(
-    losses: torch.Tensor, params: Params, calls: Sequence[EnclosingCall]
-) -> dict[str, torch.Tensor]:
-    """Runs B backward passes of the batch: exact for whatever autograd can do."""
-    rows = [
-        xla_replica.grad(
-            loss,
-            list(params.values()),
-            retain_graph=True,
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        for loss in losses.unbind()
-    ]
-    return {name: torch.stack(column) for name, column in zip(params, zip(*rows))}
-
-
-def batched(
-    losses: torch.Tensor, params: Params, calls: Sequence[EnclosingCall]
-) -> dict[str, torch.Tensor]:
-    """Runs modules once more, vectorised by torch, at a cost in proportion to B.
-
-    The modules are the smallest ones whose calls hold all uses of a parameter.
-    Gradients that cannot be computed in this way, and all where no calls are given,
-    take B backward passes of the batch, which torch vectorises.
-    """
-    found, reasons = by_running_again(losses, params, calls)
-    rest = {name: param for name, param in params.items() if name not in found}
-    if not rest:
-        return found
-    if reasons:
-        lines = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
-        warnings.warn(
-            f'fallback="batched" runs {len(losses)} backward passes of the batch, so '
-            "that its cost grows with the square of the batch size, because no module "
-            f"could be run once more for these parameters:{lines}\nRegister a rule "
-            "(register_rule), or take smaller batches",
-            stacklevel=2,
-        )
-    gradients = xla_replica.grad(
-        losses,
-        list(rest.values()),
-        torch.eye(len(losses), dtype=losses.dtype, device=losses.device),
-        retain_graph=True,
-        allow_unused=True,
-        is_grads_batched=True,
+def warn_of_loop(num_samples: int, reasons: Mapping[str, str]) -> None:
+    """Warns that parameters, by name, could not be vectorised, and why."""
+    lines = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
+    warnings.warn(
+        f'fallback="batched" runs {num_samples} backward passes of the batch, so '
+        "that its cost grows with the square of the batch size, because no module "
+        f"could be run once more for these parameters:{lines}\nRegister a rule "
+        "(register_rule), or take smaller batches",
+        stacklevel=2,
     )
-    for (name, param), grad in zip(rest.items(), gradients):
-        zeros = param.new_zeros(len(losses), *param.shape)
-        found[name] = zeros if grad is None else grad
-    return found
-
-
-class FallbackWay(NamedTuple):
-    """A row of `FALLBACKS`.
-
-    Attributes:
-        gradients: From losses, parameters and calls that may be run again to the
-            gradients ``(B, *shape)`` by name.
-        takes_calls: Whether the calls are of use to it.
-    """
-
-    gradients: Callable[
-        [torch.Tensor, Params, Sequence[EnclosingCall]], dict[str, torch.Tensor]
-    ]
-    takes_calls: bool
-
-
-FALLBACKS: dict[str, FallbackWay | None] = {
-    "error": None,
-    "loop": FallbackWay(loop, takes_calls=False),
-    "batched": FallbackWay(batched, takes_calls=True),
-}
 
 
 def raise_uncovered(
@@ -398,12 +256,12 @@ def raise_uncovered(
         f"\n  {', '.join(names)}: {reason}" for reason, names in by_reason.items()
     )
     remark = "" if called else _why_uncalled(losses)
-    fallback = (
-        'fallback="batched" (what uses them runs once more, vectorised) '
-        'or, where that fails, fallback="loop" (B backward passes of the batch)'
-    )
-    if xla_replica.traits(losses).is_lazy:
-        fallback = 'fallback="batched" (B backward passes of the batch at once)'
+    fallback = 'fallback="loop" (B backward passes of the batch)'
+    if not xla_replica.traits(losses).is_lazy:
+        fallback = (
+            'fallback="batched" (what uses them runs once more, vectorised) or, where '
+            f"that fails, {fallback}"
+        )
     raise CoverageError(
         "these parameters have uses that no layer rule accounts for:"
         f"{lines}\n{remark}Register a rule for the module "
@@ -414,7 +272,8 @@ def raise_uncovered(
 
 def _why_uncalled(losses: torch.Tensor) -> str:
     """Returns the likely cause where no module's hook has run."""
-    if "CompiledFunctionBackward" in graph.inventory(losses).names:
+    names = {node.name() for node in graph.backward_nodes(losses.grad_fn)}
+    if "CompiledFunctionBackward" in names:
         return (
             "They are used by what torch.compile has compiled, which calls no hooks: "
             "call the model in the capture, not a compiled function. (A compiled "

@@ -46,78 +46,45 @@ def region_of(inputs: Iterable[torch.Tensor], output: torch.Tensor) -> Region:
     edge of the base stays, and where the view only changes the shape (a Linear of many
     dimensions) its gradient is the output's.
     """
-    node = output.grad_fn
-    if node is None or isinstance(node, _IN_PYTHON):
-        edge = get_gradient_edge(output)
-    else:  # as torch does, in less time
-        edge = GradientEdge(node, output.output_nr)
+    edge = get_gradient_edge(output)
     base = output._base if output._is_view() else None
     if base is not None and base.requires_grad and edge.node.name() in _RESHAPES:
         # Compare nodes: strides say nothing on a lazy backend.
         below = get_gradient_edge(base)
         if edge.node.next_functions == ((below.node, below.output_nr),):
             edge = below
-    nodes = []
-    for each in inputs:
-        if each.requires_grad:
-            node = each.grad_fn
-            nodes.append(get_gradient_edge(each).node if node is None else node)
+    nodes = [get_gradient_edge(each).node for each in inputs if each.requires_grad]
     return Region(edge, tuple(nodes))
 
 
-def edge_of(tensor: torch.Tensor, output: torch.Tensor) -> GradientEdge:
-    """Returns where the gradient goes of a tensor that an output was computed from."""
-    if tensor.grad_fn is None and output.grad_fn is not None:
-        for node, number in output.grad_fn.next_functions:
-            # Asking torch for that of a leaf takes an operation.
-            if node is not None and getattr(node, "variable", None) is tensor:
-                return GradientEdge(node, number)
-    return get_gradient_edge(tensor)
-
-
-class Stage(NamedTuple):
-    """What a walk sees at one node. Nodes have numbers in the order of first mention.
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """What the losses depend on: calls, and what is outside of them.
 
     Attributes:
-        call: The position of the call that made it; None: an operation.
-        name: The operation's name.
-        settings: Its dimensions, indices, sizes and flags, by name.
-        shapes: The shapes of its outputs.
-        outputs: Which outputs of the nodes below it takes.
-        below: The numbers of the nodes below; None where there is none.
-        params: The names of the parameters that are such nodes; None for
-            other leaves, and the empty string for nodes that are not leaves.
+        calls: The positions of the calls among those given.
+        outside: The number of uses outside of calls, of parameters that have any.
+        structure: A digest of operations, their settings, and what takes what.
+        custom: The name of an `autograd.Function`, whose forward pass may have run
+            anything; None: there is none.
+        has_other_leaves: Whether anything but the parameters takes a gradient.
+        consumers: What takes a node's tensor: a node, or a call (its position), and as
+            which input.
+        outputs: The nodes that made the outputs of the calls.
     """
 
-    call: int | None
-    name: str
-    settings: tuple[tuple[str, object], ...]
-    shapes: tuple[tuple[int, ...], ...]
-    outputs: tuple[int, ...]
-    below: tuple[int | None, ...]
-    params: tuple[str | None, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Reached:
-    """What the losses depend on: calls, and what is outside of them."""
-
-    regions: frozenset[int]  # the positions of the calls among those given
-    outside: Mapping[str, int]  # the number of uses, of parameters that have any
-    # A digest of what was seen: operations, their settings, and what takes what.
+    calls: frozenset[int]
+    outside: Mapping[str, int]
     structure: str
-    custom: str | None  # an autograd.Function: its forward pass may have run anything
-    has_other_leaves: bool  # whether anything but the parameters takes a gradient
-    # What takes a node's tensor: a node, or a call (its position), and as which input.
+    custom: str | None
+    has_other_leaves: bool
     consumers: Mapping[Node, Sequence[tuple[Node | int, int]]]
-    outputs: frozenset[Node]  # of the calls
+    outputs: frozenset[Node]
 
 
 def walk(
-    losses: torch.Tensor,
-    regions: Iterable[Region],
-    names: Mapping[int, str],
-) -> Reached:
+    losses: torch.Tensor, regions: Iterable[Region], names: Mapping[int, str]
+) -> Walk:
     """Finds the calls that ``losses`` depend on, and uses outside of them.
 
     ``names`` has the parameter's name for ``id(parameter)``.
@@ -127,27 +94,28 @@ def walk(
     """
     # Of calls with the same output (a module that ends with another) the last counts.
     by_output = {region.output.node: (i, region) for i, region in enumerate(regions)}
-    reached: set[int] = set()
+    calls: set[int] = set()
     outside: Counter[str] = Counter()
     stack: list[Node] = [losses.grad_fn] if losses.grad_fn is not None else []
     seen: set[Node] = set()
     # Numbers in the order of first mention, which is the same for graphs alike.
     numbers: dict[Node, int] = dict.fromkeys(stack, 0)
     consumers: dict[Node, list[tuple[Node | int, int]]] = {}
-    stages: list[Stage] = []
+    structure: list[object] = []
     custom: str | None = None
+    has_other_leaves = False
     while stack:
         node = stack.pop()
         if node in seen:
             continue
         seen.add(node)
-        taker: Node | int = node
+        consumer: Node | int = node
+        following: Sequence[Node | None]
         if node in by_output:
-            number, region = by_output[node]
-            reached.add(number)
-            taker = number
-            following: Sequence[Node | None] = region.inputs
-            stage = Stage(number, "", (), (), (), (), ())
+            consumer, region = by_output[node]
+            calls.add(consumer)
+            following = region.inputs
+            structure.append(consumer)
         else:
             name, functions = node.name(), node.next_functions
             if name in _OPAQUE:
@@ -160,135 +128,82 @@ def walk(
             if isinstance(node, _IN_PYTHON):
                 custom = name
             following = [below for below, _ in functions]
-            outputs = tuple([output for _, output in functions])
-            shapes = tuple([tuple(data.shape) for data in node._input_metadata])
-            stage = Stage(None, name, _settings(node), shapes, outputs, (), ())
-        below_numbers: list[int | None] = []
-        params: list[str | None] = []
+            outputs = [output for _, output in functions]
+            shapes = [tuple(data.shape) for data in node._input_metadata]
+            structure.append((name, _settings(node), shapes, outputs))
         for slot, below in enumerate(following):
-            below_numbers.append(
-                None if below is None else numbers.setdefault(below, len(numbers))
-            )
-            variable = getattr(below, "variable", None)
-            is_leaf = variable is not None
-            params.append(names.get(id(variable)) if is_leaf else "")
             if below is None:
+                structure.append(None)
                 continue
-            consumers.setdefault(below, []).append((taker, slot))
+            variable = getattr(below, "variable", None)
+            param = "" if variable is None else names.get(id(variable))
+            structure.append((numbers.setdefault(below, len(numbers)), param))
+            has_other_leaves |= param is None
+            consumers.setdefault(below, []).append((consumer, slot))
             if below in seen:
                 continue
             # A parameter that is the input of a module is a use, too.
-            if not is_leaf or below in by_output:
+            if variable is None or below in by_output:
                 stack.append(below)
-            if params[-1]:
-                outside[params[-1]] += 1
-        stages.append(stage._replace(below=tuple(below_numbers), params=tuple(params)))
+            if param:
+                outside[param] += 1
     # A digest and not `hash`, which is the same for -1 and -2.
-    structure = hashlib.sha256(repr(stages).encode()).hexdigest()
-    return Reached(
-        frozenset(reached),
-        outside,
-        structure,
-        custom,
-        any(None in stage.params for stage in stages),
-        consumers,
+    digest = hashlib.sha256(repr(structure).encode()).hexdigest()
+    return Walk(
+        frozenset(calls), outside, digest, custom, has_other_leaves, consumers,
         frozenset(by_output),
-    )
+    )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Inventory:
-    """What occurs in a graph, within recorded calls too."""
+def backward_nodes(root: Node | None, stop: Collection[Node] = ()) -> list[Node]:
+    """Returns all nodes that a backward pass comes by, each after those below it.
 
-    names: frozenset[str]  # of operations
-    dtypes: frozenset[torch.dtype]  # of gradients
-
-
-def inventory(losses: torch.Tensor) -> Inventory:
-    """Returns everything that a backward pass from ``losses`` comes by."""
-    stack: list[Node | None] = [losses.grad_fn]
-    seen: set[Node] = set()
-    names: set[str] = set()
-    dtypes: set[torch.dtype] = set()
+    It begins at ``root``, and neither visits nor passes the nodes ``stop``.
+    """
+    found: list[Node] = []
+    seen: set[Node | None] = {None, *stop}
+    stack = [(root, False)]
     while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        names.add(node.name())
-        dtypes.update(
-            each.dtype for each in node._input_metadata if each.dtype.is_floating_point
-        )
-        stack.extend(below for below, _ in node.next_functions)
-    return Inventory(frozenset(names), frozenset(dtypes))
-
-
-def inside(region: Region) -> set[Node]:
-    """Returns the nodes that a call made."""
-    seen: set[Node] = set(region.inputs)
-    stack: list[Node] = [region.output.node]
-    while stack:
-        node = stack.pop()
-        if node not in seen:
+        node, is_finished = stack.pop()
+        if is_finished and node is not None:
+            found.append(node)
+        elif node is not None and node not in seen:
             seen.add(node)
-            stack += [below for below, _ in node.next_functions if below is not None]
-    return seen.difference(region.inputs)
-
-
-def reachable(
-    root: Node | None, nodes: Collection[Node], ends: Collection[Node] = ()
-) -> set[Node]:
-    """Returns those of the nodes that a backward pass from ``root`` comes by.
-
-    It goes no further at ``ends``.
-    """
-    seen = {None, root}
-    stack = [root]
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in ends:
-            new = {below for below, _ in node.next_functions} - seen
-            seen |= new
-            stack.extend(new)
-    return seen.intersection(nodes)
-
-
-def lowest(root: Node | None, nodes: Collection[Node]) -> tuple[set[Node], set[Node]]:
-    """Returns the nodes from which none of the others can be reached, and the rest.
-
-    A backward pass to the former passes by the latter. Nodes that it cannot reach (a
-    module may take no gradient of an input) are in neither set.
-    """
-    wanted = set(nodes)
-    # Whether a wanted node is at this node or below.
-    above: dict[Node, bool] = {}
-    found: set[Node] = set()
-    stack: list[tuple[Node, bool]] = [] if root is None else [(root, False)]
-    while stack:
-        node, returned = stack.pop()
-        following = [n for n, _ in node.next_functions if n is not None]
-        if not returned:
-            if node in above:
-                continue
-            above[node] = False
             stack.append((node, True))
-            stack.extend((n, False) for n in following if n not in above)
-            continue
-        below = any(above[n] for n in following)
-        if node in wanted and not below:
+            stack += [(below, False) for below, _ in node.next_functions]
+    return found
+
+
+def ends(nodes: Iterable[Node], wanted: Collection[Node]) -> set[Node]:
+    """Returns the wanted nodes from which none of the others can be reached.
+
+    A backward pass to these passes by the others. ``nodes`` are `backward_nodes`.
+    """
+    found: set[Node] = set()
+    above: set[Node] = set()  # wanted nodes, and those that lead to one
+    for node in nodes:
+        leads_to_one = any(below in above for below, _ in node.next_functions)
+        if node in wanted or leads_to_one:
+            above.add(node)
+        if node in wanted and not leads_to_one:
             found.add(node)
-        above[node] = below or node in wanted
-    return found, {node for node in wanted if node in above} - found
+    return found
 
 
-def _settings(node: Node) -> tuple[tuple[str, object], ...]:
+def gradient_dtypes(nodes: Iterable[Node]) -> set[torch.dtype]:
+    """Returns the float dtypes of the gradients that come to these nodes."""
+    dtypes = {each.dtype for node in nodes for each in node._input_metadata}
+    return {dtype for dtype in dtypes if dtype.is_floating_point}
+
+
+def _settings(node: Node) -> list[tuple[str, object]]:
     """Returns an operation's settings: dimensions, indices, sizes and flags.
 
     Floats are none. They scale and mix nothing, and a coefficient that changes at every
     step does not make another structure.
     """
     values = [(name, getattr(node, name)) for name in _setting_names(type(node))]
-    return tuple([(name, value) for name, value in values if _is_setting(value)])
+    return [(name, value) for name, value in values if _is_setting(value)]
 
 
 @functools.cache

@@ -121,8 +121,7 @@ def _is_where_its_rule_says(
         return False
     own = call.call
     if call.owner.is_operation:
-        if not isinstance(own, OperationCall):
-            return False  # it runs once more, perhaps as another function
+        assert isinstance(own, OperationCall)
         if own.use.rows is not None:
             return own.use.rows.axis == place.dim and own.use.rows.before == 1
     shape = tuple(place.node._input_metadata[place.number].shape)

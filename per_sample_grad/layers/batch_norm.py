@@ -4,7 +4,7 @@ Also what a capture has to know of normalisations by running or batch statistics
 """
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -59,16 +59,11 @@ def _scale(module: _NormBase, dtype: torch.dtype) -> torch.Tensor:
     return torch.rsqrt(module.running_var.detach().to(dtype) + module.eps)
 
 
-def is_normalising(module: nn.Module) -> bool:
-    """Returns whether a module may use statistics, of the batch or running ones."""
-    return isinstance(module, _BatchNorm | _InstanceNorm)
-
-
-def refuse_batch_statistics(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raises CouplingError if a BatchNorm, given by name, normalises by its batch."""
+def refuse_batch_statistics(model: nn.Module) -> None:
+    """Raises CouplingError if a BatchNorm in a model normalises by its batch."""
     names = [
         name or type(module).__name__
-        for name, module in modules
+        for name, module in model.named_modules()
         if isinstance(module, _BatchNorm) and uses_batch_statistics(module)
     ]
     if names:
@@ -88,7 +83,7 @@ def needs_arithmetic(module: nn.Module) -> bool:
     with feature count").
     """
     return (
-        is_normalising(module)
+        isinstance(module, _BatchNorm | _InstanceNorm)
         and not module.training
         and module.running_mean is not None
         and xla_replica.traits(module.running_mean).is_lazy

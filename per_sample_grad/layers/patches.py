@@ -89,29 +89,21 @@ class Unfolding:
 
     def gradients(self, left: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         """Returns n samples' gradients from both factors: ``(n, r, C / G * K)``."""
-        return self.gradients_and_sums(left, source, with_sums=False)[0]
-
-    def gradients_and_sums(
-        self, left: torch.Tensor, source: torch.Tensor, with_sums: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns `gradients`, and sums of ``left`` over positions, ``(n, r)``."""
         # The gradient of a convolution with a group for each group of each sample.
         n, groups, _, width = left.shape
         channels = source.shape[1] // groups
         if channels == width == 1:
-            sums = left.sum(2).flatten(1) if with_sums else None
-            return self._correlations(left, source), sums
+            return self._correlations(left, source)
         source, padding = self._with_padding(source)
         num_rows = n * groups * width
         weight = left.new_empty(()).expand(num_rows, channels, *self.kernel)
-        _, found, sums = torch.ops.aten.convolution_backward(
+        _, found, _ = torch.ops.aten.convolution_backward(
             left.transpose(2, 3).reshape(1, num_rows, *self.positions),
             source.reshape(1, n * groups * channels, *source.shape[2:]),
             weight, [num_rows], self.stride, padding, self.dilation, False,
-            [0] * len(self.kernel), n * groups, [False, True, with_sums],
+            [0] * len(self.kernel), n * groups, [False, True, False],
         )  # fmt: skip
-        sums = sums.reshape(n, -1) if with_sums else None
-        return found.reshape(n, groups * width, -1), sums
+        return found.reshape(n, groups * width, -1)
 
     def _correlations(self, left: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         """Returns `gradients` of groups with one channel on either side.
@@ -149,12 +141,6 @@ class Unfolding:
             reach += (self.positions[dim] - 1) * stride
             source = source.narrow(2 + dim, 0, reach)
         return source, [0 for _ in self.kernel]
-
-    @property
-    def is_pointwise(self) -> bool:
-        """Whether each position sees itself alone."""
-        around = any(width for pair in self.widths for width in pair)
-        return math.prod((*self.kernel, *self.stride)) == 1 and not around
 
     def pads_itself(self, sizes: Sequence[int]) -> bool:
         """Returns whether a convolution of these sizes has these positions."""

@@ -1,15 +1,24 @@
 """What layer rules see, the sums that several take, and which module has which rule."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import rnn
 
-from per_sample_grad.errors import Refusal
-from per_sample_grad.factors.forms import Contribution, Dense, accumulation_dtype
+from per_sample_grad.errors import PerSampleError, Refusal
+from per_sample_grad.factors.forms import (
+    Contribution,
+    Dense,
+    Lookup,
+    Outer,
+    Windows,
+    accumulation_dtype,
+    matrix_shape,
+)
 from xla_replica import traits
 
 # How many numbers at a time are normalised on a CPU, to stay in its cache.
@@ -150,14 +159,9 @@ def _kind(module: nn.Module) -> type[nn.Module]:
     return rnn.GRU if type(module) is nn.GRU else type(module)
 
 
-def registered(module: nn.Module) -> Rule | None:
-    """Returns the rule for modules of this kind, or None."""
-    return RULES.get(_kind(module))
-
-
 def rule_of(module: nn.Module) -> Rule | None:
     """Returns the rule for this very module, or None; `why_no_rule` says why."""
-    rule = registered(module)
+    rule = RULES.get(_kind(module))
     return None if rule is None or why_no_rule(module) else rule
 
 
@@ -198,6 +202,86 @@ def is_of_torch(module: nn.Module, rule: Rule | None) -> bool:
     )
 
 
+def apply(
+    rule: Rule,
+    owner: str,
+    call: Call,
+    grad: torch.Tensor,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> dict[str, list[Contribution]]:
+    """Returns what a rule contributes to each parameter of a call.
+
+    Args:
+        rule: The rule.
+        owner: What messages call the module.
+        call: The call.
+        grad: The gradient of its output, batch first, ``(N, ...)``.
+        shapes: Those of the wanted parameters, by their names within the module.
+
+    Raises:
+        Refusal: The rule does not hold for this call, or leaves out a parameter.
+        PerSampleError: The rule returned something else than contributions with N rows.
+    """
+    found = rule(call, grad)
+    if not isinstance(found, Mapping):
+        raise PerSampleError(_wrong(rule, owner, f"a {type(found).__name__}"))
+    missing = sorted(shapes.keys() - found.keys())
+    if missing:
+        raise Refusal(f"its rule returned nothing for {', '.join(missing)}")
+    parts = {}
+    for name, shape in shapes.items():
+        value = found[name]
+        parts[name] = list(value) if isinstance(value, Sequence) else [value]
+        for part in parts[name]:
+            fault = _fault(part, len(grad), shape)
+            if fault is not None:
+                text = f"for {name!r} of shape {shape} {fault}"
+                raise PerSampleError(_wrong(rule, owner, text))
+    return parts
+
+
+def _fault(part: object, rows: int, shape: tuple[int, ...]) -> str | None:
+    """Returns what a contribution to a parameter of this shape is not; None: nothing.
+
+    ``rows`` is N.
+    """
+    matrix = matrix_shape(shape)
+    match part:
+        case Dense(values):
+            got, fits = [values], tuple(values.shape) == (rows, *shape)
+        case Lookup(index, values):
+            got, fits = [index, values], index.dim() == 2 and values.dim() == 3
+            fits = fits and values.shape[:2] == index.shape
+            fits = fits and (len(index), values.shape[2]) == (rows, matrix[1])
+        case Outer(left, right):
+            got, fits = [left, right], left.dim() == right.dim() == 4
+            fits = fits and left.shape[:3] == right.shape[:3]
+            sizes = (left.shape[1:2].numel() * left.shape[-1], right.shape[-1])
+            fits = fits and (len(left), *sizes) == (rows, *matrix)
+        case Windows(left):
+            got, fits = [left], left.dim() == 4 and len(left) == rows
+        case _:
+            kind = type(part).__name__
+            return None if isinstance(part, Contribution) else f"a {kind}"
+    if fits:
+        return None
+    sizes = " and ".join(str(tuple(each.shape)) for each in got)
+    return f"the {type(part).__name__} of {sizes}"
+
+
+def _wrong(rule: Rule, owner: str, got: str) -> str:
+    """Returns the message about a rule that returned something else than it must."""
+    name = f"{rule.__module__}.{getattr(rule, '__qualname__', rule)}"
+    return (
+        f"the rule of {owner}, {name}, returned {got}. It must return a dict by the "
+        "parameters' names within the module, of Dense(values) with values (N, *shape "
+        "of the parameter), Outer(left, right) with (N, G, T, p) and (N, G, T, q), "
+        "where G p is the parameter's first dimension and q the product of the others, "
+        "or Lookup(index, values) with (N, T) and (N, T, q), or lists of them, where N "
+        "are the rows of the gradient that it was given"
+    )
+
+
 def over_positions(values: torch.Tensor, kept: Sequence[int]) -> torch.Tensor:
     """Returns ``values`` summed over all dimensions but the first and ``kept``."""
     dims = [d for d in range(1, values.dim()) if d not in kept]
@@ -219,17 +303,12 @@ def affine(
         kept: The dimensions of weight and bias.
         normalize: Maps the input of any number of samples to a new tensor x̂.
     """
-    inputs, size = call.input, rows_in_cache(grad)
-    dtype = accumulation_dtype(inputs.dtype, grad.dtype)
-    weight, bias = [], []
-    for some, deltas in zip(inputs.split(size), grad.split(size)):
-        bias.append(over_positions(deltas, kept))
-        weight.append(over_positions(normalize(some.to(dtype)).mul_(deltas), kept))
-    return {"weight": Dense(_joined(weight)), "bias": Dense(_joined(bias))}
-
-
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    dtype = accumulation_dtype(call.input.dtype, grad.dtype)
+    weight = normalize(call.input.to(dtype)).mul_(grad)
+    return {
+        "weight": Dense(over_positions(weight, kept)),
+        "bias": Dense(over_positions(grad, kept)),
+    }
 
 
 def memory(tensor: torch.Tensor) -> int | None:
@@ -239,16 +318,8 @@ def memory(tensor: torch.Tensor) -> int | None:
 
 def memories(model: nn.Module) -> set[int]:
     """Returns where a model's parameters and buffers are stored, as `memory` does."""
-    return set(_memories(model.modules()))
-
-
-def _memories(modules: Iterable[nn.Module]) -> Iterator[int]:
-    for module in modules:
-        for own in (module._buffers, module._parameters):  # as names take time
-            for tensor in own.values():
-                where = None if tensor is None else memory(tensor)
-                if where is not None:
-                    yield where
+    tensors = (*model.parameters(), *model.buffers())
+    return {where for where in map(memory, tensors) if where is not None}
 
 
 class Owned:
@@ -259,15 +330,16 @@ class Owned:
     themselves are the model's.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        modules = list(modules)
-        buffers = [each for module in modules for each in module._buffers.values()]
-        self._buffers = [each for each in buffers if each is not None]
-        self._rest = _memories(modules)
-        self._memories: set[int] = set()  # as far as they were looked at
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = list(model.buffers())
+        self._model = model
+
+    @functools.cached_property
+    def _memories(self) -> set[int]:
+        """Where the model's tensors are stored."""
+        return memories(self._model)
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        # What takes least time, and is most often so, comes first.
         if any(tensor is each for each in self._buffers):
             return True
         if (
@@ -282,14 +354,7 @@ class Owned:
             )
         ):
             return True
-        where = memory(tensor)
-        if where is None or where in self._memories:
-            return where is not None
-        for each in self._rest:
-            self._memories.add(each)
-            if each == where:
-                return True
-        return False
+        return memory(tensor) in self._memories
 
 
 def rows_in_cache(grad: torch.Tensor) -> int:

@@ -1,1 +1,0 @@
-"""Rules of single operations of autograd's graph, and runs for fallbacks."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from per_sample_grad.engine.capturing import Capture
-from per_sample_grad.engine.placement import selected
+from per_sample_grad.engine.settings import selected
 from per_sample_grad.factors import projection as projections
 from per_sample_grad.factors.projection import Projection
 from per_sample_grad.pool import scores as kinds

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 import xla_replica
 from per_sample_grad.engine.capturing import capture
-from per_sample_grad.engine.placement import selected
+from per_sample_grad.engine.settings import selected
 from per_sample_grad.pool import scores as kinds
 from per_sample_grad.pool.blocks import BlockSource, Given, Interval, noted
 from per_sample_grad.pool.fingerprint import digest, fingerprint

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.per_sample_grad.gradient_oracle import error, flat, fold, oracle
 from support.per_sample_grad.layer_cases import CASES
+from support.per_sample_grad.refused_models import Turned
 from torch import nn
 
 import per_sample_grad as psg
@@ -49,6 +50,19 @@ def test_streams_and_fallbacks_accumulate_once(fallback):
         recorded.stream(losses, lambda f: f.norms(squared=True), accumulate="mean")
         for parameter, gradient in zip(model.parameters(), expected):
             assert torch.equal(parameter.grad, gradient), answers
+
+
+@pytest.mark.parametrize("fallback", ["batched", "loop"])
+def test_what_only_a_fallback_accounts_for_accumulates_too(fallback):
+    model, x = Turned(), torch.randn(4, 3)
+    fold(model, x).mean().backward()
+    expected = [param.grad.clone() for param in model.parameters()]
+    model.zero_grad()
+    with psg.capture(model, ["angle"], fallback=fallback) as recorded:
+        losses = fold(model, x)
+    recorded.backward(losses, accumulate="mean")
+    for param, gradient in zip(model.parameters(), expected):
+        assert torch.equal(param.grad, gradient)
 
 
 def test_a_frozen_parameter_stays_without_a_gradient():

@@ -14,7 +14,6 @@ from support.per_sample_grad.refused_models import Powered, turned
 from torch import nn
 
 import per_sample_grad as psg
-from per_sample_grad.engine.function_calls import FunctionRecorder
 
 
 class Hidden(nn.Module):
@@ -273,34 +272,6 @@ def test_of_the_changes_many_are_refused_and_many_are_not():
         change(model)
         refused += isinstance(outcome(model, x, "error")[0], type)
     assert 10 <= refused <= len(CHANGES) - 10
-
-
-@pytest.mark.parametrize("way", [by_formulas, by_modules])
-def test_functions_are_noted_only_where_a_structure_has_needed_them(way, monkeypatch):
-    noted: list[object] = []
-    before = FunctionRecorder.run
-
-    def counted(self, func, *rest):
-        noted.append(func)
-        return before(self, func, *rest)
-
-    monkeypatch.setattr(FunctionRecorder, "run", counted)
-    model, x = made(way)
-    outcome(model, x, "batched")
-    assert noted
-    noted.clear()
-    for rows in (x, x[:4]):
-        outcome(model, rows, "batched")
-    assert not noted
-    # The first structure that needs them has to do without, and is still exact.
-    model.way = by_functions
-    expected = outcome(copy.deepcopy(model), x, "batched")[0]
-    for times in range(3):
-        noted.clear()
-        found = outcome(model, x, "batched")[0]
-        assert bool(noted) == (times > 0)
-        for name, values in expected.items():
-            assert error(found[name], values) <= 1e-10
 
 
 @rules_kept()

@@ -10,7 +10,6 @@ from support.per_sample_grad.refused_models import Raw
 from torch import nn
 
 import per_sample_grad as psg
-from per_sample_grad.engine import comparison
 from per_sample_grad.layers.registry import RULES
 
 
@@ -66,43 +65,35 @@ def test_a_head_of_zeros_proves_nothing_of_what_is_below():
         recorded.backward(losses)
 
 
-def comparisons(monkeypatch, model: nn.Module, steps: list) -> list[bool]:
+def comparisons(model: nn.Module, steps: list) -> list[bool]:
     """Returns whether each of these captures was compared."""
-    made = []
-    expect = comparison.Comparer.expect
-    monkeypatch.setattr(
-        comparison.Comparer,
-        "expect",
-        lambda *args, **kw: made.append(True) or expect(*args, **kw),
-    )
     found = []
     for step in steps:
-        made.clear()
         with psg.capture(model) as recorded:
             losses = step(model)
         recorded.backward(losses)
-        found.append(bool(made))
+        found.append(recorded.compared)
     return found
 
 
-def test_a_comparison_that_said_something_is_not_repeated(monkeypatch):
+def test_a_comparison_that_said_something_is_not_repeated():
     """That includes a bias that cancels before a normalisation."""
     model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.GroupNorm(4, 4))
     x = torch.randn(3, 2, 9)
     steps = [lambda m: squares(torch.sin(m(x)))] * 3
-    assert comparisons(monkeypatch, model, steps) == [True, False, False]
+    assert comparisons(model, steps) == [True, False, False]
 
 
-def test_a_comparison_of_small_gradients_is_not_repeated(monkeypatch):
+def test_a_comparison_of_small_gradients_is_not_repeated():
     """Small beside those of other layers, as in deep networks with random weights."""
     model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(5, 3)
     with torch.no_grad():
         model[1].weight.mul_(1e-9)
     steps = [lambda m: squares(m(x) - 1)] * 3
-    assert comparisons(monkeypatch, model, steps) == [True, False, False]
+    assert comparisons(model, steps) == [True, False, False]
 
 
-def test_a_zero_that_is_learnt_is_compared_as_soon_as_it_is_none(monkeypatch):
+def test_a_zero_that_is_learnt_is_compared_as_soon_as_it_is_none():
     """While a layer stays dead, no backward pass is spent on it."""
     model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 3, bias=False))
     nn.init.zeros_(model[1].weight)
@@ -115,7 +106,7 @@ def test_a_zero_that_is_learnt_is_compared_as_soon_as_it_is_none(monkeypatch):
         nn.init.ones_(m[1].weight)
         return step(m)
 
-    made = comparisons(monkeypatch, model, [step, step, later, step])
+    made = comparisons(model, [step, step, later, step])
     assert made == [True, False, True, False]
 
 
@@ -208,7 +199,7 @@ def test_so_are_activations_wherever_their_batch_is(dim):
         recorded.backward(losses)
 
 
-def test_each_samples_own_numbers_are_no_order(monkeypatch):
+def test_each_samples_own_numbers_are_no_order():
     """The indexing in usual losses costs no comparison."""
     model, x = nn.Linear(4, 4), torch.randn(4, 4)
     target = torch.tensor([1, 0, 3, 3])
@@ -220,7 +211,7 @@ def test_each_samples_own_numbers_are_no_order(monkeypatch):
         lambda m: nn.functional.cross_entropy(m(x), target, reduction="none"),
         lambda m: squares(m(x) * table.detach().requires_grad_()[target]),
     ):
-        made = comparisons(monkeypatch, model, [losses, losses])
+        made = comparisons(model, [losses, losses])
         assert made == [True, False]
         model = nn.Linear(4, 4)
 

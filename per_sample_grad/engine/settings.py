@@ -1,0 +1,155 @@
+"""What a capture is asked for: the selected parameters, and its options."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Literal, get_args
+
+from torch import nn
+
+from per_sample_grad.errors import PerSampleError
+from per_sample_grad.factors.plan import METHODS, Method
+from xla_replica import AccumulationHook, refuse_sharded
+from xla_replica.common.arguments import check_choice, check_integer, check_number
+
+Selection = Collection[str] | Callable[[str, nn.Parameter], bool] | None
+Fallback = Literal["error", "loop", "batched"]
+Check = Literal["first", "always", "never"]
+# The reductions whose gradient a pass may add to ``.grad``.
+Accumulate = Literal["mean", "sum"]
+
+# What DDP and DataParallel, and torch.compile, put before the names of the model that
+# they wrap.
+WRAPPERS = ("module.", "_orig_mod.")
+# The most names that a message lists.
+MOST_NAMES = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The checked arguments of a `Capture`; ``params`` are the selected parameters."""
+
+    model: nn.Module
+    params: Mapping[str, nn.Parameter]
+    batch_dim: int | Mapping[str, int | None]
+    fallback: Fallback
+    check: Check
+    method: Method
+    budget: int | None
+    scale: float
+
+    def __post_init__(self) -> None:
+        refuse_sharded(self.params, "capture", ", or leave these out (params=)")
+        refuse_hooked(self.params)
+        if self.budget is not None:
+            check_integer("budget", self.budget, least=1)
+        check_choice("fallback", self.fallback, get_args(Fallback))
+        check_choice("check", self.check, get_args(Check))
+        check_choice("method", self.method, METHODS)
+        check_number("scale", self.scale, above=0)
+        if not isinstance(self.batch_dim, Mapping):
+            check_integer("batch_dim", self.batch_dim)
+            return
+        modules = dict(self.model.named_modules())
+        unknown = self.batch_dim.keys() - {"", *modules}
+        if unknown:
+            raise ValueError(
+                f"batch_dim names {', '.join(sorted(unknown))}, which are not modules "
+                'of the model; give names as model.named_modules() does, "" for all '
+                "others"
+            )
+
+    @property
+    def has_fallback(self) -> bool:
+        """Whether parameters that no rule covers, or wrong rules, are no error."""
+        return self.fallback != "error"
+
+    def batch_dim_of(self, module: str = "") -> int | None:
+        """Returns a module's batch dimension; None: it is the same for all samples."""
+        if not isinstance(self.batch_dim, Mapping):
+            return self.batch_dim
+        return self.batch_dim.get(module, self.default_batch_dim)
+
+    @property
+    def default_batch_dim(self) -> int:
+        """The batch dimension of modules that ``batch_dim`` does not name."""
+        if not isinstance(self.batch_dim, Mapping):
+            return self.batch_dim
+        return self.batch_dim.get("") or 0
+
+
+def selected(model: nn.Module, params: Selection) -> dict[str, nn.Parameter]:
+    """Returns the parameters that were asked for, by their first name in the model.
+
+    Raises:
+        ValueError: The selection has unknown names or is empty.
+    """
+    every = dict(model.named_parameters(remove_duplicate=False))
+    trained: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
+    for name, param in every.items():
+        if param.requires_grad and id(param) not in seen:
+            seen.add(id(param))
+            trained[name] = param
+    if params is None:
+        chosen = trained
+    elif callable(params):
+        chosen = {name: param for name, param in trained.items() if params(name, param)}
+    else:
+        # A shared parameter may be asked for by any of its names.
+        trainable = {name for name, param in every.items() if param.requires_grad}
+        wrong = sorted(set(params) - trainable)
+        if wrong:
+            wrapped = {_unwrapped(name) for name in trainable}
+            named = {_unwrapped(name) for name in wrong}
+            remedy = ": of a wrapper, such as DDP or torch.compile(model), and of the "
+            remedy += "model in it, take the names and the model from one of the two"
+            raise ValueError(
+                f"params: {_listed(wrong)} are not trainable parameters of the "
+                f"model; allowed are {_listed([*trained]) or 'none'}"
+                f"{remedy if named <= wrapped else ''}"
+            )
+        asked = {id(every[name]) for name in params}
+        chosen = {name: param for name, param in trained.items() if id(param) in asked}
+    if not chosen:
+        raise ValueError(
+            "no parameter is selected: the model has none that requires grad, or "
+            "params= leaves none"
+        )
+    return chosen
+
+
+def _unwrapped(name: str) -> str:
+    """Returns a parameter's name in the innermost model."""
+    for prefix in WRAPPERS * 2:  # one wrapper may be in the other
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Returns names in words, of many the first ones."""
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
+
+
+def refuse_hooked(params: Mapping[str, nn.Parameter]) -> None:
+    """Raises PerSampleError for parameters whose gradient a hook may change.
+
+    Hooks that change what is added to ``.grad``, which does not change in a capture,
+    never run here (`xla_replica.AccumulationHook`, or after the addition), so they are
+    safe.
+    """
+    hooked = [
+        name
+        for name, param in params.items()
+        if param._backward_hooks and not AccumulationHook.all_on(param)
+    ]
+    if hooked:
+        raise PerSampleError(
+            f"{', '.join(hooked)} have gradient hooks (register_hook), which may "
+            "change the summed gradient, but have no meaning for each sample's: remove "
+            "the hooks (handle.remove()) while capturing, use "
+            "register_post_accumulate_grad_hook instead, or leave these parameters "
+            "out (params=)"
+        )
