@@ -43,7 +43,7 @@ _LOADER_OPTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """What the pool has for a block, and where the block is; it stays on the host.
+    """A block's targets and place in the pool; it stays on the host.
 
     Attributes:
         first: The index of the block's first sample.
@@ -61,7 +61,7 @@ class Given:
 
 @contextlib.contextmanager
 def noted(what: str) -> Iterator[None]:
-    """Adds a note to an exception of the block; Python before 3.11 has none."""
+    """Adds a note to an exception that leaves the block, from Python 3.11 on."""
     try:
         yield
     except Exception as error:
@@ -104,12 +104,12 @@ class BlockSource:
                 "the dataset itself, or a DataLoader with a batch size"
             )
         size = block_size if batch_size is None else batch_size
-        self._batch_size = self.whole(check_integer("batch_size", size, least=1))
+        self._batch_size = self.rounded_up(check_integer("batch_size", size, least=1))
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def whole(self, samples: int) -> int:
+    def rounded_up(self, samples: int) -> int:
         """Returns this number of samples, rounded up to whole blocks."""
         return -(-samples // self.block_size) * self.block_size
 

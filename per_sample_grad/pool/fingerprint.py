@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import copyreg
+import dis
 import functools
 import hashlib
 import importlib.metadata
@@ -115,7 +116,7 @@ def _read(value: Any) -> tuple[str, dict[str, Any]]:
         return getattr(value, "type", "replica"), {}  # which one is up to the run
     if isinstance(value, set | frozenset):
         value = sorted(value, key=repr)
-    if isinstance(value, list | tuple):
+    if type(value) in (list, tuple):
         return f"{kind} of {len(value)}", {f"[{n}]": x for n, x in enumerate(value)}
     if type(value) is dict and all(isinstance(key, _PLAIN) for key in value):
         parts = {f"[{key!r}]": item for key, item in value.items()}
@@ -165,18 +166,20 @@ def _variables(function: Any) -> dict[str, Any]:
     """Returns the defaults, closure and globals that a function computes with."""
     if not inspect.isfunction(function):
         return {}
-    known = function.__globals__
-    found = {n: known[n] for n in sorted(_names(function.__code__) & known.keys())}
+    known, names = function.__globals__, sorted(_globals_of(function.__code__))
+    found = {name: known[name] for name in names if name in known}
     found |= inspect.getclosurevars(function).nonlocals
-    defaults = {n: getattr(function, n) for n in ("__defaults__", "__kwdefaults__")}
-    found |= {name: value for name, value in defaults.items() if value}
+    for name in ("__defaults__", "__kwdefaults__"):
+        if getattr(function, name):
+            found[name] = getattr(function, name)
     return {f".{name}": value for name, value in found.items()}
 
 
-def _names(code: types.CodeType) -> set[str]:
-    """Returns the names of globals and attributes that code and code in it load."""
-    inner = [_names(part) for part in code.co_consts if inspect.iscode(part)]
-    return set(code.co_names).union(*inner)
+def _globals_of(code: types.CodeType) -> set[str]:
+    """Returns the names of the globals that a function and functions in it load."""
+    inner = [_globals_of(part) for part in code.co_consts if inspect.iscode(part)]
+    loads = (i for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL")
+    return {load.argval for load in loads}.union(*inner)
 
 
 def _parts_of_class(value: type) -> dict[str, Any]:

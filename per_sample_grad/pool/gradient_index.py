@@ -16,9 +16,9 @@ from per_sample_grad.pool.parts import (
     Parts,
     check_folder,
     listed,
+    listed_differences,
     npy_header,
     read_description,
-    told_differences,
 )
 from xla_replica.common.arguments import (
     check_choice,
@@ -316,7 +316,7 @@ class GradientIndex:
             for name in names
             if name.partition(".")[0].partition("[")[0] in _COMPARED
         ]
-        found = told_differences(self.description, other.description, compared)
+        found = listed_differences(self.description, other.description, compared)
         if found:
             raise ValueError(
                 "search: the queries are of another model or projection than the "
@@ -402,7 +402,7 @@ def open_index(folder: str | os.PathLike[str], *, verify: bool = True) -> Gradie
 
 
 def checked_index(parts: Parts, verify: bool) -> GradientIndex:
-    """Returns the index of a folder's parts, which must all be there and whole."""
+    """Returns the index of a folder's parts, none of which is missing or damaged."""
     index = GradientIndex(parts.description, parts.size, parts.mapped, parts.count)
     missing = np.flatnonzero(~parts.kept())
     if len(missing):
@@ -416,12 +416,12 @@ def checked_index(parts: Parts, verify: bool) -> GradientIndex:
         start, stop = parts.interval(number)
         try:
             rows = parts.mapped(number)
-            whole = rows.shape == (stop - start, index.size)
-            whole = whole and rows.dtype == np.float32
-            whole = whole and not (verify and not parts.is_whole(number))
+            is_intact = rows.shape == (stop - start, index.size)
+            is_intact = is_intact and rows.dtype == np.float32
+            is_intact = is_intact and (not verify or parts.is_intact(number))
         except (ValueError, EOFError):  # how NumPy finds a damaged header
-            whole = False
-        if not whole:
+            is_intact = False
+        if not is_intact:
             damaged.append(number)
     if damaged:
         raise ValueError(

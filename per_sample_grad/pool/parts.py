@@ -4,11 +4,9 @@ A part is an interval of indices, whatever the batch size and the number of repl
 a separate file that appears in one piece. Beside them lies a description of what was
 computed: the parts of another model or score are an error.
 
-A file of a part is that of ``np.save``, and after it a SHA-256 of the description, the
-part's number and the CRC-32 of what ``np.save`` has written. One damaged file in 2^32
-has the same CRC-32, which takes half as long as SHA-256 of a processor that has
-instructions for that, and a tenth of others; no part of another pool is taken for one
-of this. (BLAKE2b takes twice as long as SHA-256 does with instructions.)
+A file of a part is that of ``np.save``, followed by a SHA-256 of the description, the
+part's number and the CRC-32 of what ``np.save`` has written. So a part of another pool
+is not accepted, and of 2^32 damaged files one is.
 """
 
 from __future__ import annotations
@@ -94,7 +92,7 @@ class Parts:
         """Returns a part's numbers, mapped into memory; no checksum is computed."""
         return np.load(self._path(number), mmap_mode="r", allow_pickle=False)
 
-    def is_whole(self, number: int) -> bool:
+    def is_intact(self, number: int) -> bool:
         """Returns whether a part has its checksum; reads all of it."""
         content = memoryview(self._path(number).read_bytes())
         crc = zlib.crc32(content[:-_CHECKSUM_BYTES])
@@ -145,7 +143,7 @@ class Parts:
         # Read it also if it has just been written: maybe by another replica or job.
         saved = read_description(self.folder, self.contents, (FORMAT,), _ANOTHER)
         own = json.loads(self._text)
-        found = told_differences(saved, own, [*{**own, **saved}])
+        found = listed_differences(saved, own, [*{**own, **saved}])
         if found:
             raise ValueError(
                 f"{self.folder} holds {self.contents.what} of something else: {found}. "
@@ -247,7 +245,7 @@ def check_folder(folder: object) -> Path:
     return Path(folder)
 
 
-def told_differences(
+def listed_differences(
     saved: Mapping[str, Any], own: Mapping[str, Any], names: Iterable[str]
 ) -> str:
     """Returns how two descriptions differ under these names, the first few of them."""

@@ -148,7 +148,7 @@ class PoolRun:
         if replica.num_replicas > 1:
             replica.sync()
             _check_weights(replica, self.models, description)
-        part_size = self.source.whole(self.part_size)
+        part_size = self.source.rounded_up(self.part_size)
         parts = Parts(count, part_size, folder, description, self.contents)
         parts.describe()
         if not count:
@@ -156,10 +156,10 @@ class PoolRun:
         kept = np.stack(replica.all_gather_object(parts.kept()))
         found = kept.any(axis=0)
         is_filled = folder is None or found.all()
-        with contextlib.nullcontext() if is_filled else self._alone(parts, folder):
+        with contextlib.nullcontext() if is_filled else self._locked(parts, folder):
             to_read, to_compute = deal(kept, replica.rank)
             for number in to_read:
-                if not parts.is_whole(number):
+                if not parts.is_intact(number):
                     parts.set_aside(number)
                     to_compute.append(number)
                 elif numbers is not None:
@@ -172,8 +172,12 @@ class PoolRun:
         return parts
 
     @contextlib.contextmanager
-    def _alone(self, parts: Parts, folder: Path) -> Iterator[None]:
-        """Sees that no other run computes for the folder, and deletes what one left."""
+    def _locked(self, parts: Parts, folder: Path) -> Iterator[None]:
+        """Locks the folder in the block, and deletes what a killed run was writing.
+
+        Raises:
+            OSError: Another process computes for the folder.
+        """
         replica, left = xla_replica.current(), parts.unfinished()
         lock = locked(folder / DESCRIPTION)
         with lock if replica.is_primary else contextlib.nullcontext(True) as is_free:
@@ -298,7 +302,8 @@ def _check_weights(
         for model, one in models.items()
         for name, tensor in (*one.named_parameters(), *one.named_buffers())
     }
-    described = description or fingerprint(tensors)
+    is_described = tensors.keys() <= description.keys()
+    described = description if is_described else fingerprint(tensors)
     own = {name: described[name] for name in tensors}
     others = replica.all_gather_object(own)
     names = {name for other in others for name in other}

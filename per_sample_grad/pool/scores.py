@@ -136,9 +136,6 @@ class Scorer:
                 f"{tuple(shape)} for {self.given}"
             )
         classes = logits.shape[1]
-        least, most = labels.aminmax()
-        if least >= 0 and most < classes:
-            return
         wrong = (labels < 0) | (labels >= classes)
         if ignored is not None:
             wrong &= labels != ignored
@@ -351,8 +348,8 @@ def given(values: Values, scorer: Scorer, inputs: Any, targets: Any) -> torch.Te
 def pseudo(values: Values, scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
     """Returns the scores for the classes that the model finds most probable."""
     del targets
-    believed = scorer.classes(inputs, 'labels="pseudo"').argmax(1)
-    return values(scorer, inputs, believed)
+    predicted = scorer.classes(inputs, 'labels="pseudo"').argmax(1)
+    return values(scorer, inputs, predicted)
 
 
 def expected(values: Values, scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:

@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader, Subset
 
 import per_sample_grad as psg
 import xla_replica
-from per_sample_grad.pool.parts import deal
 
 COUNT = 41
 ROWS = [
@@ -207,18 +206,3 @@ def test_negative_zeros_and_nan_pass_between_replicas():
     assert np.signbit(alone[~np.isnan(alone)]).all()
     for found in Backend("cpu", 2).run(signed):
         assert_same_bits(found, alone)
-
-
-def test_missing_parts_are_dealt_evenly_and_found_ones_read_once():
-    generator = np.random.default_rng(0)
-    for num_replicas in (1, 2, 5):
-        kept = generator.random((num_replicas, 37)) < 0.2
-        dealt = [deal(kept, rank) for rank in range(num_replicas)]
-        read = sorted(number for own, _ in dealt for number in own)
-        assert read == np.flatnonzero(kept.any(axis=0)).tolist()
-        scored = sorted(number for _, own in dealt for number in own)
-        assert scored == np.flatnonzero(~kept.any(axis=0)).tolist()
-        sizes = [len(own) for _, own in dealt]
-        assert max(sizes) - min(sizes) <= 1
-        for rank, (own, _) in enumerate(dealt):
-            assert all(kept[rank, number] for number in own)

@@ -30,6 +30,7 @@ def models_of(rank: int, kind: str) -> list[nn.Module]:
         models[1][1].running_mean += 1
     if last and kind == "name":
         models[1].append(nn.Linear(4, 4, bias=False))
+    models[1].first = [models[1][0]]  # which a description has under this name
     return [model.to(replica.device) for model in models]
 
 
