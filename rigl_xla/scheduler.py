@@ -160,15 +160,14 @@ class RigLScheduler:
     ) -> None:
         arguments = locals()
         check_model(model)
-        options = _made_of(Options, arguments)
-        schedule = _made_of(UpdateSchedule, arguments)
+        self.options = options = _made_of(Options, arguments)
+        self.schedule = schedule = _made_of(UpdateSchedule, arguments)
         self.model, self.optimizer = model, optimizer
         self.replica = given_or_current(replica)
-        self._holds: list[Hold] = []
         self._handles: list[Any] = []
         self._closed = True  # until `_adopt`
         if state_dict is not None:
-            self._restore(state_dict, options, schedule, {})
+            self._restore(state_dict, {})
             return
         weights, sparse = options.plan(model)
         options.check_schedule(schedule, stacklevel=2)
@@ -214,16 +213,15 @@ class RigLScheduler:
         if self._closed:
             return
         self._closed = True
-        for hold in self._holds:
-            hold.release()
         for handle in self._handles:
             handle.remove()
         for layer in self._layers:
+            layer.hold.release()
             layer.pending = layer.gradient = layer.discarded = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy has in common: no hooks, and no bond to this process."""
-        bound = ("replica", "_holds", "_handles")
+        bound = ("replica", "_handles")
         return {name: value for name, value in vars(self).items() if name not in bound}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -231,7 +229,7 @@ class RigLScheduler:
         vars(self).update(state)
         if "replica" not in state:
             self.replica = xla_replica.current()
-        self._holds, self._handles = [], []
+        self._handles = []
         if not self._closed:
             self._check_hold(self._steps)
             self._place_hooks()
@@ -404,18 +402,13 @@ class RigLScheduler:
         Warns:
             UserWarning: This pruner's schedule is another one than the saved.
         """
-        self._restore(state_dict, self.options, self.schedule, changes)
+        self._restore(state_dict, changes)
 
     # --- how ------------------------------------------------------------------------
 
-    def _restore(
-        self,
-        saved: Mapping[str, Any],
-        options: Options,
-        schedule: UpdateSchedule,
-        changes: Mapping[str, Any],
-    ) -> None:
-        what = (options, schedule, changes)
+    def _restore(self, saved: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+        """Replaces the pruner's state by a saved one, in which values may change."""
+        what = (self.options, self.schedule, changes)
         steps = state.from_dict(saved, self.model, *what, stacklevel=4)
         steps.options.check_schedule(steps.schedule, stacklevel=3)
         self._check_hold(steps)
@@ -440,7 +433,7 @@ class RigLScheduler:
     def _place_hooks(self) -> None:
         """Registers hooks on weights, which keep no pruner alive, and the optimizer."""
         steps = weakref.ref(self._steps)
-        self._holds, self._handles = [], []
+        self._handles = []
         for layer in self._layers:
             parameter = layer.weight.parameter
             mask = AccumulationHook(functools.partial(_mask_gradient, steps, layer))
@@ -449,9 +442,9 @@ class RigLScheduler:
                 parameter.register_hook(mask),
                 parameter.register_post_accumulate_grad_hook(note),
             ]
-            self._holds.append(Hold(parameter, self, handles))
+            layer.hold = Hold(parameter, self, handles)
         # A pruner that counts the optimizer's steps lives as long as that.
-        hook = functools.partial(_mask_weights, steps, self._layers, self._holds)
+        hook = functools.partial(_mask_weights, steps, self._layers)
         if not self.options.skip_step:
             hook = self._after_step
         if self._layers:
@@ -493,15 +486,12 @@ def _note_accumulation(
 
 @torch.no_grad()
 def _mask_weights(
-    steps: weakref.ref[TopologySteps],
-    layers: Sequence[SparseLayer],
-    holds: Sequence[Hold],
-    *args: object,
+    steps: weakref.ref[TopologySteps], layers: Sequence[SparseLayer], *args: object
 ) -> None:
     """Masks weights after the optimizer's step, also where the pruner is gone."""
     del args
-    for layer, hold in zip(layers, holds):
-        if not hold.released:
+    for layer in layers:
+        if not layer.hold.released:
             layer.mask_()
     if (alive := steps()) is not None:
         alive.note_optimizer_step()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.weak import TensorWeakRef
 
+from rigl_xla.layers.checks import Hold
 from rigl_xla.layers.weights import Weight
 from rigl_xla.topology.structure import RowPattern
 from xla_replica import Replica, traits
@@ -42,6 +43,7 @@ class SparseLayer:
         accumulated: The ``.grad`` that they have added to.
         discarded: The pending ones whose ``.grad`` was taken away in this step.
         gradient: The dense gradient of earlier steps, over all replicas.
+        hold: The hooks of the layer's pruner.
     """
 
     weight: Weight
@@ -56,6 +58,7 @@ class SparseLayer:
     accumulated: TensorWeakRef | None = None
     discarded: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
+    hold: Hold | None = None
 
     def __post_init__(self) -> None:
         num_active = num_ever = self.num_active
@@ -69,8 +72,8 @@ class SparseLayer:
         self.counts = counts.to(self.mask.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what a copy has in common: copied parameters have no ``.grad``."""
-        return {**vars(self), "accumulated": None}
+        """Returns what a copy has in common: it has no ``.grad`` and no hooks."""
+        return {**vars(self), "accumulated": None, "hold": None}
 
     @property
     def name(self) -> str:
