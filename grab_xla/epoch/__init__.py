@@ -1,1 +1,1 @@
-"""An epoch of GraB: its state, passes over the sampler, rows of gradients."""
+"""An epoch of GraB: its order, the progress in it, and the balance state."""

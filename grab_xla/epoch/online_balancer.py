@@ -230,7 +230,8 @@ class OnlineBalancer:
         num_decided = (
             num_waiting + len(rows_RD) - self._ordering.num_pending(self.state)
         )
-        if placements.shape != (num_decided,):
+        is_balanced = self._ordering.needs_gradients
+        if is_balanced and placements.shape != (num_decided,):
             raise ValueError(
                 f"{type(self._ordering).__name__}.balance returned placements of shape "
                 f"{tuple(placements.shape)} for {num_decided} samples: return one for "
