@@ -50,7 +50,7 @@ class Attribution(NamedTuple):
 def attribute(
     settings: Settings, losses: torch.Tensor, recorder: Recorder
 ) -> Attribution:
-    """Finds what accounts for every parameter; the recorder keeps nothing.
+    """Finds what accounts for every parameter in what was recorded.
 
     Raises:
         PerSampleError: An input was changed in place, or parameters are hidden.
@@ -87,7 +87,7 @@ def attribute(
         tuple(reasons),
         walk.structure,
     )
-    attribution = Attribution(
+    return Attribution(
         calls,
         key,
         uncovered,
@@ -96,8 +96,6 @@ def attribute(
         not recorder.saved_by_hooks,
         recorder.called,
     )
-    recorder.forget()
-    return attribution
 
 
 def _without_constant_calls(
@@ -188,29 +186,17 @@ def _operations(
         owner = use.names[0].rpartition(".")[0]
         module = model.get_submodule(owner)
         kind = use.node.name().removesuffix("Backward0")
-        calls.append(
-            RecordedCall(
-                RecordedModule(
-                    owner,
-                    f"{kind} in {type(module).__name__}",
-                    uses.by_operation,
-                    {name: name for name in use.names},
-                    is_operation=True,
-                ),
-                OperationCall(
-                    module,
-                    (),
-                    {},
-                    batch_dim if use.rows is None else use.rows.axis,
-                    use,
-                    {name: settings.params[name] for name in use.names},
-                    len(losses),
-                ),
-                graph.Region(GradientEdge(use.node, 0), ()),
-                torch.Size(rules.output_shape(use.node)),
-                (),
-            )
+        kind = f"{kind} in {type(module).__name__}"
+        own = {name: name for name in use.names}
+        recorded = RecordedModule(
+            owner, kind, uses.by_operation, own, is_operation=True
         )
+        dim = batch_dim if use.rows is None else use.rows.axis
+        params = {name: settings.params[name] for name in use.names}
+        call = OperationCall(module, (), {}, dim, use, params, len(losses))
+        region = graph.Region(GradientEdge(use.node, 0), ())
+        shape = torch.Size(rules.output_shape(use.node))
+        calls.append(RecordedCall(recorded, call, region, shape, ()))
     return calls, reasons
 
 

@@ -221,8 +221,7 @@ class BackwardPass:
         accumulates goes on to the parameters, so that it comes by all of them.
         """
         calls = [call for call in self._calls if call is not None]
-        for call in calls:
-            self._num_missing.update(call.owner.names)
+        self._num_missing.update(name for call in calls for name in call.owner.names)
         # A fallback needs the graph once more, and so may a comparison.
         comparer = self._comparer
         retain_graph = self.retain_graph or self.settings.has_fallback
@@ -246,7 +245,7 @@ class BackwardPass:
             else:
                 self._apply(number, gradient)
 
-        del calls, call
+        del calls
         handles = []
         numbers = [n for n, edge in enumerate(edges) if edge.node in asked]
         found: Sequence[torch.Tensor | None] = ()
@@ -318,19 +317,21 @@ class BackwardPass:
         wanted = {i: name for i, name in params.items() if name not in self.problems}
         if not wanted:
             return
+        count, owner = len(self.losses), call.owner
         shapes = {inner: tuple(self._params[wanted[inner]].shape) for inner in wanted}
+        assert owner.rule is not None
         try:
+            rows = self._with_rows(call, gradient)
             found = registry.apply(
-                call.owner.rule, str(call.owner), call.call,
-                self._with_rows(call, gradient), shapes,
-            )  # fmt: skip
+                owner.rule, str(owner), call.call, rows, shapes, count
+            )
         except Refusal as refusal:
             for name in call.owner.names:
                 self.problems.setdefault(name, []).append(f"{call.owner}: {refusal}")
                 self._parts.pop(name, None)
             return
         for inner, uses in found.items():
-            name, count = wanted[inner], len(self.losses)
+            name = wanted[inner]
             uses = [forms.regroup(forms.widened(use), count) for use in uses]
             self._parts.setdefault(name, []).extend(uses)
             self._versions.setdefault(name, []).append(forms.Versions(uses))

@@ -397,27 +397,21 @@ class Capture:
             )
         refuse_hooked(self.params)
         backward_pass = BackwardPass(
-            self._settings,
-            losses,
-            receive,
-            retain_graph=retain_graph,
-            accumulate=accumulate,
-            for_report=for_report,
+            self._settings, losses, receive, retain_graph, accumulate, for_report
         )
-        others_take_gradients = False
+        found = None
         if losses.shape[0]:
             found = attribute(self._settings, losses, self._recorder)
-            self._answered = True
-            others_take_gradients = found.has_other_leaves
-            backward_pass.run(found)
-        else:
-            self._recorder.forget()
-            self._answered = True
+        self._recorder.forget()
+        self._answered = True
+        if found is None:
             backward_pass.run_without_samples()
+        else:
+            backward_pass.run(found)
         self.compared = backward_pass.compared is not None
         self.unused = frozenset(backward_pass.unused)
         if accumulate is None:
-            self._others_take_gradients = others_take_gradients
+            self._others_take_gradients = found is not None and found.has_other_leaves
         return backward_pass
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -152,9 +152,14 @@ def _of_call(
             f"dimension {dim} of what it returned counts {rows}, not a multiple of the "
             f"{num_samples} samples"
         )
-    samples, with_samples = _by_sample(
-        tensors_in((call.args, call.kwargs)), dim, rows, num_samples
-    )
+    # Tensors that count samples are cut at them, and vectorised over the first part.
+    tensors: list[torch.Tensor] = []
+    places: list[int | None] = []
+    for each in tensors_in((call.args, call.kwargs)):
+        counts = -each.dim() <= dim < each.dim() and each.shape[dim] == rows
+        place = dim % each.dim() if counts else None
+        tensors.append(each.unflatten(place, (num_samples, -1)) if counts else each)
+        places.append(place)
 
     # Each sample has a copy of its own, which takes no memory.
     copies = {
@@ -164,8 +169,8 @@ def _of_call(
     for each in copies.values():
         each.requires_grad_()
 
-    def run(own: Params, samples: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        replaced = iter(with_samples(samples))
+    def run(own: Params, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        replaced = iter(tensors)
         args, kwargs = map_tensors((call.args, call.kwargs), lambda _: next(replaced))
         with torch.autocast(**autocast, cache_enabled=False):
             found = torch.func.functional_call(module, own, args, kwargs)
@@ -174,7 +179,7 @@ def _of_call(
 
     # The other kernels of attention are not vectorised on a CPU, but looped over.
     with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
-        returned = torch.func.vmap(run)(copies, samples)
+        returned = torch.func.vmap(run, in_dims=(0, places))(copies, tensors)
     pairs = [
         (output, gradient.reshape(output.shape))
         for output, gradient in zip(returned, gradients)
@@ -189,45 +194,6 @@ def _of_call(
         materialize_grads=True,
     )
     return dict(zip(wanted, found))
-
-
-def _cut_at_samples(tensor: torch.Tensor, num_samples: int) -> torch.Tensor:
-    """Returns ``(k B, *)`` as ``(B, k, *)``."""
-    return tensor.unflatten(0, (num_samples, -1))
-
-
-def _by_sample(
-    tensors: Sequence[torch.Tensor], dim: int, rows: int, num_samples: int
-) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]]:
-    """Returns those tensors of a call that count samples, cut at the samples.
-
-    Args:
-        tensors: What the call took.
-        dim: The dimension that counts samples.
-        rows: The number that it counts, a multiple of B.
-        num_samples: B.
-
-    Returns:
-        These tensors, ``(B, rows / B, *)``; and a function that takes one sample's of
-        them and returns all tensors of the call, for that sample.
-    """
-    batched = [
-        -each.dim() <= dim < each.dim() and each.shape[dim] == rows for each in tensors
-    ]
-
-    def with_samples(samples: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        own = iter(samples)
-        return [
-            next(own).movedim(0, dim) if is_batched else tensor
-            for is_batched, tensor in zip(batched, tensors)
-        ]
-
-    cut = [
-        _cut_at_samples(each.movedim(dim, 0), num_samples)
-        for each, is_batched in zip(tensors, batched)
-        if is_batched
-    ]
-    return cut, with_samples
 
 
 def warn_of_loop(num_samples: int, reasons: Mapping[str, str]) -> None:

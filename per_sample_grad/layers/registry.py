@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -208,6 +208,7 @@ def apply(
     call: Call,
     grad: torch.Tensor,
     shapes: Mapping[str, tuple[int, ...]],
+    num_samples: int,
 ) -> dict[str, list[Contribution]]:
     """Returns what a rule contributes to each parameter of a call.
 
@@ -217,10 +218,12 @@ def apply(
         call: The call.
         grad: The gradient of its output, batch first, ``(N, ...)``.
         shapes: Those of the wanted parameters, by their names within the module.
+        num_samples: B.
 
     Raises:
         Refusal: The rule does not hold for this call, or leaves out a parameter.
-        PerSampleError: The rule returned something else than contributions with N rows.
+        PerSampleError: The rule returned something else than contributions with N or B
+            rows.
     """
     found = rule(call, grad)
     if not isinstance(found, Mapping):
@@ -233,37 +236,35 @@ def apply(
         value = found[name]
         parts[name] = list(value) if isinstance(value, Sequence) else [value]
         for part in parts[name]:
-            fault = _fault(part, len(grad), shape)
+            fault = _fault(part, (len(grad), num_samples), shape)
             if fault is not None:
                 text = f"for {name!r} of shape {shape} {fault}"
                 raise PerSampleError(_wrong(rule, owner, text))
     return parts
 
 
-def _fault(part: object, rows: int, shape: tuple[int, ...]) -> str | None:
-    """Returns what a contribution to a parameter of this shape is not; None: nothing.
+def _fault(part: object, rows: Collection[int], shape: tuple[int, ...]) -> str | None:
+    """Returns what a rule must not return for a parameter of this shape; None: it may.
 
-    ``rows`` is N.
+    ``rows`` are allowed numbers of rows.
     """
-    matrix = matrix_shape(shape)
+    height, width = matrix_shape(shape)
     match part:
         case Dense(values):
-            got, fits = [values], tuple(values.shape) == (rows, *shape)
+            got, fits = [values], tuple(values.shape[1:]) == shape
         case Lookup(index, values):
-            got, fits = [index, values], index.dim() == 2 and values.dim() == 3
-            fits = fits and values.shape[:2] == index.shape
-            fits = fits and (len(index), values.shape[2]) == (rows, matrix[1])
+            got = [index, values]
+            fits = (*index.shape, width) == tuple(values.shape) and index.dim() == 2
         case Outer(left, right):
-            got, fits = [left, right], left.dim() == right.dim() == 4
-            fits = fits and left.shape[:3] == right.shape[:3]
-            sizes = (left.shape[1:2].numel() * left.shape[-1], right.shape[-1])
-            fits = fits and (len(left), *sizes) == (rows, *matrix)
+            got = [left, right]
+            fits = left.dim() == 4 and (*left.shape[:3], width) == tuple(right.shape)
+            fits = fits and left.shape[1] * left.shape[3] == height
         case Windows(left):
-            got, fits = [left], left.dim() == 4 and len(left) == rows
+            got, fits = [left], left.dim() == 4
         case _:
             kind = type(part).__name__
             return None if isinstance(part, Contribution) else f"a {kind}"
-    if fits:
+    if fits and got[0].dim() and len(got[0]) in rows:
         return None
     sizes = " and ".join(str(tuple(each.shape)) for each in got)
     return f"the {type(part).__name__} of {sizes}"
@@ -278,7 +279,7 @@ def _wrong(rule: Rule, owner: str, got: str) -> str:
         "of the parameter), Outer(left, right) with (N, G, T, p) and (N, G, T, q), "
         "where G p is the parameter's first dimension and q the product of the others, "
         "or Lookup(index, values) with (N, T) and (N, T, q), or lists of them, where N "
-        "are the rows of the gradient that it was given"
+        "are the rows of the gradient that it was given, or one for each sample"
     )
 
 
@@ -363,11 +364,6 @@ def rows_in_cache(grad: torch.Tensor) -> int:
         return max(1, len(grad))
     # New memory takes a CPU longer than what is computed.
     return max(1, _CACHED // max(1, grad[0].numel()))
-
-
-def wide_input(call: Call) -> torch.Tensor:
-    """Returns the input in float32 or wider, so that a product does not round it."""
-    return call.input.to(accumulation_dtype(call.input.dtype))
 
 
 def require_batched(inputs: torch.Tensor, num_dims: int) -> None:

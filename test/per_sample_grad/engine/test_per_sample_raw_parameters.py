@@ -1,4 +1,4 @@
-"""What accounts for raw parameters is kept; a change is seen as by a fresh model."""
+"""A change of what is done with raw parameters is seen as by a fresh model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def by_formulas(m: Used, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     return h**m.own + torch.atan2(m.other * m.scale, h)
 
 
-def by_functions(m: Used, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+def by_the_model(m: Used, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     return turned(h, m.own) + turned(m.other * m.scale, h)
 
 
@@ -59,13 +59,13 @@ def by_modules(m: Used, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
 
 
 def by_all(m: Used, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-    return m.sub(by_functions(m, x, h)) * m.other
+    return m.sub(by_the_model(m, x, h)) * m.other
 
 
 WAYS = {
     by_operations: "error",
     by_formulas: "batched",
-    by_functions: "batched",
+    by_the_model: "batched",
     by_modules: "batched",
     by_all: "batched",
 }
