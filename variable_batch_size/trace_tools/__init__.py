@@ -3,13 +3,14 @@
 The command ``vbs`` offers the same: ``vbs --help``.
 """
 
-from variable_batch_size.trace_tools.availability import Availability, read_availability
 from variable_batch_size.trace_tools.charts import terminal_chart, write_png
 from variable_batch_size.trace_tools.conversion import (
     POLICIES,
+    Availability,
     Conversion,
     convert,
     convert_rows,
+    read_availability,
 )
 from variable_batch_size.trace_tools.curves import (
     LearningRates,
@@ -19,13 +20,18 @@ from variable_batch_size.trace_tools.curves import (
     schedule_named,
 )
 from variable_batch_size.trace_tools.families import FAMILIES, make
-from variable_batch_size.trace_tools.simulation import epoch_table, simulate, totals
+from variable_batch_size.trace_tools.simulation import (
+    check,
+    epoch_table,
+    simulate,
+    stats,
+    totals,
+)
 from variable_batch_size.trace_tools.step_time import (
     StepTime,
     fit_step_time,
     step_time_of,
 )
-from variable_batch_size.trace_tools.summary import check, stats
 
 __all__ = [
     "FAMILIES",

@@ -14,22 +14,12 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from variable_batch_size import trace_tools as tools
 from variable_batch_size.data.schedule import Schedule
 from variable_batch_size.runs.report import write_report
 from variable_batch_size.runs.run_file import read_run
-from variable_batch_size.trace_tools import charts, summary
-from variable_batch_size.trace_tools.availability import read_availability
 from variable_batch_size.trace_tools.columns import Columns
-from variable_batch_size.trace_tools.conversion import (
-    POLICIES,
-    convert,
-    convert_rows,
-)
-from variable_batch_size.trace_tools.curves import read_curve, schedule_named
-from variable_batch_size.trace_tools.families import FAMILIES, make
 from variable_batch_size.trace_tools.options import listed
-from variable_batch_size.trace_tools.simulation import epoch_table, simulate, totals
-from variable_batch_size.trace_tools.step_time import StepTime, step_time_of
 from variable_batch_size.traces.batch_trace import Trace
 from variable_batch_size.traces.trace_csv import COLUMN
 from xla_replica.common.arguments import check_number
@@ -69,7 +59,7 @@ def run_check(
     """
     read = Trace(_source(trace), tokens_per_sample=tokens_per_sample)
     schedule = Schedule(read, dataset_size, minibatch_size, on_end, pad_minibatches)
-    return listed(summary.check(schedule, num_replicas, epochs, seconds_per_substep))
+    return listed(tools.check(schedule, num_replicas, epochs, seconds_per_substep))
 
 
 def run_stats(trace: str, *, tokens_per_sample: int | None = None) -> str:
@@ -83,7 +73,7 @@ def run_stats(trace: str, *, tokens_per_sample: int | None = None) -> str:
         tokens_per_sample: Of a trace with the column tokens.
     """
     read = Trace(_source(trace), tokens_per_sample=tokens_per_sample)
-    return listed(summary.stats(read))
+    return listed(tools.stats(read))
 
 
 def run_plot(
@@ -113,12 +103,12 @@ def run_plot(
     source = _source(trace)
     read = Trace(source, tokens_per_sample=tokens_per_sample)
     if out is None:
-        return charts.terminal_chart(read.batch_sizes, width, height)
+        return tools.terminal_chart(read.batch_sizes, width, height)
     table = pd.DataFrame({"batch size (samples)": read.batch_sizes})
     devices = _devices_column(source, read)
     if devices is not None:
         table["devices"] = devices
-    charts.write_png(table, out, read.name)
+    tools.write_png(table, out, read.name)
     return f"wrote {out}"
 
 
@@ -140,7 +130,7 @@ def run_make(
     Args:
         out: The CSV file to write.
     """
-    return _written(make(family, **options), out)
+    return _written(tools.make(family, **options), out)
 
 
 def run_convert(
@@ -186,8 +176,8 @@ def run_convert(
         seconds_per_substep: What it takes for each minibatch of its first replica.
         fit: Both numbers from the log of a run, see vbs.RunLog.
     """
-    found = read_availability(log, time_column, device_column)
-    batch_size_of = POLICIES[policy](**options)
+    found = tools.read_availability(log, time_column, device_column)
+    batch_size_of = tools.POLICIES[policy](**options)
     step_time = _step_time(fit, seconds_per_update, seconds_per_substep, minibatch_size)
     if step_time is not None:
         if seconds_per_step is not None:
@@ -197,14 +187,14 @@ def run_convert(
     elif seconds_per_step is None:
         if restart_seconds:
             raise ValueError("--restart-seconds needs a step time")
-        return _written(convert_rows(found, batch_size_of), out)
+        return _written(tools.convert_rows(found, batch_size_of), out)
 
     def seconds(size: int, devices: int) -> float:
         if step_time is None:
             return seconds_per_step
         return step_time.seconds(-(-size // (minibatch_size * devices)))
 
-    result = convert(found, batch_size_of, seconds, restart_seconds)
+    result = tools.convert(found, batch_size_of, seconds, restart_seconds)
     told = _written(result.steps, out)
     if out is None:
         return told
@@ -294,10 +284,10 @@ def run_simulate(
     reference_lr: Any = lr
     if schedule != "constant":
         if total_samples is None:
-            total_samples = int(epoch_table(cut, epochs)["samples"].sum())
-        rates = schedule_named(schedule, total_samples, warm_up_samples)
+            total_samples = int(tools.epoch_table(cut, epochs)["samples"].sum())
+        rates = tools.schedule_named(schedule, total_samples, warm_up_samples)
         reference_lr = lambda samples: lr * rates.factor(samples)  # noqa: E731
-    steps = simulate(
+    steps = tools.simulate(
         cut,
         epochs,
         rule=rule,
@@ -307,7 +297,7 @@ def run_simulate(
         devices=1 if devices is None else devices,
         step_time=step_time,
     )
-    numbers = totals(
+    numbers = tools.totals(
         steps,
         restart_seconds=restart_seconds,
         compile_seconds=compile_seconds,
@@ -353,8 +343,8 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "check": Command(run_check),
-    "make": Command(run_make, FAMILIES),
-    "convert": Command(run_convert, POLICIES),
+    "make": Command(run_make, tools.FAMILIES),
+    "convert": Command(run_convert, tools.POLICIES),
     "stats": Command(run_stats),
     "plot": Command(run_plot),
     "simulate": Command(run_simulate),
@@ -376,14 +366,14 @@ def _step_time(
     per_update: float | None,
     per_substep: float | None,
     minibatch_size: int | None,
-) -> StepTime | None:
+) -> tools.StepTime | None:
     """Returns the step-time model that the options state or fit, if they do."""
     stated = (per_update, per_substep)
     if fit is not None:
         if stated != (None, None):
             raise ValueError("give either --fit or the seconds per update and substep")
         run = read_run(fit)
-        found = step_time_of(run)
+        found = tools.step_time_of(run)
         unit = run.header["minibatch_size"]
         if minibatch_size not in (None, unit):
             raise ValueError(
@@ -393,7 +383,9 @@ def _step_time(
         return found
     if stated == (None, None):
         return None
-    return StepTime(*(check_number("seconds", each or 0.0, least=0) for each in stated))
+    return tools.StepTime(
+        *(check_number("seconds", each or 0.0, least=0) for each in stated)
+    )
 
 
 def _devices_column(source: Any, trace: Trace) -> np.ndarray | None:
@@ -420,7 +412,7 @@ def _noise_scale(text: str | None) -> Any:
     try:
         return float(text)
     except ValueError:
-        return read_curve(text)
+        return tools.read_curve(text)
 
 
 def _written(table: pd.DataFrame, path: Path | None) -> str:

@@ -10,11 +10,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from variable_batch_size.trace_tools.availability import (
+from variable_batch_size.trace_tools import (
+    POLICIES,
     Availability,
+    convert,
+    convert_rows,
     read_availability,
 )
-from variable_batch_size.trace_tools.conversion import POLICIES, convert, convert_rows
 from variable_batch_size.traces.batch_trace import Trace, TraceError
 
 

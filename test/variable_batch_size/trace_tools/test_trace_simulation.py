@@ -14,16 +14,18 @@ import variable_batch_size as vbs
 import xla_replica
 from variable_batch_size.data.schedule import Schedule
 from variable_batch_size.gradient_noise import gain
-from variable_batch_size.trace_tools.availability import Availability
-from variable_batch_size.trace_tools.conversion import POLICIES, convert_rows
-from variable_batch_size.trace_tools.simulation import (
+from variable_batch_size.trace_tools import (
+    POLICIES,
+    Availability,
+    StepTime,
+    check,
+    convert_rows,
     epoch_table,
-    gain_at,
     simulate,
+    stats,
     totals,
 )
-from variable_batch_size.trace_tools.step_time import StepTime
-from variable_batch_size.trace_tools.summary import check, stats
+from variable_batch_size.trace_tools.simulation import gain_at
 from variable_batch_size.traces.batch_trace import Trace
 
 TRACE = (4, 8, 12, 32, 64, 40, 20, 4)
