@@ -100,7 +100,8 @@ class OnlineBalancer:
         """Begins an epoch: forgets placements and draws the epoch's random numbers."""
         self.state = self._ordering.begin_epoch(self.state)
         self._placements, self.num_seen = [], 0
-        self._metrics.reset()
+        if self._metrics.on:
+            self._metrics.reset()
         self.draw(num_samples, generator)
         # A separate graph, so that the first step has the same graph as the others.
         self._replica.sync()

@@ -134,6 +134,18 @@ def test_signs_are_credited_to_the_samples_they_are_of(together, alone, name):
             assert {transfers for _, transfers in costs} <= {0, backend.num_replicas}
 
 
+def reshuffled(rank: int) -> list[list[int]]:
+    """Returns the orders of epochs whose steps are checked and not balanced."""
+    del rank
+    run = Training("rr")
+    return [run.epoch(epoch) for epoch in range(3)]
+
+
+def test_steps_without_gradients_are_checked_on_several_replicas():
+    expected = reshuffled(0)
+    assert xla_replica.launch(reshuffled, (), 2, "cpu") == [expected] * 2
+
+
 def train_pairs(rank: int) -> dict:
     del rank
     return {name: train(name, **ODD) for name in PAIRS}
