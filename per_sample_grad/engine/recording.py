@@ -182,6 +182,15 @@ class Recorder:
             hooks.append(wrong_operations.right_output)
         return hooks
 
+    def _note(self, owner: RecordedModule) -> None:
+        """Notes under which circumstances a module with parameters is called."""
+        self.called = True
+        if not torch.compiler.is_compiling():
+            hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            self.saved_by_hooks |= hooks is not None
+        if not torch.is_grad_enabled():
+            self.unrecorded.update(owner.names)
+
     def _record(
         self,
         owner: RecordedModule,
@@ -190,29 +199,12 @@ class Recorder:
         kwargs: dict[str, Any],
         out: Any,
     ) -> Any:
-        """Records a call; returns what the module returns.
-
-        Where a rule needs the gradients of several outputs these become parts of one
-        tensor.
-        """
+        """Records a call; returns what the module returns."""
         if owner.params:
-            self.called = True
-            if not torch.compiler.is_compiling():
-                hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-                self.saved_by_hooks |= hooks is not None
-            if not torch.is_grad_enabled():
-                self.unrecorded.update(owner.names)
+            self._note(owner)
         if not torch.is_grad_enabled() or not (owner.rule or self._vectorises):
             return out
-        joining = None if owner.rule is None else JOINING.get(owner.rule)
-        joined = None if joining is None else joining(module, out)
-        if joined is not None:
-            one, out = joined
-            outputs: Sequence[Any] = [one]
-        elif owner.rule is None:
-            outputs = tensors_in(out)
-        else:
-            outputs = [out[0] if isinstance(out, (tuple, list)) else out]
+        outputs, out, is_joined = _outputs(owner.rule, module, out)
         tensors = tensors_in((args, kwargs))
         settings, dim = self._settings, self._settings.batch_dim_of(owner.name)
         call: Call | None = None
@@ -224,7 +216,7 @@ class Recorder:
             if call is None:
                 own: Any = map_tensors((args, kwargs), torch.Tensor.detach)
                 first = settings.default_batch_dim if dim is None else dim
-                call = Call(module, *own, first if joined is None else 0)
+                call = Call(module, *own, 0 if is_joined else first)
             recorded = RecordedCall(
                 owner,
                 call,
@@ -236,10 +228,27 @@ class Recorder:
             )
             if owner.rule is not None:
                 self.calls.append(recorded)
-            if self._vectorises and joined is None:
+            if self._vectorises and not is_joined:
                 state = _autocast_state(output.device.type)
                 self.vectorisable.append(recorded._replace(autocast=state))
         return out
+
+
+def _outputs(
+    rule: Rule | None, module: nn.Module, out: Any
+) -> tuple[Sequence[Any], Any, bool]:
+    """Returns the outputs to record, what the module returns, and if they are joined.
+
+    Where a rule needs the gradients of several outputs these become parts of one
+    tensor.
+    """
+    if rule is None:
+        return tensors_in(out), out, False
+    joined = JOINING[rule](module, out) if rule in JOINING else None
+    if joined is not None:
+        one, out = joined
+        return [one], out, True
+    return [out[0] if isinstance(out, (tuple, list)) else out], out, False
 
 
 def _refuse_traced(name: str, tensors: Sequence[torch.Tensor]) -> None:
