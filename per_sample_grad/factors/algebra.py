@@ -26,9 +26,6 @@ from per_sample_grad.factors.forms import (
 )
 from xla_replica import traits
 
-# One operation is faster than two for at most so many numbers.
-_FEW = 2**13
-
 
 def dot(contribution: Contribution, vectors: torch.Tensor, budget: int) -> torch.Tensor:
     """Returns ``⟨v, g_n⟩`` for every n and v, ``(N, K)``, of ``(K, *shape)`` vectors.
@@ -200,33 +197,15 @@ def materialized_squared_norms(
     width: int,
 ) -> torch.Tensor:
     """Returns `squared_norms` from gradients: of some samples and columns at a time."""
-    rows, columns = forms.matrix_shape(shape)
+    columns = forms.matrix_shape(shape)[1]
 
     def of_some(start: int, stop: int) -> torch.Tensor:
-        uses, interval, formed = contributions, (start, stop), tuple(shape)
-        match contributions:
-            case [Lookup() as use] if forms.extent(use).table(rows) < rows:
-                some = forms.part(use, start, stop)
-                uses, interval = [_renumbered(some, rows)], (0, stop - start)
-                formed = (use.positions, columns)
         return forms.summed(
-            squares(_columns(uses, formed, interval, first, last))
+            squares(_columns(contributions, shape, (start, stop), first, last))
             for first, last in forms.chunks(columns, width)
         )
 
     return _side_by_side(of_some, forms.num_rows(contributions[0]), samples)
-
-
-def _renumbered(lookup: Lookup, rows: int) -> Lookup:
-    """Returns the same sums in a table of T rows: norms do not know which row is which.
-
-    A sample adds to at most T of the table's ``rows``.
-    """
-    index = lookup.index.long()
-    # Each entry's row is one of its positions: whichever was written last.
-    where = torch.arange(index.shape[1], device=index.device).expand_as(index)
-    row = index.new_empty(len(index), rows).scatter_(1, index, where)
-    return Lookup(row.gather(1, index), lookup.values)
 
 
 def materialized_gram(
@@ -337,42 +316,15 @@ def _columns(
 
 def squares(block: torch.Tensor) -> torch.Tensor:
     """Returns the sum of squares of every sample, ``(N,)``."""
-    flat = block.flatten(1)
-    if flat.numel() <= _FEW or traits(flat).is_lazy:
-        # Few squares may be written, and a compiler writes none.
-        return torch.linalg.vecdot(flat, flat)
-    return torch.linalg.vector_norm(flat, dim=1).square()
+    return torch.linalg.vector_norm(block.flatten(1), dim=1).square()
 
 
-def _square_and_terms(
-    part: Part,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _square_and_terms(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns ``‖g_n‖²`` of one use and the squares of its terms, ``(N,)`` each."""
-    match part:
-        case Dense(values):
-            terms = squares(values)
-            return terms, terms
-        case Outer(left, right) if left.shape[1] == left.shape[2] == 1:
-            terms = squares(left) * squares(right)
-            return terms, terms
-        case Outer(left, right):
-            count, groups = left.shape[:2]
-            left, right = left.flatten(0, 1), right.flatten(0, 1)
-            a = torch.bmm(left, left.transpose(1, 2))
-            b = torch.bmm(right, right.transpose(1, 2))
-            found = torch.linalg.vecdot(a.flatten(1), b.flatten(1))
-            terms = torch.linalg.vecdot(
-                a.diagonal(dim1=1, dim2=2), b.diagonal(dim1=1, dim2=2)
-            )
-            if groups > 1:
-                found, terms = (
-                    each.view(count, groups).sum(1) for each in (found, terms)
-                )
-            return found, terms
-    kernel = _kernel(part, part)
-    if kernel[0].numel() == 1:  # one group and position
-        terms = kernel.flatten()
+    if isinstance(part, Dense):
+        terms = squares(part.values)
         return terms, terms
+    kernel = _kernel(part, part)
     terms = kernel.diagonal(dim1=-2, dim2=-1)
     return kernel.flatten(1).sum(1), terms.flatten(1).sum(1)
 
@@ -384,9 +336,6 @@ def _kernel(a: Part, b: Part) -> torch.Tensor:
             return (a.values * b.values).flatten(1)[:, None, None]
         case Lookup(), Outer():
             return _kernel(b, a)
-        case Outer(), Outer() if a.positions == b.positions == 1:
-            kernel = (a.left * b.left).sum(-1) * (a.right * b.right).sum(-1)
-            return kernel.unsqueeze(-1)
         case Outer(), Outer():
             kernel = a.left @ b.left.transpose(2, 3)
             return kernel * (a.right @ b.right.transpose(2, 3))
@@ -395,37 +344,20 @@ def _kernel(a: Part, b: Part) -> torch.Tensor:
             kernel = a.values @ b.values.transpose(1, 2)
             return torch.where(same, kernel, torch.zeros_like(kernel))
         case Outer(), Lookup():
-            left = a.left.squeeze(1)  # (n, S, V)
-            index = b.index.long().unsqueeze(1)
-            index = index.expand(-1, left.shape[1], -1)
-            kernel = left.gather(2, index)
-            right = a.right.squeeze(1)
-            return kernel * (right @ b.values.transpose(1, 2))
+            left, right = a.left.squeeze(1), a.right.squeeze(1)  # (N, T, V), (N, T, q)
+            index = b.index.long().unsqueeze(1).expand(-1, a.positions, -1)
+            return left.gather(2, index) * (right @ b.values.transpose(1, 2))
     raise AssertionError("no factored product; see plan.has_product")
 
 
 def _pairs(a: Part, b: Part) -> torch.Tensor:
     """Returns ``⟨a_i, b_j⟩``, ``(n, n')``, from ``n T n' T'`` products per group."""
-    match a, b:
-        case Dense(), Dense():
-            return a.values.flatten(1) @ b.values.flatten(1).T
-        case Lookup(), Outer():
-            return _pairs(b, a).T
-        case Outer(), Outer():
-            kernel = _flat(a.left) @ _flat(b.left).transpose(1, 2)
-            kernel = kernel * (_flat(a.right) @ _flat(b.right).transpose(1, 2))
-        case Lookup(), Lookup():
-            same = a.index.flatten().unsqueeze(1) == b.index.flatten().unsqueeze(0)
-            kernel = a.values.flatten(0, 1) @ b.values.flatten(0, 1).T
-            kernel = torch.where(same, kernel, torch.zeros_like(kernel)).unsqueeze(0)
-        case Outer(), Lookup():
-            kernel = _flat(a.left)[0].index_select(1, b.index.flatten().long())
-            right = _flat(a.right)[0] @ b.values.flatten(0, 1).T
-            kernel = (kernel * right).unsqueeze(0)
-        case _:
-            raise AssertionError("no factored product; see plan.has_product")
-    if a.positions == b.positions == 1:
-        return kernel.sum(0)
+    if isinstance(a, Dense) and isinstance(b, Dense):
+        return a.values.flatten(1) @ b.values.flatten(1).T
+    assert not isinstance(a, Dense)
+    assert not isinstance(b, Dense)
+    # As one sample that has all positions.
+    kernel = _kernel(forms.regroup(a, 1), forms.regroup(b, 1))
     shape = (-1, forms.num_rows(a), a.positions, forms.num_rows(b), b.positions)
     return kernel.reshape(shape).sum((0, 2, 4))
 

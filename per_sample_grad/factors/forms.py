@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 
 from per_sample_grad.errors import PerSampleError
-from xla_replica import traits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +183,6 @@ class Extent(NamedTuple):
         unit: `Windows.unit`; 1 for other forms.
         kernel: K; 1 for other forms.
         direct: `Windows.direct_elements`; None where it has no direct way.
-        renumbers: Whether the rows that a sample adds to are found, for norms.
     """
 
     form: type[Contribution]
@@ -197,11 +195,6 @@ class Extent(NamedTuple):
     unit: int = 1
     kernel: int = 1
     direct: tuple[int, int] | None = None
-    renumbers: bool = False
-
-    def table(self, rows: int) -> int:
-        """Returns how many rows of a parameter are formed for norms of this use."""
-        return min(rows, self.positions) if self.renumbers else rows
 
     def for_gradients(self, columns: int) -> int:
         """Returns how many numbers a sample takes while so many columns are formed."""
@@ -240,9 +233,9 @@ def extent(contribution: Contribution) -> Extent:
                 direct=None if direct is None else contribution.direct_elements,
             )
         case Lookup(index, values):
-            # Elsewhere a product takes less than adding to rows one after the other.
-            sizes = (1, index.shape[1], 1, values.shape[2], values.itemsize)
-            return Extent(Lookup, *sizes, renumbers=traits(values).is_host)
+            return Extent(
+                Lookup, 1, index.shape[1], 1, values.shape[2], values.itemsize
+            )
         case Dense(values):
             return Extent(Dense, 1, 1, 1, 1, values.itemsize)
 

@@ -176,11 +176,7 @@ def _materialized(
     budget: int,
 ) -> Choice:
     """Returns the choice that forms gradients."""
-    entries, all_columns = forms.matrix_shape(shape)
-    alone = partners == 1 and len(sizes) == 1
-    rows = sizes[0].table(entries) if alone else entries
-    # Where each entry is, in numbers of 8 bytes.
-    places = 8 // sizes[0].itemsize * entries if rows < entries else 0
+    rows, all_columns = forms.matrix_shape(shape)
     size = rows * all_columns
     flops = 2 * num_samples * partners * size
     for each in sizes:
@@ -195,21 +191,17 @@ def _materialized(
     of_all = blocks * num_samples * rows if partners > 1 else 0
 
     def on_the_way(samples: int, columns: int) -> int:
-        each = max(size.for_gradients(columns) for size in sizes)
-        return samples * (each + places)
+        return samples * max(size.for_gradients(columns) for size in sizes)
 
     def size_of(samples: int, columns: int) -> int:
         sums_and_all = columns * (samples * sums + of_all)
         return (on_the_way(samples, columns) + sums_and_all) * itemsize
 
-    def halved_samples(share: int) -> int:
-        """Stops early where most of the size is the gradients of all samples."""
-        return _halved(
-            samples,
-            lambda some: (
-                size_of(some, columns) > budget
-                and share * on_the_way(some, columns) >= columns * of_all
-            ),
+    def too_many(samples: int) -> bool:
+        """Whether fewer samples would help, and not fewer columns."""
+        gradients = columns * of_all
+        return size_of(samples, columns) > budget and (
+            on_the_way(samples, columns) >= gradients
         )
 
     def halved_columns() -> int:
@@ -220,9 +212,8 @@ def _materialized(
     samples, columns = num_samples, all_columns
     if partners > 1 and not units:
         columns = halved_columns()
-    samples = halved_samples(1)
+    samples = _halved(samples, too_many)
     columns = halved_columns()
-    samples = halved_samples(8)
     times = -(-all_columns // max(columns, 1)) * -(-num_samples // samples)
     peak = size_of(samples, columns)
     is_table = any(each.form is Lookup for each in sizes)

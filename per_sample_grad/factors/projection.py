@@ -91,7 +91,6 @@ class Projection:
         self.kept = _kept(self.shapes, size)
         self.size = sum(map(math.prod, self.kept.values()))
         self._folds: dict[tuple[object, ...], Folds] = {}
-        self._columns: dict[tuple[str, ...], Columns] = {}
 
     def __repr__(self) -> str:
         total = sum(map(math.prod, self.shapes.values()))
@@ -102,14 +101,9 @@ class Projection:
 
     def columns_of(self, names: Sequence[str]) -> Columns:
         """Returns where the numbers of these parameters are, in this sequence."""
-        key = tuple(names)
-        found = self._columns.get(key)
-        if found is None:
-            sizes = tuple(math.prod(self.kept[name]) for name in names)
-            starts = itertools.accumulate(sizes, initial=0)
-            places = dict(zip(names, zip(starts, sizes)))
-            found = self._columns[key] = Columns(sum(sizes), places)
-        return found
+        sizes = [math.prod(self.kept[name]) for name in names]
+        starts = itertools.accumulate(sizes, initial=0)
+        return Columns(sum(sizes), dict(zip(names, zip(starts, sizes))))
 
     def of(self, name: str, uses: Sequence[Contribution], budget: int) -> torch.Tensor:
         """Returns the projections of one parameter's gradients, ``(B, k1 k2)``.
