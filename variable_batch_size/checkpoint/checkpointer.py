@@ -17,7 +17,7 @@ from torch import nn
 
 import xla_replica
 from variable_batch_size.checkpoint import files, random_state, save_and_stop, shards
-from variable_batch_size.checkpoint.writer import Writer
+from variable_batch_size.checkpoint.writer import Writer, detached
 from variable_batch_size.data.schedule import Cursor, TraceExhausted
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.runs.run_log import RunLog
@@ -293,7 +293,9 @@ class Checkpointer:
         )
         self._times.saved(self.num_updates)
         if self.replica.is_primary:
-            state = self.replica.to_host(state)  # with containers of its own
+            state = self.replica.to_host(state)
+            if beside:
+                state = detached(state)
 
         def write() -> Path | None:
             parts = write_shards() if write_shards else {}

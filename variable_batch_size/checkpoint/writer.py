@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from xla_replica.common.arguments import check_flag
+from xla_replica.common.trees import tensors_in
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +20,7 @@ class Writer:
 
     It is the seam between a state and the files that it becomes. Before it, replicas
     work together: the state is made, averaged and copied to the host, where nothing
-    changes it any more. After it, a function without arguments writes
+    changes it any more (`detached`). After it, a function without arguments writes
     what this process has and returns its path, if it has written a file. A collective
     in this thread would meet those of the training in another order on every replica,
     so parts that processes write together need a process group of their own.
@@ -58,6 +61,11 @@ class Writer:
         except Exception:
             self._running = None
             raise
+
+
+def detached(state: Any) -> Any:
+    """Returns a state with containers of its own and the same tensors."""
+    return copy.deepcopy(state, {id(tensor): tensor for tensor in tensors_in(state)})
 
 
 def _logged(write: Callable[[], Path | None]) -> Path | None:
