@@ -1,10 +1,10 @@
-"""The page about rigl_xla shows code that runs."""
+"""The pages about rigl_xla show code that runs."""
 
 from __future__ import annotations
 
 from support.documents import block, blocks
 
-PAGE = "docs/rigl_xla.md"
+PAGE, DETAILS = "docs/rigl_xla.md", "docs/rigl_xla_details.md"
 
 
 def test_the_example_of_snip_runs():
@@ -21,13 +21,13 @@ def test_the_examples_run(capsys, monkeypatch, tmp_path):
     assert "num_rigl_steps=14" in capsys.readouterr().out
     exec(block(PAGE, "python", "for step in range(20):\n    with psg"), names)
     assert names["pruner"].step == 420
-    of_reports = [text for text in examples if "costs" in text]
+    of_reports = [text for text in blocks(DETAILS, "python") if "costs" in text]
     assert len(of_reports) == 2
     for text in of_reports:
         exec(text, names)
     assert "training: dense 1.0000" in capsys.readouterr().out
     assert abs(names["report"].sparsity - 0.9) < 1e-3
-    exec(block(PAGE, "python", "save_compact("), names)
+    exec(block(DETAILS, "python", "save_compact("), names)
     assert (tmp_path / "model.pt").stat().st_size < names["report"].size_in_bytes + 3000
     (events,) = tmp_path.glob("runs/events.out.tfevents.*")
     names["log"]._writer.close()
