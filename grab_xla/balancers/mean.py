@@ -66,7 +66,8 @@ class Centred(Balancer):
         others = decide.thresholds_RN, decide.weights_R
         for tile, thresholds, weights in decide.tiles(rows_RD, *others):
             rows, centre = self.centred(state, tile)
-            on_host = isinstance(rows, Tensor) and traits(rows).is_host
+            in_tiles = decide.tile_size is not None and isinstance(rows, Tensor)
+            on_host = in_tiles and traits(rows).is_host
             # A tile on a CPU is small, so differences are formed: with them float32
             # loses no digits where the mean is larger than they are.
             if centre is not None and (weights is not None or on_host):
