@@ -43,7 +43,7 @@ class BackwardPass:
             fallback come after those of a rule, and may replace them.
         retain_graph: Whether to keep the graph.
         accumulate: What of the losses the pass is of, if it adds to ``.grad``.
-        for_report: Whether what is missing or wrong is for a report and not an error,
+        reported: Whether what is missing or wrong is for a report and not an error,
             and no fallback replaces a wrong rule.
         modules: The modules of all calls that the losses depend on.
         problems: Why parameters have no contributions, by name.
@@ -56,7 +56,7 @@ class BackwardPass:
     receive: Callable[[Factors], None]
     retain_graph: bool = False
     accumulate: Accumulate | None = None
-    for_report: bool = False
+    reported: bool = False
 
     def __post_init__(self) -> None:
         self.modules: list[RecordedModule] = []
@@ -94,7 +94,7 @@ class BackwardPass:
         self.problems = self._problems(attribution, proof)
         self._refuse_problems(attribution.called)
         wrong: Collection[str] = ()
-        if proof is not None and settings.has_fallback and not self.for_report:
+        if proof is not None and settings.has_fallback and not self.reported:
             wrong = proof.wrong
             reason = "its rule is wrong for this structure"
             self.problems |= {name: [reason] for name in wrong}
@@ -436,7 +436,7 @@ class BackwardPass:
             comparer.compute_reference(self.retain_graph or self.settings.has_fallback)
         self.compared = comparer.result()
         self._cancelling |= self.compared.cancelling
-        if self.for_report:
+        if self.reported:
             return
         wrong = self.compared.wrong if self.settings.has_fallback else {}
         if wrong:
