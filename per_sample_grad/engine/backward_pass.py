@@ -25,7 +25,7 @@ from per_sample_grad.engine.recording import RecordedCall, RecordedModule
 from per_sample_grad.engine.settings import Accumulate, Settings
 from per_sample_grad.errors import PerSampleError, Refusal
 from per_sample_grad.factors import forms
-from per_sample_grad.factors.factors import Factors
+from per_sample_grad.factors.factors import JOINED, Factors
 from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.factors.plan import default_budget
 from per_sample_grad.layers import registry
@@ -43,7 +43,7 @@ class BackwardPass:
             fallback come after those of a rule, and may replace them.
         retain_graph: Whether to keep the graph.
         accumulate: What of the losses the pass is of, if it adds to ``.grad``.
-        for_report: Whether what is missing or wrong is for a report and not an error,
+        reported: Whether what is missing or wrong is for a report and not an error,
             and no fallback replaces a wrong rule.
         modules: The modules of all calls that the losses depend on.
         problems: Why parameters have no contributions, by name.
@@ -56,7 +56,7 @@ class BackwardPass:
     receive: Callable[[Factors], None]
     retain_graph: bool = False
     accumulate: Accumulate | None = None
-    for_report: bool = False
+    reported: bool = False
 
     def __post_init__(self) -> None:
         self.modules: list[RecordedModule] = []
@@ -77,6 +77,9 @@ class BackwardPass:
         self._parts: dict[str, list[Contribution]] = {}
         self._versions: dict[str, list[forms.Versions]] = {}
         self._handed_on: set[str] = set()
+        # Small gradients wait for others, to be answered together; how many numbers.
+        self._small: dict[str, list[Contribution]] = {}
+        self._num_small = 0
         # Parameters whose positions cancel, as far as that is known.
         self._cancelling: set[str] = set()
         self._may_read = self._traits.is_host
@@ -91,7 +94,7 @@ class BackwardPass:
         self.problems = self._problems(attribution, proof)
         self._refuse_problems(attribution.called)
         wrong: Collection[str] = ()
-        if proof is not None and settings.has_fallback and not self.for_report:
+        if proof is not None and settings.has_fallback and not self.reported:
             wrong = proof.wrong
             reason = "its rule is wrong for this structure"
             self.problems |= {name: [reason] for name in wrong}
@@ -118,9 +121,11 @@ class BackwardPass:
         known, others = self.problems.keys() & wrong, self.problems.keys() - wrong
         self._use_fallback(others, attribution.vectorisable)
         self._use_fallback(known)
-        self.unused = self._params.keys() - self._handed_on
-        if self.unused:
-            self._hand_on({name: [] for name in self._params if name in self.unused})
+        rest = [name for name in self._params if name not in self._handed_on]
+        self.unused = set(rest) - self._small.keys()
+        if rest:
+            self._refuse_changes(rest)
+            self._hand_on({name: self._small.pop(name, []) for name in rest})
         self._conclude(attribution.key, apart)
         for factors in self._waiting or []:
             factors.refuse_changes()
@@ -305,11 +310,29 @@ class BackwardPass:
                 self._num_missing[name] -= 1
                 if self._num_missing[name] or name in self.problems:
                     continue
-                for versions in self._versions.pop(name, []):
-                    versions.refuse_changes(name)
-                complete[name] = forms.merge(self._parts.pop(name, []))
+                self._refuse_changes([name])
+                uses = forms.merge(self._parts.pop(name, []))
+                if not self._keeps_small(name, uses):
+                    complete[name] = uses
             if complete:
                 self._hand_on(complete)
+
+    def _keeps_small(self, name: str, uses: list[Contribution]) -> bool:
+        """Keeps gradients that are small until the pass ends, up to a MiB or two."""
+        match uses:
+            case [forms.Dense(values)] if values.dtype == torch.float32:
+                number = self._num_small + values.numel()
+                if values.numel() <= JOINED and number <= 8 * JOINED:
+                    self._num_small, self._small[name] = number, uses
+                    self._versions[name] = [forms.Versions(uses)]
+                    return True
+        return False
+
+    def _refuse_changes(self, names: Collection[str]) -> None:
+        """Raises PerSampleError if what waited for others was changed in place."""
+        for name in names:
+            for versions in self._versions.pop(name, []):
+                versions.refuse_changes(name)
 
     def _add_contributions(self, call: RecordedCall, gradient: torch.Tensor) -> None:
         """Adds what a call's rule returns to the contributions of its parameters."""
@@ -413,7 +436,7 @@ class BackwardPass:
             comparer.compute_reference(self.retain_graph or self.settings.has_fallback)
         self.compared = comparer.result()
         self._cancelling |= self.compared.cancelling
-        if self.for_report:
+        if self.reported:
             return
         wrong = self.compared.wrong if self.settings.has_fallback else {}
         if wrong:

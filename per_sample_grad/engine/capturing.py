@@ -99,7 +99,8 @@ class Capture:
         budget: int | None = None,
         scale: float = 1.0,
     ) -> None:
-        self.model, self.params = model, selected(model, params)
+        self.model = model
+        self.params = selected(model, params)
         self._settings = Settings(
             model, self.params, batch_dim, fallback, check, method, budget, scale
         )
@@ -365,7 +366,7 @@ class Capture:
         *,
         retain_graph: bool = False,
         accumulate: Accumulate | None = None,
-        for_report: bool = False,
+        reported: bool = False,
     ) -> BackwardPass:
         """Runs the backward pass; the arguments are those of `BackwardPass`."""
         if accumulate is not None:
@@ -397,7 +398,7 @@ class Capture:
             )
         refuse_hooked(self.params)
         backward_pass = BackwardPass(
-            self._settings, losses, receive, retain_graph, accumulate, for_report
+            self._settings, losses, receive, retain_graph, accumulate, reported
         )
         found = None
         if losses.shape[0]:

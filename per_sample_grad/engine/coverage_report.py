@@ -96,7 +96,7 @@ def coverage(
             used = factors.merged[name]
             plans[name] = {q: tables[q][name] for q in QUANTITIES} if used else {}
 
-    found = recorded._run(losses, plan, for_report=True)
+    found = recorded._run(losses, plan, reported=True)
     assert found.compared is not None
     errors, tolerance = found.compared.errors, found.compared.tolerance
     return Coverage(

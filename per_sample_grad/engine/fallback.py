@@ -145,7 +145,8 @@ def _of_call(
     assert autocast is not None
     module, dim = call.module, call.batch_dim
     inner = {id(param): name for name, param in module.named_parameters()}
-    gradients = [call.batch_first(gradient) for _, gradient in outputs]
+    # The gradient is that of the output before a last view.
+    gradients = [call.batch_first(g.reshape(each.shape)) for each, g in outputs]
     rows = len(gradients[0])
     if not rows or rows % num_samples or any(len(each) != rows for each in gradients):
         raise ValueError(
