@@ -70,13 +70,18 @@ UNITS: dict[str, Callable[[Update], int] | None] = {
 
 
 class Attached:
-    """The callbacks and schedulers that run after every update, in order."""
+    """The callbacks and schedulers that run after every update, in order.
+
+    Attributes:
+        is_empty: Whether there has been none, nor is one missing that was saved.
+    """
 
     def __init__(self, noise: NoiseMeter | None) -> None:
         self._noise = noise
         self._callbacks: list[Callable[[Update], Any]] = []
         self._waiting: list[dict[str, Any]] = []  # states of schedulers yet to come
         self._may_lack = False  # whether these may never come
+        self.is_empty = True
 
     def add(self, target: Any, unit: str, every: float) -> None:
         """Adds what `ElasticOptimizer.attach` was given; see there."""
@@ -96,6 +101,7 @@ class Attached:
                 f"attach: {target!r} is a method of an LR scheduler, which would take "
                 "the update for an epoch: attach the scheduler"
             )
+        self.is_empty = False
         check_choice("attach: unit", unit, UNITS)
         check_number("attach: every", every, above=0)
         is_class = isinstance(target, type)
@@ -169,6 +175,7 @@ class Attached:
         for scheduler in schedulers[len(states) :]:
             scheduler.begin_here()
         self._waiting = list(states[len(schedulers) :])
+        self.is_empty &= not self._waiting
 
     def _schedulers(self) -> list[AttachedScheduler]:
         return [each for each in self._callbacks if isinstance(each, AttachedScheduler)]

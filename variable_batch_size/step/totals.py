@@ -37,6 +37,7 @@ class StepTotals:
         if replica.num_replicas > 1:
             self.agreement = Agreement(replica, context.scalars)
         self._ballots: torch.Tensor | None = None
+        self._was_asked = False  # to stop, if it is alone, before the last update
         self._weight: torch.Tensor | None = None
         if context.settings.reduction == "sum":
             dtype = dtype_for(context.parameters())
@@ -103,7 +104,9 @@ class StepTotals:
         """
         context = self._context
         totals = []
-        if self.agreement is not None:
+        if self.agreement is None:
+            self._was_asked |= xla_replica.stop_requested() is not None
+        else:
             used = hyperparameters(context.inner.param_groups), scaling.state_dict()
             order = context.sampler.order_digest(position.plan.epoch)
             self._ballots = self.agreement.ballots(used, order)
@@ -140,7 +143,7 @@ class StepTotals:
         See `Agreement.stop_agreed`. A replica that is alone agrees with itself.
         """
         if self.agreement is None:
-            return xla_replica.stop_requested() is not None
+            return self._was_asked
         return self.agreement.stop_agreed(look)
 
     def clear(self) -> None:

@@ -288,7 +288,8 @@ class UpdateLoop:
             ends_epoch=step + 1 == plan.num_steps,
             weight=weight,
         )
-        self.attached.run(update)
+        if not self.attached.is_empty:
+            self.attached.run(update)
         self.gradients.refresh()  # functions may have frozen or unfrozen some
         self._hyperparameters = hyperparameters(context.inner.param_groups)
         log_steps = context.settings.log_steps
