@@ -98,7 +98,7 @@ def test_what_a_training_step_costs():
 @pytest.mark.parametrize(
     ("page", "header"),
     [
-        ("docs/grab_xla.md", "| | grab-sampler 0.1.3 | grab_xla |"),
+        ("docs/grab_xla_details.md", "| | grab-sampler 0.1.3 | grab_xla |"),
         ("docs/benchmarks/README.md", "| | grab-sampler 0.1.3 | grab_xla |"),
     ],
 )
@@ -114,7 +114,7 @@ def test_what_a_balance_step_takes_of_memory(page, header):
 
 def test_what_groups_and_projections_keep_of_the_gain():
     kept = record("convex-groups")["problems"]["digits"]["share_kept"]
-    [row] = [r for r in table("docs/grab_xla.md", "| `mean`, `pair` in groups")
+    [row] = [r for r in table("docs/grab_xla_details.md", "| `mean`, `pair` in groups")
              if r[0] == "digits"]  # fmt: skip
     for size, shown in zip((2, 4, 8, 16), row[1:]):
         values = [kept[f"{name} in groups of {size}"] for name in ("mean", "pair")]
@@ -152,7 +152,7 @@ def test_what_seesaw_saves():
 
 def test_what_weights_in_the_balance_do():
     distance = record("weights")["distance"]
-    for trace, rule, *shown in table("docs/grab_xla.md", "| trace | rule | rr |"):
+    for trace, rule, *shown in table("docs/grab_xla_details.md", "| trace | rule | rr |"):
         found = distance[trace][rule].values()
         assert shown == [f"{value:.1e}" for value in found], trace
 

@@ -16,6 +16,7 @@ import per_sample_grad as psg
 from per_sample_grad.layers.registry import RULES
 
 PAGE = "docs/per_sample_grad.md"
+DETAILS = "docs/per_sample_grad_details.md"
 POOLS = "docs/pools.md"
 COUNT = 1000  # the pages ask for the highest thousand
 
@@ -137,11 +138,12 @@ def test_a_class_like_another():
 
     with rules_kept():
         exec(
-            block(PAGE, "python", "like="), {"psg": psg, "nn": nn, "MyLinear": MyLinear}
+            block(DETAILS, "python", "like="), {"psg": psg, "nn": nn, "MyLinear": MyLinear}
         )
         assert RULES[MyLinear] is RULES[nn.Linear]
 
 
 def test_no_other_example_is_shown():
-    assert len(blocks(PAGE, "python")) == 4  # one is in docs/test_oracles.py
+    assert len(blocks(PAGE, "python")) == 3  # one is in docs/test_oracles.py
+    assert len(blocks(DETAILS, "python")) == 1
     assert len(blocks(POOLS, "python")) == 5
