@@ -142,6 +142,9 @@ def _read_code(value: Any) -> tuple[str, dict[str, Any]]:
     text = textwrap.dedent(inspect.getsource(value))
     with contextlib.suppress(SyntaxError):  # a lambda's line may be half a call
         text = ast.unparse(ast.parse(text))  # which has no comments
+    if name.endswith("<lambda>") and text.count("lambda") > 1:  # which of its line?
+        code = value.__code__
+        text += f"{code.co_code.hex()} {code.co_names} {_plain(code.co_consts)}"
     return f"source {digest(text)}", _variables(value)
 
 
@@ -173,6 +176,17 @@ def _variables(function: Any) -> dict[str, Any]:
         if getattr(function, name):
             found[name] = getattr(function, name)
     return {f".{name}": value for name, value in found.items()}
+
+
+def _plain(constants: tuple[Any, ...]) -> str:
+    """Returns constants in words, equal in every process, without inner code."""
+    return repr(
+        [
+            sorted(map(repr, each)) if isinstance(each, frozenset) else each
+            for each in constants
+            if not inspect.iscode(each)
+        ]
+    )
 
 
 def _globals_of(code: types.CodeType) -> set[str]:

@@ -363,6 +363,15 @@ psg.score_pool(model, Pool(), loss=mine.make(), folder=sys.argv[2], progress=Fal
 """
 
 
+def test_one_of_several_lambdas_on_a_line_is_told_from_the_others(tmp_path):
+    """Their source text is the same, whichever is chosen."""
+    chosen = {"sum": lambda z, y: z.sum(1), "mean": lambda z, y: z.mean(1)}
+    scores(loss=chosen["sum"], folder=tmp_path)
+    scores(loss=chosen["sum"], folder=tmp_path)
+    with pytest.raises(ValueError, match="loss was 'source .* and is 'source"):
+        scores(loss=chosen["mean"], folder=tmp_path)
+
+
 def test_another_process_and_new_comments_find_the_same(tmp_path):
     paths = [tmp_path / "first.py", tmp_path / "folder" / "second.py"]
     paths[1].parent.mkdir()
