@@ -77,7 +77,8 @@ class Decisions:
         """
         size = self.tile_size or max(len(rows_RD), 1)
         if len(rows_RD) <= size or not isinstance(rows_RD, Tensor):
-            yield [rows_RD, *others]
+            own = slice(len(rows_RD))
+            yield [rows_RD, *(each if each is None else each[own] for each in others)]
             return
         for start in range(0, len(rows_RD), size):
             own = slice(start, start + size)

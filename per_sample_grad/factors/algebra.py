@@ -335,7 +335,7 @@ def _kernel(a: Part, b: Part) -> torch.Tensor:
         case Dense(), Dense():
             return (a.values * b.values).flatten(1)[:, None, None]
         case Lookup(), Outer():
-            return _kernel(b, a)
+            return _kernel(b, a).transpose(-2, -1)
         case Outer(), Outer():
             kernel = a.left @ b.left.transpose(2, 3)
             return kernel * (a.right @ b.right.transpose(2, 3))

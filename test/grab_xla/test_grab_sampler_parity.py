@@ -111,8 +111,8 @@ def test_projected_orders_are_equal(package, balance_type, kind):
     with pytest.warns(UserWarning, match="reduces nothing"):
         mine = ours(90, balance_type, random_projection=kind, pi_eps=0.9)
     theirs = theirs_of(package, 90, balance_type, random_projection=kind, pi_eps=0.9)
-    assert theirs.sorter.PI.dd == mine._vectors.project.num_outputs
-    theirs.sorter.PI.project = mine._vectors.project
+    assert theirs.sorter.PI.dd == mine._matrix._projection.num_outputs
+    theirs.sorter.PI.project = mine._matrix._projection
     assert_same_orders(theirs, mine, 90, 7)
 
 

@@ -23,7 +23,7 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     if not isinstance(value, Mapping):
         return value
     parts = {key: map_tensors(part, function) for key, part in value.items()}
-    if not isinstance(value, dict):
+    if type(value) is dict or not isinstance(value, dict):
         return parts
     changed = copy.copy(value)  # with its attributes, such as state_dict()._metadata
     for key, part in parts.items():
