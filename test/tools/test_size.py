@@ -39,12 +39,12 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 27_595
-TEST_LINES = 44_500
+CODE = 24_410
+TEST_LINES = 43_900
 # Files and functions of ours.
 LIMITS = {
-    "minibatch": (12, 41), "update": (21, 83), "norms": (21, 117), "grab": (37, 160),
-    "order": (16, 37),
+    "minibatch": (7, 25), "update": (10, 45), "norms": (20, 113), "grab": (33, 162),
+    "order": (12, 32),
 }  # fmt: skip
 
 
