@@ -152,7 +152,8 @@ def test_what_seesaw_saves():
 
 def test_what_weights_in_the_balance_do():
     distance = record("weights")["distance"]
-    for trace, rule, *shown in table("docs/grab_xla_details.md", "| trace | rule | rr |"):
+    rows = table("docs/grab_xla_details.md", "| trace | rule | rr |")
+    for trace, rule, *shown in rows:
         found = distance[trace][rule].values()
         assert shown == [f"{value:.1e}" for value in found], trace
 

@@ -137,9 +137,8 @@ def test_a_class_like_another():
         pass
 
     with rules_kept():
-        exec(
-            block(DETAILS, "python", "like="), {"psg": psg, "nn": nn, "MyLinear": MyLinear}
-        )
+        names = {"psg": psg, "nn": nn, "MyLinear": MyLinear}
+        exec(block(DETAILS, "python", "like="), names)
         assert RULES[MyLinear] is RULES[nn.Linear]
 
 

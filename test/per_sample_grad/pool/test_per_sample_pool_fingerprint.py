@@ -368,7 +368,7 @@ def test_one_of_several_lambdas_on_a_line_is_told_from_the_others(tmp_path):
     chosen = {"sum": lambda z, y: z.sum(1), "mean": lambda z, y: z.mean(1)}
     scores(loss=chosen["sum"], folder=tmp_path)
     scores(loss=chosen["sum"], folder=tmp_path)
-    with pytest.raises(ValueError, match="loss was 'source .* and is 'source"):
+    with pytest.raises(ValueError, match=r"loss was 'source .* and is 'source"):
         scores(loss=chosen["mean"], folder=tmp_path)
 
 
