@@ -222,92 +222,6 @@ def test_modules_that_run_once_more_are_as_small_as_they_can_be():
     assert runs_of(model, torch.randn(5, 3)) == [*once, nn.Linear, Hidden]
 
 
-class Gated(torch.autograd.Function):
-    """``x`` times a parameter, or times its mean where that is negative.
-
-    torch cannot vectorise it.
-    """
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        gated = torch.where(gate < 0, gate.mean().expand_as(gate), gate)
-        ctx.save_for_backward(x, gate, gated)
-        return x * gated
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, gate, gated = ctx.saved_tensors
-        at_gate = (grad * x).sum_to_size(gate.shape)
-        mixed = torch.where(gate < 0, at_gate, 0).mean()
-        return grad * gated, torch.where(gate < 0, mixed, at_gate + mixed)
-
-
-class Vectorised(Gated):
-    """The same, told how it is vectorised."""
-
-    @staticmethod
-    def forward(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return x * torch.where(gate < 0, gate.mean().expand_as(gate), gate)
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        x, gate = inputs
-        gated = torch.where(gate < 0, gate.mean().expand_as(gate), gate)
-        ctx.save_for_backward(x, gate, gated)
-
-
-class Gate(nn.Module):
-    """A module that computes with its parameter in one of these."""
-
-    def __init__(self, function: type[Gated], *shape: int, times: int = 2) -> None:
-        super().__init__()
-        self.gate, self.function = nn.Parameter(torch.rand(shape)), function
-        self.times = times
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = self.function.apply(x, self.gate)
-        return found if self.times == 1 else self.times * found
-
-
-@pytest.mark.parametrize(
-    ("inputs", "shape"),
-    [((3,), (4,)), ((5, 3), (4,)), ((5, 3), (5, 1)), ((3,), ()), ((5, 3), (1, 5, 4))],
-)
-@pytest.mark.parametrize("function", [Gated, Vectorised])
-@pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.filterwarnings("ignore:fallback=")  # torch cannot vectorise `Gated`
-def test_rows_of_a_parameter_of_a_function_are_told_apart(
-    inputs, shape, function, times, dtype
-):
-    case = Case("", lambda: nn.Sequential(
-        nn.Linear(3, 4), Gate(function, *shape, times=times),
-        nn.ReLU(inplace=True), nn.Linear(4, 2)), inputs)  # fmt: skip
-    model, inputs = case.make(dtype)
-    with torch.no_grad():
-        model[1].gate.abs_()
-    truth = oracle(case, model, inputs)
-    rtol = 1e-10 if dtype == torch.float64 else 1e-5
-    for _ in range(3):
-        agree(psg.per_sample_factors(model, fold, inputs, fallback="batched"),
-              truth, rtol)  # fmt: skip
-
-
-def test_rows_that_meet_in_some_step_only_are_told_apart_then():
-    case = Case("", lambda: nn.Sequential(
-        nn.Linear(3, 4), Gate(Vectorised, 4), nn.Linear(4, 2)), (3,))  # fmt: skip
-    model, inputs = case.make(torch.float64)
-    for negative in (0, 0, 1, 2, 0):
-        with torch.no_grad():
-            model[1].gate.copy_(torch.tensor([0.5, 1.0, 0.25, 2.0]))
-            model[1].gate[:negative] *= -1
-        truth = oracle(case, model, inputs)
-        agree(psg.per_sample_factors(model, fold, inputs, fallback="batched"),
-              truth, 1e-10)  # fmt: skip
-
-
 def exponents(
     function: Callable[[nn.Module, torch.Tensor, nn.Parameter], torch.Tensor],
     *shape: int,
@@ -321,7 +235,6 @@ def exponents(
             b=nn.Linear(4, 4),
         )
         model.own = nn.Parameter(torch.rand(shape))
-        model.register_buffer("constant", torch.rand(4))
         return model
 
     return make
@@ -341,30 +254,15 @@ def two_outputs(m: nn.Module, x: torch.Tensor, own: nn.Parameter) -> torch.Tenso
 
 FUNCTIONS = [
     Case("turned", exponents(lambda m, x, p: turned(x, p), 4), (3,)),
-    Case("turned-places", exponents(lambda m, x, p: turned(x, p), 5, 1), (5, 3)),
-    Case("number", exponents(lambda m, x, p: turned(x, p)), (3,)),
-    Case("first", exponents(lambda m, x, p: turned(p, x), 4), (3,)),
     Case("computed", exponents(
         lambda m, x, p: turned(x, (3 * p[:4] - p[4:]).exp()) + x, 8), (3,)),
-    Case("with-a-buffer", exponents(
-        lambda m, x, p: turned(x, p * m.constant), 4), (3,)),
-    Case("by-keyword", exponents(
-        lambda m, x, p: torch.polar(abs=x, angle=p).imag, 4), (3,)),
     Case("twice", exponents(
         lambda m, x, p: turned(x, p) + turned(2 * x, p.square()), 4), (3,)),
-    Case("beside-a-rule", exponents(lambda m, x, p: turned(x, p) + x * p, 4), (3,)),
-    Case("between-modules", exponents(
-        lambda m, x, p: m.b(turned(x, p)) ** 2 * p, 4), (3,)),
-    Case("distances", exponents(
-        lambda m, x, p: torch.cdist(x, p.view(4, 4)), 16), (3,)),
     Case("distances-of-places", exponents(
         lambda m, x, p: torch.cdist(x, p.softmax(0)[None]), 4, 4), (5, 3)),
     Case("time-first", exponents(
         lambda m, x, p: turned(x.transpose(0, 1), p).transpose(0, 1), 4), (5, 3),
         {"batch_dim": {"": 1, "a": 0, "b": 0}}),
-    Case("time-first-and-summed", exponents(
-        lambda m, x, p: turned(x.transpose(0, 1), p).cumsum(0).transpose(0, 1), 4),
-        (5, 3), {"batch_dim": {"": 1, "a": 0, "b": 0}}),
     Case("folded", exponents(
         lambda m, x, p: turned(x.flatten(0, 1), p).unflatten(0, (len(x), -1)), 4),
         (5, 3)),

@@ -4,35 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.per_sample_grad.gradient_oracle import fold, oracle
-from support.per_sample_grad.layer_cases import CASES, Apply
+from support.per_sample_grad.gradient_oracle import fold
 from torch import nn
 
 import per_sample_grad as psg
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even")
-def test_norms_are_those_of_single_samples(case, dtype):
-    model, inputs = case.make(dtype)
-    truth = oracle(case, model, inputs).values()
-    expected = torch.cat([grad.flatten(1) for grad in truth], 1).norm(dim=1)
-    case.loss(model, *inputs).sum().backward()
-    ordinary = [p.grad for p in model.parameters()]
-    bound = 1e-10 if dtype == torch.float64 else 1e-4
-    # The first one is compared, and takes what rules return.
-    for accumulate in (None, None, "mean", "sum"):
-        model.zero_grad()
-        with psg.capture(model, **case.options) as recorded:
-            losses = case.loss(model, *inputs)
-        found = recorded.norms(losses, accumulate=accumulate)
-        assert found.shape == losses.shape
-        assert torch.allclose(found.double(), expected, rtol=bound, atol=1e-12)
-        for param, grad in zip(model.parameters(), ordinary):
-            assert (param.grad is None) == (accumulate is None or grad is None)
-            if accumulate == "sum" and grad is not None:
-                torch.testing.assert_close(param.grad, grad)
 
 
 def several_layers() -> nn.Module:
@@ -55,15 +30,6 @@ def test_neither_chunks_nor_forms_change_the_numbers():
     answers += [norms(model, x, budget=budget) for budget in (None, 1, 2**16, 2**30)]
     for answer in answers[1:]:
         torch.testing.assert_close(answer, answers[0], rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("frozen", ["weight", "bias"])
-def test_frozen_weights_and_biases_are_left_out(frozen):
-    model, x = several_layers().double(), torch.randn(4, 3, 16, 16).double()
-    for name, param in model.named_parameters():
-        param.requires_grad_(not name.endswith(frozen))
-    expected = psg.per_sample_factors(model, fold, (x,)).norms()
-    torch.testing.assert_close(norms(model, x), expected)
 
 
 LONG = {
@@ -141,37 +107,3 @@ def test_sizes_that_are_computed_in_other_ways(name, frozen):
     expected = torch.stack([torch.cat([g.flatten() for g in r]).norm() for r in rows])
     for _ in range(2):
         torch.testing.assert_close(norms(model, x, params=params), expected)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_positions_below_a_mean(bias):
-    model = nn.Linear(5, 4, bias=bias).double()
-    x = torch.randn(3, 6, 5, dtype=torch.float64)
-    last = torch.ones(3, 6, 1, dtype=torch.float64)
-    last[1, 3] = 2  # one gradient that differs, neither the first nor the last
-
-    def mean(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(model(x).mean(1)).sum(1)
-
-    def almost(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh((model(x) * last).mean(1)).sum(1)
-
-    for losses_of in (mean, almost):
-        expected = psg.per_sample_factors(model, losses_of, (x,)).norms()
-        for _ in range(2):
-            found = psg.per_sample_grad_norms(model, losses_of, (x,))
-        torch.testing.assert_close(found, expected)
-
-
-def test_a_parameter_of_several_calls_has_their_cross_terms():
-    model = Apply(lambda m, x: m.a(torch.tanh(m.a(x))), a=nn.Linear(4, 4)).double()
-    x = torch.randn(3, 4, dtype=torch.float64)
-    expected = psg.per_sample_factors(model, fold, (x,)).norms()
-    for _ in range(2):
-        torch.testing.assert_close(norms(model, x), expected)
-
-
-def test_no_samples_have_no_norms():
-    model = nn.Linear(3, 2)
-    for _ in range(2):
-        assert norms(model, torch.zeros(0, 3)).shape == (0,)
