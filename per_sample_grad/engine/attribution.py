@@ -67,21 +67,28 @@ def attribute(
     calls = [recorded[number] for number in sorted(walk.calls)]
     for call in calls:
         call.refuse_changes()
-    _refuse_hidden(recorder.unrecorded, calls, walk)
+    if walk.custom is not None:
+        _refuse_hidden(recorder.unrecorded, calls, walk)
     reasons = dict.fromkeys(walk.outside, "it was called outside of the capture")
     if reasons and recorder.called:
         found, reasons = _operations(
             settings, losses, walk, constant, not recorder.saved_by_hooks
         )
         calls = [*calls, *found]
-    reasons |= _why_constant(constant, num_samples, reasons)
+    if reasons:
+        reasons |= _why_constant(constant, num_samples, reasons)
     uncovered = {
         name: f"{walk.outside[name]} use(s) outside any module with a rule "
         f"({_why_outside(settings.model, settings.params[name])}; {reason})"
         for name, reason in reasons.items()
     }
+    identities = [
+        (owner.name, owner.rule, tuple(owner.params.items()), call.batch_dim, shape)
+        for owner, call, _, shape, *_ in calls
+    ]
+    training = [each.call.module.training for each in calls]
     key = (
-        tuple([call.identity for call in calls]),
+        (*identities, *training),
         (losses.shape, losses.dtype, losses.device),
         tuple([(name, param.shape) for name, param in settings.params.items()]),
         tuple(reasons),
@@ -189,7 +196,7 @@ def _operations(
         kind = f"{kind} in {type(module).__name__}"
         own = {name: name for name in use.names}
         recorded = RecordedModule(
-            owner, kind, uses.by_operation, own, is_operation=True
+            owner, kind, uses.by_operation, own, tuple(use.names), is_operation=True
         )
         dim = batch_dim if use.rows is None else use.rows.axis
         params = {name: settings.params[name] for name in use.names}
@@ -204,8 +211,6 @@ def _refuse_hidden(
     unrecorded: Collection[str], calls: Sequence[RecordedCall], walk: graph.Walk
 ) -> None:
     """Raises CoverageError for parameters used only within an autograd.Function."""
-    if walk.custom is None:
-        return
     seen = {name for call in calls for name in call.owner.names}
     hidden = sorted(set(unrecorded) - seen - set(walk.outside))
     if hidden:

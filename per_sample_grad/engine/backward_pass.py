@@ -91,7 +91,9 @@ class BackwardPass:
         settings, calls = self.settings, attribution.calls
         proof = comparison.proof_of(settings.model, attribution.key)
         apart = self._keeps_samples_apart(attribution, proof)
-        self.problems = self._problems(attribution, proof)
+        self.problems = {n: [why] for n, why in attribution.uncovered.items()}
+        if settings.check == "never" and proof is None:
+            self._leave_out_operations(calls)
         self._refuse_problems(attribution.called)
         wrong: Collection[str] = ()
         if proof is not None and settings.has_fallback and not self.reported:
@@ -118,15 +120,17 @@ class BackwardPass:
             self._apply_rules(nodes)
         del nodes
         self._refuse_problems(attribution.called)
-        known, others = self.problems.keys() & wrong, self.problems.keys() - wrong
-        self._use_fallback(others, attribution.vectorisable)
-        self._use_fallback(known)
+        if self.problems:
+            others = self.problems.keys() - wrong
+            self._use_fallback(others, attribution.vectorisable)
+            self._use_fallback(self.problems.keys() & wrong)
         rest = [name for name in self._params if name not in self._handed_on]
         self.unused = set(rest) - self._small.keys()
         if rest:
             self._refuse_changes(rest)
             self._hand_on({name: self._small.pop(name, []) for name in rest})
-        self._conclude(attribution.key, apart)
+        if self._comparer is not None:
+            self._conclude(self._comparer, attribution.key, apart)
         for factors in self._waiting or []:
             factors.refuse_changes()
             self.receive(factors)
@@ -166,24 +170,17 @@ class BackwardPass:
         if self.problems and not self.settings.has_fallback:
             fallback.raise_uncovered(self.problems, self.losses, called)
 
-    def _problems(
-        self, attribution: Attribution, proof: Proof | None
-    ) -> dict[str, list[str]]:
-        """Returns why parameters have uses that no call covers, by name.
+    def _leave_out_operations(self, calls: list[RecordedCall]) -> None:
+        """Takes out operations, whose parameters become problems.
 
         That shapes say where samples are in an operation is only believed when it is
-        compared. Calls that are not believed are taken out.
+        compared.
         """
-        found = {name: [reason] for name, reason in attribution.uncovered.items()}
-        if self.settings.check == "never" and proof is None:
-            calls = attribution.calls
-            unproven = [call for call in calls if call.owner.is_operation]
-            calls[:] = [call for call in calls if not call.owner.is_operation]
-            for call in unproven:
-                for name in call.owner.names:
-                    reason = f'{call.owner} is only believed without check="never"'
-                    found.setdefault(name, []).append(reason)
-        return found
+        for call in calls:
+            for name in call.owner.names if call.owner.is_operation else ():
+                reason = f'{call.owner} is only believed without check="never"'
+                self.problems.setdefault(name, []).append(reason)
+        calls[:] = [call for call in calls if not call.owner.is_operation]
 
     def _total(self) -> torch.Tensor:
         """Returns what the pass is of."""
@@ -425,11 +422,8 @@ class BackwardPass:
             for name, rows in gradients.items()
         }
 
-    def _conclude(self, key: Hashable, apart: bool) -> None:
+    def _conclude(self, comparer: Comparer, key: Hashable, apart: bool) -> None:
         """Compares; replaces wrong answers by a fallback's; remembers the proof."""
-        comparer = self._comparer
-        if comparer is None:
-            return
         if not comparer.has_reference:
             if comparer.all_gradients_were_zero():
                 return

@@ -119,10 +119,8 @@ class Capture:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self._recorder.stop()
-        if kind is not None:
-            self._recorder.forget()
-            self._entered = False
+        self._recorder.stop(forget=kind is not None)
+        self._entered &= kind is None
 
     def backward(
         self,
@@ -403,7 +401,7 @@ class Capture:
         found = None
         if losses.shape[0]:
             found = attribute(self._settings, losses, self._recorder)
-        self._recorder.forget()
+        self._recorder.stop(forget=True)
         self._answered = True
         if found is None:
             backward_pass.run_without_samples()

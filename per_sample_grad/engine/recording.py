@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ class RecordedModule:
         kind: Its class, or for an operation that and the class it happens in.
         rule: Its layer rule; None: it has none.
         params: Its selected parameters, from names in it to those in the model.
+        names: Those in the model, each once.
         is_operation: It stands for one operation that happens in the module.
     """
 
@@ -39,15 +40,11 @@ class RecordedModule:
     kind: str
     rule: Rule | None
     params: Mapping[str, str]
+    names: tuple[str, ...]
     is_operation: bool = False
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name!r}"
-
-    @functools.cached_property
-    def names(self) -> tuple[str, ...]:
-        """Its parameters' names in the model, each once."""
-        return tuple(dict.fromkeys(self.params.values()))
 
 
 class RecordedCall(NamedTuple):
@@ -72,13 +69,6 @@ class RecordedCall(NamedTuple):
     has_batch: bool = True
     position: int = 0
     autocast: Mapping[str, Any] | None = None
-
-    @property
-    def identity(self) -> tuple[Hashable, ...]:
-        """What must be equal for two calls to be of the same structure."""
-        owner = self.owner
-        where = (owner.name, owner.rule, tuple(owner.params.items()))
-        return (*where, self.call.batch_dim, self.shape, self.call.module.training)
 
     def has_rows(self, num_samples: int) -> bool:
         """Returns whether its output has the same number of rows for each sample."""
@@ -143,8 +133,8 @@ class Recorder:
         model = self._settings.model
         batch_norm.refuse_batch_statistics(model)
         with contextlib.ExitStack() as placed:
-            placed.enter_context(_uncompiled(model))
             for name, module in model.named_modules():
+                _run_as_written(module, placed)
                 for hook in self._hooks_of(name, module):
                     # Each is put before the others of the module.
                     handle = module.register_forward_hook(
@@ -153,14 +143,12 @@ class Recorder:
                     placed.callback(handle.remove)
             self._placed = placed.pop_all()
 
-    def stop(self) -> None:
-        """Removes the hooks."""
+    def stop(self, *, forget: bool = False) -> None:
+        """Removes the hooks, and perhaps what was recorded."""
         self._placed.close()
-
-    def forget(self) -> None:
-        """Keeps nothing of what was recorded."""
-        self.calls.clear()
-        self.vectorisable.clear()
+        if forget:
+            self.calls.clear()
+            self.vectorisable.clear()
 
     def _hooks_of(self, name: str, module: nn.Module) -> list[Callable[..., Any]]:
         """Returns the hooks of a module; the last one runs first."""
@@ -173,7 +161,8 @@ class Recorder:
         if params or (
             self._vectorises and any(id(p) in self._names for p in module.parameters())
         ):
-            owner = RecordedModule(name, type(module).__name__, rule, params)
+            names = tuple(dict.fromkeys(params.values()))
+            owner = RecordedModule(name, type(module).__name__, rule, params, names)
             hooks.append(functools.partial(self._record, owner))
         # The output is replaced before the call is recorded.
         if batch_norm.needs_arithmetic(module):
@@ -271,22 +260,18 @@ def _autocast_state(kind: str) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def _uncompiled(model: nn.Module) -> Iterator[None]:
-    """Makes compiled modules run as they were written, inside the block.
+def _run_as_written(module: nn.Module, restoring: contextlib.ExitStack) -> None:
+    """Makes a compiled module run as it was written, until ``restoring`` is closed.
 
-    What was compiled before does not run hooks. These are ``model`` and modules in it
-    that ``torch.compile(module)`` or ``module.compile()`` returned or changed; compiled
+    What was compiled before does not run hooks. Compiled are modules that
+    ``torch.compile(module)`` or ``module.compile()`` returned or changed; compiled
     functions that call them are out of reach.
     """
-    with contextlib.ExitStack() as restoring:
-        for module in model.modules():
-            own = vars(module)
-            if "dynamo_ctx" in own:  # torch.compile's wrapper of a module
-                restoring.callback(setattr, module, "forward", module.forward)
-                module.forward = module._orig_mod.__call__
-            elif own.get("_compiled_call_impl") is not None:
-                compiled = module._compiled_call_impl
-                restoring.callback(setattr, module, "_compiled_call_impl", compiled)
-                module._compiled_call_impl = None
-        yield
+    own = vars(module)
+    if "dynamo_ctx" in own:  # torch.compile's wrapper of a module
+        restoring.callback(setattr, module, "forward", module.forward)
+        module.forward = module._orig_mod.__call__
+    elif own.get("_compiled_call_impl") is not None:
+        compiled = module._compiled_call_impl
+        restoring.callback(setattr, module, "_compiled_call_impl", compiled)
+        module._compiled_call_impl = None
