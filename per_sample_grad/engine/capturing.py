@@ -311,7 +311,6 @@ class Capture:
         losses: torch.Tensor,
         projection: Projection,
         *,
-        out: torch.Tensor | None = None,
         retain_graph: bool = False,
         accumulate: Accumulate | None = None,
     ) -> torch.Tensor:
@@ -322,7 +321,6 @@ class Capture:
         Args:
             losses: ``(B,)``, as for `backward`.
             projection: Of these parameters, and perhaps of others.
-            out: Where to write them, ``(B, k)``, which saves a copy; else a new tensor.
             retain_graph, accumulate: As for `backward`.
 
         Returns:
@@ -331,31 +329,17 @@ class Capture:
 
         Raises:
             PerSampleError: As for `backward`.
-            ValueError: The projection is of other parameters, or ``out`` has another
-                shape.
+            ValueError: The projection is of other parameters.
         """
         shapes = {name: tuple(param.shape) for name, param in self.params.items()}
         check_projected(shapes, projection)
-        names = [name for name in projection.shapes if name in shapes]
-        columns = projection.columns_of(names)
-        if out is not None and out.shape != (len(losses), columns.size):
-            raise ValueError(
-                f"project: out must have shape ({len(losses)}, {columns.size}), got "
-                f"{tuple(out.shape)}"
-            )
-
-        def write(factors: Factors) -> dict[str, torch.Tensor]:
-            projected = factors.project(projection)
-            if out is None:
-                return projected
-            for name, numbers in projected.items():
-                out.narrow(1, *columns.places[name]).copy_(numbers)
-            return {}
-
         found = self.stream(
-            losses, write, retain_graph=retain_graph, accumulate=accumulate
+            losses,
+            lambda factors: factors.project(projection),
+            retain_graph=retain_graph,
+            accumulate=accumulate,
         )
-        return torch.cat([found[name] for name in names], 1) if out is None else out
+        return torch.cat([found[n] for n in projection.shapes if n in found], 1)
 
     def _run(
         self,

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -99,12 +98,6 @@ class Projection:
             f"{self.size}, seed {self.seed}, map {VERSION}"
         )
 
-    def columns_of(self, names: Sequence[str]) -> Columns:
-        """Returns where the numbers of these parameters are, in this sequence."""
-        sizes = [math.prod(self.kept[name]) for name in names]
-        starts = itertools.accumulate(sizes, initial=0)
-        return Columns(sum(sizes), dict(zip(names, zip(starts, sizes))))
-
     def of(self, name: str, uses: Sequence[Contribution], budget: int) -> torch.Tensor:
         """Returns the projections of one parameter's gradients, ``(B, k1 k2)``.
 
@@ -136,19 +129,6 @@ class Projection:
             sizes = rows, columns, kernel
             self._folds[key] = Folds(of_rows, of_channels, of_columns, *sizes)
         return self._folds[key]
-
-
-@dataclasses.dataclass(frozen=True)
-class Columns:
-    """Where the numbers of some parameters are, next to one another.
-
-    Attributes:
-        size: How many there are.
-        places: The first column and how many, by the parameter's name.
-    """
-
-    size: int
-    places: Mapping[str, tuple[int, int]]
 
 
 # The shorter side of a projection, and a convolution's input, keep no more than this:
