@@ -46,16 +46,8 @@ def by_operations(m: Used, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     return h * (m.own * m.scale) + m.other + m.table(torch.arange(3)[None])
 
 
-def by_formulas(m: Used, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-    return h**m.own + torch.atan2(m.other * m.scale, h)
-
-
 def by_the_model(m: Used, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     return turned(h, m.own) + turned(m.other * m.scale, h)
-
-
-def by_modules(m: Used, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-    return m.sub(h)
 
 
 def by_all(m: Used, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
@@ -64,9 +56,7 @@ def by_all(m: Used, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
 
 WAYS = {
     by_operations: "error",
-    by_formulas: "batched",
     by_the_model: "batched",
-    by_modules: "batched",
     by_all: "batched",
 }
 
@@ -186,11 +176,6 @@ def cut(model: Used) -> None:
     model.way = lambda m, x, h: before(m, x, h.detach())
 
 
-def by_half(model: Used) -> None:
-    """Half of what the functions are told are other functions of the same numbers."""
-    model.way = lambda m, x, h: torch.maximum(h, m.own) + m.other / (1 + h)
-
-
 def outside_its_module(model: Used) -> None:
     added(lambda m, x, h: h**m.sub.exponent)(model)
 
@@ -221,7 +206,7 @@ CHANGES = [
     to(lambda m, x, h: m.sub(h.flip(0))),
     edited_before, edited_after, activations_edited, samples_instead_of_the_buffer,
     shaped(1), shaped(3, 4), shaped(6, 1, 4), shaped(6, 3, 1), shaped(), exchanged,
-    tied, frozen, two_outputs, moved, hooked, cut, by_half, outside_its_module,
+    tied, frozen, two_outputs, moved, hooked, cut, outside_its_module,
     lambda model: model.sub.eval(), lambda model: model.eval(),
 ]  # fmt: skip
 
