@@ -24,7 +24,6 @@ from per_sample_grad.factors.forms import (
     Part,
     Windows,
 )
-from xla_replica import traits
 
 
 def dot(contribution: Contribution, vectors: torch.Tensor, budget: int) -> torch.Tensor:
@@ -131,19 +130,18 @@ def _weighted_sum(
 
 def _parts(contribution: Contribution, budget: int) -> Iterator[tuple[int, int, Part]]:
     """Yields start, stop and samples whose unfolded factors fit ``budget`` bytes."""
-    rows, extent = forms.num_rows(contribution), forms.extent(contribution)
-    each = extent.unfolded * extent.itemsize
-    for start, stop in forms.chunks(rows, max(1, budget // each if each else rows)):
+    rows, size = forms.num_rows(contribution), forms.num_rows(contribution)
+    if isinstance(contribution, Windows):
+        each = forms.unfolded(contribution) * contribution.width
+        size = max(1, budget // (each * contribution.left.itemsize))
+    for start, stop in forms.chunks(rows, size):
         yield start, stop, forms.part(contribution, start, stop)
 
 
 def squared_norms(contributions: Sequence[Contribution], samples: int) -> torch.Tensor:
     """Returns ``‖g_n‖²``, ``(N,)``, of uses that have products, never negative."""
-    match contributions:
-        case [Dense(values)]:
-            return squares(values)
-        case [Outer(left, right)] if left.shape[1] == left.shape[2] == 1:
-            return squares(left) * squares(right)
+    if len(contributions) == 1 and isinstance(contributions[0], Dense):
+        return squares(contributions[0].values)
     return squared_norms_and_terms(contributions, samples)[0].clamp(min=0)
 
 
@@ -246,19 +244,17 @@ def gradients(
     samples: int,
     first: int,
     last: int,
-    scale: float = 1.0,
 ) -> torch.Tensor:
     """Returns columns of every sample's gradient, ``(N, r, last - first)``.
 
-    The uses are summed and multiplied by ``scale``; ``samples`` is how many samples
-    are computed at a time.
+    The uses are summed; ``samples`` is how many samples are computed at a time.
     """
     total = forms.num_rows(contributions[0])
     if samples >= total:
-        return _columns(contributions, shape, (0, total), first, last, scale)
+        return _columns(contributions, shape, (0, total), first, last)
     found: torch.Tensor | None = None
     for start, stop in forms.chunks(total, samples):
-        block = _columns(contributions, shape, (start, stop), first, last, scale)
+        block = _columns(contributions, shape, (start, stop), first, last)
         if found is None:
             found = block.new_empty(total, *block.shape[1:])
         # Written into place: pieces that are joined later take the memory twice.
@@ -273,13 +269,11 @@ def _columns(
     samples: tuple[int, int],
     first: int,
     last: int,
-    scale: float = 1.0,
 ) -> torch.Tensor:
     """Returns columns ``[first, last)`` of the gradients of an interval of samples.
 
     Chunks together cost the flops of the whole. For `Windows`, the columns are
-    multiples of K. What is multiplied by ``scale`` is a product as it is formed, or
-    the gradients: often fewer numbers than factors have.
+    multiples of K.
     """
     rows, all_columns = forms.matrix_shape(shape)
     low, high = samples
@@ -287,29 +281,22 @@ def _columns(
     def of_use(contribution: Contribution) -> torch.Tensor:
         match contribution:
             case Outer(left, right):
-                left = left[low:high].transpose(2, 3)
                 columns = right[low:high, ..., first:last]
-                if scale != 1 and left.shape[1] == 1 and traits(left).is_host:
-                    none = left.new_empty(1, 1, 1)
-                    left, columns = left.squeeze(1), columns.squeeze(1)
-                    return torch.baddbmm(none, left, columns, beta=0, alpha=scale)
-                return scaled((left @ columns).flatten(1, 2))
+                return (left[low:high].transpose(2, 3) @ columns).flatten(1, 2)
             case Windows():
-                return scaled(contribution.gradients(low, high, first, last))
+                outer = contribution.outer(low, high, first, last)
+                return (outer.left.transpose(2, 3) @ outer.right).flatten(1, 2)
             case Lookup(index, values):
                 index, added = index[low:high], values[low:high, ..., first:last]
                 num, width = len(index), last - first
                 first_row = torch.arange(num, device=index.device).unsqueeze(1) * rows
                 places = (index.long() + first_row).flatten()
                 table = values.new_zeros(num * rows, width)
-                table.index_add_(0, places, scaled(added).reshape(-1, width))
+                table.index_add_(0, places, added.reshape(-1, width))
                 return table.unflatten(0, (num, rows))
             case Dense(values):
                 matrix = values[low:high].reshape(high - low, rows, all_columns)
-                return scaled(matrix[..., first:last])
-
-    def scaled(values: torch.Tensor) -> torch.Tensor:
-        return values if scale == 1 else values * scale
+                return matrix[..., first:last]
 
     return forms.summed(map(of_use, contributions))
 

@@ -24,7 +24,6 @@ from per_sample_grad.factors.forms import (
     Dense,
     Lookup,
     Outer,
-    Windows,
 )
 from xla_replica import traits
 
@@ -101,15 +100,9 @@ def _transform(
     """Returns the Fourier transform of every sample's sketch: two of ``(N, f)``."""
     rows, columns = forms.matrix_shape(shape)
     frequencies = of_rows[0].shape[1]
-    match use:
-        case Outer() | Windows():
-            elements = use.groups * use.positions * frequencies
-        case Lookup():
-            elements = use.positions * frequencies
-        case Dense():
-            elements = columns * frequencies
-    itemsize = forms.float_factor(use).dtype.itemsize
-    each = (6 * elements + forms.extent(use).unfolded) * itemsize
+    terms = columns if isinstance(use, Dense) else use.groups * use.positions
+    itemsize = forms.float_factor(use).itemsize
+    each = (6 * terms * frequencies + forms.unfolded(use) * columns) * itemsize
     real, imaginary = [], []
     for start, stop in forms.chunks(forms.num_rows(use), max(1, budget // each)):
         match forms.part(use, start, stop):
