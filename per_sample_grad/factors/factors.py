@@ -197,8 +197,14 @@ class Factors:
                 f"weights of shape {tuple(weights.shape)} for {len(self)} samples; "
                 f"give ({len(self)},) or (K, {len(self)})"
             )
-        rows = weights.detach().to(self._dtype) * self._multiplier
-        return {name: self._weighted(name, rows) for name in self.shapes}
+        found = {}
+        for name, shape in self.shapes.items():
+            size = (*weights.shape[:-1], *shape)
+            found[name] = torch.zeros(size, dtype=self._dtype, device=weights.device)
+        many = weights.dim() == 2
+        totals = found if many else {n: x.unsqueeze(0) for n, x in found.items()}
+        self.add_weighted_sum_(totals, weights if many else weights.unsqueeze(0))
+        return found
 
     @_in_full_precision
     def add_weighted_sum_(
@@ -219,16 +225,19 @@ class Factors:
 
     @_in_full_precision
     def sketch(self, size: int, *, seed: int = 0) -> torch.Tensor:
-        """Returns random sketches of all gradients, ``(B, size)``, without forming one.
+        """Returns random sketches of all gradients, ``(B, size)``.
 
         The map is linear in the gradient, and the same for every batch and device with
         the same names, shapes and seed. Inner products of sketches are those of the
         gradients in expectation over seeds; see `factors.tensor_sketch`.
         """
         check_integer("sketch: size", size, least=1)
-        merged = [(n, shape, self.merged[n]) for n, shape in self.shapes.items()]
-        found = sketch(merged, size, seed, self._budget)
-        return self._sum([] if found is None else [found], (len(self), size))
+        terms = [
+            sketch(name, self.shapes[name], uses, size, seed, self._budget)
+            for name, uses in self.merged.items()
+            if uses
+        ]
+        return self._sum(terms, (len(self), size))
 
     @_in_full_precision
     def project(self, projection: Projection) -> dict[str, torch.Tensor]:
@@ -274,13 +283,6 @@ class Factors:
             total, number = forms.summed(terms), self._multiplier**power
             return total if number == 1 else total * number
         return torch.zeros(size, dtype=self._dtype, device=self.losses.device)
-
-    def _weighted(self, name: str, weights: torch.Tensor) -> torch.Tensor:
-        if weights.dim() == 2:
-            return torch.stack([self._weighted(name, row) for row in weights.unbind()])
-        shape, uses = self.shapes[name], self.merged[name]
-        terms = [algebra.weighted_sum(u, shape, weights, self._budget) for u in uses]
-        return self._sum(terms, shape, power=0)
 
     def cancellation(self, name: str) -> torch.Tensor | None:
         """Returns whether a parameter's positions cancel: a tensor of one bool.

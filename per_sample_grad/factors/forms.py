@@ -251,7 +251,7 @@ def regroup(contribution: Contribution, num_samples: int) -> Contribution:
     sample's gradient is the sum over its rows, so positions are joined and gradients
     are added.
     """
-    if num_rows(contribution) == num_samples:
+    if len(float_factor(contribution)) == num_samples:
         return contribution
     match contribution:
         case Outer(left, right):
@@ -308,7 +308,7 @@ def summed(terms: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def num_rows(contribution: Contribution) -> int:
-    return float_factor(contribution).shape[0]
+    return len(float_factor(contribution))
 
 
 def float_factor(contribution: Contribution) -> torch.Tensor:

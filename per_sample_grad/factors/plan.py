@@ -136,7 +136,7 @@ def choose(
         flops = 2 * num_samples * partners * rows * columns
         return Choice("dense", num_samples, columns, 1, flops, flops, 0)
     blocks = 1 if uses is others else 2
-    formed = _materialized(uses, shape, num_samples, partners, blocks, budget)
+    formed = materialized(uses, shape, num_samples, partners, blocks, budget)
     if not all(has_product(a, b) for a in uses for b in others):
         return formed
     factored = _factored(uses, others, num_samples, partners, columns, budget)
@@ -169,7 +169,7 @@ def _fitting(budget: int, each: int, most: int, unit: int = 1) -> int:
     return max(unit, min(most, budget // each // unit * unit))
 
 
-def _materialized(
+def materialized(
     uses: Sequence[Contribution],
     shape: Sequence[int],
     num_samples: int,

@@ -38,17 +38,13 @@ class Unfolding:
 
     def by_views(self, inputs: torch.Tensor) -> torch.Tensor:
         """Returns the patches of padded inputs ``(n, C, *S)`` as ``(n, C, K, P)``."""
-        rank = len(self.kernel)
-        copied = self.windows(inputs).contiguous()  # the one copy
-        return copied.flatten(2 + rank).flatten(2, 1 + rank)
-
-    def windows(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns views of padded inputs, ``(n, C, *kernel, *positions)``."""
         first, steps = inputs.stride()[:2], inputs.stride()[2:]
         within = [step * factor for step, factor in zip(steps, self.dilation)]
         between = [step * factor for step, factor in zip(steps, self.stride)]
         shape = (*inputs.shape[:2], *self.kernel, *self.positions)
-        return inputs.as_strided(shape, (*first, *within, *between))
+        views, rank = inputs.as_strided(shape, (*first, *within, *between)), len(steps)
+        copied = views.contiguous()  # the one copy
+        return copied.flatten(2 + rank).flatten(2, 1 + rank)
 
     def by_slices(self, inputs: torch.Tensor) -> torch.Tensor:
         """Returns the same as `by_views`, for a device that compiles."""
@@ -83,21 +79,5 @@ def padded(
 
     ``mode`` is a convolution's: zeros, reflect, replicate or circular.
     """
-    if mode == "zeros":
-        flat = [width for pair in reversed(list(widths)) for width in pair]
-        return F.pad(inputs, flat)
-    for dim, (before, after) in enumerate(widths, start=2):
-        if before or after:
-            size = inputs.shape[dim]
-            position = torch.arange(-before, size + after, device=inputs.device)
-            if mode == "circular":
-                position = position.remainder(size)
-            elif mode == "replicate":
-                position = position.clamp(0, size - 1)
-            elif mode == "reflect":
-                inside = position.abs()
-                position = torch.where(inside < size, inside, 2 * (size - 1) - inside)
-            else:
-                raise ValueError(f"padding mode {mode!r} is not known")
-            inputs = inputs.index_select(dim, position)
-    return inputs
+    flat = [width for pair in reversed(list(widths)) for width in pair]
+    return F.pad(inputs, flat, "constant" if mode == "zeros" else mode)
